@@ -1,0 +1,55 @@
+"""What each machine may choose for itself. Whatever all peers must agree on is in `swarm.run_config.RunConfig`."""
+
+from dataclasses import dataclass
+
+from swarm.errors import UserError
+from swarm.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerConfig:
+    """This peer (every machine chooses its own)."""
+
+    datasetserver: str = option("", "URL of the run's dataset server; alone enough to join.")
+    peers: tuple[str, ...] = option((), "Multiaddrs of peers that are in the run; alone enough to join.", aliases=("initial_peers",))
+    found: bool = option(False, "Found a run: listen for peers, with this peer's flags as the run's.", aliases=("hivemind",))
+    run_id: str = option("", "Which run to join, when the peers given serve several.")
+    train_data_dir: str = option("", "Folder of pictures with a .txt beside each; needs no server.", aliases=("dataset",))
+    output_dir: str = option("output", "Where checkpoints, logs and the result go.", aliases=("output_path",))
+    num_train_epochs: int = option(1, "Passes over --train_data_dir when the run sets no --total_samples.", aliases=("epochs",))
+    train_batch_size: int = option(1, "Samples per local step and rank.", aliases=("batch_size",))
+    gradient_accumulation_steps: int = option(1, "Micro-batches per local optimizer step.")
+    mixed_precision: str = option("auto", "Autocast; auto: by device, the reason is printed.", choices=("auto", "no", "fp16", "bf16"))
+    gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.")
+    num_threads: int = option(0, "Threads of torch on a CPU; 0: the cores divided by the local ranks.")
+    dataloader_num_workers: int = option(0, "Processes that decode pictures; 0: in the training process.")
+    cache_dir: str = option("", "Where shards are kept; default: inside --output_dir.")
+    cache_gib: float = option(20.0, "Limit of that cache in GiB.")
+    checkpointing_rounds: int = option(1, "Save a resumable checkpoint every so many committed rounds.")
+    checkpointing_samples: int = option(10_000, "Save one every so many samples when training without a swarm.")
+    checkpoints_total_limit: int = option(2, "Keep this many checkpoints.")
+    resume_from_checkpoint: str = option("", "A checkpoint's folder, or 'latest'.", aliases=("resume",))
+    host_maddrs: tuple[str, ...] = option(("/ip4/0.0.0.0/tcp/0",), "Multiaddrs to listen on for other peers.")
+    announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach this peer, when they differ.")
+    identity_path: str = option("", "This peer's key file, made when missing; default: identity.key inside --output_dir.")
+    client_mode: bool = option(False, "Open no port: others cannot dial this peer, it dials them.")
+    dry_run: bool = option(False, "Print the resolved configuration and end.")
+    debug: bool = option(False, "Log more, and show tracebacks.")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "train_batch_size",
+            "gradient_accumulation_steps",
+            "num_train_epochs",
+            "checkpoints_total_limit",
+            "checkpointing_rounds",
+            "checkpointing_samples",
+        ):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more.")
+
+    @property
+    def swarming(self) -> bool:
+        """Whether this peer takes part in a swarm; if not, nothing listens."""
+        return bool(self.datasetserver or self.peers or self.found)

@@ -1,0 +1,164 @@
+"""All there is to learn before adding a part: what the rooms of the peer hand to each other.
+
+`params: dict[str, nn.Parameter]`, the named tensors being trained, is the only thing that methods, optimizers, sync,
+checkpoints and exporters share; none of them knows the family or the method.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Params = dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One captioned picture as its source holds it: encoded image bytes, and a key that no other sample of the run has."""
+
+    key: str
+    image: bytes
+    caption: str
+
+
+@dataclass(frozen=True)
+class PixelBatch:
+    """pixels: (B, 3, H, W) float32 in [-1, 1]; captions: B strings, '' where the caption was dropped."""
+
+    pixels: Tensor
+    captions: Sequence[str]
+
+
+@dataclass(frozen=True)
+class LatentBatch:
+    """latents: (B, C, h, w), scaled by the VAE's factor; text: (B, tokens, width) states of the text encoder."""
+
+    latents: Tensor
+    text: Tensor
+
+
+class Model(Protocol):
+    """A family's module offers `load(source: Path, device: torch.device) -> Model`."""
+
+    parts: dict[str, nn.Module]
+    resolution_multiple: int
+
+    def encode(self, pixels: PixelBatch) -> LatentBatch:
+        """Frozen parts only, no gradient; cacheable."""
+        ...
+
+    def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
+        """(B,) float32: one loss per sample."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a diffusers folder that plain `from_pretrained` loads."""
+        ...
+
+
+class Method(Protocol):
+    """A method's module offers `build(run: RunConfig) -> Method`."""
+
+    def attach(self, model: Model) -> Params:
+        """Choose the tensors to train (float32, requires_grad), freeze all else, put the model in its training mode."""
+        ...
+
+    def export(self, model: Model, params: Params, folder: Path) -> None:
+        """Write the result of training into `folder`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Member:
+    """One peer's part in a round: its contribution's number and how many samples are in it."""
+
+    peer: str
+    number: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """A state that is safe: a second peer signed its digest, or it is on disk. Any member may report it to the server."""
+
+    digest: str
+    parent: str
+    round: int
+    samples: int
+    """All samples ever averaged into the state, these members' included."""
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What happened in the swarm since the last report; the loop maps contribution numbers to sample keys."""
+
+    frozen: int | None = None
+    """Number of the contribution that holds all samples counted since the one before; register its keys, then call `step` again."""
+    settled: tuple[int, ...] = ()
+    """Our contributions that are now in a settled state: their samples are done."""
+    dropped: tuple[int, ...] = ()
+    """Our contributions that will never be in the state: give their samples back. 0 stands for the samples not yet frozen."""
+    settlements: tuple[Settlement, ...] = ()
+    wait: bool = False
+    """Do not train now: call `step(0)` again (it blocks for a while itself), until this is False."""
+    done: bool = False
+    """The run's total_samples are in the state, and that state is settled."""
+
+
+class Sync(Protocol):
+    """A strategy's module offers `build(context: SyncContext) -> Sync`. Never raises because a neighbour was lost."""
+
+    round: int
+    samples: int
+    """Samples in the committed state; learning-rate schedules follow it."""
+    peers: int
+
+    def catch_up(self) -> SyncReport:
+        """Take over the swarm's state if ours is behind; blocks with a deadline."""
+        ...
+
+    def before_step(self) -> bool:
+        """Whether the local optimizer steps now (`gradients` accumulates instead, and steps once per round)."""
+        ...
+
+    def step(self, samples: int, loss: float | None = None) -> SyncReport: ...
+
+    def leave(self) -> SyncReport:
+        """Offer the work done, wait a few seconds for it to be averaged, and say what became of it."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """Where samples come from. A module of peer/data offers `build(context: SourceContext) -> Source`."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Samples until the data or the run ends; blocks while the source has none, and wakes up when closed."""
+        ...
+
+    def register(self, number: int, keys: Sequence[str]) -> None:
+        """Contribution `number`, about to be offered, holds exactly these samples."""
+        ...
+
+    def settle(self, settlement: Settlement) -> None:
+        """Tell whoever keeps the ledger that this state is settled."""
+        ...
+
+    def acknowledge(self, keys: Sequence[str]) -> None:
+        """Their work is in a settled state: never yield them again."""
+        ...
+
+    def give_back(self, keys: Sequence[str]) -> None:
+        """Their work is lost: they may be trained again, by anyone."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...

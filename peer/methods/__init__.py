@@ -1,0 +1,1 @@
+"""Which tensors are trained: one module per method."""

@@ -1,0 +1,139 @@
+"""Options: a frozen dataclass is the only place where an option's default, meaning, flag and check are written.
+
+Order of precedence: defaults < file (TOML) < flags. Unknown flags and keys are errors that name the nearest right one.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from swarm.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Config = TypeVar("Config")
+
+
+def option(default: Any, help: str, *, aliases: Sequence[str] = (), choices: Sequence[str] | None = None) -> Any:
+    """Declare one option of a frozen dataclass; `aliases` are further flag names, without the dashes."""
+    metadata = {"help": help, "aliases": tuple(aliases), "choices": choices}
+    if isinstance(default, list | tuple):
+        return dataclasses.field(default_factory=lambda: tuple(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def nearest(word: str, right: Iterable[str]) -> str:
+    """' Did you mean X?' for the right word nearest to `word`, or '' when none is near."""
+    match = difflib.get_close_matches(word, list(right), n=1, cutoff=0.6)
+    return f" Did you mean '{match[0]}'?" if match else ""
+
+
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], *classes: type) -> list[dict[str, Any]]:
+    """Read `argv` into one mapping per dataclass that holds only what was given explicitly.
+
+    Flags already added to `parser` by the caller come last, as one further mapping.
+    Raises UserError for an unknown flag, naming the nearest right one.
+    """
+    for cls in classes:
+        group = parser.add_argument_group(_title(cls))
+        for field in dataclasses.fields(cls):
+            _add_flag(group, field, typing.get_type_hints(cls)[field.name])
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        known = [name for action in parser._actions for name in action.option_strings]
+        kind = "flag" if flag.startswith("-") else "argument"
+        raise UserError(f"Unknown {kind} {flag}.{nearest(flag, known)}", fix="See --help for all of them.")
+    given = vars(namespace)
+    names = [{field.name for field in dataclasses.fields(cls)} for cls in classes]
+    result = [{name: given[name] for name in group if name in given} for group in names]
+    return [*result, {name: value for name, value in given.items() if not any(name in group for group in names)}]
+
+
+def read_toml(path: Path, cls: type[Config]) -> dict[str, Any]:
+    """The options of `cls` that a TOML file sets. Raises UserError for an unreadable file or an unknown key."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"There is no file {path}.", fix="Check the path.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}.", fix="Correct that line.") from None
+    check_keys(values, cls, where=str(path))
+    return values
+
+
+def check_keys(values: Mapping[str, Any], cls: type, *, where: str) -> None:
+    """Raise UserError when `values` has a key that `cls` lacks, naming the nearest right one."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in values:
+        if key not in known:
+            raise UserError(f"{where}: there is no option '{key}'.{nearest(key, known)}", fix="Correct or remove it.")
+
+
+def build(cls: type[Config], *layers: Mapping[str, Any]) -> Config:
+    """The dataclass from defaults and layers, the later one winning. Raises UserError for a value of the wrong type."""
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values.update(layer)
+    hints = typing.get_type_hints(cls)
+    for name, value in values.items():
+        values[name] = _checked(name, value, hints[name])
+    for field in dataclasses.fields(cls):
+        choices = field.metadata.get("choices")
+        if choices and values.get(field.name, field.default) not in choices:
+            value = values[field.name]
+            raise UserError(f"{field.name} is '{value}'.{nearest(str(value), choices)}", fix=f"Use one of {', '.join(choices)}.")
+    return cls(**values)
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in kinds:
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
+            return tuple(str(item) for item in value)
+        if isinstance(kind, type) and isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+            return value
+    expected = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+    raise UserError(f"{name} is {value!r}, which is not {expected}.", fix=f"Give {name} a value of type {expected}.")
+
+
+def _title(cls: type) -> str:
+    return (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: Any) -> None:
+    kinds = [kind for kind in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)) if kind is not type(None)]
+    kind, meta = kinds[0], field.metadata
+    flags = [f"--{field.name}", *(f"--{alias}" for alias in meta["aliases"])]
+    default = field.default if field.default is not dataclasses.MISSING else ""
+    shown = f" [{default}]" if default not in ("", None, ()) else ""
+    common = {"dest": field.name, "default": argparse.SUPPRESS, "help": (meta["help"] + shown).replace("%", "%%")}
+    if kind is bool:
+        # The original project passes booleans as strings (--hivemind="True"), diffusers as bare flags: both work.
+        group.add_argument(*flags, nargs="?", const=True, type=_boolean, metavar="BOOL", **common)
+        group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    elif typing.get_origin(kind) is tuple:
+        group.add_argument(*flags, nargs="*", metavar="VALUE", **common)
+    elif meta["choices"]:
+        group.add_argument(*flags, metavar="{" + ",".join(meta["choices"]) + "}", **common)
+    else:
+        group.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **common)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes", "on"):
+        return True
+    if text.lower() in ("false", "0", "no", "off"):
+        return False
+    raise argparse.ArgumentTypeError(f"'{text}' is neither True nor False")

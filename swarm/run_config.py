@@ -1,0 +1,83 @@
+"""What every peer of a run must agree on: set once by whoever founds the run, hashed into every signed record."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.digest import digest_json
+from swarm.errors import UserError
+from swarm.options import build, check_keys, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run (the same for every peer; taken from the server or the DHT when joining)."""
+
+    run_name: str = option("distributed-diffusion", "Name of the run, for people.")
+    model: str = option("", "Base model: a diffusers folder or a Hub id.", aliases=("pretrained_model_name_or_path",))
+    model_digest: str = option("", "Digest of the base model's weights; worked out by the founder.")
+    family: str = option("stable_diffusion", "What is trained: a module of peer/models.")
+    method: str = option("full", "Which tensors are trained: a module of peer/methods.")
+    sync: str = option("parameters", "How peers agree: a module of peer/sync.")
+    wire: str = option("fp16", "How contributions travel.", choices=("fp32", "fp16"))
+    dataset: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")
+    total_samples: int = option(0, "The run ends when this many samples are in committed rounds; 0: no end.")
+    target_batch_size: int = option(2048, "Samples of the whole swarm per round.")
+    optimizer: str = option(
+        "auto", "Local optimizer; auto: 8-bit AdamW on a GPU, fused AdamW on a CPU.", choices=("auto", "adamw", "adamw8bit")
+    )
+    learning_rate: float = option(5e-6, "Peak learning rate of the local optimizer.", aliases=("lr",))
+    lr_scheduler: str = option("constant", "Schedule over committed samples: a name diffusers' get_scheduler knows.")
+    lr_warmup_samples: int = option(0, "Samples of the swarm over which the learning rate rises from 0.")
+    adam_beta1: float = option(0.9, "AdamW's first decay.")
+    adam_beta2: float = option(0.999, "AdamW's second decay.")
+    adam_weight_decay: float = option(1e-2, "AdamW's decoupled weight decay.")
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = option(1.0, "Clip each local step's gradient to this norm; 0: never.")
+    resolution: int = option(512, "Side of the training square in pixels.")
+    center_crop: bool = option(False, "Crop the middle instead of a random square.")
+    random_flip: bool = option(False, "Mirror half of the pictures.")
+    ucg: float = option(0.1, "Share of samples whose caption is dropped.", aliases=("proportion_empty_prompts",))
+    seed: int = option(42, "Seed of data order and fresh weights; noise is seeded per peer as well.")
+
+    def __post_init__(self) -> None:
+        _at_least("target_batch_size", self.target_batch_size, 1)
+        _at_least("total_samples", self.total_samples, 0)
+        _at_least("resolution", self.resolution, 8)
+        _at_least("lr_warmup_samples", self.lr_warmup_samples, 0)
+        if not 0 < self.learning_rate < 10:
+            raise UserError(f"learning_rate is {self.learning_rate}.", fix="Use a value in (0, 10); 5e-6 suits a full fine-tune.")
+        if not 0 <= self.ucg <= 1:
+            raise UserError(f"ucg is {self.ucg}.", fix="Use a share in [0, 1]; 0.1 is usual.")
+
+    @property
+    def digest(self) -> str:
+        """Hash of every field; peers whose digests differ never average with each other."""
+        return digest_json(dataclasses.asdict(self))
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run in the DHT; two founders with equal configurations meet under it."""
+        return self.digest[:16]
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], *, where: str) -> "RunConfig":
+        """A configuration that came over a network or from a file. Raises UserError for unknown keys or bad values."""
+        check_keys(values, cls, where=where)
+        return build(cls, values)
+
+    def refuse_differences(self, flags: Mapping[str, Any]) -> None:
+        """Raise UserError naming the first flag of this peer that disagrees with the run it joins."""
+        for name, ours in flags.items():
+            theirs = getattr(self, name)
+            if name != "model" and ours != theirs:
+                raise UserError(
+                    f"The run '{self.run_name}' ({self.run_id}) has {name} = {theirs}, but this peer was started with {ours}.",
+                    fix=f"Remove --{name} to take the run's value, or found a run of your own.",
+                )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"{name} is {value}.", fix=f"Use {least} or more.")
