@@ -1,0 +1,309 @@
+"""Joining the Hivemind DHT: a persistent identity, one p2pd, one DHT node, all in the caller's asyncio loop.
+
+hivemind's own `DHT` class forks a process; a node in our loop needs no fork, so that whoever owns the loop owns everything
+(docs/decisions/0002). Dies with its process: p2pd is told by the kernel, also after SIGKILL.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import re
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import multihash
+from cryptography.hazmat.primitives import serialization
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.node import DHTNode
+from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon import P2PDaemonError
+from hivemind.proto import crypto_pb2
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from hivemind.utils.logging import use_hivemind_log_handler
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm.errors import ExitCode, UserError
+from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS, BadRecord, PeerRecord, RunRecord
+
+log = logging.getLogger(__name__)
+
+RUNS_KEY = "distributed-diffusion.runs.1"
+JOIN_SECONDS = 60.0
+_SIGNATURE_BYTES = 512
+_PUBLIC_KEY = re.compile(re.escape(RSASignatureValidator.PUBLIC_KEY_FORMAT).replace(b"_key_", rb"(.+?)"))
+
+
+def die_with_parent(deadly: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send `deadly` to this process when its parent dies (Linux)."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, deadly, 0, 0, 0)
+
+
+def parse_maddrs(texts: Iterable[str], *, need_peer_id: bool) -> list[str]:
+    """Check multiaddrs a user typed. Raises UserError showing what a right one looks like."""
+    for text in texts:
+        try:
+            parsed = Multiaddr(text)
+            if need_peer_id and "p2p" not in parsed:
+                raise ValueError("it does not end in /p2p/<peer id>")
+        except Exception as error:
+            example = "/ip4/203.0.113.7/tcp/31337" + ("/p2p/Qm..." if need_peer_id else "")
+            raise UserError(f"'{text}' is not a multiaddr: {error}.", fix=f"It looks like {example}; copy it whole.") from None
+    return list(texts)
+
+
+class Identity:
+    """A peer's RSA key, kept in a file that only one process may use at a time.
+
+    Raises UserError when the file is no key, cannot be written, or is in use by another process on this machine.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                P2P.generate_identity(str(path))
+            data = path.read_bytes()
+            self._lock = path.open("rb")
+        except OSError as error:
+            raise UserError(
+                f"Cannot use the identity file {path}: {error.strerror}.", fix="Choose another --identity_path.", code=ExitCode.DISK
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise UserError(
+                f"The identity {path} is in use by another process.", fix="Stop that one, or choose another --identity_path."
+            ) from None
+        try:
+            self.peer_id = PeerID.from_identity(data).to_base58()
+            self.key = RSAPrivateKey.__new__(RSAPrivateKey)
+            self.key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(data).data})
+        except Exception as error:
+            self._lock.close()
+            raise UserError(f"{path} is no identity file: {error}.", fix="Move it away; a new one is made.") from None
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def peer_id_of(public_key: bytes) -> str:
+    """The libp2p peer id of an OpenSSH-encoded RSA public key.
+
+    Source: libp2p specs, peer-ids: the SHA-256 multihash of the protobuf-wrapped key. Raises ValueError for another kind of key.
+    """
+    RSAPublicKey.from_bytes(public_key)
+    der = serialization.load_ssh_public_key(public_key).public_bytes(
+        encoding=serialization.Encoding.DER, format=serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    wrapped = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+    return PeerID(multihash.encode(hashlib.sha256(wrapped).digest(), multihash.coerce_code("sha2-256"))).to_base58()
+
+
+class _Bounds(RecordValidatorBase):
+    """Refuses what no program of ours stores: unsigned, long or long-lived records."""
+
+    priority = 20
+
+    def validate(self, record: DHTRecord) -> bool:
+        return (
+            len(record.value) <= MAX_RECORD_BYTES + _SIGNATURE_BYTES
+            and record.expiration_time <= time.time() + 1.1 * RUN_RECORD_LIFE_SECONDS
+            and record.subkey is not None
+            and _PUBLIC_KEY.search(record.subkey) is not None
+        )
+
+
+class SwarmNode:
+    """This process in the DHT. Create with `await SwarmNode.join(...)`; `p2p` carries further streams of the same identity."""
+
+    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, validator: RSASignatureValidator, client_mode: bool):
+        self.p2p, self.client_mode = p2p, client_mode
+        self._dht, self._identity, self._validator = dht, identity, validator
+        self.peer_id = identity.peer_id
+
+    @classmethod
+    async def join(
+        cls,
+        *,
+        initial_peers: Sequence[str] = (),
+        host_maddrs: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
+        announce_maddrs: Sequence[str] = (),
+        identity_path: Path,
+        client_mode: bool = False,
+        deadline_seconds: float = JOIN_SECONDS,
+    ) -> "SwarmNode":
+        """Start p2pd and a DHT node; tries again until the deadline.
+
+        Raises UserError for bad addresses, an identity in use, a port in use, or when none of `initial_peers` answers in time.
+        """
+        parse_maddrs(initial_peers, need_peer_id=True)
+        parse_maddrs([*host_maddrs, *announce_maddrs], need_peer_id=False)
+        if not client_mode:
+            _refuse_ports_in_use(host_maddrs)
+        use_hivemind_log_handler("nowhere")
+        identity = Identity(identity_path)
+        deadline, pause = time.monotonic() + deadline_seconds, 1.0
+        try:
+            while True:
+                try:
+                    return await cls._start(identity, initial_peers, host_maddrs, announce_maddrs, client_mode)
+                except (P2PDaemonError, RuntimeError, OSError, asyncio.TimeoutError) as error:
+                    reason = _readable(error, host_maddrs, initial_peers)
+                    if time.monotonic() + pause > deadline:
+                        raise UserError(reason, fix=_cure(reason), code=ExitCode.NETWORK) from None
+                    log.warning("joining failed, trying again in %.0f s: %s", pause, reason)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, 10)
+        except BaseException:
+            identity.close()
+            raise
+
+    @classmethod
+    async def _start(
+        cls, identity: Identity, initial_peers: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str], client_mode: bool
+    ) -> "SwarmNode":
+        with _children_die_with_us():
+            p2p = await P2P.create(
+                initial_peers=list(initial_peers) or None,
+                host_maddrs=None if client_mode else list(host_maddrs),
+                announce_maddrs=list(announce_maddrs) or None,
+                identity_path=str(identity.path),
+                dht_mode="client" if client_mode else "server",
+                no_listen=client_mode,
+                startup_timeout=30,
+                check_if_identity_free=False,  # starts a second p2pd; the lock on the file answers sooner
+            )
+        try:
+            validator = RSASignatureValidator(identity.key)
+            dht = await DHTNode.create(
+                p2p=p2p,
+                initial_peers=list(initial_peers) or None,
+                client_mode=client_mode,
+                record_validator=CompositeValidator([_Bounds(), validator]),
+                cache_nearest=0,
+                bootstrap_timeout=5,
+            )
+        except BaseException:
+            await p2p.shutdown()
+            raise
+        return cls(p2p, dht, identity, validator, client_mode)
+
+    async def maddrs(self) -> list[str]:
+        """Addresses, each with our peer id, under which others may reach us; none in client mode."""
+        return [] if self.client_mode else [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)]
+
+    async def alive(self) -> bool:
+        """Whether p2pd still answers: a real call, since hivemind notices nothing of its death."""
+        try:
+            await asyncio.wait_for(self.p2p.get_visible_maddrs(latest=True), 10)
+            return True
+        except Exception:
+            return False
+
+    async def publish(self, run_id: str, record: PeerRecord) -> bool:
+        """Sign and store our record for RECORD_LIFE_SECONDS."""
+        return await self._store(f"{run_id}.peers", record.pack(), RECORD_LIFE_SECONDS)
+
+    async def publish_run(self, record: RunRecord) -> bool:
+        """Let newcomers who know no more than an address find the run."""
+        return await self._store(RUNS_KEY, record.pack(), RUN_RECORD_LIFE_SECONDS)
+
+    async def records(self, run_id: str) -> dict[str, PeerRecord]:
+        """Live peers of the run by peer id: signed by the key of that id, within bounds; ours included."""
+        found = {}
+        async for owner, data in self._owned(f"{run_id}.peers"):
+            try:
+                found[owner] = PeerRecord.unpack(data, owner=owner)
+            except BadRecord as error:
+                log.debug("ignored a record of %s: %s", owner, error)
+        return found
+
+    async def find_runs(self) -> list[RunRecord]:
+        """The runs whose peers can be reached from here, one record per (run, server, head)."""
+        found = {}
+        async for owner, data in self._owned(RUNS_KEY):
+            try:
+                record = RunRecord.unpack(data)
+                found[data] = record
+            except BadRecord as error:
+                log.debug("ignored a run record of %s: %s", owner, error)
+        return list(found.values())
+
+    async def close(self) -> None:
+        """End the node and p2pd."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._dht.shutdown(), 5)
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.p2p.shutdown(), 5)
+        self._identity.close()
+
+    async def _store(self, key: str, data: bytes, seconds: float) -> bool:
+        assert len(data) <= MAX_RECORD_BYTES, f"record of {len(data)} bytes"
+        return bool(await self._dht.store(key, data, expiration_time=time.time() + seconds, subkey=self._validator.local_public_key))
+
+    async def _owned(self, key: str) -> AsyncIterator[tuple[str, bytes]]:
+        answer = await self._dht.get(key, latest=True)
+        for subkey, item in answer.value.items() if answer is not None and isinstance(answer.value, dict) else ():
+            match = _PUBLIC_KEY.fullmatch(subkey) if isinstance(subkey, bytes) else None
+            if match is None or item.expiration_time <= time.time():
+                continue
+            with contextlib.suppress(ValueError):
+                yield peer_id_of(match[1]), item.value
+
+
+@contextlib.contextmanager
+def _children_die_with_us() -> Any:
+    # hivemind starts p2pd without a way to pass preexec_fn. kill -9 of this process left p2pd answering the swarm 47 s later (seen).
+    original = asyncio.subprocess.create_subprocess_exec
+    asyncio.subprocess.create_subprocess_exec = functools.partial(original, preexec_fn=die_with_parent)
+    try:
+        yield
+    finally:
+        asyncio.subprocess.create_subprocess_exec = original
+
+
+def _refuse_ports_in_use(host_maddrs: Sequence[str]) -> None:
+    # libp2p listens with SO_REUSEPORT: two daemons on one port both start, and steal each other's connections (seen).
+    for maddr in map(Multiaddr, host_maddrs):
+        if "tcp" not in maddr or int(maddr["tcp"]) == 0:
+            continue
+        family, host = (
+            (socket.AF_INET6, maddr["ip6"]) if "ip6" in maddr else (socket.AF_INET, maddr["ip4"] if "ip4" in maddr else "0.0.0.0")
+        )
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, int(maddr["tcp"])))
+            except OSError as error:
+                raise UserError(
+                    f"Cannot listen on {maddr}: {error.strerror}.",
+                    fix="Choose another port in --host_maddrs, or tcp/0 for any free one.",
+                    code=ExitCode.NETWORK,
+                ) from None
+
+
+def _readable(error: BaseException, host_maddrs: Sequence[str], initial_peers: Sequence[str]) -> str:
+    text = str(error)
+    if "failed to listen" in text:
+        return f"Cannot listen on {', '.join(host_maddrs)}."
+    if "connect to bootstrap" in text or "initial_peers" in text:
+        return f"None of the {len(initial_peers)} known peers answers (tried {', '.join(initial_peers[:3])})."
+    return f"The peer-to-peer daemon did not start: {text or type(error).__name__}."
+
+
+def _cure(reason: str) -> str:
+    if "answers" in reason:
+        return "Check that they are running and that their port is open; then start again."
+    return "Run again with --debug to see more."
