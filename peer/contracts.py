@@ -12,6 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from peer.config import PeerConfig
+from swarm.run_config import RunConfig
+
 Params = dict[str, nn.Parameter]
 
 
@@ -109,6 +112,18 @@ class SyncReport:
     """The run's total_samples are in the state, and that state is settled."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SyncContext:
+    """What a strategy is built from; only rank 0 of a launch builds one."""
+
+    run: RunConfig
+    peer: PeerConfig
+    params: Params
+    output_dir: Path
+    server_url: str = ""
+    initial_peers: tuple[str, ...] = ()
+
+
 class Sync(Protocol):
     """A strategy's module offers `build(context: SyncContext) -> Sync`. Never raises because a neighbour was lost."""
 
@@ -134,6 +149,24 @@ class Sync(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceContext:
+    """What a source is built from; a field that a source has no use for is ignored."""
+
+    run: RunConfig
+    url: str = ""
+    """The dataset server's, '' without one."""
+    folder: Path | None = None
+    """`--train_data_dir`."""
+    peer_id: str
+    cache_dir: Path
+    cache_gib: float = 20.0
+    batch_samples: int = 1
+    """Samples of one local step of all ranks: how many are asked for at a time."""
+    epochs: int | None = None
+    """Passes over the data; None: until the run ends."""
 
 
 class Source(Protocol):
