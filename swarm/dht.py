@@ -280,7 +280,7 @@ def _refuse_ports_in_use(host_maddrs: Sequence[str]) -> None:
         if "tcp" not in maddr or int(maddr["tcp"]) == 0:
             continue
         family, host = (
-            (socket.AF_INET6, maddr["ip6"]) if "ip6" in maddr else (socket.AF_INET, maddr["ip4"] if "ip4" in maddr else "0.0.0.0")
+            (socket.AF_INET6, maddr["ip6"]) if "ip6" in maddr else (socket.AF_INET, maddr["ip4"] if "ip4" in maddr else "0.0.0.0")  # noqa: SIM401 (no mapping)
         )
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -120,7 +120,7 @@ def _unpack_mapping(data: bytes) -> dict[str, Any]:
     if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
         raise BadRecord("not bytes, or too long")
     try:
-        values = msgpack.unpackb(data, max_buffer_size=MAX_RECORD_BYTES)
+        values = msgpack.unpackb(data)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise BadRecord(f"no msgpack: {error}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
