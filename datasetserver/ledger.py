@@ -1,0 +1,116 @@
+"""The durable ledger: one thread owns the SQLite file; an answer is given only after its transaction is on the disk.
+
+Requests that wait are committed together, so that an fsync of 4 ms is shared by all of them. After `kill -9`, what was
+answered is there and what was not answered is as if it had not been asked.
+"""
+
+import asyncio
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from datasetserver.book import SCHEMA, Book, Refused
+from swarm.errors import ExitCode, UserError
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+_BATCH = 256
+_SCHEMA_VERSION = "1"
+
+
+class Ledger:
+    """Runs operations on a `Book` one after the other in its own thread.
+
+    path: the SQLite file, on a local file system. run: the run's digest; another run's ledger is refused with a UserError.
+    make_book: given the connection, reads the Book from it.
+    """
+
+    def __init__(self, path: Path, *, run: str, make_book: Callable[[sqlite3.Connection], Book]):
+        self._path, self._make_book = path, make_book
+        self._requests: queue.SimpleQueue[tuple[Callable[[Book], Any], Future] | None] = queue.SimpleQueue()
+        try:
+            self._db = _open(path)
+            _check_owner(self._db, path, run)
+            self._book = make_book(self._db)
+        except sqlite3.DatabaseError as error:
+            raise UserError(
+                f"The ledger {path} cannot be opened: {error}.",
+                fix="Restore it from a copy; or give another --work_dir, and every sample counts as untrained.",
+                code=ExitCode.DISK,
+            ) from None
+        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
+        self._thread.start()
+
+    async def call(self, operation: Callable[[Book], Result]) -> Result:
+        """Run `operation` on the book, commit, and return its result.
+
+        Raises Refused as the operation does, and sqlite3.Error when the disk does not take it: then nothing has changed.
+        """
+        future: Future = Future()
+        self._requests.put((operation, future))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Finish what was asked before, and end the thread."""
+        self._requests.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        open_for_requests = True
+        while open_for_requests:
+            batch = [self._requests.get()]
+            while len(batch) < _BATCH and not self._requests.empty():
+                batch.append(self._requests.get())
+            open_for_requests = None not in batch
+            self._commit([request for request in batch if request is not None])
+        self._db.close()
+
+    def _commit(self, batch: list[tuple[Callable[[Book], Any], Future]]) -> None:
+        outcomes: list[Any] = []
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for operation, _ in batch:
+                try:
+                    outcomes.append(operation(self._book))
+                except Refused as refused:
+                    outcomes.append(refused)
+            self._db.execute("COMMIT")
+        except Exception as error:  # a full disk, or a fault of ours: memory is ahead of the disk, so read it again
+            log.exception("the ledger could not be written: nothing of %d requests was done", len(batch))
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            self._book = self._make_book(self._db)
+            outcomes = [error] * len(batch)
+        for (_, future), outcome in zip(batch, outcomes, strict=True):
+            if future.cancelled():
+                continue
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.executescript(SCHEMA + "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;")
+    return db
+
+
+def _check_owner(db: sqlite3.Connection, path: Path, run: str) -> None:
+    meta = dict(db.execute("SELECT key, value FROM meta"))
+    if not meta:
+        db.executemany("INSERT INTO meta VALUES (?, ?)", [("schema", _SCHEMA_VERSION), ("run", run)])
+    elif meta.get("schema") != _SCHEMA_VERSION:
+        raise UserError(f"The ledger {path} has format {meta.get('schema')}.", fix="Use the version of this program that wrote it.")
+    elif meta.get("run") != run:
+        raise UserError(
+            f"The ledger {path} belongs to run {meta.get('run', '')[:16]}, but these options make run {run[:16]}.",
+            fix="Start with the options (and data) of that run, or give another --work_dir for a new one.",
+        )

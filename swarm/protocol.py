@@ -1,0 +1,234 @@
+"""What peers and the dataset server say to each other: JSON over HTTP, every field bounded, unknown fields refused.
+
+Server and client parse with these same models. A *unit* is one shard in one epoch; a sample's key is "epoch:shard:index".
+"""
+
+from typing import Annotated, Any
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+PROTOCOL_VERSION = 1
+MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
+MAX_BODY_BYTES = 8 << 20  # holds MAX_KEYS keys
+MAX_MEMBERS = 4096
+MAX_SHARDS = 1_000_000
+_MAX_COUNT = 2**53  # exact in every JSON reader
+
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+RunId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+LeaseId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+PeerId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+SampleKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}:[0-9]{1,9}:[0-9]{1,9}$")]
+Maddr = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^/[!-~]+$")]
+Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+Positive = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Keys = Annotated[list[SampleKey], Field(max_length=MAX_KEYS)]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ErrorBody(Message):
+    """What went wrong, by name, in words, and what to do about it."""
+
+    code: Annotated[str, StringConstraints(pattern=r"^[a-z_]{1,64}$")]
+    message: Annotated[str, StringConstraints(max_length=2000)]
+    fix: Annotated[str, StringConstraints(max_length=2000)]
+
+
+class ErrorAnswer(Message):
+    """The body of every answer that is not 2xx."""
+
+    error: ErrorBody
+
+
+class Shard(Message):
+    index: Count
+    digest: Digest
+    bytes: Positive
+    samples: Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class Manifest(Message):
+    """The dataset: its shards, in the order of their indices. The digest of its canonical JSON names the dataset."""
+
+    version: Annotated[int, Field(ge=1, le=1)] = 1
+    generation: Positive = 1
+    total: Positive
+    shards: Annotated[list[Shard], Field(min_length=1, max_length=MAX_SHARDS)]
+
+
+class Head(Message):
+    """The best settled state the server was told of, and who had it."""
+
+    digest: Digest
+    round: Count
+    samples: Count
+    reporters: Annotated[list[PeerId], Field(max_length=MAX_MEMBERS)]
+
+
+class RunAnswer(Message):
+    """GET /v1/run: all that a newcomer needs. `run` are the values of RunConfig, whose digest begins with `run_id`."""
+
+    protocol: Annotated[int, Field(ge=1, le=1_000_000)]
+    run: dict[str, Any]
+    run_id: RunId
+    url: Annotated[str, StringConstraints(max_length=2000)]
+    initial_peers: Annotated[list[Maddr], Field(max_length=64)]
+    manifest: Digest
+    head: Head | None
+    server_time: Number
+
+
+class PeerInfo(Message):
+    """One live peer, as its own signed record in the DHT describes it."""
+
+    peer_id: PeerId
+    round: Count = 0
+    samples: Count = 0
+    digest: str = Field(default="", max_length=128)
+    waiting_samples: Count = 0
+    samples_per_second: Number = 0.0
+    loss: Number | None = None
+    maddrs: Annotated[list[Maddr], Field(max_length=64)] = []
+    client_mode: bool = False
+
+
+class PeersAnswer(Message):
+    peers: Annotated[list[PeerInfo], Field(max_length=10_000)]
+
+
+class LeaseRequest(Message):
+    """POST /v1/leases: give me units with about this many samples."""
+
+    run_id: RunId
+    peer: PeerId
+    want_samples: Annotated[int, Field(ge=1, le=MAX_KEYS)]
+
+
+class LeasedUnit(Message):
+    """All samples of a shard in an epoch, except the indices in `skip`, which others trained already."""
+
+    epoch: Count
+    shard: Count
+    digest: Digest
+    bytes: Positive
+    samples: Positive
+    skip: Annotated[list[Count], Field(max_length=1_000_000)]
+
+
+class LeaseAnswer(Message):
+    """Renew every `renew_every` seconds; after `expires_in` seconds without, the units go to others."""
+
+    lease_id: LeaseId
+    expires_in: Number
+    renew_every: Number
+    units: Annotated[list[LeasedUnit], Field(max_length=MAX_KEYS)]
+
+
+class RenewRequest(Message):
+    run_id: RunId
+    peer: PeerId
+
+
+class RenewAnswer(Message):
+    expires_in: Number
+    renew_every: Number
+
+
+class ReleaseRequest(Message):
+    """Give back `keys`, or with null the whole lease; work in a contribution that was registered stays with it when null."""
+
+    run_id: RunId
+    peer: PeerId
+    keys: Keys | None = None
+
+
+class ReleaseAnswer(Message):
+    released: Count
+
+
+class ContributionRequest(Message):
+    """POST /v1/contributions: number `number` of `peer`, about to be offered to the swarm, holds exactly these samples."""
+
+    run_id: RunId
+    peer: PeerId
+    number: Positive
+    keys: Keys
+
+
+class ContributionAnswer(Message):
+    registered: Count
+    counted: bool
+
+
+class RoundMember(Message):
+    peer: PeerId
+    number: Positive
+    samples: Positive
+
+
+class RoundRequest(Message):
+    """POST /v1/rounds: this state is settled. `samples` are all samples ever averaged into it, these members' included."""
+
+    run_id: RunId
+    peer: PeerId
+    digest: Digest
+    parent: Digest
+    round: Positive
+    samples: Positive
+    members: Annotated[list[RoundMember], Field(min_length=1, max_length=MAX_MEMBERS)]
+
+
+class RoundAnswer(Message):
+    head: Head
+
+
+class LedgerTotals(Message):
+    """How many samples, over all epochs begun, are in each state; every sample is in exactly one."""
+
+    available: Count
+    leased: Count
+    pending: Count
+    counted: Count
+
+
+class Progress(Message):
+    """GET /v1/progress: what a person who watches the run wants to see."""
+
+    run_id: RunId
+    run_name: str
+    round: Count
+    samples: Count
+    total_samples: Count
+    target_batch_size: Positive
+    waiting_samples: Count
+    samples_per_second: Number
+    loss: Number | None
+    peers: list[PeerInfo]
+    samples_by_peer: dict[str, int]
+    epoch: Count
+    epoch_samples: Count
+    dataset_samples: Positive
+    ledger: LedgerTotals
+    finished: bool
+    server_time: Number
+
+
+def sample_key(epoch: int, shard: int, index: int) -> str:
+    return f"{epoch}:{shard}:{index}"
+
+
+def parse_key(key: str) -> tuple[int, int, int]:
+    """(epoch, shard, index) of a sample's key that was checked to be a SampleKey."""
+    epoch, shard, index = key.split(":")
+    return int(epoch), int(shard), int(index)
+
+
+def shuffled(count: int, *seed: object) -> list[int]:
+    """A permutation of range(count) that depends on `seed` alone: the same with every Python, machine and peer."""
+    prefix = ":".join(str(part) for part in seed)
+    return sorted(range(count), key=lambda index: blake3(f"{prefix}:{index}".encode()).digest())

@@ -1,0 +1,262 @@
+"""The ledger's rules, with a clock passed in and SQLite in memory."""
+
+import sqlite3
+
+import pytest
+
+from datasetserver.book import SCHEMA, Book, Refused
+from datasetserver.tree import State
+from swarm.protocol import sample_key
+
+BASE = "0" * 64
+SHARDS = (4, 4, 3)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def db():
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.executescript(SCHEMA)
+    yield connection
+    connection.close()
+
+
+@pytest.fixture
+def book(db, clock):
+    return open_book(db, clock)
+
+
+def open_book(db, clock, total=0):
+    return Book(db, shards=SHARDS, seed=7, total_samples=total, lease_seconds=60, grace_seconds=60, clock=clock)
+
+
+def keys(grant):
+    return [
+        sample_key(epoch, shard, index) for (epoch, shard), skip in grant.units for index in range(SHARDS[shard]) if index not in skip
+    ]
+
+
+def state(name, parent, round_, samples, *members):
+    return State(digest(name), digest(parent) if parent else BASE, round_, samples, tuple(members))
+
+
+def digest(name):
+    return name.encode().hex().rjust(64, "0")
+
+
+def refusal(code):
+    return pytest.raises(Refused, check=lambda refused: refused.code == code)
+
+
+def test_an_epoch_holds_every_sample_once_and_the_next_begins_without_a_barrier(book):
+    granted = keys(book.lease("alice", 11)) + keys(book.lease("bob", 11))
+    assert sorted(granted) == sorted(sample_key(e, s, i) for e in (0, 1) for s, n in enumerate(SHARDS) for i in range(n))
+
+
+def test_order_of_shards_depends_on_the_epoch_and_not_on_who_asks(db, clock, book):
+    together = [uid for uid, _ in book.lease("alice", 44).units]
+    other = sqlite3.connect(":memory:", isolation_level=None)
+    other.executescript(SCHEMA)
+    one_by_one = [book.lease(f"peer{n}", 1).units[0][0] for book in [open_book(other, clock)] for n in range(len(together))]
+    other.close()
+    assert one_by_one == together
+    assert len({tuple(shard for epoch, shard in together if epoch == e) for e in range(4)}) > 1
+
+
+def test_expired_lease_is_granted_to_the_next_peer(book, clock):
+    first = keys(book.lease("alice", 4))
+    clock.now += 61
+    assert keys(book.lease("bob", 4)) == first
+
+
+def test_renewed_lease_stays_with_its_peer_and_an_expired_one_cannot_be_renewed(book, clock):
+    grant = book.lease("alice", 4)
+    for _ in range(3):
+        clock.now += 40
+        book.renew(grant.lease_id, "alice")
+    assert not set(keys(book.lease("bob", 11))) & set(keys(grant))
+    clock.now += 61
+    with refusal("lease_lost"):
+        book.renew(grant.lease_id, "alice")
+
+
+def test_a_lease_is_its_peers_own(book):
+    grant = book.lease("alice", 4)
+    with refusal("lease_lost"):
+        book.renew(grant.lease_id, "mallory")
+    assert book.release(grant.lease_id, "mallory", None) == 0
+    assert book.release(grant.lease_id, "mallory", keys(grant)) == 0
+
+
+def test_freed_samples_of_the_lowest_epoch_go_first(book):
+    first, _ = book.lease("alice", 1), book.lease("bob", 22)
+    book.release(first.lease_id, "alice", None)
+    assert keys(book.lease("carol", 1)) == keys(first)
+
+
+def test_a_released_unit_leaves_out_what_a_contribution_holds(book):
+    grant = book.lease("alice", 1)
+    mine = keys(grant)
+    book.contribute("alice", 1, mine[:2])
+    book.release(grant.lease_id, "alice", None)
+    assert keys(book.lease("bob", 1)) == mine[2:]
+
+
+def test_registering_again_is_fine_with_the_same_keys_only(book):
+    mine = keys(book.lease("alice", 4))
+    book.contribute("alice", 1, mine[:2])
+    book.contribute("alice", 1, mine[:2][::-1])
+    with refusal("number_taken"):
+        book.contribute("alice", 1, mine)
+    assert book.totals()["pending"] == 2
+
+
+def test_samples_of_others_and_counted_samples_cannot_be_registered(book):
+    hers = keys(book.lease("alice", 4))
+    with refusal("not_held"):
+        book.contribute("bob", 1, hers)
+    book.contribute("alice", 1, hers)
+    book.settle(state("a", None, 1, len(hers), ("alice", 1, len(hers))), "alice")
+    with refusal("not_held"):
+        book.contribute("alice", 2, hers[:1])
+    with refusal("no_such_sample"):
+        book.contribute("alice", 2, ["0:3:0"])
+    with refusal("key_twice"):
+        book.contribute("alice", 2, ["0:0:0", "0:0:0"])
+
+
+def test_one_report_counts_the_samples_of_all_members_also_of_the_dead(book, clock):
+    hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 4))
+    book.contribute("alice", 1, hers)
+    book.contribute("bob", 5, his)
+    book.settle(state("a", None, 1, len(hers) + len(his), ("alice", 1, len(hers)), ("bob", 5, len(his))), "alice")
+    clock.now += 1000
+    assert book.samples_by_peer() == {"alice": len(hers), "bob": len(his)}
+    assert not set(keys(book.lease("carol", 3))) & {*hers, *his}
+
+
+def test_a_contribution_registered_after_its_round_was_reported_is_counted(book):
+    mine = keys(book.lease("alice", 4))
+    book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "bob")
+    assert book.totals()["counted"] == 0
+    assert book.contribute("alice", 1, mine).counted
+    assert book.totals()["counted"] == len(mine)
+
+
+def test_unsettled_contributions_of_a_gone_peer_are_leasable_after_the_grace(book, clock):
+    mine = keys(book.lease("alice", 4))
+    book.contribute("alice", 1, mine)
+    clock.now += 119
+    book.sweep()
+    assert book.totals()["pending"] == len(mine)
+    clock.now += 2
+    book.sweep()
+    assert book.totals()["pending"] == 0
+    assert keys(book.lease("bob", 1)) == mine
+    with refusal("withdrawn"):
+        book.contribute("alice", 1, mine)
+
+
+def test_a_withdrawn_contribution_that_settles_after_all_counts_once(book, clock):
+    mine = keys(book.lease("alice", 4))
+    book.contribute("alice", 1, mine)
+    clock.now += 121
+    assert keys(book.lease("bob", 1)) == mine
+    book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "carol")
+    with refusal("not_held"):
+        book.contribute("bob", 1, mine)
+    assert book.totals() == {"available": 11 - len(mine), "leased": 0, "pending": 0, "counted": len(mine)}
+
+
+def test_giving_back_keys_withdraws_their_contribution(book):
+    grant = book.lease("alice", 4)
+    mine = keys(grant)
+    book.contribute("alice", 1, mine)
+    assert book.release(grant.lease_id, "alice", mine) == len(mine)
+    assert book.release(grant.lease_id, "alice", mine) == 0
+    assert keys(book.lease("bob", 1)) == mine
+
+
+def test_the_head_is_the_state_with_more_samples_then_the_smaller_digest(book):
+    assert book.settle(state("b", None, 1, 5, ("alice", 1, 5)), "alice").digest == digest("b")
+    assert book.settle(state("c", None, 1, 5, ("bob", 1, 5)), "bob").digest == digest("b")
+    assert book.settle(state("a", None, 1, 5, ("carol", 1, 5)), "carol").digest == digest("a")
+    assert book.settle(state("d", "c", 2, 6, ("bob", 2, 1)), "bob").digest == digest("d")
+
+
+def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):
+    hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 3))
+    book.contribute("alice", 1, hers)
+    book.contribute("bob", 1, his)
+    book.settle(state("x", None, 1, len(hers), ("alice", 1, len(hers))), "alice")
+    book.settle(state("y", None, 1, 50, ("bob", 1, 50)), "bob")
+    assert book.samples_by_peer() == {"bob": len(his)}
+    assert keys(book.lease("carol", 1)) == hers
+    book.settle(state("z", "x", 2, 100, ("dora", 1, 100 - len(hers))), "dora")
+    assert book.samples_by_peer() == {"alice": len(hers)}
+    assert book.totals()["counted"] == len(hers)
+
+
+def test_a_lost_report_does_not_make_the_work_before_it_leasable(book):
+    mine, more = keys(book.lease("alice", 4)), keys(book.lease("alice", 3))
+    book.contribute("alice", 1, mine)
+    book.contribute("alice", 3, more)
+    book.settle(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
+    book.settle(state("c", "b", 3, 30, ("alice", 3, 10)), "alice")
+    assert book.totals()["counted"] == len(mine) + len(more)
+    book.settle(state("b", "a", 2, 20, ("alice", 2, 10)), "bob")
+    assert book.totals()["counted"] == len(mine) + len(more)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        state("b", "b", 2, 20, ("alice", 2, 10)),
+        state("b", "a", 3, 20, ("alice", 2, 10)),
+        state("b", "a", 2, 21, ("alice", 2, 10)),
+        state("b", "a", 2, 20, ("alice", 2, 5), ("alice", 3, 5)),
+        state("b", None, 1, 20, ("alice", 2, 10)),
+        state("a", None, 1, 10, ("bob", 1, 10)),
+    ],
+)
+def test_a_state_that_contradicts_what_is_known_is_refused(book, wrong):
+    book.settle(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
+    with refusal("contradiction"):
+        book.settle(wrong, "mallory")
+    assert book.tree.head.digest == digest("a")
+
+
+def test_a_finished_run_leases_no_more(db, clock):
+    book = open_book(db, clock, total=10)
+    book.lease("alice", 1)
+    book.settle(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
+    with refusal("run_finished"):
+        book.lease("alice", 1)
+
+
+def test_a_restart_keeps_everything_and_gives_leases_a_full_period(db, clock, book):
+    grant = book.lease("alice", 8)
+    mine = keys(grant)
+    book.contribute("alice", 1, mine[:3])
+    book.contribute("alice", 2, mine[3:5])
+    book.settle(state("a", None, 1, 3, ("alice", 1, 3)), "alice")
+    before = book.totals()
+    clock.now += 59
+    again = open_book(db, clock)
+    assert again.totals() == before
+    clock.now += 59
+    again.renew(grant.lease_id, "alice")
+    assert again.tree.head.reporters == ["alice"]
+    assert again.samples_by_peer() == {"alice": 3}

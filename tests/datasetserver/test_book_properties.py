@@ -1,0 +1,138 @@
+"""Whatever peers do, and in whatever order: no sample is lost, none is counted twice, and a restart changes nothing."""
+
+import sqlite3
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from datasetserver.book import SCHEMA, Book, Refused
+from datasetserver.tree import State
+from swarm.protocol import sample_key
+
+SHARDS = (3, 5, 2)
+PEERS = st.sampled_from(["alice", "bob", "carol"])
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Peers lease, register, settle on any branch, give back, vanish; the server restarts."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.db = sqlite3.connect(":memory:", isolation_level=None)
+        self.db.executescript(SCHEMA)
+        self.book = self.open()
+        self.leases, self.offered, self.states = [], [], []
+
+    def open(self):
+        return Book(self.db, shards=SHARDS, seed=3, lease_seconds=60, grace_seconds=60, clock=lambda: self.now)
+
+    def teardown(self):
+        self.db.close()
+
+    @rule(peer=PEERS, want=st.integers(1, 12))
+    def lease(self, peer, want):
+        before = self.claimed()
+        grant = self.book.lease(peer, want)
+        keys = [sample_key(*uid, index) for uid, skip in grant.units for index in range(SHARDS[uid[1]]) if index not in skip]
+        assert len(keys) >= want
+        assert not before & set(keys), "granted what somebody holds"
+        self.leases.append((peer, grant.lease_id, keys))
+
+    @rule(data=st.data(), number=st.integers(1, 4), share=st.floats(0.2, 1))
+    def contribute(self, data, number, share):
+        if not self.leases:
+            return
+        peer, _, keys = data.draw(st.sampled_from(self.leases))
+        part = keys[: max(1, int(len(keys) * share))]
+        try:
+            self.book.contribute(peer, number, part)
+        except Refused:
+            return
+        self.offered.append((peer, number, len(part)))
+
+    @rule(data=st.data())
+    def settle(self, data):
+        """A new state on any known state, or after one whose report was lost."""
+        parent = data.draw(st.sampled_from([None, "lost", *self.states]))
+        offered = sorted({(peer, number): count for peer, number, count in self.offered}.items())
+        choice = data.draw(st.lists(st.sampled_from(offered), min_size=1, max_size=3)) if offered else []
+        members = tuple({peer: (peer, number, count) for (peer, number), count in choice}.values()) or (("dora", 1, 4),)
+        base = parent if isinstance(parent, State) else None
+        depth, samples = (base.round, base.samples) if base else (0, 0) if parent is None else (4, 90)
+        own = sum(count for _, _, count in members)
+        name = f"{len(self.states):064x}"
+        state = State(name, base.digest if base else ("f" * 64 if parent else "e" * 64), depth + 1, samples + own, members)
+        try:
+            self.book.settle(state, "alice")
+        except Refused:
+            return
+        self.states.append(state)
+
+    @rule(data=st.data(), whole=st.booleans())
+    def release(self, data, whole):
+        if self.leases:
+            peer, lease_id, keys = data.draw(st.sampled_from(self.leases))
+            self.book.release(lease_id, peer, None if whole else keys[::2])
+
+    @rule(data=st.data())
+    def renew(self, data):
+        if self.leases:
+            peer, lease_id, _ = data.draw(st.sampled_from(self.leases))
+            try:
+                self.book.renew(lease_id, peer)
+            except Refused as refused:
+                assert refused.status == 410
+
+    @rule(seconds=st.sampled_from([1, 30, 61, 200]))
+    def wait(self, seconds):
+        self.now += seconds
+        self.book.sweep()
+
+    @rule()
+    def restart(self):
+        self.book = self.open()
+
+    def claimed(self):
+        claims = set()
+        for uid, unit in self.book._units.items():
+            mask = unit.leased | unit.pending | unit.counted
+            claims |= {sample_key(*uid, index) for index in range(unit.samples) if mask >> index & 1}
+        return claims
+
+    @invariant()
+    def every_sample_is_in_exactly_one_state(self):
+        for unit in self.book._units.values():
+            masks = (unit.available, unit.leased, unit.pending, unit.counted)
+            assert sum(mask.bit_count() for mask in masks) == unit.samples
+        assert sum(self.book.totals().values()) % sum(SHARDS) == 0
+
+    @invariant()
+    def counted_is_what_the_heads_chain_holds(self):
+        included = {pair for state in self.book.tree.chain() for pair in state.contributions()}
+        expected = set()
+        for pair in included & set(self.book._contributions):
+            for uid, mask in self.book._contributions[pair].units.items():
+                expected |= {(uid, index) for index in range(SHARDS[uid[1]]) if mask >> index & 1}
+        assert self.book.totals()["counted"] == len(expected) == sum(self.book.samples_by_peer().values())
+
+    @invariant()
+    def memory_equals_what_a_restart_would_read(self):
+        again = self.open()
+        touched = self.book._units.keys() | again._units.keys()
+        for uid in touched:
+            ours, theirs = self.book._unit(uid), again._unit(uid)
+            assert (ours.leased, ours.pending, ours.counted) == (theirs.leased, theirs.pending, theirs.counted)
+        assert again.tree.head == self.book.tree.head
+
+    @invariant()
+    def nothing_available_is_out_of_reach(self):
+        reachable = {position for position in self.book._free}
+        for (epoch, _), unit in self.book._units.items():
+            if unit.available and (epoch, unit.position) < self.book._frontier:
+                assert (epoch, unit.position) in reachable
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_ledger_keeps_every_sample_in_exactly_one_state = LedgerMachine.TestCase
