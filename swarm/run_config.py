@@ -21,7 +21,7 @@ class RunConfig:
     method: str = option("full", "Which tensors are trained: a module of peer/methods.")
     sync: str = option("parameters", "How peers agree: a module of peer/sync.")
     wire: str = option("fp16", "How contributions travel.", choices=("fp32", "fp16"))
-    dataset: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")
+    dataset_digest: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")
     total_samples: int = option(0, "The run ends when this many samples are in committed rounds; 0: no end.")
     target_batch_size: int = option(2048, "Samples of the whole swarm per round.")
     optimizer: str = option(
