@@ -179,7 +179,9 @@ class Book:
         known = self._contributions.get((peer, number))
         if known:
             if known.units != masks:
-                raise Refused(409, "number_taken", f"Contribution {number} of {peer} was registered with other samples.", "Use a new number.")
+                raise Refused(
+                    409, "number_taken", f"Contribution {number} of {peer} was registered with other samples.", "Use a new number."
+                )
             if not (known.live or known.counted):
                 raise Refused(409, "withdrawn", f"Contribution {number} of {peer} was withdrawn.", "Drop it: others may train its samples.")
             return known
@@ -254,7 +256,12 @@ class Book:
         """Samples per state, over all epochs of which a unit was ever granted."""
         leased, pending, counted = self._sums(self._units.values())
         epochs = max((epoch for epoch, _ in self._units), default=-1) + 1
-        return {"available": epochs * sum(self._shards) - leased - pending - counted, "leased": leased, "pending": pending, "counted": counted}
+        return {
+            "available": epochs * sum(self._shards) - leased - pending - counted,
+            "leased": leased,
+            "pending": pending,
+            "counted": counted,
+        }
 
     def epoch_progress(self) -> tuple[int, int]:
         """(the lowest epoch that is not wholly counted, its counted samples)."""

@@ -78,7 +78,9 @@ class StateTree:
 
         Without it one lost report would make all work before it leasable again.
         """
-        older = [other for other in self._states.values() if other.round < state.round - 1 and other.samples <= state.samples - state.own_samples]
+        older = [
+            other for other in self._states.values() if other.round < state.round - 1 and other.samples <= state.samples - state.own_samples
+        ]
         return max(older, key=_rank, default=None)
 
 

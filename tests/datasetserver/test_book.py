@@ -43,9 +43,7 @@ def open_book(db, clock, total=0):
 
 
 def keys(grant):
-    return [
-        sample_key(epoch, shard, index) for (epoch, shard), skip in grant.units for index in range(SHARDS[shard]) if index not in skip
-    ]
+    return [sample_key(epoch, shard, index) for (epoch, shard), skip in grant.units for index in range(SHARDS[shard]) if index not in skip]
 
 
 def state(name, parent, round_, samples, *members):

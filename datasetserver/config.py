@@ -1,0 +1,48 @@
+"""What the host of a run may choose for its machine. What all peers must agree on is in `swarm.run_config.RunConfig`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.errors import UserError
+from swarm.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """This server (the host's own choice)."""
+
+    dataset: str = option("", "Folder of pictures with a .txt or .caption beside each.")
+    run: str = option("", "TOML file with the run's options; flags win over it.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for peers on other machines.")
+    port: int = option(9090, "Port to listen on; 0: any free one.")
+    public_url: str = option("", "URL under which peers reach this server, when it is not http://HOST:PORT.")
+    work_dir: str = option("", "Where shards, ledger and identity are kept; default: DATASET.datasetserver beside the dataset.")
+    shard_samples: int = option(256, "Samples per shard; a shard is what a peer leases, and what another repeats when it dies.")
+    ingest_workers: int = option(-1, "Processes that check pictures; -1: one per core, 0: none.")
+    lease_seconds: float = option(60.0, "A lease that is not renewed for so long goes to another peer.")
+    grace_seconds: float = option(60.0, "Work of a peer that is gone may still be averaged for so long; then its samples are leased again.")
+    dht: bool = option(True, "Run a DHT node, where peers meet. Without, they need each other's addresses (--peers).")
+    host_maddrs: tuple[str, ...] = option((), "Multiaddrs where that node listens; default: --host, any free port.")
+    announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach that node, when they differ.")
+    identity_path: str = option("", "That node's key file, made when missing; default: identity.key inside --work_dir.")
+    debug: bool = option(False, "Log more, and show tracebacks.")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"port is {self.port}.", fix="Use 0 to 65535.")
+        if self.shard_samples < 1 or self.shard_samples > 100_000:
+            raise UserError(f"shard_samples is {self.shard_samples}.", fix="Use 1 to 100000; 256 is a good start.")
+        if not 1 <= self.lease_seconds <= 86_400 or not 0 <= self.grace_seconds <= 86_400:
+            raise UserError(f"lease_seconds is {self.lease_seconds}, grace_seconds {self.grace_seconds}.", fix="Use 1 to 86400 seconds.")
+
+    def work_folder(self) -> Path:
+        folder = Path(self.dataset).resolve()
+        return Path(self.work_dir) if self.work_dir else folder.with_name(folder.name + ".datasetserver")
+
+    def listen_maddrs(self) -> list[str]:
+        """Where the DHT node listens: as wide as the HTTP server, so that a run on one machine stays on it."""
+        if self.host_maddrs:
+            return list(self.host_maddrs)
+        if self.host in ("localhost", "::1"):
+            return ["/ip4/127.0.0.1/tcp/0"]
+        return [f"/ip6/{self.host}/tcp/0" if ":" in self.host else f"/ip4/{self.host}/tcp/0"]

@@ -1,0 +1,98 @@
+"""One picture and its caption, checked: whatever comes out can be decoded by every peer; whatever cannot is a BadSample.
+
+Pictures are fully decoded here, once, so that no peer meets a truncated file in the middle of a run.
+"""
+
+import io
+import warnings
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
+MAX_FILE_BYTES = 256 << 20
+MAX_PIXELS = 100_000_000
+MAX_CAPTION_BYTES = 64 << 10
+_ORIENTATION = 0x0112
+
+
+class BadSample(Exception):
+    """A picture or caption that cannot be trained on; the text says why."""
+
+
+def load_sample(image_path: Path, caption_path: Path) -> tuple[bytes, str]:
+    """(encoded upright RGB picture, caption). The file's own bytes where they are that already, else a PNG. Raises BadSample."""
+    caption = read_caption(caption_path)
+    try:
+        if image_path.stat().st_size > MAX_FILE_BYTES:
+            raise BadSample(f"larger than {MAX_FILE_BYTES >> 20} MiB")
+        return normalise(image_path.read_bytes()), caption
+    except OSError as error:
+        raise BadSample(f"cannot be read: {error.strerror or error}") from None
+
+
+def read_caption(path: Path) -> str:
+    """The caption as one clean string. Raises BadSample for an empty one or one that is not UTF-8."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadSample(f"caption cannot be read: {error.strerror or error}") from None
+    if len(data) > MAX_CAPTION_BYTES:
+        raise BadSample(f"caption is longer than {MAX_CAPTION_BYTES >> 10} KiB")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadSample(f"caption is not UTF-8 (byte {error.start})") from None
+    text = "".join(char if char.isprintable() else " " for char in text).strip()
+    if not text:
+        raise BadSample("caption is empty")
+    return text
+
+
+def normalise(data: bytes) -> bytes:
+    """Decode a picture in full and return it as upright RGB, encoded: `data` itself if it is that, else a PNG. Raises BadSample."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                # Checked before decoding: the header of a bomb is cheap, its pixels are not.
+                if image.width * image.height > MAX_PIXELS:
+                    raise BadSample(f"{image.width}x{image.height} is more than {MAX_PIXELS:,} pixels")
+                image.load()
+                if _is_plain(image):
+                    return data
+                return _as_png(_to_rgb(ImageOps.exif_transpose(image)))
+    except BadSample:
+        raise
+    except Image.DecompressionBombError as error:
+        raise BadSample(f"decompression bomb: {error}") from None
+    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error, MemoryError, ...
+        raise BadSample(f"cannot be decoded: {error or type(error).__name__}") from None
+
+
+def _is_plain(image: Image.Image) -> bool:
+    return (
+        image.format in ("PNG", "JPEG")
+        and image.mode == "RGB"
+        and getattr(image, "n_frames", 1) == 1
+        and "transparency" not in image.info
+        and image.getexif().get(_ORIENTATION, 1) == 1
+    )
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """RGB with alpha on white; 16-bit greys keep their upper byte, which Pillow's own conversion would clip."""
+    if image.mode.startswith("I"):
+        import numpy as np
+
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype("uint8"))
+    if "A" in image.mode or "a" in image.mode or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _as_png(image: Image.Image) -> bytes:
+    out = io.BytesIO()
+    Image.frombytes("RGB", image.size, image.tobytes()).save(out, "PNG")  # pixels only: no EXIF, profiles or comments
+    return out.getvalue()

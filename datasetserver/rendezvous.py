@@ -1,0 +1,114 @@
+"""Keeps the bootstrap process running, and holds what it last said: our addresses in the DHT and the live peers."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from swarm.protocol import PeerInfo
+
+log = logging.getLogger(__name__)
+_ROOT = Path(__file__).resolve().parent.parent
+_STALE_SECONDS = 20.0
+_LONGEST_LINE = 64 << 20  # 10,000 peers of a few kB each
+
+
+class Rendezvous:
+    """`options` go to `datasetserver.bootstrap` as they are. Start with `start()`; `ready` is set once it told its addresses."""
+
+    def __init__(self, options: Mapping[str, Any], *, clock: Callable[[], float] = time.monotonic):
+        self._options, self._clock = dict(options), clock
+        self._peers: list[PeerInfo] = []
+        self._heard = float("-inf")
+        self._task: asyncio.Task | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self.maddrs: list[str] = []
+        self.ready = asyncio.Event()
+        self.error: dict[str, Any] | None = None
+        """Why the first start failed: {message, fix, code}."""
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def peers(self) -> list[PeerInfo]:
+        """Live peers; none when the DHT node has not reported for so long that they may be gone."""
+        return self._peers if self._clock() - self._heard < _STALE_SECONDS else []
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._keep_running())
+
+    async def stop(self) -> None:
+        """End the process, in order if it will, within 12 s."""
+        if self._task:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _keep_running(self) -> None:
+        pause = 1.0
+        while True:
+            started = self._clock()
+            await self._run_once()
+            pause = 1.0 if self._clock() - started > 60 else min(2 * pause, 30.0)
+            log.warning("the DHT node ended; starting it again in %.0f s", pause)
+            await asyncio.sleep(pause)
+
+    async def _run_once(self) -> None:
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "datasetserver.bootstrap",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LONGEST_LINE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))},
+        )
+        try:
+            process.stdin.write(json.dumps(self._options).encode() + b"\n")
+            async for line in process.stdout:
+                self._hear(json.loads(line))
+            await process.wait()
+        except (ConnectionError, ValueError) as error:
+            log.warning("the DHT node cannot be understood: %s", error)
+        finally:
+            await _end(process)
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        if "error" in message:
+            self.error = message["error"]
+            log.warning("%s %s", self.error["message"], self.error["fix"])
+            self.ready.set()
+            return
+        self.error = None
+        self.maddrs = list(message.get("maddrs", self.maddrs))
+        if "records" in message:
+            self._peers, self._heard = [info for info in map(_peer_info, message["records"]) if info], self._clock()
+        self.ready.set()
+
+
+def _peer_info(record: Mapping[str, Any]) -> PeerInfo | None:
+    """What people and other peers need of a record; None when it is not what ours look like."""
+    try:
+        return PeerInfo.model_validate({name: record[name] for name in PeerInfo.model_fields if name in record})
+    except ValidationError as error:
+        log.debug("ignored a record: %s", error)
+        return None
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    process.stdin.close()  # its sign to leave
+    try:
+        await asyncio.wait_for(process.wait(), 10)
+    except (asyncio.TimeoutError, asyncio.CancelledError):
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
