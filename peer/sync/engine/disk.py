@@ -1,0 +1,88 @@
+"""Committed states on disk: each written whole before the one before it goes, verified when read."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from peer.sync.engine.state import BadState, Header, State
+from peer.sync.engine.vectors import SharedBuffer
+from swarm.errors import ExitCode, UserError
+
+log = logging.getLogger(__name__)
+
+
+class StateStore:
+    """The last `keep` states under `folder`, one file each: a line of JSON (header and digest), then the tensors' bytes."""
+
+    def __init__(self, folder: Path, keep: int = 2):
+        self.folder, self.keep = folder, keep
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, state: State) -> Path:
+        """Write `state` durably, then delete all but the last `keep`. Raises UserError (disk) and leaves what was there."""
+        path = self.folder / f"round-{state.header.round:08d}-{state.digest[:12]}.state"
+        temporary = path.with_suffix(".tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(json.dumps({"digest": state.digest, "header": state.header.to_json()}).encode() + b"\n")
+                file.write(memoryview(state.buffer.bytes().numpy()))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_folder(self.folder)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            free = shutil.disk_usage(self.folder).free / 2**30
+            raise UserError(
+                f"Cannot save the state of round {state.header.round} in {self.folder}: {error.strerror} ({free:.1f} GiB free).",
+                fix="Free some space; the states saved before are intact.",
+                code=ExitCode.DISK,
+            ) from None
+        for old in self._files()[self.keep :]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def load(self, run: str, schema: str, num_bytes: int) -> State | None:
+        """The newest state of this run that is whole; a damaged or foreign one is passed over with a warning."""
+        for path in self._files():
+            try:
+                state = _read(path, num_bytes)
+            except (OSError, BadState) as error:
+                log.warning("passed over %s: %s", path.name, error)
+                continue
+            if (state.header.run, state.header.schema) == (run, schema):
+                return state
+            log.warning("passed over %s: it belongs to another run or another set of tensors", path.name)
+        return None
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob("round-*.state"), reverse=True)
+
+
+def _read(path: Path, num_bytes: int) -> State:
+    with path.open("rb") as file:
+        try:
+            first = json.loads(file.readline())
+            promised, header = first["digest"], Header.from_json(first["header"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadState(f"its first line is damaged ({error})") from None
+        if os.fstat(file.fileno()).st_size - file.tell() != num_bytes:
+            raise BadState("its length is wrong")
+        buffer = SharedBuffer(num_bytes)
+        file.readinto(memoryview(buffer.bytes().numpy()))
+    state = State(header, buffer)
+    if state.digest != promised:
+        raise BadState("its digest is wrong: a bit has flipped")
+    return state
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,286 @@
+"""Who averages with whom: every peer that is ready goes to the best ranked one it knows, and that one closes the group.
+
+A peer's rank is a hash of the parent state and its id: everybody computes the same order, no one is special for longer than a
+round, and since peers only ever join a better ranked one, nobody waits in a circle. A group closes at once when all who are
+expected came, declined or proved unreachable; no fixed matchmaking time is ever waited out.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from peer.contracts import Member
+from peer.sync.engine.streams import Channel, PeerLost, Streams
+from swarm.digest import digest_json
+
+log = logging.getLogger(__name__)
+
+CALL, JOIN = "distributed-diffusion.call.1", "distributed-diffusion.join.1"
+ANSWER_SECONDS = 5.0
+PATIENCE_SECONDS = 10.0
+"""A leader waits this long beyond three of the slowest expected peer's steps."""
+MAX_WAIT_SECONDS = 300.0
+_MAX_REDIRECTS = 5
+
+
+class NoGroup(Exception):
+    """No group came about; the reason is for the log. `silent`: the peers that did not answer at all."""
+
+    def __init__(self, reason: str, silent: Collection[str] = ()):
+        super().__init__(reason)
+        self.silent = frozenset(silent)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A contribution that is ready to be averaged onto the state `parent`."""
+
+    parent: str
+    member: Member
+    reduces: bool
+    """Whether others can dial this peer: only such a one leads and reduces."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members by peer id, and which of them reduce; the same at every member. silent: expected, but they never answered."""
+
+    parent: str
+    members: tuple[Member, ...]
+    reducers: tuple[str, ...]
+    silent: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @property
+    def id(self) -> str:
+        return digest_json([self.parent, [[m.peer, m.number, m.samples] for m in self.members], list(self.reducers)])
+
+    @property
+    def samples(self) -> int:
+        return sum(member.samples for member in self.members)
+
+    @classmethod
+    def of(cls, tickets: Collection[Ticket], silent: Collection[str] = ()) -> "Group":
+        ordered = sorted(tickets, key=lambda ticket: ticket.member.peer)
+        reducers = tuple(ticket.member.peer for ticket in ordered if ticket.reduces)
+        return cls(ordered[0].parent, tuple(ticket.member for ticket in ordered), reducers, frozenset(silent))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What this peer is doing, as its answer to a call: its state's digest, whether it has samples to offer, seconds per step."""
+
+    digest: str
+    has_samples: bool
+    step_seconds: float
+
+
+@dataclass
+class _Open:
+    """A group that this peer leads or may come to lead: those who joined, each waiting for its answer."""
+
+    parent: str
+    waiting: dict[str, tuple[Ticket, asyncio.Future]] = field(default_factory=dict)
+    leader: str | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def rank(parent: str, peer: str) -> str:
+    """The smaller, the better; another order for every parent."""
+    return digest_json([parent, peer])
+
+
+class Matchmaker:
+    """Forms groups for one peer. `standing()` says what it is doing; `called()` is run when somebody is ready to average."""
+
+    def __init__(self, peer_id: str, streams: Streams, standing: Callable[[], Standing], called: Callable[[], None], max_samples: int):
+        self._peer_id, self._streams, self._standing, self._called = peer_id, streams, standing, called
+        self._max_samples = max_samples
+        self._open: _Open | None = None
+
+    async def start(self) -> None:
+        await self._streams.serve(CALL, self._answer_call)
+        await self._streams.serve(JOIN, self._answer_join)
+
+    async def form(self, ticket: Ticket, expected: dict[str, bool]) -> Group:
+        """A group for `ticket`, with as many of `expected` (peer -> whether it can lead) as come. Raises NoGroup.
+
+        The group may be ours alone when everyone expected answered and none had anything to offer.
+        """
+        calls = await asyncio.gather(*(self._call(peer, ticket.parent) for peer in expected))
+        answers = dict(zip(expected, calls, strict=True))
+        silent = {peer for peer, answer in answers.items() if answer is None}
+        coming = {peer: answer for peer, answer in answers.items() if answer is not None and answer["coming"]}
+        leaders = sorted((peer for peer in coming if expected[peer]), key=lambda peer: rank(ticket.parent, peer))
+        if ticket.reduces:
+            leaders = [peer for peer in leaders if rank(ticket.parent, peer) < rank(ticket.parent, self._peer_id)]
+        for leader in leaders:
+            try:
+                return await self._follow(leader, ticket, silent)
+            except PeerLost as error:
+                log.info("not led by %s: %s", leader[-6:], error)
+                silent.add(leader)
+                coming.pop(leader)
+        if not ticket.reduces and coming:
+            raise NoGroup("every peer that others can dial is away, and this one cannot be dialled", silent)
+        return await self._lead(ticket, coming, silent)
+
+    async def _call(self, peer: str, parent: str) -> dict[str, Any] | None:
+        """Tell `peer` that we are ready; its answer, or None when there is none."""
+        try:
+            channel = await self._streams.open(peer, CALL)
+        except PeerLost as error:
+            log.info("no answer to a call: %s", error)
+            return None
+        with contextlib.closing(channel):
+            try:
+                await channel.send({"parent": parent}, seconds=ANSWER_SECONDS)
+                answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
+                return {"coming": answer["coming"] is True, "step_seconds": min(float(answer["step_seconds"]), MAX_WAIT_SECONDS)}
+            except (PeerLost, KeyError, TypeError, ValueError) as error:
+                log.info("no answer to a call: %s", error)
+                return None
+
+    async def _follow(self, leader: str, ticket: Ticket, silent: set[str]) -> Group:
+        self._redirect(ticket.parent, leader)
+        try:
+            for _ in range(_MAX_REDIRECTS):
+                answer = await self._join(leader, ticket)
+                if "leader" not in answer:
+                    return _parse_group(answer, ticket, leader, silent)
+                onward = str(answer["leader"])
+                if onward == self._peer_id or rank(ticket.parent, onward) >= rank(ticket.parent, leader):
+                    raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it")
+                leader = onward
+                self._redirect(ticket.parent, leader)
+            raise PeerLost("sent on too often")
+        finally:
+            if self._open is not None:
+                self._open.leader = None
+
+    async def _join(self, leader: str, ticket: Ticket) -> dict[str, Any]:
+        channel = await self._streams.open(leader, JOIN)
+        with contextlib.closing(channel):
+            member = ticket.member
+            request = {"parent": ticket.parent, "number": member.number, "samples": member.samples, "reduces": ticket.reduces}
+            await channel.send(request, seconds=ANSWER_SECONDS)
+            first, _ = await channel.receive(seconds=ANSWER_SECONDS)
+            if "wait_seconds" not in first:
+                return first
+            try:
+                seconds = min(float(first["wait_seconds"]), MAX_WAIT_SECONDS)
+            except (TypeError, ValueError):
+                raise PeerLost(f"{leader[-6:]} sent no message of ours") from None
+            answer, _ = await channel.receive(seconds=seconds + ANSWER_SECONDS)
+            return answer
+
+    async def _lead(self, ticket: Ticket, coming: dict[str, dict[str, Any]], silent: set[str]) -> Group:
+        book = self._book(ticket.parent)
+        book.leader = None
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE_SECONDS + 3 * max((answer["step_seconds"] for answer in coming.values()), default=0)
+        while not set(coming) <= set(book.waiting) and loop.time() < deadline:
+            book.changed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(book.changed.wait(), deadline - loop.time())
+        self._open = None
+        if not book.waiting and (coming or silent):
+            raise NoGroup(f"nobody came ({len(coming)} had promised to, {len(silent)} did not answer)", silent | set(coming))
+        late = set(coming) - set(book.waiting)
+        if late:
+            log.info("closed without %s: they did not come in time", ", ".join(peer[-6:] for peer in late))
+        group = Group.of([ticket, *(joined for joined, _ in book.waiting.values())], silent | late)
+        for _, answer in book.waiting.values():
+            if not answer.done():
+                answer.set_result({"members": [[m.peer, m.number, m.samples] for m in group.members], "reducers": list(group.reducers)})
+        return group
+
+    async def _answer_call(self, channel: Channel) -> None:
+        request, _ = await channel.receive(seconds=ANSWER_SECONDS)
+        standing = self._standing()
+        coming = request.get("parent") == standing.digest and standing.has_samples
+        if coming:
+            self._called()
+        await channel.send({"coming": coming, "digest": standing.digest, "step_seconds": standing.step_seconds}, seconds=ANSWER_SECONDS)
+
+    async def _answer_join(self, channel: Channel) -> None:
+        request, _ = await channel.receive(seconds=ANSWER_SECONDS)
+        ticket = _parse_ticket(request, channel.peer, self._max_samples)
+        standing = self._standing()
+        reason = self._refusal(ticket, standing)
+        if reason:
+            log.info("refused %s: %s", channel.peer[-6:], reason)
+            raise PeerLost(reason)
+        self._called()
+        book = self._book(ticket.parent)
+        if book.leader is not None:
+            return await channel.send({"leader": book.leader}, seconds=ANSWER_SECONDS)
+        seconds = PATIENCE_SECONDS + 4 * standing.step_seconds + MAX_WAIT_SECONDS / 10
+        answer = asyncio.get_running_loop().create_future()
+        book.waiting[channel.peer] = (ticket, answer)
+        book.changed.set()
+        try:
+            await channel.send({"wait_seconds": seconds}, seconds=ANSWER_SECONDS)
+            await channel.send(await asyncio.wait_for(answer, seconds), seconds=ANSWER_SECONDS)
+        except asyncio.TimeoutError:
+            raise PeerLost("the leader never became ready") from None
+        finally:
+            if book.waiting.get(channel.peer, (None, None))[1] is answer:
+                del book.waiting[channel.peer]
+
+    def _refusal(self, ticket: Ticket, standing: Standing) -> str:
+        if ticket.parent != standing.digest:
+            return f"it averages onto {ticket.parent[:8]}, this peer is at {standing.digest[:8]}"
+        if not standing.has_samples:
+            return "this peer has nothing to average yet"
+        if ticket.reduces and rank(ticket.parent, ticket.member.peer) < rank(ticket.parent, self._peer_id):
+            return "it ranks before this peer and should lead itself"
+        return ""
+
+    def _book(self, parent: str) -> _Open:
+        if self._open is None or self._open.parent != parent:
+            if self._open is not None:
+                self._dismiss(self._open, {"error": "the group is closed"})
+            self._open = _Open(parent)
+        return self._open
+
+    def _redirect(self, parent: str, leader: str) -> None:
+        book = self._book(parent)
+        book.leader = leader
+        self._dismiss(book, {"leader": leader})
+
+    @staticmethod
+    def _dismiss(book: _Open, answer: dict[str, Any]) -> None:
+        for _, waiting in book.waiting.values():
+            if not waiting.done():
+                waiting.set_result(answer)
+
+
+def _parse_ticket(request: dict[str, Any], peer: str, max_samples: int) -> Ticket:
+    number, samples, parent = request.get("number"), request.get("samples"), request.get("parent")
+    if not isinstance(number, int) or not 0 < number < 1 << 53:
+        raise PeerLost(f"contribution number {str(number)[:40]}")
+    if not isinstance(samples, int) or isinstance(samples, bool) or not 0 < samples <= max_samples:
+        raise PeerLost(f"{str(samples)[:40]} samples, 1 to {max_samples} are allowed")
+    if not isinstance(parent, str):
+        raise PeerLost("no parent")
+    return Ticket(parent, Member(peer, number, samples), request.get("reduces") is True)
+
+
+def _parse_group(answer: dict[str, Any], ticket: Ticket, leader: str, silent: set[str]) -> Group:
+    """The group a leader announced, checked as far as one member can. Raises PeerLost."""
+    try:
+        members = tuple(Member(str(peer), int(number), int(samples)) for peer, number, samples in answer["members"])
+        reducers = tuple(str(peer) for peer in answer["reducers"])
+    except (KeyError, TypeError, ValueError):
+        raise PeerLost(f"{leader[-6:]} announced no group") from None
+    peers = [member.peer for member in members]
+    if ticket.member not in members or leader not in reducers:
+        raise PeerLost(f"{leader[-6:]} announced a group without us or itself")
+    if peers != sorted(set(peers)) or not set(reducers) <= set(peers) or list(reducers) != sorted(reducers):
+        raise PeerLost(f"{leader[-6:]} announced a group out of order")
+    if any(member.samples <= 0 for member in members) or (ticket.member.peer in reducers) != ticket.reduces:
+        raise PeerLost(f"{leader[-6:]} announced a group with wrong weights or roles")
+    return Group(ticket.parent, members, reducers, frozenset(silent))

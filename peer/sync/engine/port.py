@@ -1,0 +1,65 @@
+"""Messages between the training process and its sidecar: msgpack over a Unix socket, memory handed over as file descriptors."""
+
+import contextlib
+import os
+import select
+import socket
+from typing import Any
+
+import msgpack
+
+from peer.sync.engine.vectors import SharedBuffer
+
+_MAX_MESSAGE_BYTES = 200_000
+_MAX_DESCRIPTORS = 4
+
+
+class PortClosed(Exception):
+    """The other process is gone."""
+
+
+class Port:
+    """One end; keeps the borders of messages (SOCK_SEQPACKET)."""
+
+    def __init__(self, sock: socket.socket):
+        self.socket = sock
+
+    @classmethod
+    def pair(cls) -> tuple["Port", "Port"]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _MAX_MESSAGE_BYTES)
+        return cls(ours), cls(theirs)
+
+    def send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
+        """Raises PortClosed."""
+        data = msgpack.packb({"kind": kind, **values})
+        assert len(data) <= _MAX_MESSAGE_BYTES, f"{kind}: {len(data)} bytes"
+        try:
+            socket.send_fds(self.socket, [data], [buffer.fd for buffer in buffers])
+        except OSError as error:
+            raise PortClosed(str(error)) from None
+
+    def receive(self, seconds: float) -> tuple[str, dict[str, Any], list[SharedBuffer]] | None:
+        """The next message, or None when none came in time. Raises PortClosed."""
+        readable, _, _ = select.select([self.socket], [], [], max(seconds, 0))
+        if not readable:
+            return None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.socket, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS)
+        except OSError as error:
+            raise PortClosed(str(error)) from None
+        if not data:
+            raise PortClosed("the other process has ended")
+        values = msgpack.unpackb(data)
+        return values.pop("kind"), values, [SharedBuffer(fd=descriptor) for descriptor in descriptors]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.close()
+
+
+def inherited(descriptor: int) -> Port:
+    """The port that a parent left open for us."""
+    os.set_inheritable(descriptor, False)
+    return Port(socket.socket(fileno=descriptor))

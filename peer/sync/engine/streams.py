@@ -1,0 +1,116 @@
+"""Messages between peers: a small msgpack header and a payload, over one libp2p stream of the swarm's p2pd.
+
+The transport authenticates the other end. Every read has a limit in bytes and a deadline; hivemind's own framing believes any length.
+"""
+
+import asyncio
+import contextlib
+import logging
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgpack
+from hivemind.p2p import PeerID
+
+from swarm.dht import SwarmNode
+
+log = logging.getLogger(__name__)
+
+_FRAME = struct.Struct("<II")
+_MAX_HEADER_BYTES = 256 << 10
+_WRITE_BYTES = 256 << 10
+CONNECT_SECONDS = 10.0
+
+
+class PeerLost(Exception):
+    """The other end is gone, silent, or does not keep to the protocol; the reason is for the log."""
+
+
+class Channel:
+    """One stream to `peer`. Everything that goes wrong with it is a PeerLost."""
+
+    def __init__(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.peer, self._reader, self._writer = peer, reader, writer
+
+    async def send(self, header: dict[str, Any], payload: bytes | memoryview = b"", *, seconds: float) -> None:
+        """Send one message; waits while the other end is slow. Raises PeerLost."""
+        try:
+            await asyncio.wait_for(self._send(msgpack.packb(header), memoryview(payload)), seconds)
+        except (OSError, asyncio.TimeoutError) as error:
+            raise PeerLost(f"{self.peer[-6:]} takes nothing: {_name(error)}") from None
+
+    async def _send(self, header: bytes, payload: memoryview) -> None:
+        self._writer.write(_FRAME.pack(len(header), len(payload)) + header)
+        for offset in range(0, len(payload), _WRITE_BYTES):
+            self._writer.write(payload[offset : offset + _WRITE_BYTES])
+            await self._writer.drain()
+        await self._writer.drain()
+
+    async def receive(self, *, max_payload: int = 0, seconds: float) -> tuple[dict[str, Any], bytes]:
+        """The next message. Raises PeerLost when it is late, too long, no message, or {"error": reason}."""
+        try:
+            return await asyncio.wait_for(self._receive(max_payload), seconds)
+        except (OSError, EOFError, asyncio.TimeoutError) as error:
+            raise PeerLost(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
+
+    async def _receive(self, max_payload: int) -> tuple[dict[str, Any], bytes]:
+        header_bytes, payload_bytes = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
+        if header_bytes > _MAX_HEADER_BYTES or payload_bytes > max_payload:
+            raise PeerLost(f"{self.peer[-6:]} announced {header_bytes} + {payload_bytes} bytes, at most {max_payload} are allowed")
+        try:
+            header = msgpack.unpackb(await self._reader.readexactly(header_bytes))
+        except (ValueError, msgpack.exceptions.UnpackException):
+            raise PeerLost(f"{self.peer[-6:]} sent no message of ours") from None
+        if not isinstance(header, dict):
+            raise PeerLost(f"{self.peer[-6:]} sent no message of ours")
+        if "error" in header:
+            raise PeerLost(f"{self.peer[-6:]}: {str(header['error'])[:200]}")
+        return header, await self._reader.readexactly(payload_bytes)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._writer.close()
+
+
+Handler = Callable[[Channel], Awaitable[None]]
+
+
+class Streams:
+    """Opens and serves streams by name on a node."""
+
+    def __init__(self, node: SwarmNode):
+        self._node = node
+
+    async def open(self, peer: str, name: str) -> Channel:
+        """Raises PeerLost when `peer` cannot be reached in time."""
+        try:
+            opening = self._node.p2p.call_binary_stream_handler(PeerID.from_base58(peer), name)
+            _, reader, writer = await asyncio.wait_for(opening, CONNECT_SECONDS)
+        except Exception as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
+            raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
+        return Channel(peer, reader, writer)
+
+    async def serve(self, name: str, handler: Handler) -> None:
+        """Answer streams called `name`; a handler's PeerLost ends its stream, telling the other end why."""
+
+        async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            channel = Channel(info.peer_id.to_base58(), reader, writer)
+            try:
+                await handler(channel)
+            except PeerLost as error:
+                log.debug("%s: %s", name, error)
+                with contextlib.suppress(PeerLost):
+                    await channel.send({"error": str(error)}, seconds=1)
+            except Exception as error:
+                log.warning("%s from %s failed: %r", name, channel.peer[-6:], error, exc_info=True)
+                with contextlib.suppress(PeerLost):
+                    await channel.send({"error": "internal error"}, seconds=1)
+            finally:
+                channel.close()
+
+        await self._node.p2p.add_binary_stream_handler(name, handle)
+
+
+def _name(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,407 @@
+"""The trainer's side of a swarm: freezes contributions, lands states, and keeps a sidecar running.
+
+Implements `contracts.Sync` for every strategy that averages; what differs between them is an `outer.Strategy`.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peer.contracts import Member, Settlement, SyncContext, SyncReport
+from peer.sync.engine.codec import CODECS
+from peer.sync.engine.outer import load_strategy
+from peer.sync.engine.port import Port, PortClosed
+from peer.sync.engine.state import Header, first_state
+from peer.sync.engine.vectors import Schema, SharedBuffer, flatten, shared_copy, unflatten
+from swarm.errors import ExitCode, UserError
+
+log = logging.getLogger(__name__)
+
+JOIN_SECONDS = 30.0
+LEAVE_SECONDS = 10.0
+POLL_SECONDS = 0.5
+CLOSE_SECONDS = 8.0
+_RESTARTS = 5
+_RESTARTS_WITHIN_SECONDS = 600.0
+_REBASED_ANCESTORS = 2
+_RATE_MEMORY = 0.9
+
+
+@dataclass
+class _Landed:
+    """The state `params` last landed on."""
+
+    digest: str
+    header: Header
+    buffer: SharedBuffer
+
+    def anchor(self, size: int) -> Tensor:
+        return self.buffer.floats()[:size]
+
+
+@dataclass
+class _Frozen:
+    """Our contribution on its way: its bytes, and where `params` stood when it was frozen."""
+
+    number: int
+    samples: int
+    encoded: SharedBuffer
+    parent: str
+    snapshot: Tensor
+    sent: bool = False
+
+
+class SwarmSync:
+    def __init__(self, context: SyncContext, strategy_path: str):
+        self._context, self._strategy_path = context, strategy_path
+        self._strategy = load_strategy(strategy_path, context.run)
+        self._codec = CODECS[context.run.wire]
+        self._schema = Schema.of(context.params)
+        self._size = self._schema.size
+        self._folder = context.output_dir
+        self._folder.mkdir(parents=True, exist_ok=True)
+        base = first_state(context.run.digest, self._schema.digest, flatten(context.params, torch.empty(self._size)), self._strategy.slots)
+        self._state = _Landed(base.digest, base.header, base.buffer)
+        self._frozen: _Frozen | None = None
+        self._residual: Tensor | None = None
+        self._open_samples = self._batch_samples = 0
+        self._included: list[int] = []
+        self._news = _News()
+        self._joined = self._done = self._may_train = self._leaving = False
+        self._peer_id = ""
+        self._rate, self._step_seconds, self._last_step, self._loss = 0.0, 0.0, 0.0, None
+        self._restarts: list[float] = []
+        self._process: subprocess.Popen | None = None
+        self._port: Port | None = None
+        self._start()
+
+    # ---------------------------------------------------------------- the contract
+
+    @property
+    def round(self) -> int:
+        return self._state.header.round
+
+    @property
+    def samples(self) -> int:
+        return self._state.header.samples
+
+    @property
+    def peers(self) -> int:
+        return max(len(self._state.header.members), 1)
+
+    def catch_up(self) -> SyncReport:
+        """Wait until the state is the swarm's, for JOIN_SECONDS; `wait` in the report says that more waiting is needed."""
+        deadline = time.monotonic() + JOIN_SECONDS
+        while not self._joined and time.monotonic() < deadline:
+            self._exchange(POLL_SECONDS)
+        return self._report()
+
+    def before_step(self) -> bool:
+        if not self._strategy.steps_locally:
+            self._strategy.accumulate(self._context.params)
+        return self._strategy.steps_locally
+
+    def step(self, samples: int, loss: float | None = None) -> SyncReport:
+        """Count `samples` trained since the last call; take over what the swarm did. Raises UserError when the swarm is lost for good."""
+        if samples:
+            self._count(samples, loss)
+        self._exchange(POLL_SECONDS if self._must_wait() else 0)
+        return self._report()
+
+    def leave(self) -> SyncReport:
+        """Ask the swarm to average what we have now. While the report says `wait`, call `step(0)`; it ends after LEAVE_SECONDS."""
+        if not self._leaving:
+            self._leaving = True
+            self._leave_until = time.monotonic() + LEAVE_SECONDS
+            if self._joined and not self._done and (self._open_samples or self._frozen):
+                self._send("leave")
+            else:
+                self._leave_until = 0.0
+        report = self._report()
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"digest": self._state.digest, "round": self.round, "samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The swarm's own states are on disk beside the checkpoint, and the swarm's word counts more: nothing to load."""
+
+    def close(self) -> None:
+        """End the sidecar; kill what does not end by itself."""
+        if self._process is None:
+            return
+        with contextlib.suppress(PortClosed):
+            self._port.send("close")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_SECONDS)
+        self._end_process()
+
+    # ---------------------------------------------------------------- reports
+
+    def _report(self) -> SyncReport:
+        news, self._news = self._news, _News()
+        return SyncReport(
+            frozen=news.frozen,
+            settled=tuple(news.settled),
+            dropped=tuple(news.dropped),
+            settlements=tuple(news.settlements),
+            wait=self._must_wait(),
+            done=self._done,
+        )
+
+    def _must_wait(self) -> bool:
+        if self._done:
+            return False
+        if self._leaving:
+            pending = self._frozen is not None or self._open_samples > 0 or bool(self._included)
+            return pending and time.monotonic() < self._leave_until
+        waiting = self._open_samples + (self._frozen.samples if self._frozen else 0)
+        full = waiting + self._batch_samples > 2 * self._context.run.target_batch_size
+        return not self._joined or full or (self._frozen is not None and not self._may_train)
+
+    def _count(self, samples: int, loss: float | None) -> None:
+        now = time.monotonic()
+        if self._last_step and now > self._last_step:
+            seconds = now - self._last_step
+            memory = _RATE_MEMORY if self._rate else 0.0
+            self._rate = memory * self._rate + (1 - memory) * samples / seconds
+            self._step_seconds = memory * self._step_seconds + (1 - memory) * seconds
+        self._last_step = now
+        self._open_samples += samples
+        self._batch_samples = max(self._batch_samples, samples)
+        if loss is not None:
+            self._loss = loss
+
+    # ---------------------------------------------------------------- talking to the sidecar
+
+    def _exchange(self, seconds: float) -> None:
+        """Tell our progress, offer what is frozen, and handle every message that is there; wait up to `seconds` for the first."""
+        try:
+            if self._frozen is not None and not self._frozen.sent:
+                self._send_offer()
+            self._tell_progress()
+            while (message := self._port.receive(seconds)) is not None:
+                seconds = 0
+                kind, values, buffers = message
+                getattr(self, f"_on_{kind}")(values, buffers)
+        except PortClosed:
+            self._restart()
+
+    def _send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
+        try:
+            self._port.send(kind, *buffers, **values)
+        except PortClosed:
+            self._restart()
+
+    def _tell_progress(self) -> None:
+        waiting = self._open_samples + (self._frozen.samples if self._frozen else 0)
+        rate = 0.0 if self._must_wait() else self._rate
+        figures = {"samples_per_second": rate, "step_seconds": self._step_seconds, "loss": self._loss}
+        self._port.send("progress", waiting=waiting, landed=self._state.digest, **figures)
+
+    def _send_offer(self) -> None:
+        frozen = self._frozen
+        self._port.send("offer", frozen.encoded, number=frozen.number, samples=frozen.samples, parent=frozen.parent)
+        frozen.sent = True
+
+    def _on_ready(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        self._peer_id = values["peer_id"]
+        for maddr in values["maddrs"]:
+            log.info("others can join with --peers %s", maddr)
+
+    def _on_news(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        log.info("%s", values["text"])
+
+    def _on_failed(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        raise UserError(values["message"], fix=values["fix"], code=ExitCode(values["code"]))
+
+    def _on_train(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        self._may_train = True
+        self._last_step = 0.0
+
+    def _on_done(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        self._done = True
+        if self._open_samples:
+            self._news.dropped.append(0)
+            self._open_samples = 0
+
+    def _on_settled(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        for s in values["settlements"]:
+            members = tuple(Member(*member) for member in s["members"])
+            self._news.settlements.append(Settlement(s["digest"], s["parent"], s["round"], s["samples"], members))
+        self._news.settled += self._included
+        self._included = []
+
+    # ---------------------------------------------------------------- freezing and landing
+
+    def _on_freeze(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        """Encode our work ONCE, under a number that is never used again; every attempt sends these bytes."""
+        if self._frozen is not None:
+            return
+        if self._open_samples == 0:
+            return self._port.send("nothing")
+        snapshot = flatten(self._context.params, torch.empty(self._size))
+        position = snapshot if self._strategy.steps_locally else self._strategy.gather(self._context.params, torch.empty(self._size))
+        contribution = self._strategy.contribution(position, self._state.anchor(self._size), self._open_samples)
+        if self._residual is not None:
+            contribution = contribution + self._residual
+        if not bool(torch.isfinite(contribution).all()):
+            return self._discard("the parameters are not finite any more: back to the swarm's state")
+        encoded = self._codec.encode(contribution)
+        if self._codec.lossy:
+            self._residual = contribution - self._codec.decode(encoded)
+        number = self._next_number()
+        self._frozen = _Frozen(number, self._open_samples, shared_copy(encoded), self._state.digest, snapshot)
+        self._open_samples, self._may_train = 0, False
+        self._news.frozen = number
+
+    def _discard(self, reason: str) -> None:
+        log.warning("%s", reason)
+        unflatten(self._state.anchor(self._size), self._context.params)
+        self._residual, self._open_samples = None, 0
+        self._news.dropped.append(0)
+        self._port.send("nothing")
+
+    def _next_number(self) -> int:
+        """One more than any this identity ever used; on disk before it is used."""
+        path = self._folder / "contribution_number"
+        with contextlib.suppress(OSError, ValueError):
+            self._number = max(getattr(self, "_number", 0), int(path.read_text()))
+        self._number = max(getattr(self, "_number", 0), self._state.header.included.get(self._peer_id, 0)) + 1
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w") as file:
+            file.write(str(self._number))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        return self._number
+
+    def _on_landed(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        """Move `params` onto the swarm's state; every local sample is then in it, still waiting, or given back."""
+        new = _Landed(values["digest"], Header.from_json(values["header"]), buffers[0])
+        old, self._state = self._state, new
+        params, anchor = self._context.params, new.anchor(self._size)
+        here = flatten(params, torch.empty(self._size))
+        mine = new.header.included.get(self._peer_id, 0)
+        near = old.digest == new.digest or old.digest in new.header.parents[: _REBASED_ANCESTORS if self._strategy.rebases else 0]
+        if self._frozen is not None and mine >= self._frozen.number:
+            unflatten(anchor + (here - self._frozen.snapshot), params)
+            self._included.append(self._frozen.number)
+            self._frozen = None
+        elif near:
+            if old.digest != new.digest:
+                shift = anchor - old.anchor(self._size)
+                unflatten(here + shift, params)
+                if self._frozen is not None:
+                    self._frozen.snapshot += shift
+        else:
+            unflatten(anchor, params)
+            self._residual = None
+            if self._frozen is not None:
+                self._news.dropped.append(self._frozen.number)
+                self._frozen = None
+            if self._open_samples:
+                self._news.dropped.append(0)
+                self._open_samples = 0
+        lost = [number for number in self._included if number > mine]
+        self._news.dropped += lost
+        self._included = [number for number in self._included if number <= mine]
+        self._joined, self._may_train = True, False
+        self._last_step = 0.0
+
+    # ---------------------------------------------------------------- the sidecar process
+
+    def _start(self) -> None:
+        ours, theirs = Port.pair()
+        root = str(Path(__file__).resolve().parents[3])
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        }
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"):
+            environment.pop(name, None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "peer.sync.engine.sidecar", str(theirs.socket.fileno())],
+            pass_fds=[theirs.socket.fileno()],
+            env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl+C is for the trainer, which then leaves in order
+        )
+        theirs.close()
+        self._port = ours
+        context, state = self._context, self._state
+        last = context.last_known or {}
+        self._port.send(
+            "start",
+            state.buffer,
+            run=vars(context.run),
+            header=state.header.to_json(),
+            size=self._size,
+            strategy=self._strategy_path,
+            folder=str(self._folder),
+            peers=list(context.initial_peers),
+            host_maddrs=list(context.peer.host_maddrs),
+            announce_maddrs=list(context.peer.announce_maddrs),
+            identity_path=context.peer.identity_path or str(self._folder / "identity.key"),
+            client_mode=context.peer.client_mode,
+            server_url=context.server_url,
+            last_known={"digest": last["digest"], "samples": last["samples"]} if last else None,
+            last_holders=list(last.get("peers", ())),
+            name=context.peer.output_dir.rstrip("/").split("/")[-1],
+            debug=context.peer.debug,
+        )
+
+    def _restart(self) -> None:
+        """A new sidecar takes over from the state that `params` last landed on; a frozen contribution is offered again."""
+        code = self._process.poll()
+        self._drain()
+        self._end_process()
+        now = time.monotonic()
+        self._restarts = [t for t in self._restarts if t > now - _RESTARTS_WITHIN_SECONDS]
+        if len(self._restarts) >= _RESTARTS:
+            raise UserError(
+                f"The swarm process died {_RESTARTS} times within {_RESTARTS_WITHIN_SECONDS / 60:.0f} minutes (last exit status {code}).",
+                fix="Its log lines above say why; start again with --debug to see more.",
+                code=ExitCode.NETWORK,
+            )
+        log.warning("the swarm process died (exit status %s); starting it again", code)
+        time.sleep(min(2 ** len(self._restarts), 30) if self._restarts else 0)
+        self._restarts.append(now)
+        if self._frozen is not None:
+            self._frozen.sent = False
+        self._joined = False
+        self._start()
+
+    def _drain(self) -> None:
+        """What the sidecar still had to say before it died, its reason first of all."""
+        with contextlib.suppress(PortClosed):
+            while (message := self._port.receive(0)) is not None:
+                kind, values, buffers = message
+                getattr(self, f"_on_{kind}")(values, buffers)
+
+    def _end_process(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._port.close()
+        self._process = None
+
+
+class _News:
+    def __init__(self) -> None:
+        self.frozen: int | None = None
+        self.settled: list[int] = []
+        self.dropped: list[int] = []
+        self.settlements: list[Settlement] = []

@@ -1,0 +1,92 @@
+"""`params` as one flat float32 vector on the host, and back: what is averaged, hashed, stored and sent.
+
+Everything here is elementwise, so every CPU gives the same bits; a sum would differ with the number of threads.
+"""
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peer.contracts import Params
+from swarm.digest import digest_json
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Names, shapes and dtypes of `params` in the order of their names: (name, shape, dtype) each."""
+
+    entries: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    @classmethod
+    def of(cls, params: Params) -> "Schema":
+        return cls(tuple((name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in sorted(params.items())))
+
+    @property
+    def digest(self) -> str:
+        """Peers whose schemas differ never average; hivemind's own schema hash leaves the names out."""
+        return digest_json([[name, list(shape), dtype] for name, shape, dtype in self.entries])
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the flat vector."""
+        return sum(_elements(shape) for _, shape, _ in self.entries)
+
+
+@torch.no_grad()
+def flatten(params: Params, out: Tensor) -> Tensor:
+    """Copy `params`, by name, into the (size,) float32 vector `out` and return it."""
+    offset = 0
+    for _, parameter in sorted(params.items()):
+        out[offset : offset + parameter.numel()].view(parameter.shape).copy_(parameter)
+        offset += parameter.numel()
+    return out
+
+
+@torch.no_grad()
+def unflatten(vector: Tensor, params: Params) -> None:
+    """Set `params` from a (size,) float32 vector."""
+    offset = 0
+    for _, parameter in sorted(params.items()):
+        parameter.copy_(vector[offset : offset + parameter.numel()].view(parameter.shape))
+        offset += parameter.numel()
+
+
+class SharedBuffer:
+    """Memory that another process can map when it is handed `fd`; it has no name and vanishes with its last holder."""
+
+    def __init__(self, num_bytes: int = 0, *, fd: int | None = None):
+        self.fd = os.memfd_create("swarm") if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, num_bytes)
+        self.num_bytes = os.fstat(self.fd).st_size
+        self._map = mmap.mmap(self.fd, self.num_bytes)
+
+    def bytes(self) -> Tensor:
+        """(num_bytes,) uint8 view; it keeps the mapping alive."""
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def floats(self) -> Tensor:
+        """(num_bytes / 4,) float32 view; it keeps the mapping alive."""
+        return torch.frombuffer(self._map, dtype=torch.float32)
+
+    def __del__(self) -> None:
+        # The mapping outlives the descriptor, and tensors outlive this object.
+        os.close(self.fd)
+
+
+def shared_copy(vector: Tensor) -> SharedBuffer:
+    """A shared buffer that holds the bytes of a contiguous vector."""
+    raw = vector.contiguous().view(torch.uint8)
+    buffer = SharedBuffer(raw.numel())
+    buffer.bytes().copy_(raw)
+    return buffer
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for side in shape:
+        count *= side
+    return count
