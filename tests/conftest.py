@@ -1,0 +1,35 @@
+"""What many tests share: a tiny real model, a folder of captioned pictures, one thread of torch and no network."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tests compare losses to the bit, and sums depend on the number of threads."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A diffusers folder of a Stable Diffusion of about 250 k parameters; shared, so do not change it."""
+    return tiny.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def pictures(tmp_path) -> Path:
+    """A folder of 12 PNGs of 16x16 pixels with captions; this test's own."""
+    return tiny.write_pictures(tmp_path / "pictures")
