@@ -1,0 +1,207 @@
+"""Checkpoints that are whole or not there: written beside, flushed to disk, renamed; verified by digests before they are used.
+
+A checkpoint is a folder `checkpoint-<number>` with `tensors.safetensors`, `state.json` and `manifest.json`; no pickle.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from swarm.digest import digest_json
+from swarm.errors import ExitCode, UserError
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"checkpoint-(\d{6,})")
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what was written, and why."""
+
+
+class Checkpoints:
+    """The checkpoints of one output folder; the last `keep` of them stay."""
+
+    def __init__(self, folder: Path, keep: int):
+        self._folder, self._keep = folder, keep
+
+    def paths(self) -> list[Path]:
+        """Oldest first."""
+        return sorted((path for path in self._folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)), key=_number)
+
+    def save(self, state: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
+        """Write `state`, a tree of dicts, lists, plain values, bytes and tensors; about: what to say of it in manifest and log.
+
+        Raises UserError when the disk is full; the checkpoints before are untouched and nothing is left behind.
+        """
+        paths = self.paths()
+        target = self._folder / f"checkpoint-{_number(paths[-1]) + 1 if paths else 1:06}"
+        with replacing(target) as folder:
+            tensors: dict[str, Tensor] = {}
+            tree = _without_tensors(state, tensors)
+            save_file(tensors, folder / "tensors.safetensors")
+            (folder / "state.json").write_text(json.dumps(tree), encoding="utf-8")
+            files = {name: _digest(folder / name) for name in ("tensors.safetensors", "state.json")}
+            manifest = {"about": dict(about), "files": files}
+            (folder / "manifest.json").write_text(json.dumps(manifest | {"digest": digest_json(manifest)}), encoding="utf-8")
+        for path in paths[: len(paths) + 1 - self._keep]:
+            shutil.rmtree(path, ignore_errors=True)
+        log.info("saved %s %s", target, " ".join(f"{name}={value}" for name, value in about.items()))
+        return target
+
+    def load(self, wanted: str) -> tuple[Path, dict[str, Any]] | None:
+        """The state of checkpoint `wanted`, a folder or 'latest'; for a damaged one the newest good one before it, with a warning.
+
+        None when 'latest' was asked for and there is none at all. Raises UserError when there is no such folder, or no good one.
+        """
+        paths = self.paths()
+        if wanted != "latest":
+            asked = Path(wanted)
+            if not asked.is_dir():
+                raise UserError(f"There is no checkpoint {asked}.", fix="Give its folder, or 'latest'.")
+            paths = [path for path in paths if _NAME.fullmatch(asked.name) and _number(path) < _number(asked)] + [asked]
+        for path in reversed(paths):
+            try:
+                return path, read(path)
+            except Damaged as damage:
+                log.warning("damaged checkpoint=%s because %s; trying the one before", path, damage)
+        if not paths:
+            return None
+        raise UserError(f"No checkpoint in {self._folder} is whole.", fix="Start without --resume_from_checkpoint.", code=ExitCode.DISK)
+
+
+def about(path: Path) -> dict[str, Any]:
+    """What was said of the checkpoint at `path` when it was saved. Raises Damaged."""
+    return _manifest(path)["about"]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The state saved at `path`, every byte verified; tensors on the CPU. Raises Damaged."""
+    for name, digest in _manifest(path)["files"].items():
+        try:
+            if _digest(path / name) != digest:
+                raise Damaged(f"{name} is not what was written")
+        except OSError as error:
+            raise Damaged(f"{name}: {error.strerror}") from error
+    tree = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    return _with_tensors(tree, load_file(path / "tensors.safetensors"))
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        if manifest.pop("digest") != digest_json(manifest):
+            raise Damaged("manifest.json is not what was written")
+        return manifest
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Damaged(f"manifest.json: {error}") from error
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yields an empty folder that becomes `target`, flushed to disk, when the block ends well, and vanishes when it does not.
+
+    Raises UserError (code DISK) when the disk is full.
+    """
+    temporary, old = (target.with_name(f".{target.name}.{kind}") for kind in ("writing", "old"))
+    _remove(temporary)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            _flush(path)
+        _remove(old)
+        if target.exists():
+            target.rename(old)
+        temporary.rename(target)
+        _flush(target.parent)
+        _remove(old)
+    except (OSError, SafetensorError) as error:
+        if _errno(error) in _FULL:
+            raise UserError(
+                f"{target} could not be written: {os.strerror(_errno(error))}.",
+                fix="Free space or choose another --output_dir, then start again with --resume_from_checkpoint latest.",
+                code=ExitCode.DISK,
+            ) from error
+        raise
+    finally:
+        _remove(temporary)
+
+
+def _errno(error: Exception) -> int:
+    """The system's error number; safetensors, being Rust, gives it in its text only."""
+    found = re.search(r"os error (\d+)", str(error))
+    return getattr(error, "errno", None) or (int(found[1]) if found else 0)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _number(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    assert found
+    return int(found[1])
+
+
+def _digest(path: Path) -> str:
+    hasher = blake3()
+    with path.open("rb") as file:
+        for piece in iter(lambda: file.read(16 << 20), b""):
+            hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON; its tensors go to `tensors` under running numbers, which stand in their places."""
+    if isinstance(value, Tensor):
+        # A clone: safetensors refuses tensors that share memory, and tied or viewed ones do.
+        tensors[str(len(tensors))] = value.detach().to("cpu", copy=True).contiguous()
+        return {"@tensor": str(len(tensors) - 1)}
+    if isinstance(value, bytes):
+        return {"@bytes": value.hex()}
+    if isinstance(value, Mapping):
+        return {"@map": [[key, _without_tensors(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"@tuple": [_without_tensors(item, tensors) for item in value]}
+    if isinstance(value, list):
+        return [_without_tensors(item, tensors) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a checkpoint cannot hold {type(value).__name__}")
+
+
+def _with_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_with_tensors(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, value),) = tree.items()
+    if kind == "@tensor":
+        return tensors[value]
+    if kind == "@bytes":
+        return bytes.fromhex(value)
+    if kind == "@tuple":
+        return tuple(_with_tensors(item, tensors) for item in value)
+    return {key: _with_tensors(item, tensors) for key, item in value}
