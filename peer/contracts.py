@@ -122,6 +122,8 @@ class SyncContext:
     output_dir: Path
     server_url: str = ""
     initial_peers: tuple[str, ...] = ()
+    last_known: Mapping[str, Any] | None = None
+    """{digest, round, samples, peers} of the newest state that the server or the DHT knows of; nobody starts behind it."""
 
 
 class Sync(Protocol):
@@ -137,7 +139,10 @@ class Sync(Protocol):
         ...
 
     def before_step(self) -> bool:
-        """Whether the local optimizer steps now (`gradients` accumulates instead, and steps once per round)."""
+        """Whether the local optimizer steps now (`gradients` accumulates instead, and steps once per round).
+
+        Until it does, each parameter's `.grad` is the SUM of the losses' gradients over the samples of the steps since the last time.
+        """
         ...
 
     def step(self, samples: int, loss: float | None = None) -> SyncReport: ...

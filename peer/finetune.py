@@ -1,0 +1,278 @@
+"""The peer's entry, `torchrun peer/finetune.py ...` or `python peer/finetune.py ...`, and the only wiring of its parts."""
+
+import argparse
+import ctypes
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Started as a script, Python puts this file's folder first on sys.path, where our modules' names would stand for top-level ones.
+# The repository root takes its place, so that the launch works from any folder and without an installation.
+_ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path and os.path.realpath(sys.path[0] or ".") == os.path.join(_ROOT, "peer"):
+    sys.path[0] = _ROOT
+
+from peer.config import PeerConfig  # noqa: E402
+from peer.rooms import load_part  # noqa: E402
+from swarm.digest import digest_model  # noqa: E402
+from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from swarm.logs import setup_logging  # noqa: E402
+from swarm.options import build, parse_flags, read_toml  # noqa: E402
+from swarm.run_config import RunConfig  # noqa: E402
+
+if TYPE_CHECKING:
+    from peer.contracts import Model, Params, Source, Sync
+    from peer.device import Rank, RankGroup
+    from peer.stopping import Stop
+    from peer.train import Trainer
+
+log = logging.getLogger("peer.finetune")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    peer, run_flags = parse(argv)
+    run = resolve_run(peer, run_flags)
+    if peer.dry_run:
+        print(json.dumps({"run": dataclasses.asdict(run), "peer": dataclasses.asdict(peer)}, indent=2))
+        return ExitCode.OK
+    die_with_launcher()
+
+    from peer.device import Rank, RankGroup, choose_device, set_threads
+    from peer.stopping import Stop
+
+    rank = Rank.from_environment()
+    setup_logging(debug=peer.debug)
+    if rank.index:
+        logging.getLogger("peer").setLevel(logging.ERROR)
+    stop = Stop().listen()
+    device = choose_device(peer.device, rank)
+    threads = set_threads(peer.num_threads, rank)
+    with ExitStack() as closing:
+        group = RankGroup(rank, device)
+        closing.callback(group.close)
+        train(run, peer, run_flags, rank, group, device, threads, stop)
+    return ExitCode.OK
+
+
+def parse(argv: Sequence[str]) -> tuple[PeerConfig, dict[str, Any]]:
+    """This peer's configuration, and what was said of the run: the keys of `--config`, overruled by flags."""
+    parser = argparse.ArgumentParser(prog="finetune.py", description="Train a diffusion model, alone or together with other peers.")
+    parser.add_argument("--config", default="", metavar="RUN.toml", help="File with options of the run; flags overrule it.")
+    run_flags, peer_flags, rest = parse_flags(parser, argv, RunConfig, PeerConfig)
+    from_file = read_toml(Path(rest["config"]), RunConfig) if rest["config"] else {}
+    return build(PeerConfig, peer_flags), {**from_file, **run_flags}
+
+
+def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> RunConfig:
+    """The run's configuration: alone, what was given, and no sync."""
+    if peer.swarming:
+        raise UserError("Joining a swarm is not wired yet.", fix="Train alone with --train_data_dir.")
+    if given.get("sync", "none") != "none":
+        raise UserError(
+            f"--sync {given['sync']} needs a swarm, and none was named.", fix="Add --datasetserver, --peers or --found, or remove --sync."
+        )
+    run = build(RunConfig, given, {"sync": "none"})
+    if not run.model:
+        raise UserError("No model was given.", fix="Give --model a diffusers folder or a Hub id.")
+    if not peer.train_data_dir:
+        raise UserError("No data was given.", fix="Give --train_data_dir a folder of pictures with a .txt beside each, or --datasetserver.")
+    return run
+
+
+def train(
+    run: RunConfig,
+    peer: PeerConfig,
+    given: Mapping[str, Any],
+    rank: "Rank",
+    group: "RankGroup",
+    device: Any,
+    threads: int,
+    stop: "Stop",
+) -> None:
+    """Build every part, train to the end, and leave the result in `output_dir/model`."""
+    from peer.accounts import Accounts
+    from peer.batches import Decoder
+    from peer.checkpoint import Checkpoints
+    from peer.device import choose_precision, describe
+    from peer.feed import Feed
+    from peer.metrics import Progress
+    from peer.optim import build_optimizer
+    from peer.ranked import RankedSync
+    from peer.schedule import build_schedule
+    from peer.train import Trainer
+
+    output = prepare_output(peer)
+    with ExitStack() as closing:
+        model = load_model(run, given, device)
+        check_resolution(run, model)
+        if peer.gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+        method = load_part("methods", run.method).build(run)
+        params = method.attach(model)
+        group.broadcast_(list(params.values()))
+        precision = choose_precision(peer.mixed_precision, device, sum(parameter.numel() for parameter in params.values()))
+        source = build_source(run, peer, group, output)
+        if source:
+            closing.callback(source.close)
+        run = with_end(run, peer, source, group)
+        sync = build_sync(run, peer, params, group, output)
+        if sync:
+            closing.callback(sync.close)
+        decoder = Decoder(run, peer.dataloader_num_workers)
+        feed = Feed(
+            source,
+            decoder,
+            group,
+            batch_samples=peer.train_batch_size,
+            accumulation=peer.gradient_accumulation_steps,
+            stopping=stop,
+        )
+        closing.callback(feed.close)
+        progress = Progress(output / "metrics.jsonl" if group.is_main else None, total_samples=run.total_samples)
+        closing.callback(progress.close)
+        checkpoints = Checkpoints(output, peer.checkpoints_total_limit)
+        trainer = Trainer(
+            model=model,
+            params=params,
+            optimizer=build_optimizer(run, params, device),
+            learning_rate=build_schedule(run),
+            max_grad_norm=run.max_grad_norm,
+            precision=precision,
+            sync=RankedSync(sync, group, params),
+            feed=feed,
+            accounts=Accounts(source),
+            group=group,
+            progress=progress,
+            stopping=stop,
+            save=checkpoints.save,
+            save_every_rounds=peer.checkpointing_rounds if peer.swarming else 0,
+            save_every_samples=0 if peer.swarming else peer.checkpointing_samples,
+            noise_seed=f"{run.seed}:{peer_id(peer)}",
+        )
+        if peer.resume_from_checkpoint:
+            resume(trainer, checkpoints, peer.resume_from_checkpoint, group)
+        count = sum(parameter.numel() for parameter in params.values())
+        log.info("training %s parameters=%d %s", run.run_name, count, describe(rank, device, precision, threads))
+        trainer.run()
+        if group.is_main:
+            export(method, model, params, output / "model")
+            log.info("finished samples=%d round=%d result=%s", trainer.trained, trainer.sync.round, output / "model")
+        group.barrier()
+
+
+def prepare_output(peer: PeerConfig) -> Path:
+    folder = Path(peer.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.") from None
+    return folder
+
+
+def load_model(run: RunConfig, given: Mapping[str, Any], device: Any) -> "Model":
+    """The run's base model, or this peer's copy of it elsewhere (`--model`). Raises UserError when the weights are others."""
+    family = load_part("models", run.family)
+    folder = family.locate(given.get("model") or run.model)
+    if run.model_digest and digest_model(folder) != run.model_digest:
+        raise UserError(
+            f"{folder} is not the base model of the run '{run.run_name}': its weights have another digest than {run.model_digest[:16]}.",
+            fix=f"Fetch {run.model or 'the model'} as the founder has it, or give its folder with --model.",
+        )
+    return family.load(folder, device)
+
+
+def check_resolution(run: RunConfig, model: "Model") -> None:
+    if run.resolution % model.resolution_multiple:
+        below = run.resolution // model.resolution_multiple * model.resolution_multiple
+        raise UserError(
+            f"resolution is {run.resolution}, but this model needs a multiple of {model.resolution_multiple}.",
+            fix=f"Use {below or model.resolution_multiple}.",
+        )
+
+
+def build_source(run: RunConfig, peer: PeerConfig, group: "RankGroup", output: Path, url: str = "") -> "Source | None":
+    """Rank 0's source of samples: the folder when one was given, else the server at `url`; None on other ranks."""
+    from peer.contracts import SourceContext
+
+    if not group.is_main:
+        return None
+    context = SourceContext(
+        run=run,
+        url=url,
+        folder=Path(peer.train_data_dir) if peer.train_data_dir else None,
+        peer_id=peer_id(peer),
+        cache_dir=Path(peer.cache_dir) if peer.cache_dir else output / "cache",
+        cache_gib=peer.cache_gib,
+        batch_samples=peer.train_batch_size * peer.gradient_accumulation_steps * group.world,
+        epochs=None if run.total_samples else peer.num_train_epochs,
+    )
+    return load_part("data", "directory" if peer.train_data_dir else "dataset_server").build(context)
+
+
+def with_end(run: RunConfig, peer: PeerConfig, source: "Source | None", group: "RankGroup") -> RunConfig:
+    """Alone and without --total_samples, the run ends after --num_train_epochs: schedules need to know when that is."""
+    if run.total_samples or peer.swarming:
+        return run
+    total = group.broadcast_object(len(source) * peer.num_train_epochs if source else None)
+    return dataclasses.replace(run, total_samples=total)
+
+
+def build_sync(run: RunConfig, peer: PeerConfig, params: "Params", group: "RankGroup", output: Path) -> "Sync | None":
+    """Rank 0's strategy; None on other ranks."""
+    from peer.contracts import SyncContext
+
+    if not group.is_main:
+        return None
+    return load_part("sync", run.sync).build(SyncContext(run=run, peer=peer, params=params, output_dir=output))
+
+
+def peer_id(peer: PeerConfig) -> str:
+    """Alone there is nobody to be told apart from, and a run must be repeatable."""
+    return "alone"
+
+
+def resume(trainer: "Trainer", checkpoints: Any, wanted: str, group: "RankGroup") -> None:
+    """Rank 0 reads and verifies the checkpoint; all ranks go on from it."""
+    found = checkpoints.load(wanted) if group.is_main else None
+    state = group.broadcast_object(found[1] if found else None)
+    if state is None:
+        log.info("no checkpoint to resume from yet; starting from the base model")
+        return
+    trainer.load_state_dict(state)
+    if found:
+        log.info("resumed checkpoint=%s step=%d samples=%d", found[0], trainer.step, trainer.sync.samples)
+
+
+def export(method: Any, model: "Model", params: "Params", target: Path) -> None:
+    """Write the result; the one before stays until the new one is whole."""
+    from peer.checkpoint import replacing
+
+    with replacing(target) as folder:
+        method.export(model, params, folder)
+
+
+def die_with_launcher() -> None:
+    """Under torchrun, which starts us in a session of our own: stop cleanly when torchrun itself is killed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def cli() -> int:
+    argv = sys.argv[1:]
+    silent = os.environ.get("RANK", "0") != "0"  # one line of error for a launch, not one for each rank
+    if silent:
+        sys.stderr.flush()
+    return run_program(lambda: main(argv), debug="--debug" in argv)
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

@@ -1,0 +1,36 @@
+"""The local optimizer; its state is this machine's own and is never averaged."""
+
+import logging
+
+import torch
+
+from peer.contracts import Params
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+
+def build_optimizer(run: RunConfig, params: Params, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW as the run wants it; `auto` is 8-bit (bitsandbytes) on a GPU and torch's fused one on a CPU.
+
+    On a CPU 8-bit Adam is right to 1 % and needs a quarter of the memory, but takes about 30 times as long.
+    """
+    kind = run.optimizer if run.optimizer != "auto" else ("adamw8bit" if device.type == "cuda" else "adamw")
+    options = {
+        "lr": run.learning_rate,
+        "betas": (run.adam_beta1, run.adam_beta2),
+        "eps": run.adam_epsilon,
+        "weight_decay": run.adam_weight_decay,
+    }
+    if kind == "adamw8bit":
+        return _bitsandbytes().optim.AdamW8bit(params.values(), **options)
+    return torch.optim.AdamW(params.values(), fused=True, **options)
+
+
+def _bitsandbytes():
+    # Its import reports optional 4-bit kernels as missing, which 8-bit Adam never uses.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise UserError("8-bit AdamW needs bitsandbytes.", fix="pip install 'bitsandbytes>=0.48', or --optimizer adamw.") from None
+    return bitsandbytes

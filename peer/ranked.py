@@ -1,0 +1,58 @@
+"""Rank 0's strategy, as all ranks of the launch see it: the same answers and, whenever the swarm changed them, the same parameters."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from peer.contracts import Params, Sync, SyncReport
+from peer.device import RankGroup
+
+
+class RankedSync:
+    """A Sync whose every method is called by all ranks together; only rank 0 has the `inner` one and talks to the swarm."""
+
+    def __init__(self, inner: Sync | None, group: RankGroup, params: Params):
+        assert (inner is not None) == group.is_main
+        self._inner, self._group, self._params = inner, group, params
+        self.round = self.samples = 0
+        self.peers = 1
+        self._mirror(lambda: SyncReport())
+
+    def catch_up(self) -> SyncReport:
+        report = self._mirror(lambda: self._inner.catch_up())
+        self._group.broadcast_(list(self._params.values()))
+        return report
+
+    def before_step(self) -> bool:
+        return self._group.broadcast_object(self._inner.before_step() if self._inner else None)
+
+    def step(self, samples: int, loss: float | None = None) -> SyncReport:
+        return self._mirror(lambda: self._inner.step(samples, loss))
+
+    def leave(self) -> SyncReport:
+        return self._mirror(lambda: self._inner.leave())
+
+    def _mirror(self, ask: Callable[[], SyncReport]) -> SyncReport:
+        """Rank 0 asks its strategy; all ranks take over the answer, its position and, unless nothing happened, the parameters."""
+        before = (self.round, self.samples)
+        told = None
+        if self._inner:
+            report = ask()
+            told = (report, self._inner.round, self._inner.samples, self._inner.peers)
+        report, self.round, self.samples, self.peers = self._group.broadcast_object(told)
+        if report != SyncReport() or (self.round, self.samples) != before:
+            self._group.broadcast_(list(self._params.values()))
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict() if self._inner else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        def load() -> SyncReport:
+            self._inner.load_state_dict(state)
+            return SyncReport()
+
+        self._mirror(load)
+
+    def close(self) -> None:
+        if self._inner:
+            self._inner.close()

@@ -1,0 +1,36 @@
+"""The learning rate as a function of the swarm's committed samples, never of local steps: peers differ in speed."""
+
+from collections.abc import Callable
+
+import torch
+
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+
+def build_schedule(run: RunConfig) -> Callable[[int], float]:
+    """Maps samples in the committed state to the learning rate of the round that is being trained now.
+
+    The schedule is read at the middle of that round: at its start a warm-up would waste the first round with a rate of 0,
+    at its end a decay would waste the last one. Raises UserError for a name that diffusers does not know.
+    """
+    from diffusers.optimization import SchedulerType, get_scheduler
+
+    names = [kind.value for kind in SchedulerType if kind is not SchedulerType.PIECEWISE_CONSTANT]
+    if run.lr_scheduler not in names:
+        raise UserError(f"lr_scheduler is '{run.lr_scheduler}'.", fix=f"Use one of {', '.join(names)}.")
+    if not run.total_samples and not run.lr_scheduler.startswith("constant"):
+        raise UserError(f"lr_scheduler '{run.lr_scheduler}' must know where the run ends.", fix="Give --total_samples.")
+    # With warm-up, 'constant' means what diffusers calls 'constant_with_warmup': asking for warm-up and getting none is no use.
+    name = "constant_with_warmup" if run.lr_scheduler == "constant" and run.lr_warmup_samples else run.lr_scheduler
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=run.lr_warmup_samples, num_training_steps=run.total_samples or None)
+    factor = scheduler.lr_lambdas[0]
+
+    def learning_rate(samples: int) -> float:
+        middle = samples + run.target_batch_size // 2
+        if run.total_samples:
+            middle = min(middle, (samples + run.total_samples) // 2) if samples < run.total_samples else run.total_samples
+        return run.learning_rate * factor(middle)
+
+    return learning_rate

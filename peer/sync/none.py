@@ -1,0 +1,67 @@
+"""`--sync none`: one machine alone. Every `target_batch_size` samples count as committed at once; nothing listens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from peer.contracts import SyncContext, SyncReport
+from swarm.run_config import RunConfig
+
+
+def build(context: SyncContext) -> "NoSync":
+    return NoSync(context.run)
+
+
+class NoSync:
+    """A swarm of one that never averages, so that schedules, checkpoints and acknowledgements work as in a real one."""
+
+    peers = 1
+
+    def __init__(self, run: RunConfig):
+        self.target, self.total = run.target_batch_size, run.total_samples
+        self.round = self.samples = 0
+        self._waiting = 0
+        self._number = 0
+        self._frozen: int | None = None
+
+    def catch_up(self) -> SyncReport:
+        return SyncReport()
+
+    def before_step(self) -> bool:
+        return True
+
+    def step(self, samples: int, loss: float | None = None) -> SyncReport:
+        self._waiting += samples
+        if self._frozen is not None:
+            return self._commit(self._frozen)
+        enough = self._waiting >= self.target or (self.total and self.samples + self._waiting >= self.total)
+        if not (enough and self._waiting):
+            return SyncReport(done=bool(self.total) and self.samples >= self.total)
+        self._number += 1
+        self._frozen = self._number
+        return SyncReport(frozen=self._number, wait=True)
+
+    def _commit(self, number: int) -> SyncReport:
+        self.round, self.samples = self.round + 1, self.samples + self._waiting
+        self._waiting, self._frozen = 0, None
+        return SyncReport(settled=(number,), done=bool(self.total) and self.samples >= self.total)
+
+    def leave(self) -> SyncReport:
+        """The samples waiting are done: their work is in the checkpoint that follows.
+
+        They go on waiting for the round to fill, so that a resumed run closes its rounds, which set the learning rate,
+        where an uninterrupted one does.
+        """
+        if not self._waiting:
+            return SyncReport()
+        self._number += 1
+        return SyncReport(frozen=self._number, settled=(self._number,))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"round": self.round, "samples": self.samples, "waiting": self._waiting, "number": self._number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.round, self.samples = state["round"], state["samples"]
+        self._waiting, self._number = state["waiting"], state["number"]
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,218 @@
+"""The training loop. It knows the contracts and nothing behind them."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from peer.contracts import Model, Params, PixelBatch, Sync, SyncReport
+from swarm.digest import digest_bytes
+from swarm.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from peer.accounts import Accounts
+    from peer.device import Precision, RankGroup
+    from peer.feed import Feed, Work
+    from peer.metrics import Progress
+
+log = logging.getLogger(__name__)
+
+MAX_BAD_STEPS = 10
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Trains `params` on what `feed` brings until the data, the run or the user's patience ends.
+
+    All ranks of a launch run the same loop in step; rank 0 alone has accounts, writes checkpoints and talks to the swarm.
+    """
+
+    model: Model
+    params: Params
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]
+    """From samples in the committed state."""
+    max_grad_norm: float
+    precision: "Precision"
+    sync: Sync
+    feed: "Feed"
+    accounts: "Accounts"
+    group: "RankGroup"
+    progress: "Progress"
+    stopping: Callable[[], bool]
+    save: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+    """Writes a checkpoint of (state, what to say about it); may raise UserError when the disk is full."""
+    save_every_rounds: int = 0
+    save_every_samples: int = 0
+    """0: not by this count."""
+    noise_seed: str
+    """Differs between peers: equal noise would correlate their gradients."""
+    step: int = 0
+    trained: int = 0
+    """Samples of this peer's counted steps."""
+    _bad_steps: int = 0
+    _unstepped: int = 0
+    """Samples whose gradients the optimizer has not used yet."""
+    _saved: tuple[int, int] = (0, 0)
+    _scaler: torch.amp.GradScaler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._scaler = torch.amp.GradScaler(self.precision.device.type, enabled=self.precision.scaled)
+
+    def run(self) -> None:
+        """Train to the end, leave the swarm and save. Raises UserError when training cannot go on."""
+        self._saved = (self.sync.round, self.trained)
+        done = self._follow(self.sync.catch_up())
+        for work in self.feed if not done else ():
+            loss = self._train(work)
+            samples = len(work.keys) if loss is not None else 0
+            self.trained += samples
+            done = self._follow(self.sync.step(samples, loss))
+            self.progress.stepped(
+                step=self.step,
+                samples=samples,
+                loss=loss,
+                learning_rate=self.optimizer.param_groups[0]["lr"],
+                round=self.sync.round,
+                committed=self.sync.samples,
+                peers=self.sync.peers,
+            )
+            if done:
+                break
+            if self._checkpoint_due():
+                self.checkpoint()
+        self._follow(self.sync.leave(), leaving=True)
+        self.checkpoint()
+        self.accounts.give_back_aside()
+
+    def _train(self, work: "Work") -> float | None:
+        """One local step: forward, backward and, when the strategy says so, the optimizer. Returns the mean loss, None if it did not count."""
+        self.step += 1
+        self.accounts.unusable(work.bad)
+        if not work.keys:
+            return None
+        loss = self._accumulate(work)
+        if not math.isfinite(loss):
+            self.optimizer.zero_grad()
+            self.accounts.set_aside(work.keys)
+            return self._count_bad(f"the loss is {loss}")
+        self._unstepped += len(work.keys)
+        if self.sync.before_step() and not self._optimize():
+            self.accounts.lost(work.keys)
+            return None if self.precision.scaled else self._count_bad("a gradient is not finite")
+        self._bad_steps = 0
+        self.accounts.trained(work.keys)
+        return loss
+
+    def _accumulate(self, work: "Work") -> float:
+        """Add the gradient of the SUM of this step's losses, over all ranks, to the parameters' `.grad`; returns their mean."""
+        if not self.group.is_main:
+            self.optimizer.zero_grad()  # what earlier steps left there is in rank 0's already, and would be added once per rank
+        total = torch.zeros((), device=self.precision.device)
+        for number, pixels in enumerate(work.batches, start=work.first):
+            losses = self._losses(pixels, number)
+            self._scaler.scale(losses.sum()).backward()
+            total += losses.detach().sum()
+        for parameter in self.params.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.group.sum_([total, *(parameter.grad for parameter in self.params.values())])
+        return float(total) / len(work.keys)
+
+    def _losses(self, pixels: PixelBatch, number: int) -> Tensor:
+        """(B,); every random number in it follows from the peer, the step and the micro-batch, so a resumed run repeats them."""
+        torch.manual_seed(self._seed("encode", number))
+        rng = torch.Generator(self.precision.device).manual_seed(self._seed("loss", number))
+        with self.precision.autocast():
+            return self.model.loss(self.model.encode(pixels), rng)
+
+    def _seed(self, purpose: str, number: int) -> int:
+        return int(digest_bytes(f"{self.noise_seed}:{purpose}:{self.step}:{number}".encode())[:15], 16)
+
+    def _optimize(self) -> bool:
+        """Step the optimizer on the mean gradient, clipped; False when that is not finite and nothing was changed."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.sync.samples)
+        self._scaler.unscale_(self.optimizer)
+        gradients = [parameter.grad for parameter in self.params.values()]
+        torch._foreach_div_(gradients, max(self._unstepped, 1))
+        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), self.max_grad_norm or math.inf)
+        finite = bool(norm.isfinite())
+        if finite or self.precision.scaled:  # the scaler itself skips a step that is not finite, and lowers its scale
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self.optimizer.zero_grad()
+        self._unstepped = 0
+        return finite
+
+    def _count_bad(self, what: str) -> None:
+        self._bad_steps += 1
+        log.warning("skipped step=%d because %s", self.step, what)
+        if self._bad_steps >= MAX_BAD_STEPS:
+            raise UserError(
+                f"{MAX_BAD_STEPS} steps in a row failed: {what}.",
+                fix="Lower --learning_rate, try --mixed_precision no, and look at the pictures of the last lines.",
+                code=ExitCode.FAILED,
+            )
+
+    def _follow(self, report: SyncReport, *, leaving: bool = False) -> bool:
+        """Do what the swarm's report says, waiting while it says so; whether the run is done."""
+        self.accounts.apply(report)
+        while not leaving and (report.wait or report.frozen is not None):
+            if report.frozen is None and self.group.broadcast_object(self.stopping()):
+                break
+            report = self.sync.step(0)
+            self.accounts.apply(report)
+        return report.done
+
+    def _checkpoint_due(self) -> bool:
+        rounds, samples = self.sync.round - self._saved[0], self.trained - self._saved[1]
+        return bool(
+            (self.save_every_rounds and rounds >= self.save_every_rounds) or (self.save_every_samples and samples >= self.save_every_samples)
+        )
+
+    def checkpoint(self) -> None:
+        self._saved = (self.sync.round, self.trained)
+        if self.group.is_main:
+            self.save(self.state_dict(), {"round": self.sync.round, "samples": self.sync.samples, "step": self.step, "trained": self.trained})
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later run needs to go on as if this one had never stopped. Rank 0 only."""
+        return {
+            "step": self.step,
+            "trained": self.trained,
+            "unstepped": self._unstepped,
+            "params": {name: parameter.detach() for name, parameter in self.params.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "sync": self.sync.state_dict(),
+            "feed": self.feed.state_dict(),
+            "accounts": self.accounts.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, the same on all ranks. Raises UserError when it is of other parameters."""
+        load_params(self.params, state["params"])
+        self.step, self.trained = state["step"], state["trained"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._scaler.load_state_dict(state["scaler"])
+        self.sync.load_state_dict(state["sync"])
+        self.feed.load_state_dict(state["feed"])
+        self.accounts.load_state_dict(state["accounts"])
+
+
+@torch.no_grad()
+def load_params(params: Params, saved: Mapping[str, Tensor]) -> None:
+    """Overwrite `params` in place. Raises UserError naming the first tensor that differs in name or shape."""
+    names = [*params, *(name for name in saved if name not in params)]
+    for name in names:
+        if name not in params or name not in saved or params[name].shape != saved[name].shape:
+            raise UserError(
+                f"The checkpoint is not of this model: tensor {name} differs.", fix="Give the --model and --method it was made with."
+            )
+    for name, parameter in params.items():
+        parameter.copy_(saved[name])
