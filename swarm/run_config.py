@@ -53,8 +53,10 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
-        """Hash of every field; peers whose digests differ never average with each other."""
-        return digest_json(dataclasses.asdict(self))
+        """Hash of every field but `model`, which `model_digest` stands for; peers whose digests differ never average with each other."""
+        values = dataclasses.asdict(self)
+        del values["model"]  # one peer has it on its disk, another one on the Hub
+        return digest_json(values)
 
     @property
     def run_id(self) -> str:

@@ -24,6 +24,7 @@ from peer.sync.engine.codec import CODECS
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import Donor, ask_head, fetch
 from peer.sync.engine.groups import Group, Matchmaker, NoGroup, Standing, Ticket
+from peer.sync.engine.local_work import REBASED_ANCESTORS
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.state import BadState, Head, State, better, next_state
 from peer.sync.engine.streams import PeerLost, Streams
@@ -35,8 +36,6 @@ from swarm.run_config import RunConfig
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
-REBASED_ANCESTORS = 2
-"""A contribution made from the state itself or one of so many ancestors moves along with the anchor; an older one is dropped."""
 _BACKOFF_SECONDS = (1, 2, 4, 8, 16, 30)
 _ATTEMPTS_BEFORE_GOING_ON = 3
 _LINGER_SECONDS = 15.0

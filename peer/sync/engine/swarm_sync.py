@@ -11,19 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from peer.contracts import Member, Settlement, SyncContext, SyncReport
 from peer.sync.engine.codec import CODECS
+from peer.sync.engine.local_work import OPEN, Frozen, Landing, LocalWork, NotFinite
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.port import Port, PortClosed
 from peer.sync.engine.state import Header, first_state
-from peer.sync.engine.vectors import Schema, SharedBuffer, flatten, shared_copy, unflatten
+from peer.sync.engine.vectors import Schema, SharedBuffer, flatten
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
@@ -34,49 +33,23 @@ POLL_SECONDS = 0.5
 CLOSE_SECONDS = 8.0
 _RESTARTS = 5
 _RESTARTS_WITHIN_SECONDS = 600.0
-_REBASED_ANCESTORS = 2
 _RATE_MEMORY = 0.9
-
-
-@dataclass
-class _Landed:
-    """The state `params` last landed on."""
-
-    digest: str
-    header: Header
-    buffer: SharedBuffer
-
-    def anchor(self, size: int) -> Tensor:
-        return self.buffer.floats()[:size]
-
-
-@dataclass
-class _Frozen:
-    """Our contribution on its way: its bytes, and where `params` stood when it was frozen."""
-
-    number: int
-    samples: int
-    encoded: SharedBuffer
-    parent: str
-    snapshot: Tensor
-    sent: bool = False
 
 
 class SwarmSync:
     def __init__(self, context: SyncContext, strategy_path: str):
         self._context, self._strategy_path = context, strategy_path
         self._strategy = load_strategy(strategy_path, context.run)
-        self._codec = CODECS[context.run.wire]
         self._schema = Schema.of(context.params)
         self._size = self._schema.size
         self._folder = context.output_dir
         self._folder.mkdir(parents=True, exist_ok=True)
-        base = first_state(context.run.digest, self._schema.digest, flatten(context.params, torch.empty(self._size)), self._strategy.slots)
-        self._state = _Landed(base.digest, base.header, base.buffer)
-        self._frozen: _Frozen | None = None
-        self._residual: Tensor | None = None
-        self._open_samples = self._batch_samples = 0
-        self._included: list[int] = []
+        vector = flatten(context.params, torch.empty(self._size))
+        base = first_state(context.run.digest, self._schema.digest, vector, self._strategy.slots)
+        start = Landing(base.digest, base.header, base.buffer)
+        self._work = LocalWork(context.params, start, self._strategy, CODECS[context.run.wire], self._size)
+        self._offered = 0
+        self._batch_samples = 0
         self._news = _News()
         self._joined = self._done = self._may_train = self._leaving = False
         self._peer_id = ""
@@ -90,15 +63,15 @@ class SwarmSync:
 
     @property
     def round(self) -> int:
-        return self._state.header.round
+        return self._work.state.header.round
 
     @property
     def samples(self) -> int:
-        return self._state.header.samples
+        return self._work.state.header.samples
 
     @property
     def peers(self) -> int:
-        return max(len(self._state.header.members), 1)
+        return max(len(self._work.state.header.members), 1)
 
     def catch_up(self) -> SyncReport:
         """Wait until the state is the swarm's, for JOIN_SECONDS; `wait` in the report says that more waiting is needed."""
@@ -124,7 +97,7 @@ class SwarmSync:
         if not self._leaving:
             self._leaving = True
             self._leave_until = time.monotonic() + LEAVE_SECONDS
-            if self._joined and not self._done and (self._open_samples or self._frozen):
+            if self._joined and not self._done and self._work.waiting_samples:
                 self._send("leave")
             else:
                 self._leave_until = 0.0
@@ -132,7 +105,7 @@ class SwarmSync:
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        return {"digest": self._state.digest, "round": self.round, "samples": self.samples}
+        return {"digest": self._work.state.digest, "round": self.round, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The swarm's own states are on disk beside the checkpoint, and the swarm's word counts more: nothing to load."""
@@ -163,12 +136,11 @@ class SwarmSync:
     def _must_wait(self) -> bool:
         if self._done:
             return False
+        work = self._work
         if self._leaving:
-            pending = self._frozen is not None or self._open_samples > 0 or bool(self._included)
-            return pending and time.monotonic() < self._leave_until
-        waiting = self._open_samples + (self._frozen.samples if self._frozen else 0)
-        full = waiting + self._batch_samples > 2 * self._context.run.target_batch_size
-        return not self._joined or full or (self._frozen is not None and not self._may_train)
+            return bool(work.waiting_samples or work.included) and time.monotonic() < self._leave_until
+        full = work.waiting_samples + self._batch_samples > 2 * self._context.run.target_batch_size
+        return not self._joined or full or (work.frozen is not None and not self._may_train)
 
     def _count(self, samples: int, loss: float | None) -> None:
         now = time.monotonic()
@@ -178,7 +150,7 @@ class SwarmSync:
             self._rate = memory * self._rate + (1 - memory) * samples / seconds
             self._step_seconds = memory * self._step_seconds + (1 - memory) * seconds
         self._last_step = now
-        self._open_samples += samples
+        self._work.open_samples += samples
         self._batch_samples = max(self._batch_samples, samples)
         if loss is not None:
             self._loss = loss
@@ -188,8 +160,8 @@ class SwarmSync:
     def _exchange(self, seconds: float) -> None:
         """Tell our progress, offer what is frozen, and handle every message that is there; wait up to `seconds` for the first."""
         try:
-            if self._frozen is not None and not self._frozen.sent:
-                self._send_offer()
+            if self._work.frozen is not None and self._offered != self._work.frozen.number:
+                self._send_offer(self._work.frozen)
             self._tell_progress()
             while (message := self._port.receive(seconds)) is not None:
                 seconds = 0
@@ -205,15 +177,13 @@ class SwarmSync:
             self._restart()
 
     def _tell_progress(self) -> None:
-        waiting = self._open_samples + (self._frozen.samples if self._frozen else 0)
         rate = 0.0 if self._must_wait() else self._rate
         figures = {"samples_per_second": rate, "step_seconds": self._step_seconds, "loss": self._loss}
-        self._port.send("progress", waiting=waiting, landed=self._state.digest, **figures)
+        self._port.send("progress", waiting=self._work.waiting_samples, landed=self._work.state.digest, **figures)
 
-    def _send_offer(self) -> None:
-        frozen = self._frozen
+    def _send_offer(self, frozen: Frozen) -> None:
         self._port.send("offer", frozen.encoded, number=frozen.number, samples=frozen.samples, parent=frozen.parent)
-        frozen.sent = True
+        self._offered = frozen.number
 
     def _on_ready(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         self._peer_id = values["peer_id"]
@@ -232,53 +202,35 @@ class SwarmSync:
 
     def _on_done(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         self._done = True
-        if self._open_samples:
-            self._news.dropped.append(0)
-            self._open_samples = 0
+        self._news.dropped += self._work.discard_open()
 
     def _on_settled(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         for s in values["settlements"]:
             members = tuple(Member(*member) for member in s["members"])
             self._news.settlements.append(Settlement(s["digest"], s["parent"], s["round"], s["samples"], members))
-        self._news.settled += self._included
-        self._included = []
+        self._news.settled += self._work.settle()
 
     # ---------------------------------------------------------------- freezing and landing
 
     def _on_freeze(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
-        """Encode our work ONCE, under a number that is never used again; every attempt sends these bytes."""
-        if self._frozen is not None:
+        if self._work.frozen is not None:
             return
-        if self._open_samples == 0:
+        if self._work.open_samples == 0:
             return self._port.send("nothing")
-        snapshot = flatten(self._context.params, torch.empty(self._size))
-        position = snapshot if self._strategy.steps_locally else self._strategy.gather(self._context.params, torch.empty(self._size))
-        contribution = self._strategy.contribution(position, self._state.anchor(self._size), self._open_samples)
-        if self._residual is not None:
-            contribution = contribution + self._residual
-        if not bool(torch.isfinite(contribution).all()):
-            return self._discard("the parameters are not finite any more: back to the swarm's state")
-        encoded = self._codec.encode(contribution)
-        if self._codec.lossy:
-            self._residual = contribution - self._codec.decode(encoded)
-        number = self._next_number()
-        self._frozen = _Frozen(number, self._open_samples, shared_copy(encoded), self._state.digest, snapshot)
-        self._open_samples, self._may_train = 0, False
-        self._news.frozen = number
-
-    def _discard(self, reason: str) -> None:
-        log.warning("%s", reason)
-        unflatten(self._state.anchor(self._size), self._context.params)
-        self._residual, self._open_samples = None, 0
-        self._news.dropped.append(0)
-        self._port.send("nothing")
+        try:
+            self._news.frozen = self._work.freeze(self._next_number()).number
+            self._may_train = False
+        except NotFinite:
+            log.warning("the parameters are not finite any more; going back to the swarm's state")
+            self._news.dropped.append(OPEN)
+            self._port.send("nothing")
 
     def _next_number(self) -> int:
         """One more than any this identity ever used; on disk before it is used."""
         path = self._folder / "contribution_number"
         with contextlib.suppress(OSError, ValueError):
             self._number = max(getattr(self, "_number", 0), int(path.read_text()))
-        self._number = max(getattr(self, "_number", 0), self._state.header.included.get(self._peer_id, 0)) + 1
+        self._number = max(getattr(self, "_number", 0), self._work.state.header.included.get(self._peer_id, 0)) + 1
         temporary = path.with_suffix(".tmp")
         with temporary.open("w") as file:
             file.write(str(self._number))
@@ -288,35 +240,9 @@ class SwarmSync:
         return self._number
 
     def _on_landed(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
-        """Move `params` onto the swarm's state; every local sample is then in it, still waiting, or given back."""
-        new = _Landed(values["digest"], Header.from_json(values["header"]), buffers[0])
-        old, self._state = self._state, new
-        params, anchor = self._context.params, new.anchor(self._size)
-        here = flatten(params, torch.empty(self._size))
-        mine = new.header.included.get(self._peer_id, 0)
-        near = old.digest == new.digest or old.digest in new.header.parents[: _REBASED_ANCESTORS if self._strategy.rebases else 0]
-        if self._frozen is not None and mine >= self._frozen.number:
-            unflatten(anchor + (here - self._frozen.snapshot), params)
-            self._included.append(self._frozen.number)
-            self._frozen = None
-        elif near:
-            if old.digest != new.digest:
-                shift = anchor - old.anchor(self._size)
-                unflatten(here + shift, params)
-                if self._frozen is not None:
-                    self._frozen.snapshot += shift
-        else:
-            unflatten(anchor, params)
-            self._residual = None
-            if self._frozen is not None:
-                self._news.dropped.append(self._frozen.number)
-                self._frozen = None
-            if self._open_samples:
-                self._news.dropped.append(0)
-                self._open_samples = 0
-        lost = [number for number in self._included if number > mine]
-        self._news.dropped += lost
-        self._included = [number for number in self._included if number <= mine]
+        header = Header.from_json(values["header"])
+        landing = Landing(values["digest"], header, buffers[0])
+        self._news.dropped += self._work.land(landing, header.included.get(self._peer_id, 0))
         self._joined, self._may_train = True, False
         self._last_step = 0.0
 
@@ -341,7 +267,7 @@ class SwarmSync:
         )
         theirs.close()
         self._port = ours
-        context, state = self._context, self._state
+        context, state = self._context, self._work.state
         last = context.last_known or {}
         self._port.send(
             "start",
@@ -379,8 +305,7 @@ class SwarmSync:
         log.warning("the swarm process died (exit status %s); starting it again", code)
         time.sleep(min(2 ** len(self._restarts), 30) if self._restarts else 0)
         self._restarts.append(now)
-        if self._frozen is not None:
-            self._frozen.sent = False
+        self._offered = 0
         self._joined = False
         self._start()
 

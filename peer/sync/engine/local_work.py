@@ -1,0 +1,129 @@
+"""This peer's work between states: counted, frozen into a contribution, moved along when the swarm's state moves.
+
+The rule kept here: every sample trained is in the state, waiting to be, or given back, and exactly one of the three.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peer.contracts import Params
+from peer.sync.engine.codec import Codec
+from peer.sync.engine.outer import Strategy
+from peer.sync.engine.state import Header
+from peer.sync.engine.vectors import SharedBuffer, flatten, shared_copy, unflatten
+
+REBASED_ANCESTORS = 2
+"""A contribution made from the state itself or one of so many ancestors moves along with the anchor; an older one is dropped."""
+OPEN = 0
+"""Stands for the samples that are in no contribution yet, where numbers of contributions are reported."""
+
+
+class NotFinite(Exception):
+    """The local parameters went to infinity; there is nothing to contribute."""
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A state as the trainer sees it."""
+
+    digest: str
+    header: Header
+    buffer: SharedBuffer
+
+    def anchor(self, size: int) -> Tensor:
+        return self.buffer.floats()[:size]
+
+
+@dataclass
+class Frozen:
+    """A contribution on its way: its bytes, which never change, and where `params` stood when it was made."""
+
+    number: int
+    samples: int
+    encoded: SharedBuffer
+    parent: str
+    snapshot: Tensor
+
+
+class LocalWork:
+    """`params` on top of the state they last landed on."""
+
+    def __init__(self, params: Params, state: Landing, strategy: Strategy, codec: Codec, size: int):
+        self._params, self._strategy, self._codec, self._size = params, strategy, codec, size
+        self.state = state
+        self.open_samples = 0
+        self.frozen: Frozen | None = None
+        self.included: list[int] = []
+        """Contributions of ours in the state, which is not settled yet."""
+        self._residual: Tensor | None = None
+
+    @property
+    def waiting_samples(self) -> int:
+        """Trained, but in no state yet."""
+        return self.open_samples + (self.frozen.samples if self.frozen else 0)
+
+    def freeze(self, number: int) -> Frozen:
+        """Encode the open samples' work ONCE, as contribution `number`. What the codec lost goes into the next one.
+
+        Raises NotFinite, after setting `params` back to the anchor; the open samples are lost then.
+        """
+        assert self.frozen is None and self.open_samples > 0
+        snapshot = self._position()
+        position = snapshot if self._strategy.steps_locally else self._strategy.gather(self._params, torch.empty(self._size))
+        contribution = self._strategy.contribution(position, self.state.anchor(self._size), self.open_samples)
+        if self._residual is not None:
+            contribution = contribution + self._residual
+        if not bool(torch.isfinite(contribution).all()):
+            unflatten(self.state.anchor(self._size), self._params)
+            self._residual, self.open_samples = None, 0
+            raise NotFinite
+        encoded = self._codec.encode(contribution)
+        if self._codec.lossy:
+            self._residual = contribution - self._codec.decode(encoded)
+        self.frozen = Frozen(number, self.open_samples, shared_copy(encoded), self.state.digest, snapshot)
+        self.open_samples = 0
+        return self.frozen
+
+    def land(self, new: Landing, own_number: int) -> list[int]:
+        """Move `params` onto a state, whoever made it; returns the contributions (OPEN: the open samples) whose work is lost.
+
+        own_number: our last contribution in that state.
+        """
+        old, self.state = self.state, new
+        anchor = new.anchor(self._size)
+        dropped = [number for number in self.included if number > own_number]
+        self.included = [number for number in self.included if number <= own_number]
+        if self.frozen is not None and own_number >= self.frozen.number:
+            unflatten(anchor + (self._position() - self.frozen.snapshot), self._params)
+            self.included.append(self.frozen.number)
+            self.frozen = None
+        elif old.digest == new.digest or old.digest in new.header.parents[: REBASED_ANCESTORS if self._strategy.rebases else 0]:
+            shift = anchor - old.anchor(self._size)
+            unflatten(self._position() + shift, self._params)
+            if self.frozen is not None:
+                self.frozen.snapshot += shift
+        else:
+            unflatten(anchor, self._params)
+            dropped += self._give_up()
+        return dropped
+
+    def settle(self) -> list[int]:
+        """The state is settled: our contributions in it are done with."""
+        done, self.included = self.included, []
+        return done
+
+    def discard_open(self) -> list[int]:
+        """The run is over: what is in no contribution will never be."""
+        lost = [OPEN] if self.open_samples else []
+        self.open_samples = 0
+        return lost
+
+    def _give_up(self) -> list[int]:
+        lost = [self.frozen.number] if self.frozen is not None else []
+        self.frozen = self._residual = None
+        return lost + self.discard_open()
+
+    def _position(self) -> Tensor:
+        return flatten(self._params, torch.empty(self._size))
