@@ -116,6 +116,8 @@ class Feed:
     def close(self) -> None:
         if self._source is not None:
             self._source.give_back(self.ahead())
+        if self._drawer is not None:
+            self._drawer.close()
         self._decoder.close()
 
 
@@ -178,3 +180,8 @@ class _Drawer:
         """Keys drawn and not yet taken; first lets a request that is under way end, unless the source has nothing."""
         self._answered(_QUIET_SECONDS)
         return [sample.key for sample in self._hand]
+
+    def close(self) -> None:
+        """The thread ends, at once or when the source lets it go."""
+        self.ended = True
+        self._requests.put(0)

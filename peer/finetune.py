@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,8 @@ from swarm.options import build, parse_flags, read_toml  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
 
 if TYPE_CHECKING:
-    from peer.contracts import Model, Params, Source, Sync
-    from peer.device import Rank, RankGroup
-    from peer.stopping import Stop
+    from peer.contracts import Method, Model, Params, Source, Sync
+    from peer.device import RankGroup
     from peer.train import Trainer
 
 log = logging.getLogger("peer.finetune")
@@ -46,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.OK
     die_with_launcher()
 
-    from peer.device import Rank, RankGroup, choose_device, set_threads
+    from peer.device import Rank, RankGroup, choose_device, describe, set_threads
     from peer.stopping import Stop
 
     rank = Rank.from_environment()
@@ -59,7 +58,14 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as closing:
         group = RankGroup(rank, device)
         closing.callback(group.close)
-        train(run, peer, run_flags, rank, group, device, threads, stop)
+        trainer, method = assemble(run, peer, run_flags, group, device, stop, closing)
+        log.info("training %s %s", run.run_name, describe(rank, trainer.precision, threads, trainer.params))
+        trainer.run()
+        if group.is_main:
+            result = Path(peer.output_dir) / "model"
+            export(method, trainer.model, trainer.params, result)
+            log.info("finished samples=%d round=%d result=%s", trainer.trained, trainer.sync.round, result)
+        group.barrier()
     return ExitCode.OK
 
 
@@ -88,21 +94,20 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> RunConfig:
     return run
 
 
-def train(
+def assemble(
     run: RunConfig,
     peer: PeerConfig,
     given: Mapping[str, Any],
-    rank: "Rank",
     group: "RankGroup",
     device: Any,
-    threads: int,
-    stop: "Stop",
-) -> None:
-    """Build every part, train to the end, and leave the result in `output_dir/model`."""
+    stop: Callable[[], bool],
+    closing: ExitStack,
+) -> "tuple[Trainer, Method]":
+    """Build every part and put them together, resumed if asked; `closing` closes them in the right order."""
     from peer.accounts import Accounts
     from peer.batches import Decoder
     from peer.checkpoint import Checkpoints
-    from peer.device import choose_precision, describe
+    from peer.device import choose_precision
     from peer.feed import Feed
     from peer.metrics import Progress
     from peer.optim import build_optimizer
@@ -111,62 +116,49 @@ def train(
     from peer.train import Trainer
 
     output = prepare_output(peer)
-    with ExitStack() as closing:
-        model = load_model(run, given, device)
-        check_resolution(run, model)
-        if peer.gradient_checkpointing:
-            model.enable_gradient_checkpointing()
-        method = load_part("methods", run.method).build(run)
-        params = method.attach(model)
-        group.broadcast_(list(params.values()))
-        precision = choose_precision(peer.mixed_precision, device, sum(parameter.numel() for parameter in params.values()))
-        source = build_source(run, peer, group, output)
-        if source:
-            closing.callback(source.close)
-        run = with_end(run, peer, source, group)
-        sync = build_sync(run, peer, params, group, output)
-        if sync:
-            closing.callback(sync.close)
-        decoder = Decoder(run, peer.dataloader_num_workers)
-        feed = Feed(
-            source,
-            decoder,
-            group,
-            batch_samples=peer.train_batch_size,
-            accumulation=peer.gradient_accumulation_steps,
-            stopping=stop,
-        )
-        closing.callback(feed.close)
-        progress = Progress(output / "metrics.jsonl" if group.is_main else None, total_samples=run.total_samples)
-        closing.callback(progress.close)
-        checkpoints = Checkpoints(output, peer.checkpoints_total_limit)
-        trainer = Trainer(
-            model=model,
-            params=params,
-            optimizer=build_optimizer(run, params, device),
-            learning_rate=build_schedule(run),
-            max_grad_norm=run.max_grad_norm,
-            precision=precision,
-            sync=RankedSync(sync, group, params),
-            feed=feed,
-            accounts=Accounts(source),
-            group=group,
-            progress=progress,
-            stopping=stop,
-            save=checkpoints.save,
-            save_every_rounds=peer.checkpointing_rounds if peer.swarming else 0,
-            save_every_samples=0 if peer.swarming else peer.checkpointing_samples,
-            noise_seed=f"{run.seed}:{peer_id(peer)}",
-        )
-        if peer.resume_from_checkpoint:
-            resume(trainer, checkpoints, peer.resume_from_checkpoint, group)
-        count = sum(parameter.numel() for parameter in params.values())
-        log.info("training %s parameters=%d %s", run.run_name, count, describe(rank, device, precision, threads))
-        trainer.run()
-        if group.is_main:
-            export(method, model, params, output / "model")
-            log.info("finished samples=%d round=%d result=%s", trainer.trained, trainer.sync.round, output / "model")
-        group.barrier()
+    model = load_model(run, given, device)
+    check_resolution(run, model)
+    if peer.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    method = load_part("methods", run.method).build(run)
+    params = method.attach(model)
+    group.broadcast_(list(params.values()))
+
+    source = build_source(run, peer, group, output)
+    if source:
+        closing.callback(source.close)
+    run = with_end(run, peer, source, group)
+    sync = build_sync(run, peer, params, group, output)
+    if sync:
+        closing.callback(sync.close)
+    micro = {"batch_samples": peer.train_batch_size, "accumulation": peer.gradient_accumulation_steps}
+    feed = Feed(source, Decoder(run, peer.dataloader_num_workers), group, stopping=stop, **micro)
+    closing.callback(feed.close)
+    progress = Progress(output / "metrics.jsonl" if group.is_main else None, total_samples=run.total_samples)
+    closing.callback(progress.close)
+
+    checkpoints = Checkpoints(output, peer.checkpoints_total_limit)
+    trainer = Trainer(
+        model=model,
+        params=params,
+        optimizer=build_optimizer(run, params, device),
+        learning_rate=build_schedule(run),
+        max_grad_norm=run.max_grad_norm,
+        precision=choose_precision(peer.mixed_precision, device, sum(parameter.numel() for parameter in params.values())),
+        sync=RankedSync(sync, group, params),
+        feed=feed,
+        accounts=Accounts(source),
+        group=group,
+        progress=progress,
+        stopping=stop,
+        save=checkpoints.save,
+        save_every_rounds=peer.checkpointing_rounds if peer.swarming else 0,
+        save_every_samples=0 if peer.swarming else peer.checkpointing_samples,
+        noise_seed=f"{run.seed}:{peer_id(peer)}",
+    )
+    if peer.resume_from_checkpoint:
+        resume(trainer, checkpoints, peer.resume_from_checkpoint, group)
+    return trainer, method
 
 
 def prepare_output(peer: PeerConfig) -> Path:
@@ -268,10 +260,13 @@ def die_with_launcher() -> None:
 
 def cli() -> int:
     argv = sys.argv[1:]
-    silent = os.environ.get("RANK", "0") != "0"  # one line of error for a launch, not one for each rank
-    if silent:
-        sys.stderr.flush()
-    return run_program(lambda: main(argv), debug="--debug" in argv)
+    debug = "--debug" in argv
+    if os.environ.get("RANK", "0") == "0" or debug:
+        return run_program(lambda: main(argv), debug=debug)
+    try:  # one line of error for a launch, not one for each rank
+        return main(argv)
+    except UserError as error:
+        return error.code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""The rules of dependency in docs/architecture.md, read from the code itself."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(path.relative_to(ROOT).as_posix() for package in ("swarm", "datasetserver", "peer") for path in (ROOT / package).rglob("*.py"))
+ROOMS = ("models", "methods", "data", "sync")
+
+HOMES = {  # a library: the files and folders that may import it
+    "hivemind": ("swarm/dht.py", "swarm/records.py", "peer/sync/"),
+    "diffusers": ("peer/models/", "peer/methods/", "peer/export", "peer/generate.py", "peer/schedule.py"),
+    "transformers": ("peer/models/", "peer/methods/", "peer/export"),
+    "peft": ("peer/methods/", "peer/export"),
+    "aiohttp": ("datasetserver/", "peer/data/dataset_server.py"),
+    "bitsandbytes": ("peer/optim.py",),
+    "PIL": ("peer/pictures.py", "peer/data/", "datasetserver/"),
+}
+
+
+def imports(file: str) -> set[str]:
+    """Modules that `file` imports anywhere, as 'a.b' for both `import a.b` and `from a import b`; those for type checkers left out."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    hidden = {inner for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for inner in ast.walk(node)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if node in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def starts(module: str, *prefixes: str) -> bool:
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_imports_only_what_its_layer_may(file):
+    package, *rest = file.removesuffix(".py").split("/")
+    forbidden = {"swarm": ("peer", "datasetserver"), "datasetserver": ("peer",), "peer": ("datasetserver",)}[package]
+    ours = {module for module in imports(file) if starts(module, "swarm", "peer", "datasetserver")}
+    wrong = {module for module in ours if starts(module, *forbidden)}
+    inside = {module for module in ours if starts(module, "peer")}
+    if package == "peer" and rest[0] in ROOMS:
+        # What several parts of a room share lies in a folder of it, such as sync/engine; the parts themselves are the room's modules.
+        shared = [f"peer.{rest[0]}.{path.name}" for path in (ROOT / "peer" / rest[0]).iterdir() if path.is_dir()]
+        wrong |= {module for module in inside if not starts(module, "peer.contracts", "peer.device", *shared)}
+    if file == "peer/train.py":
+        wrong |= {module for module in inside if not starts(module, "peer.contracts")}
+    assert not wrong, f"{file} imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_a_big_library_is_imported_in_its_home_only(library):
+    wrong = [file for file in FILES if not file.startswith(HOMES[library]) and any(starts(module, library) for module in imports(file))]
+    assert not wrong
