@@ -75,6 +75,8 @@ async def _serve(options: dict[str, Any], out: TextIO) -> None:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), REPORT_SECONDS)
     finally:
+        for noisy in ("asyncio", "hivemind"):  # they complain of the connections that closing p2pd closes
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)
         await node.close()
 
 

@@ -1,0 +1,83 @@
+"""A real dataset server for tests: its own process on a free port, or the same application in this process's loop."""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_dataset(folder: Path, count: int) -> Path:
+    """`count` grey PNGs of 8x8 pixels, each with its number as caption."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        Image.new("L", (8, 8), number % 256).save(folder / f"{number:04d}.png")
+        (folder / f"{number:04d}.txt").write_text(f"picture {number}")
+    return folder
+
+
+def write_model(folder: Path) -> Path:
+    """The least that has a model's digest: the server never loads one."""
+    (folder / "unet").mkdir(parents=True, exist_ok=True)
+    (folder / "model_index.json").write_text("{}")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    return folder
+
+
+class Host:
+    """`python -m datasetserver` in a process of its own; `start` waits for its ready line."""
+
+    def __init__(self, folder: Path, *flags: str, samples: int = 40, shard_samples: int = 8, port: int = 0):
+        self.dataset, self.model = write_dataset(folder / "data", samples), write_model(folder / "model")
+        self.flags = ["--dataset", str(self.dataset), "--model", str(self.model), "--shard_samples", str(shard_samples)]
+        self.flags += ["--ingest_workers", "0", *(flags if "--dht" in flags else ["--no_dht", *flags])]
+        self.port, self.process, self.lines = port, None, []
+
+    def start(self) -> "Host":
+        command = [sys.executable, "-m", "datasetserver", *self.flags, "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        )
+        watchdog = threading.Timer(60, self.process.kill)
+        watchdog.start()
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if line.startswith("serving "):
+                break
+        else:
+            raise AssertionError(f"the server ended: {self.process.stderr.read()}")
+        watchdog.cancel()
+        self.url = line.split()[1]
+        self.port = int(self.url.rpartition(":")[2])
+        return self
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self._reap()
+
+    def stop(self) -> int:
+        if self.process and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self._reap()
+
+    def _reap(self) -> int:
+        if self.process is None:
+            return 0
+        status = self.process.wait(20)
+        self.stderr = self.process.stderr.read()
+        self.process.stdout.close()
+        self.process.stderr.close()
+        self.process = None
+        return status

@@ -1,0 +1,161 @@
+"""What becomes of a folder of pictures, good and bad."""
+
+import contextlib
+import io
+import os
+import tarfile
+
+import pytest
+from PIL import Image
+
+from datasetserver.ingest import find_pairs, ingest, shard_path
+from datasetserver.pictures import BadSample, normalise
+from swarm.digest import canonical_json, digest_bytes
+from swarm.errors import UserError
+from tests.datasetserver.hosting import write_dataset
+
+
+def encoded(image, format="PNG", **options):
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()
+
+
+def decoded(data):
+    return Image.open(io.BytesIO(data))
+
+
+def samples_of(work_dir, manifest):
+    found = []
+    for shard in manifest.shards:
+        with tarfile.open(shard_path(work_dir, shard.digest)) as tar:
+            members = {member.name: tar.extractfile(member).read() for member in tar}
+            assert list(members) == sorted(members)
+            assert all(name.count(".") == 1 for name in members)
+            found += [(members[name], members[name[:-4] + ".txt"].decode()) for name in members if name.endswith(".jpg")]
+    return found
+
+
+def test_every_good_picture_is_in_a_shard_with_its_caption(tmp_path):
+    result = ingest(write_dataset(tmp_path / "data", 20), tmp_path / "work", shard_samples=8, workers=0)
+    assert [shard.samples for shard in result.manifest.shards] == [8, 8, 4]
+    found = samples_of(tmp_path / "work", result.manifest)
+    assert {(decoded(image).getpixel((0, 0)), caption) for image, caption in found} == {((n, n, n), f"picture {n}") for n in range(20)}
+    assert [caption for _, caption in found] != sorted(caption for _, caption in found), "shards are unbiased draws"
+
+
+def test_manifest_names_what_is_on_the_disk(tmp_path):
+    result = ingest(write_dataset(tmp_path / "data", 5), tmp_path / "work", workers=0)
+    assert result.digest == digest_bytes((tmp_path / "work" / "manifest.json").read_bytes())
+    assert canonical_json(result.manifest.model_dump()) == (tmp_path / "work" / "manifest.json").read_bytes()
+    for shard in result.manifest.shards:
+        data = shard_path(tmp_path / "work", shard.digest).read_bytes()
+        assert (len(data), digest_bytes(data)) == (shard.bytes, shard.digest)
+
+
+def test_equal_folders_give_equal_digests_in_processes_or_without(tmp_path):
+    one = ingest(write_dataset(tmp_path / "a", 40), tmp_path / "wa", shard_samples=8, workers=0)
+    other = ingest(write_dataset(tmp_path / "b", 40), tmp_path / "wb", shard_samples=8, workers=2)
+    assert one.digest == other.digest
+
+
+def test_nothing_is_done_again_until_the_folder_changes(tmp_path):
+    folder = write_dataset(tmp_path / "data", 4)
+    first = ingest(folder, tmp_path / "work", workers=0)
+    again = ingest(folder, tmp_path / "work", workers=0)
+    assert (first.fresh, again.fresh, again.digest) == (True, False, first.digest)
+    (folder / "0001.txt").write_text("another caption")
+    changed = ingest(folder, tmp_path / "work", workers=0)
+    assert changed.fresh and changed.digest != first.digest
+    shard_path(tmp_path / "work", changed.manifest.shards[0].digest).unlink()
+    assert ingest(folder, tmp_path / "work", workers=0).fresh
+
+
+def test_bad_files_are_left_out_and_listed_and_stop_nothing(tmp_path):
+    folder = write_dataset(tmp_path / "data", 3)
+    good = encoded(Image.effect_noise((64, 64), 50).convert("RGB"))
+    for name, image, caption in [
+        ("lonely.png", good, None),
+        ("truncated.png", good[: len(good) // 2], b"half"),
+        ("latin.png", good, "café".encode("latin-1")),
+        ("silent.png", good, b" \n"),
+        ("text.jpg", b"this is no picture", b"text"),
+        ("gif.png", encoded(Image.new("RGB", (4, 4)), "GIF"), b"a format that is not allowed"),
+    ]:
+        (folder / name).write_bytes(image)
+        if caption is not None:
+            (folder / name).with_suffix(".txt").write_bytes(caption)
+    result = ingest(folder, tmp_path / "work", workers=0)
+    assert result.manifest.total == 3
+    reasons = dict(result.rejected)
+    assert set(reasons) == {"lonely.png", "truncated.png", "latin.png", "silent.png", "text.jpg", "gif.png"}
+    assert "no caption" in reasons["lonely.png"] and "UTF-8" in reasons["latin.png"] and "empty" in reasons["silent.png"]
+    assert len((tmp_path / "work" / "rejected.csv").read_text().splitlines()) == 7
+
+
+def test_pairs_are_found_by_stem_in_any_case_below_the_folder(tmp_path):
+    (tmp_path / "Sub").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name in ("A.PNG", "A.TXT", "my.photo.Jpeg", "my.photo.caption", "Sub/a.webp", "Sub/a.txt", ".hidden/b.png", "readme.md"):
+        (tmp_path / name).touch()
+    found = {pair.name: pair.caption and pair.caption.name for pair in find_pairs(tmp_path)}
+    assert found == {"A.PNG": "A.TXT", "my.photo.Jpeg": "my.photo.caption", "Sub/a.webp": "a.txt"}
+
+
+def test_a_link_out_of_the_folder_is_not_walked(tmp_path):
+    write_dataset(tmp_path / "elsewhere", 2)
+    folder = write_dataset(tmp_path / "data", 1)
+    os.symlink(tmp_path / "elsewhere", folder / "link")
+    assert len(find_pairs(folder)) == 1
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: write_dataset(path, 1) / "0000.txt"])
+def test_a_folder_without_anything_to_train_on_is_a_users_error(tmp_path, make):
+    made = make(tmp_path / "data")
+    if made:
+        made.unlink()
+    with pytest.raises(UserError, match="data"):
+        ingest(tmp_path / "data", tmp_path / "work", workers=0)
+
+
+def test_a_fine_rgb_picture_keeps_its_bytes():
+    picture = Image.effect_noise((16, 16), 50).convert("RGB")
+    for data in (encoded(picture), encoded(picture, "JPEG")):
+        assert normalise(data) == data
+
+
+@pytest.mark.parametrize(
+    ("picture", "pixel"),
+    [
+        (Image.new("L", (4, 4), 7), (7, 7, 7)),
+        (Image.new("RGBA", (4, 4), (255, 0, 0, 0)), (255, 255, 255)),
+        (Image.new("LA", (4, 4), (0, 0)), (255, 255, 255)),
+        (Image.new("I;16", (4, 4), 0x8000), (128, 128, 128)),
+        (Image.new("1", (4, 4), 1), (255, 255, 255)),
+        (Image.new("RGB", (4, 4), (1, 2, 3)).convert("P"), None),
+    ],
+)
+def test_other_pictures_become_rgb_with_alpha_on_white(picture, pixel):
+    result = decoded(normalise(encoded(picture)))
+    assert (result.format, result.mode, result.size) == ("PNG", "RGB", (4, 4))
+    assert pixel is None or result.getpixel((0, 0)) == pixel
+
+
+def test_a_picture_on_its_side_is_turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    result = decoded(normalise(encoded(Image.new("RGB", (8, 4)), "JPEG", exif=exif)))
+    assert result.size == (4, 8)
+    assert not result.getexif()
+
+
+def test_a_bomb_is_refused_before_it_is_decoded():
+    with pytest.raises(BadSample, match=r"pixels|bomb"):
+        normalise(encoded(Image.new("1", (20_000, 20_000))))
+
+
+def test_any_damage_to_a_picture_is_a_bad_sample_or_a_good_picture():
+    data = encoded(Image.effect_noise((32, 32), 50).convert("RGB"), "JPEG")
+    for cut in range(0, len(data), 97):
+        with contextlib.suppress(BadSample):
+            assert decoded(normalise(data[:cut] + bytes(8) + data[cut + 8 :])).mode == "RGB"
