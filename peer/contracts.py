@@ -147,6 +147,10 @@ class Sync(Protocol):
 
     def step(self, samples: int, loss: float | None = None) -> SyncReport: ...
 
+    def withdraw(self, number: int) -> SyncReport:
+        """The source refused contribution `number`, which was just frozen (LeaseLost): never offer it, take its work out of the parameters."""
+        ...
+
     def leave(self) -> SyncReport:
         """Offer the work done, wait a few seconds for it to be averaged, and say what became of it."""
         ...
@@ -174,6 +178,14 @@ class SourceContext:
     """Passes over the data; None: until the run ends."""
 
 
+class LeaseLost(Exception):
+    """Other peers may train these samples: the contribution that holds them must not be offered, and its work is to be dropped."""
+
+    def __init__(self, number: int, reason: str):
+        super().__init__(f"contribution {number} was refused: {reason}")
+        self.number = number
+
+
 class Source(Protocol):
     """Where samples come from. A module of peer/data offers `build(context: SourceContext) -> Source`."""
 
@@ -182,7 +194,7 @@ class Source(Protocol):
         ...
 
     def register(self, number: int, keys: Sequence[str]) -> None:
-        """Contribution `number`, about to be offered, holds exactly these samples."""
+        """Contribution `number`, about to be offered, holds exactly these samples. Raises LeaseLost."""
         ...
 
     def settle(self, settlement: Settlement) -> None:
