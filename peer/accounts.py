@@ -1,9 +1,12 @@
 """Which sample keys are in which contribution: the loop's translation of the swarm's numbers into the source's samples."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peer.contracts import Source, SyncReport
+from peer.contracts import LeaseLost, Source, SyncReport
+
+log = logging.getLogger(__name__)
 
 
 class Accounts:
@@ -35,13 +38,23 @@ class Accounts:
         """They made the loss infinite: not now again, perhaps later; given back when this peer leaves."""
         self._aside.extend(keys)
 
+    def register(self, number: int) -> bool:
+        """All samples still open are in contribution `number`; False when the source refuses it, because others may train them too."""
+        if self._source is None:
+            return True
+        self._contributions[number], self._open = self._open, []
+        try:
+            self._source.register(number, self._contributions[number])
+        except LeaseLost as loss:
+            log.warning("withdrawing contribution=%d because %s", number, loss)
+            self.lost(self._take(number))
+            return False
+        return True
+
     def apply(self, report: SyncReport) -> None:
         """Do with our samples what became of their contributions."""
         if self._source is None:
             return
-        if report.frozen is not None:
-            self._contributions[report.frozen], self._open = self._open, []
-            self._source.register(report.frozen, self._contributions[report.frozen])
         for settlement in report.settlements:
             self._source.settle(settlement)
         for number in report.settled:

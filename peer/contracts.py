@@ -152,7 +152,10 @@ class Sync(Protocol):
         ...
 
     def leave(self) -> SyncReport:
-        """Offer the work done, wait a few seconds for it to be averaged, and say what became of it."""
+        """Offer the work done, wait a few seconds for it to be averaged, and say what became of it.
+
+        While the report says `wait`, its samples are registered or settled and `leave` is called again; within 20 s it must not.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

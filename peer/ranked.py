@@ -28,6 +28,9 @@ class RankedSync:
     def step(self, samples: int, loss: float | None = None) -> SyncReport:
         return self._mirror(lambda: self._inner.step(samples, loss))
 
+    def withdraw(self, number: int) -> SyncReport:
+        return self._mirror(lambda: self._inner.withdraw(number))
+
     def leave(self) -> SyncReport:
         return self._mirror(lambda: self._inner.leave())
 

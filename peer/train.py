@@ -85,7 +85,7 @@ class Trainer:
                 break
             if self._checkpoint_due():
                 self.checkpoint()
-        self._follow(self.sync.leave(), leaving=True)
+        self._leave()
         self.checkpoint()
         self.accounts.give_back_aside()
 
@@ -159,15 +159,26 @@ class Trainer:
                 code=ExitCode.FAILED,
             )
 
-    def _follow(self, report: SyncReport, *, leaving: bool = False) -> bool:
+    def _follow(self, report: SyncReport) -> bool:
         """Do what the swarm's report says, waiting while it says so; whether the run is done."""
-        self.accounts.apply(report)
-        while not leaving and (report.wait or report.frozen is not None):
+        report = self._settle(report)
+        while report.wait or report.frozen is not None:
             if report.frozen is None and self.group.broadcast_object(self.stopping()):
                 break
-            report = self.sync.step(0)
-            self.accounts.apply(report)
+            report = self._settle(self.sync.step(0))
         return report.done
+
+    def _leave(self) -> None:
+        report = self._settle(self.sync.leave())
+        while report.wait:
+            report = self._settle(self.sync.leave())
+
+    def _settle(self, report: SyncReport) -> SyncReport:
+        """Tell the source what became of our samples; a contribution that it refuses is withdrawn, and the answer to that returned."""
+        if report.frozen is not None and not self.group.broadcast_object(self.accounts.register(report.frozen)):
+            report = self.sync.withdraw(report.frozen)
+        self.accounts.apply(report)
+        return report
 
     def _checkpoint_due(self) -> bool:
         rounds, samples = self.sync.round - self._saved[0], self.trained - self._saved[1]

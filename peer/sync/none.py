@@ -45,6 +45,10 @@ class NoSync:
         self._waiting, self._frozen = 0, None
         return SyncReport(settled=(number,), done=bool(self.total) and self.samples >= self.total)
 
+    def withdraw(self, number: int) -> SyncReport:
+        """Nobody else's state can count these samples twice, so the work stays; the next step commits it."""
+        return SyncReport(wait=True)
+
     def leave(self) -> SyncReport:
         """The samples waiting are done: their work is in the checkpoint that follows.
 

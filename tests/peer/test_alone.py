@@ -1,0 +1,276 @@
+"""Training on one machine, in this process: the loop, its accounts, stopping and resuming."""
+
+import dataclasses
+import json
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from peer.checkpoint import Checkpoints
+from peer.config import PeerConfig
+from peer.contracts import LeaseLost, SyncReport
+from peer.device import Rank, RankGroup
+from peer.finetune import assemble
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+CPU = torch.device("cpu")
+RUN = RunConfig(
+    sync="none", resolution=16, target_batch_size=10, total_samples=60, learning_rate=1e-3, lr_scheduler="cosine", lr_warmup_samples=20, seed=7
+)
+
+
+class Recorded:
+    """A trainer of this process, with the losses, learning rates and answers of its loop."""
+
+    def __init__(self, closing, run, peer, stop_after=None, sync=None):
+        stop = lambda: stop_after is not None and self.trainer.step >= stop_after  # noqa: E731
+        self.trainer, self.method = assemble(run, peer, {}, RankGroup(Rank(), CPU), CPU, stop, closing)
+        self.losses, self.rates = [], []
+        if sync:
+            self.trainer.sync = sync
+        told = self.trainer.progress.stepped
+
+        def stepped(**values):
+            self.losses.append(values["loss"])
+            self.rates.append(values["learning_rate"])
+            told(**values)
+
+        self.trainer.progress.stepped = stepped
+
+    def run(self):
+        self.trainer.run()
+        return self
+
+
+@pytest.fixture
+def start(tiny_model, pictures, tmp_path):
+    """Builds a trainer in output folder `name`; peer's and run's options as keywords."""
+    with ExitStack() as closing:
+
+        def build(name="out", run=RUN, stop_after=None, sync=None, **peer):
+            options = {"train_data_dir": str(pictures), "output_dir": str(tmp_path / name), "train_batch_size": 4} | peer
+            return Recorded(closing, dataclasses.replace(run, model=str(tiny_model)), PeerConfig(**options), stop_after, sync)
+
+        yield build
+
+
+def flat(params):
+    return torch.cat([parameter.detach().flatten() for parameter in params.values()])
+
+
+def test_the_run_ends_at_its_total_and_leaves_a_checkpoint_and_metrics(start, tmp_path):
+    before = flat(start("unused").trainer.params)
+    done = start().run()
+    assert done.trainer.trained == 60 and done.trainer.sync.samples == 60 and len(done.losses) == 15
+    assert not torch.equal(before, flat(done.trainer.params)) and flat(done.trainer.params).isfinite().all()
+    (line,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    assert line["step"] == 10 and line["samples"] == 40 and line["loss"] == pytest.approx(sum(done.losses[:10]) / 10)
+    _, state = Checkpoints(tmp_path / "out", keep=2).load("latest")
+    assert torch.equal(flat(state["params"]), flat(done.trainer.params))
+
+
+def test_without_a_total_the_run_ends_with_the_epochs(start):
+    run = dataclasses.replace(RUN, total_samples=0)
+    done = start(run=run, num_train_epochs=2, train_batch_size=5).run()
+    assert done.trainer.trained == 24 and len(done.losses) == 5
+
+
+def test_two_runs_with_the_same_seed_are_equal_to_the_bit(start):
+    one, two, other = start("one").run(), start("two").run(), start("other", run=dataclasses.replace(RUN, seed=8)).run()
+    assert one.losses == two.losses != other.losses
+    assert torch.equal(flat(one.trainer.params), flat(two.trainer.params))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("stop_after", [1, 7])
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(start, stop_after, optimizer):
+    run = dataclasses.replace(RUN, optimizer=optimizer)
+    whole = start("whole", run=run).run()
+    first = start("parts", run=run, stop_after=stop_after).run()
+    assert len(first.losses) == stop_after
+    second = start("parts", run=run, resume_from_checkpoint="latest").run()
+    assert first.losses + second.losses == whole.losses
+    assert first.rates + second.rates == whole.rates
+    assert torch.equal(flat(second.trainer.params), flat(whole.trainer.params))
+
+
+def test_a_run_with_decoding_processes_resumes_as_exactly(start):
+    whole = start("whole").run()
+    first = start("parts", stop_after=5, dataloader_num_workers=1).run()
+    second = start("parts", resume_from_checkpoint="latest", dataloader_num_workers=1).run()
+    assert first.losses + second.losses == whole.losses
+
+
+def test_a_run_that_finds_no_checkpoint_yet_starts_afresh(start):
+    assert start(resume_from_checkpoint="latest").trainer.step == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(start, tmp_path):
+    trainer = start().trainer
+    state = trainer.state_dict()
+    del state["params"]["unet.conv_in.weight"]
+    with pytest.raises(UserError, match=r"unet\.conv_in\.weight differs"):
+        trainer.load_state_dict(state)
+
+
+def test_checkpoints_are_saved_every_so_many_samples(start, tmp_path):
+    start(checkpointing_samples=16, checkpoints_total_limit=9).run()
+    assert len(Checkpoints(tmp_path / "out", keep=9).paths()) == 4  # at 16, 32 and 48 samples, and at the end
+
+
+def test_accumulated_micro_batches_make_the_step_of_one_large_batch_in_expectation(start):
+    done = start(train_batch_size=2, gradient_accumulation_steps=3).run()
+    assert len(done.losses) == 10 and done.trainer.trained == 60
+
+
+def test_gradients_are_clipped_at_their_true_norm(start):
+    trainer = start(run=dataclasses.replace(RUN, max_grad_norm=0.5)).trainer
+    seen = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: seen.append(norm(trainer.params)))
+    trainer.run()
+    assert seen and max(seen) <= 0.5 + 1e-4
+
+
+def norm(params):
+    return float(torch.cat([parameter.grad.flatten() for parameter in params.values()]).norm())
+
+
+def test_bf16_autocast_trains_almost_as_float32_does(start):
+    full, half = start("full", mixed_precision="no").run(), start("half", mixed_precision="bf16").run()
+    assert half.losses != full.losses
+    assert half.losses == pytest.approx(full.losses, rel=0.05)
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(start):
+    plain, checkpointed = start("plain").run(), start("checkpointed", gradient_checkpointing=True).run()
+    assert checkpointed.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
+def test_a_step_with_an_infinite_loss_is_left_out_and_its_samples_are_given_back_at_the_end(start, caplog):
+    done = start(stop_after=4)
+    spoil(done.trainer.model, calls={1})
+    done.run()
+    assert [loss is None for loss in done.losses] == [False, True, False, False]
+    assert done.trainer.trained == 12 and "skipped step=2 because the loss is nan" in caplog.text
+    assert len(done.trainer.accounts._source.state_dict()["again"]) == 4
+    assert flat(done.trainer.params).isfinite().all()
+
+
+def test_ten_infinite_losses_in_a_row_end_the_run_with_advice(start):
+    done = start()
+    spoil(done.trainer.model, calls=range(100))
+    with pytest.raises(UserError, match=r"10 steps in a row failed: the loss is nan\. Lower --learning_rate"):
+        done.run()
+
+
+def spoil(model, calls):
+    loss, count = model.loss, iter(range(1000))
+    model.loss = lambda batch, rng: loss(batch, rng) * (float("nan") if next(count) in calls else 1.0)
+
+
+def test_a_picture_that_breaks_after_the_start_is_left_out_and_the_others_are_trained(start, pictures):
+    done = start(run=dataclasses.replace(RUN, total_samples=0))
+    (pictures / "003.png").write_bytes(b"broken")
+    assert done.run().trainer.trained == 11
+
+
+class Gradients:
+    """A strategy in the manner of `--sync gradients`: the optimizer steps once a round, on all samples of it, and every second round fails."""
+
+    def __init__(self, target=10):
+        self.round = self.samples = 0
+        self.peers = 1
+        self.target, self._waiting, self._number, self.left = target, 0, 0, False
+
+    def catch_up(self):
+        return SyncReport()
+
+    def before_step(self):
+        return self._waiting + 4 >= self.target
+
+    def step(self, samples, loss=None):
+        self._waiting += samples
+        if self._waiting < self.target:
+            return SyncReport(done=self.samples >= 36)
+        if samples:
+            self._number += 1
+            return SyncReport(frozen=self._number)
+        waiting, self._waiting = self._waiting, 0
+        if self._number % 2 == 0:
+            return SyncReport(dropped=(self._number,))
+        self.round, self.samples = self.round + 1, self.samples + waiting
+        return SyncReport(settled=(self._number,), done=self.samples >= 36)
+
+    def withdraw(self, number):
+        self._waiting = 0
+        return SyncReport(dropped=(number,))
+
+    def leave(self):
+        self.left = True
+        return SyncReport(dropped=(0,))
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_a_strategy_may_step_once_a_round_and_lose_rounds_and_every_sample_is_accounted_for(start):
+    sync = Gradients()
+    done = start(sync=sync, run=dataclasses.replace(RUN, total_samples=1000))
+    source, told = done.trainer.accounts._source, {"done": [], "back": []}
+    give_back = source.give_back
+    source.acknowledge = told["done"].extend
+    source.give_back = lambda keys: (told["back"].extend(keys), give_back(keys))
+    steps = []
+    done.trainer.optimizer.register_step_post_hook(lambda *_: steps.append(done.trainer.step))
+    done.run()
+    assert steps == [3, 6, 9, 12, 15] and sync.left
+    assert len(told["done"]) == len(set(told["done"])) == 36 == sync.samples
+    assert len(told["back"]) == 24 and not done.trainer.accounts._open and not done.trainer.accounts._contributions
+
+
+def test_a_contribution_whose_lease_was_lost_is_withdrawn_and_its_samples_are_given_back(start):
+    done = start(sync=Gradients(), run=dataclasses.replace(RUN, total_samples=1000), stop_after=6)
+    source, back = done.trainer.accounts._source, []
+    give_back = source.give_back
+    source.give_back = lambda keys: (back.extend(keys), give_back(keys))
+
+    def register(number, keys):
+        if number == 1:
+            raise LeaseLost(number, "expired")
+
+    source.register = register
+    done.run()
+    assert len(back) == 24 and done.trainer.sync.samples == 0  # the first was refused, the second failed
+    assert not done.trainer.accounts._contributions
+
+
+def test_accumulated_gradients_equal_those_of_the_whole_round_at_once(start):
+    """Three steps that accumulate and one optimizer step make the gradient of the mean over all twelve samples."""
+    done = start(sync=Gradients(), run=dataclasses.replace(RUN, total_samples=1000, max_grad_norm=0.0))
+    trainer, seen = done.trainer, {}
+    trainer.optimizer.register_step_pre_hook(lambda *_: seen.update(gradient=gradient(trainer.params)))
+    works = iter(trainer.feed)
+    batches = [next(works) for _ in range(3)]
+    losses = []
+    for trainer.step, work in enumerate(batches, start=1):
+        losses.append(trainer._losses(work.batches[0], 0))
+    torch.cat(losses).mean().backward()
+    expected = gradient(trainer.params)
+    trainer.optimizer.zero_grad()
+    trainer.step = 0
+    for work in batches:
+        trainer._train(work)
+        trainer.sync._waiting += 4
+    torch.testing.assert_close(seen["gradient"], expected, rtol=1e-4, atol=1e-6)
+
+
+def gradient(params):
+    return torch.cat([parameter.grad.flatten() for parameter in params.values()])
