@@ -20,6 +20,7 @@ if sys.path and os.path.realpath(sys.path[0] or ".") == os.path.join(_ROOT, "pee
     sys.path[0] = _ROOT
 
 from peer.config import PeerConfig  # noqa: E402
+from peer.joining import Joined, join  # noqa: E402
 from peer.rooms import load_part  # noqa: E402
 from swarm.digest import digest_model  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
@@ -38,10 +39,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    peer, run_flags = parse(argv)
-    run = resolve_run(peer, run_flags)
+    peer, given = parse(argv)
     if peer.dry_run:
-        print(json.dumps({"run": dataclasses.asdict(run), "peer": dataclasses.asdict(peer)}, indent=2))
+        print(json.dumps({"run": dataclasses.asdict(resolve_run(peer, given).run), "peer": dataclasses.asdict(peer)}, indent=2))
         return ExitCode.OK
     die_with_launcher()
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     from peer.stopping import Stop
 
     rank = Rank.from_environment()
-    setup_logging(debug=peer.debug)
+    setup_logging(debug=peer.debug, name=Path(peer.output_dir).name if peer.swarming else "")
     if rank.index:
         logging.getLogger("peer").setLevel(logging.ERROR)
     stop = Stop().listen()
@@ -58,8 +58,9 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as closing:
         group = RankGroup(rank, device)
         closing.callback(group.close)
-        trainer, method = assemble(run, peer, run_flags, group, device, stop, closing)
-        log.info("training %s %s", run.run_name, describe(rank, trainer.precision, threads, trainer.params))
+        joined = group.broadcast_object(resolve_run(peer, given) if group.is_main else None)
+        trainer, method = assemble(joined, peer, given, group, device, stop, closing)
+        log.info("training %s %s", joined.run.run_name, describe(rank, trainer.precision, threads, trainer.params))
         trainer.run()
         if group.is_main:
             result = Path(peer.output_dir) / "model"
@@ -78,10 +79,10 @@ def parse(argv: Sequence[str]) -> tuple[PeerConfig, dict[str, Any]]:
     return build(PeerConfig, peer_flags), {**from_file, **run_flags}
 
 
-def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> RunConfig:
-    """The run's configuration: alone, what was given, and no sync."""
+def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
+    """The run: the swarm's, or alone what was given, and no sync."""
     if peer.swarming:
-        raise UserError("Joining a swarm is not wired yet.", fix="Train alone with --train_data_dir.")
+        return join(peer, given, ask_server, lambda run: load_part("models", run.family).locate(run.model))
     if given.get("sync", "none") != "none":
         raise UserError(
             f"--sync {given['sync']} needs a swarm, and none was named.", fix="Add --datasetserver, --peers or --found, or remove --sync."
@@ -91,11 +92,17 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> RunConfig:
         raise UserError("No model was given.", fix="Give --model a diffusers folder or a Hub id.")
     if not peer.train_data_dir:
         raise UserError("No data was given.", fix="Give --train_data_dir a folder of pictures with a .txt beside each, or --datasetserver.")
-    return run
+    return Joined(run)
+
+
+def ask_server(url: str, run_id: str) -> Any:
+    from peer.data.dataset_server import fetch_run
+
+    return fetch_run(url, run_id=run_id)
 
 
 def assemble(
-    run: RunConfig,
+    joined: Joined,
     peer: PeerConfig,
     given: Mapping[str, Any],
     group: "RankGroup",
@@ -115,7 +122,9 @@ def assemble(
     from peer.schedule import build_schedule
     from peer.train import Trainer
 
-    output = prepare_output(peer)
+    run, output = joined.run, prepare_output(peer)
+    own_id = group.broadcast_object(peer_id(peer, output) if group.is_main else None)
+    check_batch(run, peer, group.world)
     model = load_model(run, given, device)
     check_resolution(run, model)
     if peer.gradient_checkpointing:
@@ -124,11 +133,11 @@ def assemble(
     params = method.attach(model)
     group.broadcast_(list(params.values()))
 
-    source = build_source(run, peer, group, output)
+    source = build_source(joined, peer, group, output, own_id)
     if source:
         closing.callback(source.close)
     run = with_end(run, peer, source, group)
-    sync = build_sync(run, peer, params, group, output)
+    sync = build_sync(dataclasses.replace(joined, run=run), peer, params, group, output)
     if sync:
         closing.callback(sync.close)
     micro = {"batch_samples": peer.train_batch_size, "accumulation": peer.gradient_accumulation_steps}
@@ -154,7 +163,7 @@ def assemble(
         save=checkpoints.save,
         save_every_rounds=peer.checkpointing_rounds if peer.swarming else 0,
         save_every_samples=0 if peer.swarming else peer.checkpointing_samples,
-        noise_seed=f"{run.seed}:{peer_id(peer)}",
+        noise_seed=f"{run.seed}:{own_id}",
     )
     if peer.resume_from_checkpoint:
         resume(trainer, checkpoints, peer.resume_from_checkpoint, group)
@@ -191,21 +200,30 @@ def check_resolution(run: RunConfig, model: "Model") -> None:
         )
 
 
-def build_source(run: RunConfig, peer: PeerConfig, group: "RankGroup", output: Path, url: str = "") -> "Source | None":
-    """Rank 0's source of samples: the folder when one was given, else the server at `url`; None on other ranks."""
+def check_batch(run: RunConfig, peer: PeerConfig, world: int) -> None:
+    step = peer.train_batch_size * peer.gradient_accumulation_steps * world
+    if peer.swarming and step > run.target_batch_size:
+        raise UserError(
+            f"One step of this peer takes {step} samples, more than a round of the whole swarm ({run.target_batch_size}).",
+            fix="Lower --train_batch_size or --gradient_accumulation_steps.",
+        )
+
+
+def build_source(joined: Joined, peer: PeerConfig, group: "RankGroup", output: Path, own_id: str) -> "Source | None":
+    """Rank 0's source of samples: the folder when one was given, else the dataset server; None on other ranks."""
     from peer.contracts import SourceContext
 
     if not group.is_main:
         return None
     context = SourceContext(
-        run=run,
-        url=url,
+        run=joined.run,
+        url=joined.server_url,
         folder=Path(peer.train_data_dir) if peer.train_data_dir else None,
-        peer_id=peer_id(peer),
+        peer_id=own_id,
         cache_dir=Path(peer.cache_dir) if peer.cache_dir else output / "cache",
         cache_gib=peer.cache_gib,
         batch_samples=peer.train_batch_size * peer.gradient_accumulation_steps * group.world,
-        epochs=None if run.total_samples else peer.num_train_epochs,
+        epochs=None if joined.run.total_samples or peer.swarming else peer.num_train_epochs,
     )
     return load_part("data", "directory" if peer.train_data_dir else "dataset_server").build(context)
 
@@ -218,18 +236,33 @@ def with_end(run: RunConfig, peer: PeerConfig, source: "Source | None", group: "
     return dataclasses.replace(run, total_samples=total)
 
 
-def build_sync(run: RunConfig, peer: PeerConfig, params: "Params", group: "RankGroup", output: Path) -> "Sync | None":
+def build_sync(joined: Joined, peer: PeerConfig, params: "Params", group: "RankGroup", output: Path) -> "Sync | None":
     """Rank 0's strategy; None on other ranks."""
     from peer.contracts import SyncContext
 
     if not group.is_main:
         return None
-    return load_part("sync", run.sync).build(SyncContext(run=run, peer=peer, params=params, output_dir=output))
+    context = SyncContext(
+        run=joined.run,
+        peer=peer,
+        params=params,
+        output_dir=output,
+        server_url=joined.server_url,
+        initial_peers=joined.initial_peers,
+        last_known=joined.last_known,
+    )
+    return load_part("sync", joined.run.sync).build(context)
 
 
-def peer_id(peer: PeerConfig) -> str:
-    """Alone there is nobody to be told apart from, and a run must be repeatable."""
-    return "alone"
+def peer_id(peer: PeerConfig, output: Path) -> str:
+    """This peer's name in the swarm. Alone there is nobody to be told apart from, and a run must be repeatable."""
+    if not peer.swarming:
+        return "alone"
+    from swarm.dht import Identity
+
+    identity = Identity(Path(peer.identity_path) if peer.identity_path else output / "identity.key")
+    identity.close()
+    return identity.peer_id
 
 
 def resume(trainer: "Trainer", checkpoints: Any, wanted: str, group: "RankGroup") -> None:

@@ -1,0 +1,94 @@
+"""Which run this peer takes part in, and what it needs to know to do so: asked of the server, of the DHT, or founded here."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peer.config import PeerConfig
+from swarm.digest import digest_model
+from swarm.errors import ExitCode, UserError
+from swarm.options import build
+from swarm.run_config import RunConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A run, the addresses that lead into it, and the newest state known of it: {digest, round, samples, peers}."""
+
+    run: RunConfig
+    server_url: str = ""
+    initial_peers: tuple[str, ...] = ()
+    last_known: Mapping[str, Any] | None = None
+
+
+def join(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., Any], locate: Callable[[RunConfig], Path]) -> Joined:
+    """The run of the server or of the DHT, or one founded from `given`, this peer's own words about the run.
+
+    ask_server(url, run_id=...) answers what a server serves. locate(run) is the folder of a run's base model.
+    Raises UserError when nobody answers, when `given` disagrees with the run, or when there is no run and this peer may not found one.
+    """
+    if peer.datasetserver:
+        joined = _from_server(peer, given, ask_server)
+    elif peer.peers:
+        joined = _from_dht(peer, given, ask_server) or _founded(peer, given, locate)
+    else:
+        joined = _founded(peer, given, locate)
+    if not joined.server_url and not peer.train_data_dir:
+        raise UserError(
+            "This run has no dataset server, and this peer no data.", fix="Give --train_data_dir a folder of pictures with captions."
+        )
+    return joined
+
+
+def _from_server(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., Any]) -> Joined:
+    answer = ask_server(peer.datasetserver, run_id=peer.run_id)
+    run = RunConfig.from_mapping(answer.run, where=peer.datasetserver)
+    run.refuse_differences(given)
+    head = answer.head and {
+        "digest": answer.head.digest,
+        "round": answer.head.round,
+        "samples": answer.head.samples,
+        "peers": list(answer.head.reporters),
+    }
+    return Joined(run, peer.datasetserver, tuple(dict.fromkeys([*peer.peers, *answer.initial_peers])), head)
+
+
+def _from_dht(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., Any]) -> Joined | None:
+    from swarm.discovery import find_run
+
+    log.info("looking for the run of %d known peers", len(peer.peers))
+    record = find_run(peer.peers, run_id=peer.run_id)
+    if record is None:
+        if peer.found:
+            return None
+        raise UserError(
+            "The peers given answer, but none of them is in a run.",
+            fix="Start the run's first peer, or found one here with --found and its options.",
+            code=ExitCode.NETWORK,
+        )
+    run = RunConfig.from_mapping(record.run, where="the peers' description of their run")
+    run.refuse_differences(given)
+    joined = Joined(run, record.server_url, peer.peers, record.head)
+    if not record.server_url:
+        return joined
+    try:
+        from_server = _from_server(dataclasses.replace(peer, datasetserver=record.server_url), given, ask_server)
+    except UserError as error:
+        log.warning("going on without the dataset server for now: %s", error)
+        return joined
+    known = [head for head in (from_server.last_known, record.head) if head]
+    return dataclasses.replace(from_server, last_known=max(known, key=lambda head: head["samples"], default=None))
+
+
+def _founded(peer: PeerConfig, given: Mapping[str, Any], locate: Callable[[RunConfig], Path]) -> Joined:
+    run = build(RunConfig, given)
+    if not run.model:
+        raise UserError("A run needs a base model, and none was given.", fix="Add --model with a diffusers folder or a Hub id.")
+    run = dataclasses.replace(run, model_digest=digest_model(locate(run)))
+    log.info("founding the run '%s' (%s)", run.run_name, run.run_id)
+    return Joined(run, "", peer.peers, None)
