@@ -109,6 +109,11 @@ class LocalWork:
             dropped += self._give_up()
         return dropped
 
+    def withdraw(self) -> None:
+        """Take the frozen contribution's work out of `params` again; it was never offered."""
+        unflatten(self.state.anchor(self._size) + (self._position() - self.frozen.snapshot), self._params)
+        self.frozen = self._residual = None
+
     def settle(self) -> list[int]:
         """The state is settled: our contributions in it are done with."""
         done, self.included = self.included, []

@@ -92,6 +92,13 @@ class SwarmSync:
         self._exchange(POLL_SECONDS if self._must_wait() else 0)
         return self._report()
 
+    def withdraw(self, number: int) -> SyncReport:
+        """The contribution just frozen may not be offered: take its work out of the parameters."""
+        assert self._work.frozen is not None and self._work.frozen.number == number != self._offered
+        self._work.withdraw()
+        self._send("nothing")
+        return self._report()
+
     def leave(self) -> SyncReport:
         """Ask the swarm to average what we have now. While the report says `wait`, call `step(0)`; it ends after LEAVE_SECONDS."""
         if not self._leaving:
