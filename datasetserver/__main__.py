@@ -42,10 +42,8 @@ def _main(argv: Sequence[str]) -> None:
 
 def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
     """This server's options, and what file and flags say about the run."""
-    # Both have a `dataset`: the folder here, its digest in the run. The flag is the folder.
-    parser = argparse.ArgumentParser("python -m datasetserver", description=__doc__, allow_abbrev=False, conflict_handler="resolve")
-    run_flags, server_flags, _ = parse_flags(parser, argv, RunConfig, ServerConfig)
-    run_flags.pop("dataset", None)
+    parser = argparse.ArgumentParser("python -m datasetserver", description=__doc__, allow_abbrev=False)
+    server_flags, run_flags, _ = parse_flags(parser, argv, ServerConfig, RunConfig)
     config = build(ServerConfig, server_flags)
     if not config.dataset:
         raise UserError("No dataset is given.", fix="Add --dataset DIR, a folder of pictures with a .txt beside each.")
@@ -58,12 +56,12 @@ def found_run(values: dict[str, Any], dataset_digest: str) -> RunConfig:
     Raises UserError when there is no model, or when a digest that was given is not the one found.
     """
     run = build(RunConfig, values)
-    if run.dataset not in ("", dataset_digest):
+    if run.dataset_digest not in ("", dataset_digest):
         raise UserError(
-            f"The run's dataset is {run.dataset[:16]}, but this folder's is {dataset_digest[:16]}.",
-            fix="Give the folder of that run, or remove 'dataset' to found a new one.",
+            f"The run's dataset is {run.dataset_digest[:16]}, but this folder's is {dataset_digest[:16]}.",
+            fix="Give the folder of that run, or remove dataset_digest to found a new one.",
         )
-    return replace(run, dataset=dataset_digest, model_digest=_model_digest(run))
+    return replace(run, dataset_digest=dataset_digest, model_digest=_model_digest(run))
 
 
 def _model_digest(run: RunConfig) -> str:

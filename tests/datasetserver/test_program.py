@@ -1,0 +1,236 @@
+"""`python -m datasetserver` as a host runs it: its errors, its restarts, its end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from datasetserver.__main__ import cli
+from swarm.errors import ExitCode
+from tests.datasetserver.hosting import ROOT, Host, write_dataset, write_model
+from tests.datasetserver.test_http import BASE, call, envelope, keys_of, lease
+
+
+def complaint(capsys, *argv):
+    """(exit code, the one line on stderr) of a command that must fail."""
+    code = cli(argv)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return code, lines[0]
+
+
+def test_mistakes_are_answered_with_one_line(tmp_path, capsys):
+    data, model = str(write_dataset(tmp_path / "data", 2)), str(write_model(tmp_path / "model"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run.toml").write_text("learning_rat = 1e-4\n")
+    good = ["--dataset", data, "--model", model, "--port", "0", "--ingest_workers", "0"]
+    for argv, what in [
+        ([], "--dataset"),
+        (["--dataset", str(tmp_path / "nowhere")], "nowhere"),
+        (["--dataset", str(tmp_path / "empty"), "--port", "0"], "no picture"),
+        ([*good[:2], *good[4:]], "--model"),
+        ([*good[:2], "--model", str(tmp_path / "empty"), *good[4:]], "no diffusers pipeline"),
+        ([*good, "--por", "1"], "--port"),
+        ([*good, "--port", "70000"], "70000"),
+        ([*good, "--run", str(tmp_path / "run.toml")], "learning_rate"),
+        ([*good, "--lease_seconds", "0"], "lease_seconds"),
+        ([*good, "--model_digest", "0" * 64], "digest"),
+    ]:
+        code, line = complaint(capsys, *argv)
+        assert code == ExitCode.CONFIG and what in line, (argv, line)
+
+
+def test_a_port_in_use_is_named(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, line = complaint(capsys, "--dataset", str(write_dataset(tmp_path / "data", 1)), "--model", "m", "--port", port)
+    assert code == ExitCode.NETWORK and port in line and "--port" in line
+
+
+def test_serving_and_help_need_neither_torch_nor_hivemind(tmp_path):
+    """Both are made impossible to import; the server says that it goes without the DHT, and serves."""
+    for name in ("torch", "hivemind", "transformers", "diffusers", "datasets"):
+        (tmp_path / "blocked" / name).mkdir(parents=True)
+        (tmp_path / "blocked" / name / "__init__.py").write_text("raise ImportError('blocked')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "blocked")}
+    helped = subprocess.run([sys.executable, "-m", "datasetserver", "--help"], cwd=ROOT, env=environment, capture_output=True, timeout=60)
+    assert helped.returncode == 0 and b"--lease_seconds" in helped.stdout
+    data, model = write_dataset(tmp_path / "data", 2), write_model(tmp_path / "model")
+    command = [
+        sys.executable,
+        "-m",
+        "datasetserver",
+        "--dataset",
+        data,
+        "--model",
+        model,
+        "--port",
+        "0",
+        "--no_dht",
+        "--ingest_workers",
+        "1",
+    ]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert any(line.startswith("serving ") for line in process.stdout)
+        finally:
+            process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_what_was_answered_survives_kill_9(tmp_path):
+    """Peers lease, register and settle as fast as they can while the server is killed again and again."""
+    import threading
+
+    host = Host(tmp_path, samples=200, shard_samples=4).start()
+    run = envelope(host)["run_id"]
+    answered, settled, stop = [], [], threading.Event()
+
+    def post(path, **body):
+        try:
+            status, _, data = call(host, path, {"run_id": run, **body})
+        except OSError:  # killed under us: whether it was done is not known, so ask again
+            return None
+        assert status < 500, data
+        return status, json.loads(data)
+
+    def insist(path, **body):
+        while (answer := post(path, **body)) is None:
+            time.sleep(0.02)
+        return answer
+
+    def train(peer):
+        number = 0
+        while not stop.is_set():
+            answer = post("/v1/leases", peer=peer, want_samples=3)
+            if answer is None:
+                continue
+            keys = [f"{u['epoch']}:{u['shard']}:{i}" for u in answer[1]["units"] for i in range(u["samples"]) if i not in u["skip"]]
+            number += 1
+            status, body = insist("/v1/contributions", peer=peer, number=number, keys=keys)
+            assert status == 200, body
+            answered.append((peer, number, keys))
+
+    threads = [threading.Thread(target=train, args=(f"peer{n}",)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    parent, samples = BASE, 0
+    try:
+        for round_ in range(1, 7):
+            goal = len(answered) + 5
+            deadline = time.monotonic() + 60
+            while len(answered) < goal and time.monotonic() < deadline:
+                time.sleep(0.01)
+            included = [entry for entry in answered[:] if entry not in settled]
+            newest = {}
+            for peer, number, keys in included:
+                newest[peer] = (peer, number, keys)
+            members = [{"peer": peer, "number": number, "samples": len(keys)} for peer, number, keys in newest.values()]
+            samples += sum(member["samples"] for member in members)
+            digest = f"{round_:064x}"
+            status, body = insist("/v1/rounds", peer="peer0", digest=digest, parent=parent, round=round_, samples=samples, members=members)
+            assert status == 200, body
+            settled += list(newest.values())
+            parent = digest
+            host.kill()
+            host.start()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    progress = json.loads(call(host, "/v1/progress")[2])
+    keys = [key for _, _, keys in answered for key in keys]
+    assert len(keys) == len(set(keys)), "a sample was registered twice"
+    assert progress["ledger"]["counted"] == progress["samples"] == sum(len(keys) for _, _, keys in settled)
+    assert progress["ledger"]["counted"] + progress["ledger"]["pending"] == len(keys), "an answered registration was lost"
+    assert sum(progress["ledger"].values()) % 200 == 0
+    assert host.stop() == 0
+
+
+def test_a_restart_resumes_the_run_and_another_run_is_refused_its_ledger(tmp_path):
+    host = Host(tmp_path).start()
+    granted = lease(host)
+    assert call(host, "/v1/contributions", envelope(host, number=1, keys=keys_of(granted)))[0] == 200
+    run = envelope(host)["run_id"]
+    assert host.stop() == 0
+    host.start()
+    assert envelope(host)["run_id"] == run
+    assert any("unchanged" in line for line in host.lines)
+    assert call(host, f"/v1/leases/{granted.lease_id}/renew", envelope(host))[0] in (200, 410)
+    assert json.loads(call(host, "/v1/progress")[2])["ledger"]["pending"] == len(keys_of(granted))
+    assert host.stop() == 0
+    command = [sys.executable, "-m", "datasetserver", *host.flags, "--port", "0", "--learning_rate", "1e-3"]
+    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert other.returncode == ExitCode.CONFIG and "belongs to run" in other.stderr and "--work_dir" in other.stderr
+
+
+def test_two_servers_cannot_share_a_work_dir(tmp_path):
+    host = Host(tmp_path).start()
+    command = [sys.executable, "-m", "datasetserver", *host.flags, "--port", "0"]
+    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert other.returncode == ExitCode.CONFIG and "Another server" in other.stderr
+    assert host.stop() == 0
+
+
+def test_bad_files_are_listed_when_the_server_starts(tmp_path):
+    host = Host(tmp_path)
+    (host.dataset / "0003.txt").write_bytes(b"\xff\xfe\xfa")
+    (host.dataset / "0004.txt").unlink()
+    host.start()
+    text = "\n".join(host.lines)
+    assert "38 samples" in text and "0003.png: caption is not UTF-8" in text and "0004.png: no caption" in text
+    assert host.stop() == 0
+
+
+def processes_of(host):
+    """Pids of all that descends from the server."""
+    import psutil
+
+    return [child.pid for child in psutil.Process(host.process.pid).children(recursive=True)]
+
+
+def gone(pids, seconds=20):
+    import psutil
+
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        if not left:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("deadly", [signal.SIGTERM, signal.SIGKILL])
+def test_the_dht_node_serves_restarts_and_leaves_nothing_behind(tmp_path, deadly):
+    pytest.importorskip("hivemind")
+    host = Host(tmp_path, "--dht").start()
+    first = json.loads(urllib.request.urlopen(host.url + "/v1/run", timeout=20).read())["initial_peers"]
+    assert first and all(maddr.startswith("/ip4/127.0.0.1/tcp/") for maddr in first)
+    import psutil
+
+    (bootstrap,) = psutil.Process(host.process.pid).children()
+    before = processes_of(host)
+    os.kill(bootstrap.pid, signal.SIGKILL)
+    assert gone(before), "p2pd outlived the DHT node"
+    deadline = time.monotonic() + 60
+    again = first
+    while again == first and time.monotonic() < deadline:
+        time.sleep(0.2)
+        again = json.loads(urllib.request.urlopen(host.url + "/v1/run", timeout=20).read())["initial_peers"]
+    assert again != first, "the DHT node was not started again"
+    assert again[0].rpartition("/")[2] == first[0].rpartition("/")[2], "its identity lasts"
+    family = processes_of(host)
+    assert family
+    if deadly == signal.SIGTERM:
+        assert host.stop() == 0
+    else:
+        host.kill()
+    assert gone(family)
