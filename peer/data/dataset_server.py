@@ -173,6 +173,7 @@ class DatasetServer:
         self._changed = threading.Condition()  # guards all below; notified when a unit is ready or there will be none
         self._leases: dict[str, _Lease] = {}
         self._lease_of: dict[str, _Lease] = {}
+        self._open: set[str] = set()  # yielded, and neither done with nor given back
         self._units: deque[_Unit] = deque()
         self._outbox: deque[_Letter] = deque()
         self._ended = self._closed = False
@@ -236,6 +237,7 @@ class DatasetServer:
             for lease_id, keys in state["leases"].items():
                 lease = self._leases[lease_id] = _Lease(lease_id, set(keys))
                 self._lease_of.update(dict.fromkeys(keys, lease))
+                self._open.update(keys)
         self.give_back(list(state["untouched"]))
 
     def close(self) -> None:
@@ -290,6 +292,7 @@ class DatasetServer:
                 return None
             self._speed.count()
             index = unit.left.popleft()
+            self._open.add(unit.key(index))
         self._wake(self._wake_feed)
         return index
 
@@ -297,6 +300,7 @@ class DatasetServer:
         """These samples are done with; a lease without any others is, too."""
         done = []
         with self._changed:
+            self._open.difference_update(keys)
             for key in keys:
                 lease = self._lease_of.pop(key, None)
                 if lease is None:
@@ -393,6 +397,8 @@ class DatasetServer:
         with self._changed:
             self._leases[lease.id] = lease
             self._lease_of.update(dict.fromkeys(lease.keys, lease))
+            for unit in units:  # ours to finish, by this lease, if we lost them with an earlier one while they were in work
+                unit.left = deque(index for index in unit.left if unit.key(index) not in self._open)
             closed = self._closed
             if not closed:
                 self._units.extend(units)

@@ -1,0 +1,428 @@
+"""The source that leases from a dataset server, against a real server in its own process."""
+
+import http.server
+import io
+import json
+import threading
+import time
+import urllib.request
+from itertools import islice
+
+import pytest
+from PIL import Image
+
+from peer.contracts import LeaseLost, Member, Settlement, SourceContext
+from peer.data.dataset_server import build, fetch_run
+from peer.data.shards import ShardCache, read_shard
+from swarm.digest import digest_bytes
+from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
+from tests.datasetserver.hosting import Host
+
+BASE = "0" * 64
+
+
+@pytest.fixture
+def serve(tmp_path):
+    hosts = []
+
+    def start(*flags, **options):
+        hosts.append(Host(tmp_path / f"host{len(hosts)}", *flags, **options).start())
+        return hosts[-1]
+
+    yield start
+    for host in hosts:
+        host.stop()
+
+
+@pytest.fixture
+def join(tmp_path):
+    """`join(url, "alice")` is a source; all are closed in the end."""
+    sources = []
+
+    def make(url, peer_id, *, batch_samples=2, cache_gib=1.0):
+        run = RunConfig.from_mapping(fetch_run(url, 20).run, where=url)
+        cache = tmp_path / f"cache-{peer_id}"
+        context = SourceContext(run=run, url=url, peer_id=peer_id, cache_dir=cache, cache_gib=cache_gib, batch_samples=batch_samples)
+        sources.append(build(context))
+        return sources[-1]
+
+    yield make
+    for source in sources:
+        source.close()
+
+
+def progress(host):
+    with urllib.request.urlopen(host.url + "/v1/progress", timeout=20) as response:
+        return json.loads(response.read())
+
+
+def eventually(condition, seconds=30):
+    """Wait until `condition()` is true; its last value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return value
+
+
+def settle(source, peer, number, keys, *, round_=1, parent=BASE, before=0):
+    digest = f"{round_:064x}"
+    source.settle(Settlement(digest, parent, round_, before + len(keys), (Member(peer, number, len(keys)),)))
+
+
+def test_two_peers_share_an_epoch_and_see_the_pictures_with_their_captions(serve, join):
+    host = serve(samples=40, shard_samples=4)
+    streams = [iter(join(host.url, peer)) for peer in ("alice", "bob")]
+    samples = [sample for _ in range(20) for sample in (next(stream) for stream in streams)]
+    assert len({sample.key for sample in samples}) == 40
+    for sample in samples:
+        number = int(sample.caption.removeprefix("picture "))
+        assert Image.open(io.BytesIO(sample.image)).getpixel((0, 0)) == (number,) * 3
+
+
+def test_one_peer_sees_every_sample_of_an_epoch_before_the_next_epoch(serve, join):
+    host = serve(samples=40, shard_samples=16)
+    keys = [sample.key for sample in islice(join(host.url, "alice"), 80)]
+    assert len(set(keys)) == 80
+    assert {key.split(":")[0] for key in keys[:40]} == {"0"} and {key.split(":")[0] for key in keys[40:]} == {"1"}
+    assert keys[:16] != sorted(keys[:16]), "shuffled within the shard"
+
+
+def test_registered_settled_samples_are_counted(serve, join):
+    host = serve()
+    source = join(host.url, "alice")
+    keys = [sample.key for sample in islice(source, 6)]
+    source.register(1, keys)
+    assert progress(host)["ledger"]["pending"] == 6
+    settle(source, "alice", 1, keys)
+    source.acknowledge(keys)
+    assert eventually(lambda: progress(host)["samples_by_peer"] == {"alice": 6})
+
+
+def test_samples_given_back_and_those_of_a_peer_that_leaves_go_to_others_at_once(serve, join):
+    host = serve(samples=8, shard_samples=4)
+    alice = join(host.url, "alice")
+    keys = [sample.key for sample in islice(alice, 3)]
+    alice.register(1, keys[:2])
+    alice.give_back(keys[:2])
+    alice.close()
+    assert {sample.key for sample in islice(join(host.url, "bob"), 8)} >= set(keys)
+
+
+def test_the_same_samples_under_another_name_are_refused_as_a_lost_lease(serve, join):
+    host = serve()
+    alice, bob = join(host.url, "alice"), join(host.url, "bob")
+    keys = [sample.key for sample in islice(alice, 2)]
+    with pytest.raises(LeaseLost, match="bob"):
+        bob.register(1, keys)
+    alice.register(1, keys)
+
+
+def test_iteration_ends_with_the_run(serve, join):
+    host = serve("--total_samples", "6", samples=6, shard_samples=6)
+    source = join(host.url, "alice")
+    keys = [sample.key for sample in islice(source, 6)]
+    source.register(1, keys)
+    settle(source, "alice", 1, keys)
+    assert eventually(lambda: progress(host)["finished"])
+    assert len(list(source)) <= 12, "what was leased before may still come"
+
+
+def test_closing_wakes_an_iteration_that_waits(serve, join):
+    host = serve()
+    source = join(host.url, "alice")
+    stream = iter(source)
+    next(stream)
+    host.kill()
+    seen = []
+    waiting = threading.Thread(target=lambda: seen.extend(stream))
+    waiting.start()
+    source.close()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_a_server_that_was_away_loses_nothing(serve, join):
+    host = serve(samples=40, shard_samples=8)
+    source = join(host.url, "alice")
+    stream = iter(source)
+    first = [next(stream).key for _ in range(4)]
+    source.register(1, first)
+    host.kill()
+    second = [next(stream).key for _ in range(4)]  # leased before
+    source.register(2, second)
+    settle(source, "alice", 1, first)
+    settle(source, "alice", 2, second, round_=2, parent=f"{1:064x}", before=4)
+    host.start()
+    assert eventually(lambda: progress(host)["ledger"]["counted"] == 8, 60)
+    assert not {next(stream).key for _ in range(8)} & {*first, *second}
+
+
+def test_what_was_unsaid_and_held_lasts_in_a_checkpoint(serve, join):
+    host = serve(samples=40, shard_samples=8)
+    source = join(host.url, "alice")
+    keys = [sample.key for sample in islice(source, 4)]
+    host.kill()
+    settle(source, "alice", 1, keys)
+    state = json.loads(json.dumps(source.state_dict()))
+    assert [letter["path"] for letter in state["outbox"]] == ["/v1/rounds"]
+    host.start()
+    again = join(host.url, "alice")
+    again.load_state_dict(state)
+    again.register(1, keys)
+    assert eventually(lambda: progress(host)["ledger"]["counted"] == 4)
+    untouched = set(state["untouched"])
+    assert untouched and untouched <= {sample.key for sample in islice(join(host.url, "bob"), 40)} | {
+        sample.key for sample in islice(again, 40)
+    }
+
+
+def post(host, path, **body):
+    data = json.dumps({"run_id": fetch_run(host.url).run_id, "peer": "alice", **body}).encode()
+    with urllib.request.urlopen(urllib.request.Request(host.url + path, data=data), timeout=20) as response:
+        return json.loads(response.read())
+
+
+def test_a_lease_that_was_lost_is_not_trained_any_further(serve, join):
+    host = serve("--lease_seconds", "1.5", samples=40, shard_samples=8)
+    source = join(host.url, "alice", batch_samples=1)
+    stream = iter(source)
+    first = next(stream)
+    state = source.state_dict()
+    (lease,) = state["leases"]
+    lost = [first.key, *state["untouched"]]
+    # As if another had trained them meanwhile: they are counted, and the lease has ended.
+    post(host, "/v1/contributions", number=99, keys=lost)
+    members = [{"peer": "alice", "number": 99, "samples": len(lost)}]
+    post(host, "/v1/rounds", digest="1" * 64, parent=BASE, round=1, samples=len(lost), members=members)
+    post(host, f"/v1/leases/{lease}/release")
+    assert eventually(lambda: lease not in source.state_dict()["leases"])
+    with pytest.raises(LeaseLost):
+        source.register(1, [first.key])
+    assert not {next(stream).key for _ in range(8)} & set(lost)
+
+
+def test_samples_in_work_are_not_yielded_again_when_their_lease_is_lost_and_granted_anew(serve, join):
+    host = serve("--lease_seconds", "1.5", samples=8, shard_samples=8)
+    source = join(host.url, "alice", batch_samples=1)
+    stream = iter(source)
+    first = [next(stream).key for _ in range(3)]
+    (lease,) = source.state_dict()["leases"]
+    post(host, f"/v1/leases/{lease}/release")
+    assert eventually(lambda: lease not in source.state_dict()["leases"])
+    rest = [next(stream).key for _ in range(5)]
+    assert len({*first, *rest}) == 8
+    source.register(1, first + rest)
+    assert progress(host)["ledger"]["pending"] == 8
+
+
+def test_leases_are_renewed_while_nothing_is_asked_for(serve, join):
+    host = serve("--lease_seconds", "1", "--grace_seconds", "0", samples=8, shard_samples=8)
+    source = join(host.url, "alice")
+    keys = [sample.key for sample in islice(source, 3)]
+    begun = progress(host)["server_time"]
+    assert eventually(lambda: progress(host)["server_time"] - begun > 3)
+    source.register(1, keys)
+    assert progress(host)["ledger"]["pending"] == 3
+
+
+def test_a_damaged_shard_in_the_cache_is_fetched_again(serve, join, tmp_path):
+    host = serve(samples=8, shard_samples=8)
+    first = join(host.url, "alice")
+    next(iter(first))
+    first.close()
+    (cached,) = (tmp_path / "cache-alice" / "shards").glob("*.tar")
+    good = cached.read_bytes()
+    cached.write_bytes(good[:700] + bytes([good[700] ^ 1]) + good[701:])
+    assert len({sample.key for sample in islice(join(host.url, "alice"), 8)}) == 8
+    assert cached.read_bytes() == good
+
+
+class Meddler(http.server.ThreadingHTTPServer):
+    """A proxy that does to the first blob transfers what `faults` says: cuts them in the middle, or flips a bit."""
+
+    daemon_threads = True
+
+    def __init__(self, target, *faults):
+        super().__init__(("127.0.0.1", 0), _MeddlerHandler)
+        self.target, self.faults, self.ranges, self.sent = target, list(faults), [], 0
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _MeddlerHandler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self._forward(None)
+
+    def do_POST(self):
+        self._forward(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def _forward(self, body):
+        headers = {name: self.headers[name] for name in ("Range", "Content-Type") if name in self.headers}
+        request = urllib.request.Request(self.server.target + self.path, data=body, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as response:
+                status, data = response.status, response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, data = error.code, error.read()
+        blob, size = "/blobs/" in self.path, len(data)
+        if blob:
+            self.server.ranges.append(self.headers.get("Range"))
+            fault = self.server.faults.pop(0) if self.server.faults else None
+            if fault == "cut":
+                data = data[: size // 2]
+            elif fault == "flip":
+                data = data[:600] + bytes([data[600] ^ 1]) + data[601:]
+            self.server.sent += len(data)
+        self.send_response(status)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+        self.wfile.write(data)
+        self.close_connection = True
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def meddle():
+    servers = []
+
+    def start(*arguments):
+        servers.append(Meddler(*arguments))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_download_goes_on_where_the_connection_broke(serve, join, meddle):
+    host = serve(samples=8, shard_samples=8)
+    between = meddle(host.url, "cut", "cut")
+    assert len(list(islice(join(between.url, "alice"), 8))) == 8
+    (digest,) = {unit["digest"] for unit in manifest(host)["shards"]}
+    size = manifest(host)["shards"][0]["bytes"]
+    assert between.ranges == [None, f"bytes={size // 2}-", f"bytes={size // 2 + (size - size // 2) // 2}-"]
+    assert between.sent == size, "no byte was sent twice"
+    assert digest
+
+
+def test_a_shard_damaged_on_its_way_is_fetched_again(serve, join, meddle, tmp_path):
+    host = serve(samples=8, shard_samples=8)
+    between = meddle(host.url, "flip")
+    assert len(list(islice(join(between.url, "alice"), 8))) == 8
+    assert between.ranges == [None, None]
+    (cached,) = (tmp_path / "cache-alice" / "shards").iterdir()
+    assert digest_bytes(cached.read_bytes()) == manifest(host)["shards"][0]["digest"]
+
+
+def manifest(host):
+    with urllib.request.urlopen(f"{host.url}/v1/manifest/{fetch_run(host.url).manifest}", timeout=20) as response:
+        return json.loads(response.read())
+
+
+# -- joining
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    body = b"<html>It works!</html>"
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b"<html>It works!</html>", "no dataset server"),
+        (b"[]", "no dataset server"),
+        (b'{"protocol": 999}', "protocol 999"),
+        (b'{"protocol": 1, "run": {"learning_rat": 1}}', "does not know"),
+    ],
+)
+def test_something_else_at_the_url_is_a_users_error(body, what):
+    handler = type("Handler", (Answer,), {"body": body})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(UserError, match=what) as raised:
+                fetch_run(f"http://127.0.0.1:{server.server_address[1]}", 20)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert raised.value.code == ExitCode.NETWORK
+
+
+def test_a_url_that_refuses_another_run_or_no_url_is_a_users_error(serve):
+    host = serve()
+    with pytest.raises(UserError, match=r"serves run .* not 1234"):
+        fetch_run(host.url, run_id="1234")
+    host.stop()
+    for url in (host.url, "no url", "http://", "ftp://127.0.0.1/"):
+        with pytest.raises(UserError) as raised:
+            fetch_run(url, 0.5)
+        assert raised.value.code == ExitCode.NETWORK and url in str(raised.value)
+
+
+# -- the cache
+
+
+def fill(cache, *contents):
+    digests = []
+    for content in contents:
+        digest = digest_bytes(content)
+        cache.part(digest).write_bytes(content)
+        assert cache.admit(digest)
+        digests.append(digest)
+    return digests
+
+
+def test_the_cache_forgets_what_was_not_used_for_longest_and_nothing_that_is_not_its_own(tmp_path):
+    import os
+
+    pinned = set()
+    cache = ShardCache(tmp_path, 300, pinned=lambda: pinned)
+    digests = fill(cache, b"a" * 100, b"b" * 100, b"c" * 100)
+    (tmp_path / "shards" / "holiday.tar").write_bytes(bytes(1000))
+    for age, digest in enumerate(digests):
+        os.utime(tmp_path / "shards" / f"{digest}.tar", (1000 + age, 1000 + age))
+    pinned.add(digests[0])
+    cache.make_room(100)
+    assert [cache.get(digest) is not None for digest in digests] == [True, False, True]
+    assert (tmp_path / "shards" / "holiday.tar").exists()
+
+
+def test_the_cache_admits_only_what_its_name_says(tmp_path):
+    cache = ShardCache(tmp_path, 1000)
+    cache.part(BASE).write_bytes(b"something else")
+    assert cache.admit(BASE) is None
+    assert not cache.part(BASE).exists() and cache.get(BASE) is None
+
+
+def test_a_cache_that_cannot_be_written_is_a_users_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as raised:
+        ShardCache(tmp_path / "file", 1000)
+    assert raised.value.code == ExitCode.DISK
+
+
+def test_shards_with_png_and_jpeg_are_read_alike(tmp_path):
+    from datasetserver.ingest import ingest, shard_path
+
+    (tmp_path / "data").mkdir()
+    for number in range(8):
+        Image.new("RGB", (8, 8)).save(tmp_path / "data" / f"{number}.{'png' if number % 2 else 'jpg'}")
+        (tmp_path / "data" / f"{number}.txt").write_text(f"número {number}", encoding="utf-8")
+    result = ingest(tmp_path / "data", tmp_path / "work", workers=0)
+    rows = read_shard(shard_path(tmp_path / "work", result.manifest.shards[0].digest))
+    assert sorted(caption for _, caption in rows) == [f"número {number}" for number in range(8)]
+    assert {Image.open(io.BytesIO(image)).format for image, _ in rows} == {"PNG", "JPEG"}
