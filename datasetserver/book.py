@@ -55,13 +55,15 @@ class Unit:
     leased: int = 0
     pending: int = 0
     counted: int = 0
+    holders: list["Lease"] = field(default_factory=list)
+    """The leases that hold samples of it."""
 
     @property
     def available(self) -> int:
         return ((1 << self.samples) - 1) & ~(self.leased | self.pending | self.counted)
 
 
-@dataclass
+@dataclass(eq=False)
 class Lease:
     id: str
     peer: str
@@ -132,6 +134,7 @@ class Book:
             mask = unit.available
             lease.units[unit.epoch, unit.shard] = mask
             unit.leased |= mask
+            unit.holders.append(lease)
             want_samples -= mask.bit_count()
         self._leases[lease.id] = lease
         self._touch(peer)
@@ -305,8 +308,8 @@ class Book:
     # -- changes of one sample's state
 
     def _held(self, peer: str, uid: UnitId) -> int:
-        held = _union(lease.units.get(uid, 0) for lease in self._leases.values() if lease.peer == peer)
-        return held & self._units[uid].leased if uid in self._units else 0
+        unit = self._units.get(uid)
+        return unit.leased & _union(lease.units[uid] for lease in unit.holders if lease.peer == peer) if unit else 0
 
     def _is_counted(self, uid: UnitId, mask: int) -> bool:
         return uid in self._units and bool(self._units[uid].counted & mask)
@@ -316,8 +319,8 @@ class Book:
         unit, taken = self._units.get(uid), 0
         if unit is None or not unit.leased & mask:
             return 0
-        for lease in self._leases.values():
-            held = lease.units.get(uid, 0) & mask if peer in (None, lease.peer) else 0
+        for lease in unit.holders[:]:
+            held = lease.units[uid] & mask if peer in (None, lease.peer) else 0
             if held:
                 taken |= held
                 self._set_lease_unit(lease, uid, lease.units[uid] & ~held)
@@ -332,6 +335,7 @@ class Book:
             )
         else:
             del lease.units[uid]
+            self._units[uid].holders.remove(lease)
             self._db.execute("DELETE FROM lease WHERE id = ? AND epoch = ? AND shard = ?", (lease.id, *uid))
 
     def _end(self, lease: Lease) -> int:
@@ -340,6 +344,7 @@ class Book:
         self._db.execute("DELETE FROM lease WHERE id = ?", (lease.id,))
         for uid, mask in lease.units.items():
             self._units[uid].leased &= ~mask
+            self._units[uid].holders.remove(lease)
             self._freed(uid, mask)
         return sum(mask.bit_count() for mask in lease.units.values())
 
@@ -421,7 +426,9 @@ class Book:
         self._included = {pair for state in self.tree.chain() for pair in state.contributions()}
         for lease in self._leases.values():
             for uid, mask in lease.units.items():
-                self._unit(uid).leased |= mask
+                unit = self._unit(uid)
+                unit.leased |= mask
+                unit.holders.append(lease)
         for pair, contribution in self._contributions.items():
             contribution.counted = False
             for uid, mask in contribution.units.items():
