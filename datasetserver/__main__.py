@@ -1,6 +1,7 @@
 """Serve a folder of captioned pictures to a swarm: check them, found the run (or resume it), lease and count its samples."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -119,7 +120,7 @@ def _ingest(folder: Path, work_dir: Path, config: ServerConfig):
     what = "checked" if data.fresh else "unchanged"
     print(f"dataset {folder}: {data.manifest.total} samples in {shards} shards ({what}), {len(data.rejected)} files left out", flush=True)
     for name, reason in data.rejected[:_LISTED]:
-        print(f"  left out {name}: {reason}", flush=True)
+        print(f"  left out {os.fsencode(name).decode(errors='backslashreplace')}: {reason}", flush=True)
     if len(data.rejected) > _LISTED:
         print(f"  ... all of them are in {work_dir / 'rejected.csv'}", flush=True)
     return data

@@ -72,7 +72,7 @@ def ingest(
     rejected = [(pair.name, "no caption: there is no .txt or .caption file of that name") for pair in pairs if pair.caption is None]
     complete = [pair for pair in pairs if pair.caption is not None]
     # Shuffled by name: the order depends on nothing but the folder's content.
-    complete.sort(key=lambda pair: blake3(pair.name.encode("utf-8", "surrogateescape")).digest())
+    complete.sort(key=lambda pair: blake3(os.fsencode(pair.name)).digest())
     (work_dir / "shards").mkdir(parents=True, exist_ok=True)
     shards = list(_write_shards(_good(show(_load_all(complete, workers)), rejected), work_dir / "shards", shard_samples))
     rejected.sort()
@@ -115,11 +115,16 @@ def shard_path(work_dir: Path, digest: str) -> Path:
 
 
 def _fingerprint(pair: Pair) -> list:
-    return [
-        [path.name, status.st_size, status.st_mtime_ns] if path else None
-        for path in (pair.image, pair.caption)
-        for status in [path.stat() if path else None]
-    ] + [pair.name.encode("utf-8", "surrogateescape").hex()]
+    """Changes with the pair's files; names as bytes, since a file's name may be no text."""
+    return [os.fsencode(pair.name).hex(), *(_version(path) for path in (pair.image, pair.caption) if path)]
+
+
+def _version(path: Path) -> list | None:
+    try:
+        status = path.stat()
+    except OSError:  # a link that leads nowhere: loading it says so
+        return None
+    return [os.fsencode(path.name).hex(), status.st_size, status.st_mtime_ns]
 
 
 def _up_to_date(work_dir: Path, source: str) -> Ingested | None:

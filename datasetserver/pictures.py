@@ -22,6 +22,9 @@ class BadSample(Exception):
 
 def load_sample(image_path: Path, caption_path: Path) -> tuple[bytes, str]:
     """(encoded upright RGB picture, caption). The file's own bytes where they are that already, else a PNG. Raises BadSample."""
+    for path in (image_path, caption_path):
+        if not path.is_file():  # reading a pipe would wait for ever
+            raise BadSample("no file, or a link that leads nowhere")
     caption = read_caption(caption_path)
     try:
         if image_path.stat().st_size > MAX_FILE_BYTES:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from datasetserver.ingest import find_pairs, ingest, shard_path
-from datasetserver.pictures import BadSample, normalise
+from datasetserver.pictures import BadSample, load_sample, normalise
 from swarm.digest import canonical_json, digest_bytes
 from swarm.errors import UserError
 from tests.datasetserver.hosting import write_dataset
@@ -91,6 +91,37 @@ def test_bad_files_are_left_out_and_listed_and_stop_nothing(tmp_path):
     assert set(reasons) == {"lonely.png", "truncated.png", "latin.png", "silent.png", "text.jpg", "gif.png"}
     assert "no caption" in reasons["lonely.png"] and "UTF-8" in reasons["latin.png"] and "empty" in reasons["silent.png"]
     assert len((tmp_path / "work" / "rejected.csv").read_text().splitlines()) == 7
+
+
+def test_names_that_are_no_text_links_to_nowhere_and_pipes_stop_nothing(tmp_path):
+    folder = write_dataset(tmp_path / "data", 2)
+    os.rename(folder / "0001.png", os.fsencode(folder) + b"/\xff.png")
+    os.rename(folder / "0001.txt", os.fsencode(folder) + b"/\xff.txt")
+    (folder / "link.png").symlink_to("nowhere")
+    (folder / "link.txt").write_text("a link")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "pipe.txt").write_text("a pipe")
+    result = ingest(folder, tmp_path / "work", workers=0)
+    assert result.manifest.total == 2
+    assert [name for name, _ in result.rejected] == ["link.png", "pipe.png"]
+
+
+def test_a_decoder_that_takes_its_process_down_costs_one_picture(tmp_path, monkeypatch):
+    """The file is real, the crash is not: no picture is known that still crashes today's decoders."""
+    from datasetserver import ingest as module
+
+    folder = write_dataset(tmp_path / "data", 40)
+    (folder / "0007.txt").write_text("crash")
+    monkeypatch.setattr(module, "_load", crash_or_load)
+    result = ingest(folder, tmp_path / "work", workers=2)
+    assert result.manifest.total == 39
+    assert result.rejected == [("0007.png", "the decoder crashed on it")]
+
+
+def crash_or_load(pair):
+    if pair.caption.read_text() == "crash":
+        os.abort()
+    return load_sample(pair.image, pair.caption)
 
 
 def test_pairs_are_found_by_stem_in_any_case_below_the_folder(tmp_path):
