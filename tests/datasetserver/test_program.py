@@ -234,3 +234,51 @@ def test_the_dht_node_serves_restarts_and_leaves_nothing_behind(tmp_path, deadly
     else:
         host.kill()
     assert gone(family)
+
+
+@pytest.mark.swarm
+def test_a_peer_in_the_dht_is_seen_by_people_and_finds_the_run(tmp_path):
+    pytest.importorskip("hivemind")
+    import asyncio
+
+    from swarm.dht import SwarmNode
+    from swarm.records import PeerRecord
+
+    host = Host(tmp_path, "--dht").start()
+    run = json.loads(call(host, "/v1/run")[2])
+
+    async def live():
+        node = await SwarmNode.join(initial_peers=run["initial_peers"], identity_path=tmp_path / "identity.key")
+        try:
+            record = PeerRecord(
+                peer_id=node.peer_id,
+                config=run["run_id"],
+                schema="",
+                round=3,
+                samples=30,
+                digest="d" * 64,
+                waiting_samples=7,
+                samples_per_second=2.5,
+                loss=0.25,
+                maddrs=tuple(await node.maddrs()),
+            )
+            deadline = time.monotonic() + 60
+            progress, runs = {"peers": []}, []
+            while not (progress["peers"] and runs) and time.monotonic() < deadline:
+                await node.publish(run["run_id"], record)
+                runs = await node.find_runs()
+                await asyncio.sleep(0.5)
+                progress = json.loads((await asyncio.to_thread(call, host, "/v1/progress"))[2])
+            peers = json.loads((await asyncio.to_thread(call, host, "/v1/peers"))[2])["peers"]
+            return record, progress, peers, runs
+        finally:
+            await node.close()
+
+    record, progress, peers, runs = asyncio.run(live())
+    assert (progress["waiting_samples"], progress["samples_per_second"], progress["loss"]) == (7, 2.5, 0.25)
+    assert [(peer["peer_id"], peer["round"], peer["maddrs"]) for peer in peers] == [(record.peer_id, 3, list(record.maddrs))]
+    far = json.loads(call(host, "/v1/peers", headers={"X-Forwarded-For": "1.1.1.1"})[2])["peers"]
+    assert [peer["maddrs"] for peer in far] == [[]], "a remote caller is told no loopback address"
+    assert json.loads(call(host, "/v1/run", headers={"X-Forwarded-For": "1.1.1.1"})[2])["initial_peers"] == []
+    assert [(found.run_id, found.server_url, found.run) for found in runs] == [(run["run_id"], host.url, run["run"])]
+    assert host.stop() == 0
