@@ -1,0 +1,187 @@
+"""The programs as people start them: real processes, real signals, several ranks."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+
+from peer.checkpoint import Checkpoints
+from peer.finetune import load_model, parse, resolve_run
+from swarm.digest import digest_model
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+from tests import tiny
+from tests.conftest import ROOT
+
+SCRIPT = str(ROOT / "peer" / "finetune.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", SCRIPT]
+
+
+def start(*argv, cwd="/", program=(sys.executable, SCRIPT), **options):
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [*program, *map(str, argv)]
+    return subprocess.Popen(command, cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def finish(process, seconds=180):
+    """Exit code, stdout and stderr; a process that does not end in time is killed and the test fails."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def flags(tiny_model, pictures, tmp_path):
+    return ["--train_data_dir", pictures, "--model", tiny_model, "--output_dir", tmp_path / "out", "--resolution", 16, "--num_threads", 1]
+
+
+def params(folder):
+    _, state = Checkpoints(folder, keep=2).load("latest")
+    return torch.cat([tensor.flatten() for tensor in state["params"].values()])
+
+
+def test_help_is_answered_without_torch():
+    code = f"import sys, runpy; sys.argv = ['x', '--help']\ntry: runpy.run_path({SCRIPT!r}, run_name='__main__')\nexcept SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "--train_data_dir" in done.stdout and done.stdout.rstrip().endswith("False")
+
+
+def test_the_originals_flags_train_from_any_folder_and_the_result_draws(tiny_model, pictures, tmp_path):
+    flags = ["--dataset", pictures, "--model", tiny_model, "--run_name", "mine", "--lr", 1e-3, "--epochs", 2, "--batch_size", 4]
+    code, _, err = finish(start(*flags, "--output_dir", tmp_path / "out", "--resolution", 16, program=TORCHRUN))
+    assert code == 0, err
+    assert "training mine" in err and "autocast=no: with 0.2 M" in err and "Traceback" not in err and "Warning" not in err
+    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out" / "model")
+    assert digest_model(tmp_path / "out" / "model") != digest_model(tiny_model)
+    assert pipeline.unet.config.sample_size == 8
+
+    draw = ["-m", "peer.generate", "--model", tmp_path / "out", "--prompt", "a red square!", "--num_images", "3", "--steps", "2"]
+    code, out, err = finish(start(*draw, "--out", tmp_path / "drawn", "--batch_size", 2, cwd=ROOT, program=[sys.executable]))
+    assert code == 0, err
+    paths = sorted((tmp_path / "drawn").iterdir())
+    assert [path.name for path in paths] == ["a-red-square-000.png", "a-red-square-001.png", "a-red-square-002.png"]
+    assert out.split() == list(map(str, paths)) and all(Image.open(path).size == (16, 16) for path in paths)
+
+
+def test_dry_run_prints_both_configurations_and_starts_nothing(flags, tmp_path):
+    (tmp_path / "run.toml").write_text('learning_rate = 1e-3\nrun_name = "from the file"\n')
+    code, out, _ = finish(start(*flags, "--config", tmp_path / "run.toml", "--lr", 2e-3, "--dry_run"))
+    printed = json.loads(out)
+    assert code == 0 and printed["run"]["run_name"] == "from the file" and printed["run"]["learning_rate"] == 2e-3
+    assert printed["run"]["sync"] == "none" and printed["peer"]["num_threads"] == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--train_batchsize", "4"], r"Unknown flag --train_batchsize\. Did you mean '--train_batch_size'\?"),
+        (["--train_data_dir", "/nowhere"], r"There is no folder /nowhere\."),
+        (["--model", "/nowhere"], r"There is no model folder /nowhere\."),
+        (["--resolution", "18"], r"resolution is 18, but this model needs a multiple of 4\. Use 16\."),
+        (["--sync", "parameters"], r"--sync parameters needs a swarm"),
+        (["--method", "fll"], r"--method 'fll' is unknown\. Did you mean 'full'\?"),
+        (["--device", "cuda:7"], r"asks for GPU 7, but this machine has"),
+        (["--output_dir", "/proc/out"], r"/proc/out cannot be made"),
+    ],
+)
+def test_a_mistake_is_answered_with_one_line_that_says_what_to_do(flags, change, message):
+    code, out, err = finish(start(*flags, *change))
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert code == 2 and not out and "Traceback" not in err
+    assert len(lines) == 1 and re.search(message, lines[0]), err
+
+
+def test_a_model_elsewhere_must_have_the_runs_weights(tiny_model, tmp_path):
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    other = tiny.write_model(tmp_path / "other", seed=1)
+    run = RunConfig(model="owner/unreachable", model_digest=digest_model(tiny_model))
+    assert load_model(run, {"model": str(copy)}, torch.device("cpu")).parts["unet"].config.sample_size == 8
+    with pytest.raises(UserError, match="is not the base model of the run"):
+        load_model(run, {"model": str(other)}, torch.device("cpu"))
+
+
+def test_without_model_or_data_the_missing_flag_is_named():
+    for argv, missing in ((["--train_data_dir", "x"], "--model"), (["--model", "x"], "--train_data_dir")):
+        with pytest.raises(UserError, match=missing):
+            resolve_run(*parse(argv))
+
+
+def test_two_ranks_train_as_one_does_with_the_whole_batch(flags, tmp_path):
+    """Two ranks with batches of 2 and one rank with two micro-batches of 2 do the same steps, on the same noise."""
+    common = ["--total_samples", 40, "--lr", 1e-3, "--batch_size", 2, "--target_batch_size", 8]
+    two = [*TORCHRUN[:4], "--nproc_per_node=2", SCRIPT]
+    code, _, err = finish(start(*flags, *common, "--output_dir", tmp_path / "two", program=two))
+    assert code == 0, err
+    assert err.count("finished samples=40") == 1 and "ranks=2" in err
+    code, _, err = finish(start(*flags, *common, "--output_dir", tmp_path / "one", "--gradient_accumulation_steps", 2))
+    assert code == 0, err
+    torch.testing.assert_close(params(tmp_path / "two"), params(tmp_path / "one"), rtol=1e-5, atol=1e-5)
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def training(output):
+    """Whether ten steps were made, which is when metrics.jsonl gets its first line."""
+    return (output / "metrics.jsonl").exists() and (output / "metrics.jsonl").stat().st_size > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("program", [[sys.executable, SCRIPT], [sys.executable, "-m", "peer.supervise"]], ids=["trainer", "dd-peer"])
+def test_a_signal_ends_training_cleanly_with_a_checkpoint_and_a_result(flags, tmp_path, number, program):
+    process = start(*flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, program=program, cwd=ROOT)
+    wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
+    family = [process, *psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(number)
+    code, _, err = finish(process, seconds=60)
+    assert code == 0, err
+    assert "finished samples=" in err and "Traceback" not in err
+    assert Checkpoints(tmp_path / "out", keep=2).load("latest") and (tmp_path / "out" / "model" / "model_index.json").is_file()
+    wait_for(lambda: not any(psutil.pid_exists(one.pid) for one in family[1:]), seconds=20)
+
+
+def test_no_process_outlives_a_supervisor_or_a_launcher_that_was_killed(flags, tmp_path):
+    for name, program in (("supervised", [sys.executable, "-m", "peer.supervise"]), ("launched", TORCHRUN)):
+        out = tmp_path / name
+        process = start(
+            *flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, "--output_dir", out, program=program, cwd=ROOT
+        )
+        wait_for(lambda out=out, process=process: training(out) or process.poll() is not None)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert family
+        process.kill()
+        process.wait()
+        wait_for(lambda family=family: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family), seconds=60)
+        process.communicate()
+        assert Checkpoints(out, keep=2).load("latest")
+
+
+def test_when_one_rank_dies_the_launch_ends_and_says_why(flags, tmp_path):
+    two = [*TORCHRUN[:4], "--nproc_per_node=2", "--max_restarts=0", SCRIPT]
+    process = start(*flags, "--total_samples", 10**9, program=two)
+    wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
+    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if SCRIPT in child.cmdline()]
+    second = next(child for child in ranks if child.environ()["RANK"] == "1")
+    second.kill()
+    code, _, _ = finish(process, seconds=120)
+    assert code != 0
+    assert not any(one.is_running() for one in ranks)
