@@ -33,11 +33,15 @@ class Ledger:
     def __init__(self, path: Path, *, run: str, make_book: Callable[[sqlite3.Connection], Book]):
         self._path, self._make_book = path, make_book
         self._requests: queue.SimpleQueue[tuple[Callable[[Book], Any], Future] | None] = queue.SimpleQueue()
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
         try:
-            self._db = _open(path)
+            _prepare(self._db)
             _check_owner(self._db, path, run)
             self._book = make_book(self._db)
-        except sqlite3.DatabaseError as error:
+        except BaseException as error:
+            self._db.close()
+            if not isinstance(error, sqlite3.DatabaseError):
+                raise
             raise UserError(
                 f"The ledger {path} cannot be opened: {error}.",
                 fix="Restore it from a copy; or give another --work_dir, and every sample counts as untrained.",
@@ -95,12 +99,10 @@ class Ledger:
                 future.set_result(outcome)
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
+def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.executescript(SCHEMA + "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;")
-    return db
 
 
 def _check_owner(db: sqlite3.Connection, path: Path, run: str) -> None:

@@ -1,0 +1,84 @@
+"""The ledger's durability, with real files."""
+
+import asyncio
+import sqlite3
+import time
+
+import pytest
+
+from datasetserver.book import Book, Refused
+from datasetserver.ledger import Ledger
+from swarm.errors import ExitCode, UserError
+
+
+def open_ledger(path, run="run"):
+    return Ledger(path, run=run, make_book=lambda db: Book(db, shards=[64] * 500, seed=1, clock=time.monotonic))
+
+
+async def lease(ledger, peer="alice"):
+    return await ledger.call(lambda book: book.lease(peer, 64))
+
+
+async def totals(ledger):
+    return await ledger.call(lambda book: book.totals())
+
+
+def test_a_full_disk_is_told_and_nothing_of_the_request_remains(tmp_path):
+    async def scenario():
+        ledger = open_ledger(tmp_path / "ledger.sqlite")
+        pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
+        ledger._db.execute(f"PRAGMA max_page_count = {pages + 2}")
+        granted = 0
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            while granted < 10_000:
+                await lease(ledger)
+                granted += 1
+        assert (await totals(ledger))["leased"] == 64 * granted
+        ledger._db.execute("PRAGMA max_page_count = 1000000")
+        await lease(ledger)
+        assert (await totals(ledger))["leased"] == 64 * (granted + 1)
+        ledger.close()
+        again = open_ledger(tmp_path / "ledger.sqlite")
+        assert (await totals(again))["leased"] == 64 * (granted + 1)
+        again.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_does_not_touch_those_it_was_asked_with(tmp_path):
+    async def scenario():
+        ledger = open_ledger(tmp_path / "ledger.sqlite")
+        answers = await asyncio.gather(
+            lease(ledger), ledger.call(lambda book: book.renew("0" * 32, "bob")), lease(ledger, "carol"), return_exceptions=True
+        )
+        assert isinstance(answers[1], Refused) and answers[0].lease_id != answers[2].lease_id
+        assert (await totals(ledger))["leased"] == 128
+        ledger.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_fault_of_ours_in_one_request_leaves_the_ledger_whole(tmp_path):
+    def faulty(book):
+        book.lease("mallory", 64)
+        raise ZeroDivisionError
+
+    async def scenario():
+        ledger = open_ledger(tmp_path / "ledger.sqlite")
+        await lease(ledger)
+        with pytest.raises(ZeroDivisionError):
+            await ledger.call(faulty)
+        assert (await totals(ledger))["leased"] == 64
+        ledger.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_or_foreign_ledger_is_a_users_error(tmp_path):
+    open_ledger(tmp_path / "ledger.sqlite", run="a" * 64).close()
+    with pytest.raises(UserError, match="belongs to run a"):
+        open_ledger(tmp_path / "ledger.sqlite", run="b" * 64)
+    (tmp_path / "damaged.sqlite").write_bytes(b"this is no database" * 1000)
+    with pytest.raises(UserError, match="cannot be opened") as raised:
+        open_ledger(tmp_path / "damaged.sqlite")
+    assert raised.value.code == ExitCode.DISK
