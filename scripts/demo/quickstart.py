@@ -6,6 +6,7 @@ reads them.
 """
 
 import argparse
+import logging
 import os
 import shutil
 import signal
@@ -102,6 +103,7 @@ def quiet_libraries() -> None:
     """Keep what others print while loading, and their network look-ups, out of the demo."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error", "BITSANDBYTES_NOWELCOME": "1"}
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def prepare(folder: Path) -> None:
@@ -176,8 +178,8 @@ def tidy(folder: Path, peers: Sequence[str]) -> None:
     """Remove what only a running swarm needs; logs, records and models stay."""
     shutil.rmtree(folder / "server", ignore_errors=True)
     for name in peers:
-        for part in ("cache", "checkpoints"):
-            shutil.rmtree(folder / name / part, ignore_errors=True)
+        for part in (folder / name / "cache", folder / name / "state", *(folder / name).glob("checkpoint-*")):
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def conclude(display: Any, folder: Path, result: dict[str, Any], model: Path) -> None:

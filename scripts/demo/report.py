@@ -89,7 +89,7 @@ def plot_loss(metrics: Mapping[str, Sequence[Mapping[str, Any]]], rounds: Sequen
     figure.savefig(file, dpi=130)
 
 
-def smooth(values: Sequence[float], keep: float = 0.8) -> list[float]:
+def smooth(values: Sequence[float], keep: float = 0.7) -> list[float]:
     """Exponential moving average that starts at the first value."""
     smoothed: list[float] = []
     for value in values:
