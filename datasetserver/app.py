@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _FIXES = {
-    404: "See the list of endpoints in docs/protocol.md.",
-    405: "Use the method that docs/protocol.md gives.",
+    404: "See the list of endpoints in docs/http.md.",
+    405: "Use the method that docs/http.md gives.",
     413: "Send less at a time.",
 }
 
@@ -246,7 +246,7 @@ async def _parse(request: web.Request, model: type[Request]) -> Request:
             400 if first["type"] == "json_invalid" else 422,
             "bad_request",
             f"{where or 'The body'}: {first['msg']}"[:500],
-            "Send what docs/protocol.md describes.",
+            "Send what docs/http.md describes.",
         ) from None
     run = request.app[SERVICE].run
     if asked.run_id != run.run_id:
