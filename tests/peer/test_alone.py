@@ -12,6 +12,7 @@ from peer.config import PeerConfig
 from peer.contracts import LeaseLost, SyncReport
 from peer.device import Rank, RankGroup
 from peer.finetune import assemble
+from peer.joining import Joined
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 
@@ -26,7 +27,7 @@ class Recorded:
 
     def __init__(self, closing, run, peer, stop_after=None, sync=None):
         stop = lambda: stop_after is not None and self.trainer.step >= stop_after  # noqa: E731
-        self.trainer, self.method = assemble(run, peer, {}, RankGroup(Rank(), CPU), CPU, stop, closing)
+        self.trainer, self.method = assemble(Joined(run), peer, {}, RankGroup(Rank(), CPU), CPU, stop, closing)
         self.losses, self.rates = [], []
         if sync:
             self.trainer.sync = sync
