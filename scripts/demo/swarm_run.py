@@ -16,7 +16,7 @@ from typing import Any
 from scripts.demo import processes, results
 from scripts.demo.display import Display
 from scripts.demo.processes import Program
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 32
@@ -188,6 +188,9 @@ class SwarmRun:
 
 
 def _failed(program: Program) -> UserError:
-    status = program.ended()
-    words = "\n    ".join(program.last_words().splitlines())
-    return UserError(f"{program.name} ended with status {status}.", fix=f"Its log is {program.log}; it ends with:\n    {words}")
+    """What is known of a program that ended too early: the one line of its own error, or its last words."""
+    errors = [line for line in program.last_words(1000).splitlines() if line.startswith("error: ")]
+    words = errors[-1].removeprefix("error: ") if errors else "its last words: " + program.last_words(3)
+    return UserError(
+        f"{program.name} ended with status {program.ended()}: {words}", fix=f"See all of its log: {program.log}", code=ExitCode.FAILED
+    )
