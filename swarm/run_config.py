@@ -1,6 +1,7 @@
 """What every peer of a run must agree on: set once by whoever founds the run, hashed into every signed record."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +43,19 @@ class RunConfig:
     seed: int = option(42, "Seed of data order and fresh weights; noise is seeded per peer as well.")
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{field.name} is {value}.", fix="Use a finite number, 0 or more.")
         _at_least("target_batch_size", self.target_batch_size, 1)
         _at_least("total_samples", self.total_samples, 0)
         _at_least("resolution", self.resolution, 8)
         _at_least("lr_warmup_samples", self.lr_warmup_samples, 0)
         if not 0 < self.learning_rate < 10:
             raise UserError(f"learning_rate is {self.learning_rate}.", fix="Use a value in (0, 10); 5e-6 suits a full fine-tune.")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use a value in [0, 1).")
         if not 0 <= self.ucg <= 1:
             raise UserError(f"ucg is {self.ucg}.", fix="Use a share in [0, 1]; 0.1 is usual.")
 

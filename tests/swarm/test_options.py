@@ -1,0 +1,95 @@
+import argparse
+from dataclasses import dataclass
+
+import pytest
+
+from swarm.errors import UserError
+from swarm.options import build, option, parse_flags, read_toml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drink:
+    """A drink."""
+
+    kind: str = option("tea", "What is in the cup.", choices=("tea", "coffee"))
+    millilitres: int = option(200, "How much.", aliases=("ml",))
+    sugar: float = option(0.0, "Share of sugar.")
+    hot: bool = option(True, "Whether it steams.")
+    guests: tuple[str, ...] = option((), "Who drinks.")
+
+
+def parse(*argv):
+    given, _ = parse_flags(argparse.ArgumentParser(allow_abbrev=False), argv, Drink)
+    return given
+
+
+def test_only_what_was_given_is_in_the_answer():
+    assert parse() == {}
+    assert parse("--ml", "300") == {"millilitres": 300}
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--hot", True), ("--hot=True", True), ("--hot=False", False), ("--no_hot", False)])
+def test_a_boolean_stands_alone_or_takes_a_word(flag, value):
+    assert parse(flag) == {"hot": value}
+
+
+def test_a_list_takes_any_number_of_values():
+    assert build(Drink, parse("--guests", "ann", "bob")).guests == ("ann", "bob")
+
+
+def test_an_unknown_flag_is_answered_with_the_nearest_right_one():
+    with pytest.raises(UserError, match=r"--mililitres.*Did you mean '--millilitres'"):
+        parse("--mililitres", "3")
+
+
+def test_a_stray_word_is_an_error():
+    with pytest.raises(UserError, match="Unknown argument coffee"):
+        parse("coffee")
+
+
+def test_flags_overrule_the_file_which_overrules_defaults(tmp_path):
+    file = tmp_path / "drink.toml"
+    file.write_text('kind = "coffee"\nmillilitres = 50\n')
+
+    drink = build(Drink, read_toml(file, Drink), parse("--ml", "70"))
+
+    assert (drink.kind, drink.millilitres, drink.sugar) == ("coffee", 70, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("sugr = 0.5", r"no option 'sugr'.*Did you mean 'sugar'"),
+        ("kind = ", "not valid TOML"),
+    ],
+)
+def test_a_file_with_a_mistake_names_it(tmp_path, text, expected):
+    file = tmp_path / "drink.toml"
+    file.write_text(text)
+
+    with pytest.raises(UserError, match=expected):
+        read_toml(file, Drink)
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="There is no file"):
+        read_toml(tmp_path / "none.toml", Drink)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"kind": "cofee"}, "Did you mean 'coffee'"),
+        ({"millilitres": "many"}, "not int"),
+        ({"millilitres": True}, "not int"),
+        ({"hot": 1}, "not bool"),
+        ({"guests": "ann"}, "guests"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(values, expected):
+    with pytest.raises(UserError, match=expected):
+        build(Drink, values)
+
+
+def test_a_whole_number_passes_for_a_share():
+    assert build(Drink, {"sugar": 1}).sugar == 1.0

@@ -1,0 +1,28 @@
+"""The documentation says what the code does."""
+
+import importlib.machinery
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_page_of_options_is_what_the_code_declares():
+    loader = importlib.machinery.SourceFileLoader("write_options", str(ROOT / "scripts" / "write-options"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("write_options", loader))
+    loader.exec_module(module)
+
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == module.page(), "run scripts/write-options"
+
+
+def test_every_link_between_our_pages_leads_somewhere():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+
+    assert broken == []
