@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -12,7 +13,7 @@ class Display:
     """Feed it the dataset server's answers to GET /v1/progress. Use as a context manager; `say` writes a line above the bars."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Console()
         self._bars = _Bars(self.console) if self.console.is_terminal else None
         self._round = -1
 
@@ -26,7 +27,7 @@ class Display:
             self._bars.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, progress: Mapping[str, Any]) -> None:
         if self._bars:
@@ -49,15 +50,15 @@ def numbers(progress: Mapping[str, Any]) -> str:
 
 
 class _Bars:
-    """The whole run, and the round under way."""
+    """The whole run, the round under way, and the numbers below; fits 80 columns."""
 
     def __init__(self, console: Console):
-        self._progress = Progress(
-            TextColumn("{task.description:<12}"), BarColumn(), _Count(), TextColumn("{task.fields[note]}"), _Remaining(), console=console
-        )
-        self._run = self._progress.add_task("whole run", total=None, note="", rest=True)
-        self._now = self._progress.add_task("this round", total=None, note="", rest=False)
-        self.start, self.stop = self._progress.start, self._progress.stop
+        self._progress = Progress(TextColumn("{task.description:<10}"), BarColumn(bar_width=28), _Count(), _Remaining(), console=console)
+        self._run = self._progress.add_task("whole run", total=None, rest=True)
+        self._now = self._progress.add_task("this round", total=None, rest=False)
+        self._numbers = Text("the peers are starting")
+        live = Live(console=console, get_renderable=lambda: Group(self._progress, self._numbers), refresh_per_second=4)
+        self.start, self.stop = live.start, live.stop
 
     def show(self, progress: Mapping[str, Any]) -> None:
         total, done, waiting = progress["total_samples"] or None, progress["samples"], progress["waiting_samples"]
@@ -65,8 +66,9 @@ class _Bars:
         if total:
             target = max(min(target, total - done), 1)
         # What waits for the next round is trained already: without it the bar would stand still and the time left be wrong.
-        self._progress.update(self._run, total=total, completed=min(done + waiting, total or done + waiting), note=numbers(progress))
+        self._progress.update(self._run, total=total, completed=min(done + waiting, total or done + waiting))
         self._progress.update(self._now, total=target, completed=min(waiting, target), description=f"round {progress['round'] + 1}")
+        self._numbers = Text(f"           {numbers(progress)}", style="dim")
 
 
 class _Count(ProgressColumn):
