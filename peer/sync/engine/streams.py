@@ -4,6 +4,7 @@ The transport authenticates the other end. Every read has a limit in bytes and a
 """
 
 import asyncio
+import collections
 import contextlib
 import logging
 import struct
@@ -12,6 +13,8 @@ from typing import Any
 
 import msgpack
 from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
 
 from swarm.dht import SwarmNode
 
@@ -21,10 +24,16 @@ _FRAME = struct.Struct("<II")
 _MAX_HEADER_BYTES = 256 << 10
 _WRITE_BYTES = 256 << 10
 CONNECT_SECONDS = 10.0
+_STREAMS_PER_PEER = 16
+"""An honest peer needs half a dozen at once; more are refused, so that a thousand idle ones cost nobody memory."""
 
 
 class PeerLost(Exception):
     """The other end is gone, silent, or does not keep to the protocol; the reason is for the log."""
+
+
+class Refused(PeerLost):
+    """The other end answers, but does not want to; it said why."""
 
 
 class Channel:
@@ -37,7 +46,7 @@ class Channel:
         """Send one message; waits while the other end is slow. Raises PeerLost."""
         try:
             await asyncio.wait_for(self._send(msgpack.packb(header), memoryview(payload)), seconds)
-        except (OSError, asyncio.TimeoutError) as error:
+        except (OSError, RuntimeError, asyncio.TimeoutError) as error:
             raise PeerLost(f"{self.peer[-6:]} takes nothing: {_name(error)}") from None
 
     async def _send(self, header: bytes, payload: memoryview) -> None:
@@ -65,7 +74,7 @@ class Channel:
         if not isinstance(header, dict):
             raise PeerLost(f"{self.peer[-6:]} sent no message of ours")
         if "error" in header:
-            raise PeerLost(f"{self.peer[-6:]}: {str(header['error'])[:200]}")
+            raise Refused(f"{self.peer[-6:]}: {str(header['error'])[:200]}")
         return header, await self._reader.readexactly(payload_bytes)
 
     def close(self) -> None:
@@ -81,13 +90,20 @@ class Streams:
 
     def __init__(self, node: SwarmNode):
         self._node = node
+        self._serving: collections.Counter[str] = collections.Counter()
 
     async def open(self, peer: str, name: str) -> Channel:
         """Raises PeerLost when `peer` cannot be reached in time."""
+        writer = None
         try:
-            opening = self._node.p2p.call_binary_stream_handler(PeerID.from_base58(peer), name)
-            _, reader, writer = await asyncio.wait_for(opening, CONNECT_SECONDS)
-        except Exception as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
+            # Not `call_binary_stream_handler`: it leaves the connection to p2pd open for good whenever the dial fails (seen).
+            reader, writer = await asyncio.open_unix_connection(self._node.p2p.daemon_listen_maddr["unix"])
+            await asyncio.wait_for(_dial(reader, writer, peer, name), CONNECT_SECONDS)
+        except BaseException as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
+            if writer is not None:
+                writer.close()
+            if not isinstance(error, Exception):
+                raise
             raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
         return Channel(peer, reader, writer)
 
@@ -96,7 +112,10 @@ class Streams:
 
         async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             channel = Channel(info.peer_id.to_base58(), reader, writer)
+            self._serving[channel.peer] += 1
             try:
+                if self._serving[channel.peer] > _STREAMS_PER_PEER:
+                    raise PeerLost("too many streams at once")
                 await handler(channel)
             except PeerLost as error:
                 log.debug("%s: %s", name, error)
@@ -108,8 +127,19 @@ class Streams:
                     await channel.send({"error": "internal error"}, seconds=1)
             finally:
                 channel.close()
+                self._serving[channel.peer] -= 1
+                self._serving += collections.Counter()  # forget those at zero
 
         await self._node.p2p.add_binary_stream_handler(name, handle)
+
+
+async def _dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, name: str) -> None:
+    """Ask p2pd to turn this connection into a stream to `peer`."""
+    opening = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[name])
+    await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening))
+    answer = p2pd_pb2.Response()
+    await read_pbmsg_safe(reader, answer)
+    raise_if_failed(answer)
 
 
 def _name(error: BaseException) -> str:

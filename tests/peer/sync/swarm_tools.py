@@ -1,0 +1,67 @@
+"""What the tests of rounds share: nodes, streams between them, and waits that end."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from peer.contracts import Member
+from peer.sync.engine.groups import Ticket
+from peer.sync.engine.state import State, first_state
+from peer.sync.engine.streams import Streams
+from swarm.dht import SwarmNode
+
+WAIT_SECONDS = 40.0
+
+
+class Nodes:
+    """Starts swarm nodes on loopback that know each other, and ends them with the test."""
+
+    def __init__(self, folder: Path, stack: contextlib.AsyncExitStack):
+        self.folder, self._stack, self._count = folder, stack, 0
+        self.maddrs: list[str] = []
+
+    async def node(self, *, client_mode: bool = False) -> SwarmNode:
+        self._count += 1
+        node = await SwarmNode.join(
+            initial_peers=self.maddrs, identity_path=self.folder / f"{self._count}.key", client_mode=client_mode, deadline_seconds=20
+        )
+        self._stack.push_async_callback(node.close)
+        self.maddrs = self.maddrs or await node.maddrs()
+        return node
+
+    async def streams(self, count: int) -> list[tuple[SwarmNode, Streams]]:
+        nodes = [await self.node() for _ in range(count)]
+        return [(node, Streams(node)) for node in nodes]
+
+    def ends_with_the_test(self, *tasks: asyncio.Task) -> None:
+        async def end() -> None:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._stack.push_async_callback(end)
+
+
+async def until(true: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:
+    """Wait for a condition; fails the test when it does not come."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.02)
+
+
+def ticket(peer: str, *, parent: str = "p", number: int = 1, samples: int = 8, reduces: bool = True) -> Ticket:
+    return Ticket(parent, Member(peer, number, samples), reduces)
+
+
+def state_of(values: torch.Tensor, run: str = "run", schema: str = "schema", slots: int = 0) -> State:
+    return first_state(run, schema, values, slots)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,149 @@
+"""Messages between peers: whatever the other end does, it costs a reason for the log and nothing else."""
+
+import asyncio
+import struct
+
+import msgpack
+import pytest
+
+from peer.sync.engine.streams import Channel, PeerLost, Refused, Streams
+from tests.peer.sync.swarm_tools import open_descriptors
+
+FRAME = struct.Struct("<II")
+STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+def talk(swarm, sends, **limits):
+    """What `receive` makes of the raw bytes that a server writes, and of what it does after them."""
+    outcome = {}
+
+    async def scenario(nodes):
+        (server, server_streams), (_, client) = await nodes.streams(2)
+
+        async def answer(channel: Channel) -> None:
+            await sends(channel)
+
+        await server_streams.serve("test.1", answer)
+        channel = await client.open(server.peer_id, "test.1")
+        try:
+            outcome["message"] = await channel.receive(**{"seconds": 5, **limits})
+        except PeerLost as error:
+            outcome["error"] = error
+        channel.close()
+
+    swarm(scenario)
+    return outcome
+
+
+def raw(data: bytes):
+    async def sends(channel: Channel) -> None:
+        channel._writer.write(data)
+        await channel._writer.drain()
+        await asyncio.sleep(0.2)
+
+    return sends
+
+
+def test_a_message_arrives_whole(swarm):
+    async def sends(channel):
+        await channel.send({"a": [1, "b"]}, b"x" * 1_000_000, seconds=5)
+
+    assert talk(swarm, sends, max_payload=1_000_000)["message"] == ({"a": [1, "b"]}, b"x" * 1_000_000)
+
+
+BAD = {
+    "a payload longer than allowed": (FRAME.pack(1, 11) + b"\x80" + b"x" * 11, "11 bytes, at most 10"),
+    "a tebibyte promised": (FRAME.pack(2**32 - 1, 2**32 - 1), "at most 10"),
+    "garbage for a header": (FRAME.pack(3, 0) + b"\xc1\xc1\xc1", "no message"),
+    "a header that is no mapping": (FRAME.pack(1, 0) + b"\x01", "no message"),
+    "a deeply nested header": (FRAME.pack(3000, 0) + b"\x91" * 3000, "no message"),
+    "half a message": (FRAME.pack(100, 0) + b"\x80", "says nothing"),
+    "nothing at all": (b"", "says nothing"),
+}
+
+
+def test_a_bad_message_is_a_lost_peer_with_a_reason(swarm):
+    async def scenario(nodes):
+        (server, server_streams), (_, client) = await nodes.streams(2)
+        for index, (what, (data, reason)) in enumerate(BAD.items()):
+            await server_streams.serve(f"test.{index}", raw(data))
+            channel = await client.open(server.peer_id, f"test.{index}")
+            with pytest.raises(PeerLost) as caught:
+                await channel.receive(max_payload=10, seconds=5)
+            channel.close()
+            assert reason in str(caught.value), what
+
+    swarm(scenario)
+
+
+def test_a_silent_peer_is_lost_when_the_time_is_over(swarm):
+    async def sends(channel):
+        await asyncio.sleep(30)
+
+    assert "says nothing" in str(talk(swarm, sends, seconds=0.3)["error"])
+
+
+def test_a_handlers_reason_reaches_the_other_end(swarm):
+    async def sends(channel):
+        raise PeerLost("no room for you")
+
+    error = talk(swarm, sends)["error"]
+    assert isinstance(error, Refused) and "no room for you" in str(error)
+
+
+def test_a_handlers_crash_is_told_without_its_details(swarm):
+    async def sends(channel):
+        raise KeyError("secret")
+
+    assert str(talk(swarm, sends)["error"]).endswith("internal error")
+
+
+def test_a_dial_that_fails_leaves_no_connection_behind(swarm):
+    async def scenario(nodes):
+        ((_, streams),) = await nodes.streams(1)
+        before = open_descriptors()
+        for _ in range(10):
+            with pytest.raises(PeerLost, match="cannot be reached"):
+                await streams.open(STRANGER, "test.1")
+        await asyncio.sleep(0.1)
+        assert open_descriptors() <= before + 1
+
+    swarm(scenario)
+
+
+def test_one_peer_cannot_hold_many_streams(swarm):
+    async def scenario(nodes):
+        (server, server_streams), (_, client) = await nodes.streams(2)
+
+        async def idle(channel):
+            await asyncio.sleep(30)
+
+        await server_streams.serve("test.1", idle)
+        channels = [await client.open(server.peer_id, "test.1") for _ in range(17)]
+        waits = [asyncio.create_task(channel.receive(seconds=3)) for channel in channels]
+        done, _ = await asyncio.wait(waits, timeout=2, return_when=asyncio.FIRST_COMPLETED)
+        assert any(isinstance(task.exception(), Refused) for task in done)
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        for channel in channels:
+            channel.close()
+
+    swarm(scenario)
+
+
+def test_msgpack_headers_may_not_carry_foreign_types(swarm):
+    header = msgpack.packb({"a": msgpack.ExtType(5, b"x")})
+    message = talk(swarm, raw(FRAME.pack(len(header), 0) + header))["message"]
+    assert isinstance(message[0]["a"], msgpack.ExtType)  # harmless: fields are checked one by one where they are used
+
+
+def test_a_peer_without_p2pd_reaches_nobody(swarm):
+    async def scenario(nodes):
+        node = await nodes.node()
+        streams = Streams(node)
+        await node.p2p.shutdown()
+        with pytest.raises(PeerLost):
+            await streams.open(STRANGER, "test.1")
+
+    swarm(scenario)
