@@ -13,17 +13,29 @@ from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
 
+_MAX_HEADER_BYTES = 1 << 20
+
 
 class StateStore:
-    """The last `keep` states under `folder`, one file each: a line of JSON (header and digest), then the tensors' bytes."""
+    """The best `keep` states under `folder`, one file each: a line of JSON (header and digest), then the tensors' bytes.
+
+    Raises UserError (disk) when the folder cannot be made.
+    """
 
     def __init__(self, folder: Path, keep: int = 2):
         self.folder, self.keep = folder, keep
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for torn in folder.glob("*.tmp"):
+                torn.unlink()
+        except OSError as error:
+            raise UserError(
+                f"Cannot keep states in {folder}: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK
+            ) from None
 
     def save(self, state: State) -> Path:
         """Write `state` durably, then delete all but the last `keep`. Raises UserError (disk) and leaves what was there."""
-        path = self.folder / f"round-{state.header.round:08d}-{state.digest[:12]}.state"
+        path = self.folder / f"samples-{state.header.samples:016d}-round-{state.header.round:08d}-{state.digest[:12]}.state"
         temporary = path.with_suffix(".tmp")
         try:
             with temporary.open("wb") as file:
@@ -36,18 +48,21 @@ class StateStore:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            free = shutil.disk_usage(self.folder).free / 2**30
+            free = 0.0
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(self.folder).free / 2**30
             raise UserError(
                 f"Cannot save the state of round {state.header.round} in {self.folder}: {error.strerror} ({free:.1f} GiB free).",
                 fix="Free some space; the states saved before are intact.",
                 code=ExitCode.DISK,
             ) from None
         for old in self._files()[self.keep :]:
-            old.unlink(missing_ok=True)
+            if old != path:
+                old.unlink(missing_ok=True)
         return path
 
     def load(self, run: str, schema: str, num_bytes: int) -> State | None:
-        """The newest state of this run that is whole; a damaged or foreign one is passed over with a warning."""
+        """The best state of this run that is whole; a damaged or foreign one is passed over with a warning."""
         for path in self._files():
             try:
                 state = _read(path, num_bytes)
@@ -60,13 +75,14 @@ class StateStore:
         return None
 
     def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("round-*.state"), reverse=True)
+        """The best first. A branch that lost may have had more rounds; by rounds, its files would push out the better ones."""
+        return sorted(self.folder.glob("samples-*.state"), reverse=True)
 
 
 def _read(path: Path, num_bytes: int) -> State:
     with path.open("rb") as file:
         try:
-            first = json.loads(file.readline())
+            first = json.loads(file.readline(_MAX_HEADER_BYTES))
             promised, header = first["digest"], Header.from_json(first["header"])
         except (ValueError, KeyError, TypeError) as error:
             raise BadState(f"its first line is damaged ({error})") from None

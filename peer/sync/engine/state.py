@@ -66,7 +66,7 @@ class Header:
     def from_json(cls, values: Any) -> "Header":
         """Raises BadState."""
         try:
-            return cls(
+            header = cls(
                 run=_text(values["run"]),
                 schema=_text(values["schema"]),
                 round=_count(values["round"]),
@@ -81,6 +81,22 @@ class Header:
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise BadState(f"header: {error!r}") from None
+        header._check()
+        return header
+
+    def _check(self) -> None:
+        """Raise BadState when it contradicts itself: an honest header counts every sample of its members once."""
+        if not self.round:
+            if self.samples or self.parents or self.members or self.included:
+                raise BadState("header: a round 0 with a past")
+            return
+        before = self.ancestors[0].samples if self.ancestors else 0
+        if not self.parents or not self.members or self.samples != before + sum(member.samples for member in self.members):
+            raise BadState(f"header: {self.samples} samples in round {self.round} are not those of its members and of its parent")
+        if (self.ancestors and self.ancestors[0].digest != self.parents[0]) or (not self.ancestors and self.round > 1):
+            raise BadState("header: the parent is not its first ancestor")
+        if any(self.included.get(member.peer) != member.number or not member.samples for member in self.members):
+            raise BadState("header: a member is not included")
 
 
 class State:
@@ -135,22 +151,26 @@ class Head:
 
     digest: str
     samples: int
-    parents: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, state: State) -> "Head":
-        return cls(state.digest, state.header.samples, state.header.parents)
+        return cls(state.digest, state.header.samples)
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Head":
+        """Raises BadState."""
+        try:
+            return cls(_text(values["digest"]), _count(values["samples"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadState(f"head: {error!r}") from None
 
 
 def better(theirs: Head, ours: Head) -> bool:
-    """Whether `theirs` is the right state of the two, for everyone alike: a descendant beats its ancestor; else more samples; else the smaller digest."""
-    if theirs.digest == ours.digest or theirs.digest in ours.parents:
-        return False
-    if ours.digest in theirs.parents:
-        return True
-    if theirs.samples != ours.samples:
-        return theirs.samples > ours.samples
-    return theirs.digest < ours.digest
+    """Whether `theirs` is the right state of the two, for everyone alike: the one with more samples; else the smaller digest.
+
+    A round always adds samples, so a descendant beats its ancestor, whatever anybody says about who descends from whom.
+    """
+    return (theirs.samples, ours.digest) > (ours.samples, theirs.digest)
 
 
 def _members(values: Any) -> tuple[Member, ...]:

@@ -1,0 +1,216 @@
+"""The state: one digest for one state, one order over all of them, and files that are whole or passed over."""
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peer.contracts import Member
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.settling import Settling
+from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State, better, next_state
+from peer.sync.engine.vectors import SharedBuffer
+from swarm.errors import ExitCode, UserError
+from tests.peer.sync.swarm_tools import state_of
+
+HEADS = st.builds(Head, digest=st.text("ab", min_size=1, max_size=3), samples=st.integers(0, 3))
+
+
+def lineage(rounds: int, size: int = 10) -> list[State]:
+    """A chain of states, the first of round 0."""
+    states = [state_of(torch.arange(float(size)))]
+    for number in range(1, rounds + 1):
+        states.append(next_state(states[-1], [states[-1].vectors(size)[0] + number], [Member("b", number, 3), Member("a", number, 4)]))
+    return states
+
+
+@given(HEADS, HEADS, HEADS)
+def test_one_of_two_heads_is_better_for_everybody_alike(a, b, c):
+    assert better(a, b) + better(b, a) == (a != b)
+    if better(a, b) and better(b, c):
+        assert better(a, c)
+
+
+def test_nobody_goes_back_along_a_growing_chain():
+    heads = [Head.of(state) for state in lineage(12)]
+    for older, newer in itertools.pairwise(heads):
+        assert better(newer, older) and not better(older, newer)
+
+
+def test_with_equal_samples_the_smaller_digest_is_right():
+    assert better(Head("a", 5), Head("b", 5)) and not better(Head("b", 5), Head("a", 5)) and better(Head("b", 6), Head("a", 5))
+
+
+def test_any_flipped_bit_changes_the_digest():
+    size = CHUNK_BYTES // 4 + 3  # two chunks
+    state = state_of(torch.zeros(size))
+    for byte in (0, CHUNK_BYTES - 1, CHUNK_BYTES, 4 * size - 1):
+        buffer = SharedBuffer(4 * size)
+        buffer.bytes().copy_(state.buffer.bytes())
+        buffer.bytes()[byte] ^= 1
+        assert State(state.header, buffer).digest != state.digest
+
+
+def test_any_field_of_the_header_changes_the_digest():
+    state = lineage(2)[-1]
+    changes = {
+        "run": "x", "schema": "x", "round": 9, "samples": 9, "parents": ("x",), "included": {"a": 9}, "members": (), "ancestors": (),
+    }  # fmt: skip
+    assert set(changes) == {field.name for field in dataclasses.fields(Header)}
+    for name, value in changes.items():
+        assert State(dataclasses.replace(state.header, **{name: value}), state.buffer).digest != state.digest, name
+
+
+def test_a_header_comes_back_from_json_as_it_was():
+    header = lineage(12)[-1].header
+    assert Header.from_json(json.loads(json.dumps(header.to_json()))) == header
+    assert len(header.parents) == len(header.ancestors) == 8 and header.samples == 12 * 7 and header.included == {"a": 12, "b": 12}
+
+
+FORGERIES = {
+    "more samples than its members brought": {"samples": 10**15},
+    "a number that is none": {"samples": "many"},
+    "a negative number": {"round": -1},
+    "another parent than its ancestor": {"parents": ["x"]},
+    "no members": {"members": []},
+    "a member that is not included": {"included": {}},
+    "a past that is missing": {"ancestors": []},
+    "a past in round 0": {"round": 0},
+    "a very long text": {"run": "x" * 1000},
+    "no mapping": {"included": []},
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_a_header_that_contradicts_itself_is_refused(what):
+    with pytest.raises(BadState):
+        Header.from_json({**lineage(2)[-1].header.to_json(), **FORGERIES[what]})
+
+
+# ------------------------------------------------------------------------------------------------------------ on disk
+
+
+def saved(folder, rounds=3) -> tuple[StateStore, list[State]]:
+    store, states = StateStore(folder), lineage(rounds)
+    for state in states[1:]:
+        store.save(state)
+    return store, states
+
+
+def load(store: StateStore, run="run"):
+    return store.load(run, "schema", 40)
+
+
+def test_the_last_two_states_are_kept_and_the_newest_is_read(tmp_path):
+    store, states = saved(tmp_path)
+    loaded = load(store)
+    assert (loaded.digest, loaded.header) == (states[3].digest, states[3].header)
+    assert torch.equal(loaded.buffer.bytes(), states[3].buffer.bytes())
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("position", [5, 60, -1, -40])
+def test_after_a_flipped_byte_the_state_before_is_read(tmp_path, position):
+    store, states = saved(tmp_path)
+    newest = store._files()[0]
+    data = bytearray(newest.read_bytes())
+    data[position] ^= 1
+    newest.write_bytes(data)
+    assert load(store).digest == states[2].digest
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, -1])
+def test_after_a_torn_write_the_state_before_is_read(tmp_path, length):
+    store, states = saved(tmp_path)
+    newest = store._files()[0]
+    newest.write_bytes(newest.read_bytes()[:length])
+    assert load(store).digest == states[2].digest
+
+
+def test_a_foreign_runs_state_is_passed_over(tmp_path):
+    store, _ = saved(tmp_path)
+    assert load(store, run="another") is None
+
+
+def test_what_a_killed_writer_left_is_swept(tmp_path):
+    (tmp_path / "samples-1.tmp").write_bytes(b"half")
+    StateStore(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_better_branch_with_fewer_rounds_is_not_pushed_out_by_the_branch_that_lost(tmp_path):
+    store, _ = saved(tmp_path)
+    base = state_of(torch.arange(10.0))
+    winner = next_state(base, base.vectors(10), [Member("c", 1, 1000)])
+    store.save(winner)
+    assert load(store).digest == winner.digest
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_older_states_intact(tmp_path):
+    """The limit on a file's size stands for the full disk: the same code path, without mounting one."""
+    store, states = saved(tmp_path / "states", rounds=1)
+    code = f"""
+import resource, signal, sys, torch
+from pathlib import Path
+from peer.contracts import Member
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.state import next_state
+from tests.peer.sync.swarm_tools import state_of
+from swarm.errors import run_program
+state = state_of(torch.zeros(1000))
+state = next_state(state, state.vectors(1000), [Member("a", 1, 1)])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+sys.exit(run_program(lambda: StateStore(Path({str(tmp_path / "states")!r})).save(state) and 0))
+"""
+    root = str(Path(__file__).resolve().parents[3])
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": root}, cwd=root
+    )
+    assert result.returncode == ExitCode.DISK, result.stderr
+    assert "Cannot save the state of round 1" in result.stderr and "Traceback" not in result.stderr
+    assert load(store).digest == states[1].digest and not list((tmp_path / "states").glob("*.tmp"))
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Cannot keep states"):
+        StateStore(tmp_path / "file" / "states")
+
+
+# ------------------------------------------------------------------------------------------------------------ settled
+
+
+def test_a_safe_state_settles_its_ancestors_each_once_and_oldest_first():
+    states = lineage(5)
+    settling = Settling(states[0])
+    for before, state in itertools.pairwise(states):
+        settling.moved(before, state)
+    assert [s.round for s in settling.take({states[3].digest})] == [1, 2, 3]
+    assert settling.take({states[3].digest}) == []
+    assert [s.round for s in settling.take({states[5].digest})] == [4, 5]
+
+
+def test_a_branch_that_lost_is_never_settled():
+    states = lineage(2)
+    other = next_state(states[1], states[1].vectors(10), [Member("c", 1, 50)])
+    settling = Settling(states[2])
+    settling.moved(states[2], other)
+    assert [s.digest for s in settling.take({states[2].digest, other.digest})] == [states[1].digest, other.digest]
+
+
+@given(st.integers(1, 8), st.integers(0, 8))
+def test_whoever_joins_late_can_report_what_happened_before(rounds, known):
+    states = lineage(rounds)
+    settling = Settling(states[0])
+    settling.moved(states[0], states[-1])
+    reported = settling.take({states[-1].digest})
+    assert sum(m.samples for s in reported for m in s.members) == states[-1].header.samples
