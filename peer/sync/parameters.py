@@ -12,6 +12,12 @@ class Parameters:
 
     slots, steps_locally, rebases = 0, True, True
 
+    def accumulate(self, params: Params) -> None:
+        pass
+
+    def discard(self) -> None:
+        pass
+
     def gather(self, params: Params, out: Tensor) -> Tensor:
         return flatten(params, out)
 

@@ -43,7 +43,6 @@ class Frozen:
     number: int
     samples: int
     encoded: SharedBuffer
-    parent: str
     snapshot: Tensor
 
 
@@ -55,8 +54,8 @@ class LocalWork:
         self.state = state
         self.open_samples = 0
         self.frozen: Frozen | None = None
-        self.included: list[int] = []
-        """Contributions of ours in the state, which is not settled yet."""
+        self.included: dict[int, int] = {}
+        """Contributions of ours in a state that is not settled yet, and that state's round."""
         self._residual: Tensor | None = None
 
     @property
@@ -76,13 +75,12 @@ class LocalWork:
         if self._residual is not None:
             contribution = contribution + self._residual
         if not bool(torch.isfinite(contribution).all()):
-            unflatten(self.state.anchor(self._size), self._params)
-            self._residual, self.open_samples = None, 0
+            self.give_up()
             raise NotFinite
         encoded = self._codec.encode(contribution)
         if self._codec.lossy:
             self._residual = contribution - self._codec.decode(encoded)
-        self.frozen = Frozen(number, self.open_samples, shared_copy(encoded), self.state.digest, snapshot)
+        self.frozen = Frozen(number, self.open_samples, shared_copy(encoded), snapshot)
         self.open_samples = 0
         return self.frozen
 
@@ -94,41 +92,46 @@ class LocalWork:
         old, self.state = self.state, new
         anchor = new.anchor(self._size)
         dropped = [number for number in self.included if number > own_number]
-        self.included = [number for number in self.included if number <= own_number]
+        self.included = {number: round for number, round in self.included.items() if number <= own_number}
         if self.frozen is not None and own_number >= self.frozen.number:
             unflatten(anchor + (self._position() - self.frozen.snapshot), self._params)
-            self.included.append(self.frozen.number)
+            self.included[self.frozen.number] = new.header.round
             self.frozen = None
-        elif old.digest == new.digest or old.digest in new.header.parents[: REBASED_ANCESTORS if self._strategy.rebases else 0]:
+            if not self._strategy.rebases:
+                dropped += self._discard_open()
+        elif follows(new.digest, new.header, old.digest, self._strategy):
             shift = anchor - old.anchor(self._size)
             unflatten(self._position() + shift, self._params)
             if self.frozen is not None:
                 self.frozen.snapshot += shift
         else:
-            unflatten(anchor, self._params)
-            dropped += self._give_up()
+            dropped += self.give_up()
         return dropped
 
-    def withdraw(self) -> None:
-        """Take the frozen contribution's work out of `params` again; it was never offered."""
-        unflatten(self.state.anchor(self._size) + (self._position() - self.frozen.snapshot), self._params)
-        self.frozen = self._residual = None
-
-    def settle(self) -> list[int]:
-        """The state is settled: our contributions in it are done with."""
-        done, self.included = self.included, []
+    def settle(self, round: int) -> list[int]:
+        """The state of `round` is settled: our contributions that came into it or one before are done with."""
+        done = [number for number, included in self.included.items() if included <= round]
+        for number in done:
+            del self.included[number]
         return done
 
-    def discard_open(self) -> list[int]:
-        """The run is over: what is in no contribution will never be."""
-        lost = [OPEN] if self.open_samples else []
-        self.open_samples = 0
-        return lost
-
-    def _give_up(self) -> list[int]:
+    def give_up(self) -> list[int]:
+        """Go back to the state itself; returns the contributions that are lost by it."""
         lost = [self.frozen.number] if self.frozen is not None else []
         self.frozen = self._residual = None
-        return lost + self.discard_open()
+        unflatten(self.state.anchor(self._size), self._params)
+        return lost + self._discard_open()
+
+    def _discard_open(self) -> list[int]:
+        lost = [OPEN] if self.open_samples else []
+        self.open_samples = 0
+        self._strategy.discard()
+        return lost
 
     def _position(self) -> Tensor:
         return flatten(self._params, torch.empty(self._size))
+
+
+def follows(digest: str, header: Header, before: str, strategy: Strategy) -> bool:
+    """Whether work made on the state `before` still counts on the state `digest`; trainer and sidecar must agree on it."""
+    return before == digest or before in header.parents[: REBASED_ANCESTORS if strategy.rebases else 0]

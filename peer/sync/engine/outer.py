@@ -21,8 +21,12 @@ class Strategy(Protocol):
         """Take over `params`' gradients after a backward pass; called instead of the optimizer when it does not step locally."""
         ...
 
+    def discard(self) -> None:
+        """Forget what was accumulated: the samples in it are given back."""
+        ...
+
     def gather(self, params: Params, out: Tensor) -> Tensor:
-        """This peer's position as a (size,) float32 vector: the parameters, or the accumulated gradients times their samples."""
+        """This peer's position as a (size,) float32 vector: the parameters, or the gradients accumulated since the last `gather`."""
         ...
 
     def contribution(self, position: Tensor, anchor: Tensor, samples: int) -> Tensor:

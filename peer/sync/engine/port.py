@@ -12,6 +12,7 @@ from peer.sync.engine.vectors import SharedBuffer
 
 _MAX_MESSAGE_BYTES = 200_000
 _MAX_DESCRIPTORS = 4
+SEND_SECONDS = 30.0
 
 
 class PortClosed(Exception):
@@ -31,10 +32,12 @@ class Port:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _MAX_MESSAGE_BYTES)
         return cls(ours), cls(theirs)
 
-    def send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
-        """Raises PortClosed."""
+    def send(self, kind: str, *buffers: SharedBuffer, seconds: float = SEND_SECONDS, **values: Any) -> None:
+        """Raises PortClosed, also when the other process takes nothing for so many seconds."""
         data = msgpack.packb({"kind": kind, **values})
         assert len(data) <= _MAX_MESSAGE_BYTES, f"{kind}: {len(data)} bytes"
+        if not self._ready(select.POLLOUT, seconds):
+            raise PortClosed(f"the other process has taken nothing for {seconds:.0f} s")
         try:
             socket.send_fds(self.socket, [data], [buffer.fd for buffer in buffers])
         except OSError as error:
@@ -42,8 +45,7 @@ class Port:
 
     def receive(self, seconds: float) -> tuple[str, dict[str, Any], list[SharedBuffer]] | None:
         """The next message, or None when none came in time. Raises PortClosed."""
-        readable, _, _ = select.select([self.socket], [], [], max(seconds, 0))
-        if not readable:
+        if not self._ready(select.POLLIN, seconds):
             return None
         try:
             data, descriptors, _, _ = socket.recv_fds(self.socket, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS)
@@ -53,6 +55,16 @@ class Port:
             raise PortClosed("the other process has ended")
         values = msgpack.unpackb(data)
         return values.pop("kind"), values, [SharedBuffer(fd=descriptor) for descriptor in descriptors]
+
+    def _ready(self, event: int, seconds: float) -> bool:
+        if self.socket.fileno() < 0:
+            raise PortClosed("this end is closed")
+        poll = select.poll()  # select() knows no descriptor above 1023
+        poll.register(self.socket, event)
+        return bool(poll.poll(max(seconds, 0) * 1000))
+
+    def has_room(self) -> bool:
+        return self._ready(select.POLLOUT, 0)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,0 +1,214 @@
+"""Local work between states: wherever the swarm's state goes, every sample is in it, waiting, or given back."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import nn
+
+from peer.contracts import Member
+from peer.sync.engine.codec import CODECS
+from peer.sync.engine.local_work import OPEN, Landing, LocalWork, NotFinite
+from peer.sync.engine.state import State, next_state
+from peer.sync.parameters import Parameters
+from tests.peer.sync.strategies import Gradients
+from tests.peer.sync.swarm_tools import state_of
+
+SIZE, ME = 6, "me"
+
+
+def landing(state: State) -> Landing:
+    return Landing(state.digest, state.header, state.buffer)
+
+
+def child(state: State, change: float, *members: Member) -> State:
+    return next_state(state, [state.vectors(SIZE)[0] + change], members or [Member("other", state.header.round + 1, 5)])
+
+
+def start(wire: str = "fp32", strategy=None) -> tuple[dict[str, nn.Parameter], State, LocalWork]:
+    params = {"w": nn.Parameter(torch.arange(float(SIZE)))}
+    state = state_of(params["w"].detach().clone())
+    return params, state, LocalWork(params, landing(state), strategy or Parameters(), CODECS[wire], SIZE)
+
+
+def train(params, work, change: float, samples: int = 4) -> None:
+    params["w"].data += change
+    work.open_samples += samples
+
+
+def test_landing_on_a_state_that_includes_us_keeps_only_what_was_trained_since():
+    params, state, work = start()
+    train(params, work, 1.0)
+    work.freeze(1)
+    train(params, work, 0.25)
+    new = child(state, 10.0, Member(ME, 1, 4))
+    assert work.land(landing(new), 1) == [] and work.waiting_samples == 4
+    assert torch.equal(params["w"].data, torch.arange(float(SIZE)) + 10.25)
+    assert work.settle(0) == [] and work.settle(1) == [1] and work.settle(1) == []
+
+
+def test_landing_on_a_near_state_moves_params_and_keeps_the_contributions_bytes():
+    params, state, work = start()
+    train(params, work, 1.0)
+    encoded = work.freeze(1).encoded.bytes().clone()
+    new = child(child(state, 10.0), 10.0)
+    assert work.land(landing(new), 0) == []
+    assert torch.equal(params["w"].data, torch.arange(float(SIZE)) + 21)
+    assert torch.equal(work.frozen.encoded.bytes(), encoded)
+    final = child(new, 1.0, Member(ME, 1, 4))
+    work.land(landing(final), 1)
+    assert torch.equal(params["w"].data, final.vectors(SIZE)[0])
+
+
+def test_landing_far_away_drops_all_work():
+    params, state, work = start()
+    train(params, work, 1.0)
+    work.freeze(1)
+    train(params, work, 1.0)
+    new = child(child(child(state, 1.0), 1.0), 1.0)
+    assert work.land(landing(new), 0) == [1, OPEN] and work.waiting_samples == 0
+    assert torch.equal(params["w"].data, new.vectors(SIZE)[0])
+
+
+def test_a_fork_that_lost_gives_its_contributions_back():
+    params, state, work = start()
+    train(params, work, 1.0)
+    work.freeze(1)
+    work.land(landing(child(state, 1.0, Member(ME, 1, 4))), 1)
+    winner = child(state, 2.0, Member("other", 1, 50))
+    assert work.land(landing(winner), 0) == [1] and work.settle(9) == []
+
+
+def test_an_older_settled_state_does_not_settle_a_newer_contribution():
+    params, state, work = start()
+    for number in (1, 2):
+        train(params, work, 1.0)
+        work.freeze(number)
+        state = child(state, 1.0, Member(ME, number, 4))
+        work.land(landing(state), number)
+    assert work.settle(1) == [1] and work.settle(2) == [2]
+
+
+def test_what_fp16_lost_goes_into_the_next_contribution():
+    params, state, work = start("fp16")
+    sent = torch.zeros(SIZE)
+    for number in range(1, 6):
+        train(params, work, 1e-3 + 1e-8)
+        sent += CODECS["fp16"].decode(work.freeze(number).encoded.bytes())
+        state = child(state, 0.0, Member(ME, number, 4))
+        trained = params["w"].data.clone()
+        work.land(landing(state), number)
+        assert torch.equal(params["w"].data, state.vectors(SIZE)[0]) and not torch.equal(trained, params["w"].data)
+    # params = k + 1e-3 rounds to float32 before it is encoded; that rounding is all that may be lost beside the last residual.
+    steps = (torch.arange(float(SIZE)) + (1e-3 + 1e-8)) - torch.arange(float(SIZE))
+    assert torch.allclose(sent + work._residual, 5 * steps, atol=1e-9)
+
+
+@pytest.mark.parametrize("wire", CODECS)
+def test_parameters_that_are_not_finite_go_back_to_the_state(wire):
+    params, state, work = start(wire)
+    train(params, work, float("nan"))
+    with pytest.raises(NotFinite):
+        work.freeze(1)
+    assert torch.equal(params["w"].data, state.vectors(SIZE)[0]) and work.waiting_samples == 0 and work.frozen is None
+
+
+def test_gradients_from_another_anchor_are_dropped_with_their_samples():
+    strategy = Gradients()
+    params, state, work = start(strategy=strategy)
+    params["w"].grad = torch.ones(SIZE)
+    strategy.accumulate(params)
+    work.open_samples += 4
+    assert work.land(landing(child(state, 1.0)), 0) == [OPEN]
+    params["w"].grad = torch.full((SIZE,), 3.0)
+    strategy.accumulate(params)
+    work.open_samples += 1
+    assert work.freeze(1).encoded.floats().tolist() == [3.0] * SIZE
+
+
+class Bookkeeping(RuleBasedStateMachine):
+    """Any order of training, freezing, landings and settlements."""
+
+    @initialize(wire=st.sampled_from(sorted(CODECS)))
+    def begin(self, wire):
+        self.params, self.state, self.work = start(wire)
+        self.number, self.trained, self.samples_of = 0, 0, {}
+        self.open, self.in_state, self.done, self.back = 0, {}, set(), 0
+        self.open_work = torch.zeros(SIZE)
+
+    @rule(samples=st.integers(1, 9), change=st.integers(-8, 8))
+    def train(self, samples, change):
+        train(self.params, self.work, change / 8, samples)
+        self.trained += samples
+        self.open += samples
+        self.open_work += change / 8
+
+    @precondition(lambda self: self.work.frozen is None and self.work.open_samples)
+    @rule()
+    def freeze(self):
+        self.number += 1
+        self.work.freeze(self.number)
+        self.samples_of[self.number], self.open = self.open, 0
+        self.open_work = torch.zeros(SIZE)
+
+    def land(self, state, own_number):
+        dropped = self.work.land(landing(state), own_number)
+        for number in dropped:
+            self.back += self.open if number == OPEN else self.samples_of[number]
+            if number == OPEN:
+                self.open, self.open_work = 0, torch.zeros(SIZE)
+            self.in_state.pop(number, None)
+        return dropped
+
+    @precondition(lambda self: self.work.frozen is not None)
+    @rule(change=st.integers(-4, 4))
+    def land_included(self, change):
+        number = self.work.frozen.number
+        self.state = child(self.state, change, Member(ME, number, self.samples_of[number]))
+        assert self.land(self.state, number) == []
+        self.in_state[number] = self.state.header.round
+        assert torch.allclose(self.params["w"].data, self.state.vectors(SIZE)[0] + self.open_work, atol=1e-4)
+
+    @rule(change=st.integers(-4, 4), rounds=st.integers(0, 2))
+    def land_near(self, change, rounds):
+        before = self.params["w"].data - self.state.vectors(SIZE)[0]
+        for _ in range(rounds):
+            self.state = child(self.state, change)
+        assert self.land(self.state, self.state.header.included.get(ME, 0)) == []
+        assert torch.allclose(self.params["w"].data, self.state.vectors(SIZE)[0] + before, atol=1e-4)
+
+    @rule(rounds=st.integers(3, 5))
+    def land_far(self, rounds):
+        for _ in range(rounds):
+            self.state = child(self.state, 1.0)
+        self.land(self.state, self.state.header.included.get(ME, 0))
+        assert self.work.waiting_samples == 0 and torch.equal(self.params["w"].data, self.state.vectors(SIZE)[0])
+
+    @rule()
+    def land_on_a_branch_without_us(self):
+        base = state_of(torch.arange(float(SIZE)))
+        self.state = child(base, 3.0, Member("other", 1, self.state.header.samples + 1))
+        self.land(self.state, 0)
+        assert not self.work.included and self.work.waiting_samples == 0
+
+    @rule(behind=st.integers(0, 3))
+    def settle(self, behind):
+        round = self.state.header.round - behind
+        done = self.work.settle(round)
+        assert all(self.in_state[number] <= round for number in done)
+        for number in done:
+            del self.in_state[number]
+        self.done |= set(done)
+
+    @invariant()
+    def every_sample_is_in_exactly_one_place(self):
+        frozen = self.work.frozen.samples if self.work.frozen else 0
+        in_states = sum(self.samples_of[number] for number in self.in_state)
+        settled = sum(self.samples_of[number] for number in self.done)
+        assert self.work.open_samples == self.open and set(self.work.included) == set(self.in_state)
+        assert self.open + frozen + in_states + settled + self.back == self.trained
+
+
+Bookkeeping.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+test_any_order_of_events_keeps_the_books = Bookkeeping.TestCase
