@@ -212,6 +212,18 @@ class SwarmNode:
         except Exception:
             return False
 
+    async def meet(self, maddrs: Sequence[str]) -> bool:
+        """Dial a peer we knew before, and put it into our routing table again; hivemind forgets those it cannot reach for good."""
+        try:
+            parsed = [Multiaddr(maddr) for maddr in parse_maddrs(maddrs, need_peer_id=True)]
+            peer = PeerID.from_base58(parsed[0]["p2p"])
+            bare = [Multiaddr(str(maddr).rsplit("/p2p/", 1)[0]) for maddr in parsed]
+            await asyncio.wait_for(self.p2p._client.connect(peer, bare), 5)
+            return await asyncio.wait_for(self._dht.protocol.call_ping(peer), 5) is not None
+        except Exception as error:
+            log.debug("could not meet %s: %r", ", ".join(maddrs[:2]), error)
+            return False
+
     async def publish(self, run_id: str, record: PeerRecord) -> bool:
         """Sign and store our record for RECORD_LIFE_SECONDS."""
         return await self._store(f"{run_id}.peers", record.pack(), RECORD_LIFE_SECONDS)

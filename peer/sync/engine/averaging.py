@@ -25,6 +25,8 @@ PART_SECONDS = 30.0
 _WINDOW = 8
 _SLOWEST_BYTES_PER_SECOND = 125_000
 _KNOWN_SOON_SECONDS = 10.0
+COME_SECONDS = 15.0
+"""Every member has dialled every reducer by then, or it died after the group was closed and nobody need wait longer."""
 
 
 class RoundFailed(Exception):
@@ -59,19 +61,16 @@ class Averager:
                 tasks.append(asyncio.create_task(self._reduce_own(reduction, part, into)))
             else:
                 tasks.append(asyncio.create_task(self._exchange(reducer, group.id, part, into)))
+        watch = asyncio.create_task(reduction.fail_unless_all_come()) if reduction is not None else None
         try:
             await asyncio.wait_for(_all(tasks), seconds)
-            if reduction is not None:
-                # Those who still read our averages get them before we go on: closing a stream early would fail their round.
-                await asyncio.wait_for(reduction.served.wait(), PART_SECONDS)
         except (PeerLost, ValueError, asyncio.TimeoutError) as error:
-            if all(task.done() and not task.cancelled() and task.exception() is None for task in tasks):
-                return result  # ours is whole; somebody else did not fetch theirs in time, and will catch up
             if reduction is not None:
                 reduction.fail(f"{self._peer_id[-6:]} gave up: {error}")
-            raise RoundFailed(str(error) or "too slow") from None
+            raise RoundFailed(str(error) or "it took too long") from None
         finally:
-            await _cancel(tasks)
+            await _cancel([*tasks, watch] if watch else tasks)
+            # Whoever still takes averages from us does so in a handler of its own, which this does not end.
             self._reductions.pop(group.id, None)
         return result
 
@@ -111,8 +110,7 @@ class Averager:
     async def _serve_sender(self, channel: Channel) -> None:
         request, _ = await channel.receive(seconds=CONNECT_SECONDS)
         reduction = await self._reduction(str(request.get("group")))
-        if channel.peer not in reduction.senders:
-            raise PeerLost("not a member of this group")
+        reduction.came(channel.peer)
 
         async def take() -> None:
             for index, (start, end) in enumerate(reduction.parts):
@@ -125,15 +123,18 @@ class Averager:
             for index in range(len(reduction.parts)):
                 await channel.send({}, memoryview((await reduction.mean(index)).numpy()), seconds=PART_SECONDS)
 
-        tasks = [asyncio.create_task(take()), asyncio.create_task(give())]
+        taking, giving = tasks = [asyncio.create_task(take()), asyncio.create_task(give())]
         try:
             await _all(tasks)
-            reduction.finished(channel.peer)
         except (PeerLost, asyncio.TimeoutError) as error:
-            reduction.fail(f"{channel.peer[-6:]} fell out: {error}")
             raise PeerLost(str(error) or "too slow") from None
         finally:
             await _cancel(tasks)
+            # A member whose parts are all here is in the average, even if it takes nothing back.
+            if taking.cancelled() or taking.exception() is not None:
+                reason = giving.exception() if taking.cancelled() and not giving.cancelled() else None
+                reason = reason or (taking.exception() if not taking.cancelled() else None)
+                reduction.fail(f"{channel.peer[-6:]} fell out: {reason or 'too slow'}")
 
     async def _reduction(self, group_id: str) -> "_Reduction":
         # A member may hear of the group, and dial us, a moment before the leader's message reaches us.
@@ -161,42 +162,60 @@ class _Reduction:
     def __init__(self, group: Group, elements: int, codec: Codec, own: str):
         self.parts = cut_parts(elements, codec.bytes_per_element)
         self.senders = {member.peer for member in group.members}
-        self.served = asyncio.Event()
-        self._to_serve = self.senders - {own}
+        self._own, self._came, self._all_came = own, {own}, asyncio.Event()
         self._weights = {member.peer: member.samples / group.samples for member in group.members}
         self._codec = codec
         self._received: list[dict[str, Tensor]] = [{} for _ in self.parts]
         self._means = [asyncio.get_running_loop().create_future() for _ in self.parts]
-        if not self._to_serve:
-            self.served.set()
+
+    def came(self, peer: str) -> None:
+        """`peer` wants to send its parts, which it may do once. Raises PeerLost."""
+        if peer not in self.senders:
+            raise PeerLost("not a member of this group")
+        if peer in self._came:
+            raise PeerLost("sending already")
+        self._came.add(peer)
+        if self._came == self.senders:
+            self._all_came.set()
+
+    async def fail_unless_all_come(self) -> None:
+        if self._came == self.senders:
+            return
+        try:
+            await asyncio.wait_for(self._all_came.wait(), COME_SECONDS)
+        except asyncio.TimeoutError:
+            self.fail(f"{', '.join(sorted(peer[-6:] for peer in self.senders - self._came))} did not come")
 
     def add(self, peer: str, index: int, part: Tensor) -> None:
+        if self._means[index].done():
+            return
         self._received[index][peer] = part
-        if len(self._received[index]) == len(self.senders) and not self._means[index].done():
-            self._means[index].set_result(self._average(index))
+        if len(self._received[index]) == len(self.senders):
+            try:
+                self._means[index].set_result(self._average(index))
+            except ValueError as error:
+                self.fail(f"the average has {error}")
             self._received[index] = {}
 
     async def mean(self, index: int) -> Tensor:
         """The encoded average of one part. Raises PeerLost when it cannot be had any more."""
         return await asyncio.wait_for(asyncio.shield(self._means[index]), PART_SECONDS)
 
-    def finished(self, peer: str) -> None:
-        self._to_serve.discard(peer)
-        if not self._to_serve:
-            self.served.set()
-
     def fail(self, reason: str) -> None:
         for future in self._means:
             if not future.done():
                 future.set_exception(PeerLost(reason))
-                future.exception()  # somebody need not be waiting for it
+                future.exception()  # nobody need be waiting for it
+        self._received = [{} for _ in self.parts]
 
     def _average(self, index: int) -> Tensor:
         total = None
         for peer in sorted(self.senders):
             weighted = self._codec.decode(self._received[index][peer]) * self._weights[peer]
             total = weighted if total is None else total.add_(weighted)
-        return self._codec.encode(total)
+        encoded = self._codec.encode(total)
+        self._codec.decode(encoded)  # finite values may add up to more than a float holds
+        return encoded
 
 
 def cut(size: int, parts: int) -> list[tuple[int, int]]:

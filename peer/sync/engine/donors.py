@@ -22,6 +22,8 @@ KEEP_SECONDS = 60.0
 CHUNK_SECONDS = 60.0
 ANSWER_SECONDS = 10.0
 MAX_DOWNLOADS = 4
+MAX_KEPT = 2
+_SLOWEST_BYTES_PER_SECOND = 125_000
 _HASH_BYTES = 32
 
 
@@ -31,7 +33,7 @@ class Donor:
     def __init__(self, streams: Streams, current: Callable[[], State], clock: Callable[[], float] = time.monotonic):
         self._streams, self._current, self._clock = streams, current, clock
         self._kept: dict[str, tuple[State, float]] = {}
-        self._downloads = 0
+        self._downloading: set[str] = set()
 
     async def start(self) -> None:
         await self._streams.serve(STATE, self._serve)
@@ -39,30 +41,34 @@ class Donor:
 
     @property
     def busy(self) -> bool:
-        return self._downloads > 0
+        return bool(self._downloading)
 
     def retire(self, state: State) -> None:
         """`state` is no longer current, but a download of it may be under way."""
+        self._kept.pop(state.digest, None)
         self._kept[state.digest] = (state, self._clock() + KEEP_SECONDS)
-        # Two at most: a state of SD 1.5 is 4 GB.
-        for digest, (_, until) in list(self._kept.items())[:-1]:
-            if until < self._clock() or len(self._kept) > 2:
-                del self._kept[digest]
+        # A state of SD 1.5 is 4 GB. A download under way holds its own and goes on.
+        while len(self._kept) > MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+
+    def forget_old(self) -> None:
+        """Let go of the states that nobody asked for in time."""
+        self._kept = {digest: (state, until) for digest, (state, until) in self._kept.items() if until >= self._clock()}
 
     def _find(self, digest: object) -> State:
         current = self._current()
         if digest == current.digest:
             return current
-        if digest in self._kept:
+        if isinstance(digest, str) and digest in self._kept:
             state, _ = self._kept[digest]
             self._kept[digest] = (state, self._clock() + KEEP_SECONDS)
             return state
         raise PeerLost("that state is not here any more")
 
     async def _serve(self, channel: Channel) -> None:
-        if self._downloads >= MAX_DOWNLOADS:
+        if len(self._downloading) >= MAX_DOWNLOADS or channel.peer in self._downloading:
             raise PeerLost("too many downloads at once, try another peer")
-        self._downloads += 1
+        self._downloading.add(channel.peer)
         try:
             request, _ = await channel.receive(seconds=ANSWER_SECONDS)
             state = self._find(request.get("digest"))
@@ -72,16 +78,15 @@ class Donor:
                 index = request.get("chunk")
                 if index is None:
                     return
-                if not isinstance(index, int) or not 0 <= index < len(state.chunk_hashes):
+                if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(state.chunk_hashes):
                     raise PeerLost(f"there is no chunk {str(index)[:20]}")
                 await channel.send({}, state.chunk(index), seconds=CHUNK_SECONDS)
         finally:
-            self._downloads -= 1
+            self._downloading.discard(channel.peer)
 
     async def _serve_head(self, channel: Channel) -> None:
         state = self._current()
-        head = {"digest": state.digest, "samples": state.header.samples, "parents": list(state.header.parents)}
-        await channel.send(head, seconds=ANSWER_SECONDS)
+        await channel.send({"digest": state.digest, "samples": state.header.samples}, seconds=ANSWER_SECONDS)
 
 
 async def ask_head(streams: Streams, peer: str) -> Head | None:
@@ -90,39 +95,44 @@ async def ask_head(streams: Streams, peer: str) -> Head | None:
         channel = await streams.open(peer, HEAD)
         with contextlib.closing(channel):
             answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
-            return Head(str(answer["digest"]), int(answer["samples"]), tuple(str(parent) for parent in answer["parents"]))
-    except (PeerLost, KeyError, TypeError, ValueError):
+            return Head.from_json(answer)
+    except (PeerLost, BadState):
         return None
 
 
-async def fetch(streams: Streams, holders: Sequence[str], digest: str, like: State) -> State:
-    """The state named `digest`, from one of `holders` after the other; what one sent is kept for the next.
+async def fetch(streams: Streams, holders: Sequence[str], download: "Download") -> State:
+    """The state of `download`, from one of `holders` after the other; what one sent is kept for the next.
 
-    Raises PeerLost when none of them could give it, BadState when it is of another run or other tensors than `like`.
+    Raises PeerLost when none of them could give it, BadState when it is of another run or other tensors than ours.
     """
-    download = _Download(digest, like)
-    reason = "nobody holds it"
+    seconds = CHUNK_SECONDS + download.buffer.num_bytes / _SLOWEST_BYTES_PER_SECOND
+    reason: PeerLost = PeerLost("nobody holds it")
     for holder in random.sample(list(holders), len(holders)):
         try:
-            return await download.continue_from(streams, holder)
-        except (PeerLost, asyncio.TimeoutError) as error:
-            reason = str(error)
-            log.info("fetching %s: %s", digest[:8], reason)
-    raise PeerLost(reason)
+            return await asyncio.wait_for(download.continue_from(streams, holder), seconds)
+        except PeerLost as error:
+            reason = error
+        except asyncio.TimeoutError:
+            reason = PeerLost(f"{holder[-6:]} is too slow")
+        log.info("fetching %s: %s", download.digest[:8], reason)
+    raise reason
 
 
-class _Download:
-    def __init__(self, digest: str, like: State):
-        self.digest, self.like = digest, like
+class Download:
+    """What is there of the state named `digest`, whose size and kind are those of `like`; `progressed`: when the last chunk came."""
+
+    def __init__(self, digest: str, like: State, clock: Callable[[], float] = time.monotonic):
+        self.digest, self.like, self._clock = digest, like, clock
         self.buffer = SharedBuffer(like.buffer.num_bytes)
         self.done: set[int] = set()
+        self.progressed = clock()
 
     async def continue_from(self, streams: Streams, holder: str) -> State:
         channel = await streams.open(holder, STATE)
         with contextlib.closing(channel):
             await channel.send({"digest": self.digest}, seconds=ANSWER_SECONDS)
             count = len(self.like.chunk_hashes)
-            answer, data = await channel.receive(max_payload=count * _HASH_BYTES, seconds=CHUNK_SECONDS)
+            answer, data = await channel.receive(max_payload=count * _HASH_BYTES, seconds=ANSWER_SECONDS)
             header, hashes = self._check(answer.get("header"), data, count, holder)
             target = self.buffer.bytes()
             for index in range(count):
@@ -135,7 +145,9 @@ class _Download:
                     raise PeerLost(f"{holder[-6:]} sent a chunk that is not in the state it was asked for")
                 room.copy_(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
                 self.done.add(index)
-            await channel.send({}, seconds=ANSWER_SECONDS)
+                self.progressed = self._clock()
+            with contextlib.suppress(PeerLost):
+                await channel.send({}, seconds=ANSWER_SECONDS)
         if not bool(torch.isfinite(self.buffer.floats()).all()):
             raise BadState(f"the state {self.digest[:8]} holds non-finite values")
         return State(header, self.buffer, hashes)

@@ -8,12 +8,14 @@ expected came, declined or proved unreachable; no fixed matchmaking time is ever
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+import math
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peer.contracts import Member
-from peer.sync.engine.streams import Channel, PeerLost, Streams
+from peer.sync.engine.streams import Channel, PeerLost, Refused, Streams
 from swarm.digest import digest_json
 
 log = logging.getLogger(__name__)
@@ -22,6 +24,8 @@ CALL, JOIN = "distributed-diffusion.call.1", "distributed-diffusion.join.1"
 ANSWER_SECONDS = 5.0
 PATIENCE_SECONDS = 10.0
 """A leader waits this long beyond three of the slowest expected peer's steps."""
+JOIN_SECONDS = 30.0
+"""A follower waits this much longer than its leader, which may still be busy with an attempt before."""
 MAX_WAIT_SECONDS = 300.0
 _MAX_REDIRECTS = 5
 
@@ -51,11 +55,13 @@ class Group:
     parent: str
     members: tuple[Member, ...]
     reducers: tuple[str, ...]
+    attempt: str = ""
+    """Drawn by the leader: a stream of a failed attempt must not be taken for one of the next, which may have the same members."""
     silent: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def id(self) -> str:
-        return digest_json([self.parent, [[m.peer, m.number, m.samples] for m in self.members], list(self.reducers)])
+        return digest_json([self.parent, [[m.peer, m.number, m.samples] for m in self.members], list(self.reducers), self.attempt])
 
     @property
     def samples(self) -> int:
@@ -65,16 +71,25 @@ class Group:
     def of(cls, tickets: Collection[Ticket], silent: Collection[str] = ()) -> "Group":
         ordered = sorted(tickets, key=lambda ticket: ticket.member.peer)
         reducers = tuple(ticket.member.peer for ticket in ordered if ticket.reduces)
-        return cls(ordered[0].parent, tuple(ticket.member for ticket in ordered), reducers, frozenset(silent))
+        members = tuple(ticket.member for ticket in ordered)
+        return cls(ordered[0].parent, members, reducers, secrets.token_hex(8), frozenset(silent))
+
+    def announcement(self) -> dict[str, Any]:
+        members = [[m.peer, m.number, m.samples] for m in self.members]
+        return {"members": members, "reducers": list(self.reducers), "attempt": self.attempt}
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What this peer is doing, as its answer to a call: its state's digest, whether it has samples to offer, seconds per step."""
+    """What this peer is doing, as its answer to a call.
+
+    digest, included: of its state; has_samples: whether it has something to offer; step_seconds: of one local step.
+    """
 
     digest: str
     has_samples: bool
     step_seconds: float
+    included: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,16 +108,34 @@ def rank(parent: str, peer: str) -> str:
 
 
 class Matchmaker:
-    """Forms groups for one peer. `standing()` says what it is doing; `called()` is run when somebody is ready to average."""
+    """Forms groups for one peer. `standing(peer)` says what it does, as far as that concerns `peer`; `called()` is run when somebody is ready to average.
 
-    def __init__(self, peer_id: str, streams: Streams, standing: Callable[[], Standing], called: Callable[[], None], max_samples: int):
+    leads: whether others can dial this peer; max_samples: the most that one contribution may hold.
+    """
+
+    def __init__(
+        self,
+        peer_id: str,
+        streams: Streams,
+        standing: Callable[[str], Standing],
+        called: Callable[[], None],
+        max_samples: int,
+        *,
+        leads: bool = True,
+    ):
         self._peer_id, self._streams, self._standing, self._called = peer_id, streams, standing, called
-        self._max_samples = max_samples
+        self._max_samples, self._leads = max_samples, leads
         self._open: _Open | None = None
 
     async def start(self) -> None:
         await self._streams.serve(CALL, self._answer_call)
         await self._streams.serve(JOIN, self._answer_join)
+
+    def moved(self) -> None:
+        """This peer's state has changed: whoever waits to average onto another one is told at once."""
+        if self._open is not None and self._open.parent != self._standing(self._peer_id).digest:
+            self._dismiss(self._open, {"error": "the group is closed"})
+            self._open = None
 
     async def form(self, ticket: Ticket, expected: dict[str, bool]) -> Group:
         """A group for `ticket`, with as many of `expected` (peer -> whether it can lead) as come. Raises NoGroup.
@@ -121,7 +154,8 @@ class Matchmaker:
                 return await self._follow(leader, ticket, silent)
             except PeerLost as error:
                 log.info("not led by %s: %s", leader[-6:], error)
-                silent.add(leader)
+                if not isinstance(error, Refused):
+                    silent.add(leader)
                 coming.pop(leader)
         if not ticket.reduces and coming:
             raise NoGroup("every peer that others can dial is away, and this one cannot be dialled", silent)
@@ -138,7 +172,7 @@ class Matchmaker:
             try:
                 await channel.send({"parent": parent}, seconds=ANSWER_SECONDS)
                 answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
-                return {"coming": answer["coming"] is True, "step_seconds": min(float(answer["step_seconds"]), MAX_WAIT_SECONDS)}
+                return {"coming": answer["coming"] is True, "step_seconds": _seconds(answer["step_seconds"])}
             except (PeerLost, KeyError, TypeError, ValueError) as error:
                 log.info("no answer to a call: %s", error)
                 return None
@@ -149,7 +183,8 @@ class Matchmaker:
             for _ in range(_MAX_REDIRECTS):
                 answer = await self._join(leader, ticket)
                 if "leader" not in answer:
-                    return _parse_group(answer, ticket, leader, silent)
+                    group = _parse_group(answer, ticket, leader, self._standing(self._peer_id), self._max_samples)
+                    return replace(group, silent=frozenset(silent))
                 onward = str(answer["leader"])
                 if onward == self._peer_id or rank(ticket.parent, onward) >= rank(ticket.parent, leader):
                     raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it")
@@ -170,7 +205,7 @@ class Matchmaker:
             if "wait_seconds" not in first:
                 return first
             try:
-                seconds = min(float(first["wait_seconds"]), MAX_WAIT_SECONDS)
+                seconds = _seconds(first["wait_seconds"])
             except (TypeError, ValueError):
                 raise PeerLost(f"{leader[-6:]} sent no message of ours") from None
             answer, _ = await channel.receive(seconds=seconds + ANSWER_SECONDS)
@@ -180,7 +215,8 @@ class Matchmaker:
         book = self._book(ticket.parent)
         book.leader = None
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE_SECONDS + 3 * max((answer["step_seconds"] for answer in coming.values()), default=0)
+        slowest = max((answer["step_seconds"] for answer in coming.values()), default=0)
+        deadline = loop.time() + min(PATIENCE_SECONDS + 3 * slowest, MAX_WAIT_SECONDS)
         while not set(coming) <= set(book.waiting) and loop.time() < deadline:
             book.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -194,12 +230,12 @@ class Matchmaker:
         group = Group.of([ticket, *(joined for joined, _ in book.waiting.values())], silent | late)
         for _, answer in book.waiting.values():
             if not answer.done():
-                answer.set_result({"members": [[m.peer, m.number, m.samples] for m in group.members], "reducers": list(group.reducers)})
+                answer.set_result(group.announcement())
         return group
 
     async def _answer_call(self, channel: Channel) -> None:
         request, _ = await channel.receive(seconds=ANSWER_SECONDS)
-        standing = self._standing()
+        standing = self._standing(channel.peer)
         coming = request.get("parent") == standing.digest and standing.has_samples
         if coming:
             self._called()
@@ -208,7 +244,7 @@ class Matchmaker:
     async def _answer_join(self, channel: Channel) -> None:
         request, _ = await channel.receive(seconds=ANSWER_SECONDS)
         ticket = _parse_ticket(request, channel.peer, self._max_samples)
-        standing = self._standing()
+        standing = self._standing(channel.peer)
         reason = self._refusal(ticket, standing)
         if reason:
             log.info("refused %s: %s", channel.peer[-6:], reason)
@@ -217,24 +253,45 @@ class Matchmaker:
         book = self._book(ticket.parent)
         if book.leader is not None:
             return await channel.send({"leader": book.leader}, seconds=ANSWER_SECONDS)
-        seconds = PATIENCE_SECONDS + 4 * standing.step_seconds + MAX_WAIT_SECONDS / 10
+        seconds = min(PATIENCE_SECONDS + 4 * standing.step_seconds + JOIN_SECONDS, MAX_WAIT_SECONDS)
         answer = asyncio.get_running_loop().create_future()
-        book.waiting[channel.peer] = (ticket, answer)
-        book.changed.set()
+        self._replace(book, channel.peer, (ticket, answer))
         try:
             await channel.send({"wait_seconds": seconds}, seconds=ANSWER_SECONDS)
-            await channel.send(await asyncio.wait_for(answer, seconds), seconds=ANSWER_SECONDS)
-        except asyncio.TimeoutError:
-            raise PeerLost("the leader never became ready") from None
+            await channel.send(await self._answer_unless_gone(answer, channel, seconds), seconds=ANSWER_SECONDS)
         finally:
             if book.waiting.get(channel.peer, (None, None))[1] is answer:
                 del book.waiting[channel.peer]
 
+    @staticmethod
+    def _replace(book: _Open, peer: str, entry: tuple[Ticket, asyncio.Future]) -> None:
+        if peer in book.waiting and not book.waiting[peer][1].done():
+            book.waiting[peer][1].set_result({"error": "joined once more"})
+        book.waiting[peer] = entry
+        book.changed.set()
+
+    @staticmethod
+    async def _answer_unless_gone(answer: asyncio.Future, channel: Channel, seconds: float) -> dict[str, Any]:
+        """The leader's word. A joiner says nothing while it waits: when its stream speaks or ends, it is gone, and must not be in the group."""
+        gone = asyncio.create_task(channel.receive(seconds=seconds + ANSWER_SECONDS))
+        try:
+            await asyncio.wait({answer, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+        if not answer.done():
+            raise PeerLost("went away" if not gone.cancelled() else "the leader never became ready")
+        return answer.result()
+
     def _refusal(self, ticket: Ticket, standing: Standing) -> str:
         if ticket.parent != standing.digest:
             return f"it averages onto {ticket.parent[:8]}, this peer is at {standing.digest[:8]}"
+        if not self._leads:
+            return "this peer cannot be dialled and leads nobody"
         if not standing.has_samples:
-            return "this peer has nothing to average yet"
+            return "this peer has nothing to average with it yet"
+        if ticket.member.number <= standing.included.get(ticket.member.peer, 0):
+            return f"its contribution {ticket.member.number} is in the state already"
         if ticket.reduces and rank(ticket.parent, ticket.member.peer) < rank(ticket.parent, self._peer_id):
             return "it ranks before this peer and should lead itself"
         return ""
@@ -259,28 +316,50 @@ class Matchmaker:
 
 
 def _parse_ticket(request: dict[str, Any], peer: str, max_samples: int) -> Ticket:
-    number, samples, parent = request.get("number"), request.get("samples"), request.get("parent")
-    if not isinstance(number, int) or not 0 < number < 1 << 53:
+    parent = request.get("parent")
+    if not isinstance(parent, str):
+        raise PeerLost("no parent")
+    return Ticket(parent, _member(peer, request.get("number"), request.get("samples"), max_samples), request.get("reduces") is True)
+
+
+def _member(peer: object, number: object, samples: object, max_samples: int) -> Member:
+    """Raises PeerLost when a value is out of bounds."""
+    if not isinstance(peer, str):
+        raise PeerLost("no peer id")
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 1 << 53:
         raise PeerLost(f"contribution number {str(number)[:40]}")
     if not isinstance(samples, int) or isinstance(samples, bool) or not 0 < samples <= max_samples:
         raise PeerLost(f"{str(samples)[:40]} samples, 1 to {max_samples} are allowed")
-    if not isinstance(parent, str):
-        raise PeerLost("no parent")
-    return Ticket(parent, Member(peer, number, samples), request.get("reduces") is True)
+    return Member(peer, number, samples)
 
 
-def _parse_group(answer: dict[str, Any], ticket: Ticket, leader: str, silent: set[str]) -> Group:
-    """The group a leader announced, checked as far as one member can. Raises PeerLost."""
+def _seconds(value: object) -> float:
+    """Somebody's claim about time, within what we would ever wait. Raises ValueError or TypeError."""
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError("no number of seconds")
+    return min(max(seconds, 0.0), MAX_WAIT_SECONDS)
+
+
+def _parse_group(answer: dict[str, Any], ticket: Ticket, leader: str, standing: Standing, max_samples: int) -> Group:
+    """The group a leader announced, checked as far as one member can: every other member checks its own place. Raises PeerLost."""
     try:
-        members = tuple(Member(str(peer), int(number), int(samples)) for peer, number, samples in answer["members"])
-        reducers = tuple(str(peer) for peer in answer["reducers"])
-    except (KeyError, TypeError, ValueError):
-        raise PeerLost(f"{leader[-6:]} announced no group") from None
+        members = tuple(_member(*values, max_samples) for values in answer["members"])
+        reducers, attempt = tuple(answer["reducers"]), answer["attempt"]
+        valid = all(isinstance(peer, str) for peer in reducers) and isinstance(attempt, str)
+    except (KeyError, TypeError):
+        valid = False
+    except PeerLost as error:
+        raise PeerLost(f"{leader[-6:]} announced a member with {error}") from None
+    if not valid:
+        raise PeerLost(f"{leader[-6:]} announced no group")
     peers = [member.peer for member in members]
     if ticket.member not in members or leader not in reducers:
         raise PeerLost(f"{leader[-6:]} announced a group without us or itself")
-    if peers != sorted(set(peers)) or not set(reducers) <= set(peers) or list(reducers) != sorted(reducers):
+    if peers != sorted(set(peers)) or not set(reducers) <= set(peers) or list(reducers) != sorted(set(reducers)):
         raise PeerLost(f"{leader[-6:]} announced a group out of order")
-    if any(member.samples <= 0 for member in members) or (ticket.member.peer in reducers) != ticket.reduces:
-        raise PeerLost(f"{leader[-6:]} announced a group with wrong weights or roles")
-    return Group(ticket.parent, members, reducers, frozenset(silent))
+    if (ticket.member.peer in reducers) != ticket.reduces:
+        raise PeerLost(f"{leader[-6:]} announced a group with wrong roles")
+    if any(member.number <= standing.included.get(member.peer, 0) for member in members):
+        raise PeerLost(f"{leader[-6:]} announced a contribution that is in the state already")
+    return Group(ticket.parent, members, reducers, attempt)

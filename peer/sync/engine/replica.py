@@ -11,35 +11,48 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from peer.contracts import Member, Settlement
 from peer.sync.engine.averaging import Averager, RoundFailed
 from peer.sync.engine.codec import CODECS
 from peer.sync.engine.disk import StateStore
-from peer.sync.engine.donors import Donor, ask_head, fetch
+from peer.sync.engine.donors import Donor, ask_head
 from peer.sync.engine.groups import Group, Matchmaker, NoGroup, Standing, Ticket
-from peer.sync.engine.local_work import REBASED_ANCESTORS
+from peer.sync.engine.local_work import REBASED_ANCESTORS, follows
+from peer.sync.engine.neighbours import LEFT, Neighbours
 from peer.sync.engine.outer import Strategy
-from peer.sync.engine.state import BadState, Head, State, better, next_state
+from peer.sync.engine.settling import Settling
+from peer.sync.engine.state import Head, State, better, next_state
 from peer.sync.engine.streams import PeerLost, Streams
+from peer.sync.engine.takeover import Takeover
 from swarm.dht import SwarmNode
 from swarm.errors import UserError
-from swarm.records import RECORD_LIFE_SECONDS, RENEW_SECONDS, PeerRecord, RunRecord
+from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
 _BACKOFF_SECONDS = (1, 2, 4, 8, 16, 30)
-_ATTEMPTS_BEFORE_GOING_ON = 3
 _LINGER_SECONDS = 15.0
+_LONGEST_LINGER_SECONDS = 300.0
 _RUN_RECORD_SECONDS = 60.0
+_MEET_SECONDS = 15.0
+_ASK_SECONDS = 5.0
+_JOIN_PATIENCE_SECONDS = 60.0
+"""A newcomer waits so long for a better state that somebody signs, before it starts from its own."""
+_HOLDER_PATIENCE_SECONDS = 120.0
+"""A peer that has a state of its own waits so long for the holder of a later one that nobody live has."""
+SETTLE_SECONDS = 120.0
+"""A state that was on disk and on our lineage for so long is settled even when a live peer signs another one: it may never follow."""
 _LAST_ROUND_STRETCH = 1.25
 """The run's last round may be so much larger than the target, so that no tiny one is left over."""
 
@@ -63,8 +76,8 @@ class Offer:
     member: Member
     encoded: Tensor
     parent: str
+    """The state that the trainer stood on when it offered this."""
     failures: int = 0
-    silent: dict[str, int] = field(default_factory=dict)
     next_attempt: float = 0.0
 
 
@@ -97,23 +110,25 @@ class Replica:
     ):
         self.run, self.state, self.size, self.strategy, self.node = run, state, size, strategy, node
         self.store, self.trainer, self.server_url, self.clock = store, trainer, server_url, clock
-        self.progress, self.offer, self.records = Progress(), None, {}
+        self.progress, self.offer = Progress(), None
         self.leaving = False
         self._rounds_path, self._last_known, self._last_holders = rounds_path, last_known, last_holders
         self._codec = CODECS[run.wire]
-        streams = Streams(node)
-        self._streams = streams
+        self.neighbours = Neighbours(node, run, state.header.schema, clock)
+        self._streams = streams = Streams(node)
         self._donor = Donor(streams, lambda: self.state, clock)
-        self._matchmaker = Matchmaker(node.peer_id, streams, self._standing, self._on_called, 2 * run.target_batch_size)
+        self._takeover = Takeover(streams, self._refusal, clock)
+        self._matchmaker = Matchmaker(
+            node.peer_id, streams, self._standing, self._on_called, 2 * run.target_batch_size, leads=not node.client_mode
+        )
         self._averager = Averager(node.peer_id, streams, self._codec, size)
         self._phase, self._group_size, self._called, self._asked = "join", 0, False, False
         self._wake, self._publish_now = asyncio.Event(), asyncio.Event()
-        # A state read from disk may never have been reported; reporting twice does no harm.
-        self._unsettled = _settlements(state)
-        self._saved: State | None = state if state.header.round else None
+        self._settling = Settling(state)
         self._to_save: State | None = None
-        self._started = self._records_read = clock()
-        self._bad_heads: dict[str, float] = {}
+        self._saved: deque[tuple[str, float]] = deque([(state.digest, clock())] if state.header.round else [], maxlen=16)
+        self._told = self._landed = ""
+        self._started = clock()
         self._closed = False
         self._rng = random.Random(node.peer_id)
 
@@ -124,12 +139,13 @@ class Replica:
         await self._matchmaker.start()
         await self._averager.start()
         await self._donor.start()
-        await self._publish()
-        await self._read_records()
+        with contextlib.suppress(Exception):  # a node that answers nothing is the watchdog's matter
+            await asyncio.wait_for(self._publish(), RENEW_SECONDS)
+        await self.neighbours.read()
 
     async def live(self) -> None:
         """Take part until closed. Raises UserError when this peer cannot go on."""
-        background = [asyncio.create_task(task()) for task in (self._publish_forever, self._read_forever, self._save_forever)]
+        background = [asyncio.create_task(task()) for task in self._background()]
         try:
             while not self._closed:
                 for task in background:
@@ -143,6 +159,7 @@ class Replica:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+            await self._takeover.close()
 
     def close(self) -> None:
         self._closed = True
@@ -152,117 +169,104 @@ class Replica:
         self._wake.set()
 
     async def _tick(self) -> None:
-        await self._look()
+        self._look()
         if self._phase == "join" and not self._may_start():
             return
+        self._tell_trainer()
         self._settle()
+        self._donor.forget_old()
         if self._complete():
-            return None if self._unsettled else await self._finish()
+            return None if self._settling.waiting else await self._finish()
         if self.offer is None:
-            self._set_phase("train")
+            self._set_phase("fetch" if self._held_back() else "train")
             if not self._asked and (self._called or self._round_is_full() or (self.leaving and self.progress.waiting)):
                 self._asked = True
                 self.trainer.freeze()
-        elif (self._others() or self._alone()) and (self._called or self.clock() >= self.offer.next_attempt):
-            await self._attempt()
+        elif self._ready_to_attempt():
+            await self._attempt(self.offer)
+
+    def _ready_to_attempt(self) -> bool:
+        company = self.neighbours.others() or self.neighbours.alone()
+        return bool(company) and not self._held_back() and (self._called or self.clock() >= self.offer.next_attempt)
+
+    def _held_back(self) -> bool:
+        """Whether to wait for the better state that is on its way: unless more live peers are with us than with it."""
+        with_us = 1 + sum(record.digest == self.state.digest for record in self.neighbours.others())
+        return self._takeover.signers >= with_us
 
     # ---------------------------------------------------------------- joining and looking
 
     def _may_start(self) -> bool:
         """Nobody starts again from the base model where a later state is known to exist."""
-        known = self._last_known
-        if known is not None and better(known, Head.of(self.state)) and known.samples > 0:
-            holders = ", ".join(peer[-6:] for peer in self._last_holders) or "unknown peers"
-            self.trainer.news(
-                f"the run is at {known.samples} samples (state {known.digest[:8]}), this peer at {self.state.header.samples}; "
-                f"waiting for one who has that state: {holders}"
-            )
+        ours, waited = Head.of(self.state), self.clock() - self._started
+        others = self.neighbours.others()
+        if self._takeover.signers or (waited < _JOIN_PATIENCE_SECONDS and any(better(_head(record), ours) for record in others)):
             return False
+        known = self._last_known
+        running = any(record.phase != "join" and record.round for record in others)
+        if known is not None and known.samples > 0 and better(known, ours) and not running:
+            if not self.state.header.round or waited < _HOLDER_PATIENCE_SECONDS:
+                holders = ", ".join(peer[-6:] for peer in self._last_holders) or "unknown peers"
+                self.trainer.news(
+                    f"the run is at {known.samples} samples (state {known.digest[:8]}), this peer at {ours.samples}; "
+                    f"waiting for one who has that state: {holders}"
+                )
+                return False
+            self.trainer.news(f"nobody has brought the state {known.digest[:8]} at {known.samples} samples; going on from {ours.samples}")
         self._set_phase("train")
-        self.trainer.landed(self.state)
         return True
 
-    async def _look(self) -> None:
-        """Take over a better head that a live peer signs."""
-        ours = Head.of(self.state)
-        heads = {record.digest: Head(record.digest, record.samples, record.parents) for record in self._others()}
-        right = ours
-        for head in heads.values():
-            if better(head, right) and self._bad_heads.get(head.digest, 0) < self.clock():
-                right = head
-        if right is not ours:
-            await self._take_over(right.digest, [r.peer_id for r in self._others() if r.digest == right.digest])
+    def _look(self) -> None:
+        """Take over what has arrived; fetch a better head that a live peer signs."""
+        state = self._takeover.result()
+        if state is not None and better(Head.of(state), Head.of(self.state)):
+            self._adopt(state, "fetched")
+        self._takeover.consider([(_head(record), record.peer_id) for record in self.neighbours.others()], self.state)
 
-    async def _take_over(self, digest: str, holders: list[str]) -> None:
-        before = self._phase
-        if before != "join":
-            self._set_phase("fetch")
-        began = self.clock()
-        try:
-            state = await fetch(self._streams, holders, digest, self.state)
-        except (PeerLost, BadState) as error:
-            # The next seconds belong to other heads; a liar must not keep us busy.
-            self._bad_heads[digest] = self.clock() + 5
-            log.warning("could not take over state=%s: %s", digest[:8], error)
-            self._set_phase(before)
-            return
-        log.info(
-            "took over round=%d state=%s samples=%d seconds=%.1f",
-            state.header.round,
-            digest[:8],
-            state.header.samples,
-            self.clock() - began,
-        )
-        self._adopt(state, "fetched", announce=before != "join")
-        self._set_phase(before)
-
-    def _others(self) -> list[PeerRecord]:
-        """Live peers of this run other than us, with the same tensors."""
-        return [record for peer, record in self.records.items() if peer != self.node.peer_id and self._ours(record)]
-
-    def _ours(self, record: PeerRecord) -> bool:
-        if record.config != self.run.digest:
-            return False
-        if record.schema != self.state.header.schema:
-            log.debug("%s trains other tensors", record.peer_id[-6:])
-            return False
-        return record.waiting_samples <= 2 * self.run.target_batch_size
-
-    def schema_conflict(self) -> bool:
-        """Whether every other live peer trains other tensors than we: a version or method that differs here."""
-        records = [record for peer, record in self.records.items() if peer != self.node.peer_id and record.config == self.run.digest]
-        return bool(records) and all(record.schema != self.state.header.schema for record in records)
+    def _refusal(self, state: State) -> str:
+        total, header = self.run.total_samples, state.header
+        before = header.samples - sum(member.samples for member in header.members)
+        return f"it made a round after the run's end of {total} samples" if total and before >= total else ""
 
     # ---------------------------------------------------------------- a round
 
     def progressed(self, progress: Progress, landed: str) -> None:
         """The trainer says how far it is; before it has landed on our state, what it says is waiting may be in that state already."""
+        self._landed = landed
         if landed != self.state.digest:
             progress.waiting = self.progress.waiting
         self.progress = progress
+        self._wake.set()
 
     def offered(self, offer: Offer) -> None:
-        """The trainer froze a contribution."""
+        """The trainer froze a contribution, or says after landing that it still has it."""
         self._asked = False
-        if self._kept(offer.parent):
+        if not self._counts(offer):
+            return  # the trainer hears of our state soon, and finds the same
+        if self.offer is not None and self.offer.member == offer.member:
+            self.offer.parent = offer.parent
+        else:
             self.offer = offer
         self._wake.set()
 
     def nothing_to_freeze(self) -> None:
         self._asked = self._called = False
 
-    def _kept(self, parent: str) -> bool:
-        recent = self.state.header.parents[: REBASED_ANCESTORS if self.strategy.rebases else 0]
-        return parent == self.state.digest or parent in recent
+    def _counts(self, offer: Offer) -> bool:
+        """Whether it is not in our state, and was made on that or on one shortly before."""
+        header = self.state.header
+        included = header.included.get(self.node.peer_id, 0) >= offer.member.number
+        return not included and follows(self.state.digest, header, offer.parent, self.strategy)
 
     def _round_is_full(self) -> bool:
         if self.progress.waiting == 0:
             return False
         total = self.progress.waiting
-        for record in self._others():
+        for record in self.neighbours.counted_upon():
             if record.digest == self.state.digest:
                 age = min(max(time.time() - record.time, 0), RENEW_SECONDS)
-                total += record.waiting_samples + int(record.samples_per_second * age)
+                promised = record.waiting_samples + int(record.samples_per_second * age)
+                total += min(promised, 2 * self.run.target_batch_size)
         return total >= self._threshold()
 
     def _threshold(self) -> int:
@@ -270,57 +274,52 @@ class Replica:
         left = total - self.state.header.samples
         return left if total and left <= _LAST_ROUND_STRETCH * target else target
 
-    def _standing(self) -> Standing:
-        offers = self._phase != "join" and self.progress.waiting > 0 and not self._complete()
-        return Standing(self.state.digest, offers, self.progress.step_seconds)
+    def _standing(self, caller: str) -> Standing:
+        """What to tell `caller`; only a peer whose signed record we know may make us average."""
+        known = caller == self.node.peer_id or any(record.peer_id == caller for record in self.neighbours.others())
+        offers = self._phase not in ("join", "fetch") and self.progress.waiting > 0 and not self._complete()
+        return Standing(self.state.digest, known and offers, self.progress.step_seconds, self.state.header.included)
 
     def _on_called(self) -> None:
         self._called = True
         self._wake.set()
 
-    async def _attempt(self) -> None:
-        offer, self._called = self.offer, False
+    async def _attempt(self, offer: Offer) -> None:
+        self._called = False
         try:
-            if self._alone():
+            if self.neighbours.alone():
                 group, mean = Group(self.state.digest, (offer.member,), ()), offer.encoded
             else:
                 self._set_phase("group")
-                group = await self._matchmaker.form(
-                    Ticket(self.state.digest, offer.member, not self.node.client_mode), self._expected(offer)
-                )
-                self._check_quorum(group, offer)
+                ticket = Ticket(self.state.digest, offer.member, not self.node.client_mode)
+                group = await self._matchmaker.form(ticket, self._expected())
+                self._check_quorum(group)
                 self._set_phase("average")
                 mean = offer.encoded if len(group.members) == 1 else await self._averager.average(group, offer.encoded)
+            self.neighbours.missed(group.silent)
+            self.neighbours.came([member.peer for member in group.members])
             await self._commit(group, mean)
         except (NoGroup, RoundFailed) as error:
             await self._after_failure(offer, error)
 
-    def _expected(self, offer: Offer) -> dict[str, bool]:
+    def _expected(self) -> dict[str, bool]:
         """Peers that may come, and whether each can lead: those at our state, or a step behind in the records, which are a second old."""
         recent = {self.state.digest, *self.state.header.parents[:REBASED_ANCESTORS]}
-        return {
-            record.peer_id: not record.client_mode
-            for record in self._others()
-            if record.digest in recent and offer.silent.get(record.peer_id, 0) < _ATTEMPTS_BEFORE_GOING_ON
-        }
+        return {record.peer_id: not record.client_mode for record in self.neighbours.counted_upon() if record.digest in recent}
 
-    def _check_quorum(self, group: Group, offer: Offer) -> None:
-        """A group must hold more than half of the samples that wait on this state, or two of them could both commit. Raises NoGroup."""
+    def _check_quorum(self, group: Group) -> None:
+        """A group must hold more than half of the samples that wait on this state, or two of them could both commit. Raises NoGroup.
+
+        Those who stay away from several attempts are not counted any more, whatever their records promise.
+        """
         members = {member.peer for member in group.members}
-        outside = sum(
-            record.waiting_samples
-            for record in self._others()
-            if record.digest == group.parent
-            and record.peer_id not in members
-            and offer.silent.get(record.peer_id, 0) < _ATTEMPTS_BEFORE_GOING_ON - 1
-        )
-        if group.samples <= outside:
-            raise NoGroup(f"the group holds {group.samples} samples, {outside} wait elsewhere", group.silent)
-
-    def _alone(self) -> bool:
-        """No other live record during a whole record life, and our own can be read back."""
-        up = self.clock() - self._started
-        return not self._others() and up >= RECORD_LIFE_SECONDS and self.node.peer_id in self.records
+        outside = {
+            record.peer_id: record.waiting_samples
+            for record in self.neighbours.counted_upon()
+            if record.digest == group.parent and record.peer_id not in members and record.waiting_samples
+        }
+        if group.samples <= sum(outside.values()):
+            raise NoGroup(f"the group holds {group.samples} samples, {sum(outside.values())} wait elsewhere", group.silent | set(outside))
 
     async def _commit(self, group: Group, encoded: Tensor) -> None:
         began = self.clock()
@@ -328,9 +327,15 @@ class Replica:
 
         def outer_step() -> State:
             mean = self._codec.decode(encoded)
-            return next_state(parent, self.strategy.outer_step(parent.vectors(self.size), mean), group.members)
+            vectors = self.strategy.outer_step(parent.vectors(self.size), mean)
+            if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
+                raise ValueError("non-finite values after the outer step")
+            return next_state(parent, vectors, group.members)
 
-        state = await asyncio.get_running_loop().run_in_executor(None, outer_step)
+        try:
+            state = await asyncio.get_running_loop().run_in_executor(None, outer_step)
+        except ValueError as error:
+            raise RoundFailed(str(error)) from None
         how = "averaged" if len(group.members) > 1 else "solo"
         self._group_size = len(group.members)
         log.info(
@@ -340,23 +345,30 @@ class Replica:
         self._adopt(state, how)
         self._set_phase("train")
 
-    def _adopt(self, state: State, how: str, *, announce: bool = True) -> None:
-        """The new state is ours: swap, publish, tell the trainer, keep what is still to be settled."""
+    def _adopt(self, state: State, how: str) -> None:
+        """The new state is ours: swap, publish, keep what is still to be settled; the trainer hears of it when it has time."""
         previous, self.state = self.state, state
         self._donor.retire(previous)
+        self._matchmaker.moved()
+        self._settling.moved(previous, state)
         self._to_save = state
-        self._unsettled += [s for s in _settlements(state) if s.round > previous.header.round]
         if self.offer is not None:
-            included = state.header.included.get(self.node.peer_id, 0) >= self.offer.member.number
-            if included:
+            if state.header.included.get(self.node.peer_id, 0) >= self.offer.member.number:
                 self.progress.waiting = max(self.progress.waiting - self.offer.member.samples, 0)
-            if included or not self._kept(self.offer.parent):
+            if self._counts(self.offer):
+                self.offer.failures, self.offer.next_attempt = 0, 0.0
+            else:
                 self.offer = None
         self._asked = self._called = False
         self._write_round(how)
-        if announce:
-            self.trainer.landed(state)
+        self._tell_trainer()
         self._publish_now.set()
+
+    def _tell_trainer(self) -> None:
+        """One state at a time: a trainer that is busy or stopped is told of the last one only, and no memory waits in its queue."""
+        if self._phase != "join" and self._told != self.state.digest and (not self._told or self._landed == self._told):
+            self._told = self.state.digest
+            self.trainer.landed(self.state)
 
     def _write_round(self, how: str) -> None:
         header = self.state.header
@@ -367,7 +379,7 @@ class Replica:
             "parent": header.parents[0] if header.parents else "",
             "members": [[m.peer, m.number, m.samples] for m in header.members],
             "how": how,
-            "live_peers": len(self._others()) + 1,
+            "live_peers": len(self.neighbours.others()) + 1,
             "peer": self.node.peer_id,
             "time": time.time(),
         }
@@ -382,45 +394,38 @@ class Replica:
         self._set_phase("look")
         self._called = False
         log.info("round=%d not averaged: %s", self.state.header.round + 1, error)
-        for peer in getattr(error, "silent", ()):
-            offer.silent[peer] = offer.silent.get(peer, 0) + 1
+        self.neighbours.missed(getattr(error, "silent", ()))
         await self._ask_heads()
-        await self._read_records()
-        await self._look()
-        if self.offer is offer:
-            pause = _BACKOFF_SECONDS[min(offer.failures, len(_BACKOFF_SECONDS) - 1)]
-            offer.failures += 1
-            offer.next_attempt = self.clock() + pause * self._rng.uniform(0.75, 1.25)
-            self.trainer.train()
+        await self.neighbours.read()
+        pause = _BACKOFF_SECONDS[min(offer.failures, len(_BACKOFF_SECONDS) - 1)]
+        offer.failures += 1
+        offer.next_attempt = self.clock() + pause * self._rng.uniform(0.75, 1.25)
         self._set_phase("train")
+        self.trainer.train()
 
     async def _ask_heads(self) -> None:
         """Ask the others directly: their records may be seconds old, and a member may have committed what we missed."""
-        others = self._others()
-        heads = await asyncio.gather(*(ask_head(self._streams, record.peer_id) for record in others))
-        found = [(head, record.peer_id) for head, record in zip(heads, others, strict=True) if head is not None]
-        better_ones = [(head, peer) for head, peer in found if better(head, Head.of(self.state))]
-        if better_ones:
-            digest = better_ones[0][0].digest
-            await self._take_over(digest, [peer for head, peer in better_ones if head.digest == digest])
+        asked = {asyncio.create_task(ask_head(self._streams, r.peer_id)): r.peer_id for r in self.neighbours.counted_upon()}
+        if not asked:
+            return
+        done, late = await asyncio.wait(asked, timeout=_ASK_SECONDS)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        self._takeover.consider([(task.result(), asked[task]) for task in done if task.result() is not None], self.state)
 
     # ---------------------------------------------------------------- settling and the end
 
     def _settle(self) -> None:
         """A state is settled when a second live peer signs it or a descendant of it or, alone, when it is on disk."""
-        if not self._unsettled:
+        if not self._settling.waiting:
             return
-        signed = set()
-        for record in self._others():
-            signed |= {record.digest, *record.parents}
-        if self._saved is not None and not self._others():
-            signed |= {self._saved.digest, *self._saved.header.parents}
-        lineage = {self.state.digest, *self.state.header.parents}
-        newest = max((index for index, s in enumerate(self._unsettled) if s.digest in signed and s.digest in lineage), default=None)
-        if newest is None:
-            return
-        settled, self._unsettled = self._unsettled[: newest + 1], self._unsettled[newest + 1 :]
-        self.trainer.settled([s for s in settled if s.digest in lineage])
+        others, now = self.neighbours.others(), self.clock()
+        safe = {digest for record in others for digest in (record.digest, *record.parents)}
+        safe |= {digest for digest, since in self._saved if not others or now - since >= SETTLE_SECONDS}
+        settled = self._settling.take(safe)
+        if settled:
+            self.trainer.settled(settled)
 
     def _complete(self) -> bool:
         """Whether the run's samples are all in the state; it ends when that state is settled."""
@@ -429,16 +434,23 @@ class Replica:
     async def _finish(self) -> None:
         """Tell the trainer, after those who are still behind had a chance to fetch the last state."""
         self._set_phase("done")
-        until = self.clock() + _LINGER_SECONDS
-        while (
-            self.clock() < until and not self._closed and (self._donor.busy or any(r.digest != self.state.digest for r in self._others()))
-        ):
+        began = self.clock()
+        while not self._closed and (self._told != self.state.digest or self._needed_by_others(self.clock() - began)):
+            self._tell_trainer()
             await asyncio.sleep(TICK_SECONDS)
         self.trainer.done()
         while not self._closed:
             await asyncio.sleep(TICK_SECONDS)
 
+    def _needed_by_others(self, lingered: float) -> bool:
+        if self._donor.busy:
+            return lingered < _LONGEST_LINGER_SECONDS
+        return lingered < _LINGER_SECONDS and any(record.digest != self.state.digest for record in self.neighbours.others())
+
     # ---------------------------------------------------------------- background
+
+    def _background(self) -> list[Callable[[], Awaitable[None]]]:
+        return [self._publish_forever, self._read_forever, self._save_forever, self._watch_forever, self._meet_forever]
 
     def _set_phase(self, phase: str) -> None:
         self._phase = phase
@@ -469,7 +481,7 @@ class Replica:
 
     def _period(self) -> float:
         """Seconds between two looks at each other: a twentieth of a round, so that a round is not overrun by more than that."""
-        rate = self.progress.samples_per_second + sum(record.samples_per_second for record in self._others())
+        rate = self.progress.samples_per_second + sum(record.samples_per_second for record in self.neighbours.counted_upon())
         return min(max(self.run.target_batch_size / rate / 20, 0.5), RENEW_SECONDS) if rate > 0 else 1.0
 
     async def _publish_forever(self) -> None:
@@ -489,20 +501,27 @@ class Replica:
         head = {"digest": self.state.digest, "round": header.round, "samples": header.samples, "peers": [self.node.peer_id]}
         return RunRecord(run_id=self.run.run_id, run=vars(self.run), server_url=self.server_url, head=head if header.round else None)
 
-    async def _read_records(self) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            self.records = await asyncio.wait_for(self.node.records(self.run.run_id), RENEW_SECONDS)
-            if self.node.peer_id in self.records:
-                self._records_read = self.clock()
-        self._wake.set()
-
     async def _read_forever(self) -> None:
         while True:
             await asyncio.sleep(min(self._period(), 1.0))
-            with contextlib.suppress(Exception):
-                await self._read_records()
-            if self.clock() - self._records_read > RECORD_LIFE_SECONDS and not await self.node.alive():
+            await self.neighbours.read()
+            self._wake.set()
+
+    async def _watch_forever(self) -> None:
+        """hivemind notices nothing of p2pd's death: ask it, and end when it is gone, so that a new sidecar is started."""
+        failures = 0
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            failures = 0 if await self.node.alive() else failures + 1
+            if failures >= 2:
                 raise PeerLost("p2pd does not answer any more")
+
+    async def _meet_forever(self) -> None:
+        """Dial those we lost: hivemind forgets peers for good after a partition, and two halves would never meet again."""
+        while True:
+            await asyncio.sleep(_MEET_SECONDS)
+            for maddrs in self.neighbours.lost():
+                await self.node.meet(maddrs)
 
     async def _save_forever(self) -> None:
         while True:
@@ -510,7 +529,7 @@ class Replica:
             if state is not None:
                 try:
                     await asyncio.get_running_loop().run_in_executor(None, self.store.save, state)
-                    self._saved = state
+                    self._saved.append((state.digest, self.clock()))
                     self._wake.set()
                 except UserError as error:
                     self.trainer.failed(error)
@@ -518,11 +537,16 @@ class Replica:
 
     async def save_last(self) -> None:
         """Before leaving: the newest state on disk."""
-        if self._saved is not self.state and self.state.header.round:
+        if self.state.header.round and self.state.digest not in [digest for digest, _ in self._saved]:
             await asyncio.get_running_loop().run_in_executor(None, self.store.save, self.state)
 
+    async def say_goodbye(self) -> None:
+        """Before leaving: nobody need wait until our record is too old."""
+        self._set_phase(LEFT)
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.node.publish(self.run.run_id, self.record()), 2)
 
-def _settlements(state: State) -> list[Settlement]:
-    """What a state says of itself and its ancestors, oldest first."""
-    own = [state.header.settlement(state.digest)] if state.header.round else []
-    return [*reversed(state.header.ancestors), *own]
+
+
+def _head(record: PeerRecord) -> Head:
+    return Head(record.digest, record.samples)

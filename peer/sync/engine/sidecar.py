@@ -6,9 +6,13 @@ all the same. It dies with its parent, and p2pd with it. Started by `SwarmSync`:
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
 import signal
 import sys
+from collections import deque
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from peer.sync.engine.port import Port, PortClosed, inherited
 from peer.sync.engine.replica import Offer, Progress, Replica
 from peer.sync.engine.state import Head, Header, State, better
 from peer.sync.engine.vectors import SharedBuffer
-from swarm.dht import SwarmNode, die_with_parent
+from swarm.dht import SwarmNode, die_with_parent, parse_maddrs
 from swarm.errors import ExitCode, UserError
 from swarm.logs import setup_logging
 from swarm.run_config import RunConfig
@@ -29,36 +33,51 @@ from swarm.run_config import RunConfig
 log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
+JOIN_SECONDS = 60.0
+REJOIN_SECONDS = 20.0
+HOUSEKEEPING_SECONDS = 1.0
 
 
 class TrainerPort:
-    """The replica's view of the trainer."""
+    """The replica's view of the trainer. Nothing here blocks: what a busy trainer has no room for is sent later, in order."""
 
     def __init__(self, port: Port):
         self._port, self._last_news = port, ""
+        self._queue: deque[tuple[str, tuple[SharedBuffer, ...], dict[str, Any]]] = deque()
+
+    def send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
+        self._queue.append((kind, buffers, values))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for. Raises PortClosed."""
+        while self._queue and self._port.has_room():
+            kind, buffers, values = self._queue.popleft()
+            self._port.send(kind, *buffers, **values)
 
     def freeze(self) -> None:
-        self._port.send("freeze")
+        self.send("freeze")
 
     def train(self) -> None:
-        self._port.send("train")
+        self.send("train")
 
     def landed(self, state: State) -> None:
-        self._port.send("landed", state.buffer, digest=state.digest, header=state.header.to_json())
+        self.send("landed", state.buffer, digest=state.digest, header=state.header.to_json())
 
     def settled(self, settlements: list[Settlement]) -> None:
-        self._port.send("settled", settlements=[_settlement_values(s) for s in settlements])
+        for settlement in settlements:
+            self.send("settled", settlement=_settlement_values(settlement))
 
     def news(self, text: str) -> None:
         if text != self._last_news:
             self._last_news = text
-            self._port.send("news", text=text)
+            self.send("news", text=text)
 
     def done(self) -> None:
-        self._port.send("done")
+        self.send("done")
 
     def failed(self, error: UserError) -> None:
-        self._port.send("failed", message=error.message, fix=error.fix, code=int(error.code))
+        self.send("failed", message=error.message, fix=error.fix, code=int(error.code))
 
 
 def main(descriptor: int) -> int:
@@ -72,43 +91,85 @@ def main(descriptor: int) -> int:
         _, values, buffers = message
         setup_logging(debug=values["debug"], name=values["name"])
         asyncio.run(_serve(port, values, buffers[0]))
-    except PortClosed:
+    except (PortClosed, asyncio.CancelledError):
         return ExitCode.OK
     except UserError as error:
         with contextlib.suppress(PortClosed):
             TrainerPort(port).failed(error)
         return error.code
+    except Exception as error:  # the trainer starts another one
+        log.error("the swarm process ends: %s", error or repr(error), exc_info=log.isEnabledFor(logging.DEBUG))
+        return ExitCode.NETWORK
     return ExitCode.OK
 
 
 async def _serve(port: Port, values: dict[str, Any], buffer: SharedBuffer) -> None:
-    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    stop = asyncio.Event()
     # hivemind leaves tasks behind when p2pd or a stream goes away; what matters of that, the watchdog and PeerLost tell.
     loop.set_exception_handler(lambda _, context: log.debug("%s: %r", context["message"], context.get("exception")))
-    node = await SwarmNode.join(
-        initial_peers=values["peers"],
-        host_maddrs=values["host_maddrs"],
-        announce_maddrs=values["announce_maddrs"],
-        identity_path=Path(values["identity_path"]),
-        client_mode=values["client_mode"],
-    )
+    with _ends_this_task_with_its_trainer(port):
+        node = await _join(values)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
     try:
-        replica = _replica(port, values, buffer, node)
-        port.send("ready", peer_id=node.peer_id, maddrs=await node.maddrs())
+        trainer = TrainerPort(port)
+        replica = _replica(trainer, values, buffer, node)
+        trainer.send("ready", peer_id=node.peer_id, maddrs=await node.maddrs())
         await replica.start()
-        if replica.schema_conflict():
+        if replica.neighbours.of_other_tensors():
             raise UserError(
                 "The peers of this run train other tensors than this peer (names, shapes or dtypes differ).",
                 fix="Use the same versions of diffusers and transformers, and the run's model and method.",
             )
-        await _until_stopped(replica, port, stop)
+        await _until_stopped(replica, trainer, port, stop, Path(values["folder"]))
     finally:
         await node.close()
 
 
-def _replica(port: Port, values: dict[str, Any], buffer: SharedBuffer, node: SwarmNode) -> Replica:
+@contextlib.contextmanager
+def _ends_this_task_with_its_trainer(port: Port) -> Iterator[None]:
+    """Joining may take a minute, in which nobody reads the port; a trainer that dies must take us along all the same."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def _join(values: dict[str, Any]) -> SwarmNode:
+    """Join by the addresses given, and by those of the peers met before: whoever founded the run has no others."""
+    remembered = [maddr for maddrs in _remembered(Path(values["folder"])) for maddr in maddrs]
+    options = {name: values[name] for name in ("host_maddrs", "announce_maddrs", "client_mode")}
+    options["identity_path"] = Path(values["identity_path"])
+    try:
+        return await SwarmNode.join(
+            initial_peers=[*values["peers"], *remembered], deadline_seconds=JOIN_SECONDS if values["peers"] else REJOIN_SECONDS, **options
+        )
+    except UserError as error:
+        if values["peers"] or not remembered or error.code != ExitCode.NETWORK:
+            raise
+        log.info("none of the peers met before answers; waiting for others to come")
+        return await SwarmNode.join(initial_peers=[], **options)
+
+
+def _remembered(folder: Path) -> list[list[str]]:
+    """Addresses of peers met before, one list per peer."""
+    try:
+        return [parse_maddrs(maddrs, need_peer_id=True) for maddrs in json.loads((folder / "peers_met.json").read_text())]
+    except (OSError, ValueError, TypeError, UserError):
+        return []
+
+
+def _remember(folder: Path, addresses: Collection[tuple[str, ...]]) -> None:
+    if addresses:
+        temporary = folder / "peers_met.tmp"
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(list(addresses)))
+            os.replace(temporary, folder / "peers_met.json")
+
+
+def _replica(trainer: TrainerPort, values: dict[str, Any], buffer: SharedBuffer, node: SwarmNode) -> Replica:
     run = RunConfig.from_mapping(values["run"], where="the trainer")
     state = State(Header.from_json(values["header"]), buffer)
     folder = Path(values["folder"])
@@ -126,40 +187,48 @@ def _replica(port: Port, values: dict[str, Any], buffer: SharedBuffer, node: Swa
         node=node,
         store=store,
         rounds_path=folder / "rounds.jsonl",
-        trainer=TrainerPort(port),
+        trainer=trainer,
         server_url=values["server_url"],
         last_known=Head(known["digest"], known["samples"]) if known else None,
         last_holders=tuple(values["last_holders"]),
     )
 
 
-async def _until_stopped(replica: Replica, port: Port, stop: asyncio.Event) -> None:
+async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, stop: asyncio.Event, folder: Path) -> None:
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
 
     def on_message() -> None:
         try:
+            trainer.flush()
             while (message := port.receive(0)) is not None:
                 _handle(replica, stop, *message)
         except PortClosed:
             loop.remove_reader(port.socket)
             stop.set()
 
+    async def housekeeping() -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            trainer.flush()
+            _remember(folder, replica.neighbours.addresses.values())
+
     loop.add_reader(port.socket, on_message)
-    living = asyncio.create_task(replica.live())
-    stopping = asyncio.create_task(stop.wait())
+    living, _, keeping = tasks = [asyncio.create_task(job) for job in (replica.live(), stop.wait(), housekeeping())]
     try:
-        await asyncio.wait({living, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if living.done():
-            living.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in (living, keeping):
+            if task.done():
+                task.result()
         replica.close()
+        await replica.say_goodbye()
         await asyncio.wait({living}, timeout=5)
         await replica.save_last()
     finally:
         loop.remove_reader(port.socket)
-        for task in (living, stopping):
+        _remember(folder, replica.neighbours.addresses.values())
+        for task in tasks:
             task.cancel()
-        ended.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _handle(replica: Replica, stop: asyncio.Event, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:

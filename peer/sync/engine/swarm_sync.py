@@ -48,7 +48,8 @@ class SwarmSync:
         base = first_state(context.run.digest, self._schema.digest, vector, self._strategy.slots)
         start = Landing(base.digest, base.header, base.buffer)
         self._work = LocalWork(context.params, start, self._strategy, CODECS[context.run.wire], self._size)
-        self._offered = 0
+        self._offered = False
+        """Whether the sidecar knows that the frozen contribution stands on our state."""
         self._batch_samples = 0
         self._news = _News()
         self._joined = self._done = self._may_train = self._leaving = False
@@ -104,12 +105,11 @@ class SwarmSync:
         if not self._leaving:
             self._leaving = True
             self._leave_until = time.monotonic() + LEAVE_SECONDS
-            if self._joined and not self._done and self._work.waiting_samples:
+            if self._joined and not self._done and (self._work.waiting_samples or self._work.included):
                 self._send("leave")
             else:
                 self._leave_until = 0.0
-        report = self._report()
-        return report
+        return self._report()
 
     def state_dict(self) -> dict[str, Any]:
         return {"digest": self._work.state.digest, "round": self.round, "samples": self.samples}
@@ -130,6 +130,10 @@ class SwarmSync:
     # ---------------------------------------------------------------- reports
 
     def _report(self) -> SyncReport:
+        if self._leaving and not self._must_wait() and self._work.waiting_samples:
+            # It can be in no state any more, once nobody is there to offer it.
+            self.close()
+            self._news.dropped += self._work.give_up()
         news, self._news = self._news, _News()
         return SyncReport(
             frozen=news.frozen,
@@ -157,6 +161,11 @@ class SwarmSync:
             self._rate = memory * self._rate + (1 - memory) * samples / seconds
             self._step_seconds = memory * self._step_seconds + (1 - memory) * seconds
         self._last_step = now
+        if samples > 2 * self._context.run.target_batch_size:
+            raise UserError(
+                f"One local step takes {samples} samples, but the swarm's round has {self._context.run.target_batch_size}.",
+                fix="Lower --train_batch_size or --gradient_accumulation_steps, or found a run with a larger --target_batch_size.",
+            )
         self._work.open_samples += samples
         self._batch_samples = max(self._batch_samples, samples)
         if loss is not None:
@@ -166,16 +175,25 @@ class SwarmSync:
 
     def _exchange(self, seconds: float) -> None:
         """Tell our progress, offer what is frozen, and handle every message that is there; wait up to `seconds` for the first."""
+        if self._process is None:
+            return
         try:
-            if self._work.frozen is not None and self._offered != self._work.frozen.number:
-                self._send_offer(self._work.frozen)
-            self._tell_progress()
+            self._tell()
             while (message := self._port.receive(seconds)) is not None:
                 seconds = 0
-                kind, values, buffers = message
-                getattr(self, f"_on_{kind}")(values, buffers)
+                self._handle(*message)
+                if message[0] == "landed":
+                    self._tell()
         except PortClosed:
             self._restart()
+
+    def _handle(self, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        getattr(self, f"_on_{kind}")(values, buffers)
+
+    def _tell(self) -> None:
+        if self._work.frozen is not None and not self._offered and self._news.frozen is None:
+            self._send_offer(self._work.frozen)
+        self._tell_progress()
 
     def _send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
         try:
@@ -189,8 +207,8 @@ class SwarmSync:
         self._port.send("progress", waiting=self._work.waiting_samples, landed=self._work.state.digest, **figures)
 
     def _send_offer(self, frozen: Frozen) -> None:
-        self._port.send("offer", frozen.encoded, number=frozen.number, samples=frozen.samples, parent=frozen.parent)
-        self._offered = frozen.number
+        self._port.send("offer", frozen.encoded, number=frozen.number, samples=frozen.samples, parent=self._work.state.digest)
+        self._offered = True
 
     def _on_ready(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         self._peer_id = values["peer_id"]
@@ -209,24 +227,25 @@ class SwarmSync:
 
     def _on_done(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         self._done = True
-        self._news.dropped += self._work.discard_open()
+        self._news.dropped += self._work.give_up()
 
     def _on_settled(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
-        for s in values["settlements"]:
-            members = tuple(Member(*member) for member in s["members"])
-            self._news.settlements.append(Settlement(s["digest"], s["parent"], s["round"], s["samples"], members))
-        self._news.settled += self._work.settle()
+        s = values["settlement"]
+        members = tuple(Member(*member) for member in s["members"])
+        self._news.settlements.append(Settlement(s["digest"], s["parent"], s["round"], s["samples"], members))
+        self._news.settled += self._work.settle(s["round"])
 
     # ---------------------------------------------------------------- freezing and landing
 
     def _on_freeze(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         if self._work.frozen is not None:
+            self._offered = False  # it does not know: tell it once more
             return
         if self._work.open_samples == 0:
             return self._port.send("nothing")
         try:
             self._news.frozen = self._work.freeze(self._next_number()).number
-            self._may_train = False
+            self._may_train = self._offered = False
         except NotFinite:
             log.warning("the parameters are not finite any more; going back to the swarm's state")
             self._news.dropped.append(OPEN)
@@ -239,18 +258,21 @@ class SwarmSync:
             self._number = max(getattr(self, "_number", 0), int(path.read_text()))
         self._number = max(getattr(self, "_number", 0), self._work.state.header.included.get(self._peer_id, 0)) + 1
         temporary = path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            file.write(str(self._number))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("w") as file:
+                file.write(str(self._number))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            raise UserError(f"Cannot write {path}: {error.strerror}.", fix="Free some space.", code=ExitCode.DISK) from None
         return self._number
 
     def _on_landed(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         header = Header.from_json(values["header"])
         landing = Landing(values["digest"], header, buffers[0])
         self._news.dropped += self._work.land(landing, header.included.get(self._peer_id, 0))
-        self._joined, self._may_train = True, False
+        self._joined, self._may_train, self._offered = True, False, False
         self._last_step = 0.0
 
     # ---------------------------------------------------------------- the sidecar process
@@ -312,16 +334,14 @@ class SwarmSync:
         log.warning("the swarm process died (exit status %s); starting it again", code)
         time.sleep(min(2 ** len(self._restarts), 30) if self._restarts else 0)
         self._restarts.append(now)
-        self._offered = 0
-        self._joined = False
+        self._offered = self._joined = False
         self._start()
 
     def _drain(self) -> None:
         """What the sidecar still had to say before it died, its reason first of all."""
         with contextlib.suppress(PortClosed):
             while (message := self._port.receive(0)) is not None:
-                kind, values, buffers = message
-                getattr(self, f"_on_{kind}")(values, buffers)
+                self._handle(*message)
 
     def _end_process(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

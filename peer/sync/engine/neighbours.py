@@ -1,0 +1,99 @@
+"""The live peers of the run, as their signed records describe them, and how far they can be counted upon."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+
+from swarm.dht import SwarmNode
+from swarm.records import RECORD_LIFE_SECONDS, RENEW_SECONDS, PeerRecord
+from swarm.run_config import RunConfig
+
+log = logging.getLogger(__name__)
+
+LEFT = "left"
+"""The phase in the last record of a peer that leaves in order: nobody waits for it."""
+PATIENT_ATTEMPTS = 3
+"""A peer that stayed away from so many attempts is not waited for and not counted, for a while."""
+_FORGIVEN_SECONDS = 120.0
+_REMEMBERED = 32
+
+
+class Neighbours:
+    """Records are never trusted for more than their owner could do to us anyway: bounds, signature and freshness are checked."""
+
+    def __init__(self, node: SwarmNode, run: RunConfig, schema: str, clock: Callable[[], float] = time.monotonic):
+        self._node, self._run, self._schema, self._clock = node, run, schema, clock
+        self._seen: dict[str, tuple[PeerRecord, float]] = {}
+        self._own_read: float | None = None
+        self._started = clock()
+        self._absences: dict[str, tuple[int, float]] = {}
+        self.addresses: dict[str, tuple[str, ...]] = {}
+        """Where peers of this run could be reached, those seen last at the end; also when they are gone."""
+
+    async def read(self) -> None:
+        """Read the records. An answer that lacks somebody proves little: a record counts until its life after its last renewal is over."""
+        try:
+            found = await asyncio.wait_for(self._node.records(self._run.run_id), RENEW_SECONDS)
+        except Exception as error:  # a node that answers nothing any more is the watchdog's matter
+            log.debug("could not read the records: %r", error)
+            return
+        now = self._clock()
+        for peer, record in found.items():
+            if peer not in self._seen or self._seen[peer][0].time != record.time:
+                self._seen[peer] = (record, now)
+                self._remember(record)
+        self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
+        self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGIVEN_SECONDS}
+        if self._node.peer_id in found:
+            self._own_read = now
+
+    def others(self) -> list[PeerRecord]:
+        """Live peers of this run other than us, with the same tensors, within what an honest peer does."""
+        return [record for record in self._of_this_run() if record.schema == self._schema]
+
+    def of_other_tensors(self) -> bool:
+        """Whether every other live peer trains other tensors than we: a version or method that differs here."""
+        records = self._of_this_run()
+        return bool(records) and all(record.schema != self._schema for record in records)
+
+    def alone(self) -> bool:
+        """No other live record for a whole record life, and our own can be read back."""
+        now = self._clock()
+        reads_back = self._own_read is not None and now - self._own_read < RECORD_LIFE_SECONDS
+        return reads_back and not self.others() and now - self._started >= RECORD_LIFE_SECONDS
+
+    def missed(self, peers: Collection[str]) -> None:
+        """They were expected, and stayed away."""
+        for peer in peers:
+            count, _ = self._absences.get(peer, (0, 0.0))
+            self._absences[peer] = (count + 1, self._clock())
+
+    def came(self, peers: Collection[str]) -> None:
+        for peer in peers:
+            self._absences.pop(peer, None)
+
+    def counted_upon(self) -> list[PeerRecord]:
+        """The others without those who stay away all the time: what these promise holds nobody up."""
+        return [record for record in self.others() if self._absences.get(record.peer_id, (0, 0))[0] < PATIENT_ATTEMPTS]
+
+    def lost(self) -> list[tuple[str, ...]]:
+        """Addresses of peers that were here once and are not any more, one tuple per peer."""
+        return [maddrs for peer, maddrs in self.addresses.items() if peer not in self._seen]
+
+    def _of_this_run(self) -> list[PeerRecord]:
+        return [
+            record
+            for peer, (record, _) in self._seen.items()
+            if peer != self._node.peer_id
+            and record.config == self._run.digest
+            and record.phase != LEFT
+            and record.waiting_samples <= 2 * self._run.target_batch_size
+        ]
+
+    def _remember(self, record: PeerRecord) -> None:
+        if record.peer_id != self._node.peer_id and record.maddrs and record.config == self._run.digest:
+            self.addresses.pop(record.peer_id, None)
+            self.addresses[record.peer_id] = record.maddrs
+            while len(self.addresses) > _REMEMBERED:
+                del self.addresses[next(iter(self.addresses))]
