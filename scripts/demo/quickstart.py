@@ -198,7 +198,7 @@ def conclude(display: Any, folder: Path, result: dict[str, Any], model: Path) ->
         display.say(f"  The programs' logs are in {shown(folder / 'logs')}.")
         return
     display.say("\nTry next:")
-    display.say(f'  .venv/bin/dd-generate --model {shown(model)} --prompt "a handwritten seven" --num_images 4 --out pictures/')
+    display.say(f'  .venv/bin/dd-generate --model {shown(model)} --prompt "a handwritten seven" --guidance 3 --out pictures/')
     if not result["churn"]:
         display.say("  ./scripts/quickstart --churn     a peer comes late, another is killed")
     display.say("  README.md                        host a run of your own, or join one")
