@@ -16,6 +16,7 @@ class Display:
         self.console = console or Console()
         self._bars = _Bars(self.console) if self.console.is_terminal else None
         self._round = -1
+        self._speed = 0.0
 
     def __enter__(self) -> "Display":
         if self._bars:
@@ -30,6 +31,9 @@ class Display:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, progress: Mapping[str, Any]) -> None:
+        # While they average, peers promise no samples; a display that drops to 0 once a round would say that they stand still.
+        self._speed = progress["samples_per_second"] or self._speed
+        progress = {**progress, "samples_per_second": self._speed}
         if self._bars:
             self._bars.show(progress)
         elif progress["round"] > self._round:

@@ -114,6 +114,14 @@ def test_away_from_a_terminal_each_round_is_one_plain_line():
     assert "6,144 of 65,536 samples" in line(PROGRESS) and "2 peers" in line(PROGRESS)
 
 
+def test_the_speed_does_not_drop_to_nothing_while_peers_average():
+    words = io.StringIO()
+    display = Display(Console(file=words, width=200))
+    display.show(PROGRESS)
+    display.show(PROGRESS | {"round": 4, "samples_per_second": 0.0})
+    assert words.getvalue().count("403 samples/s") == 2
+
+
 def test_on_a_terminal_there_is_one_live_display():
     words = io.StringIO()
     with Display(Console(file=words, force_terminal=True, width=120)) as display:
