@@ -76,6 +76,19 @@ def test_the_tokenizer_gives_each_caption_its_own_tokens_and_takes_any_text():
     assert max(tokenizer([*captions, "zebra ~ 9"]).input_ids[-1]) < len(tokenizer)
 
 
+def test_the_text_encoder_tells_all_digits_apart():
+    import torch
+
+    captions = [digits.caption(digit) for digit in range(10)]
+    tokenizer = tiny_model.make_tokenizer(captions)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        encoder = tiny_model.make_text_encoder(tokenizer)
+        states = encoder(tokenizer(captions, padding="max_length", return_tensors="pt").input_ids)[0]
+    spread = torch.cdist(states[:, 3], states[:, 3]) + 1e9 * torch.eye(10)  # at the digit's own token
+    assert spread.min() > 0.5 * states.norm(dim=-1).mean()
+
+
 def test_the_grid_shows_every_picture_and_marks_those_read_wrongly():
     drawn = [Image.new("RGB", (16, 16), (200, 200, 200))] * 100
     asked = report.asked_digits()
