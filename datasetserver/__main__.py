@@ -4,12 +4,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from datasetserver.config import ServerConfig
-from swarm.errors import ExitCode, UserError, run_program
+from swarm.errors import UserError, run_program
 from swarm.options import build, parse_flags, read_toml
 from swarm.run_config import RunConfig
 
@@ -28,6 +27,8 @@ def _main(argv: Sequence[str]) -> None:
     import uvloop
 
     from datasetserver import server
+    from datasetserver.founding import run_to_serve
+    from datasetserver.ledger import stored_run
     from swarm.logs import setup_logging
 
     setup_logging(debug=config.debug)
@@ -37,7 +38,7 @@ def _main(argv: Sequence[str]) -> None:
         raise UserError(f"There is no folder {folder}.", fix="Check --dataset.")
     with server.listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
         data = _ingest(folder, work_dir, config)
-        run = found_run(run_values, data.digest)
+        run = run_to_serve(run_values, stored_run(work_dir / server.LEDGER), data.digest)
         uvloop.run(server.serve(config, run, data, work_dir, sock))
 
 
@@ -49,57 +50,6 @@ def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
     if not config.dataset:
         raise UserError("No dataset is given.", fix="Add --dataset DIR, a folder of pictures with a .txt beside each.")
     return config, {**(read_toml(Path(config.run), RunConfig) if config.run else {}), **run_flags}
-
-
-def found_run(values: dict[str, Any], dataset_digest: str) -> RunConfig:
-    """The run's configuration, complete with the digests of its model and data, which every peer will check against its own.
-
-    Raises UserError when there is no model, or when a digest that was given is not the one found.
-    """
-    run = build(RunConfig, values)
-    if run.dataset_digest not in ("", dataset_digest):
-        raise UserError(
-            f"The run's dataset is {run.dataset_digest[:16]}, but this folder's is {dataset_digest[:16]}.",
-            fix="Give the folder of that run, or remove dataset_digest to found a new one.",
-        )
-    return replace(run, dataset_digest=dataset_digest, model_digest=_model_digest(run))
-
-
-def _model_digest(run: RunConfig) -> str:
-    from swarm.digest import digest_model
-
-    if not run.model:
-        raise UserError("No model is given.", fix="Add --model with a diffusers folder or a Hub id.")
-    folder = Path(run.model)
-    if not folder.is_dir():
-        if run.model_digest:
-            return run.model_digest
-        folder = _download(run.model)
-    found = digest_model(folder)
-    if run.model_digest not in ("", found):
-        raise UserError(
-            f"The weights of {run.model} have digest {found[:16]}, not {run.model_digest[:16]}.",
-            fix="Give the model that the run began with.",
-        )
-    return found
-
-
-def _download(model: str) -> Path:
-    """The weights of a Hub id in the local cache, fetched when they are not there."""
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=["model_index.json", "*/*.json", "*/*.safetensors"]))
-    except HFValidationError:
-        raise UserError(f"{model} is neither a folder nor a Hub id.", fix="Check --model.") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"The model {model} is no folder here, and cannot be fetched: {first}",
-            fix="Check the name and the connection, or give a folder.",
-            code=ExitCode.NETWORK,
-        ) from None
 
 
 def _ingest(folder: Path, work_dir: Path, config: ServerConfig):

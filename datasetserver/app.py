@@ -16,12 +16,14 @@ from pydantic import BaseModel, ValidationError
 
 from datasetserver.addresses import caller_address, visible_maddrs
 from datasetserver.book import Book, Refused
+from datasetserver.founding import acceptable_run
 from datasetserver.ingest import Ingested, shard_path
 from datasetserver.ledger import Ledger
 from datasetserver.rendezvous import Rendezvous
 from datasetserver.tree import State
 from swarm import protocol
 from swarm.digest import canonical_json
+from swarm.errors import UserError
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -36,18 +38,28 @@ _FIXES = {
 
 @dataclass
 class Service:
-    """All that the handlers need. `url`: how peers reach this server; `rendezvous`: None without a DHT."""
+    """All that the handlers need. `url`: how peers reach this server; `rendezvous`: None without a DHT.
 
-    run: RunConfig
+    `run` and `ledger` are None until there is a run: the host's, or that of the first peer that founds one.
+    """
+
     data: Ingested
     work_dir: Path
-    ledger: Ledger
     url: str
+    open_ledger: Callable[[RunConfig], Ledger]
     rendezvous: Rendezvous | None = None
+    run: RunConfig | None = None
+    ledger: Ledger | None = None
 
     def __post_init__(self) -> None:
         self.shards = {shard.digest: shard for shard in self.data.manifest.shards}
         self.manifest_json = canonical_json(self.data.manifest.model_dump())
+
+    def begin(self, run: RunConfig) -> None:
+        """Serve `run` from now on; it is on the disk when this returns. Raises UserError when the ledger is another run's."""
+        self.ledger, self.run = self.open_ledger(run), run
+        if self.rendezvous:
+            self.rendezvous.tell(run_id=run.run_id, run=asdict(run))
 
     def live_peers(self) -> list[protocol.PeerInfo]:
         return self.rendezvous.peers() if self.rendezvous else []
@@ -63,6 +75,7 @@ def make_app(service: Service) -> web.Application:
         [
             web.get("/healthz", healthz),
             web.get("/v1/run", get_run),
+            web.put("/v1/run", put_run),
             web.get("/v1/peers", get_peers),
             web.get("/v1/manifest/{digest:[0-9a-f]{64}}", get_manifest),
             web.get("/v1/blobs/{digest:[0-9a-f]{64}}.tar", get_blob),
@@ -85,7 +98,10 @@ async def healthz(request: web.Request) -> web.Response:
 
 
 async def get_run(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
+    return await _run_answer(_with_run(request, status=404), _caller(request))
+
+
+async def _run_answer(service: Service, caller: str, status: int = 200) -> web.Response:
     maddrs = service.rendezvous.maddrs if service.rendezvous else []
     return _json(
         protocol.RunAnswer(
@@ -93,11 +109,12 @@ async def get_run(request: web.Request) -> web.Response:
             run=asdict(service.run),
             run_id=service.run.run_id,
             url=service.url,
-            initial_peers=visible_maddrs(maddrs, _caller(request))[:64],
+            initial_peers=visible_maddrs(maddrs, caller)[:64],
             manifest=service.data.digest,
             head=await service.ledger.call(_head),
             server_time=time.time(),
-        )
+        ),
+        status,
     )
 
 
@@ -124,7 +141,7 @@ async def get_blob(request: web.Request) -> web.StreamResponse:
 
 
 async def get_progress(request: web.Request) -> web.Response:
-    service, caller = request.app[SERVICE], _caller(request)
+    service, caller = _with_run(request, status=404), _caller(request)
     peers = service.live_peers()
     figures = await service.ledger.call(_figures)
     speed = sum(peer.samples_per_second for peer in peers)
@@ -149,8 +166,30 @@ async def get_progress(request: web.Request) -> web.Response:
 # -- what peers do
 
 
+async def put_run(request: web.Request) -> web.Response:
+    service, asked = request.app[SERVICE], _parse(await request.read(), protocol.FoundRequest)
+    run = acceptable_run(asked.run, service.data.digest)
+    new = service.run is None
+    if new:  # no await from here to `begin`: of two founders at once, one is first
+        try:
+            service.begin(run)
+        except UserError as error:
+            raise Refused(503, "ledger_unavailable", error.message, error.fix) from None
+        log.info("the run '%s' (%s) was founded by a peer at %s", run.run_name, run.run_id, _caller(request))
+    elif run.digest != service.run.digest:
+        ours = asdict(service.run)
+        name = next(name for name, value in asdict(run).items() if name != "model" and value != ours[name])
+        raise Refused(
+            409,
+            "run_exists",
+            f"This server has the run '{service.run.run_name}' ({service.run.run_id}), with {name} = {ours[name]}.",
+            "Join that run, or give a run of your own another server.",
+        )
+    return await _run_answer(service, _caller(request), 201 if new else 200)
+
+
 async def post_lease(request: web.Request) -> web.Response:
-    service, asked = request.app[SERVICE], await _parse(request, protocol.LeaseRequest)
+    service, asked = await _for_run(request, protocol.LeaseRequest)
 
     def operation(book: Book) -> protocol.LeaseAnswer:
         grant = book.lease(asked.peer, asked.want_samples)
@@ -161,23 +200,24 @@ async def post_lease(request: web.Request) -> web.Response:
 
 
 async def post_renew(request: web.Request) -> web.Response:
-    service, asked, lease = request.app[SERVICE], await _parse(request, protocol.RenewRequest), request.match_info["lease"]
+    service, asked = await _for_run(request, protocol.RenewRequest)
 
     def operation(book: Book) -> protocol.RenewAnswer:
-        book.renew(lease, asked.peer)
+        book.renew(request.match_info["lease"], asked.peer)
         return protocol.RenewAnswer(**_periods(book))
 
     return _json(await service.ledger.call(operation))
 
 
 async def post_release(request: web.Request) -> web.Response:
-    service, asked, lease = request.app[SERVICE], await _parse(request, protocol.ReleaseRequest), request.match_info["lease"]
+    service, asked = await _for_run(request, protocol.ReleaseRequest)
+    lease = request.match_info["lease"]
     released = await service.ledger.call(lambda book: book.release(lease, asked.peer, asked.keys))
     return _json(protocol.ReleaseAnswer(released=released))
 
 
 async def post_contribution(request: web.Request) -> web.Response:
-    service, asked = request.app[SERVICE], await _parse(request, protocol.ContributionRequest)
+    service, asked = await _for_run(request, protocol.ContributionRequest)
 
     def operation(book: Book) -> protocol.ContributionAnswer:
         contribution = book.contribute(asked.peer, asked.number, asked.keys)
@@ -187,7 +227,7 @@ async def post_contribution(request: web.Request) -> web.Response:
 
 
 async def post_round(request: web.Request) -> web.Response:
-    service, asked = request.app[SERVICE], await _parse(request, protocol.RoundRequest)
+    service, asked = await _for_run(request, protocol.RoundRequest)
     members = tuple((member.peer, member.number, member.samples) for member in asked.members)
 
     def operation(book: Book) -> tuple[protocol.Head, bool]:
@@ -235,10 +275,28 @@ def _periods(book: Book) -> dict[str, float]:
 # -- HTTP
 
 
-async def _parse(request: web.Request, model: type[Request]) -> Request:
-    """The request's body as `model`, for this run. Raises Refused."""
+def _with_run(request: web.Request, *, status: int) -> Service:
+    """The service, which has a run and a ledger; Refused with `status` while it has none."""
+    service = request.app[SERVICE]
+    if service.run is None:
+        message = f"This server has no run yet; its dataset is {service.data.digest}."
+        raise Refused(status, "no_run", message, "Found one: start the first peer with --found and --model.")
+    return service
+
+
+async def _for_run(request: web.Request, model: type[Request]) -> tuple[Service, Request]:
+    """The service and the request's body as `model`, which is about the run that is served. Raises Refused."""
+    service, asked = _with_run(request, status=409), _parse(await request.read(), model)
+    if asked.run_id != service.run.run_id:
+        message = f"This server serves run {service.run.run_id}, not {asked.run_id}."
+        raise Refused(409, "other_run", message, "Check the URL, or join this run.")
+    return service, asked
+
+
+def _parse(body: bytes, model: type[Request]) -> Request:
+    """The body of a request as `model`. Raises Refused."""
     try:
-        asked = model.model_validate_json(await request.read())
+        return model.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
@@ -248,10 +306,6 @@ async def _parse(request: web.Request, model: type[Request]) -> Request:
             f"{where or 'The body'}: {first['msg']}"[:500],
             "Send what docs/http.md describes.",
         ) from None
-    run = request.app[SERVICE].run
-    if asked.run_id != run.run_id:
-        raise Refused(409, "other_run", f"This server serves run {run.run_id}, not {asked.run_id}.", "Check the URL, or join this run.")
-    return asked
 
 
 def _caller(request: web.Request) -> str:

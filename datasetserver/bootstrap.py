@@ -1,7 +1,8 @@
 """The server's own node in the DHT, as a process of its own: a lasting address where newcomers meet the swarm.
 
-Run by the server as `python -m datasetserver.bootstrap`. Reads its configuration as one line of JSON from stdin and ends when stdin
-does; writes JSON lines to stdout: first {"peer_id", "maddrs"}, then again and again {"maddrs", "records"}; or {"error"} and ends.
+Run by the server as `python -m datasetserver.bootstrap`. Reads its options as a line of JSON from stdin, and further ones when there is
+news, such as a run; ends when stdin does. Writes JSON lines to stdout: first {"peer_id", "maddrs"}, then again and again {"maddrs"}, with
+{"records"} of the run's peers once there is a run; or {"error"} and ends.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,11 +32,12 @@ def main() -> int:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not get between our lines
     setup_logging(name="dht")
-    options = json.loads(sys.stdin.readline() or "null")
-    if options is None:
+    lines = FileIO(0, closefd=False)  # unbuffered: what follows a line must stay where the event loop sees it
+    first = lines.readline()
+    if not first:
         return ExitCode.OK
     try:
-        asyncio.run(_serve(options, out))
+        asyncio.run(_serve(json.loads(first), lines, out))
     except UserError as error:
         _say(out, error={"message": error.message, "fix": error.fix, "code": int(error.code)})
         return error.code
@@ -43,11 +46,12 @@ def main() -> int:
     return ExitCode.OK
 
 
-async def _serve(options: dict[str, Any], out: TextIO) -> None:
+async def _serve(options: dict[str, Any], lines: FileIO, out: TextIO) -> None:
     from swarm.dht import SwarmNode
     from swarm.records import RunRecord
 
-    stop = _stop_event()
+    stop = asyncio.Event()
+    _listen(lines, options, stop)
     node = await SwarmNode.join(
         host_maddrs=options["host_maddrs"], announce_maddrs=options["announce_maddrs"], identity_path=Path(options["identity_path"])
     )
@@ -58,12 +62,15 @@ async def _serve(options: dict[str, Any], out: TextIO) -> None:
         while not stop.is_set():
             now = loop.time()
             try:
-                if published is None or now - published >= PUBLISH_SECONDS:
+                told = {"maddrs": await node.maddrs()}
+                if options["run_id"] and (published is None or now - published >= PUBLISH_SECONDS):
                     record = RunRecord(run_id=options["run_id"], run=options["run"], server_url=options["url"])
                     await asyncio.wait_for(node.publish_run(record), 10)
                     published = now
-                records = await asyncio.wait_for(node.records(options["run_id"]), 10)
-                _say(out, maddrs=await node.maddrs(), records=[record.asdict() for record in records.values()])
+                if options["run_id"]:
+                    records = await asyncio.wait_for(node.records(options["run_id"]), 10)
+                    told["records"] = [record.asdict() for record in records.values()]
+                _say(out, **told)
                 deaf_since = None
             except (asyncio.TimeoutError, OSError, RuntimeError) as error:
                 if isinstance(error, BrokenPipeError):
@@ -80,19 +87,21 @@ async def _serve(options: dict[str, Any], out: TextIO) -> None:
         await node.close()
 
 
-def _stop_event() -> asyncio.Event:
-    """Set on SIGTERM, SIGINT, or when the server's end of our stdin is gone."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+def _listen(lines: FileIO, options: dict[str, Any], stop: asyncio.Event) -> None:
+    """Take news into `options`; set `stop` on SIGTERM, SIGINT, or when the server's end of our stdin is gone."""
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
     def read() -> None:
-        if not os.read(0, 4096):
+        line = lines.readline()  # the server writes whole lines
+        if line:
+            options.update(json.loads(line))
+        else:
             loop.remove_reader(0)
             stop.set()
 
     loop.add_reader(0, read)
-    return stop
 
 
 def _say(out: TextIO, **values: Any) -> None:

@@ -5,17 +5,21 @@ answered is there and what was not answered is as if it had not been asked.
 """
 
 import asyncio
+import contextlib
+import json
 import logging
 import queue
 import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from datasetserver.book import SCHEMA, Book, Refused
 from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -26,11 +30,11 @@ _SCHEMA_VERSION = "1"
 class Ledger:
     """Runs operations on a `Book` one after the other in its own thread.
 
-    path: the SQLite file, on a local file system. run: the run's digest; another run's ledger is refused with a UserError.
+    path: the SQLite file, on a local file system. run: kept with a new ledger; another run's ledger is refused with a UserError.
     make_book: given the connection, reads the Book from it.
     """
 
-    def __init__(self, path: Path, *, run: str, make_book: Callable[[sqlite3.Connection], Book]):
+    def __init__(self, path: Path, *, run: RunConfig, make_book: Callable[[sqlite3.Connection], Book]):
         self._path, self._make_book = path, make_book
         self._requests: queue.SimpleQueue[tuple[Callable[[Book], Any], Future] | None] = queue.SimpleQueue()
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
@@ -42,11 +46,7 @@ class Ledger:
             self._db.close()
             if not isinstance(error, sqlite3.DatabaseError):
                 raise
-            raise UserError(
-                f"The ledger {path} cannot be opened: {error}.",
-                fix="Restore it from a copy; or give another --work_dir, and every sample counts as untrained.",
-                code=ExitCode.DISK,
-            ) from None
+            raise _cannot_be_opened(path, error) from None
         self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
         self._thread.start()
 
@@ -99,20 +99,42 @@ class Ledger:
                 future.set_result(outcome)
 
 
+def stored_run(path: Path) -> RunConfig | None:
+    """The run whose ledger this is; None where there is no ledger yet. Raises UserError for a file that is none."""
+    if not path.exists():
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
+            _prepare(db)
+            values = dict(db.execute("SELECT key, value FROM meta")).get("run_config")
+    except sqlite3.DatabaseError as error:
+        raise _cannot_be_opened(path, error) from None
+    return RunConfig.from_mapping(json.loads(values), where=str(path)) if values else None
+
+
+def _cannot_be_opened(path: Path, error: sqlite3.Error) -> UserError:
+    return UserError(
+        f"The ledger {path} cannot be opened: {error}.",
+        fix="Restore it from a copy; or give another --work_dir, and every sample counts as untrained.",
+        code=ExitCode.DISK,
+    )
+
+
 def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.executescript(SCHEMA + "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;")
 
 
-def _check_owner(db: sqlite3.Connection, path: Path, run: str) -> None:
+def _check_owner(db: sqlite3.Connection, path: Path, run: RunConfig) -> None:
     meta = dict(db.execute("SELECT key, value FROM meta"))
-    if not meta:
-        db.executemany("INSERT INTO meta VALUES (?, ?)", [("schema", _SCHEMA_VERSION), ("run", run)])
+    if not meta:  # one statement: all of it is on the disk or nothing
+        rows = ("schema", _SCHEMA_VERSION, "run", run.digest, "run_config", json.dumps(asdict(run)))
+        db.execute("INSERT INTO meta VALUES (?, ?), (?, ?), (?, ?)", rows)
     elif meta.get("schema") != _SCHEMA_VERSION:
         raise UserError(f"The ledger {path} has format {meta.get('schema')}.", fix="Use the version of this program that wrote it.")
-    elif meta.get("run") != run:
+    elif meta.get("run") != run.digest:
         raise UserError(
-            f"The ledger {path} belongs to run {meta.get('run', '')[:16]}, but these options make run {run[:16]}.",
+            f"The ledger {path} belongs to run {meta.get('run', '')[:16]}, but these options make run {run.run_id}.",
             fix="Start with the options (and data) of that run, or give another --work_dir for a new one.",
         )

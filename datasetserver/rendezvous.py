@@ -43,6 +43,12 @@ class Rendezvous:
         """Live peers; none when the DHT node has not reported for so long that they may be gone."""
         return self._peers if self._clock() - self._heard < _STALE_SECONDS else []
 
+    def tell(self, **news: Any) -> None:
+        """Change options of the process: of the one that runs, and of those that may follow it."""
+        self._options.update(news)
+        if self._process and not self._process.stdin.is_closing():
+            self._process.stdin.write(json.dumps(news).encode() + b"\n")
+
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_running())
 

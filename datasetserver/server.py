@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -24,6 +24,7 @@ from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
+LEDGER = "ledger.sqlite"
 _BOOTSTRAP_SECONDS = 60.0
 
 
@@ -66,7 +67,7 @@ def own_work_dir(folder: Path) -> Iterator[None]:
         yield
 
 
-def open_ledger(work_dir: Path, run: RunConfig, data: Ingested, *, lease_seconds: float, grace_seconds: float) -> Ledger:
+def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, *, lease_seconds: float, grace_seconds: float) -> Ledger:
     """The run's ledger in `work_dir`; raises UserError when it belongs to another run."""
     shards = [shard.samples for shard in data.manifest.shards]
 
@@ -81,34 +82,39 @@ def open_ledger(work_dir: Path, run: RunConfig, data: Ingested, *, lease_seconds
             clock=time.monotonic,
         )
 
-    return Ledger(work_dir / "ledger.sqlite", run=run.digest, make_book=make_book)
+    return Ledger(work_dir / LEDGER, run=run, make_book=make_book)
 
 
-async def serve(config: ServerConfig, run: RunConfig, data: Ingested, work_dir: Path, sock: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT; prints one line when ready."""
+async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, work_dir: Path, sock: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT; prints one line when ready. Without a run, the first peer that founds one gives it."""
     stop = _stop_event()
     url = config.public_url or url_of(sock)
-    ledger = open_ledger(work_dir, run, data, lease_seconds=config.lease_seconds, grace_seconds=config.grace_seconds)
-    rendezvous = _rendezvous(config, run, work_dir, url)
-    runner = web.AppRunner(make_app(Service(run, data, work_dir, ledger, url, rendezvous)), access_log=None, shutdown_timeout=5)
+    rendezvous = _rendezvous(config, work_dir, url)
+    open_ = partial(open_ledger, work_dir, data, lease_seconds=config.lease_seconds, grace_seconds=config.grace_seconds)
+    service = Service(data, work_dir, url, open_, rendezvous)
+    runner = web.AppRunner(make_app(service), access_log=None, shutdown_timeout=5)
     try:
+        if run:
+            service.begin(run)
         await runner.setup()
         if rendezvous:
             rendezvous.start()
             await _first_sign(rendezvous, stop)
         await web.SockSite(runner, sock).start()
         if not stop.is_set():
-            print(f"serving {url_of(sock)} run={run.run_id} samples={data.manifest.total} shards={len(data.manifest.shards)}", flush=True)
+            which = f"run={run.run_id}" if run else "run=none, waiting for a peer that founds one;"
+            print(f"serving {url_of(sock)} {which} samples={data.manifest.total} shards={len(data.manifest.shards)}", flush=True)
         await stop.wait()
         log.info("leaving")
     finally:
         if rendezvous:
             await rendezvous.stop()
         await runner.cleanup()
-        ledger.close()
+        if service.ledger:
+            service.ledger.close()
 
 
-def _rendezvous(config: ServerConfig, run: RunConfig, work_dir: Path, url: str) -> Rendezvous | None:
+def _rendezvous(config: ServerConfig, work_dir: Path, url: str) -> Rendezvous | None:
     if not config.dht:
         return None
     if importlib.util.find_spec("hivemind") is None:
@@ -118,8 +124,7 @@ def _rendezvous(config: ServerConfig, run: RunConfig, work_dir: Path, url: str) 
         return None
     return Rendezvous(
         {
-            "run_id": run.run_id,
-            "run": asdict(run),
+            "run_id": "",  # told later
             "url": url,
             "host_maddrs": config.listen_maddrs(),
             "announce_maddrs": list(config.announce_maddrs),

@@ -13,6 +13,7 @@ MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one rou
 MAX_BODY_BYTES = 8 << 20  # holds MAX_KEYS keys
 MAX_MEMBERS = 4096
 MAX_SHARDS = 1_000_000
+MAX_RUN_BYTES = 2048  # a run's configuration as JSON: with its head it must fit in one record of the DHT
 _MAX_COUNT = 2**53  # exact in every JSON reader
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -81,6 +82,17 @@ class RunAnswer(Message):
     manifest: Digest
     head: Head | None
     server_time: Number
+
+
+RunValue = (
+    bool | Annotated[int, Field(ge=-_MAX_COUNT, le=_MAX_COUNT)] | Number | Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$")]
+)
+
+
+class FoundRequest(Message):
+    """PUT /v1/run: found this run at a server that has none. `run` are values of RunConfig; the server fills in `dataset_digest`."""
+
+    run: dict[str, RunValue]
 
 
 class PeerInfo(Message):

@@ -33,11 +33,12 @@ def write_model(folder: Path) -> Path:
 
 
 class Host:
-    """`python -m datasetserver` in a process of its own; `start` waits for its ready line."""
+    """`python -m datasetserver` in a process of its own; `start` waits for its ready line. founds: whether it has a run of its own."""
 
-    def __init__(self, folder: Path, *flags: str, samples: int = 40, shard_samples: int = 8, port: int = 0):
+    def __init__(self, folder: Path, *flags: str, samples: int = 40, shard_samples: int = 8, port: int = 0, founds: bool = True):
         self.dataset, self.model = write_dataset(folder / "data", samples), write_model(folder / "model")
-        self.flags = ["--dataset", str(self.dataset), "--model", str(self.model), "--shard_samples", str(shard_samples)]
+        self.flags = ["--dataset", str(self.dataset), "--shard_samples", str(shard_samples)]
+        self.flags += ["--model", str(self.model)] if founds else []
         self.flags += ["--ingest_workers", "0", *(flags if "--dht" in flags else ["--no_dht", *flags])]
         self.port, self.process, self.lines = port, None, []
 

@@ -7,12 +7,13 @@ import time
 import pytest
 
 from datasetserver.book import Book, Refused
-from datasetserver.ledger import Ledger
+from datasetserver.ledger import Ledger, stored_run
 from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
 
 
-def open_ledger(path, run="run"):
-    return Ledger(path, run=run, make_book=lambda db: Book(db, shards=[64] * 500, seed=1, clock=time.monotonic))
+def open_ledger(path, run_name="digits"):
+    return Ledger(path, run=RunConfig(run_name=run_name), make_book=lambda db: Book(db, shards=[64] * 500, seed=1, clock=time.monotonic))
 
 
 async def lease(ledger, peer="alice"):
@@ -75,10 +76,18 @@ def test_a_fault_of_ours_in_one_request_leaves_the_ledger_whole(tmp_path):
 
 
 def test_a_damaged_or_foreign_ledger_is_a_users_error(tmp_path):
-    open_ledger(tmp_path / "ledger.sqlite", run="a" * 64).close()
-    with pytest.raises(UserError, match="belongs to run a"):
-        open_ledger(tmp_path / "ledger.sqlite", run="b" * 64)
+    open_ledger(tmp_path / "ledger.sqlite", run_name="a").close()
+    with pytest.raises(UserError, match=f"belongs to run {RunConfig(run_name='a').run_id}"):
+        open_ledger(tmp_path / "ledger.sqlite", run_name="b")
     (tmp_path / "damaged.sqlite").write_bytes(b"this is no database" * 1000)
     with pytest.raises(UserError, match="cannot be opened") as raised:
         open_ledger(tmp_path / "damaged.sqlite")
     assert raised.value.code == ExitCode.DISK
+    with pytest.raises(UserError, match="cannot be opened"):
+        stored_run(tmp_path / "damaged.sqlite")
+
+
+def test_a_ledger_knows_its_run(tmp_path):
+    assert stored_run(tmp_path / "ledger.sqlite") is None
+    open_ledger(tmp_path / "ledger.sqlite", "digits").close()
+    assert stored_run(tmp_path / "ledger.sqlite") == RunConfig(run_name="digits")

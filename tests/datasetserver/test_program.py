@@ -34,7 +34,7 @@ def test_mistakes_are_answered_with_one_line(tmp_path, capsys):
         ([], "--dataset"),
         (["--dataset", str(tmp_path / "nowhere")], "nowhere"),
         (["--dataset", str(tmp_path / "empty"), "--port", "0"], "no picture"),
-        ([*good[:2], *good[4:]], "--model"),
+        ([*good[:2], *good[4:], "--learning_rate", "1e-4"], "--model"),
         ([*good[:2], "--model", str(tmp_path / "empty"), *good[4:]], "no diffusers pipeline"),
         ([*good, "--por", "1"], "--port"),
         ([*good, "--port", "70000"], "70000"),

@@ -1,0 +1,96 @@
+"""Which run a server serves, whoever founds it: the host's file and flags, a start before this one, or a peer over HTTP."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from datasetserver.book import Refused
+from swarm.digest import canonical_json, digest_model
+from swarm.errors import ExitCode, UserError
+from swarm.options import build
+from swarm.protocol import MAX_RUN_BYTES
+from swarm.run_config import RunConfig
+
+
+def run_to_serve(values: Mapping[str, Any], stored: RunConfig | None, dataset_digest: str) -> RunConfig | None:
+    """The run that the host's `values` found; else the one of the ledger that is there; None when a peer is to found it.
+
+    Raises UserError when the host's values, the ledger's run and the dataset do not go together.
+    """
+    if values.get("model") or (values and not stored):
+        return _founded_by_host(values, dataset_digest)
+    if stored:
+        stored.refuse_differences(values)
+        _check_dataset(stored, dataset_digest)
+    return stored
+
+
+def acceptable_run(values: Mapping[str, Any], dataset_digest: str) -> RunConfig:
+    """The run that a peer asks to found, complete with the dataset's digest. Raises Refused with 400."""
+    try:
+        run = RunConfig.from_mapping(values, where="run")
+        _check_dataset(run, dataset_digest)
+    except UserError as error:
+        raise Refused(400, "bad_run", error.message, error.fix) from None
+    if not re.fullmatch("[0-9a-f]{64}", run.model_digest):
+        raise Refused(400, "bad_run", f"model_digest is '{run.model_digest[:80]}'.", "Send the digest of the base model's weights.")
+    run = replace(run, dataset_digest=dataset_digest)
+    size = len(canonical_json(asdict(run)))
+    if size > MAX_RUN_BYTES:
+        raise Refused(400, "bad_run", f"The run's options take {size} bytes, more than {MAX_RUN_BYTES}.", "Shorten its name or its model's path.")
+    return run
+
+
+def _founded_by_host(values: Mapping[str, Any], dataset_digest: str) -> RunConfig:
+    """The run's configuration, complete with the digests of its model and data, which every peer will check against its own.
+
+    Raises UserError when there is no model, or when a digest that was given is not the one found.
+    """
+    run = build(RunConfig, values)
+    _check_dataset(run, dataset_digest)
+    return replace(run, dataset_digest=dataset_digest, model_digest=_model_digest(run))
+
+
+def _check_dataset(run: RunConfig, dataset_digest: str) -> None:
+    if run.dataset_digest not in ("", dataset_digest):
+        raise UserError(
+            f"The run's dataset is {run.dataset_digest[:16]}, but this folder's is {dataset_digest[:16]}.",
+            fix="Give the folder of that run; or found a new one, without dataset_digest and with another --work_dir.",
+        )
+
+
+def _model_digest(run: RunConfig) -> str:
+    if not run.model:
+        raise UserError("No model is given.", fix="Add --model with a diffusers folder or a Hub id; or give no option of the run, and a peer founds it.")
+    folder = Path(run.model)
+    if not folder.is_dir():
+        if run.model_digest:
+            return run.model_digest
+        folder = _download(run.model)
+    found = digest_model(folder)
+    if run.model_digest not in ("", found):
+        raise UserError(
+            f"The weights of {run.model} have digest {found[:16]}, not {run.model_digest[:16]}.",
+            fix="Give the model that the run began with.",
+        )
+    return found
+
+
+def _download(model: str) -> Path:
+    """The weights of a Hub id in the local cache, fetched when they are not there."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=["model_index.json", "*/*.json", "*/*.safetensors"]))
+    except HFValidationError:
+        raise UserError(f"{model} is neither a folder nor a Hub id.", fix="Check --model.") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"The model {model} is no folder here, and cannot be fetched: {first}",
+            fix="Check the name and the connection, or give a folder.",
+            code=ExitCode.NETWORK,
+        ) from None
