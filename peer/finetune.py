@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> tuple[PeerConfig, dict[str, Any]]:
 def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
     """The run: the swarm's, or alone what was given, and no sync."""
     if peer.swarming:
-        return join(peer, given, ask_server, lambda run: load_part("models", run.family).locate(run.model))
+        return join(peer, given, ask_server, found_at_server, lambda run: load_part("models", run.family).locate(run.model))
     if given.get("sync", "none") != "none":
         raise UserError(
             f"--sync {given['sync']} needs a swarm, and none was named.", fix="Add --datasetserver, --peers or --found, or remove --sync."
@@ -99,6 +99,12 @@ def ask_server(url: str, run_id: str) -> Any:
     from peer.data.dataset_server import fetch_run
 
     return fetch_run(url, run_id=run_id)
+
+
+def found_at_server(url: str, run: RunConfig) -> Any:
+    from peer.data.dataset_server import found_run
+
+    return found_run(url, run)
 
 
 def assemble(

@@ -26,14 +26,21 @@ class Joined:
     last_known: Mapping[str, Any] | None = None
 
 
-def join(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., Any], locate: Callable[[RunConfig], Path]) -> Joined:
+def join(
+    peer: PeerConfig,
+    given: Mapping[str, Any],
+    ask_server: Callable[..., Any],
+    found_at_server: Callable[[str, RunConfig], Any],
+    locate: Callable[[RunConfig], Path],
+) -> Joined:
     """The run of the server or of the DHT, or one founded from `given`, this peer's own words about the run.
 
-    ask_server(url, run_id=...) answers what a server serves. locate(run) is the folder of a run's base model.
-    Raises UserError when nobody answers, when `given` disagrees with the run, or when there is no run and this peer may not found one.
+    ask_server(url, run_id=...) answers what a server serves, None when nothing was founded there yet. found_at_server(url, run) founds a
+    run there and answers what it serves then, which is another founder's run if that one was faster. locate(run) is the folder of a run's
+    base model. Raises UserError when nobody answers, when `given` disagrees with the run, or when there is no run and this peer may not found one.
     """
     if peer.datasetserver:
-        joined = _from_server(peer, given, ask_server)
+        joined = _from_server(peer, given, ask_server) or _founded_at_server(peer, given, found_at_server, locate)
     elif peer.peers:
         joined = _from_dht(peer, given, ask_server) or _founded(peer, given, locate)
     else:
@@ -45,8 +52,33 @@ def join(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., A
     return joined
 
 
-def _from_server(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., Any]) -> Joined:
+def _from_server(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., Any]) -> Joined | None:
+    """None when there is no run at the server, and this peer may found it."""
     answer = ask_server(peer.datasetserver, run_id=peer.run_id)
+    if answer:
+        return _joined(peer, given, answer)
+    if peer.found and not peer.run_id:
+        return None
+    raise UserError(
+        f"The dataset server {peer.datasetserver} has no run yet.",
+        fix="Start the first peer with --found (or --hivemind True) and --model, and without --run_id; or give the server a --run.",
+        code=ExitCode.NETWORK,
+    )
+
+
+def _founded_at_server(
+    peer: PeerConfig, given: Mapping[str, Any], found_at_server: Callable[[str, RunConfig], Any], locate: Callable[[RunConfig], Path]
+) -> Joined:
+    run = _run_of(given, locate)
+    if peer.dry_run:  # looks, and founds nothing
+        return Joined(run, peer.datasetserver, peer.peers)
+    joined = _joined(peer, given, found_at_server(peer.datasetserver, run))
+    log.info("the run at %s is '%s' (%s)", peer.datasetserver, joined.run.run_name, joined.run.run_id)
+    return joined
+
+
+def _joined(peer: PeerConfig, given: Mapping[str, Any], answer: Any) -> Joined:
+    """What a server answered, once it is known that `given` agrees with it."""
     run = RunConfig.from_mapping(answer.run, where=peer.datasetserver)
     run.refuse_differences(given)
     head = answer.head and {
@@ -77,7 +109,7 @@ def _from_dht(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[.
     if not record.server_url:
         return joined
     try:
-        from_server = _from_server(dataclasses.replace(peer, datasetserver=record.server_url), given, ask_server)
+        from_server = _from_server(dataclasses.replace(peer, datasetserver=record.server_url, found=False), given, ask_server)
     except UserError as error:
         log.warning("going on without the dataset server for now: %s", error)
         return joined
@@ -86,9 +118,14 @@ def _from_dht(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[.
 
 
 def _founded(peer: PeerConfig, given: Mapping[str, Any], locate: Callable[[RunConfig], Path]) -> Joined:
+    run = _run_of(given, locate)
+    log.info("founding the run '%s' (%s)", run.run_name, run.run_id)
+    return Joined(run, "", peer.peers, None)
+
+
+def _run_of(given: Mapping[str, Any], locate: Callable[[RunConfig], Path]) -> RunConfig:
+    """The run that `given` describes, with the digest of its model's weights."""
     run = build(RunConfig, given)
     if not run.model:
         raise UserError("A run needs a base model, and none was given.", fix="Add --model with a diffusers folder or a Hub id.")
-    run = dataclasses.replace(run, model_digest=digest_model(locate(run)))
-    log.info("founding the run '%s' (%s)", run.run_name, run.run_id)
-    return Joined(run, "", peer.peers, None)
+    return dataclasses.replace(run, model_digest=digest_model(locate(run)))

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,25 +65,52 @@ def build(context: SourceContext) -> "DatasetServer":
     )
 
 
-def fetch_run(url: str, timeout: float = 10.0, *, run_id: str = "") -> protocol.RunAnswer:
-    """Ask a server what it serves; tries again until `timeout` seconds have passed while nobody answers.
+def fetch_run(url: str, timeout: float = 10.0, *, run_id: str = "") -> protocol.RunAnswer | None:
+    """Ask a server what it serves, None if nothing was founded there yet; tries again for `timeout` seconds while nobody answers.
 
     Raises UserError (exit code NETWORK) when nobody answers, it is no dataset server, of another version, or has another run.
     """
-    return asyncio.run(_fetch_run(url, timeout, run_id))
+    status, body = asyncio.run(_ask("GET", url, None, timeout))
+    if status == 404 and _code(body) == "no_run":
+        return None
+    return _check_run(url, status, body, run_id)
 
 
-async def _fetch_run(url: str, timeout: float, run_id: str) -> protocol.RunAnswer:
+def found_run(url: str, run: RunConfig, timeout: float = 10.0) -> protocol.RunAnswer:
+    """Offer `run` to a server that has none. The answer is what it serves from now on: this run, or that of a founder who was faster.
+
+    Raises UserError as `fetch_run` does, and when the server finds fault with `run`.
+    """
+    status, body = asyncio.run(_ask("PUT", url, {"run": asdict(run)}, timeout))
+    if status == 409 and _code(body) == "run_exists":
+        status, body = asyncio.run(_ask("GET", url, None, timeout))
+    elif _code(body):
+        error = protocol.ErrorAnswer.model_validate_json(body).error
+        raise UserError(f"{url} does not take this run: {error.message}", fix=error.fix)
+    return _check_run(url, status, body, run_id="")
+
+
+def _code(body: bytes) -> str:
+    """The code of an error that a dataset server answered; '' when this is none."""
+    try:
+        return protocol.ErrorAnswer.model_validate_json(body).error.code
+    except ValidationError:
+        return ""
+
+
+async def _ask(method: str, url: str, json_body: Any, timeout: float) -> tuple[int, bytes]:
+    """Status and body of the server's /v1/run. Raises UserError when nobody answers within `timeout` seconds."""
     deadline, pause = time.monotonic() + timeout, 0.2
     async with aiohttp.ClientSession() as session:
         while True:
             left = max(0.1, deadline - time.monotonic())
             try:
-                async with session.get(_join(url, "/v1/run"), timeout=aiohttp.ClientTimeout(total=left)) as response:
-                    return _check_run(url, response.status, await _read(response), run_id)
+                ask = session.request(method, _join(url, "/v1/run"), json=json_body, timeout=aiohttp.ClientTimeout(total=left))
+                async with ask as response:
+                    return response.status, await _read(response)
             except aiohttp.InvalidURL:
                 raise UserError(f"'{url}' is no URL.", fix="It looks like http://203.0.113.7:9090.", code=ExitCode.NETWORK) from None
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ServerAway) as error:
                 if time.monotonic() + pause > deadline:
                     reason = str(error) or "no answer in time"
                     raise UserError(
