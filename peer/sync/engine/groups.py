@@ -159,7 +159,8 @@ class Matchmaker:
                 coming.pop(leader)
         if not ticket.reduces and coming:
             raise NoGroup("every peer that others can dial is away, and this one cannot be dialled", silent)
-        return await self._lead(ticket, coming, silent)
+        alone_if_nobody_joins = not any(answer is None or answer["coming"] for answer in answers.values())
+        return await self._lead(ticket, coming, silent, alone_if_nobody_joins)
 
     async def _call(self, peer: str, parent: str) -> dict[str, Any] | None:
         """Tell `peer` that we are ready; its answer, or None when there is none."""
@@ -211,7 +212,7 @@ class Matchmaker:
             answer, _ = await channel.receive(seconds=seconds + ANSWER_SECONDS)
             return answer
 
-    async def _lead(self, ticket: Ticket, coming: dict[str, dict[str, Any]], silent: set[str]) -> Group:
+    async def _lead(self, ticket: Ticket, coming: dict[str, dict[str, Any]], silent: set[str], alone_if_nobody_joins: bool) -> Group:
         book = self._book(ticket.parent)
         book.leader = None
         loop = asyncio.get_running_loop()
@@ -222,7 +223,7 @@ class Matchmaker:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(book.changed.wait(), deadline - loop.time())
         self._open = None
-        if not book.waiting and (coming or silent):
+        if not book.waiting and not alone_if_nobody_joins:
             raise NoGroup(f"nobody came ({len(coming)} had promised to, {len(silent)} did not answer)", silent | set(coming))
         late = set(coming) - set(book.waiting)
         if late:

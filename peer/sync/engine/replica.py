@@ -547,6 +547,5 @@ class Replica:
             await asyncio.wait_for(self.node.publish(self.run.run_id, self.record()), 2)
 
 
-
 def _head(record: PeerRecord) -> Head:
     return Head(record.digest, record.samples)

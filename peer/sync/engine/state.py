@@ -170,7 +170,7 @@ def better(theirs: Head, ours: Head) -> bool:
 
     A round always adds samples, so a descendant beats its ancestor, whatever anybody says about who descends from whom.
     """
-    return (theirs.samples, ours.digest) > (ours.samples, theirs.digest)
+    return theirs.digest != ours.digest and (theirs.samples, ours.digest) > (ours.samples, theirs.digest)
 
 
 def _members(values: Any) -> tuple[Member, ...]:

@@ -43,6 +43,10 @@ class Takeover:
     def consider(self, claims: Iterable[tuple[Head, str]], ours: State) -> None:
         """Start to fetch the best of what others claim to hold, (head, peer) each, if it beats `ours`."""
         now = self._clock()
+        if self._fetch is not None:
+            if self._fetch.task.done() or now - self._fetch.download.progressed < STALLED_SECONDS:
+                return
+            self._give_up(self._fetch, "it stalled")
         wanted: dict[Head, set[str]] = {}
         for head, peer in claims:
             if better(head, Head.of(ours)) and self._penalties.get(peer, (0, 0.0))[1] <= now:
@@ -51,10 +55,6 @@ class Takeover:
             return
         # What most sign comes first: a single liar may promise any number of samples.
         best = min(wanted, key=lambda head: (-len(wanted[head]), -head.samples, head.digest))
-        if self._fetch is not None:
-            if best == self._fetch.head or now - self._fetch.download.progressed < STALLED_SECONDS:
-                return
-            self._give_up(self._fetch, "it stalled")
         download = Download(best.digest, ours, self._clock)
         task = asyncio.create_task(fetch(self._streams, sorted(wanted[best]), download))
         self._fetch = _Fetch(best, wanted[best], download, task, now)

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import random
+import warnings
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -29,6 +31,11 @@ def swarm(tmp_path) -> Callable[[Callable[[Nodes], Awaitable]], None]:
             await scenario(Nodes(tmp_path, stack))
 
     def run(scenario) -> None:
-        asyncio.run(asyncio.wait_for(scene(scenario), LOOP_SECONDS))
+        try:
+            asyncio.run(asyncio.wait_for(scene(scenario), LOOP_SECONDS))
+        finally:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)  # hivemind leaves its connection to p2pd to the collector
+                gc.collect()
 
     return run

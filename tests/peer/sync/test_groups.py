@@ -1,0 +1,239 @@
+"""Who averages with whom. Real nodes; PATIENCE is cut where a test would only wait."""
+
+import asyncio
+import contextlib
+import logging
+
+import pytest
+
+from peer.sync.engine import groups
+from peer.sync.engine.groups import CALL, JOIN, Matchmaker, NoGroup, Standing, rank
+from peer.sync.engine.streams import Channel, PeerLost, Streams
+from tests.peer.sync.swarm_tools import ticket, until
+
+
+class Peer:
+    """A node with a matchmaker; `called` counts who wants it to average."""
+
+    def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None):
+        self.node, self.id, self.called = node, node.peer_id, 0
+        self.digest, self.has_samples, self.included = digest, has_samples, included or {}
+        self.streams = Streams(node)
+        self.matchmaker = Matchmaker(self.id, self.streams, self.standing, self.on_called, 100, leads=reduces)
+        self.reduces = reduces
+
+    def standing(self, peer) -> Standing:
+        return Standing(self.digest, self.has_samples, 0.0, self.included)
+
+    def on_called(self) -> None:
+        self.called += 1
+
+    def form(self, others, **options):
+        expected = {other.id: other.reduces for other in others if other is not self}
+        return self.matchmaker.form(ticket(self.id, reduces=self.reduces, **options), expected)
+
+
+async def peers(nodes, count, **options) -> list[Peer]:
+    """The best ranked first."""
+    found = [Peer(await nodes.node(), **options) for _ in range(count)]
+    for peer in found:
+        await peer.matchmaker.start()
+    return sorted(found, key=lambda peer: rank("p", peer.id))
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(groups, "PATIENCE_SECONDS", 1.0)
+
+
+def test_a_group_closes_when_all_came_and_is_the_same_at_every_member(swarm):
+    async def scenario(nodes):
+        trio = await peers(nodes, 3)
+        formed = await asyncio.gather(*(peer.form(trio) for peer in trio))
+        assert len({group.id for group in formed}) == 1
+        assert [m.peer for m in formed[0].members] == sorted(p.id for p in trio) == list(formed[0].reducers)
+        assert formed[0].samples == 24
+        again = await asyncio.gather(*(peer.form(trio) for peer in trio))
+        assert again[0].id != formed[0].id and again[0].members == formed[0].members
+
+    swarm(scenario)
+
+
+def test_whoever_is_sent_on_finds_the_leader(swarm):
+    async def scenario(nodes):
+        best, middle, last = await peers(nodes, 3)
+        # The last one knows only of the middle one, which goes to the best one.
+        formed = await asyncio.gather(best.form([middle, last]), middle.form([best, last]), last.form([middle]))
+        assert len({group.id for group in formed}) == 1 and len(formed[0].members) == 3
+
+    swarm(scenario)
+
+
+def test_a_peer_that_answers_a_call_and_does_not_come_is_named_silent(swarm, impatient):
+    async def scenario(nodes):
+        best, other, absent = await peers(nodes, 3)
+        formed, theirs = await asyncio.gather(best.form([other, absent]), other.form([best, absent]))
+        assert formed.id == theirs.id and {m.peer for m in formed.members} == {best.id, other.id}
+        assert absent.id in formed.silent and absent.called
+
+    swarm(scenario)
+
+
+def test_nobody_waits_for_a_peer_that_is_dead_or_has_nothing_to_offer(swarm):
+    async def scenario(nodes):
+        best, idle, dead = await peers(nodes, 3)
+        idle.has_samples = False
+        await dead.node.close()
+        with pytest.raises(NoGroup) as caught:
+            await best.form([idle, dead])
+        assert caught.value.silent == {dead.id}
+        alone = await best.form([idle])
+        assert [m.peer for m in alone.members] == [best.id]
+
+    swarm(scenario)
+
+
+def test_when_the_leader_dies_its_followers_form_a_group_of_their_own(swarm):
+    async def scenario(nodes):
+        leader, second, third = await peers(nodes, 3)
+        waiting = [asyncio.create_task(peer.form([leader, second, third])) for peer in (second, third)]
+        await until(lambda: leader.matchmaker._open and len(leader.matchmaker._open.waiting) == 2)
+        await leader.node.close()
+        one, two = await asyncio.gather(*waiting)
+        assert one.id == two.id and {m.peer for m in one.members} == {second.id, third.id}
+
+    swarm(scenario)
+
+
+def test_a_follower_that_goes_away_is_not_in_the_group(swarm, impatient):
+    async def scenario(nodes):
+        leader, stays, goes = await peers(nodes, 3)
+        going = asyncio.create_task(goes.form([leader]))
+        await until(lambda: leader.matchmaker._open and goes.id in leader.matchmaker._open.waiting)
+        going.cancel()
+        await asyncio.gather(going, return_exceptions=True)
+        await until(lambda: goes.id not in leader.matchmaker._open.waiting)
+        group, _ = await asyncio.gather(leader.form([stays]), stays.form([leader]))
+        assert {m.peer for m in group.members} == {leader.id, stays.id}
+
+    swarm(scenario)
+
+
+def test_followers_are_told_at_once_when_their_leader_has_moved_on(swarm):
+    async def scenario(nodes):
+        leader, follower = await peers(nodes, 2)
+        waiting = asyncio.create_task(follower.form([leader]))
+        await until(lambda: leader.matchmaker._open and leader.matchmaker._open.waiting)
+        leader.digest = "q"
+        leader.matchmaker.moved()
+        with pytest.raises(NoGroup) as caught:
+            await waiting
+        assert not caught.value.silent  # it answered
+
+    swarm(scenario)
+
+
+REFUSED = {
+    "another parent": ({"parent": "q"}, "averages onto q"),
+    "no samples": ({"samples": 0}, "0 samples, 1 to 100 are allowed"),
+    "too many samples": ({"samples": 101}, "101 samples"),
+    "samples that are no number": ({"samples": "many"}, "many samples"),
+    "a negative number": ({"number": -1}, "contribution number -1"),
+    "a contribution that is in the state": ({"number": 3}, "is in the state already"),
+}
+
+
+def test_a_ticket_out_of_bounds_is_refused_with_the_reason(swarm, caplog):
+    async def scenario(nodes):
+        leader, joiner = await peers(nodes, 2)
+        leader.included = {joiner.id: 3}
+        for what, (change, reason) in REFUSED.items():
+            channel = await joiner.streams.open(leader.id, JOIN)
+            await channel.send({"parent": "p", "number": 4, "samples": 5, "reduces": True, **change}, seconds=5)
+            with pytest.raises(PeerLost, match=reason):
+                await channel.receive(seconds=5)
+            channel.close()
+            assert not leader.matchmaker._open, what
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        swarm(scenario)
+    assert any(record.levelno == logging.INFO and "averages onto q" in record.message for record in caplog.records)
+
+
+def test_a_peer_that_cannot_be_dialled_never_leads(swarm):
+    async def scenario(nodes):
+        server = Peer(await nodes.node())
+        client = Peer(await nodes.node(client_mode=True), reduces=False)
+        for peer in (server, client):
+            await peer.matchmaker.start()
+        formed = await asyncio.gather(client.form([server]), server.form([client]))
+        assert formed[0].id == formed[1].id and formed[0].reducers == (server.id,)
+        channel = await server.streams.open(client.id, JOIN)  # the connection that the client opened serves both ways
+        await channel.send({"parent": "p", "number": 1, "samples": 5, "reduces": True}, seconds=5)
+        with pytest.raises(PeerLost, match="leads nobody"):
+            await channel.receive(seconds=5)
+        channel.close()
+
+    swarm(scenario)
+
+
+def announcement(us, leader):
+    members = sorted([[us, 1, 8], [leader, 1, 8]])
+    return {"members": members, "reducers": sorted([us, leader]), "attempt": "x"}
+
+
+FORGED = {
+    "without us": lambda a, us, leader: {**a, "members": [[leader, 1, 8]], "reducers": [leader]},
+    "without itself": lambda a, us, leader: {**a, "reducers": [us]},
+    "with another weight for us": lambda a, us, leader: {**a, "members": sorted([[us, 1, 9], [leader, 1, 8]])},
+    "with a weight above the cap": lambda a, us, leader: {**a, "members": sorted([[us, 1, 8], [leader, 1, 10**9]])},
+    "with a member twice": lambda a, us, leader: {**a, "members": sorted([*a["members"], [leader, 2, 8]])},
+    "with a reducer twice": lambda a, us, leader: {**a, "reducers": sorted([us, leader, leader])},
+    "out of order": lambda a, us, leader: {**a, "members": a["members"][::-1]},
+    "with a number that is in the state": lambda a, us, leader: {**a, "members": sorted([[us, 1, 8], [leader, 1, 8], ["zz", 3, 8]])},
+    "of garbage": lambda a, us, leader: {"members": 7, "reducers": None},
+    "with members that are no triples": lambda a, us, leader: {**a, "members": [[us]]},
+    "on to one that ranks behind it": lambda a, us, leader: {"leader": us},
+    "on to nobody": lambda a, us, leader: {"leader": 5},
+}
+
+
+def test_a_forged_announcement_is_refused(swarm, impatient):
+    async def scenario(nodes):
+        leader, victim = sorted([Peer(await nodes.node()), Peer(await nodes.node())], key=lambda peer: rank("p", peer.id))
+        victim.included = {"zz": 3}
+
+        async def lie(channel):
+            await channel.receive(seconds=5)
+            await channel.send(forge(announcement(victim.id, leader.id), victim.id, leader.id), seconds=5)
+            await asyncio.sleep(0.2)
+
+        await leader.streams.serve(CALL, leader.matchmaker._answer_call)
+        await leader.streams.serve(JOIN, lie)
+        for what, forge in FORGED.items():  # noqa: B007 (lie uses it)
+            with pytest.raises(NoGroup):
+                group = await victim.form([leader])
+                pytest.fail(f"{what}: {group}")
+
+    swarm(scenario)
+
+
+@pytest.mark.parametrize("claim", [float("nan"), float("inf"), -1e300, 1e300, "soon", None])
+def test_no_claim_about_time_makes_a_leader_wait_long(claim):
+    with contextlib.suppress(TypeError, ValueError):
+        assert 0 <= groups._seconds(claim) <= groups.MAX_WAIT_SECONDS
+
+
+def test_garbage_in_answer_to_a_call_is_no_answer(swarm):
+    async def scenario(nodes):
+        (caller,) = await peers(nodes, 1)
+        liar = Peer(await nodes.node())
+
+        async def lie(channel: Channel) -> None:
+            await channel.receive(seconds=5)
+            await channel.send({"coming": True, "step_seconds": float("nan")}, seconds=5)
+
+        await liar.streams.serve(CALL, lie)
+        assert await caller.matchmaker._call(liar.id, "p") is None
+
+    swarm(scenario)

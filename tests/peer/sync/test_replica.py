@@ -1,0 +1,397 @@
+"""Whole peers but for the training process: what sync.md promises, and what forged records, lost rounds and forks do to it.
+
+Each replica has a real node; its trainer is a recorder that freezes what it is told to, with vectors drawn from the test's seed.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+
+import pytest
+import torch
+
+from peer.contracts import Member
+from peer.sync.engine import replica as replica_module
+from peer.sync.engine.averaging import RoundFailed
+from peer.sync.engine.codec import CODECS
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.groups import CALL
+from peer.sync.engine.replica import Offer, Progress, Replica
+from peer.sync.engine.state import Head, State, next_state
+from peer.sync.parameters import Parameters
+from swarm.records import PeerRecord
+from swarm.run_config import RunConfig
+from tests.peer.sync.swarm_tools import state_of, until
+
+SIZE = 1000
+
+
+class Peer:
+    """A replica and its recorded trainer, which has `rate` samples more at every look while it trains."""
+
+    def __init__(self, nodes, node, run: RunConfig, *, state: State | None = None, rate: int = 4, **options):
+        self.folder = nodes.folder / node.peer_id
+        self.node, self.run, self.rate = node, run, rate
+        self.id = node.peer_id
+        self.base = state or state_of(torch.zeros(SIZE), run=run.digest)
+        self.at, self.open, self.frozen, self.number = "", 0, None, 0
+        self.may_train, self.offers, self.failures = True, [], []
+        self.settlements, self.lands, self.texts, self.finished = [], [], [], False
+        self.store = StateStore(self.folder / "state")
+        self.replica = Replica(
+            run=run,
+            state=self.base,
+            size=SIZE,
+            strategy=Parameters(),
+            node=node,
+            store=self.store,
+            rounds_path=self.folder / "rounds.jsonl",
+            trainer=self,
+            **options,
+        )
+        self.generator = torch.Generator().manual_seed(int(digest_seed(node.peer_id)))
+        self.tasks: list[asyncio.Task] = []
+
+    # what the replica says
+    def freeze(self):
+        if self.frozen is None and self.open:
+            self.number += 1
+            encoded = CODECS[self.run.wire].encode(torch.randn(SIZE, generator=self.generator))
+            self.frozen = (self.number, self.open, encoded)
+            self.offers.append((self.number, bytes(encoded.numpy())))
+            self.open, self.may_train = 0, False
+            self.offer()
+        elif self.frozen is None:
+            self.replica.nothing_to_freeze()
+
+    def offer(self):
+        number, samples, encoded = self.frozen
+        self.replica.offered(Offer(Member(self.id, number, samples), encoded, self.at))
+
+    def train(self):
+        self.may_train = True
+
+    def landed(self, state):
+        """What LocalWork.land does, as far as the books go."""
+        self.lands.append(state)
+        if self.frozen is not None:
+            included = state.header.included.get(self.id, 0) >= self.frozen[0]
+            if included or not (self.at == state.digest or self.at in state.header.parents[:2]):
+                self.frozen = None
+        self.at, self.may_train = state.digest, False
+        if self.frozen is not None:
+            self.offer()
+
+    def settled(self, settlements):
+        self.settlements += settlements
+
+    def news(self, text):
+        self.texts.append(text)
+
+    def done(self):
+        self.finished, self.rate = True, 0
+
+    def failed(self, error):
+        self.failures.append(error)
+
+    # what a trainer does
+    async def work(self):
+        while True:
+            if self.at and (self.frozen is None or self.may_train) and self.waiting < 2 * self.run.target_batch_size:
+                self.open += self.rate
+            self.replica.progressed(Progress(self.waiting, 10.0 * self.rate, 0.1), self.at)
+            await asyncio.sleep(0.1)
+
+    @property
+    def waiting(self):
+        return self.open + (self.frozen[1] if self.frozen else 0)
+
+    @property
+    def head(self) -> State:
+        return self.replica.state
+
+    async def start(self, nodes):
+        await self.replica.start()
+        self.tasks = [asyncio.create_task(self.replica.live()), asyncio.create_task(self.work())]
+        nodes.ends_with_the_test(*self.tasks)
+        return self
+
+    async def stop(self):
+        self.replica.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.node.close()
+
+    def rounds(self) -> list[dict]:
+        path = self.folder / "rounds.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def digest_seed(text: str) -> int:
+    return sum(text.encode())
+
+
+def make_run(**options) -> RunConfig:
+    return RunConfig(**{"model": "x", "target_batch_size": 40, "total_samples": 0, "wire": "fp16", **options})
+
+
+async def peers(nodes, count, run, **options) -> list[Peer]:
+    return [await Peer(nodes, await nodes.node(), run, **options).start(nodes) for _ in range(count)]
+
+
+def check_invariants(*members: Peer) -> None:
+    """Whatever happened: the promises of sync.md."""
+    by_group, per_state = {}, {}
+    for peer in members:
+        assert not peer.failures
+        assert bool(torch.isfinite(peer.head.buffer.floats()).all())
+        for number in {number for number, _ in peer.offers}:
+            assert len({data for n, data in peer.offers if n == number}) == 1, "the bytes of a contribution changed"
+        for line in peer.rounds():
+            group = (line["parent"], json.dumps(line["members"]))
+            assert by_group.setdefault(group, line["digest"]) == line["digest"], "two states for one parent and group"
+            assert len({peer_id for peer_id, _, _ in line["members"]}) == len(line["members"])
+            per_state[line["digest"]] = line
+    for peer in members:
+        counted, digest = set(), peer.head.digest
+        while digest in per_state and per_state[digest]["round"]:
+            for member in per_state[digest]["members"]:
+                assert (member[0], member[1]) not in counted, "a contribution is in a state twice"
+                counted.add((member[0], member[1]))
+            digest = per_state[digest]["parent"]
+        reported = {s.digest: s for s in peer.settlements}
+        assert len(reported) == len(peer.settlements), "a state was reported twice"
+
+
+def settled_samples(peer: Peer) -> int:
+    return sum(member.samples for s in peer.settlements for member in s.members)
+
+
+def test_three_peers_hold_one_state_after_every_round_and_report_every_sample(swarm):
+    async def scenario(nodes):
+        trio = await peers(nodes, 3, make_run(total_samples=200))
+        await until(lambda: all(peer.finished for peer in trio))
+        assert len({peer.head.digest for peer in trio}) == 1
+        for peer in trio:
+            assert settled_samples(peer) == peer.head.header.samples >= 200
+        check_invariants(*trio)
+
+    swarm(scenario)
+
+
+def test_a_newcomer_catches_up_and_simultaneous_founders_end_in_one_run(swarm):
+    async def scenario(nodes):
+        run = make_run()
+        pair = await peers(nodes, 2, run)  # both start from the same base, neither waits for the other
+        await until(lambda: all(peer.head.header.round >= 2 for peer in pair))
+        (late,) = await peers(nodes, 1, run)
+        await until(lambda: any(late.id in peer.head.header.included for peer in pair))
+        assert late.lands[0].header.round >= 1
+        check_invariants(*pair, late)
+
+    swarm(scenario)
+
+
+def test_a_round_that_one_member_committed_and_the_other_lost_heals(swarm, monkeypatch):
+    async def scenario(nodes):
+        one, two = await peers(nodes, 2, make_run())
+        average, lost = two.replica._averager.average, []
+
+        async def lose(group, mine):
+            await average(group, mine)
+            lost.append(group)
+            raise RoundFailed("as if the last part had not come")
+
+        two.replica._averager.average = lose
+        await until(lambda: lost)
+        two.replica._averager.average = average
+        await until(lambda: two.head.header.round >= 3 and one.head.header.round >= 3)
+        how = [line["how"] for line in two.rounds()]
+        assert how[0] == "fetched" and two.rounds()[0]["digest"] == one.rounds()[0]["digest"]
+        check_invariants(one, two)
+
+    swarm(scenario)
+
+
+def branch(run: RunConfig, samples: int, change: float) -> State:
+    base = state_of(torch.zeros(SIZE), run=run.digest)
+    return next_state(base, [torch.full((SIZE,), change)], [Member("gone", 1, samples)])
+
+
+def test_two_branches_become_one_by_the_rule(swarm):
+    async def scenario(nodes):
+        run = make_run()
+        lesser = await Peer(nodes, await nodes.node(), run, state=branch(run, 50, 1.0), rate=0).start(nodes)
+        better = await Peer(nodes, await nodes.node(), run, state=branch(run, 51, 2.0), rate=0).start(nodes)
+        await until(lambda: lesser.head.digest == better.base.digest)
+        assert better.head.digest == better.base.digest
+        check_invariants(lesser, better)
+
+    swarm(scenario)
+
+
+def test_alone_is_a_peer_only_after_a_whole_record_life(swarm, monkeypatch):
+    from peer.sync.engine import neighbours
+
+    monkeypatch.setattr(neighbours, "RECORD_LIFE_SECONDS", 4.0)
+
+    async def scenario(nodes):
+        began = time.monotonic()
+        (one,) = await peers(nodes, 1, make_run(), rate=40)
+        await until(lambda: one.head.header.round)
+        assert time.monotonic() - began >= 4.0 and one.rounds()[0]["how"] == "solo"
+        check_invariants(one)
+
+    swarm(scenario)
+
+
+def test_an_empty_answer_of_the_dht_makes_nobody_alone(swarm):
+    async def scenario(nodes):
+        one, two = await peers(nodes, 2, make_run())
+        await until(lambda: one.replica.neighbours.others())
+        records = one.node.records
+
+        async def only_ours(run_id):
+            return {peer: record for peer, record in (await records(run_id)).items() if peer == one.id}
+
+        one.node.records = only_ours
+        for _ in range(5):
+            await one.replica.neighbours.read()
+        assert one.replica.neighbours.others() and not one.replica.neighbours.alone()
+        check_invariants(one, two)
+
+    swarm(scenario)
+
+
+def test_a_peer_that_knows_of_a_later_state_waits_for_its_holder_and_says_who(swarm):
+    async def scenario(nodes):
+        run = make_run()
+        later = branch(run, 51, 2.0)
+        known = {"last_known": Head(later.digest, 51), "last_holders": ("QmHolder123",)}
+        waiter = await Peer(nodes, await nodes.node(), run, **known).start(nodes)
+        await until(lambda: waiter.texts)
+        assert "51 samples" in waiter.texts[0] and "der123" in waiter.texts[0] and not waiter.at
+        await Peer(nodes, await nodes.node(), run, state=later, rate=0).start(nodes)
+        await until(lambda: waiter.at == later.digest)
+
+    swarm(scenario)
+
+
+class Liar:
+    """A live peer with a valid signature, whose records say what the test wants."""
+
+    def __init__(self, node, run):
+        self.node, self.run = node, run
+
+    async def say(self, **claims):
+        record = PeerRecord(
+            peer_id=self.node.peer_id, config=self.run.digest, schema="schema", round=1, samples=0, digest="0" * 64, time=time.time()
+        )
+        await self.node.publish(self.run.run_id, dataclasses.replace(record, **claims))
+
+    async def keep_saying(self, nodes, claims):
+        async def forever():
+            while True:
+                await self.say(**claims())
+                await asyncio.sleep(0.5)
+
+        task = asyncio.create_task(forever())
+        nodes.ends_with_the_test(task)
+
+
+LIES = {
+    "more samples than there can be, in a state that nobody gives": lambda peer: {"samples": 10**15, "digest": "f" * 64, "round": 10**6},
+    "samples waiting on our state that never come": lambda peer: {
+        "samples": peer.head.header.samples, "digest": peer.head.digest, "waiting_samples": 80, "samples_per_second": 1e6,
+    },
+    "our digest with another count, and itself for a parent": lambda peer: {
+        "samples": 10**15, "digest": peer.head.digest, "parents": (peer.head.digest,),
+    },
+    "another run's configuration": lambda peer: {"config": "x", "samples": 10**15},
+    "waiting samples out of bounds": lambda peer: {"digest": peer.head.digest, "waiting_samples": 10**12},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_what_a_liar_claims_stops_nobody(swarm, what):
+    async def scenario(nodes):
+        run = make_run()
+        pair = await peers(nodes, 2, run)
+        liar = Liar(await nodes.node(), run)
+        await liar.keep_saying(nodes, lambda: LIES[what](pair[0]))
+        await until(lambda: all(len(peer.replica.neighbours._seen) >= 3 for peer in pair))
+        started = max(peer.head.header.round for peer in pair)
+        await until(lambda: all(peer.head.header.round >= started + 2 for peer in pair), 80)
+        assert all(peer.head.header.samples < 10**6 for peer in pair)
+        check_invariants(*pair)
+
+    swarm(scenario)
+
+
+def test_a_record_signed_by_another_or_by_nobody_is_not_seen(swarm):
+    async def scenario(nodes):
+        run = make_run()
+        (peer,) = await peers(nodes, 1, run, rate=0)
+        liar = Liar(await nodes.node(), run)
+        await liar.say(peer_id="QmSomebodyElse")
+        await liar.node._dht.store(f"{run.run_id}.peers", b"x", expiration_time=time.time() + 20, subkey=b"plain")
+        await peer.replica.neighbours.read()
+        assert set(peer.replica.neighbours._seen) <= {peer.id}
+
+    swarm(scenario)
+
+
+def test_a_stranger_without_a_record_makes_nobody_average(swarm):
+    async def scenario(nodes):
+        (peer,) = await peers(nodes, 1, make_run(target_batch_size=10_000))
+        await until(lambda: peer.waiting)
+        ((_, streams),) = await nodes.streams(1)
+        channel = await streams.open(peer.id, CALL)
+        await channel.send({"parent": peer.head.digest}, seconds=5)
+        answer, _ = await channel.receive(seconds=5)
+        channel.close()
+        assert answer["coming"] is False and not peer.offers
+
+    swarm(scenario)
+
+
+def test_the_death_of_p2pd_ends_the_replica(swarm, monkeypatch):
+    monkeypatch.setattr(replica_module, "RENEW_SECONDS", 0.5)
+
+    async def scenario(nodes):
+        (peer,) = await peers(nodes, 1, make_run())
+        peer.node.p2p._child.kill()
+        await until(lambda: peer.tasks[0].done())
+        assert "p2pd does not answer" in str(peer.tasks[0].exception())
+
+    swarm(scenario)
+
+
+def test_a_peer_that_leaves_in_order_is_not_waited_for(swarm):
+    async def scenario(nodes):
+        one, two = await peers(nodes, 2, make_run(), rate=0)
+        await until(lambda: one.replica.neighbours.others())
+        await two.replica.say_goodbye()
+        await until(lambda: not one.replica.neighbours.others(), 10)
+
+    swarm(scenario)
+
+
+def test_a_stopped_trainer_is_told_of_the_last_state_only(swarm):
+    async def scenario(nodes):
+        one, two = await peers(nodes, 2, make_run())
+        await until(lambda: one.at and two.at)
+        one.tasks[1].cancel()  # its training process stands still
+        told = len(one.lands)
+        with contextlib.suppress(asyncio.CancelledError):
+            await one.tasks[1]
+        start = two.head.header.round
+        await until(lambda: two.head.header.round >= start + 3, 60)
+        await until(lambda: one.head.digest == two.head.digest)
+        assert len(one.lands) <= told + 2
+        check_invariants(one, two)
+
+    swarm(scenario)
