@@ -39,7 +39,9 @@ def acceptable_run(values: Mapping[str, Any], dataset_digest: str) -> RunConfig:
     run = replace(run, dataset_digest=dataset_digest)
     size = len(canonical_json(asdict(run)))
     if size > MAX_RUN_BYTES:
-        raise Refused(400, "bad_run", f"The run's options take {size} bytes, more than {MAX_RUN_BYTES}.", "Shorten its name or its model's path.")
+        raise Refused(
+            400, "bad_run", f"The run's options take {size} bytes, more than {MAX_RUN_BYTES}.", "Shorten its name or its model's path."
+        )
     return run
 
 
@@ -63,7 +65,9 @@ def _check_dataset(run: RunConfig, dataset_digest: str) -> None:
 
 def _model_digest(run: RunConfig) -> str:
     if not run.model:
-        raise UserError("No model is given.", fix="Add --model with a diffusers folder or a Hub id; or give no option of the run, and a peer founds it.")
+        raise UserError(
+            "No model is given.", fix="Add --model with a diffusers folder or a Hub id; or give no option of the run, and a peer founds it."
+        )
     folder = Path(run.model)
     if not folder.is_dir():
         if run.model_digest:

@@ -1,0 +1,277 @@
+"""Which run a peer takes part in: real servers, a real DHT."""
+
+import asyncio
+import dataclasses
+import functools
+import http.server
+import shutil
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from peer.config import PeerConfig
+from peer.finetune import load_model, parse, resolve_run
+from peer.joining import join
+from swarm.digest import digest_model
+from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
+from tests import tiny
+from tests.datasetserver.hosting import Host
+
+HEAD = {"digest": "d" * 64, "round": 3, "samples": 300, "peers": ["alice"]}
+
+
+def resolve(*argv):
+    """What a peer started with these flags joins: through its own wiring."""
+    return resolve_run(*parse([str(argument) for argument in argv]))
+
+
+def refusal(match, *argv, code=ExitCode.CONFIG):
+    """The error that a peer started with these flags ends with."""
+    with pytest.raises(UserError, match=match) as raised:
+        resolve(*argv)
+    assert raised.value.code == code, raised.value
+    return raised.value
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory):
+    """A server with a run of its own."""
+    host = Host(tmp_path_factory.mktemp("founded"), "--run_name", "digits", "--learning_rate", "1e-3").start()
+    yield host
+    host.stop()
+
+
+@pytest.fixture
+def open_host(tmp_path):
+    """A server that waits for a founder."""
+    host = Host(tmp_path / "open", founds=False).start()
+    yield host
+    host.stop()
+
+
+class DhtNode:
+    """A node of the DHT in a thread of its own, that publishes what it is given."""
+
+    def __init__(self, folder, *initial_peers):
+        from swarm.dht import SwarmNode
+
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.node = self.call(SwarmNode.join(initial_peers=initial_peers, identity_path=folder / "identity.key"))
+        (self.maddr,) = self.call(self.node.maddrs())
+
+    def call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+
+    def tell(self, run, server_url="", head=None):
+        from swarm.records import RunRecord
+
+        assert self.call(self.node.publish_run(RunRecord(run_id=run.run_id, run=dataclasses.asdict(run), server_url=server_url, head=head)))
+
+    def close(self):
+        self.call(self.node.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(20)
+        self.loop.close()
+
+
+@pytest.fixture
+def node(tmp_path):
+    pytest.importorskip("hivemind")
+    node = DhtNode(tmp_path)
+    yield node
+    node.close()
+
+
+def test_the_url_of_a_server_is_enough(founded):
+    joined = resolve("--datasetserver", founded.url)
+    assert (joined.run.run_name, joined.run.learning_rate, joined.server_url) == ("digits", 1e-3, founded.url)
+    assert joined.run.model_digest == digest_model(founded.model) and joined.run.dataset_digest
+    assert joined.last_known is None and joined.initial_peers == ()
+    again = resolve("--datasetserver", founded.url, "--lr", "1e-3", "--run_id", joined.run.run_id, "--hivemind", "True")
+    assert again == joined, "flags that agree, and --found where there is a run, change nothing"
+
+
+def test_a_flag_that_differs_is_named_and_so_is_another_run(founded):
+    error = refusal("has learning_rate = 0.001, but this peer was started with 0.01", "--datasetserver", founded.url, "--lr", "0.01")
+    assert "--learning_rate" in error.fix
+    refusal("has resolution = 512", "--datasetserver", founded.url, "--found", "--resolution", "64")
+    refusal("not 0123456789abcdef", "--datasetserver", founded.url, "--run_id", "0123456789abcdef", code=ExitCode.NETWORK)
+
+
+def test_the_model_may_be_elsewhere_but_not_another_one(tmp_path, tiny_model):
+    host = Host(tmp_path)
+    host.flags[host.flags.index("--model") + 1] = str(tiny_model)
+    host.start()
+    try:
+        copy, other = shutil.copytree(tiny_model, tmp_path / "copy"), tiny.write_model(tmp_path / "other", seed=1)
+        joined = resolve("--datasetserver", host.url, "--model", copy)
+        load_model(joined.run, {"model": str(copy)}, torch.device("cpu"))
+        joined = resolve("--datasetserver", host.url, "--model", other)
+        with pytest.raises(UserError, match="is not the base model of the run"):
+            load_model(joined.run, {"model": str(other)}, torch.device("cpu"))
+    finally:
+        host.stop()
+
+
+# -- founding at a server
+
+
+def test_the_first_peer_founds_the_run_with_the_originals_flags_and_others_need_no_more_than_the_url(open_host):
+    original = [f"--datasetserver={open_host.url}", "--model", open_host.model, "--run_name", "X", "--hivemind=True"]
+    first = resolve(*original)
+    assert first.run.run_name == "X" and first.run.model_digest == digest_model(open_host.model) and first.run.dataset_digest
+    assert first.server_url == open_host.url
+    assert resolve("--datasetserver", open_host.url) == first
+    assert resolve(*original, "--target_batch_size", "2048") == first
+    open_host.kill()
+    open_host.start()
+    assert resolve("--datasetserver", open_host.url) == first
+
+
+def test_a_dry_run_founds_nothing(open_host):
+    flags = ["--datasetserver", open_host.url, "--model", open_host.model, "--found"]
+    assert resolve(*flags, "--dry_run").run.model_digest == digest_model(open_host.model)
+    refusal("has no run yet", "--datasetserver", open_host.url, code=ExitCode.NETWORK)
+
+
+def test_where_nothing_was_founded_a_peer_says_how(open_host):
+    error = refusal("has no run yet", "--datasetserver", open_host.url, "--model", open_host.model, code=ExitCode.NETWORK)
+    assert "--found" in error.fix and "--hivemind True" in error.fix and "--run" in error.fix
+    refusal("has no run yet", "--datasetserver", open_host.url, "--found", "--run_id", "0123456789abcdef", code=ExitCode.NETWORK)
+    refusal("needs a base model", "--datasetserver", open_host.url, "--found")
+    error = refusal(
+        "does not take this run", "--datasetserver", open_host.url, "--found", "--model", open_host.model, "--run_name", "x" * 2048
+    )
+    assert "Shorten" in error.fix
+
+
+def test_of_two_founders_at_once_both_end_in_one_run_or_the_slower_one_is_told_what_differs(open_host):
+    from peer.data.dataset_server import fetch_run, found_run
+
+    both_asked = threading.Barrier(2)
+
+    def ask(url, run_id):
+        answer = fetch_run(url, run_id=run_id)
+        both_asked.wait(30)
+        return answer
+
+    def found(seed):
+        peer = PeerConfig(datasetserver=open_host.url, found=True)
+        try:
+            return join(peer, {"model": str(open_host.model), "seed": seed}, ask, found_run, lambda run: open_host.model)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(found, (1, 2)))
+    (error,) = [outcome for outcome in outcomes if isinstance(outcome, UserError)]
+    (joined,) = [outcome for outcome in outcomes if outcome is not error]
+    assert f"has seed = {joined.run.seed}, but this peer was started with {3 - joined.run.seed}" in str(error)
+
+
+def test_two_founders_at_once_with_equal_flags_are_in_one_run(open_host):
+    flags = ["--datasetserver", open_host.url, "--model", open_host.model, "--found"]
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: resolve(*flags), range(2))
+    assert one == other
+
+
+# -- the DHT
+
+
+@pytest.mark.swarm
+def test_a_multiaddr_is_enough_and_leads_to_the_server_too(node, founded):
+    run = resolve("--datasetserver", founded.url).run
+    node.tell(run, founded.url, HEAD)
+    joined = resolve("--peers", node.maddr)
+    assert (joined.run, joined.server_url, joined.initial_peers, joined.last_known) == (run, founded.url, (node.maddr,), HEAD)
+    refusal("has learning_rate = 0.001", "--peers", node.maddr, "--lr", "0.5")
+    both = resolve("--datasetserver", founded.url, "--peers", node.maddr)
+    assert (both.run, both.server_url, both.initial_peers) == (run, founded.url, (node.maddr,))
+
+
+@pytest.mark.swarm
+def test_a_peer_with_data_of_its_own_needs_no_server(node, pictures):
+    run = RunConfig(run_name="serverless", model="m", model_digest="ab" * 32)
+    node.tell(run, head=HEAD)
+    joined = resolve("--peers", node.maddr, "--train_data_dir", pictures)
+    assert (joined.run, joined.server_url, joined.last_known) == (run, "", HEAD)
+    refusal("no dataset server, and this peer no data", "--peers", node.maddr)
+
+
+@pytest.mark.swarm
+def test_a_server_that_is_away_or_lost_its_run_keeps_nobody_from_joining(node, open_host):
+    run = RunConfig(run_name="old", model="m", model_digest="ab" * 32)
+    node.tell(run, open_host.url, HEAD)
+    for _ in ("lost its run", "away"):
+        joined = resolve("--peers", node.maddr, "--found", "--model", open_host.model)
+        assert (joined.run, joined.server_url, joined.last_known) == (run, open_host.url, HEAD)
+        open_host.stop()
+
+
+@pytest.mark.swarm
+def test_of_several_runs_the_peer_says_which(node, tmp_path, pictures):
+    runs = [RunConfig(run_name=name, model="m", model_digest="ab" * 32) for name in ("one", "two")]
+    second = DhtNode(tmp_path / "second", node.maddr)
+    try:
+        node.tell(runs[0])
+        second.tell(runs[1])
+        error = refusal("serve 2 runs", "--peers", node.maddr, "--train_data_dir", pictures)
+        assert "--run_id" in error.fix and all(run.run_id in error.message for run in runs)
+        joined = resolve("--peers", node.maddr, "--train_data_dir", pictures, "--run_id", runs[1].run_id)
+        assert joined.run == runs[1]
+    finally:
+        second.close()
+
+
+@pytest.mark.swarm
+def test_where_no_peer_is_in_a_run_one_may_be_founded(node, founded, pictures, monkeypatch):
+    from swarm.discovery import find_run
+
+    monkeypatch.setattr("swarm.discovery.find_run", functools.partial(find_run, seconds=3.0))
+    error = refusal("none of them is in a run", "--peers", node.maddr, "--train_data_dir", pictures, code=ExitCode.NETWORK)
+    assert "--found" in error.fix
+    joined = resolve("--peers", node.maddr, "--train_data_dir", pictures, "--found", "--model", founded.model, "--run_name", "mine")
+    assert (joined.run.run_name, joined.initial_peers, joined.last_known) == ("mine", (node.maddr,), None)
+
+
+# -- what is no server and no address
+
+
+def test_what_is_no_dataset_server_is_named():
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>It works!</html>")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            refusal(f"{url} answers, but is no dataset server", "--datasetserver", url, code=ExitCode.NETWORK)
+        finally:
+            server.shutdown()
+            thread.join(20)
+
+
+def test_a_url_that_refuses_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    refusal(f"{url} does not answer", "--datasetserver", url, code=ExitCode.NETWORK)
+
+
+@pytest.mark.parametrize("maddr", ["127.0.0.1:31337", "/ip4/127.0.0.1/tcp/31337", "/ip4/300.0.0.1/tcp/1/p2p/Qm"])
+def test_a_bad_multiaddr_is_shown_what_a_right_one_looks_like(maddr):
+    pytest.importorskip("hivemind")
+    assert "/ip4/203.0.113.7/tcp/31337/p2p/" in refusal(f"'{maddr}' is not a multiaddr", "--peers", maddr).fix
