@@ -47,11 +47,22 @@ def main() -> int:
 
 
 async def _serve(options: dict[str, Any], lines: FileIO, out: TextIO) -> None:
+    stop = asyncio.Event()
+    _listen(lines, options, stop)
+    work, leave = asyncio.create_task(_take_part(options, out, stop)), asyncio.create_task(stop.wait())
+    await asyncio.wait({work, leave}, return_when=asyncio.FIRST_COMPLETED)
+    leave.cancel()
+    if stop.is_set():  # a question that peers who are gone do not answer takes seconds
+        work.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await work
+
+
+async def _take_part(options: dict[str, Any], out: TextIO, stop: asyncio.Event) -> None:
+    """Be in the DHT, describe the run there and tell the server of its peers, until `stop`."""
     from swarm.dht import SwarmNode
     from swarm.records import RunRecord
 
-    stop = asyncio.Event()
-    _listen(lines, options, stop)
     node = await SwarmNode.join(
         host_maddrs=options["host_maddrs"], announce_maddrs=options["announce_maddrs"], identity_path=Path(options["identity_path"])
     )
