@@ -137,8 +137,10 @@ class Matchmaker:
             self._dismiss(self._open, {"error": "the group is closed"})
             self._open = None
 
-    async def form(self, ticket: Ticket, expected: dict[str, bool]) -> Group:
+    async def form(self, ticket: Ticket, expected: dict[str, bool], check: Callable[[Group], None] = lambda group: None) -> Group:
         """A group for `ticket`, with as many of `expected` (peer -> whether it can lead) as come. Raises NoGroup.
+
+        check: may raise NoGroup when this peer leads; before the group is announced, so that nobody begins to average in vain.
 
         The group may be ours alone when everyone expected answered and none had anything to offer.
         """
@@ -160,7 +162,14 @@ class Matchmaker:
         if not ticket.reduces and coming:
             raise NoGroup("every peer that others can dial is away, and this one cannot be dialled", silent)
         alone_if_nobody_joins = not any(answer is None or answer["coming"] for answer in answers.values())
-        return await self._lead(ticket, coming, silent, alone_if_nobody_joins)
+        group, followers = await self._gather(ticket, coming, silent, alone_if_nobody_joins)
+        try:
+            check(group)
+        except NoGroup as error:
+            _tell(followers, {"error": str(error)})
+            raise
+        _tell(followers, group.announcement())
+        return group
 
     async def _call(self, peer: str, parent: str) -> dict[str, Any] | None:
         """Tell `peer` that we are ready; its answer, or None when there is none."""
@@ -212,7 +221,10 @@ class Matchmaker:
             answer, _ = await channel.receive(seconds=seconds + ANSWER_SECONDS)
             return answer
 
-    async def _lead(self, ticket: Ticket, coming: dict[str, dict[str, Any]], silent: set[str], alone_if_nobody_joins: bool) -> Group:
+    async def _gather(
+        self, ticket: Ticket, coming: dict[str, dict[str, Any]], silent: set[str], alone_if_nobody_joins: bool
+    ) -> tuple[Group, list[asyncio.Future]]:
+        """Wait for those who are coming; the group, and what its followers wait for."""
         book = self._book(ticket.parent)
         book.leader = None
         loop = asyncio.get_running_loop()
@@ -229,10 +241,7 @@ class Matchmaker:
         if late:
             log.info("closed without %s: they did not come in time", ", ".join(peer[-6:] for peer in late))
         group = Group.of([ticket, *(joined for joined, _ in book.waiting.values())], silent | late)
-        for _, answer in book.waiting.values():
-            if not answer.done():
-                answer.set_result(group.announcement())
-        return group
+        return group, [answer for _, answer in book.waiting.values()]
 
     async def _answer_call(self, channel: Channel) -> None:
         request, _ = await channel.receive(seconds=ANSWER_SECONDS)
@@ -311,9 +320,13 @@ class Matchmaker:
 
     @staticmethod
     def _dismiss(book: _Open, answer: dict[str, Any]) -> None:
-        for _, waiting in book.waiting.values():
-            if not waiting.done():
-                waiting.set_result(answer)
+        _tell([waiting for _, waiting in book.waiting.values()], answer)
+
+
+def _tell(waiting: Collection[asyncio.Future], answer: dict[str, Any]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(answer)
 
 
 def _parse_ticket(request: dict[str, Any], peer: str, max_samples: int) -> Ticket:

@@ -292,8 +292,7 @@ class Replica:
             else:
                 self._set_phase("group")
                 ticket = Ticket(self.state.digest, offer.member, not self.node.client_mode)
-                group = await self._matchmaker.form(ticket, self._expected())
-                self._check_quorum(group)
+                group = await self._matchmaker.form(ticket, self._expected(), self._check_quorum)
                 self._set_phase("average")
                 mean = offer.encoded if len(group.members) == 1 else await self._averager.average(group, offer.encoded)
             self.neighbours.missed(group.silent)

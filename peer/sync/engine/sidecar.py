@@ -220,8 +220,10 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
             if task.done():
                 task.result()
         replica.close()
-        await replica.say_goodbye()
         await asyncio.wait({living}, timeout=5)
+        living.cancel()
+        await asyncio.gather(living, return_exceptions=True)
+        await replica.say_goodbye()
         await replica.save_last()
     finally:
         loop.remove_reader(port.socket)

@@ -374,6 +374,8 @@ def test_a_peer_that_leaves_in_order_is_not_waited_for(swarm):
     async def scenario(nodes):
         one, two = await peers(nodes, 2, make_run(), rate=0)
         await until(lambda: one.replica.neighbours.others())
+        two.replica.close()
+        await two.tasks[0]
         await two.replica.say_goodbye()
         await until(lambda: not one.replica.neighbours.others(), 10)
 

@@ -1,0 +1,231 @@
+"""Processes that die: trainers, sidecars, p2pd. Real ones, killed with SIGKILL, on loopback."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from peer import rooms
+
+pytestmark = pytest.mark.swarm
+ROOT = Path(__file__).resolve().parents[3]
+WAIT_SECONDS = 100.0
+
+
+class Toy:
+    """A toy peer's process: its log, what it said, its rounds."""
+
+    def __init__(self, folder: Path, *arguments: str, strategy: str = "parameters", **options):
+        self.folder, self.lines, self.log = folder, [], ""
+        flags = [f"--{name}={value}" for name, value in options.items()]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.peer.sync.toy_peer", str(folder), strategy, *arguments, *flags],
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._threads = [threading.Thread(target=self._read_out), threading.Thread(target=self._read_err)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read_out(self):
+        for line in self.process.stdout:
+            self.lines.append(json.loads(line))
+
+    def _read_err(self):
+        for line in self.process.stderr:
+            self.log += line
+
+    def family(self, name: str = "") -> list[psutil.Process]:
+        """Living descendants whose command line contains `name`."""
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if name in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                        found.append(child)
+        return found
+
+    def maddr(self) -> str:
+        pattern = re.compile(r"--peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")
+        until(lambda: pattern.search(self.log), self)
+        return pattern.findall(self.log)[-1]
+
+    def rounds(self) -> list[dict]:
+        path = self.folder / "rounds.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+    def round(self) -> int:
+        return max((line["round"] for line in self.rounds()), default=0)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> dict:
+        """Wait for its end; what it said last."""
+        self.process.wait(WAIT_SECONDS)
+        self.join()
+        assert self.process.returncode == 0, self.log
+        return self.lines[-1]
+
+    def join(self):
+        for thread in self._threads:
+            thread.join(10)
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+def until(true, *toys: Toy, seconds: float = WAIT_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain\n" + "\n".join(toy.log[-3000:] for toy in toys)
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def toys(tmp_path):
+    started: list[Toy] = []
+
+    def start(name: str, *arguments: str, **options) -> Toy:
+        started.append(Toy(tmp_path / name, *arguments, **options))
+        return started[-1]
+
+    yield start
+    family = [child for toy in started for child in toy.family()]
+    for toy in started:
+        if toy.process.poll() is None:
+            toy.kill()
+        toy.join()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, f"orphans: {[child.cmdline() for child in alive]}"
+
+
+def assert_one_lineage(*peers: Toy) -> None:
+    """Whoever made or took over the state after one parent and group has the same digest."""
+    digests = {}
+    for peer in peers:
+        for line in peer.rounds():
+            group = (line["parent"], json.dumps(line["members"]))
+            assert digests.setdefault(group, line["digest"]) == line["digest"]
+
+
+def strategies() -> list[str]:
+    return [name for name in rooms.parts("sync") if name != "none"] + ["tests.peer.sync.strategies:gradients"]
+
+
+@pytest.mark.parametrize("strategy", strategies())
+def test_the_contract_of_every_strategy_two_peers_to_the_runs_end(toys, strategy):
+    one = toys("one", strategy=strategy, total=256)
+    two = toys("two", one.maddr(), strategy=strategy, total=256)
+    ends = [one.end(), two.end()]
+    for peer, end in zip((one, two), ends, strict=True):
+        assert end["done"] and end["finite"] and end["samples"] >= 256
+        assert end["trained"] == end["settled"] + end["dropped"] and end["waiting"] == 0, (end, peer.log)
+        settled = [line for line in peer.lines if line["event"] == "settlement"]
+        assert [line["round"] for line in settled] == list(range(1, end["round"] + 1))
+        assert sum(line["samples"] for line in settled) == end["samples"]
+    assert one.rounds()[-1]["digest"] == two.rounds()[-1]["digest"] and ends[0]["checksum"] == ends[1]["checksum"]
+    assert_one_lineage(one, two)
+
+
+def test_the_contract_holds_without_a_swarm(toys):
+    end = toys("one", strategy="none", total=256).end()
+    assert end["done"] and end["settled"] == end["trained"] == end["samples"] == 256
+
+
+def test_a_killed_peer_stops_nobody_and_comes_back(toys):
+    one = toys("one")
+    two = toys("two", one.maddr())
+    until(lambda: min(one.round(), two.round()) >= 2, one, two)
+    two.kill()
+    at = one.round()
+    until(lambda: one.round() >= at + 2, one)
+    back = toys("two", one.maddr())
+    until(lambda: any(line["how"] == "averaged" and line["round"] > at + 2 for line in back.rounds()), one, back)
+    assert_one_lineage(one, back)
+
+
+def test_a_killed_sidecar_is_started_again_and_finds_the_others(toys):
+    founder = toys("founder")
+    joiner = toys("joiner", founder.maddr())
+    until(lambda: min(founder.round(), joiner.round()) >= 1, founder, joiner)
+    # The founder was given no address of anybody: it must remember whom it met.
+    until(lambda: (founder.folder / "peers_met.json").exists(), founder)
+    founder.family("sidecar")[0].kill()
+    until(lambda: "starting it again" in founder.log, founder)
+    at = max(founder.round(), joiner.round())
+    until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in founder.rounds()), founder, joiner)
+    assert_one_lineage(founder, joiner)
+
+
+def test_the_death_of_p2pd_is_noticed_and_mended(toys):
+    one = toys("one")
+    two = toys("two", one.maddr())
+    until(lambda: min(one.round(), two.round()) >= 1, one, two)
+    two.family("p2pd")[0].kill()
+    until(lambda: "starting it again" in two.log, two)
+    at = max(one.round(), two.round())
+    until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in two.rounds()), one, two)
+    assert_one_lineage(one, two)
+
+
+def test_a_killed_trainer_leaves_no_process_behind(toys):
+    one = toys("one")
+    one.maddr()
+    family = one.family()
+    assert any("p2pd" in " ".join(child.cmdline()) for child in family)
+    one.kill()
+    gone, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive and len(gone) == len(family)
+
+
+def test_a_trainer_killed_while_its_sidecar_joins_leaves_no_process_behind(toys):
+    nobody = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+    one = toys("one", nobody)
+    until(lambda: "joining failed" in one.log or one.family("p2pd"), one)
+    family = one.family()
+    one.kill()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+
+
+def test_a_run_whose_peers_were_all_killed_goes_on_from_its_last_state(toys):
+    one = toys("one")
+    two = toys("two", one.maddr())
+    until(lambda: min(one.round(), two.round()) >= 2 and list((one.folder / "state").glob("*.state")), one, two)
+    family = one.family() + two.family()
+    one.kill()
+    two.kill()
+    psutil.wait_procs(family, timeout=15)
+    states = {int(path.name.split("-")[3]) for path in (one.folder / "state").glob("*.state")}
+    back = toys("one")
+    until(lambda: "going on from round=" in back.log, back)
+    assert f"going on from round={max(states)} " in back.log
+    before = back.round()
+    until(lambda: back.round() > before, back)
+
+
+def test_other_tensors_than_the_runs_are_one_line(toys):
+    one = toys("one")
+    other = toys("other", one.maddr(), rows=50)
+    other.process.wait(WAIT_SECONDS)
+    other.join()
+    assert other.process.returncode == 2
+    assert "error: The peers of this run train other tensors" in other.log and "Traceback" not in other.log
+
+
+def test_a_peer_that_leaves_says_what_became_of_every_sample(toys):
+    one = toys("one")
+    two = toys("two", one.maddr())
+    until(lambda: min(one.round(), two.round()) >= 1, one, two)
+    two.process.send_signal(signal.SIGTERM)
+    end = two.end()
+    assert end["trained"] == end["settled"] + end["dropped"] and end["waiting"] == 0, (end, two.log)
