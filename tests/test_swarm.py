@@ -1,0 +1,234 @@
+"""Whole swarms: a real server, real peers started as people start them, real kills. Each ends with the same questions:
+equal digests, rounds that never go back, every sample counted once, no process left."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm.digest import digest_model
+from tests import tiny
+from tests.conftest import ROOT
+from tests.datasetserver.hosting import Host
+
+pytestmark = pytest.mark.swarm
+
+TARGET, BATCH = 256, 8
+FINETUNE = str(ROOT / "peer" / "finetune.py")
+LOCAL = ("--host_maddrs", "/ip4/127.0.0.1/tcp/0")
+RUN = ("--resolution", "16", "--lr", "1e-3", "--target_batch_size", str(TARGET))
+
+
+class Peer:
+    """A peer process in a session of its own, its log in a file."""
+
+    def __init__(self, folder: Path, *flags, ranks: int = 0):
+        self.folder, self.log = folder, folder.with_suffix(".log")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+        command = [sys.executable, *torchrun, FINETUNE, "--output_dir", folder, "--train_batch_size", BATCH, *LOCAL, *flags]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(part) for part in command], cwd="/", stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self.tree = set()
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def rounds(self) -> list[dict]:
+        path = self.folder / "rounds.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def watch(self) -> None:
+        """Remember who belongs to this peer, so that a kill reaches all of them and nobody is overlooked at the end."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.tree |= {self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children(recursive=True))}
+
+    def kill(self) -> None:
+        self.watch()
+        for pid in self.tree:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(20)
+
+    def finish(self, seconds: float = 180) -> int:
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None:
+            self.watch()
+            assert time.monotonic() < deadline, f"did not end:\n{self.text()}"
+            time.sleep(0.2)
+        return self.process.returncode
+
+
+class Swarm:
+    def __init__(self, folder: Path, model: Path):
+        self.folder, self.model, self.peers, self.hosts = folder, model, [], []
+        self.pictures = tiny.write_pictures(folder / "pictures", 40, 16)
+
+    def host(self, *flags) -> Host:
+        host = Host(self.folder / "host", "--dht", "True", *RUN, *flags)
+        shared = host.flags.index("--dataset") + 1, host.flags.index("--model") + 1
+        host.flags[shared[0]], host.flags[shared[1]] = str(self.pictures), str(self.model)
+        self.hosts.append(host)
+        return host.start()
+
+    def peer(self, name: str, *flags, ranks: int = 0) -> Peer:
+        peer = Peer(self.folder / name, *flags, ranks=ranks)
+        self.peers.append(peer)
+        return peer
+
+    def wait(self, what, condition, seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            for peer in self.peers:
+                peer.watch()
+            assert time.monotonic() < deadline, f"no {what}:\n" + "\n".join(
+                f"--- {peer.folder.name}\n{peer.text()[-3000:]}" for peer in self.peers
+            )
+            time.sleep(0.1)
+
+    def check(self) -> None:
+        """What must hold however the swarm fared."""
+        digests: dict[tuple, set] = {}
+        for peer in self.peers:
+            rounds = peer.rounds()
+            assert [line["samples"] for line in rounds] == sorted(line["samples"] for line in rounds), "a round went back"
+            for line in rounds:
+                digests.setdefault((line["round"], line["parent"], str(line["members"])), set()).add(line["digest"])
+        assert all(len(found) == 1 for found in digests.values()), digests
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.kill()
+        for host in self.hosts:
+            host.stop()
+
+    def orphans(self) -> list[psutil.Process]:
+        pids = {pid for peer in self.peers for pid in peer.tree}
+        alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        return psutil.wait_procs([process for process in alive if process.status() != psutil.STATUS_ZOMBIE], timeout=10)[1]
+
+
+@pytest.fixture
+def swarm(tmp_path, tiny_model):
+    made = Swarm(tmp_path, tiny_model)
+    yield made
+    made.close()
+
+
+def progress(host: Host) -> dict:
+    with urllib.request.urlopen(f"{host.url}/v1/progress", timeout=10) as answer:
+        return json.load(answer)
+
+
+def counted(host: Host) -> int:
+    return sum(progress(host)["samples_by_peer"].values())
+
+
+def address(peer: Peer) -> str:
+    return next(word for line in peer.text().splitlines() if "--peers " in line for word in line.split() if word.startswith("/ip4/"))
+
+
+def test_two_peers_that_know_only_the_url_train_one_model(swarm):
+    host = swarm.host("--total_samples", "1024")
+    one, two = (swarm.peer(name, "--datasetserver", host.url) for name in ("one", "two"))
+
+    assert (one.finish(), two.finish()) == (0, 0), one.text() + two.text()
+
+    swarm.check()
+    assert one.rounds()[-1]["digest"] == two.rounds()[-1]["digest"]
+    assert {line["how"] for line in one.rounds()} <= {"averaged", "fetched", "solo"}
+    assert any(len(line["members"]) == 2 for line in one.rounds())
+    assert one.rounds()[-1]["samples"] >= 1024
+    swarm.wait("complete ledger", lambda: counted(host) == one.rounds()[-1]["samples"], 20)
+    assert digest_model(one.folder / "model") == digest_model(two.folder / "model") != digest_model(swarm.model)
+    assert swarm.orphans() == []
+
+
+def test_the_first_peer_is_killed_and_the_rest_go_on(swarm):
+    host = swarm.host("--total_samples", "20000")
+    first = swarm.peer("first", "--datasetserver", host.url)
+    swarm.wait("round", lambda: first.rounds())
+    second = swarm.peer("second", "--datasetserver", host.url)
+    third = swarm.peer("third", "--datasetserver", host.url)
+    swarm.wait("round of all", lambda: any(len(line["members"]) == 3 for line in second.rounds()))
+    first.kill()
+
+    assert (second.finish(), third.finish()) == (0, 0), second.text() + third.text()
+
+    swarm.check()
+    assert second.rounds()[-1]["samples"] >= 20000
+    swarm.wait("complete ledger", lambda: counted(host) == second.rounds()[-1]["samples"], 20)
+    assert swarm.orphans() == []
+
+
+def test_peers_with_their_own_pictures_need_no_server(swarm):
+    own = ("--train_data_dir", swarm.pictures)
+    founder = swarm.peer("founder", "--found", "--model", swarm.model, *own, *RUN, "--total_samples", "1024")
+    swarm.wait("address", lambda: "--peers /ip4/" in founder.text())
+    joiner = swarm.peer("joiner", "--peers", address(founder), *own)
+
+    assert (founder.finish(), joiner.finish()) == (0, 0), founder.text() + joiner.text()
+
+    swarm.check()
+    assert founder.rounds()[-1]["digest"] == joiner.rounds()[-1]["digest"]
+    assert swarm.orphans() == []
+
+
+def test_two_ranks_are_one_peer(swarm):
+    host = swarm.host("--total_samples", "1024")
+    pair = swarm.peer("pair", "--datasetserver", host.url, ranks=2)
+    single = swarm.peer("single", "--datasetserver", host.url)
+
+    assert (pair.finish(), single.finish()) == (0, 0), pair.text() + single.text()
+
+    swarm.check()
+    assert max(len(line["members"]) for line in single.rounds()) == 2
+    assert digest_model(pair.folder / "model") == digest_model(single.folder / "model")
+    assert swarm.orphans() == []
+
+
+def test_a_peer_told_to_stop_gives_back_what_it_did_not_use(swarm):
+    host = swarm.host()
+    one, two = (swarm.peer(name, "--datasetserver", host.url) for name in ("one", "two"))
+    swarm.wait("round of both", lambda: any(len(line["members"]) == 2 for line in one.rounds()))
+
+    for peer in (one, two):
+        peer.watch()
+        peer.process.send_signal(signal.SIGTERM)
+        assert peer.finish(25) == 0, peer.text()
+
+    swarm.check()
+    assert "Traceback" not in one.text() + two.text()
+    assert swarm.orphans() == []
+    assert progress(host)["ledger"]["leased"] == 0
+    assert counted(host) == max(peer.rounds()[-1]["samples"] for peer in (one, two))
+
+
+def test_after_all_were_killed_one_goes_on_from_its_last_state(swarm):
+    host = swarm.host("--total_samples", "12000")
+    one, two = (swarm.peer(name, "--datasetserver", host.url) for name in ("one", "two"))
+    swarm.wait("settled round of both", lambda: counted(host) > 0 and len(one.rounds()) > 1)
+    one.kill()
+    two.kill()
+    reached = max(peer.rounds()[-1]["samples"] for peer in (one, two))
+    stranger = swarm.peer("stranger", "--datasetserver", host.url)
+    swarm.wait("word of who has the state", lambda: "waiting for one who has that state" in stranger.text())
+    assert stranger.rounds() == []
+
+    again = swarm.peer("one", "--datasetserver", host.url)
+    other = swarm.peer("two", "--datasetserver", host.url)
+
+    assert [peer.finish() for peer in (again, other, stranger)] == [0, 0, 0], again.text() + other.text() + stranger.text()
+    swarm.check()
+    assert again.rounds()[-1]["samples"] >= max(reached, 12000)
+    assert stranger.rounds()[0]["how"] == "fetched"
+    assert swarm.orphans() == []
