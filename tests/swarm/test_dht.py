@@ -1,0 +1,185 @@
+"""Nodes of the DHT, each with a real p2pd, in one loop."""
+
+import asyncio
+import contextlib
+import gc
+import socket
+import time
+import warnings
+
+import pytest
+
+from swarm.dht import Identity, SwarmNode, parse_maddrs, peer_id_of
+from swarm.errors import ExitCode, UserError
+from swarm.records import PeerRecord, RunRecord
+
+RUN_ID = "run"
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """`nodes(scenario)` runs a coroutine function with `start(name, **options) -> SwarmNode`; what it started is ended."""
+
+    async def scene(scenario):
+        async with contextlib.AsyncExitStack() as stack:
+
+            async def start(name, **options):
+                node = await SwarmNode.join(identity_path=tmp_path / name, **{"deadline_seconds": 20, **options})
+                stack.push_async_callback(node.close)
+                return node
+
+            await scenario(start)
+
+    def run(scenario):
+        try:
+            asyncio.run(asyncio.wait_for(scene(scenario), 90))
+        finally:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)  # hivemind leaves its connection to p2pd to the collector
+                gc.collect()
+
+    return run
+
+
+def record(node, **values) -> PeerRecord:
+    return PeerRecord(
+        **{"peer_id": node.peer_id, "config": "c", "schema": "s", "round": 0, "samples": 0, "digest": "d", "time": time.time(), **values}
+    )
+
+
+async def until(true, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not await true():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.05)
+
+
+def test_records_and_runs_reach_everybody_in_the_swarm(nodes):
+    async def scenario(start):
+        one = await start("one")
+        two = await start("two", initial_peers=await one.maddrs())
+        client = await start("client", initial_peers=await one.maddrs(), client_mode=True)
+        for node in (one, two, client):
+            assert await node.publish(RUN_ID, record(node))
+        run = RunRecord(run_id=RUN_ID, run={"model": "x"})
+        assert await two.publish_run(run)
+        for node in (one, two, client):
+            assert set(await node.records(RUN_ID)) == {one.peer_id, two.peer_id, client.peer_id}
+            assert await node.find_runs() == [run]
+        assert await client.maddrs() == [] and await one.records("another run") == {}
+
+    nodes(scenario)
+
+
+def test_a_later_record_replaces_the_one_before(nodes):
+    async def scenario(start):
+        one = await start("one")
+        two = await start("two", initial_peers=await one.maddrs())
+        for round in range(3):
+            await one.publish(RUN_ID, record(one, round=round))
+            assert (await two.records(RUN_ID))[one.peer_id].round == round
+
+    nodes(scenario)
+
+
+def test_nobody_speaks_for_another_and_nothing_unsigned_is_stored(nodes):
+    async def scenario(start):
+        one = await start("one")
+        liar = await start("liar", initial_peers=await one.maddrs())
+        await liar.publish(RUN_ID, record(one))  # signed by the liar
+        key, until_ = f"{RUN_ID}.peers", time.time() + 20
+        await liar._dht.store(key, record(one).pack(), expiration_time=until_, subkey=b"plain")
+        await liar._dht.store(key, b"unsigned", expiration_time=until_, subkey=one._validator.local_public_key)
+        await liar._dht.store(key, b"x" * 100_000, expiration_time=until_, subkey=liar._validator.local_public_key)
+        assert await one.records(RUN_ID) == {}
+        await one.publish(RUN_ID, record(one, round=7))
+        assert (await liar.records(RUN_ID))[one.peer_id].round == 7
+
+    nodes(scenario)
+
+
+def test_a_record_that_wants_to_live_for_years_is_not_stored(nodes):
+    async def scenario(start):
+        one = await start("one")
+        liar = await start("liar", initial_peers=await one.maddrs())
+        await liar._dht.store(
+            f"{RUN_ID}.peers", record(liar).pack(), expiration_time=time.time() + 1e8, subkey=liar._validator.local_public_key
+        )
+        assert liar.peer_id not in await one.records(RUN_ID)
+
+    nodes(scenario)
+
+
+def test_an_identity_lasts_and_belongs_to_one_process(nodes, tmp_path):
+    async def scenario(start):
+        one = await start("one")
+        assert peer_id_of(one._identity.key.get_public_key().to_bytes()) == one.peer_id
+        with pytest.raises(UserError, match="in use by another process"):
+            Identity(tmp_path / "one")
+        await one.close()
+        again = await start("one")
+        assert again.peer_id == one.peer_id
+
+    nodes(scenario)
+
+
+def test_a_file_that_is_no_key_is_one_line(tmp_path):
+    (tmp_path / "key").write_bytes(b"garbage")
+    with pytest.raises(UserError, match="no identity file"):
+        Identity(tmp_path / "key")
+
+
+def test_a_port_in_use_is_one_line(nodes):
+    async def scenario(start):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            with pytest.raises(UserError, match="Cannot listen"):
+                await start("one", host_maddrs=[f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"])
+
+    nodes(scenario)
+
+
+def test_peers_that_do_not_answer_are_one_line(nodes):
+    async def scenario(start):
+        nobody = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+        with pytest.raises(UserError, match="None of the 1 known peers answers") as caught:
+            await start("one", initial_peers=[nobody], deadline_seconds=1)
+        assert caught.value.code == ExitCode.NETWORK
+
+    nodes(scenario)
+
+
+@pytest.mark.parametrize("text", ["localhost:1234", "/ip4/1.2.3/tcp/1", "/ip4/127.0.0.1/tcp/1"])
+def test_an_address_that_is_none_is_one_line_with_an_example(text):
+    with pytest.raises(UserError, match="It looks like /ip4/"):
+        parse_maddrs([text], need_peer_id=True)
+
+
+def test_the_death_of_p2pd_shows(nodes):
+    async def scenario(start):
+        one = await start("one")
+        assert await one.alive()
+        one.p2p._child.kill()
+        await one.p2p._child.wait()
+        assert not await one.alive()
+
+    nodes(scenario)
+
+
+def test_two_swarms_become_one_when_one_node_meets_another(nodes):
+    async def scenario(start):
+        one, two = await start("one"), await start("two")
+        await one.publish(RUN_ID, record(one))
+        assert await two.records(RUN_ID) == {}
+        assert await two.meet(await one.maddrs())
+        await one.publish(RUN_ID, record(one))
+
+        async def seen():
+            return one.peer_id in await two.records(RUN_ID)
+
+        await until(seen)
+        assert not await two.meet(["/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"])
+        assert not await two.meet(["garbage"]) and not await two.meet([])
+
+    nodes(scenario)

@@ -1,0 +1,89 @@
+"""Records: what comes from the network is within bounds, or it is no record."""
+
+import contextlib
+import dataclasses
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from swarm.records import MAX_RECORD_BYTES, BadRecord, PeerRecord, RunRecord
+
+RECORD = PeerRecord(
+    peer_id="QmPeer", config="c" * 64, schema="s" * 64, round=3, samples=120, digest="d" * 64, parents=("e" * 64,) * 8, waiting_samples=7,
+    samples_per_second=1.5, loss=0.25, maddrs=("/ip4/127.0.0.1/tcp/1/p2p/QmPeer",), time=1e9,
+)  # fmt: skip
+RUN = RunRecord(
+    run_id="r" * 16, run={"model": "x"}, server_url="http://h", head={"digest": "d", "round": 1, "samples": 2, "peers": ["QmPeer"]}
+)
+
+BAD = {
+    "round": [-1, 2**60, 1.5, True, "3", None],
+    "samples": [-1, 2**60, float("nan")],
+    "waiting_samples": [-1, 2**62],
+    "samples_per_second": [-1.0, float("nan"), float("inf"), 1e9, True, "fast"],
+    "time": [float("nan"), -1.0, 1e15],
+    "loss": [float("nan"), float("inf"), "low"],
+    "digest": ["d" * 65, 5, "a\nb", None],
+    "phase": ["x" * 17, 1],
+    "parents": ["text", ["x"] * 9, [5], ["x" * 65]],
+    "maddrs": [["x"] * 7, ["x" * 257], 5],
+    "client_mode": [1, "yes", None],
+    "peer_id": ["QmSomebodyElse", None],
+}
+
+
+def test_a_record_comes_back_as_it_was_and_fits():
+    data = RECORD.pack()
+    assert PeerRecord.unpack(data, owner="QmPeer") == RECORD and len(data) < MAX_RECORD_BYTES
+    assert RunRecord.unpack(RUN.pack()) == RUN
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_value_out_of_bounds_is_refused(name, value):
+    with pytest.raises(BadRecord):
+        PeerRecord.unpack(msgpack.packb({**dataclasses.asdict(RECORD), name: value}), owner="QmPeer")
+
+
+@pytest.mark.parametrize("change", [{"more": 1}, {"round": None}])
+def test_a_record_with_a_field_too_many_or_too_few_is_refused(change):
+    values = {**dataclasses.asdict(RECORD), **change}
+    values = {name: value for name, value in values.items() if value is not None or name == "loss"}
+    with pytest.raises(BadRecord):
+        PeerRecord.unpack(msgpack.packb(values), owner="QmPeer")
+
+
+@pytest.mark.parametrize("head", [5, {}, {"digest": "d"}, {"digest": "d", "round": -1, "samples": 2, "peers": []}])
+def test_a_run_with_a_bad_head_is_refused(head):
+    with pytest.raises(BadRecord):
+        RunRecord.unpack(msgpack.packb({**dataclasses.asdict(RUN), "head": head}))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"\x91" * 3000, msgpack.packb([1]), msgpack.packb({1: 2}), b"x" * (MAX_RECORD_BYTES + 1), None]
+)
+def test_garbage_is_refused(data):
+    for unpack in (RunRecord.unpack, lambda data: PeerRecord.unpack(data, owner="QmPeer")):
+        with pytest.raises(BadRecord):
+            unpack(data)
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=200))
+def test_no_bytes_cause_another_error(data):
+    for unpack in (RunRecord.unpack, lambda data: PeerRecord.unpack(data, owner="QmPeer")):
+        with contextlib.suppress(BadRecord):
+            unpack(data)
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3)
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.sampled_from([field.name for field in dataclasses.fields(PeerRecord)]), JUNK))
+def test_no_values_cause_another_error(changes):
+    with contextlib.suppress(BadRecord):
+        PeerRecord.unpack(msgpack.packb({**dataclasses.asdict(RECORD), **changes}), owner="QmPeer")
