@@ -165,7 +165,7 @@ def write_files(folder: Path, result: dict[str, Any], held: Any, *, drawn: Any, 
     from scripts.demo import report, results
 
     subtitle = (
-        f"drawn by a model that {result['peers']} peers trained together in {result['rounds']} rounds of averaging; "
+        f"drawn by what {result['peers']} peers learned together in {result['rounds']} rounds; "
         f"a judge of real digits reads {result['digit_accuracy']:.0%} right"
     )
     report.grid(drawn, read, asked, title="“a handwritten ...”", subtitle=subtitle).save(folder / "samples.png")
