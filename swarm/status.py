@@ -64,7 +64,9 @@ def _from_server(url: str, seconds: float) -> dict[str, Any]:
     except ValueError:
         port_is_right = False
     if not port_is_right or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"'{url}' is neither a URL nor a multiaddr.", fix="Give http://HOST:PORT of a dataset server, or /ip4/.../p2p/... of a peer.")
+        raise UserError(
+            f"'{url}' is neither a URL nor a multiaddr.", fix="Give http://HOST:PORT of a dataset server, or /ip4/.../p2p/... of a peer."
+        )
     try:
         with urllib.request.urlopen(url.rstrip("/") + "/v1/progress", timeout=seconds) as answer:
             body = answer.read(_MAX_ANSWER_BYTES)
@@ -83,7 +85,9 @@ def _from_server(url: str, seconds: float) -> dict[str, Any]:
 
 
 def _other(url: str, what: str) -> UserError:
-    return UserError(f"{url} {what}: it is no dataset server of this version.", fix="Check the address and the port.", code=ExitCode.NETWORK)
+    return UserError(
+        f"{url} {what}: it is no dataset server of this version.", fix="Check the address and the port.", code=ExitCode.NETWORK
+    )
 
 
 async def _from_dht(maddr: str, run_id: str, seconds: float) -> dict[str, Any]:
@@ -139,7 +143,9 @@ def summarize(run: Any, records: Any, *, now: float) -> dict[str, Any]:
 def screen(seen: dict[str, Any]) -> RenderableType:
     """The one screen: the run, how far it is, its round, and a line per peer."""
     rows = Table.grid(padding=(0, 2))
-    rows.add_row("run", Text.assemble((seen["run_name"], "bold"), f"  {seen['run_id']}", ("  finished", "green") if seen["finished"] else ""))
+    rows.add_row(
+        "run", Text.assemble((seen["run_name"], "bold"), f"  {seen['run_id']}", ("  finished", "green") if seen["finished"] else "")
+    )
     rows.add_row("samples", _bar(seen["samples"], seen["total_samples"]))
     target = seen["target_batch_size"]
     if seen["total_samples"]:
