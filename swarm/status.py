@@ -72,8 +72,9 @@ def _from_server(url: str, seconds: float) -> dict[str, Any]:
             body = answer.read(_MAX_ANSWER_BYTES)
         return protocol.Progress.model_validate_json(body).model_dump()
     except urllib.error.HTTPError as error:
-        error.close()
-        raise _other(url, f"answers {error.code} {error.reason}") from None
+        with error:
+            body = error.read(_MAX_ANSWER_BYTES)
+        raise _refusal(url, body) or _other(url, f"answers {error.code} {error.reason}") from None
     except ValidationError:
         raise _other(url, "answers something else") from None
     except (OSError, http.client.HTTPException) as error:
@@ -82,6 +83,15 @@ def _from_server(url: str, seconds: float) -> dict[str, Any]:
         raise UserError(
             f"{url} does not answer: {words}.", fix="Check the address, and that the server is running.", code=ExitCode.NETWORK
         ) from None
+
+
+def _refusal(url: str, body: bytes) -> UserError | None:
+    """What a dataset server of ours said instead of its progress (it has no run yet); None when it is something else that answers."""
+    try:
+        said = protocol.ErrorAnswer.model_validate_json(body).error
+    except ValidationError:
+        return None
+    return UserError(f"{url}: {said.message}", fix=said.fix, code=ExitCode.NETWORK)
 
 
 def _other(url: str, what: str) -> UserError:

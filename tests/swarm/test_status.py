@@ -136,3 +136,12 @@ def test_a_peers_multiaddr_is_enough_to_see_the_swarm(tmp_path):
     seen, peer_id = asyncio.run(scenario())
     assert seen["run_name"] == "digits" and seen["round"] == 3
     assert [peer["peer_id"] for peer in seen["peers"]] == [peer_id]
+
+
+def test_a_server_without_a_run_says_so(tmp_path):
+    host = Host(tmp_path, founds=False).start()
+    try:
+        with pytest.raises(UserError, match="no run yet"):
+            status.fetch(host.url)
+    finally:
+        host.stop()
