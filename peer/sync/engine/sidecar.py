@@ -30,11 +30,11 @@ from swarm.errors import ExitCode, UserError
 from swarm.logs import setup_logging
 from swarm.run_config import RunConfig
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("peer.sync.engine.sidecar")  # __name__ is "__main__" here, whose lines nobody sees
 
 START_SECONDS = 60.0
 JOIN_SECONDS = 60.0
-REJOIN_SECONDS = 20.0
+REJOIN_SECONDS = 10.0
 HOUSEKEEPING_SECONDS = 1.0
 
 

@@ -80,6 +80,7 @@ def main() -> int:
         trained += 8
         open_samples += 8
         report = follow(sync.step(8, 1.0))
+    done = report.done
     report = follow(sync.leave())
     while report.wait or report.frozen is not None:
         report = follow(sync.step(0))
@@ -87,7 +88,7 @@ def main() -> int:
     counts["trained"], counts["waiting"] = trained, open_samples + sum(contributions.values())
     finite = all(bool(torch.isfinite(p).all()) for p in params.values())
     checksum = float(sum(p.detach().double().sum() for p in params.values()))
-    say(event="ended", round=sync.round, samples=sync.samples, done=report.done, finite=finite, checksum=checksum, **counts)
+    say(event="ended", round=sync.round, samples=sync.samples, done=done, finite=finite, checksum=checksum, **counts)
     return 0
 
 
