@@ -108,6 +108,12 @@ class LocalWork:
             dropped += self.give_up()
         return dropped
 
+    def withdraw(self) -> None:
+        """The frozen contribution may not be offered: take its work out of `params`; what was trained since stays."""
+        assert self.frozen is not None
+        unflatten(self.state.anchor(self._size) + (self._position() - self.frozen.snapshot), self._params)
+        self.frozen = self._residual = None
+
     def settle(self, round: int) -> list[int]:
         """The state of `round` is settled: our contributions that came into it or one before are done with."""
         done = [number for number, included in self.included.items() if included <= round]

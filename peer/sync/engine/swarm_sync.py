@@ -95,13 +95,13 @@ class SwarmSync:
 
     def withdraw(self, number: int) -> SyncReport:
         """The contribution just frozen may not be offered: take its work out of the parameters."""
-        assert self._work.frozen is not None and self._work.frozen.number == number != self._offered
+        assert self._work.frozen is not None and self._work.frozen.number == number and not self._offered
         self._work.withdraw()
         self._send("nothing")
         return self._report()
 
     def leave(self) -> SyncReport:
-        """Ask the swarm to average what we have now. While the report says `wait`, call `step(0)`; it ends after LEAVE_SECONDS."""
+        """Ask the swarm to average what we have now; while the report says `wait`, call it again. It ends after LEAVE_SECONDS."""
         if not self._leaving:
             self._leaving = True
             self._leave_until = time.monotonic() + LEAVE_SECONDS
@@ -109,6 +109,8 @@ class SwarmSync:
                 self._send("leave")
             else:
                 self._leave_until = 0.0
+        if self._must_wait():
+            self._exchange(POLL_SECONDS)
         return self._report()
 
     def state_dict(self) -> dict[str, Any]:

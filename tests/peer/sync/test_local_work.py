@@ -90,6 +90,16 @@ def test_an_older_settled_state_does_not_settle_a_newer_contribution():
     assert work.settle(1) == [1] and work.settle(2) == [2]
 
 
+def test_a_withdrawn_contribution_leaves_nothing_in_the_parameters():
+    params, _, work = start()
+    train(params, work, 1.0)
+    work.freeze(1)
+    train(params, work, 0.25)
+    work.withdraw()
+    assert work.frozen is None and work.waiting_samples == 4
+    assert torch.equal(params["w"].data, torch.arange(float(SIZE)) + 0.25)
+
+
 def test_what_fp16_lost_goes_into_the_next_contribution():
     params, state, work = start("fp16")
     sent = torch.zeros(SIZE)
@@ -188,7 +198,9 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule()
     def land_on_a_branch_without_us(self):
         base = state_of(torch.arange(float(SIZE)))
-        self.state = child(base, 3.0, Member("other", 1, self.state.header.samples + 1))
+        for number in (1, 2, 3):
+            base = child(base, 3.0, Member("other", number, self.state.header.samples + 1))
+        self.state = base
         self.land(self.state, 0)
         assert not self.work.included and self.work.waiting_samples == 0
 

@@ -82,8 +82,8 @@ def main() -> int:
         report = follow(sync.step(8, 1.0))
     done = report.done
     report = follow(sync.leave())
-    while report.wait or report.frozen is not None:
-        report = follow(sync.step(0))
+    while report.wait:
+        report = follow(sync.leave())
     sync.close()
     counts["trained"], counts["waiting"] = trained, open_samples + sum(contributions.values())
     finite = all(bool(torch.isfinite(p).all()) for p in params.values())
