@@ -152,9 +152,13 @@ def test_two_peers_that_know_only_the_url_train_one_model(swarm):
     assert digest_model(one.folder / "model") == digest_model(two.folder / "model") != digest_model(swarm.model)
     assert swarm.orphans() == []
 
+    late = swarm.peer("late", "--datasetserver", host.url)
+    assert late.finish() == 1
+    assert "is over: all" in late.text() and "Traceback" not in late.text()
+
 
 def test_the_first_peer_is_killed_and_the_rest_go_on(swarm):
-    host = swarm.host("--total_samples", "20000")
+    host = swarm.host("--total_samples", "12000")
     first = swarm.peer("first", "--datasetserver", host.url)
     swarm.wait("round", lambda: first.rounds())
     second = swarm.peer("second", "--datasetserver", host.url)
@@ -165,7 +169,7 @@ def test_the_first_peer_is_killed_and_the_rest_go_on(swarm):
     assert (second.finish(), third.finish()) == (0, 0), second.text() + third.text()
 
     swarm.check()
-    assert second.rounds()[-1]["samples"] >= 20000
+    assert second.rounds()[-1]["samples"] >= 12000
     swarm.wait("complete ledger", lambda: counted(host) == second.rounds()[-1]["samples"], 20)
     assert swarm.orphans() == []
 
@@ -214,7 +218,7 @@ def test_a_peer_told_to_stop_gives_back_what_it_did_not_use(swarm):
 
 
 def test_after_all_were_killed_one_goes_on_from_its_last_state(swarm):
-    host = swarm.host("--total_samples", "12000")
+    host = swarm.host("--total_samples", "8000")
     one, two = (swarm.peer(name, "--datasetserver", host.url) for name in ("one", "two"))
     swarm.wait("settled round of both", lambda: counted(host) > 0 and len(one.rounds()) > 1)
     one.kill()
@@ -229,6 +233,6 @@ def test_after_all_were_killed_one_goes_on_from_its_last_state(swarm):
 
     assert [peer.finish() for peer in (again, other, stranger)] == [0, 0, 0], again.text() + other.text() + stranger.text()
     swarm.check()
-    assert again.rounds()[-1]["samples"] >= max(reached, 12000)
+    assert again.rounds()[-1]["samples"] >= max(reached, 8000)
     assert stranger.rounds()[0]["how"] == "fetched"
     assert swarm.orphans() == []

@@ -34,8 +34,8 @@ from peer.sync.engine.state import Head, State, better, next_state
 from peer.sync.engine.streams import PeerLost, Streams
 from peer.sync.engine.takeover import Takeover
 from swarm.dht import SwarmNode
-from swarm.errors import UserError
-from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
+from swarm.errors import ExitCode, UserError
+from swarm.records import RECORD_LIFE_SECONDS, RENEW_SECONDS, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -207,6 +207,12 @@ class Replica:
         if known is not None and known.samples > 0 and better(known, ours) and not running:
             if not self.state.header.round or waited < _HOLDER_PATIENCE_SECONDS:
                 holders = ", ".join(peer[-6:] for peer in self._last_holders) or "unknown peers"
+                if 0 < self.run.total_samples <= known.samples and waited >= RECORD_LIFE_SECONDS:
+                    raise UserError(
+                        f"The run '{self.run.run_name}' is over: all {known.samples} samples are in its last state, and no peer is left.",
+                        fix=f"Ask the host for the result, or one of the peers that had it: {holders}.",
+                        code=ExitCode.FAILED,
+                    )
                 self.trainer.news(
                     f"the run is at {known.samples} samples (state {known.digest[:8]}), this peer at {ours.samples}; "
                     f"waiting for one who has that state: {holders}"
@@ -534,13 +540,13 @@ class Replica:
                     self.trainer.failed(error)
             await asyncio.sleep(TICK_SECONDS)
 
-    async def save_last(self) -> None:
-        """Before leaving: the newest state on disk."""
+    async def leave(self) -> None:
+        """After living: the newest state on disk and reported, and nobody need wait until our record is too old. Raises UserError (disk)."""
         if self.state.header.round and self.state.digest not in [digest for digest, _ in self._saved]:
             await asyncio.get_running_loop().run_in_executor(None, self.store.save, self.state)
-
-    async def say_goodbye(self) -> None:
-        """Before leaving: nobody need wait until our record is too old."""
+            self._saved.append((self.state.digest, self.clock()))
+        self._tell_trainer()
+        self._settle()
         self._set_phase(LEFT)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.node.publish(self.run.run_id, self.record()), 2)

@@ -223,8 +223,8 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
         await asyncio.wait({living}, timeout=5)
         living.cancel()
         await asyncio.gather(living, return_exceptions=True)
-        await replica.say_goodbye()
-        await replica.save_last()
+        await replica.leave()
+        trainer.flush()
     finally:
         loop.remove_reader(port.socket)
         _remember(folder, replica.neighbours.addresses.values())

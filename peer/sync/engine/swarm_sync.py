@@ -52,7 +52,7 @@ class SwarmSync:
         """Whether the sidecar knows that the frozen contribution stands on our state."""
         self._batch_samples = 0
         self._news = _News()
-        self._joined = self._done = self._may_train = self._leaving = False
+        self._joined = self._done = self._may_train = self._leaving = self._closing = False
         self._peer_id = ""
         self._rate, self._step_seconds, self._last_step, self._loss = 0.0, 0.0, 0.0, None
         self._restarts: list[float] = []
@@ -120,22 +120,27 @@ class SwarmSync:
         """The swarm's own states are on disk beside the checkpoint, and the swarm's word counts more: nothing to load."""
 
     def close(self) -> None:
-        """End the sidecar; kill what does not end by itself."""
+        """End the sidecar, hearing what it still has to say; kill what does not end by itself."""
         if self._process is None:
             return
+        self._closing = True
         with contextlib.suppress(PortClosed):
             self._port.send("close")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_SECONDS)
+        try:
+            self._drain()
+        except UserError as error:
+            log.error("%s", error)
         self._end_process()
 
     # ---------------------------------------------------------------- reports
 
     def _report(self) -> SyncReport:
-        if self._leaving and not self._must_wait() and self._work.waiting_samples:
-            # It can be in no state any more, once nobody is there to offer it.
+        if self._leaving and not self._must_wait() and (self._work.waiting_samples or self._work.included):
+            # What is in no state once the sidecar has ended never will be: nobody is there to offer it.
             self.close()
-            self._news.dropped += self._work.give_up()
+            self._news.dropped += self._work.give_up() if self._work.waiting_samples else []
         news, self._news = self._news, _News()
         return SyncReport(
             frozen=news.frozen,
@@ -240,7 +245,7 @@ class SwarmSync:
     # ---------------------------------------------------------------- freezing and landing
 
     def _on_freeze(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
-        if self._work.frozen is not None:
+        if self._closing or self._work.frozen is not None:
             self._offered = False  # it does not know: tell it once more
             return
         if self._work.open_samples == 0:

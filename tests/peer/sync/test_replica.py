@@ -376,7 +376,7 @@ def test_a_peer_that_leaves_in_order_is_not_waited_for(swarm):
         await until(lambda: one.replica.neighbours.others())
         two.replica.close()
         await two.tasks[0]
-        await two.replica.say_goodbye()
+        await two.replica.leave()
         await until(lambda: not one.replica.neighbours.others(), 10)
 
     swarm(scenario)
