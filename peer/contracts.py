@@ -135,7 +135,7 @@ class Sync(Protocol):
     peers: int
 
     def catch_up(self) -> SyncReport:
-        """Take over the swarm's state if ours is behind; blocks with a deadline."""
+        """Begin to take over the swarm's state if ours is behind; `wait` in the report says to go on with `step(0)`."""
         ...
 
     def before_step(self) -> bool:

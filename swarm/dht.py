@@ -31,6 +31,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
+from swarm import sockets
 from swarm.errors import ExitCode, UserError
 from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS, BadRecord, PeerRecord, RunRecord
 
@@ -128,9 +129,9 @@ class _Bounds(RecordValidatorBase):
 class SwarmNode:
     """This process in the DHT. Create with `await SwarmNode.join(...)`; `p2p` carries further streams of the same identity."""
 
-    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, validator: RSASignatureValidator, client_mode: bool):
+    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, validator: RSASignatureValidator, client_mode: bool, folder: Path):
         self.p2p, self.client_mode = p2p, client_mode
-        self._dht, self._identity, self._validator = dht, identity, validator
+        self._dht, self._identity, self._validator, self._folder = dht, identity, validator, folder
         self.peer_id = identity.peer_id
 
     @classmethod
@@ -174,31 +175,36 @@ class SwarmNode:
     async def _start(
         cls, identity: Identity, initial_peers: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str], client_mode: bool
     ) -> "SwarmNode":
-        with _children_die_with_us():
-            p2p = await P2P.create(
-                initial_peers=list(initial_peers) or None,
-                host_maddrs=None if client_mode else list(host_maddrs),
-                announce_maddrs=list(announce_maddrs) or None,
-                identity_path=str(identity.path),
-                dht_mode="client" if client_mode else "server",
-                no_listen=client_mode,
-                startup_timeout=30,
-                check_if_identity_free=False,  # starts a second p2pd; the lock on the file answers sooner
-            )
+        folder = sockets.make_folder()
         try:
+            with _children_die_with_us():
+                p2p = await _private(folder).create(
+                    initial_peers=list(initial_peers) or None,
+                    host_maddrs=None if client_mode else list(host_maddrs),
+                    announce_maddrs=list(announce_maddrs) or None,
+                    identity_path=str(identity.path),
+                    dht_mode="client" if client_mode else "server",
+                    no_listen=client_mode,
+                    startup_timeout=30,
+                    check_if_identity_free=False,  # starts a second p2pd; the lock on the file answers sooner
+                )
             validator = RSASignatureValidator(identity.key)
-            dht = await DHTNode.create(
-                p2p=p2p,
-                initial_peers=list(initial_peers) or None,
-                client_mode=client_mode,
-                record_validator=CompositeValidator([_Bounds(), validator]),
-                cache_nearest=0,
-                bootstrap_timeout=5,
-            )
+            try:
+                dht = await DHTNode.create(
+                    p2p=p2p,
+                    initial_peers=list(initial_peers) or None,
+                    client_mode=client_mode,
+                    record_validator=CompositeValidator([_Bounds(), validator]),
+                    cache_nearest=0,
+                    bootstrap_timeout=5,
+                )
+            except BaseException:
+                await p2p.shutdown()
+                raise
         except BaseException:
-            await p2p.shutdown()
+            sockets.remove_folder(folder)
             raise
-        return cls(p2p, dht, identity, validator, client_mode)
+        return cls(p2p, dht, identity, validator, client_mode, folder)
 
     async def maddrs(self) -> list[str]:
         """Addresses, each with our peer id, under which others may reach us; none in client mode."""
@@ -259,6 +265,7 @@ class SwarmNode:
             await asyncio.wait_for(self._dht.shutdown(), 5)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.p2p.shutdown(), 5)
+        sockets.remove_folder(self._folder)
         self._identity.close()
 
     async def _store(self, key: str, data: bytes, seconds: float) -> bool:
@@ -284,6 +291,11 @@ def _children_die_with_us() -> Any:
         yield
     finally:
         asyncio.subprocess.create_subprocess_exec = original
+
+
+def _private(folder: Path) -> type[P2P]:
+    # hivemind puts p2pd's sockets into /tmp itself, where a kill leaves them for good: 62 after an afternoon of tests.
+    return type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
 
 
 def _refuse_ports_in_use(host_maddrs: Sequence[str]) -> None:

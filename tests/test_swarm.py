@@ -187,6 +187,20 @@ def test_peers_with_their_own_pictures_need_no_server(swarm):
     assert swarm.orphans() == []
 
 
+def test_a_peer_that_nobody_can_dial_takes_part(swarm):
+    host = swarm.host("--total_samples", "1024")
+    one = swarm.peer("one", "--datasetserver", host.url)
+    hidden = swarm.peer("hidden", "--datasetserver", host.url, "--client_mode")
+
+    assert (one.finish(), hidden.finish()) == (0, 0), one.text() + hidden.text()
+
+    swarm.check()
+    assert any(len(line["members"]) == 2 for line in hidden.rounds())
+    assert "--peers /ip4/" not in hidden.text()
+    assert one.rounds()[-1]["digest"] == hidden.rounds()[-1]["digest"]
+    assert swarm.orphans() == []
+
+
 def test_two_ranks_are_one_peer(swarm):
     host = swarm.host("--total_samples", "1024")
     pair = swarm.peer("pair", "--datasetserver", host.url, ranks=2)

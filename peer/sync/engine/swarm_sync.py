@@ -27,7 +27,6 @@ from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
 
-JOIN_SECONDS = 30.0
 LEAVE_SECONDS = 10.0
 POLL_SECONDS = 0.5
 CLOSE_SECONDS = 8.0
@@ -75,10 +74,8 @@ class SwarmSync:
         return max(len(self._work.state.header.members), 1)
 
     def catch_up(self) -> SyncReport:
-        """Wait until the state is the swarm's, for JOIN_SECONDS; `wait` in the report says that more waiting is needed."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        while not self._joined and time.monotonic() < deadline:
-            self._exchange(POLL_SECONDS)
+        """Hear from the swarm; while `wait` in the report says that our state is not yet the swarm's, call `step(0)`."""
+        self._exchange(POLL_SECONDS)
         return self._report()
 
     def before_step(self) -> bool:
