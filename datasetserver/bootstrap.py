@@ -16,8 +16,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
-from datasetserver.lifeline import die_with_parent
 from swarm.errors import ExitCode, UserError
+from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
 
 log = logging.getLogger("datasetserver.bootstrap")

@@ -21,10 +21,10 @@ from typing import TypeVar
 from blake3 import blake3
 from pydantic import ValidationError
 
-from datasetserver.lifeline import die_with_parent
 from datasetserver.pictures import BadSample, load_sample
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
+from swarm.lifeline import die_with_parent
 from swarm.protocol import Manifest, Shard
 
 log = logging.getLogger(__name__)

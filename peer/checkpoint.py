@@ -21,6 +21,7 @@ from torch import Tensor
 
 from swarm.digest import digest_json
 from swarm.errors import ExitCode, UserError
+from swarm.files import flush
 
 log = logging.getLogger(__name__)
 
@@ -122,12 +123,12 @@ def replacing(target: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for path in [*temporary.rglob("*"), temporary]:
-            _flush(path)
+            flush(path)
         _remove(old)
         if target.exists():
             target.rename(old)
         temporary.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
         _remove(old)
     except (OSError, SafetensorError) as error:
         if _errno(error) in _FULL:
@@ -149,14 +150,6 @@ def _errno(error: Exception) -> int:
 
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _number(path: Path) -> int:

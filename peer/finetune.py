@@ -1,7 +1,6 @@
 """The peer's entry, `torchrun peer/finetune.py ...` or `python peer/finetune.py ...`, and the only wiring of its parts."""
 
 import argparse
-import ctypes
 import dataclasses
 import json
 import logging
@@ -24,6 +23,7 @@ from peer.joining import Joined, join  # noqa: E402
 from peer.rooms import load_part  # noqa: E402
 from swarm.digest import digest_model  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from swarm.lifeline import die_with_parent  # noqa: E402
 from swarm.logs import setup_logging  # noqa: E402
 from swarm.options import build, parse_flags, read_toml  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from peer.train import Trainer
 
 log = logging.getLogger("peer.finetune")
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -294,7 +292,7 @@ def export(method: Any, model: "Model", params: "Params", target: Path) -> None:
 def die_with_launcher() -> None:
     """Under torchrun, which starts us in a session of our own: stop cleanly when torchrun itself is killed."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        die_with_parent(signal.SIGTERM)
 
 
 def cli() -> int:

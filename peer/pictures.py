@@ -1,6 +1,5 @@
 """From the bytes of a picture to a square of pixels. No torch here, so that decoding processes start fast and stay small."""
 
-import ctypes
 import io
 import random
 import signal
@@ -8,9 +7,10 @@ import signal
 import numpy as np
 from PIL import Image
 
+from swarm.lifeline import die_with_parent
+
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 MAX_PIXELS = 64 << 20
-_PR_SET_PDEATHSIG = 1
 
 
 class BadPicture(Exception):
@@ -69,4 +69,4 @@ def start_worker() -> None:
     """Prepare a decoding process: the trainer alone decides when it ends, and it does not outlive the trainer, however that dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()

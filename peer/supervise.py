@@ -1,6 +1,5 @@
 """`dd-peer`: starts the trainer as a child that dies with it, passes signals on, and ends as the child ends."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from swarm.lifeline import die_with_parent
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,17 +20,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start(argv: Sequence[str]) -> subprocess.Popen:
-    """The trainer in a process group of its own, so that Ctrl-C reaches it once, through us."""
+    """The trainer in a process group of its own, so that Ctrl-C reaches it once, through us; it stops cleanly when we are gone."""
     program = Path(__file__).resolve().with_name("finetune.py")
     parent = os.getpid()
-    return subprocess.Popen([sys.executable, str(program), *argv], start_new_session=True, preexec_fn=lambda: _die_with(parent))
-
-
-def _die_with(parent: int) -> None:
-    """In the child: SIGTERM (a clean stop) when the supervisor is gone, also if it went before we could ask for that."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)
+    return subprocess.Popen([sys.executable, str(program), *argv], start_new_session=True, preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent))
 
 
 def cli() -> int:

@@ -6,13 +6,11 @@ hivemind's own `DHT` class forks a process; a node in our loop needs no fork, so
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import functools
 import hashlib
 import logging
 import re
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -33,6 +31,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm import sockets
 from swarm.errors import ExitCode, UserError
+from swarm.lifeline import die_with_parent
 from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS, BadRecord, PeerRecord, RunRecord
 
 log = logging.getLogger(__name__)
@@ -41,12 +40,6 @@ RUNS_KEY = "distributed-diffusion.runs.1"
 JOIN_SECONDS = 60.0
 _SIGNATURE_BYTES = 512
 _PUBLIC_KEY = re.compile(re.escape(RSASignatureValidator.PUBLIC_KEY_FORMAT).replace(b"_key_", rb"(.+?)"))
-
-
-def die_with_parent(deadly: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send `deadly` to this process when its parent dies (Linux)."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, deadly, 0, 0, 0)
 
 
 def parse_maddrs(texts: Iterable[str], *, need_peer_id: bool) -> list[str]:

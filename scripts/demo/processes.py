@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
+from swarm.lifeline import die_with_parent
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -26,7 +27,7 @@ def adopt_orphans() -> None:
 
 def _end_with_parent() -> None:
     # Should we be killed outright, the kernel asks our children to leave.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    die_with_parent(signal.SIGTERM)
 
 
 class Program:

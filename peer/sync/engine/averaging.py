@@ -15,6 +15,7 @@ from torch import Tensor
 from peer.sync.engine.codec import Codec
 from peer.sync.engine.groups import Group
 from peer.sync.engine.streams import CONNECT_SECONDS, Channel, PeerLost, Streams
+from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Averager:
                 reduction.fail(f"{self._peer_id[-6:]} gave up: {error}")
             raise RoundFailed(str(error) or "it took too long") from None
         finally:
-            await _cancel([*tasks, watch] if watch else tasks)
+            await end_tasks(*tasks, *([watch] if watch else []))
             # Whoever still takes averages from us does so in a handler of its own, which this does not end.
             self._reductions.pop(group.id, None)
         return result
@@ -105,7 +106,7 @@ class Averager:
             try:
                 await _all(tasks)
             finally:
-                await _cancel(tasks)
+                await end_tasks(*tasks)
 
     async def _serve_sender(self, channel: Channel) -> None:
         request, _ = await channel.receive(seconds=CONNECT_SECONDS)
@@ -129,7 +130,7 @@ class Averager:
         except (PeerLost, asyncio.TimeoutError) as error:
             raise PeerLost(str(error) or "too slow") from None
         finally:
-            await _cancel(tasks)
+            await end_tasks(*tasks)
             # A member whose parts are all here is in the average, even if it takes nothing back.
             if taking.cancelled() or taking.exception() is not None:
                 reason = giving.exception() if taking.cancelled() and not giving.cancelled() else None
@@ -232,9 +233,3 @@ def cut_parts(elements: int, bytes_per_element: int) -> list[tuple[int, int]]:
 
 async def _all(tasks: list[asyncio.Task]) -> None:
     await asyncio.gather(*tasks)
-
-
-async def _cancel(tasks: list[asyncio.Task]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from peer.sync.engine.state import BadState, Header, State
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.errors import ExitCode, UserError
+from swarm.files import flush
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class StateStore:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            _sync_folder(self.folder)
+            flush(self.folder)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -94,11 +95,3 @@ def _read(path: Path, num_bytes: int) -> State:
     if state.digest != promised:
         raise BadState("its digest is wrong: a bit has flipped")
     return state
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

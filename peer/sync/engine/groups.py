@@ -27,7 +27,8 @@ PATIENCE_SECONDS = 10.0
 JOIN_SECONDS = 30.0
 """A follower waits this much longer than its leader, which may still be busy with an attempt before."""
 MAX_WAIT_SECONDS = 300.0
-_MAX_REDIRECTS = 5
+_MAX_REDIRECTS = 8
+_NOTICED_SECONDS = 1.0
 
 
 class NoGroup(Exception):
@@ -196,6 +197,10 @@ class Matchmaker:
                     group = _parse_group(answer, ticket, leader, self._standing(self._peer_id), self._max_samples)
                     return replace(group, silent=frozenset(silent))
                 onward = str(answer["leader"])
+                if onward in silent:
+                    # We know that one to be gone, and who points to it will notice as well.
+                    await asyncio.sleep(_NOTICED_SECONDS)
+                    continue
                 if onward == self._peer_id or rank(ticket.parent, onward) >= rank(ticket.parent, leader):
                     raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it")
                 leader = onward

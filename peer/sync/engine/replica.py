@@ -37,6 +37,7 @@ from swarm.dht import SwarmNode
 from swarm.errors import ExitCode, UserError
 from swarm.records import RECORD_LIFE_SECONDS, RENEW_SECONDS, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
+from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +157,7 @@ class Replica:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)
         finally:
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await end_tasks(*background)
             await self._takeover.close()
 
     def close(self) -> None:
@@ -414,9 +413,7 @@ class Replica:
         if not asked:
             return
         done, late = await asyncio.wait(asked, timeout=_ASK_SECONDS)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await end_tasks(*late)
         self._takeover.consider([(task.result(), asked[task]) for task in done if task.result() is not None], self.state)
 
     # ---------------------------------------------------------------- settling and the end

@@ -25,10 +25,12 @@ from peer.sync.engine.port import Port, PortClosed, inherited
 from peer.sync.engine.replica import Offer, Progress, Replica
 from peer.sync.engine.state import Head, Header, State, better
 from peer.sync.engine.vectors import SharedBuffer
-from swarm.dht import SwarmNode, die_with_parent, parse_maddrs
+from swarm.dht import SwarmNode, parse_maddrs
 from swarm.errors import ExitCode, UserError
+from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
 from swarm.run_config import RunConfig
+from swarm.tasks import end_tasks
 
 log = logging.getLogger("peer.sync.engine.sidecar")  # __name__ is "__main__" here, whose lines nobody sees
 
@@ -221,16 +223,13 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
                 task.result()
         replica.close()
         await asyncio.wait({living}, timeout=5)
-        living.cancel()
-        await asyncio.gather(living, return_exceptions=True)
+        await end_tasks(living)
         await replica.leave()
         trainer.flush()
     finally:
         loop.remove_reader(port.socket)
         _remember(folder, replica.neighbours.addresses.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
 
 def _handle(replica: Replica, stop: asyncio.Event, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from peer.sync.engine.donors import Download, fetch
 from peer.sync.engine.state import BadState, Head, State, better
 from peer.sync.engine.streams import PeerLost, Refused, Streams
+from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,7 @@ class Takeover:
 
     async def close(self) -> None:
         if self._fetch is not None:
-            self._fetch.task.cancel()
-            await asyncio.gather(self._fetch.task, return_exceptions=True)
+            await end_tasks(self._fetch.task)
             self._fetch = None
 
     def _give_up(self, fetch: _Fetch, reason: str) -> None:

@@ -14,6 +14,7 @@ from peer.sync.engine.groups import Ticket
 from peer.sync.engine.state import State, first_state
 from peer.sync.engine.streams import Streams
 from swarm.dht import SwarmNode
+from swarm.tasks import end_tasks
 
 WAIT_SECONDS = 40.0
 
@@ -39,12 +40,7 @@ class Nodes:
         return [(node, Streams(node)) for node in nodes]
 
     def ends_with_the_test(self, *tasks: asyncio.Task) -> None:
-        async def end() -> None:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self._stack.push_async_callback(end)
+        self._stack.push_async_callback(end_tasks, *tasks)
 
 
 async def until(true: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:
