@@ -1,5 +1,6 @@
 """What many tests share: a tiny real model, a folder of captioned pictures, one thread of torch and no network."""
 
+import logging
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,15 @@ def one_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before():
+    """Programs set up logging to a stderr that pytest closes after the test; the next test's lines must not go there."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture(scope="session")
