@@ -16,7 +16,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
 
 from blake3 import blake3
 from pydantic import ValidationError
@@ -28,7 +27,6 @@ from swarm.lifeline import die_with_parent
 from swarm.protocol import Manifest, Shard
 
 log = logging.getLogger(__name__)
-Item = TypeVar("Item")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 CAPTION_SUFFIXES = (".txt", ".caption")
 SHARD_SAMPLES = 256

@@ -35,7 +35,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path, *, run: RunConfig, make_book: Callable[[sqlite3.Connection], Book]):
-        self._path, self._make_book = path, make_book
+        self._make_book = make_book
         self._requests: queue.SimpleQueue[tuple[Callable[[Book], Any], Future] | None] = queue.SimpleQueue()
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
         try:

@@ -163,7 +163,7 @@ class _Reduction:
     def __init__(self, group: Group, elements: int, codec: Codec, own: str):
         self.parts = cut_parts(elements, codec.bytes_per_element)
         self.senders = {member.peer for member in group.members}
-        self._own, self._came, self._all_came = own, {own}, asyncio.Event()
+        self._came, self._all_came = {own}, asyncio.Event()
         self._weights = {member.peer: member.samples / group.samples for member in group.members}
         self._codec = codec
         self._received: list[dict[str, Tensor]] = [{} for _ in self.parts]

@@ -49,7 +49,7 @@ class SwarmSync:
         self._work = LocalWork(context.params, start, self._strategy, CODECS[context.run.wire], self._size)
         self._offered = False
         """Whether the sidecar knows that the frozen contribution stands on our state."""
-        self._batch_samples = 0
+        self._batch_samples = self._number = 0
         self._news = _News()
         self._joined = self._done = self._may_train = self._leaving = self._closing = False
         self._peer_id = ""
@@ -259,8 +259,8 @@ class SwarmSync:
         """One more than any this identity ever used; on disk before it is used."""
         path = self._folder / "contribution_number"
         with contextlib.suppress(OSError, ValueError):
-            self._number = max(getattr(self, "_number", 0), int(path.read_text()))
-        self._number = max(getattr(self, "_number", 0), self._work.state.header.included.get(self._peer_id, 0)) + 1
+            self._number = max(self._number, int(path.read_text()))
+        self._number = max(self._number, self._work.state.header.included.get(self._peer_id, 0)) + 1
         temporary = path.with_suffix(".tmp")
         try:
             with temporary.open("w") as file:
