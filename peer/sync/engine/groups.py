@@ -109,7 +109,8 @@ def rank(parent: str, peer: str) -> str:
 
 
 class Matchmaker:
-    """Forms groups for one peer. `standing(peer)` says what it does, as far as that concerns `peer`; `called()` is run when somebody is ready to average.
+    """Forms groups for one peer. `standing(peer)` says what it does, as far as that concerns `peer`; `called(peer)` is run when
+    `peer` is ready to average.
 
     leads: whether others can dial this peer; max_samples: the most that one contribution may hold.
     """
@@ -119,7 +120,7 @@ class Matchmaker:
         peer_id: str,
         streams: Streams,
         standing: Callable[[str], Standing],
-        called: Callable[[], None],
+        called: Callable[[str], None],
         max_samples: int,
         *,
         leads: bool = True,
@@ -253,7 +254,7 @@ class Matchmaker:
         standing = self._standing(channel.peer)
         coming = request.get("parent") == standing.digest and standing.has_samples
         if coming:
-            self._called()
+            self._called(channel.peer)
         await channel.send({"coming": coming, "digest": standing.digest, "step_seconds": standing.step_seconds}, seconds=ANSWER_SECONDS)
 
     async def _answer_join(self, channel: Channel) -> None:
@@ -264,7 +265,7 @@ class Matchmaker:
         if reason:
             log.info("refused %s: %s", channel.peer[-6:], reason)
             raise PeerLost(reason)
-        self._called()
+        self._called(channel.peer)
         book = self._book(ticket.parent)
         if book.leader is not None:
             return await channel.send({"leader": book.leader}, seconds=ANSWER_SECONDS)

@@ -14,8 +14,10 @@ log = logging.getLogger(__name__)
 LEFT = "left"
 """The phase in the last record of a peer that leaves in order: nobody waits for it."""
 PATIENT_ATTEMPTS = 3
-"""A peer that stayed away from so many attempts is not waited for and not counted, for a while."""
-_FORGIVEN_SECONDS = 120.0
+"""A peer that stayed away from so many attempts in a row is not waited for and not counted, for a while."""
+_FIRST_PAUSE_SECONDS, _FIRST_PAUSE_OF_CALLERS_SECONDS, _LONGEST_PAUSE_SECONDS = 10.0, 1.0, 120.0
+"""The while doubles with every absence more. Two that missed each other must meet again soon; who calls is there, and is forgiven sooner."""
+_FORGOTTEN_SECONDS = 600.0
 _REMEMBERED = 32
 
 
@@ -44,7 +46,7 @@ class Neighbours:
                 self._seen[peer] = (record, now)
                 self._remember(record)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
-        self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGIVEN_SECONDS}
+        self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGOTTEN_SECONDS}
         if self._node.peer_id in found:
             self._own_read = now
 
@@ -73,9 +75,16 @@ class Neighbours:
         for peer in peers:
             self._absences.pop(peer, None)
 
-    def counted_upon(self) -> list[PeerRecord]:
-        """The others without those who stay away all the time: what these promise holds nobody up."""
-        return [record for record in self.others() if self._absences.get(record.peer_id, (0, 0))[0] < PATIENT_ATTEMPTS]
+    def counted_upon(self, callers: Collection[str] = ()) -> list[PeerRecord]:
+        """The others without those who stay away all the time: what these promise holds nobody up. callers: who just said that they are there."""
+        return [record for record in self.others() if not self._stays_away(record.peer_id, record.peer_id in callers)]
+
+    def _stays_away(self, peer: str, calls: bool) -> bool:
+        count, last = self._absences.get(peer, (0, 0.0))
+        if count < PATIENT_ATTEMPTS:
+            return False
+        pause = _FIRST_PAUSE_OF_CALLERS_SECONDS if calls else _FIRST_PAUSE_SECONDS
+        return self._clock() - last < min(pause * 2 ** (count - PATIENT_ATTEMPTS), _LONGEST_PAUSE_SECONDS)
 
     def lost(self) -> list[tuple[str, ...]]:
         """Addresses of peers that were here once and are not any more, one tuple per peer."""

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -123,7 +123,9 @@ class Replica:
             node.peer_id, streams, self._standing, self._on_called, 2 * run.target_batch_size, leads=not node.client_mode
         )
         self._averager = Averager(node.peer_id, streams, self._codec, size)
-        self._phase, self._group_size, self._called, self._asked = "join", 0, False, False
+        self._phase, self._group_size, self._asked = "join", 0, False
+        self._callers: set[str] = set()
+        """Who said that they are ready to average on our state, since the last attempt."""
         self._wake, self._publish_now = asyncio.Event(), asyncio.Event()
         self._settling = Settling(state)
         self._to_save: State | None = None
@@ -178,7 +180,7 @@ class Replica:
             return None if self._settling.waiting else await self._finish()
         if self.offer is None:
             self._set_phase("fetch" if self._held_back() else "train")
-            if not self._asked and (self._called or self._round_is_full() or (self.leaving and self.progress.waiting)):
+            if not self._asked and (self._callers or self._round_is_full() or (self.leaving and self.progress.waiting)):
                 self._asked = True
                 self.trainer.freeze()
         elif self._ready_to_attempt():
@@ -186,7 +188,7 @@ class Replica:
 
     def _ready_to_attempt(self) -> bool:
         company = self.neighbours.others() or self.neighbours.alone()
-        return bool(company) and not self._held_back() and (self._called or self.clock() >= self.offer.next_attempt)
+        return bool(company) and not self._held_back() and (bool(self._callers) or self.clock() >= self.offer.next_attempt)
 
     def _held_back(self) -> bool:
         """Whether to wait for the better state that is on its way: unless more live peers are with us than with it."""
@@ -255,7 +257,8 @@ class Replica:
         self._wake.set()
 
     def nothing_to_freeze(self) -> None:
-        self._asked = self._called = False
+        self._asked = False
+        self._callers.clear()
 
     def _counts(self, offer: Offer) -> bool:
         """Whether it is not in our state, and was made on that or on one shortly before."""
@@ -285,19 +288,20 @@ class Replica:
         offers = self._phase not in ("join", "fetch") and self.progress.waiting > 0 and not self._complete()
         return Standing(self.state.digest, known and offers, self.progress.step_seconds, self.state.header.included)
 
-    def _on_called(self) -> None:
-        self._called = True
+    def _on_called(self, peer: str) -> None:
+        self._callers.add(peer)
         self._wake.set()
 
     async def _attempt(self, offer: Offer) -> None:
-        self._called = False
+        callers = frozenset(self._callers)
+        self._callers.clear()
         try:
             if self.neighbours.alone():
                 group, mean = Group(self.state.digest, (offer.member,), ()), offer.encoded
             else:
                 self._set_phase("group")
                 ticket = Ticket(self.state.digest, offer.member, not self.node.client_mode)
-                group = await self._matchmaker.form(ticket, self._expected(), self._check_quorum)
+                group = await self._matchmaker.form(ticket, self._expected(callers), self._check_quorum)
                 self._set_phase("average")
                 mean = offer.encoded if len(group.members) == 1 else await self._averager.average(group, offer.encoded)
             self.neighbours.missed(group.silent)
@@ -306,10 +310,10 @@ class Replica:
         except (NoGroup, RoundFailed) as error:
             await self._after_failure(offer, error)
 
-    def _expected(self) -> dict[str, bool]:
+    def _expected(self, callers: Collection[str]) -> dict[str, bool]:
         """Peers that may come, and whether each can lead: those at our state, or a step behind in the records, which are a second old."""
         recent = {self.state.digest, *self.state.header.parents[:REBASED_ANCESTORS]}
-        return {record.peer_id: not record.client_mode for record in self.neighbours.counted_upon() if record.digest in recent}
+        return {record.peer_id: not record.client_mode for record in self.neighbours.counted_upon(callers) if record.digest in recent}
 
     def _check_quorum(self, group: Group) -> None:
         """A group must hold more than half of the samples that wait on this state, or two of them could both commit. Raises NoGroup.
@@ -363,7 +367,8 @@ class Replica:
                 self.offer.failures, self.offer.next_attempt = 0, 0.0
             else:
                 self.offer = None
-        self._asked = self._called = False
+        self._asked = False
+        self._callers.clear()
         self._write_round(how)
         self._tell_trainer()
         self._publish_now.set()
@@ -396,7 +401,7 @@ class Replica:
     async def _after_failure(self, offer: Offer, error: NoGroup | RoundFailed) -> None:
         """Look whether the others have committed; if not, wait a little and offer the same bytes again. Training goes on."""
         self._set_phase("look")
-        self._called = False
+        self._callers.clear()
         log.info("round=%d not averaged: %s", self.state.header.round + 1, error)
         self.neighbours.missed(getattr(error, "silent", ()))
         await self._ask_heads()

@@ -25,7 +25,7 @@ class Peer:
     def standing(self, peer) -> Standing:
         return Standing(self.digest, self.has_samples, 0.0, self.included)
 
-    def on_called(self) -> None:
+    def on_called(self, peer: str) -> None:
         self.called += 1
 
     def form(self, others, **options):

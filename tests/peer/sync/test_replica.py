@@ -18,6 +18,7 @@ from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.codec import CODECS
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.groups import CALL
+from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
 from peer.sync.engine.replica import Offer, Progress, Replica
 from peer.sync.engine.state import Head, State, next_state
 from peer.sync.parameters import Parameters
@@ -191,6 +192,22 @@ def test_a_newcomer_catches_up_and_simultaneous_founders_end_in_one_run(swarm):
         await until(lambda: any(late.id in peer.head.header.included for peer in pair))
         assert late.lands[0].header.round >= 1
         check_invariants(*pair, late)
+
+    swarm(scenario)
+
+
+def test_two_that_each_believe_the_other_away_average_again(swarm):
+    """Seen: p2pd of one died, both gave the other up, and each went on alone for as long as one looked."""
+
+    async def scenario(nodes):
+        one, two = await peers(nodes, 2, make_run())
+        await until(lambda: min(one.head.header.round, two.head.header.round) >= 1)
+        for peer, other in ((one, two), (two, one)):
+            for _ in range(PATIENT_ATTEMPTS):
+                peer.replica.neighbours.missed([other.id])
+        at = max(one.head.header.round, two.head.header.round)
+        await until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in one.rounds()))
+        check_invariants(one, two)
 
     swarm(scenario)
 
