@@ -5,6 +5,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+from swarm import advice
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -26,3 +28,7 @@ def test_every_link_between_our_pages_leads_somewhere():
     ]
 
     assert broken == []
+
+
+def test_the_readmes_table_of_links_is_what_the_arithmetic_gives():
+    assert advice.table() in (ROOT / "README.md").read_text(encoding="utf-8"), "python -m swarm.advice prints it"
