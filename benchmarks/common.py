@@ -1,0 +1,64 @@
+"""What the benchmarks share: where and with what they ran, a table to read, and one line of JSON to keep."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = ("torch", "hivemind", "numpy")
+
+
+def about() -> dict[str, Any]:
+    """Hardware, versions and commit (with a + when files differ from it)."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "--untracked-files=no") else ""),
+    }
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """One line per row under the keys of all rows, in the order of their first appearance; a missing value stays empty."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([_text(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """The benchmark's last line: its figures, and under "about" what they were measured on."""
+    print(json.dumps({**result, "about": about()}), flush=True)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _git(*command: str) -> str:
+    try:
+        return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
