@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from datasetserver.tree import State, StateTree
-from swarm.protocol import parse_key, shuffled
+from swarm.protocol import shuffled
 
 UnitId = tuple[int, int]
 """(epoch, shard)"""
@@ -84,6 +84,15 @@ class Contribution:
     @property
     def samples(self) -> int:
         return sum(mask.bit_count() for mask in self.units.values())
+
+
+class _Order:
+    """One epoch's order: `shards` by position, and `positions` by shard."""
+
+    def __init__(self, shards: list[int]):
+        self.shards, self.positions = shards, [0] * len(shards)
+        for position, shard in enumerate(shards):
+            self.positions[shard] = position
 
 
 @dataclass(frozen=True)
@@ -229,8 +238,9 @@ class Book:
         state.reporters = [reporter]
         row = (state.digest, state.parent, state.round, state.samples, json.dumps(state.members), json.dumps(state.reporters))
         self._db.execute("INSERT INTO state VALUES (?, ?, ?, ?, ?, ?)", row)
+        before = self.tree.head
         self.tree.add(state)
-        self._follow_head()
+        self._follow_head(before)
         return self.tree.head
 
     def sweep(self) -> None:
@@ -289,20 +299,20 @@ class Book:
             else:
                 epoch, position = self._frontier
                 self._frontier = (epoch, position + 1) if position + 1 < len(self._shards) else (epoch + 1, 0)
-            unit = self._unit((epoch, self._order(epoch)[position]))
+            unit = self._unit((epoch, self._order(epoch).shards[position]))
             if unit.available:
                 return unit
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> "_Order":
         if epoch not in self._orders:
-            self._orders[epoch] = shuffled(len(self._shards), self._seed, "units", epoch)
+            self._orders[epoch] = _Order(shuffled(len(self._shards), self._seed, "units", epoch))
         return self._orders[epoch]
 
     def _unit(self, uid: UnitId) -> Unit:
         unit = self._units.get(uid)
         if unit is None:
             epoch, shard = uid
-            unit = self._units[uid] = Unit(epoch, shard, self._order(epoch).index(shard), self._shards[shard])
+            unit = self._units[uid] = Unit(epoch, shard, self._order(epoch).positions[shard], self._shards[shard])
         return unit
 
     # -- changes of one sample's state
@@ -378,15 +388,21 @@ class Book:
 
     # -- the head
 
-    def _follow_head(self) -> None:
+    def _follow_head(self, before: State | None) -> None:
+        """The head was `before`; usually the new one is its child, and nothing else can have changed."""
+        head = self.tree.head
+        if before is not None and head.parent == before.digest:
+            return self._include(set(head.contributions()))
         included = {pair for state in self.tree.chain() for pair in state.contributions()}
         if not self._included <= included:
             self._leave_branch(included)
             return
-        for pair in included - self._included:
-            if pair in self._contributions:
-                self._count(self._contributions[pair])
-        self._included = included
+        self._include(included - self._included)
+
+    def _include(self, pairs: set[tuple[str, int]]) -> None:
+        for pair in pairs & self._contributions.keys():
+            self._count(self._contributions[pair])
+        self._included |= pairs
 
     def _leave_branch(self, included: set[tuple[str, int]]) -> None:
         """The head is on another branch: what was counted on ours only is withdrawn, as its peers drop it too."""
@@ -418,7 +434,7 @@ class Book:
         """Work out every unit's masks from leases, contributions and the head's chain."""
         now = self._clock()
         self._units: dict[UnitId, Unit] = {}
-        self._orders: dict[int, list[int]] = {}
+        self._orders: dict[int, _Order] = {}
         self._free: list[tuple[int, int]] = []
         self._frontier = (0, 0)
         self._by_peer: Counter[str] = Counter()
@@ -456,16 +472,26 @@ class Book:
 
     def _masks(self, keys: Iterable[str]) -> Masks:
         """Masks per unit of sample keys; Refused for a key that the dataset does not have or that is given twice."""
-        masks: Masks = {}
+        texts: dict[str, list[str]] = {}
         for key in keys:
-            epoch, shard, index = parse_key(key)
-            if shard >= len(self._shards) or index >= self._shards[shard]:
-                raise Refused(422, "no_such_sample", f"The dataset has no sample {key}.", "Check which run this is.")
-            bit = 1 << index
-            if masks.get((epoch, shard), 0) & bit:
-                raise Refused(422, "key_twice", f"Sample {key} is given twice.", "Give each key once.")
-            masks[epoch, shard] = masks.get((epoch, shard), 0) | bit
+            unit, _, index = key.rpartition(":")
+            texts.setdefault(unit, []).append(index)
+        masks: Masks = {}
+        for unit, indices in texts.items():
+            uid, mask = self._unit_mask(unit, [int(index) for index in indices])
+            if masks.get(uid, 0) & mask:
+                raise _given_twice(f"{unit}:{indices[0]}")
+            masks[uid] = masks.get(uid, 0) | mask
         return masks
+
+    def _unit_mask(self, unit: str, indices: list[int]) -> tuple[UnitId, int]:
+        epoch, shard = (int(part) for part in unit.split(":"))
+        last = max(indices)
+        if shard >= len(self._shards) or last >= self._shards[shard]:
+            raise Refused(422, "no_such_sample", f"The dataset has no sample {unit}:{last}.", "Check which run this is.")
+        if len(set(indices)) < len(indices):
+            raise _given_twice(f"{unit}:{Counter(indices).most_common(1)[0][0]}")
+        return (epoch, shard), sum(map((1).__lshift__, indices))
 
     def _full(self, uid: UnitId) -> int:
         return (1 << self._shards[uid[1]]) - 1
@@ -483,6 +509,10 @@ class Book:
                 counted + unit.counted.bit_count(),
             )
         return leased, pending, counted
+
+
+def _given_twice(key: str) -> Refused:
+    return Refused(422, "key_twice", f"Sample {key} is given twice.", "Give each key once.")
 
 
 def _indices(mask: int) -> list[int]:

@@ -234,12 +234,6 @@ def sample_key(epoch: int, shard: int, index: int) -> str:
     return f"{epoch}:{shard}:{index}"
 
 
-def parse_key(key: str) -> tuple[int, int, int]:
-    """(epoch, shard, index) of a sample's key that was checked to be a SampleKey."""
-    epoch, shard, index = key.split(":")
-    return int(epoch), int(shard), int(index)
-
-
 def shuffled(count: int, *seed: object) -> list[int]:
     """A permutation of range(count) that depends on `seed` alone: the same with every Python, machine and peer."""
     prefix = ":".join(str(part) for part in seed)

@@ -44,11 +44,6 @@ def test_what_is_no_sample_key_is_refused(key):
         protocol.ReleaseRequest(run_id="0" * 16, peer="alice", keys=[key])
 
 
-@given(st.tuples(*[st.integers(0, 10**9 - 1)] * 3))
-def test_a_key_says_where_its_sample_is(where):
-    assert protocol.parse_key(protocol.sample_key(*where)) == where
-
-
 @given(st.integers(0, 300), st.integers(), st.integers(0, 5))
 def test_shuffling_is_a_permutation_of_its_seed(count, seed, epoch):
     order = protocol.shuffled(count, seed, "units", epoch)
