@@ -105,6 +105,10 @@ class PeerInfo(Message):
     waiting_samples: Count = 0
     samples_per_second: Number = 0.0
     loss: Number | None = None
+    sent_bytes: Count = 0
+    received_bytes: Count = 0
+    transfer_seconds: Number = 0.0
+    share_lost: Number = 0.0
     maddrs: Annotated[list[Maddr], Field(max_length=64)] = []
     client_mode: bool = False
 

@@ -32,7 +32,8 @@ class PeerRecord:
     """One live peer, as it describes itself.
 
     digest, parents: its state's digest and those of the state's last ancestors, the parent first. samples: all samples ever
-    averaged into that state. waiting_samples: trained since, in no state yet.
+    averaged into that state. waiting_samples: trained since, in no state yet. sent_bytes, received_bytes, transfer_seconds: of its
+    last averaged round; share_lost: of its time of late, to waiting for rounds.
     """
 
     peer_id: str
@@ -47,6 +48,10 @@ class PeerRecord:
     loss: float | None = None
     phase: str = "train"
     group_size: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    transfer_seconds: float = 0.0
+    share_lost: float = 0.0
     client_mode: bool = False
     maddrs: tuple[str, ...] = ()
     time: float = 0.0
@@ -71,8 +76,10 @@ class PeerRecord:
         for name in ("config", "schema", "digest"):
             _text(getattr(record, name), 64)
         _text(record.phase, 16)
-        for name in ("round", "samples", "waiting_samples", "group_size"):
+        for name in ("round", "samples", "waiting_samples", "group_size", "sent_bytes", "received_bytes"):
             _count(getattr(record, name))
+        _number(record.transfer_seconds, 0, 1e6)
+        _number(record.share_lost, 0, 1)
         _number(record.samples_per_second, 0, MAX_SAMPLES_PER_SECOND)
         _number(record.time, 0, 1e11)
         if record.loss is not None:

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from swarm import protocol
+from swarm import advice, protocol
 from swarm.errors import ExitCode, UserError, run_program
 
 _MAX_ANSWER_BYTES = 16 << 20
@@ -168,7 +168,21 @@ def screen(seen: dict[str, Any]) -> RenderableType:
         ledger = seen["ledger"]
         words = f"{ledger['leased']:,} leased, {ledger['pending']:,} waiting to be averaged, {ledger['counted']:,} counted"
         rows.add_row("data", f"epoch {seen['epoch'] + 1}: {seen['epoch_samples']:,} of {seen['dataset_samples']:,}; {words}")
+    if not seen["finished"] and (link := _link(seen)):
+        rows.add_row("links", link)
     return Group(rows, Text(), _peers(seen))
+
+
+def _link(seen: dict[str, Any]) -> str:
+    """What averaging costs this swarm, by its slowest peer."""
+    seconds = max((peer["transfer_seconds"] for peer in seen["peers"]), default=0.0)
+    if not seconds or not seen["samples_per_second"] or not seen["target_batch_size"]:
+        return ""
+    blocking, overlapping = (advice.smallest_target(seconds, seen["samples_per_second"], overlap) for overlap in (False, True))
+    return (
+        f"a transfer takes {advice.duration(seconds)}; smallest target batch for {advice.UTILISATION:.0%} training: "
+        f"{blocking:,}, with --overlap {overlapping:,}"
+    )
 
 
 def _bar(done: int, total: int) -> RenderableType:
@@ -192,14 +206,24 @@ def _peers(seen: dict[str, Any]) -> RenderableType:
     if not seen["peers"]:
         return Text("No live peers." if not seen["finished"] else "All peers have left.")
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("peer", "round", "waiting", "samples/s", "loss", "state", "", *(["samples"] if counted else [])):
+    for name in ("peer", "round", "waiting", "samples/s", "loss", "sent", "Mbit/s", "lost", "state", "", *(["samples"] if counted else [])):
         table.add_column(name, justify="left" if name in ("peer", "state", "") else "right")
     for peer in seen["peers"]:
         behind = Text(str(peer["round"]), style="yellow" if peer["round"] < seen["round"] else "")
         cells = [f"...{peer['peer_id'][-8:]}", behind, f"{peer['waiting_samples']:,}", f"{peer['samples_per_second']:,.1f}"]
-        cells += ["-" if peer["loss"] is None else f"{peer['loss']:.4f}", peer["digest"][:8], "client" if peer["client_mode"] else ""]
+        cells += ["-" if peer["loss"] is None else f"{peer['loss']:.4f}", *_transfer(peer)]
+        cells += [peer["digest"][:8], "client" if peer["client_mode"] else ""]
         table.add_row(*cells, *([f"{counted.get(peer['peer_id'], 0):,}"] if counted else []))
     return table
+
+
+def _transfer(peer: dict[str, Any]) -> tuple[str, str, str]:
+    """Bytes sent in its last averaged round, how fast it sent and received, and the share of its time that rounds cost."""
+    seconds = peer["transfer_seconds"]
+    if not seconds:
+        return "-", "-", f"{peer['share_lost']:.0%}"
+    up, down = (8e-6 * peer[name] / seconds for name in ("sent_bytes", "received_bytes"))
+    return advice.size(peer["sent_bytes"]), f"{up:,.0f} / {down:,.0f}", f"{peer['share_lost']:.0%}"
 
 
 if __name__ == "__main__":

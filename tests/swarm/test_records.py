@@ -29,6 +29,10 @@ BAD = {
     "phase": ["x" * 17, 1],
     "parents": ["text", ["x"] * 9, [5], ["x" * 65]],
     "maddrs": [["x"] * 7, ["x" * 257], 5],
+    "sent_bytes": [-1, 1.5],
+    "received_bytes": [2**60],
+    "transfer_seconds": [-1.0, float("inf"), 1e7],
+    "share_lost": [1.5, -0.1, float("nan")],
     "client_mode": [1, "yes", None],
     "peer_id": ["QmSomebodyElse", None],
 }
