@@ -22,8 +22,9 @@ from peer.contracts import Member, Settlement
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.port import Port, PortClosed, inherited
-from peer.sync.engine.replica import Offer, Progress, Replica
+from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import Head, Header, State, better
+from peer.sync.engine.trainer import Offer, Progress
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode, parse_maddrs
 from swarm.errors import ExitCode, UserError

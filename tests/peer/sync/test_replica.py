@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine import replica as replica_module
+from peer.sync.engine import presence
 from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.codec import CODECS
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.groups import CALL
 from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
-from peer.sync.engine.replica import Offer, Progress, Replica
+from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import Head, State, next_state
+from peer.sync.engine.trainer import Offer, Progress
 from peer.sync.parameters import Parameters
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
@@ -215,16 +216,16 @@ def test_two_that_each_believe_the_other_away_average_again(swarm):
 def test_a_round_that_one_member_committed_and_the_other_lost_heals(swarm, monkeypatch):
     async def scenario(nodes):
         one, two = await peers(nodes, 2, make_run())
-        average, lost = two.replica._averager.average, []
+        average, lost = two.replica.rounds.averager.average, []
 
         async def lose(group, mine):
             await average(group, mine)
             lost.append(group)
             raise RoundFailed("as if the last part had not come")
 
-        two.replica._averager.average = lose
+        two.replica.rounds.averager.average = lose
         await until(lambda: lost)
-        two.replica._averager.average = average
+        two.replica.rounds.averager.average = average
         await until(lambda: two.head.header.round >= 3 and one.head.header.round >= 3)
         how = [line["how"] for line in two.rounds()]
         assert how[0] == "fetched" and two.rounds()[0]["digest"] == one.rounds()[0]["digest"]
@@ -376,7 +377,7 @@ def test_a_stranger_without_a_record_makes_nobody_average(swarm):
 
 
 def test_the_death_of_p2pd_ends_the_replica(swarm, monkeypatch):
-    monkeypatch.setattr(replica_module, "RENEW_SECONDS", 0.5)
+    monkeypatch.setattr(presence, "RENEW_SECONDS", 0.5)
 
     async def scenario(nodes):
         (peer,) = await peers(nodes, 1, make_run())

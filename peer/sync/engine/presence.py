@@ -1,0 +1,95 @@
+"""Being seen by the others and seeing them: our record and the run's are published, theirs are read, and those we lost are dialled."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+
+from peer.sync.engine.neighbours import Neighbours
+from peer.sync.engine.streams import PeerLost
+from swarm.dht import SwarmNode
+from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
+from swarm.run_config import RunConfig
+
+_RUN_RECORD_SECONDS = 60.0
+_MEET_SECONDS = 15.0
+
+
+class Presence:
+    """record, run_record: what to publish now; rate: our samples per second; wake: called after each look at the others."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        node: SwarmNode,
+        neighbours: Neighbours,
+        record: Callable[[tuple[str, ...]], PeerRecord],
+        run_record: Callable[[], RunRecord],
+        rate: Callable[[], float],
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._run, self._node, self._neighbours, self._record, self._run_record = node, neighbours, record, run_record
+        self._rate, self._wake, self._clock = rate, wake, clock
+        self._now = asyncio.Event()
+
+    def tasks(self) -> list[Callable[[], Awaitable[None]]]:
+        return [self._publish_forever, self._read_forever, self._watch_forever, self._meet_forever]
+
+    def publish_soon(self) -> None:
+        self._now.set()
+
+    async def publish(self) -> None:
+        """A node that answers nothing any more is the watchdog's matter."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._publish_with_addresses(), RENEW_SECONDS)
+
+    async def publish_last(self) -> None:
+        """Before leaving: without our addresses, since nobody shall dial us."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._publish_record(()), 2)
+
+    async def _publish_with_addresses(self) -> None:
+        await self._publish_record(tuple(await self._node.maddrs()))
+
+    async def _publish_record(self, maddrs: tuple[str, ...]) -> None:
+        await self._node.publish(self._run.run_id, self._record(maddrs))
+
+    def _period(self) -> float:
+        """Seconds between two looks at each other: a twentieth of a round, so that a round is not overrun by more than that."""
+        rate = self._rate() + sum(record.samples_per_second for record in self._neighbours.counted_upon())
+        return min(max(self._run.target_batch_size / rate / 20, 0.5), RENEW_SECONDS) if rate > 0 else 1.0
+
+    async def _publish_forever(self) -> None:
+        told_run = 0.0
+        while True:
+            self._now.clear()
+            await self.publish()
+            if self._clock() >= told_run:
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(self._node.publish_run(self._run_record()), RENEW_SECONDS)
+                    told_run = self._clock() + _RUN_RECORD_SECONDS
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._now.wait(), self._period())
+
+    async def _read_forever(self) -> None:
+        while True:
+            await asyncio.sleep(min(self._period(), 1.0))
+            await self._neighbours.read()
+            self._wake()
+
+    async def _watch_forever(self) -> None:
+        """hivemind notices nothing of p2pd's death: ask it, and end when it is gone, so that a new sidecar is started."""
+        failures = 0
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            failures = 0 if await self._node.alive() else failures + 1
+            if failures >= 2:
+                raise PeerLost("p2pd does not answer any more")
+
+    async def _meet_forever(self) -> None:
+        """Dial those we lost: hivemind forgets peers for good after a partition, and two halves would never meet again."""
+        while True:
+            await asyncio.sleep(_MEET_SECONDS)
+            for maddrs in self._neighbours.lost():
+                await self._node.meet(maddrs)

@@ -1,0 +1,122 @@
+"""One attempt at a round: Group, Average, and the outer step. Changes nothing at this peer: the state it returns is the caller's to adopt."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peer.sync.engine.averaging import Averager, RoundFailed
+from peer.sync.engine.codec import CODECS
+from peer.sync.engine.groups import Group, Matchmaker, NoGroup, Standing, Ticket
+from peer.sync.engine.local_work import REBASED_ANCESTORS
+from peer.sync.engine.neighbours import Neighbours
+from peer.sync.engine.outer import Strategy
+from peer.sync.engine.state import State, next_state
+from peer.sync.engine.streams import Streams
+from peer.sync.engine.trainer import Offer
+from swarm.dht import SwarmNode
+from swarm.run_config import RunConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that this peer has averaged: `state` is the outer step's result for the encoded `mean` of `group`."""
+
+    group: Group
+    mean: Tensor
+    state: State
+
+    @property
+    def how(self) -> str:
+        return "averaged" if len(self.group.members) > 1 else "solo"
+
+
+class Rounds:
+    """standing, called: see Matchmaker; entered: told the phase, "group" or "average", that an attempt has come to."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        node: SwarmNode,
+        streams: Streams,
+        neighbours: Neighbours,
+        strategy: Strategy,
+        size: int,
+        *,
+        standing: Callable[[str], Standing],
+        called: Callable[[str], None],
+        entered: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._run, self._node, self._neighbours, self._strategy, self._size = run, node, neighbours, strategy, size
+        self._entered, self._clock = entered, clock
+        self._codec = CODECS[run.wire]
+        self.matchmaker = Matchmaker(node.peer_id, streams, standing, called, 2 * run.target_batch_size, leads=not node.client_mode)
+        self.averager = Averager(node.peer_id, streams, self._codec, size)
+
+    async def start(self) -> None:
+        await self.matchmaker.start()
+        await self.averager.start()
+
+    async def attempt(self, state: State, offer: Offer, callers: Collection[str]) -> Round:
+        """Average `offer` onto `state` with all who come; callers: who just said that they are ready. Raises NoGroup, RoundFailed."""
+        if self._neighbours.alone():
+            group, mean = Group(state.digest, (offer.member,), ()), offer.encoded
+        else:
+            group, mean = await self._average(state, offer, callers)
+        self._neighbours.missed(group.silent)
+        self._neighbours.came([member.peer for member in group.members])
+        return await self._outer_step(state, group, mean)
+
+    async def _average(self, state: State, offer: Offer, callers: Collection[str]) -> tuple[Group, Tensor]:
+        self._entered("group")
+        ticket = Ticket(state.digest, offer.member, not self._node.client_mode)
+        group = await self.matchmaker.form(ticket, self._expected(state, callers), self._check_quorum)
+        self._entered("average")
+        return group, offer.encoded if len(group.members) == 1 else await self.averager.average(group, offer.encoded)
+
+    def _expected(self, state: State, callers: Collection[str]) -> dict[str, bool]:
+        """Peers that may come, and whether each can lead: those at our state, or a step behind in the records, which are a second old."""
+        recent = {state.digest, *state.header.parents[:REBASED_ANCESTORS]}
+        return {record.peer_id: not record.client_mode for record in self._neighbours.counted_upon(callers) if record.digest in recent}
+
+    def _check_quorum(self, group: Group) -> None:
+        """A group must hold more than half of the samples that wait on this state, or two of them could both commit. Raises NoGroup.
+
+        Those who stay away from several attempts are not counted any more, whatever their records promise.
+        """
+        members = {member.peer for member in group.members}
+        outside = {
+            record.peer_id: record.waiting_samples
+            for record in self._neighbours.counted_upon()
+            if record.digest == group.parent and record.peer_id not in members and record.waiting_samples
+        }
+        if group.samples <= sum(outside.values()):
+            raise NoGroup(f"the group holds {group.samples} samples, {sum(outside.values())} wait elsewhere", group.silent | set(outside))
+
+    async def _outer_step(self, parent: State, group: Group, encoded: Tensor) -> Round:
+        began = self._clock()
+
+        def step() -> State:
+            mean = self._codec.decode(encoded)
+            vectors = self._strategy.outer_step(parent.vectors(self._size), mean)
+            if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
+                raise ValueError("non-finite values after the outer step")
+            return next_state(parent, vectors, group.members)
+
+        try:
+            state = await asyncio.get_running_loop().run_in_executor(None, step)
+        except ValueError as error:
+            raise RoundFailed(str(error)) from None
+        done, header = Round(group, encoded, state), state.header
+        log.info(
+            "%s round=%d peers=%d samples=%d of %d state=%s seconds=%.2f",
+            done.how, header.round, len(group.members), header.samples, self._run.total_samples, state.digest[:8], self._clock() - began,
+        )  # fmt: skip
+        return done

@@ -1,0 +1,54 @@
+"""Writing each state to disk in the background, the newest only, and since when which one is there."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.state import State
+from swarm.errors import UserError
+
+_LOOK_SECONDS = 0.2
+
+
+class Saver:
+    """saved: called after each state that is on disk; failed: called when the disk refuses one."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        state: State,
+        saved: Callable[[], None],
+        failed: Callable[[UserError], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._store, self._on_saved, self._on_failed, self._clock = store, saved, failed, clock
+        self._next: State | None = None
+        self._saved: deque[tuple[str, float]] = deque([(state.digest, clock())] if state.header.round else [], maxlen=16)
+
+    def want(self, state: State) -> None:
+        """Save `state` when the state before is written; one that waits is replaced."""
+        self._next = state
+
+    def on_disk(self, seconds: float = 0.0) -> set[str]:
+        """Digests of the states that have been on disk for so long."""
+        now = self._clock()
+        return {digest for digest, since in self._saved if now - since >= seconds}
+
+    async def save_forever(self) -> None:
+        while True:
+            state, self._next = self._next, None
+            if state is not None:
+                try:
+                    await self.save(state)
+                    self._on_saved()
+                except UserError as error:
+                    self._on_failed(error)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def save(self, state: State) -> None:
+        """Save `state` now unless it is there already. Raises UserError."""
+        if state.header.round and state.digest not in self.on_disk():
+            await asyncio.get_running_loop().run_in_executor(None, self._store.save, state)
+            self._saved.append((state.digest, self._clock()))

@@ -1,0 +1,44 @@
+"""What the replica and the training process tell each other."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from peer.contracts import Member, Settlement
+from peer.sync.engine.state import State
+from swarm.errors import UserError
+
+
+class Trainer(Protocol):
+    """What the replica tells the training process; nothing here blocks."""
+
+    def freeze(self) -> None: ...
+    def train(self) -> None: ...
+    def landed(self, state: State) -> None: ...
+    def settled(self, settlements: list[Settlement]) -> None: ...
+    def news(self, text: str) -> None: ...
+    def done(self) -> None: ...
+    def failed(self, error: UserError) -> None: ...
+
+
+@dataclass
+class Offer:
+    """A frozen contribution: its bytes never change, whatever becomes of the attempts to average it."""
+
+    member: Member
+    encoded: Tensor
+    parent: str
+    """The state that the trainer stood on when it offered this."""
+    failures: int = 0
+    next_attempt: float = 0.0
+
+
+@dataclass
+class Progress:
+    """What the trainer last said of itself."""
+
+    waiting: int = 0
+    samples_per_second: float = 0.0
+    step_seconds: float = 0.0
+    loss: float | None = None
