@@ -29,7 +29,7 @@ class Presence:
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._run, self._node, self._neighbours, self._record, self._run_record = node, neighbours, record, run_record
+        self._run, self._node, self._neighbours, self._record, self._run_record = run, node, neighbours, record, run_record
         self._rate, self._wake, self._clock = rate, wake, clock
         self._now = asyncio.Event()
 
