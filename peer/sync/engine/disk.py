@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 from peer.sync.engine.state import BadState, Header, State
 from peer.sync.engine.vectors import SharedBuffer
@@ -61,6 +62,19 @@ class StateStore:
             if old != path:
                 old.unlink(missing_ok=True)
         return path
+
+    def open(self, digest: str) -> tuple[BinaryIO, int] | None:
+        """The file of that state, readable also once it is deleted, and where in it the tensors' bytes begin; None when it is not here."""
+        for path in self.folder.glob(f"samples-*-{digest[:12]}.state"):
+            try:
+                file = path.open("rb")
+                first = json.loads(file.readline(_MAX_HEADER_BYTES))
+                if first["digest"] == digest:
+                    return file, file.tell()
+                file.close()
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("passed over %s: %s", path.name, error)
+        return None
 
     def load(self, run: str, schema: str, num_bytes: int) -> State | None:
         """The best state of this run that is whole; a damaged or foreign one is passed over with a warning."""

@@ -1,92 +1,190 @@
-"""Handing a state to whoever is behind, and fetching one: by chunks, each checked against the digest that a peer signed."""
+"""Handing a state to whoever is behind: the current one from memory, older ones from their files; a round's needs come first."""
 
 import asyncio
 import contextlib
 import logging
-import random
+import os
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import BinaryIO
 
-import torch
 from blake3 import blake3
 
-from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State, state_digest
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.download import ANSWER_SECONDS, CHUNKS, PIECE_BYTES, Manifest
+from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State
 from peer.sync.engine.streams import Channel, PeerLost, Streams
-from peer.sync.engine.vectors import SharedBuffer
 
 log = logging.getLogger(__name__)
 
-STATE, HEAD = "distributed-diffusion.state.1", "distributed-diffusion.head.1"
+HEAD = "distributed-diffusion.head.1"
 KEEP_SECONDS = 60.0
-"""An old state stays for this long after its last request, or a slow newcomer would never finish one (hivemind issue 443)."""
-CHUNK_SECONDS = 60.0
-ANSWER_SECONDS = 10.0
+"""A state's file stays open for this long after its last request, or a slow newcomer would never finish one (hivemind issue 443)."""
+REQUEST_SECONDS = 60.0
+PIECE_SECONDS = 30.0
 MAX_DOWNLOADS = 4
-MAX_KEPT = 2
-_SLOWEST_BYTES_PER_SECOND = 125_000
-_HASH_BYTES = 32
+_ROUND_FIRST = 3
+"""While a round is averaged, a piece is followed by a pause of so many times its own duration, for each download."""
+_LONGEST_PAUSE_SECONDS = 4.0
+_TIDY_SECONDS = 0.5
 
 
 class Donor:
     """Serves the current state and, while somebody fetches them, older ones. Never copies a state: they do not change."""
 
-    def __init__(self, streams: Streams, current: Callable[[], State], clock: Callable[[], float] = time.monotonic):
-        self._streams, self._current, self._clock = streams, current, clock
-        self._kept: dict[str, tuple[State, float]] = {}
+    def __init__(
+        self,
+        streams: Streams,
+        current: Callable[[], State],
+        store: StateStore,
+        in_round: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
+        """in_round: whether our link is needed for averaging right now."""
+        self._streams, self._current, self._store, self._in_round, self._clock = streams, current, store, in_round, clock
+        self._sleep = sleep
+        self._held: dict[str, _Held] = {}
+        self._retired: dict[str, tuple[Manifest, weakref.ref[State]]] = {}
         self._downloading: set[str] = set()
 
     async def start(self) -> None:
-        await self._streams.serve(STATE, self._serve)
+        await self._streams.serve(CHUNKS, self._serve)
         await self._streams.serve(HEAD, self._serve_head)
 
     @property
     def busy(self) -> bool:
         return bool(self._downloading)
 
+    async def tidy_forever(self) -> None:
+        while True:
+            self.tidy()
+            await asyncio.sleep(_TIDY_SECONDS)
+
+    def tidy(self) -> None:
+        """Let go of the memory of old states that are on disk by now, and of whatever nobody asked for in time."""
+        current = self._current().digest
+        for held in self._held.values():
+            if held.state is not None and held.digest != current:
+                held.move_to(self._store.open(held.digest))
+        in_memory = [held for held in self._held.values() if held.state is not None and held.digest != current]
+        for held in list(self._held.values()):
+            unused = not held.downloads and (held.state is not None or held.until < self._clock())
+            # A state of SD 1.5 is 4 GB: one that never came to disk may hold up memory once.
+            if unused or held in in_memory[:-1]:
+                self._held.pop(held.digest).close()
+
     def retire(self, state: State) -> None:
-        """`state` is no longer current, but a download of it may be under way."""
-        self._kept.pop(state.digest, None)
-        self._kept[state.digest] = (state, self._clock() + KEEP_SECONDS)
-        # A state of SD 1.5 is 4 GB. A download under way holds its own and goes on.
-        while len(self._kept) > MAX_KEPT:
-            del self._kept[next(iter(self._kept))]
+        """`state` is no longer current; whoever has just heard of it may still ask for it, and gets it from its file."""
+        self._retired[state.digest] = (Manifest(state.header, state.chunk_hashes), weakref.ref(state))
+        while len(self._retired) > self._store.keep:
+            del self._retired[next(iter(self._retired))]
 
-    def forget_old(self) -> None:
-        """Let go of the states that nobody asked for in time."""
-        self._kept = {digest: (state, until) for digest, (state, until) in self._kept.items() if until >= self._clock()}
-
-    def _find(self, digest: object) -> State:
+    def _find(self, digest: object) -> "_Held":
+        """Raises PeerLost when we cannot give it."""
         current = self._current()
-        if digest == current.digest:
-            return current
-        if isinstance(digest, str) and digest in self._kept:
-            state, _ = self._kept[digest]
-            self._kept[digest] = (state, self._clock() + KEEP_SECONDS)
-            return state
-        raise PeerLost("that state is not here any more")
+        if isinstance(digest, str) and digest not in self._held:
+            if digest == current.digest:
+                self._held[digest] = _Held(Manifest(current.header, current.chunk_hashes), digest, current)
+            elif digest in self._retired:
+                manifest, state = self._retired[digest]
+                held = _Held(manifest, digest, state())
+                held.move_to(self._store.open(digest))
+                if held.readable:
+                    self._held[digest] = held
+        if not isinstance(digest, str) or digest not in self._held:
+            raise PeerLost("that state is not here any more")
+        held = self._held[digest]
+        held.until = self._clock() + KEEP_SECONDS
+        return held
 
     async def _serve(self, channel: Channel) -> None:
-        if len(self._downloading) >= MAX_DOWNLOADS or channel.peer in self._downloading:
-            raise PeerLost("too many downloads at once, try another peer")
-        self._downloading.add(channel.peer)
+        request, _ = await channel.receive(seconds=ANSWER_SECONDS)
+        held = self._find(request.get("digest"))
+        held.downloads += 1
         try:
-            request, _ = await channel.receive(seconds=ANSWER_SECONDS)
-            state = self._find(request.get("digest"))
-            await channel.send({"header": state.header.to_json()}, b"".join(state.chunk_hashes), seconds=CHUNK_SECONDS)
-            while True:
-                request, _ = await channel.receive(seconds=CHUNK_SECONDS)
-                index = request.get("chunk")
-                if index is None:
-                    return
-                if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(state.chunk_hashes):
-                    raise PeerLost(f"there is no chunk {str(index)[:20]}")
-                await channel.send({}, state.chunk(index), seconds=CHUNK_SECONDS)
+            answer = {"header": held.manifest.header.to_json()}
+            await channel.send(answer, b"".join(held.manifest.chunk_hashes), seconds=PIECE_SECONDS)
+            index = await self._wanted(channel, held, ANSWER_SECONDS)
+            if index is None:
+                return
+            if len(self._downloading) >= MAX_DOWNLOADS or channel.peer in self._downloading:
+                raise PeerLost("too many downloads at once, try another peer")
+            self._downloading.add(channel.peer)
+            try:
+                while index is not None:
+                    held.until = self._clock() + KEEP_SECONDS
+                    await self._send(channel, await held.chunk(index))
+                    index = await self._wanted(channel, held, REQUEST_SECONDS)
+            finally:
+                self._downloading.discard(channel.peer)
         finally:
-            self._downloading.discard(channel.peer)
+            held.downloads -= 1
+
+    async def _wanted(self, channel: Channel, held: "_Held", seconds: float) -> int | None:
+        """The next chunk that the other end asks for; None when it has all that it wants."""
+        request, _ = await channel.receive(seconds=seconds)
+        index = request.get("chunk")
+        if index is None:
+            return None
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(held.manifest.chunk_hashes):
+            raise PeerLost(f"there is no chunk {str(index)[:20]}")
+        return index
+
+    async def _send(self, channel: Channel, chunk: memoryview) -> None:
+        """One request at a time is answered, in pieces; the next ones wait at the other end of the stream."""
+        for offset in range(0, len(chunk), PIECE_BYTES):
+            began = self._clock()
+            await channel.send({}, chunk[offset : offset + PIECE_BYTES], seconds=PIECE_SECONDS)
+            if self._in_round():
+                pause = _ROUND_FIRST * len(self._downloading) * (self._clock() - began)
+                await self._sleep(min(pause, _LONGEST_PAUSE_SECONDS))
 
     async def _serve_head(self, channel: Channel) -> None:
         state = self._current()
         await channel.send({"digest": state.digest, "samples": state.header.samples}, seconds=ANSWER_SECONDS)
+
+
+class _Held:
+    """A state that somebody fetches: in memory while it is current, and until it is on disk; then from its file, also a deleted one."""
+
+    def __init__(self, manifest: Manifest, digest: str, state: State | None):
+        self.manifest, self.digest, self.state = manifest, digest, state
+        self.downloads, self.until = 0, 0.0
+        self._file: BinaryIO | None = None
+        self._offset = 0
+
+    def move_to(self, opened: tuple[BinaryIO, int] | None) -> None:
+        if opened is not None:
+            self._file, self._offset = opened
+            self.state = None
+
+    @property
+    def readable(self) -> bool:
+        return self.state is not None or self._file is not None
+
+    async def chunk(self, index: int) -> memoryview:
+        """Raises PeerLost when it cannot be read any more."""
+        if self.state is not None:
+            return self.state.chunk(index)
+        if self._file is None:
+            raise PeerLost("that state is not here any more")
+        offset = self._offset + index * CHUNK_BYTES
+        length = CHUNK_BYTES if index < len(self.manifest.chunk_hashes) - 1 else os.fstat(self._file.fileno()).st_size - offset
+        try:
+            data = await asyncio.get_running_loop().run_in_executor(None, os.pread, self._file.fileno(), length, offset)
+        except (OSError, ValueError) as error:
+            raise PeerLost(f"that state cannot be read any more: {error}") from None
+        if blake3(data).digest() != self.manifest.chunk_hashes[index]:
+            raise PeerLost("that state is damaged on disk here")
+        return memoryview(data)
+
+    def close(self) -> None:
+        self.state = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 async def ask_head(streams: Streams, peer: str) -> Head | None:
@@ -98,68 +196,3 @@ async def ask_head(streams: Streams, peer: str) -> Head | None:
             return Head.from_json(answer)
     except (PeerLost, BadState):
         return None
-
-
-async def fetch(streams: Streams, holders: Sequence[str], download: "Download") -> State:
-    """The state of `download`, from one of `holders` after the other; what one sent is kept for the next.
-
-    Raises PeerLost when none of them could give it, BadState when it is of another run or other tensors than ours.
-    """
-    seconds = CHUNK_SECONDS + download.buffer.num_bytes / _SLOWEST_BYTES_PER_SECOND
-    reason: PeerLost = PeerLost("nobody holds it")
-    for holder in random.sample(list(holders), len(holders)):
-        try:
-            return await asyncio.wait_for(download.continue_from(streams, holder), seconds)
-        except PeerLost as error:
-            reason = error
-        except asyncio.TimeoutError:
-            reason = PeerLost(f"{holder[-6:]} is too slow")
-        log.info("fetching %s: %s", download.digest[:8], reason)
-    raise reason
-
-
-class Download:
-    """What is there of the state named `digest`, whose size and kind are those of `like`; `progressed`: when the last chunk came."""
-
-    def __init__(self, digest: str, like: State, clock: Callable[[], float] = time.monotonic):
-        self.digest, self.like, self._clock = digest, like, clock
-        self.buffer = SharedBuffer(like.buffer.num_bytes)
-        self.done: set[int] = set()
-        self.progressed = clock()
-
-    async def continue_from(self, streams: Streams, holder: str) -> State:
-        channel = await streams.open(holder, STATE)
-        with contextlib.closing(channel):
-            await channel.send({"digest": self.digest}, seconds=ANSWER_SECONDS)
-            count = len(self.like.chunk_hashes)
-            answer, data = await channel.receive(max_payload=count * _HASH_BYTES, seconds=ANSWER_SECONDS)
-            header, hashes = self._check(answer.get("header"), data, count, holder)
-            target = self.buffer.bytes()
-            for index in range(count):
-                if index in self.done:
-                    continue
-                await channel.send({"chunk": index}, seconds=ANSWER_SECONDS)
-                _, chunk = await channel.receive(max_payload=CHUNK_BYTES, seconds=CHUNK_SECONDS)
-                room = target[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
-                if len(chunk) != room.numel() or blake3(chunk).digest() != hashes[index]:
-                    raise PeerLost(f"{holder[-6:]} sent a chunk that is not in the state it was asked for")
-                room.copy_(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
-                self.done.add(index)
-                self.progressed = self._clock()
-            with contextlib.suppress(PeerLost):
-                await channel.send({}, seconds=ANSWER_SECONDS)
-        if not bool(torch.isfinite(self.buffer.floats()).all()):
-            raise BadState(f"the state {self.digest[:8]} holds non-finite values")
-        return State(header, self.buffer, hashes)
-
-    def _check(self, values: object, data: bytes, count: int, holder: str) -> tuple[Header, tuple[bytes, ...]]:
-        try:
-            header = Header.from_json(values)
-        except BadState as error:
-            raise PeerLost(f"{holder[-6:]} sent no header: {error}") from None
-        hashes = tuple(data[offset : offset + _HASH_BYTES] for offset in range(0, len(data), _HASH_BYTES))
-        if len(hashes) != count or state_digest(header, hashes) != self.digest:
-            raise PeerLost(f"{holder[-6:]} sent another state than it was asked for")
-        if (header.run, header.schema) != (self.like.header.run, self.like.header.schema):
-            raise BadState(f"the state {self.digest[:8]} belongs to another run or another set of tensors")
-        return header, hashes

@@ -75,7 +75,7 @@ class Replica:
             standing=self._standing, called=self._on_called, entered=self._set_phase, clock=clock,
         )  # fmt: skip
         self._streams, self._rounds_path = streams, rounds_path
-        self._donor = Donor(streams, lambda: self.state, clock)
+        self._donor = Donor(streams, lambda: self.state, store, lambda: self._phase == "average", clock)
         self._takeover = Takeover(streams, self._refusal, clock)
         self._beginning = Beginning(run, last_known, last_holders, clock)
         self._saver = Saver(store, state, self.wake, trainer.failed, clock)
@@ -100,7 +100,7 @@ class Replica:
 
     async def live(self) -> None:
         """Take part until closed. Raises UserError when this peer cannot go on."""
-        background = [asyncio.create_task(task()) for task in (*self._presence.tasks(), self._saver.save_forever)]
+        background = [asyncio.create_task(task()) for task in (*self._presence.tasks(), self._saver.save_forever, self._donor.tidy_forever)]
         try:
             while not self._closed:
                 for task in background:
@@ -135,7 +135,6 @@ class Replica:
             return
         self._tell_trainer()
         self._settle()
-        self._donor.forget_old()
         if span.is_over(self.run, self.state.header):
             return None if self._settling.waiting else await self._finish()
         if self.offer is None:

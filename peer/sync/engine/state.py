@@ -16,6 +16,7 @@ from peer.sync.engine.vectors import SharedBuffer
 from swarm.digest import canonical_json
 
 CHUNK_BYTES = 4 << 20
+HASH_BYTES = 32
 ANCESTORS_KEPT = 8
 
 

@@ -5,17 +5,63 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from peer.sync.engine.donors import Download, fetch
-from peer.sync.engine.state import BadState, Head, State, better
+import torch
+from torch import Tensor
+
+from peer.sync.engine.download import Download, Lied, Manifest
+from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State, better
 from peer.sync.engine.streams import PeerLost, Refused, Streams
+from peer.sync.engine.vectors import SharedBuffer
 from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
-STALLED_SECONDS = 10.0
+STALLED_SECONDS = 20.0
 _PENALTY_SECONDS = 5.0
 _LONGEST_PENALTY_SECONDS = 300.0
+PARTIAL_SECONDS = 600.0
+"""What came of a download is kept in memory for this long after its last byte."""
+_LIAR_COUNT = 4
+"""Who sent what it did not sign is asked again after 80 s at first."""
+
+
+class WholeState:
+    """A state to be fetched, of the size and kind of `like`. What `partial`, an earlier download, and `like` have of it is taken over."""
+
+    def __init__(self, digest: str, like: State, partial: Download | None = None):
+        self.request: dict[str, Any] = {"digest": digest}
+        self._digest, self._like, self.partial = digest, like, partial
+        self._buffer = SharedBuffer(like.buffer.num_bytes) if partial is None else partial.content._buffer
+        if partial is not None:
+            partial.content.partial = None
+        self._manifest: Manifest | None = None
+
+    def prove(self, answer: dict[str, Any], payload: bytes) -> tuple[bytes, ...]:
+        manifest, like = Manifest.proven(self._digest, answer, payload), self._like
+        header = manifest.header
+        if (header.run, header.schema, len(manifest.chunk_hashes)) != (like.header.run, like.header.schema, len(like.chunk_hashes)):
+            raise BadState(f"the state {self._digest[:8]} belongs to another run or another set of tensors")
+        self._manifest = manifest
+        return manifest.chunk_hashes
+
+    def target(self) -> Tensor:
+        return self._buffer.bytes()
+
+    def check(self, chunk: Tensor) -> None:
+        if not bool(torch.isfinite(chunk.view(torch.float32)).all()):
+            raise BadState(f"the state {self._digest[:8]} holds non-finite values")
+
+    def known(self, index: int, hash_: bytes) -> Tensor | None:
+        room = slice(index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES)
+        if self.partial is not None and index in self.partial.done and self.partial.hashes[index] == hash_:
+            return self._buffer.bytes()[room]
+        return self._like.buffer.bytes()[room] if self._like.chunk_hashes[index] == hash_ else None
+
+    def state(self) -> State:
+        """Once all chunks are there."""
+        return State(self._manifest.header, self._buffer, self._manifest.chunk_hashes)
 
 
 @dataclass
@@ -28,12 +74,17 @@ class _Fetch:
 
 
 class Takeover:
-    """At most one download at a time. Whoever signs a state and does not give it is asked again later and later."""
+    """At most one download at a time. Whoever signs a state and does not give it is asked again later and later.
+
+    What came of a download that failed is kept for the next one: of the same state, or of a later one that shares chunks with it.
+    It does not outlive the process: a state is written to disk whole or not at all.
+    """
 
     def __init__(self, streams: Streams, acceptable: Callable[[State], str], clock: Callable[[], float] = time.monotonic):
         """acceptable: why a fetched state is refused, '' when it is not."""
         self._streams, self._acceptable, self._clock = streams, acceptable, clock
         self._fetch: _Fetch | None = None
+        self._partial: Download | None = None
         self._penalties: dict[str, tuple[int, float]] = {}
 
     @property
@@ -44,21 +95,26 @@ class Takeover:
     def consider(self, claims: Iterable[tuple[Head, str]], ours: State) -> None:
         """Start to fetch the best of what others claim to hold, (head, peer) each, if it beats `ours`."""
         now = self._clock()
-        if self._fetch is not None:
-            if self._fetch.task.done() or now - self._fetch.download.progressed < STALLED_SECONDS:
-                return
+        if self._fetch is not None and not self._fetch.task.done() and now - self._fetch.download.progressed >= STALLED_SECONDS:
             self._give_up(self._fetch, "it stalled")
+        if self._partial is not None and now - self._partial.progressed > PARTIAL_SECONDS:
+            self._partial = None
         wanted: dict[Head, set[str]] = {}
         for head, peer in claims:
             if better(head, Head.of(ours)) and self._penalties.get(peer, (0, 0.0))[1] <= now:
                 wanted.setdefault(head, set()).add(peer)
-        if not wanted:
-            return
-        # What most sign comes first: a single liar may promise any number of samples.
-        best = min(wanted, key=lambda head: (-len(wanted[head]), -head.samples, head.digest))
-        download = Download(best.digest, ours, self._clock)
-        task = asyncio.create_task(fetch(self._streams, sorted(wanted[best]), download))
-        self._fetch = _Fetch(best, wanted[best], download, task, now)
+        if self._fetch is not None:
+            self._fetch.holders |= wanted.get(self._fetch.head, set())
+        elif wanted:
+            # What most sign comes first: a single liar may promise any number of samples.
+            best = min(wanted, key=lambda head: (-len(wanted[head]), -head.samples, head.digest))
+            self._begin(best, wanted[best], ours)
+
+    def _begin(self, head: Head, holders: set[str], ours: State) -> None:
+        content = WholeState(head.digest, ours, self._partial)
+        download, self._partial = Download(content, holders, self._clock), None
+        task = asyncio.create_task(download.run(self._streams))
+        self._fetch = _Fetch(head, holders, download, task, self._clock())
 
     def result(self) -> State | None:
         """A state that has arrived, once."""
@@ -66,19 +122,22 @@ class Takeover:
             return None
         done, self._fetch = self._fetch, None
         try:
-            state = done.task.result()
+            done.task.result()
         except (PeerLost, BadState) as error:
+            self._keep(done.download)
             self._punish(done, error)
             return None
+        state = done.download.content.state()
         refusal = self._acceptable(state) or ("its samples are not those promised" if state.header.samples != done.head.samples else "")
         if refusal:
             self._punish(done, BadState(refusal))
             return None
-        for peer in done.holders:
-            self._penalties.pop(peer, None)
-        seconds = self._clock() - done.began
-        header = state.header
-        log.info("fetched round=%d state=%s samples=%d seconds=%.1f", header.round, state.digest[:8], header.samples, seconds)
+        self._forgive(done)
+        header, given = state.header, done.download.given
+        log.info(
+            "fetched round=%d state=%s samples=%d seconds=%.1f bytes=%d holders=%d",
+            header.round, state.digest[:8], header.samples, self._clock() - done.began, done.download.bytes_received, len(given),
+        )  # fmt: skip
         return state
 
     async def close(self) -> None:
@@ -88,15 +147,34 @@ class Takeover:
 
     def _give_up(self, fetch: _Fetch, reason: str) -> None:
         fetch.task.cancel()
+        fetch.download.closed = True  # what it still receives is not written over what the next one does
         self._fetch = None
+        self._keep(fetch.download)
         self._punish(fetch, PeerLost(reason))
+
+    def _keep(self, download: Download) -> None:
+        # One that nobody answered has taken nothing over yet from the one before it.
+        self._partial = download if download.hashes is not None else download.content.partial
 
     def _punish(self, fetch: _Fetch, error: Exception) -> None:
         log.warning("could not take over state=%s: %s", fetch.head.digest[:8], error)
+        for peer in fetch.holders:
+            self._penalize(peer, fetch.download.faults.get(peer, error) if isinstance(error, PeerLost) else error)
+
+    def _forgive(self, fetch: _Fetch) -> None:
+        """The download succeeded: only who lied meanwhile is to be avoided."""
+        for peer in fetch.holders:
+            fault = fetch.download.faults.get(peer)
+            if isinstance(fault, Lied):
+                log.warning("%s; it is not asked for a while", fault)
+                self._penalize(peer, fault)
+            else:
+                self._penalties.pop(peer, None)
+
+    def _penalize(self, peer: str, error: Exception) -> None:
         now = self._clock()
         self._penalties = {peer: (count, until) for peer, (count, until) in self._penalties.items() if until > now - 600}
-        for peer in fetch.holders:
-            count, _ = self._penalties.get(peer, (0, 0.0))
-            # Whoever says no is honest: it has moved on, or is busy with other downloads.
-            seconds = _PENALTY_SECONDS * 2 ** (0 if isinstance(error, Refused) else min(count, 8))
-            self._penalties[peer] = (count + (not isinstance(error, Refused)), now + min(seconds, _LONGEST_PENALTY_SECONDS))
+        count = max(self._penalties.get(peer, (0, 0.0))[0], _LIAR_COUNT if isinstance(error, Lied) else 0)
+        # Whoever says no is honest: it has moved on, or is busy with other downloads.
+        seconds = _PENALTY_SECONDS * 2 ** (0 if isinstance(error, Refused) else min(count, 8))
+        self._penalties[peer] = (count + (not isinstance(error, Refused)), now + min(seconds, _LONGEST_PENALTY_SECONDS))

@@ -1,16 +1,20 @@
-"""Fetching a state: from whoever is left, checked chunk by chunk, and never a wrong one."""
+"""Handing out states, and choosing what to fetch: never a wrong one, and no second copy in memory."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine import donors, takeover
-from peer.sync.engine.donors import KEEP_SECONDS, STATE, Donor, Download, ask_head, fetch
+from peer.sync.engine import takeover
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.donors import KEEP_SECONDS, Donor, ask_head
+from peer.sync.engine.download import CHUNKS, PIECE_BYTES, Download
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State, next_state
-from peer.sync.engine.streams import PeerLost
-from peer.sync.engine.takeover import Takeover
+from peer.sync.engine.streams import PeerLost, Refused
+from peer.sync.engine.takeover import Takeover, WholeState
 from tests.peer.sync.swarm_tools import state_of, until
 
 SIZE = 3 * CHUNK_BYTES // 4 + 5  # three chunks and a short one
@@ -18,7 +22,7 @@ SIZE = 3 * CHUNK_BYTES // 4 + 5  # three chunks and a short one
 
 def two_states(run="run") -> tuple[State, State]:
     base = state_of(torch.zeros(SIZE), run=run)
-    return base, next_state(base, [torch.arange(float(SIZE))], [Member("a", 1, 7)])
+    return base, next_state(base, [torch.arange(1, SIZE + 1.0)], [Member("a", 1, 7)])
 
 
 class Clock:
@@ -28,11 +32,30 @@ class Clock:
         return self.now
 
 
-async def donor(nodes, state: State, clock=None):
+class Holder:
+    """A node that gives `state`, which the test may change."""
+
+    def __init__(self, nodes, node, streams, state, clock):
+        self.node, self.streams, self.state = node, streams, state
+        self.store = StateStore(nodes.folder / node.peer_id)
+        self.donor = Donor(streams, lambda: self.state, self.store, clock=clock or Clock())
+
+    def moves_to(self, state: State) -> None:
+        before, self.state = self.state, state
+        self.donor.retire(before)
+
+
+async def holder(nodes, state: State, clock=None) -> Holder:
     ((node, streams),) = await nodes.streams(1)
-    giver = Donor(streams, lambda: state, clock or Clock())
-    await giver.start()
-    return node, giver
+    giver = Holder(nodes, node, streams, state, clock)
+    await giver.donor.start()
+    return giver
+
+
+async def fetch(streams, holders, digest: str, like: State, partial: Download | None = None) -> State:
+    download = Download(WholeState(digest, like, partial), set(holders))
+    await download.run(streams)
+    return download.content.state()
 
 
 def same(state: State, other: State) -> bool:
@@ -42,112 +65,108 @@ def same(state: State, other: State) -> bool:
 def test_a_state_arrives_whole_and_heads_are_told(swarm):
     async def scenario(nodes):
         base, new = two_states()
-        node, giver = await donor(nodes, new)
+        giver = await holder(nodes, new)
         ((_, streams),) = await nodes.streams(1)
-        assert await ask_head(streams, node.peer_id) == Head(new.digest, 7)
-        assert same(await fetch(streams, [node.peer_id], Download(new.digest, base)), new)
-        await until(lambda: not giver.busy)
+        assert await ask_head(streams, giver.node.peer_id) == Head(new.digest, 7)
+        assert same(await fetch(streams, [giver.node.peer_id], new.digest, base), new)
+        await until(lambda: not giver.donor.busy)
 
     swarm(scenario)
 
 
-def lying(chunk=lambda index, data: data, header=lambda header: header, hashes=lambda hashes: hashes, after: int = 99):
-    """A handler that serves `state` with changes, and goes away after so many chunks."""
-
-    def handler(state: State):
-        async def serve(channel):
-            await channel.receive(seconds=5)
-            await channel.send({"header": header(state.header.to_json())}, hashes(b"".join(state.chunk_hashes)), seconds=5)
-            for _ in range(after):
-                request, _ = await channel.receive(seconds=5)
-                index = request.get("chunk")
-                if index is None:
-                    return
-                await channel.send({}, chunk(index, bytes(state.chunk(index))), seconds=5)
-
-        return serve
-
-    return handler
+async def ask(streams, peer: str, digest: str):
+    channel = await streams.open(peer, CHUNKS)
+    await channel.send({"digest": digest}, seconds=5)
+    await channel.receive(max_payload=200, seconds=5)
+    return channel
 
 
-async def liar(nodes, state: State, handler):
-    ((node, streams),) = await nodes.streams(1)
-    await streams.serve(STATE, handler(state))
-    return node
+async def chunk(channel, index: int) -> bytes:
+    await channel.send({"chunk": index}, seconds=5)
+    length, data = CHUNK_BYTES if index < 3 else 20, b""
+    while len(data) < length:
+        data += (await channel.receive(max_payload=1 << 20, seconds=5))[1]
+    return data
 
 
-LIES = {
-    "a flipped byte in the last chunk": (lying(lambda i, data: data if i < 3 else bytes([data[0] ^ 1]) + data[1:]), "not in the state"),
-    "a short chunk": (lying(lambda i, data: data[:-1]), "not in the state"),
-    "an empty chunk": (lying(lambda i, data: b""), "not in the state"),
-    "more samples": (lying(header=lambda h: {**h, "samples": 8}), "no header"),
-    "another run's name": (lying(header=lambda h: {**h, "run": "x"}), "another state"),
-    "no header": (lying(header=lambda h: None), "no header"),
-    "other hashes": (lying(hashes=lambda data: bytes(len(data))), "another state"),
-    "too few hashes": (lying(hashes=lambda data: data[:-32]), "another state"),
-    "a death in the middle": (lying(after=2), "nothing"),
-}
-
-
-def test_every_lie_is_found_and_an_honest_donor_makes_up_for_it(swarm, monkeypatch):
-    monkeypatch.setattr(donors.random, "sample", lambda holders, count: list(holders))
-
-    async def scenario(nodes):
-        base, new = two_states()
-        honest, _ = await donor(nodes, new)
-        ((_, streams), (bad, bad_streams)) = await nodes.streams(2)
-        current = {}
-
-        async def serve(channel):
-            await current["handler"](new)(channel)
-
-        await bad_streams.serve(STATE, serve)
-        for what, (current["handler"], reason) in LIES.items():
-            with pytest.raises(PeerLost, match=reason):
-                await fetch(streams, [bad.peer_id], Download(new.digest, base))
-                pytest.fail(what)
-            assert same(await fetch(streams, [bad.peer_id, honest.peer_id], Download(new.digest, base)), new), what
-
-    swarm(scenario)
-
-
-def test_the_next_donor_sends_only_what_is_missing(swarm, monkeypatch):
-    monkeypatch.setattr(donors.random, "sample", lambda holders, count: list(holders))
-
-    async def scenario(nodes):
-        base, new = two_states()
-        sent = []
-
-        def note(index, data):
-            sent.append(index)
-            return data
-
-        dying = await liar(nodes, new, lying(after=2))
-        ((_, streams), (other, other_streams)) = await nodes.streams(2)
-        await other_streams.serve(STATE, lying(note)(new))
-        assert same(await fetch(streams, [dying.peer_id, other.peer_id], Download(new.digest, base)), new)
-        assert sent == [2, 3]
-
-    swarm(scenario)
-
-
-def test_a_state_stays_for_a_while_after_its_last_request(swarm):
+def test_an_old_state_is_given_from_its_file_and_leaves_memory(swarm):
     async def scenario(nodes):
         base, new = two_states()
         clock = Clock()
-        node, giver = await donor(nodes, new, clock)
+        giver = await holder(nodes, base, clock)
         ((_, streams),) = await nodes.streams(1)
-        giver.retire(base)
-        clock.now += KEEP_SECONDS - 1
-        giver.forget_old()
-        assert same(await fetch(streams, [node.peer_id], Download(base.digest, new)), base)
-        clock.now += KEEP_SECONDS - 1
-        giver.forget_old()
-        assert same(await fetch(streams, [node.peer_id], Download(base.digest, new)), base)
+        channel = await ask(streams, giver.node.peer_id, base.digest)
+        assert await chunk(channel, 0) == bytes(base.chunk(0))
+        giver.moves_to(new)
+        memory = weakref.ref(base.buffer)
+        digest, expected, base = base.digest, bytes(base.chunk(1)), None
+        giver.donor.tidy()
+        gc.collect()
+        assert memory() is not None and await chunk(channel, 1) == expected, "not on disk yet: the download holds it"
+        path = giver.store.save(memory_state := state_of(torch.zeros(SIZE)))
+        assert memory_state.digest == digest
+        giver.donor.tidy()
+        gc.collect()
+        assert memory() is None
+        path.unlink()
+        assert await chunk(channel, 2) == expected, "a file that is open stays readable"
+        channel.close()
+        await until(lambda: not giver.donor.busy)
         clock.now += KEEP_SECONDS + 1
-        giver.forget_old()
+        giver.donor.tidy()
         with pytest.raises(PeerLost, match="not here any more"):
-            await fetch(streams, [node.peer_id], Download(base.digest, new))
+            await ask(streams, giver.node.peer_id, digest)
+
+    swarm(scenario)
+
+
+def test_a_state_just_replaced_is_given_to_who_has_heard_of_it(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        giver = await holder(nodes, base)
+        ((_, streams),) = await nodes.streams(1)
+        giver.store.save(base)
+        giver.moves_to(new)
+        assert same(await fetch(streams, [giver.node.peer_id], base.digest, new), base)
+
+    swarm(scenario)
+
+
+def test_a_state_damaged_on_disk_is_not_given(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        giver = await holder(nodes, new)
+        path = giver.store.save(new)
+        digest = new.digest
+        with path.open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\1")
+        giver.moves_to(base)
+        new = None
+        gc.collect()
+        ((_, streams),) = await nodes.streams(1)
+        with pytest.raises(Refused, match="damaged on disk"):
+            await fetch(streams, [giver.node.peer_id], digest, base)
+
+    swarm(scenario)
+
+
+def test_of_old_states_that_never_came_to_disk_one_stays_in_memory(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        last = next_state(new, [torch.ones(SIZE)], [Member("a", 2, 7)])
+        giver = await holder(nodes, base)
+        ((_, first), (_, second)) = await nodes.streams(2)
+        slow = await ask(first, giver.node.peer_id, base.digest)
+        giver.moves_to(new)
+        slower = await ask(second, giver.node.peer_id, new.digest)
+        giver.moves_to(last)
+        giver.donor.tidy()
+        with pytest.raises(PeerLost, match="not here any more"):
+            await chunk(slow, 0)
+        assert await chunk(slower, 0) == bytes(new.chunk(0))
+        slower.close()
+        slow.close()
 
     swarm(scenario)
 
@@ -156,10 +175,10 @@ def test_a_foreign_runs_state_is_refused_whoever_promises_it(swarm):
     async def scenario(nodes):
         base, _ = two_states()
         _, foreign = two_states(run="other")
-        node, _ = await donor(nodes, foreign)
+        giver = await holder(nodes, foreign)
         ((_, streams),) = await nodes.streams(1)
         with pytest.raises(BadState, match="another run"):
-            await fetch(streams, [node.peer_id], Download(foreign.digest, base))
+            await fetch(streams, [giver.node.peer_id], foreign.digest, base)
 
     swarm(scenario)
 
@@ -168,10 +187,10 @@ def test_a_state_with_nan_in_it_is_refused(swarm):
     async def scenario(nodes):
         base, _ = two_states()
         bad = next_state(base, [torch.full((SIZE,), float("nan"))], [Member("a", 1, 7)])
-        node, _ = await donor(nodes, bad)
+        giver = await holder(nodes, bad)
         ((_, streams),) = await nodes.streams(1)
         with pytest.raises(BadState, match="non-finite"):
-            await fetch(streams, [node.peer_id], Download(bad.digest, base))
+            await fetch(streams, [giver.node.peer_id], bad.digest, base)
 
     swarm(scenario)
 
@@ -179,10 +198,10 @@ def test_a_state_with_nan_in_it_is_refused(swarm):
 def test_a_request_out_of_bounds_ends_the_stream(swarm):
     async def scenario(nodes):
         _, new = two_states()
-        node, _ = await donor(nodes, new)
+        giver = await holder(nodes, new)
         ((_, streams),) = await nodes.streams(1)
         for request in ({"chunk": -1}, {"chunk": 4}, {"chunk": True}, {"chunk": "x"}, {"digest": ["x"]}):
-            channel = await streams.open(node.peer_id, STATE)
+            channel = await streams.open(giver.node.peer_id, CHUNKS)
             if "chunk" in request:
                 await channel.send({"digest": new.digest}, seconds=5)
                 await channel.receive(max_payload=200, seconds=5)
@@ -197,14 +216,34 @@ def test_a_request_out_of_bounds_ends_the_stream(swarm):
 def test_one_peer_cannot_take_every_download(swarm):
     async def scenario(nodes):
         base, new = two_states()
-        node, giver = await donor(nodes, new)
+        giver = await holder(nodes, new)
         ((_, greedy),) = await nodes.streams(1)
         ((_, streams),) = await nodes.streams(1)
-        channels = [await greedy.open(node.peer_id, STATE) for _ in range(8)]
-        await until(lambda: giver.busy)
-        assert same(await fetch(streams, [node.peer_id], Download(new.digest, base)), new)
+        channels = [await ask(greedy, giver.node.peer_id, new.digest) for _ in range(8)]
+        for channel in channels:
+            await channel.send({"chunk": 0}, seconds=5)
+        await until(lambda: giver.donor.busy)
+        assert same(await fetch(streams, [giver.node.peer_id], new.digest, base), new)
         for channel in channels:
             channel.close()
+
+    swarm(scenario)
+
+
+def test_a_round_goes_before_a_download(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        pauses = []
+
+        async def note(seconds):
+            pauses.append(seconds)
+
+        ((node, giving), (_, streams)) = await nodes.streams(2)
+        ticks = iter(range(10**6))  # each piece takes one second
+        giver = Donor(giving, lambda: new, StateStore(nodes.folder / "x"), lambda: True, lambda: next(ticks), note)
+        await giver.start()
+        assert same(await fetch(streams, [node.peer_id], new.digest, base), new)
+        assert pauses == [3] * (3 * CHUNK_BYTES // PIECE_BYTES + 1)
 
     swarm(scenario)
 
@@ -237,10 +276,10 @@ def test_a_head_that_nobody_gives_is_asked_for_less_and_less_often(swarm):
 def test_what_most_sign_is_fetched_before_what_a_single_peer_promises(swarm):
     async def scenario(nodes):
         base, new = two_states()
-        honest = [await donor(nodes, new) for _ in range(2)]
+        honest = [await holder(nodes, new) for _ in range(2)]
         ((_, streams),) = await nodes.streams(1)
         chaser = Takeover(streams, lambda state: "")
-        claims = [(Head(new.digest, 7), node.peer_id) for node, _ in honest]
+        claims = [(Head(new.digest, 7), giver.node.peer_id) for giver in honest]
         chaser.consider([(Head("f" * 64, 10**15), "nobody"), *claims], base)
         assert same(await outcome(chaser), new)
 
@@ -250,16 +289,16 @@ def test_what_most_sign_is_fetched_before_what_a_single_peer_promises(swarm):
 def test_a_download_that_stalls_gives_way_to_another(swarm):
     async def scenario(nodes):
         base, new = two_states()
-        node, _ = await donor(nodes, new)
+        giver = await holder(nodes, new)
 
         async def sleepy(channel):
             await asyncio.sleep(60)
 
         ((sleeper, sleeper_streams), (_, streams)) = await nodes.streams(2)
-        await sleeper_streams.serve(STATE, sleepy)
+        await sleeper_streams.serve(CHUNKS, sleepy)
         clock = Clock()
         chaser = Takeover(streams, lambda state: "", clock)
-        claims = [(Head("f" * 64, 10**15), sleeper.peer_id), (Head(new.digest, 7), node.peer_id)]
+        claims = [(Head("f" * 64, 10**15), sleeper.peer_id), (Head(new.digest, 7), giver.node.peer_id)]
         chaser.consider(claims[:1], base)
         chaser.consider(claims, base)
         assert chaser._fetch.head.samples == 10**15
@@ -275,10 +314,10 @@ def test_a_download_that_stalls_gives_way_to_another(swarm):
 def test_an_old_state_behind_a_great_promise_is_refused(swarm):
     async def scenario(nodes):
         base, new = two_states()
-        node, _ = await donor(nodes, base)
+        giver = await holder(nodes, base)
         ((_, streams),) = await nodes.streams(1)
         chaser = Takeover(streams, lambda state: "")
-        chaser.consider([(Head(base.digest, 10**15), node.peer_id)], new)
+        chaser.consider([(Head(base.digest, 10**15), giver.node.peer_id)], new)
         assert await outcome(chaser) is None
 
     swarm(scenario)

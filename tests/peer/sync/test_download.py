@@ -1,0 +1,310 @@
+"""Drawing chunks from several holders at once: whatever one of them does costs its own share of the time, and never a wrong byte."""
+
+import asyncio
+
+import pytest
+import torch
+
+from peer.contracts import Member
+from peer.sync.engine import download as download_module
+from peer.sync.engine.download import CHUNKS, PIECE_BYTES, Download, Lied, ask_manifest
+from peer.sync.engine.state import CHUNK_BYTES, Head, State, next_state
+from peer.sync.engine.streams import PeerLost
+from peer.sync.engine.takeover import Takeover, WholeState
+from tests.peer.sync.swarm_tools import state_of, until
+
+SIZE = 5 * CHUNK_BYTES // 4 + 5  # five chunks and a short one
+
+
+def two_states() -> tuple[State, State]:
+    base = state_of(torch.zeros(SIZE))
+    return base, next_state(base, [torch.arange(1, SIZE + 1.0)], [Member("a", 1, 7)])
+
+
+class Script:
+    """A holder of `state` that does as it is told: changes what it sends, or stops after so many chunks."""
+
+    def __init__(self, state: State, **does):
+        self.state, self.asked, self.does, self.go_on = state, [], does, asyncio.Event()
+        self.go_on.set()
+
+    async def serve(self, channel):
+        does, state = self.does, self.state
+        await channel.receive(seconds=5)
+        header = does.get("header", lambda header: header)(state.header.to_json())
+        await channel.send({"header": header}, does.get("hashes", lambda data: data)(b"".join(state.chunk_hashes)), seconds=5)
+        while len(self.asked) < does.get("after", 99):
+            request, _ = await channel.receive(seconds=30)
+            if request.get("chunk") is None:
+                return
+            self.asked.append(request["chunk"])
+            await self.go_on.wait()
+            await self._give(channel, does.get("chunk", lambda index, data: data)(request["chunk"], bytes(state.chunk(request["chunk"]))))
+        if does.get("stalls"):
+            await asyncio.sleep(60)
+
+    async def _give(self, channel, data):
+        for offset in range(0, max(len(data), 1), PIECE_BYTES):
+            await channel.send({}, data[offset : offset + PIECE_BYTES], seconds=5)
+
+
+async def scripted(nodes, state: State, **does):
+    ((node, streams),) = await nodes.streams(1)
+    script = Script(state, **does)
+    await streams.serve(CHUNKS, script.serve)
+    return node.peer_id, script
+
+
+def same(download: Download, state: State) -> bool:
+    fetched = download.content.state()
+    return fetched.digest == state.digest and torch.equal(fetched.buffer.bytes(), state.buffer.bytes())
+
+
+LIES = {
+    "a flipped byte": ({"chunk": lambda i, data: bytes([data[0] ^ 1]) + data[1:]}, "not in the state"),
+    "a short chunk": ({"chunk": lambda i, data: data[:-1]}, "instead of"),
+    "an empty chunk": ({"chunk": lambda i, data: b""}, "instead of"),
+    "a long chunk": ({"chunk": lambda i, data: data[:-PIECE_BYTES] + data[: 2 * PIECE_BYTES]}, "announced|instead|not in the state"),
+    "more samples": ({"header": lambda h: {**h, "samples": 8}}, "no header"),
+    "another run's name": ({"header": lambda h: {**h, "run": "x"}}, "another state"),
+    "no header": ({"header": lambda h: None}, "no header"),
+    "a header that is a list": ({"header": lambda h: [h]}, "no header"),
+    "other hashes": ({"hashes": lambda data: bytes(len(data))}, "another state"),
+    "too few hashes": ({"hashes": lambda data: data[:-32]}, "another state"),
+    "a torn hash": ({"hashes": lambda data: data[:-1]}, "another state"),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_lie_is_found_and_an_honest_holder_makes_up_for_it(swarm, what):
+    does, reason = LIES[what]
+
+    async def scenario(nodes):
+        base, new = two_states()
+        liar, _ = await scripted(nodes, new, **does)
+        honest, _ = await scripted(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        with pytest.raises(PeerLost, match=reason):
+            await Download(WholeState(new.digest, base), {liar}).run(streams)
+        download = Download(WholeState(new.digest, base), {liar, honest})
+        await download.run(streams)
+        assert same(download, new) and set(download.given) == {honest}
+        assert isinstance(download.faults.get(liar, Lied()), Lied)
+
+    swarm(scenario)
+
+
+def test_holders_give_at_the_same_time_and_what_a_dead_one_gave_is_kept(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        dying, script = await scripted(nodes, new, after=2)
+        other, second = await scripted(nodes, new)
+        script.go_on.clear()
+        second.go_on.clear()
+        ((_, streams),) = await nodes.streams(1)
+        download = Download(WholeState(new.digest, base), {dying, other})
+        task = asyncio.create_task(download.run(streams))
+        await until(lambda: len(script.asked) == 1 and len(second.asked) == 1)  # both at work on chunks of their own
+        assert set(script.asked).isdisjoint(second.asked)
+        script.go_on.set()
+        await until(lambda: download.given[dying] == 2)
+        second.go_on.set()
+        await task
+        assert same(download, new) and download.given == {dying: 2, other: 4}
+
+    swarm(scenario)
+
+
+def test_a_fast_holder_gives_more_and_takes_over_what_a_stalled_one_owes(swarm, monkeypatch):
+    monkeypatch.setattr(download_module, "_AGAIN_SECONDS", 0.2)
+
+    async def scenario(nodes):
+        base, new = two_states()
+        stalling, script = await scripted(nodes, new, after=1, stalls=True)
+        fast, _ = await scripted(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        download = Download(WholeState(new.digest, base), {stalling, fast})
+        await download.run(streams)  # long before the 20 s that a first piece may take
+        assert same(download, new) and download.given[fast] >= 5
+        assert not download.faults
+
+    swarm(scenario)
+
+
+def test_a_holder_that_says_nothing_more_is_given_up_when_it_is_the_only_one(swarm, monkeypatch):
+    monkeypatch.setattr(download_module, "_PIECE_SECONDS", 0.2)
+
+    async def scenario(nodes):
+        base, new = two_states()
+        stalling, _ = await scripted(nodes, new, after=1, stalls=True)
+        ((_, streams),) = await nodes.streams(1)
+        download = Download(WholeState(new.digest, base), {stalling})
+        with pytest.raises(PeerLost, match="says nothing"):
+            await download.run(streams)
+        assert len(download.done) == 1
+
+    swarm(scenario)
+
+
+def test_several_chunks_are_on_their_way_from_one_holder(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        holder, script = await scripted(nodes, new)
+        script.go_on.clear()
+        ((_, streams),) = await nodes.streams(1)
+        download = Download(WholeState(new.digest, base), {holder})
+        task = asyncio.create_task(download.run(streams))
+        await until(lambda: len(download._asked) == 2)
+        script.go_on.set()
+        await task
+        assert same(download, new) and sorted(script.asked) == list(range(6)) and not download._asked
+
+    swarm(scenario)
+
+
+def test_a_holder_that_comes_later_helps(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        first, script = await scripted(nodes, new)
+        later, second = await scripted(nodes, new)
+        script.go_on.clear()
+        ((_, streams),) = await nodes.streams(1)
+        download = Download(WholeState(new.digest, base), {first})
+        task = asyncio.create_task(download.run(streams))
+        await until(lambda: script.asked)
+        download.holders.add(later)
+        await until(lambda: download.given[later])
+        script.go_on.set()
+        await task
+        assert same(download, new)
+
+    swarm(scenario)
+
+
+def test_what_is_known_already_is_not_sent(swarm):
+    async def scenario(nodes):
+        base = state_of(torch.zeros(SIZE))
+        values = torch.zeros(SIZE)
+        values[-1] = 1.0
+        new = next_state(base, [values], [Member("a", 1, 7)])
+        holder, script = await scripted(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        download = Download(WholeState(new.digest, base), {holder})
+        await download.run(streams)
+        assert same(download, new) and script.asked == [5]
+
+    swarm(scenario)
+
+
+def test_the_proof_of_a_state_comes_from_whoever_has_it(swarm):
+    async def scenario(nodes):
+        _, new = two_states()
+        liar, _ = await scripted(nodes, new, hashes=lambda data: bytes(len(data)))
+        honest, _ = await scripted(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        manifest = await ask_manifest(streams, {liar, honest}, new.digest)
+        assert (manifest.header, manifest.chunk_hashes) == (new.header, new.chunk_hashes)
+        assert await ask_manifest(streams, {liar}, new.digest) is None
+
+    swarm(scenario)
+
+
+# ------------------------------------------------------------------------------------------------------------ across failures
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def ended(chaser: Takeover) -> State | None:
+    await until(lambda: chaser._fetch is None or chaser._fetch.task.done())
+    return chaser.result()
+
+
+def test_all_holders_gone_half_way_and_back_send_only_what_is_missing(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        holder, script = await scripted(nodes, new, after=2)
+        ((_, streams),) = await nodes.streams(1)
+        clock = Clock()
+        chaser = Takeover(streams, lambda state: "", clock)
+        claims = [(Head(new.digest, 7), holder)]
+        chaser.consider(claims, base)
+        assert await ended(chaser) is None
+        chaser.consider(claims, base)
+        assert not chaser.signers, "it failed a moment ago"
+        clock.now += 6
+        script.does = {"after": 0}  # answers, and is gone again
+        script.asked = []
+        chaser.consider(claims, base)
+        assert await ended(chaser) is None
+        clock.now += 11
+        script.does = {}
+        chaser.consider(claims, base)
+        state = await ended(chaser)
+        assert state.digest == new.digest and torch.equal(state.buffer.bytes(), new.buffer.bytes())
+        assert len(script.asked) == 4
+
+    swarm(scenario)
+
+
+def test_a_later_state_takes_over_the_chunks_that_it_shares_with_the_one_that_came_half(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        values = new.buffer.floats().clone()
+        values[-1] = 0.5
+        later = next_state(new, [values], [Member("a", 2, 7)])
+        first, _ = await scripted(nodes, new, after=3)
+        second, script = await scripted(nodes, later)
+        ((_, streams),) = await nodes.streams(1)
+        chaser = Takeover(streams, lambda state: "")
+        chaser.consider([(Head(new.digest, 7), first)], base)
+        assert await ended(chaser) is None
+        chaser.consider([(Head(later.digest, 14), second)], base)
+        state = await ended(chaser)
+        assert state.digest == later.digest and torch.equal(state.buffer.bytes(), later.buffer.bytes())
+        assert len(script.asked) == 3
+
+    swarm(scenario)
+
+
+def test_a_liar_is_avoided_for_a_while_although_the_download_succeeded(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        liar, _ = await scripted(nodes, new, chunk=lambda i, data: bytes(len(data)))
+        honest, script = await scripted(nodes, new)
+        script.go_on.clear()
+        ((_, streams),) = await nodes.streams(1)
+        clock = Clock()
+        chaser = Takeover(streams, lambda state: "", clock)
+        chaser.consider([(Head(new.digest, 7), peer) for peer in (liar, honest)], base)
+        await until(lambda: chaser._fetch.download.faults)
+        script.go_on.set()
+        assert (await ended(chaser)).digest == new.digest
+        chaser.consider([(Head("f" * 64, 9), liar)], base)
+        assert not chaser.signers
+        clock.now += 81
+        chaser.consider([(Head("f" * 64, 9), liar)], base)
+        assert chaser.signers
+        await chaser.close()
+
+    swarm(scenario)
+
+
+def test_a_partial_download_does_not_stay_in_memory_for_ever(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        holder, _ = await scripted(nodes, new, after=2)
+        ((_, streams),) = await nodes.streams(1)
+        clock = Clock()
+        chaser = Takeover(streams, lambda state: "", clock)
+        chaser.consider([(Head(new.digest, 7), holder)], base)
+        assert await ended(chaser) is None and chaser._partial is not None
+        clock.now += 601
+        chaser.consider([], base)
+        assert chaser._partial is None
+
+    swarm(scenario)
