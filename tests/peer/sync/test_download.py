@@ -120,7 +120,7 @@ def test_a_fast_holder_gives_more_and_takes_over_what_a_stalled_one_owes(swarm, 
 
     async def scenario(nodes):
         base, new = two_states()
-        stalling, script = await scripted(nodes, new, after=1, stalls=True)
+        stalling, _ = await scripted(nodes, new, after=1, stalls=True)
         fast, _ = await scripted(nodes, new)
         ((_, streams),) = await nodes.streams(1)
         download = Download(WholeState(new.digest, base), {stalling, fast})
@@ -166,7 +166,7 @@ def test_a_holder_that_comes_later_helps(swarm):
     async def scenario(nodes):
         base, new = two_states()
         first, script = await scripted(nodes, new)
-        later, second = await scripted(nodes, new)
+        later, _ = await scripted(nodes, new)
         script.go_on.clear()
         ((_, streams),) = await nodes.streams(1)
         download = Download(WholeState(new.digest, base), {first})
