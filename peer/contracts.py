@@ -139,9 +139,10 @@ class Sync(Protocol):
         ...
 
     def before_step(self) -> bool:
-        """Whether the local optimizer steps now (`gradients` accumulates instead, and steps once per round).
+        """Whether the local optimizer steps now.
 
-        Until it does, each parameter's `.grad` is the SUM of the losses' gradients over the samples of the steps since the last time.
+        If not, the strategy has taken over this step's gradients: each parameter's `.grad`, finite and not scaled, held the SUM of the
+        losses' gradients over the step's samples of all ranks.
         """
         ...
 

@@ -55,8 +55,6 @@ class Trainer:
     trained: int = 0
     """Samples of this peer's counted steps."""
     _bad_steps: int = 0
-    _unstepped: int = 0
-    """Samples whose gradients the optimizer has not used yet."""
     _saved: tuple[int, int] = (0, 0)
     _scaler: torch.amp.GradScaler = field(init=False)
 
@@ -100,8 +98,7 @@ class Trainer:
             self.optimizer.zero_grad()
             self.accounts.set_aside(work.keys)
             return self._count_bad(f"the loss is {loss}")
-        self._unstepped += len(work.keys)
-        if self.sync.before_step() and not self._optimize():
+        if not self._use_gradients(len(work.keys)):
             self.accounts.lost(work.keys)
             return None if self.precision.scaled else self._count_bad("a gradient is not finite")
         self._bad_steps = 0
@@ -110,8 +107,6 @@ class Trainer:
 
     def _accumulate(self, work: "Work") -> float:
         """Add the gradient of the SUM of this step's losses, over all ranks, to the parameters' `.grad`; returns their mean."""
-        if not self.group.is_main:
-            self.optimizer.zero_grad()  # what earlier steps left there is in rank 0's already, and would be added once per rank
         total = torch.zeros((), device=self.precision.device)
         for number, pixels in enumerate(work.batches, start=work.first):
             losses = self._losses(pixels, number)
@@ -133,21 +128,23 @@ class Trainer:
     def _seed(self, purpose: str, number: int) -> int:
         return int(digest_bytes(f"{self.noise_seed}:{purpose}:{self.step}:{number}".encode())[:15], 16)
 
-    def _optimize(self) -> bool:
-        """Step the optimizer on the mean gradient, clipped; False when that is not finite and nothing was changed."""
+    def _use_gradients(self, samples: int) -> bool:
+        """Hand the step's gradients to the strategy, or step the optimizer; False when they are not finite and nothing was changed."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.sync.samples)
         self._scaler.unscale_(self.optimizer)
-        gradients = [parameter.grad for parameter in self.params.values()]
-        torch._foreach_div_(gradients, max(self._unstepped, 1))
-        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), self.max_grad_norm or math.inf)
-        finite = bool(norm.isfinite())
-        if finite or self.precision.scaled:  # the scaler itself skips a step that is not finite, and lowers its scale
+        finite = bool(self._clip(math.inf).isfinite())
+        if finite and self.sync.before_step():
+            torch._foreach_div_([parameter.grad for parameter in self.params.values()], samples)
+            self._clip(self.max_grad_norm or math.inf)
             self._scaler.step(self.optimizer)
-            self._scaler.update()
+        self._scaler.update()
         self.optimizer.zero_grad()
-        self._unstepped = 0
         return finite
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """Clip the gradients to this norm; returns the norm they had."""
+        return torch.nn.utils.clip_grad_norm_(self.params.values(), max_norm)
 
     def _count_bad(self, what: str) -> None:
         self._bad_steps += 1
@@ -196,7 +193,6 @@ class Trainer:
         return {
             "step": self.step,
             "trained": self.trained,
-            "unstepped": self._unstepped,
             "params": {name: parameter.detach() for name, parameter in self.params.items()},
             "optimizer": self.optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),

@@ -22,6 +22,8 @@ class RunConfig:
     method: str = option("full", "Which tensors are trained: a module of peer/methods.")
     sync: str = option("parameters", "How peers agree: a module of peer/sync.")
     wire: str = option("fp16", "How contributions travel.", choices=("fp32", "fp16"))
+    outer_learning_rate: float = option(0.7, "Step size of the outer Nesterov optimizer of --sync diloco.")
+    outer_momentum: float = option(0.9, "Its momentum.")
     dataset_digest: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")
     total_samples: int = option(0, "The run ends when this many samples are in committed rounds; 0: no end.")
     target_batch_size: int = option(2048, "Samples of the whole swarm per round.")
@@ -35,7 +37,7 @@ class RunConfig:
     adam_beta2: float = option(0.999, "AdamW's second decay.")
     adam_weight_decay: float = option(1e-2, "AdamW's decoupled weight decay.")
     adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
-    max_grad_norm: float = option(1.0, "Clip each local step's gradient to this norm; 0: never.")
+    max_grad_norm: float = option(1.0, "Clip each step's gradient to this norm, with --sync gradients the round's; 0: never.")
     resolution: int = option(512, "Side of the training square in pixels.")
     center_crop: bool = option(False, "Crop the middle instead of a random square.")
     random_flip: bool = option(False, "Mirror half of the pictures.")
@@ -53,7 +55,7 @@ class RunConfig:
         _at_least("lr_warmup_samples", self.lr_warmup_samples, 0)
         if not 0 < self.learning_rate < 10:
             raise UserError(f"learning_rate is {self.learning_rate}.", fix="Use a value in (0, 10); 5e-6 suits a full fine-tune.")
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "outer_momentum"):
             if not getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}.", fix="Use a value in [0, 1).")
         if not 0 <= self.ucg <= 1:

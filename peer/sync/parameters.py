@@ -2,29 +2,17 @@
 
 from torch import Tensor
 
-from peer.contracts import Params, Sync, SyncContext
-from peer.sync.engine.vectors import flatten
+from peer.contracts import Sync, SyncContext
+from peer.sync.engine.outer import RoundInfo
 from swarm.run_config import RunConfig
 
 
 class Parameters:
-    """Contribution: parameters minus anchor. Outer step: anchor plus mean. No outer tensors."""
+    """Outer step: anchor plus mean."""
 
-    slots, steps_locally, rebases = 0, True, True
+    slots, steps_locally = 0, True
 
-    def accumulate(self, params: Params) -> None:
-        pass
-
-    def discard(self) -> None:
-        pass
-
-    def gather(self, params: Params, out: Tensor) -> Tensor:
-        return flatten(params, out)
-
-    def contribution(self, position: Tensor, anchor: Tensor, samples: int) -> Tensor:
-        return position - anchor
-
-    def outer_step(self, vectors: list[Tensor], mean: Tensor) -> list[Tensor]:
+    def outer_step(self, vectors: list[Tensor], mean: Tensor, info: RoundInfo) -> list[Tensor]:
         return [vectors[0] + mean]
 
 

@@ -178,18 +178,20 @@ def test_a_picture_that_breaks_after_the_start_is_left_out_and_the_others_are_tr
 
 
 class Gradients:
-    """A strategy in the manner of `--sync gradients`: the optimizer steps once a round, on all samples of it, and every second round fails."""
+    """A strategy in the manner of `--sync gradients`: it takes over the gradients, and every second round fails."""
 
     def __init__(self, target=10):
         self.round = self.samples = 0
         self.peers = 1
         self.target, self._waiting, self._number, self.left = target, 0, 0, False
+        self.params, self.taken = {}, []
 
     def catch_up(self):
         return SyncReport()
 
     def before_step(self):
-        return self._waiting + 4 >= self.target
+        self.taken.append(gradient(self.params))
+        return False
 
     def step(self, samples, loss=None):
         self._waiting += samples
@@ -222,23 +224,26 @@ class Gradients:
         pass
 
 
-def test_a_strategy_may_step_once_a_round_and_lose_rounds_and_every_sample_is_accounted_for(start):
+def test_a_strategy_may_take_over_the_gradients_and_lose_rounds_and_every_sample_is_accounted_for(start):
     sync = Gradients()
     done = start(sync=sync, run=dataclasses.replace(RUN, total_samples=1000))
     source, told = done.trainer.accounts._source, {"done": [], "back": []}
     give_back = source.give_back
     source.acknowledge = told["done"].extend
     source.give_back = lambda keys: (told["back"].extend(keys), give_back(keys))
-    steps = []
-    done.trainer.optimizer.register_step_post_hook(lambda *_: steps.append(done.trainer.step))
+    sync.params = done.trainer.params
+    before = [parameter.detach().clone() for parameter in sync.params.values()]
     done.run()
-    assert steps == [3, 6, 9, 12, 15] and sync.left
+    assert len(sync.taken) == 15 and sync.left
+    assert all(torch.equal(parameter, old) for parameter, old in zip(sync.params.values(), before, strict=True))
     assert len(told["done"]) == len(set(told["done"])) == 36 == sync.samples
     assert len(told["back"]) == 24 and not done.trainer.accounts._open and not done.trainer.accounts._contributions
 
 
 def test_a_contribution_whose_lease_was_lost_is_withdrawn_and_its_samples_are_given_back(start):
-    done = start(sync=Gradients(), run=dataclasses.replace(RUN, total_samples=1000), stop_after=6)
+    sync = Gradients()
+    done = start(sync=sync, run=dataclasses.replace(RUN, total_samples=1000), stop_after=6)
+    sync.params = done.trainer.params
     source, back = done.trainer.accounts._source, []
     give_back = source.give_back
     source.give_back = lambda keys: (back.extend(keys), give_back(keys))
@@ -253,24 +258,24 @@ def test_a_contribution_whose_lease_was_lost_is_withdrawn_and_its_samples_are_gi
     assert not done.trainer.accounts._contributions
 
 
-def test_accumulated_gradients_equal_those_of_the_whole_round_at_once(start):
-    """Three steps that accumulate and one optimizer step make the gradient of the mean over all twelve samples."""
-    done = start(sync=Gradients(), run=dataclasses.replace(RUN, total_samples=1000, max_grad_norm=0.0))
-    trainer, seen = done.trainer, {}
-    trainer.optimizer.register_step_pre_hook(lambda *_: seen.update(gradient=gradient(trainer.params)))
+def test_the_gradients_handed_over_add_up_to_those_of_the_whole_round_at_once(start):
+    """Neither clipped nor divided: what three steps hand over is the gradient of the sum over all twelve samples."""
+    sync = Gradients()
+    done = start(sync=sync, run=dataclasses.replace(RUN, total_samples=1000, max_grad_norm=1e-3))
+    trainer = done.trainer
+    sync.params = trainer.params
     works = iter(trainer.feed)
     batches = [next(works) for _ in range(3)]
     losses = []
     for trainer.step, work in enumerate(batches, start=1):
         losses.append(trainer._losses(work.batches[0], 0))
-    torch.cat(losses).mean().backward()
+    torch.cat(losses).sum().backward()
     expected = gradient(trainer.params)
     trainer.optimizer.zero_grad()
     trainer.step = 0
     for work in batches:
         trainer._train(work)
-        trainer.sync._waiting += 4
-    torch.testing.assert_close(seen["gradient"], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(sum(sync.taken), expected, rtol=1e-4, atol=1e-5)
 
 
 def gradient(params):

@@ -38,16 +38,19 @@ class Landing:
 
 @dataclass
 class Frozen:
-    """A contribution on its way: its bytes, which never change, and where `params` stood when it was made."""
+    """A contribution on its way: its bytes never change."""
 
     number: int
     samples: int
     encoded: SharedBuffer
-    snapshot: Tensor
 
 
 class LocalWork:
-    """`params` on top of the state they last landed on."""
+    """`params` on top of the state they last landed on.
+
+    What a codec loses is kept where it was learned, without a vector of its own: a contribution that comes into the state takes only
+    what its bytes say out of `params` (or out of the accumulated gradients), and the rest is part of the next one.
+    """
 
     def __init__(self, params: Params, state: Landing, strategy: Strategy, codec: Codec, size: int):
         self._params, self._strategy, self._codec, self._size = params, strategy, codec, size
@@ -56,7 +59,8 @@ class LocalWork:
         self.frozen: Frozen | None = None
         self.included: dict[int, int] = {}
         """Contributions of ours in a state that is not settled yet, and that state's round."""
-        self._residual: Tensor | None = None
+        self._sums: Params = {}
+        """Sums of the samples' gradients that no contribution holds, where the strategy accumulates them; empty: zeros."""
 
     @property
     def waiting_samples(self) -> int:
@@ -64,25 +68,34 @@ class LocalWork:
         return self.open_samples + (self.frozen.samples if self.frozen else 0)
 
     def freeze(self, number: int) -> Frozen:
-        """Encode the open samples' work ONCE, as contribution `number`. What the codec lost goes into the next one.
+        """Encode the open samples' work ONCE, as contribution `number`.
 
         Raises NotFinite, after setting `params` back to the anchor; the open samples are lost then.
         """
         assert self.frozen is None and self.open_samples > 0
-        snapshot = self._position()
-        position = snapshot if self._strategy.steps_locally else self._strategy.gather(self._params, torch.empty(self._size))
-        contribution = self._strategy.contribution(position, self.state.anchor(self._size), self.open_samples)
-        if self._residual is not None:
-            contribution = contribution + self._residual
+        if self._strategy.steps_locally:
+            contribution = self._position() - self.state.anchor(self._size)
+        else:
+            contribution = self._gathered() / self.open_samples
         if not bool(torch.isfinite(contribution).all()):
             self.give_up()
             raise NotFinite
-        encoded = self._codec.encode(contribution)
-        if self._codec.lossy:
-            self._residual = contribution - self._codec.decode(encoded)
-        self.frozen = Frozen(number, self.open_samples, shared_copy(encoded), snapshot)
+        encoded = shared_copy(self._codec.encode(contribution))
+        if self._sums:
+            unflatten((contribution - self._codec.decode(encoded.bytes())) * self.open_samples, self._sums)
+        self.frozen = Frozen(number, self.open_samples, encoded)
         self.open_samples = 0
         return self.frozen
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Take over `params`' gradients, the sums over a step's samples."""
+        for name, parameter in self._params.items():
+            if name in self._sums:
+                self._sums[name] += parameter.grad
+            else:
+                self._sums[name] = parameter.grad.float()
+            parameter.grad = None
 
     def land(self, new: Landing, own_number: int) -> list[int]:
         """Move `params` onto a state, whoever made it; returns the contributions (OPEN: the open samples) whose work is lost.
@@ -94,16 +107,13 @@ class LocalWork:
         dropped = [number for number in self.included if number > own_number]
         self.included = {number: round for number, round in self.included.items() if number <= own_number}
         if self.frozen is not None and own_number >= self.frozen.number:
-            unflatten(anchor + (self._position() - self.frozen.snapshot), self._params)
+            self._move(old.anchor(self._size) + self._codec.decode(self.frozen.encoded.bytes()), anchor)
             self.included[self.frozen.number] = new.header.round
             self.frozen = None
-            if not self._strategy.rebases:
+            if not self._strategy.steps_locally and self.open_samples:
                 dropped += self._discard_open()
         elif follows(new.digest, new.header, old.digest, self._strategy):
-            shift = anchor - old.anchor(self._size)
-            unflatten(self._position() + shift, self._params)
-            if self.frozen is not None:
-                self.frozen.snapshot += shift
+            self._move(old.anchor(self._size), anchor)
         else:
             dropped += self.give_up()
         return dropped
@@ -111,8 +121,9 @@ class LocalWork:
     def withdraw(self) -> None:
         """The frozen contribution may not be offered: take its work out of `params`; what was trained since stays."""
         assert self.frozen is not None
-        unflatten(self.state.anchor(self._size) + (self._position() - self.frozen.snapshot), self._params)
-        self.frozen = self._residual = None
+        anchor = self.state.anchor(self._size)
+        self._move(anchor + self._codec.decode(self.frozen.encoded.bytes()), anchor)
+        self.frozen = None
 
     def settle(self, round: int) -> list[int]:
         """The state of `round` is settled: our contributions that came into it or one before are done with."""
@@ -124,20 +135,27 @@ class LocalWork:
     def give_up(self) -> list[int]:
         """Go back to the state itself; returns the contributions that are lost by it."""
         lost = [self.frozen.number] if self.frozen is not None else []
-        self.frozen = self._residual = None
+        self.frozen = None
         unflatten(self.state.anchor(self._size), self._params)
         return lost + self._discard_open()
 
     def _discard_open(self) -> list[int]:
         lost = [OPEN] if self.open_samples else []
         self.open_samples = 0
-        self._strategy.discard()
+        self._sums = {}
         return lost
+
+    def _move(self, before: Tensor, after: Tensor) -> None:
+        """Move `params` along from one anchor to another; gradients are all taken at the anchor itself."""
+        unflatten(after + (self._position() - before) if self._strategy.steps_locally else after, self._params)
 
     def _position(self) -> Tensor:
         return flatten(self._params, torch.empty(self._size))
 
+    def _gathered(self) -> Tensor:
+        return flatten(self._sums, torch.empty(self._size)) if self._sums else torch.zeros(self._size)
+
 
 def follows(digest: str, header: Header, before: str, strategy: Strategy) -> bool:
     """Whether work made on the state `before` still counts on the state `digest`; trainer and sidecar must agree on it."""
-    return before == digest or before in header.parents[: REBASED_ANCESTORS if strategy.rebases else 0]
+    return before == digest or before in header.parents[: REBASED_ANCESTORS if strategy.steps_locally else 0]

@@ -1,42 +1,40 @@
-"""What a strategy must say to the engine: how local work becomes a contribution, and what a round's mean does to the state."""
+"""What a strategy must say to the engine: how peers learn between rounds, and what a round's mean does to the state."""
 
 import importlib
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from peer.contracts import Params
 from swarm.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class RoundInfo:
+    """What an outer step may know besides the vectors; the same bits at every peer."""
+
+    number: int
+    """Of the state that it makes; the first is 1."""
+    samples: int
+    """In the state before it."""
+    norm: float
+    """L2 norm of the whole mean, from the sums that its reducers sent with its parts: nobody adds up the vector again."""
 
 
 class Strategy(Protocol):
     slots: int
     """Outer tensors besides the anchor, each as large as it: momentum, moments."""
     steps_locally: bool
-    """Whether the local optimizer moves `params` between rounds; if not, gradients are accumulated instead."""
-    rebases: bool
-    """Whether a contribution made from an older anchor still counts on a newer one."""
+    """True: the local optimizer moves `params` between rounds, and a contribution is `params - anchor`; it still counts on a newer anchor.
 
-    def accumulate(self, params: Params) -> None:
-        """Take over `params`' gradients after a backward pass; called instead of the optimizer when it does not step locally."""
-        ...
+    False: a contribution is the mean gradient of its samples, all taken at the anchor; on a newer one it is dropped.
+    """
 
-    def discard(self) -> None:
-        """Forget what was accumulated: the samples in it are given back."""
-        ...
+    def outer_step(self, vectors: list[Tensor], mean: Tensor, info: RoundInfo) -> list[Tensor]:
+        """[anchor, *slots] and the mean contribution, weighted by samples -> new ones. May be given any slices, equal for all.
 
-    def gather(self, params: Params, out: Tensor) -> Tensor:
-        """This peer's position as a (size,) float32 vector: the parameters, or the gradients accumulated since the last `gather`."""
-        ...
-
-    def contribution(self, position: Tensor, anchor: Tensor, samples: int) -> Tensor:
-        """(size,) float32: what `samples` samples of local work have to say; peers average it weighted by samples."""
-        ...
-
-    def outer_step(self, vectors: list[Tensor], mean: Tensor) -> list[Tensor]:
-        """[anchor, *slots] and the mean contribution -> the new ones.
-
-        Only separate elementwise float32 multiplications and additions: every CPU must compute the same bits.
+        Only separate elementwise float32 operations that IEEE 754 rounds correctly (+ - * / sqrt), so that every CPU computes the
+        same bits: no sums over elements, no fused multiply-add (`add(alpha=)`, `lerp`, `addcmul`).
         """
         ...
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -9,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peer.sync.engine.averaging import Averager, RoundFailed
+from peer.sync.engine.averaging import PART_ELEMENTS, Averager, RoundFailed
 from peer.sync.engine.codec import CODECS
 from peer.sync.engine.groups import Group, Matchmaker, NoGroup, Standing, Ticket
 from peer.sync.engine.local_work import REBASED_ANCESTORS
 from peer.sync.engine.neighbours import Neighbours
-from peer.sync.engine.outer import Strategy
+from peer.sync.engine.outer import RoundInfo, Strategy
 from peer.sync.engine.state import State, next_state
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.trainer import Offer
@@ -105,7 +106,8 @@ class Rounds:
 
         def step() -> State:
             mean = self._codec.decode(encoded)
-            vectors = self._strategy.outer_step(parent.vectors(self._size), mean)
+            info = RoundInfo(parent.header.round + 1, parent.header.samples, _norm(mean))
+            vectors = self._strategy.outer_step(parent.vectors(self._size), mean, info)
             if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
                 raise ValueError("non-finite values after the outer step")
             return next_state(parent, vectors, group.members)
@@ -120,3 +122,7 @@ class Rounds:
             done.how, header.round, len(group.members), header.samples, self._run.total_samples, state.digest[:8], self._clock() - began,
         )  # fmt: skip
         return done
+
+
+def _norm(mean: Tensor) -> float:
+    return math.sqrt(sum(float(part.double().square().sum()) for part in mean.split(PART_ELEMENTS)))

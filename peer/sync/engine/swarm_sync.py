@@ -80,7 +80,7 @@ class SwarmSync:
 
     def before_step(self) -> bool:
         if not self._strategy.steps_locally:
-            self._strategy.accumulate(self._context.params)
+            self._work.accumulate()
         return self._strategy.steps_locally
 
     def step(self, samples: int, loss: float | None = None) -> SyncReport:
@@ -155,7 +155,11 @@ class SwarmSync:
         if self._leaving:
             return bool(work.waiting_samples or work.included) and time.monotonic() < self._leave_until
         full = work.waiting_samples + self._batch_samples > 2 * self._context.run.target_batch_size
-        return not self._joined or full or (work.frozen is not None and not self._may_train)
+        return not self._joined or full or (work.frozen is not None and not self._trains_on())
+
+    def _trains_on(self) -> bool:
+        """Whether to train while a contribution is on its way: what a strategy could not move onto the next anchor would be in vain."""
+        return self._may_train and self._strategy.steps_locally
 
     def _count(self, samples: int, loss: float | None) -> None:
         now = time.monotonic()

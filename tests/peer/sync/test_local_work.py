@@ -12,7 +12,6 @@ from peer.sync.engine.codec import CODECS
 from peer.sync.engine.local_work import OPEN, Landing, LocalWork, NotFinite
 from peer.sync.engine.state import State, next_state
 from peer.sync.parameters import Parameters
-from tests.peer.sync.strategies import Gradients
 from tests.peer.sync.swarm_tools import state_of
 
 SIZE, ME = 6, "me"
@@ -26,10 +25,10 @@ def child(state: State, change: float, *members: Member) -> State:
     return next_state(state, [state.vectors(SIZE)[0] + change], members or [Member("other", state.header.round + 1, 5)])
 
 
-def start(wire: str = "fp32", strategy=None) -> tuple[dict[str, nn.Parameter], State, LocalWork]:
+def start(wire: str = "fp32") -> tuple[dict[str, nn.Parameter], State, LocalWork]:
     params = {"w": nn.Parameter(torch.arange(float(SIZE)))}
     state = state_of(params["w"].detach().clone())
-    return params, state, LocalWork(params, landing(state), strategy or Parameters(), CODECS[wire], SIZE)
+    return params, state, LocalWork(params, landing(state), Parameters(), CODECS[wire], SIZE)
 
 
 def train(params, work, change: float, samples: int = 4) -> None:
@@ -107,12 +106,9 @@ def test_what_fp16_lost_goes_into_the_next_contribution():
         train(params, work, 1e-3 + 1e-8)
         sent += CODECS["fp16"].decode(work.freeze(number).encoded.bytes())
         state = child(state, 0.0, Member(ME, number, 4))
-        trained = params["w"].data.clone()
         work.land(landing(state), number)
-        assert torch.equal(params["w"].data, state.vectors(SIZE)[0]) and not torch.equal(trained, params["w"].data)
-    # params = k + 1e-3 rounds to float32 before it is encoded; that rounding is all that may be lost beside the last residual.
-    steps = (torch.arange(float(SIZE)) + (1e-3 + 1e-8)) - torch.arange(float(SIZE))
-    assert torch.allclose(sent + work._residual, 5 * steps, atol=1e-9)
+        assert 0 < float((params["w"].data - state.vectors(SIZE)[0]).abs().max()) < 1e-6
+    assert torch.allclose(sent + (params["w"].data - state.vectors(SIZE)[0]), torch.full((SIZE,), 5 * (1e-3 + 1e-8)), atol=2e-6)
 
 
 @pytest.mark.parametrize("wire", CODECS)
@@ -122,19 +118,6 @@ def test_parameters_that_are_not_finite_go_back_to_the_state(wire):
     with pytest.raises(NotFinite):
         work.freeze(1)
     assert torch.equal(params["w"].data, state.vectors(SIZE)[0]) and work.waiting_samples == 0 and work.frozen is None
-
-
-def test_gradients_from_another_anchor_are_dropped_with_their_samples():
-    strategy = Gradients()
-    params, state, work = start(strategy=strategy)
-    params["w"].grad = torch.ones(SIZE)
-    strategy.accumulate(params)
-    work.open_samples += 4
-    assert work.land(landing(child(state, 1.0)), 0) == [OPEN]
-    params["w"].grad = torch.full((SIZE,), 3.0)
-    strategy.accumulate(params)
-    work.open_samples += 1
-    assert work.freeze(1).encoded.floats().tolist() == [3.0] * SIZE
 
 
 class Bookkeeping(RuleBasedStateMachine):

@@ -118,7 +118,7 @@ def assert_one_lineage(*peers: Toy) -> None:
 
 
 def strategies() -> list[str]:
-    return [name for name in rooms.parts("sync") if name != "none"] + ["tests.peer.sync.strategies:gradients"]
+    return [name for name in rooms.parts("sync") if name != "none"]
 
 
 @pytest.mark.parametrize("strategy", strategies())
