@@ -33,7 +33,9 @@ class PeerConfig:
     host_maddrs: tuple[str, ...] = option(("/ip4/0.0.0.0/tcp/0",), "Multiaddrs to listen on for other peers.")
     announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach this peer, when they differ.")
     identity_path: str = option("", "This peer's key file, made when missing; default: identity.key inside --output_dir.")
-    client_mode: bool = option(False, "Open no port: others cannot dial this peer, it dials them.")
+    client_mode: bool | None = option(
+        None, "Open no port: others cannot dial this peer, it dials them. auto: exactly when those it asks cannot dial it."
+    )
     dry_run: bool = option(False, "Print the resolved configuration and end.")
     debug: bool = option(False, "Log more, and show tracebacks.")
 

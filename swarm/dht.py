@@ -7,7 +7,6 @@ hivemind's own `DHT` class forks a process; a node in our loop needs no fork, so
 import asyncio
 import contextlib
 import fcntl
-import functools
 import hashlib
 import logging
 import re
@@ -15,7 +14,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import multihash
 from cryptography.hazmat.primitives import serialization
@@ -29,9 +27,9 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm import sockets
+from swarm import reachability
+from swarm.daemon import Daemon
 from swarm.errors import ExitCode, UserError
-from swarm.lifeline import die_with_parent
 from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS, BadRecord, PeerRecord, RunRecord
 
 log = logging.getLogger(__name__)
@@ -122,9 +120,9 @@ class _Bounds(RecordValidatorBase):
 class SwarmNode:
     """This process in the DHT. Create with `await SwarmNode.join(...)`; `p2p` carries further streams of the same identity."""
 
-    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, validator: RSASignatureValidator, client_mode: bool, folder: Path):
-        self.p2p, self.client_mode = p2p, client_mode
-        self._dht, self._identity, self._validator, self._folder = dht, identity, validator, folder
+    def __init__(self, daemon: Daemon, dht: DHTNode, identity: Identity, validator: RSASignatureValidator, client_mode: bool):
+        self.p2p, self.client_mode = daemon.p2p, client_mode
+        self._daemon, self._dht, self._identity, self._validator = daemon, dht, identity, validator
         self.peer_id = identity.peer_id
 
     @classmethod
@@ -135,10 +133,12 @@ class SwarmNode:
         host_maddrs: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce_maddrs: Sequence[str] = (),
         identity_path: Path,
-        client_mode: bool = False,
+        client_mode: bool | None = False,
         deadline_seconds: float = JOIN_SECONDS,
     ) -> "SwarmNode":
         """Start p2pd and a DHT node; tries again until the deadline.
+
+        client_mode: None finds out, by asking those of `initial_peers` that answer whether they can dial this peer.
 
         Raises UserError for bad addresses, an identity in use, a port in use, or when none of `initial_peers` answers in time.
         """
@@ -166,38 +166,42 @@ class SwarmNode:
 
     @classmethod
     async def _start(
-        cls, identity: Identity, initial_peers: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str], client_mode: bool
+        cls,
+        identity: Identity,
+        initial_peers: Sequence[str],
+        host_maddrs: Sequence[str],
+        announce_maddrs: Sequence[str],
+        client_mode: bool | None,
     ) -> "SwarmNode":
-        folder = sockets.make_folder()
+        # Who can be dialled relays for those who cannot; these look for relays among the peers that they know. It takes libp2p 3 minutes.
+        places = {
+            "host_maddrs": list(host_maddrs),
+            "announce_maddrs": list(announce_maddrs) or None,
+            "dht_mode": "server",
+            "force_reachability": "public",
+        }
+        nowhere = {"host_maddrs": None, "no_listen": True, "dht_mode": "client", "force_reachability": "private", "use_auto_relay": True}
+        common = {"initial_peers": list(initial_peers) or None, "identity_path": str(identity.path)}
+        daemon = await Daemon.start(**common, **(nowhere if client_mode else places))
         try:
-            with _children_die_with_us():
-                p2p = await _private(folder).create(
-                    initial_peers=list(initial_peers) or None,
-                    host_maddrs=None if client_mode else list(host_maddrs),
-                    announce_maddrs=list(announce_maddrs) or None,
-                    identity_path=str(identity.path),
-                    dht_mode="client" if client_mode else "server",
-                    no_listen=client_mode,
-                    startup_timeout=30,
-                    check_if_identity_free=False,  # starts a second p2pd; the lock on the file answers sooner
-                )
+            if client_mode is None and initial_peers and await _unreachable(daemon.p2p):
+                client_mode = True
+                await daemon.close()
+                daemon = await Daemon.start(**common, **nowhere)
             validator = RSASignatureValidator(identity.key)
-            try:
-                dht = await DHTNode.create(
-                    p2p=p2p,
-                    initial_peers=list(initial_peers) or None,
-                    client_mode=client_mode,
-                    record_validator=CompositeValidator([_Bounds(), validator]),
-                    cache_nearest=0,
-                    bootstrap_timeout=5,
-                )
-            except BaseException:
-                await p2p.shutdown()
-                raise
+            dht = await DHTNode.create(
+                p2p=daemon.p2p,
+                initial_peers=common["initial_peers"],
+                client_mode=bool(client_mode),
+                record_validator=CompositeValidator([_Bounds(), validator]),
+                cache_nearest=0,
+                bootstrap_timeout=5,
+            )
+            await reachability.Prober(daemon.p2p).start()
         except BaseException:
-            sockets.remove_folder(folder)
+            await daemon.close()
             raise
-        return cls(p2p, dht, identity, validator, client_mode, folder)
+        return cls(daemon, dht, identity, validator, bool(client_mode))
 
     async def maddrs(self) -> list[str]:
         """Addresses, each with our peer id, under which others may reach us; none in client mode."""
@@ -206,7 +210,7 @@ class SwarmNode:
     async def alive(self) -> bool:
         """Whether p2pd still answers: a real call, since hivemind notices nothing of its death."""
         try:
-            await asyncio.wait_for(self.p2p.get_visible_maddrs(latest=True), 10)
+            await asyncio.wait_for(self.p2p._client.identify(), 10)
             return True
         except Exception:
             return False
@@ -256,9 +260,7 @@ class SwarmNode:
         """End the node and p2pd."""
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self._dht.shutdown(), 5)
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self.p2p.shutdown(), 5)
-        sockets.remove_folder(self._folder)
+        await self._daemon.close()
         self._identity.close()
 
     async def _store(self, key: str, data: bytes, seconds: float) -> bool:
@@ -275,20 +277,19 @@ class SwarmNode:
                 yield peer_id_of(match[1]), item.value
 
 
-@contextlib.contextmanager
-def _children_die_with_us() -> Any:
-    # hivemind starts p2pd without a way to pass preexec_fn. kill -9 of this process left p2pd answering the swarm 47 s later (seen).
-    original = asyncio.subprocess.create_subprocess_exec
-    asyncio.subprocess.create_subprocess_exec = functools.partial(original, preexec_fn=die_with_parent)
-    try:
-        yield
-    finally:
-        asyncio.subprocess.create_subprocess_exec = original
+async def _unreachable(p2p: P2P) -> bool:
+    maddrs = await _bare_maddrs(p2p)
+    finding = await reachability.find_out(p2p, maddrs)
+    # A router that maps a port for us (UPnP) may take longer than the question: then there is an address more to ask about.
+    if finding.unreachable and maddrs != (mapped := await _bare_maddrs(p2p)):
+        finding = await reachability.find_out(p2p, mapped)
+    if finding.unreachable:
+        log.info("client mode, because others cannot dial this peer: %s", finding)
+    return finding.unreachable
 
 
-def _private(folder: Path) -> type[P2P]:
-    # hivemind puts p2pd's sockets into /tmp itself, where a kill leaves them for good: 62 after an afternoon of tests.
-    return type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+async def _bare_maddrs(p2p: P2P) -> list[str]:
+    return [str(maddr).rsplit("/p2p/", 1)[0] for maddr in await p2p.get_visible_maddrs(latest=True)]
 
 
 def _refuse_ports_in_use(host_maddrs: Sequence[str]) -> None:

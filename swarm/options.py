@@ -97,6 +97,8 @@ def build(cls: type[Config], *layers: Mapping[str, Any]) -> Config:
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value == "auto" and {*kinds} == {bool, types.NoneType}:
+        return None
     for kind in kinds:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
@@ -117,11 +119,20 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: An
     kind, meta = kinds[0], field.metadata
     flags = [f"--{field.name}", *(f"--{alias}" for alias in meta["aliases"])]
     default = field.default if field.default is not dataclasses.MISSING else ""
+    default = "auto" if default is None and kind is bool else default
     shown = f" [{default}]" if default not in ("", None, ()) else ""
     common = {"dest": field.name, "default": argparse.SUPPRESS, "help": (meta["help"] + shown).replace("%", "%%")}
     if kind is bool:
         # The original project passes booleans as strings (--hivemind="True"), diffusers as bare flags: both work.
-        group.add_argument(*flags, nargs="?", const=True, type=_boolean, metavar="BOOL", **common)
+        optional = kind is not hint
+        group.add_argument(
+            *flags,
+            nargs="?",
+            const=True,
+            type=_boolean_or_auto if optional else _boolean,
+            metavar="BOOL|auto" if optional else "BOOL",
+            **common,
+        )
         group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     elif typing.get_origin(kind) is tuple:
         group.add_argument(*flags, nargs="*", metavar="VALUE", **common)
@@ -129,6 +140,10 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: An
         group.add_argument(*flags, metavar="{" + ",".join(meta["choices"]) + "}", **common)
     else:
         group.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **common)
+
+
+def _boolean_or_auto(text: str) -> bool | None:
+    return None if text.lower() == "auto" else _boolean(text)
 
 
 def _boolean(text: str) -> bool:

@@ -1,44 +1,16 @@
 """Nodes of the DHT, each with a real p2pd, in one loop."""
 
 import asyncio
-import contextlib
-import gc
 import socket
 import time
-import warnings
 
 import pytest
 
-from swarm.dht import Identity, SwarmNode, parse_maddrs, peer_id_of
+from swarm.dht import Identity, parse_maddrs, peer_id_of
 from swarm.errors import ExitCode, UserError
 from swarm.records import PeerRecord, RunRecord
 
 RUN_ID = "run"
-
-
-@pytest.fixture
-def nodes(tmp_path):
-    """`nodes(scenario)` runs a coroutine function with `start(name, **options) -> SwarmNode`; what it started is ended."""
-
-    async def scene(scenario):
-        async with contextlib.AsyncExitStack() as stack:
-
-            async def start(name, **options):
-                node = await SwarmNode.join(identity_path=tmp_path / name, **{"deadline_seconds": 20, **options})
-                stack.push_async_callback(node.close)
-                return node
-
-            await scenario(start)
-
-    def run(scenario):
-        try:
-            asyncio.run(asyncio.wait_for(scene(scenario), 90))
-        finally:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ResourceWarning)  # hivemind leaves its connection to p2pd to the collector
-                gc.collect()
-
-    return run
 
 
 def record(node, **values) -> PeerRecord:
@@ -67,6 +39,7 @@ def test_records_and_runs_reach_everybody_in_the_swarm(nodes):
             assert set(await node.records(RUN_ID)) == {one.peer_id, two.peer_id, client.peer_id}
             assert await node.find_runs() == [run]
         assert await client.maddrs() == [] and await one.records("another run") == {}
+        assert all([await node.alive() for node in (one, two, client)])
 
     nodes(scenario)
 

@@ -93,3 +93,27 @@ def test_a_value_of_the_wrong_kind_is_named(values, expected):
 
 def test_a_whole_number_passes_for_a_share():
     assert build(Drink, {"sugar": 1}).sugar == 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A switch."""
+
+    on: bool | None = option(None, "Whether it is on; auto: by what is found out.")
+
+
+@pytest.mark.parametrize(
+    ("words", "value"), [([], None), (["--on"], True), (["--on", "True"], True), (["--no_on"], False), (["--on=auto"], None)]
+)
+def test_a_switch_may_be_left_to_the_program(words, value):
+    given, _ = parse_flags(argparse.ArgumentParser(allow_abbrev=False), words, Switch)
+    assert build(Switch, given).on is value
+
+
+def test_a_switch_in_a_file_takes_the_same_words(tmp_path):
+    file = tmp_path / "switch.toml"
+    for text, value in (('on = "auto"', None), ("on = true", True), ("on = false", False)):
+        file.write_text(text)
+        assert build(Switch, read_toml(file, Switch)).on is value
+    with pytest.raises(UserError, match="on is 'perhaps'"):
+        build(Switch, {"on": "perhaps"})

@@ -1,0 +1,138 @@
+"""Whether others can dial this peer. No peer can see that by itself, so it asks others to try ("dial me").
+
+Whoever is asked dials with a fresh p2pd of its own, since an open connection would answer for a new one, and only at the IP address
+from which it was asked: nobody can be made to knock at a third party's door. libp2p checks that the one who answers is who asked.
+libp2p's own AutoNAT does much the same, but p2pd does not tell what it found.
+"""
+
+import asyncio
+import ipaddress
+import json
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm.daemon import Daemon
+
+log = logging.getLogger(__name__)
+
+DIAL_ME = "distributed-diffusion.dial-me.1"
+ASK_SECONDS = 30.0
+"""For one question, with the time that p2pd needs to start and to give up on addresses that swallow what is sent to them."""
+DIAL_SECONDS = 6.0
+_ASKED = 5
+_MAX_ADDRESSES = 8
+_DIALS_AT_ONCE = 2
+_MAX_REQUEST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What those who could tell found: how many they were, how many of them got through, and where; addresses without the peer id."""
+
+    answers: int = 0
+    reached: int = 0
+    unannounced: str = ""
+    """An address at which this peer answers although it does not announce it: a port is forwarded, and nobody was told."""
+
+    @property
+    def unreachable(self) -> bool:
+        """More of those who could tell did not get through than did. Nobody could tell: not known to be unreachable."""
+        return self.answers > 0 and 2 * self.reached <= self.answers
+
+    def __str__(self) -> str:
+        text = f"{self.answers - self.reached} of {self.answers} peers asked could not dial it"
+        return f"{text}; it answers at {self.unannounced} and does not announce that, see --announce_maddrs" if self.unannounced else text
+
+
+async def find_out(p2p: P2P, maddrs: Sequence[str]) -> Finding:
+    """Ask peers that we are connected to whether they can dial us at `maddrs`, our own addresses without the peer id."""
+    peers = [info.peer_id for info in await asyncio.wait_for(p2p.list_peers(), ASK_SECONDS)][:_ASKED]
+    answers = [answer for answer in await asyncio.gather(*(_ask(p2p, peer, maddrs) for peer in peers)) if answer is not None]
+    announced = [answer for answer in answers if answer in maddrs]
+    return Finding(len(answers), len(announced), next((answer for answer in answers if answer and answer not in maddrs), ""))
+
+
+async def _ask(p2p: P2P, peer: PeerID, maddrs: Sequence[str]) -> str | None:
+    """The address at which `peer` got through to us, '' when at none; None when it could not tell."""
+    try:
+        request = json.dumps(list(maddrs[:_MAX_ADDRESSES])).encode()
+        answer = json.loads(await asyncio.wait_for(p2p._client.call_unary_handler(peer, DIAL_ME, request), ASK_SECONDS))
+        return answer["reached"] if isinstance(answer["reached"], str) else None
+    except Exception as error:  # one that knows no such question, is gone, or has other things to do: hivemind raises its own kinds
+        log.debug("%s did not say whether it can dial us: %r", peer.to_base58()[-6:], error)
+        return None
+
+
+class Prober:
+    """Answers those who ask on `p2p`. At most two dials at once; whoever waits longer than it wants to asks somebody else."""
+
+    def __init__(self, p2p: P2P):
+        self._p2p, self._places = p2p, asyncio.Semaphore(_DIALS_AT_ONCE)
+
+    async def start(self) -> None:
+        await self._p2p._client.add_unary_handler(DIAL_ME, self._answer)
+
+    async def _answer(self, request: bytes, caller: PeerID) -> bytes:
+        if len(request) > _MAX_REQUEST_BYTES:
+            raise ValueError("too long a question")
+        maddrs = [Multiaddr(str(maddr)) for maddr in json.loads(request)[:_MAX_ADDRESSES]]
+        async with self._places:
+            peers = await self._p2p.list_peers()
+            seen_at = {ip for info in peers if info.peer_id == caller for ip in map(_ip, info.addrs) if ip}
+            return json.dumps({"reached": await _dial(caller, maddrs, seen_at)}).encode()
+
+
+async def _dial(caller: PeerID, maddrs: Sequence[Multiaddr], seen_at: Collection[str]) -> str | None:
+    """The address at which `caller` answers, announced ones first; '' when at none, None when there is none that we may dial."""
+    groups = [group for group in at_its_own_address(maddrs, seen_at) if group]
+    for group in groups:
+        if answered := await _answers(caller, group):
+            return answered
+    return "" if groups else None
+
+
+def at_its_own_address(maddrs: Iterable[Multiaddr], seen_at: Collection[str]) -> tuple[list[Multiaddr], list[Multiaddr]]:
+    """Which addresses to dial for a caller that is seen at the IP addresses `seen_at`: those it announces there, and guesses.
+
+    Behind a router that forwards a port, a private address answers at the router's, often at the same port: the guesses. A caller
+    that announces other public addresses may be reachable there, but those are not for us to dial: both lists are empty then.
+    """
+    announced, guessed = [], []
+    for maddr in maddrs:
+        ip = _ip(maddr)
+        if not ip:
+            return [], []  # a name, or a relay: we cannot tell whose it is
+        if ip in seen_at:
+            announced.append(maddr)
+        elif ipaddress.ip_address(ip).is_global:
+            return [], []
+        else:
+            ours = (seen for seen in sorted(seen_at) if ipaddress.ip_address(seen).version == ipaddress.ip_address(ip).version)
+            guessed += [Multiaddr(str(maddr).replace(ip, seen, 1)) for seen in ours]
+    return announced, [maddr for maddr in dict.fromkeys(guessed) if maddr not in announced]
+
+
+async def _answers(peer: PeerID, maddrs: Sequence[Multiaddr]) -> str:
+    """Which of `maddrs` a fresh connection to `peer` came about at, or ''."""
+    daemon = await Daemon.start(host_maddrs=None, no_listen=True, dht_mode="client", use_relay=False, auto_nat=False, nat_port_map=False)
+    try:
+        await asyncio.wait_for(daemon.p2p._client.connect(peer, maddrs), DIAL_SECONDS)
+        connected = {str(maddr) for info in await daemon.p2p.list_peers() if info.peer_id == peer for maddr in info.addrs}
+        return next((str(maddr) for maddr in maddrs if str(maddr) in connected), "")
+    except (ControlFailure, asyncio.TimeoutError) as error:
+        log.debug("%s does not answer at %s: %r", peer.to_base58()[-6:], ", ".join(map(str, maddrs)), error)
+        return ""
+    finally:
+        await daemon.close()
+
+
+def _ip(maddr: Multiaddr) -> str:
+    """The IP address that a multiaddr leads to directly; '' for names and relays."""
+    if "p2p-circuit" in maddr:
+        return ""
+    return next((str(maddr[kind]) for kind in ("ip4", "ip6") if kind in maddr), "")

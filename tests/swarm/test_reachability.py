@@ -1,0 +1,141 @@
+"""Peers that ask others to dial them: real p2pds on loopback."""
+
+import json
+import logging
+import socket
+
+import pytest
+from hivemind.p2p import P2P
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm import reachability
+from swarm.daemon import Daemon
+from swarm.reachability import DIAL_ME, Finding, at_its_own_address
+
+NOBODY_LISTENS = "/ip4/127.0.0.1/tcp/9"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_peer_that_others_can_dial_stays_a_node_and_so_does_the_first(nodes):
+    async def scenario(start):
+        first = await start("first", client_mode=None)
+        second = await start("second", initial_peers=await first.maddrs(), client_mode=None)
+        assert not first.client_mode and not second.client_mode and await second.maddrs()
+
+    nodes(scenario)
+
+
+def test_a_peer_that_others_cannot_dial_becomes_a_client_and_says_why(nodes, caplog):
+    async def scenario(start):
+        one = await start("one")
+        with caplog.at_level(logging.INFO, "swarm.dht"):
+            hidden = await start("hidden", initial_peers=await one.maddrs(), announce_maddrs=[NOBODY_LISTENS], client_mode=None)
+        assert hidden.client_mode and await hidden.maddrs() == []
+        assert "client mode, because others cannot dial this peer: 1 of 1 peers asked could not dial it" in caplog.text
+
+    nodes(scenario)
+
+
+def test_a_forwarded_port_that_is_not_announced_is_named(nodes, caplog):
+    async def scenario(start):
+        one, port = await start("one"), free_port()
+        places = {"host_maddrs": [f"/ip4/127.0.0.1/tcp/{port}"], "announce_maddrs": [f"/ip4/10.255.255.1/tcp/{port}"]}
+        with caplog.at_level(logging.INFO, "swarm.dht"):
+            hidden = await start("hidden", initial_peers=await one.maddrs(), client_mode=None, **places)
+        assert hidden.client_mode
+        assert f"it answers at /ip4/127.0.0.1/tcp/{port} and does not announce that" in caplog.text
+
+    nodes(scenario)
+
+
+def test_what_the_user_says_is_not_questioned(nodes):
+    async def scenario(start):
+        one = await start("one")
+        told = await start("told", initial_peers=await one.maddrs(), announce_maddrs=[NOBODY_LISTENS], client_mode=False)
+        assert not told.client_mode
+
+    nodes(scenario)
+
+
+def test_whoever_cannot_tell_does_not_count(nodes):
+    async def scenario(start):
+        one = await start("one")
+        await one.p2p._client.remove_unary_handler(DIAL_ME)  # a program that knows no such question
+        peer = await start("peer", initial_peers=await one.maddrs(), announce_maddrs=[NOBODY_LISTENS], client_mode=None)
+        assert not peer.client_mode
+
+    nodes(scenario)
+
+
+@pytest.mark.parametrize(
+    "question", [b"", b"[", b"{}", b'["garbage"]', b"[7]", b" " * 5000, json.dumps(["/ip4/198.18.0.1/tcp/1"]).encode()]
+)
+def test_a_malformed_question_harms_nobody(nodes, question):
+    async def scenario(start):
+        one = await start("one")
+        two = await start("two", initial_peers=await one.maddrs())
+        try:
+            answer = json.loads(await two.p2p._client.call_unary_handler(one.p2p.peer_id, DIAL_ME, question))
+            assert answer["reached"] in (None, "")
+        except Exception as error:
+            assert "P2PHandlerError" in repr(error)
+        assert (await reachability.find_out(two.p2p, [str(m).rsplit("/p2p/", 1)[0] for m in await two.maddrs()])).reached == 1
+
+    nodes(scenario)
+
+
+def test_another_peer_at_the_address_is_not_taken_for_the_one_who_asks(nodes):
+    async def scenario(start):
+        one = await start("one")
+        two = await start("two", initial_peers=await one.maddrs())
+        others = [str(maddr).rsplit("/p2p/", 1)[0] for maddr in await one.maddrs()]
+        assert await reachability.find_out(two.p2p, others) == Finding(answers=1, reached=0)
+
+    nodes(scenario)
+
+
+SEEN = ["203.0.113.7"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "announced", "guessed"),
+    [
+        (["/ip4/203.0.113.7/tcp/1"], ["/ip4/203.0.113.7/tcp/1"], []),
+        (["/ip4/192.168.1.5/tcp/1", "/ip4/127.0.0.1/tcp/1"], [], ["/ip4/203.0.113.7/tcp/1"]),
+        (["/ip4/192.168.1.5/tcp/1", "/ip4/203.0.113.7/tcp/1"], ["/ip4/203.0.113.7/tcp/1"], []),
+        (["/ip4/8.8.8.8/tcp/53"], [], []),
+        (["/dns4/example.org/tcp/80"], [], []),
+        (["/ip4/203.0.113.7/tcp/1/p2p-circuit"], [], []),
+        (["/ip4/203.0.113.7/tcp/1", "/ip4/8.8.8.8/tcp/53"], [], []),
+        (["/ip6/fe80::1/tcp/1"], [], []),
+    ],
+)
+def test_only_the_callers_own_address_is_dialled(asked, announced, guessed):
+    found = at_its_own_address(map(Multiaddr, asked), SEEN)
+    assert [[str(maddr) for maddr in maddrs] for maddrs in found] == [announced, guessed]
+
+
+@pytest.mark.parametrize(
+    ("reached", "answers", "unreachable"), [(0, 0, False), (0, 1, True), (1, 1, False), (1, 2, True), (2, 3, False), (1, 3, True)]
+)
+def test_most_of_those_who_can_tell_decide(reached, answers, unreachable):
+    assert Finding(answers, reached).unreachable is unreachable
+
+
+def test_daemons_that_start_at_once_leave_asyncio_as_it_was(nodes):
+    import asyncio
+
+    before = asyncio.subprocess.create_subprocess_exec
+
+    async def scenario(start):
+        daemons = await asyncio.gather(*(Daemon.start(host_maddrs=None, no_listen=True) for _ in range(3)))
+        assert all(isinstance(daemon.p2p, P2P) for daemon in daemons)
+        await asyncio.gather(*(daemon.close() for daemon in daemons))
+
+    nodes(scenario)
+    assert asyncio.subprocess.create_subprocess_exec is before
