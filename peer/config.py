@@ -20,6 +20,7 @@ class PeerConfig:
     train_batch_size: int = option(1, "Samples per local step and rank.", aliases=("batch_size",))
     gradient_accumulation_steps: int = option(1, "Micro-batches per local optimizer step.")
     mixed_precision: str = option("auto", "Autocast; auto: by device, the reason is printed.", choices=("auto", "no", "fp16", "bf16"))
+    overlap: bool = option(False, "Train on while a contribution is averaged: no waiting, but what is learned meanwhile is a little stale.")
     gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
     device: str = option("auto", "auto, cpu, cuda or cuda:N.")
     num_threads: int = option(0, "Threads of torch on a CPU; 0: the cores divided by the local ranks.")

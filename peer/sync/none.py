@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from peer.contracts import SyncContext, SyncReport
+from swarm.errors import UserError
 from swarm.run_config import RunConfig
 
 
 def build(context: SyncContext) -> "NoSync":
+    if context.peer.overlap:
+        raise UserError("--overlap has nothing to overlap with: --sync none averages nothing.", fix="Remove --overlap, or join a swarm.")
     return NoSync(context.run)
 
 

@@ -39,6 +39,11 @@ class SwarmSync:
     def __init__(self, context: SyncContext, strategy_path: str):
         self._context, self._strategy_path = context, strategy_path
         self._strategy = load_strategy(strategy_path, context.run)
+        if context.peer.overlap and not self._strategy.steps_locally:
+            raise UserError(
+                f"--overlap is not for --sync {context.run.sync}: gradients taken while a round is averaged would be of an old state, and lost.",
+                fix="Remove --overlap, or found a run with --sync parameters or diloco.",
+            )
         self._schema = Schema.of(context.params)
         self._size = self._schema.size
         self._folder = context.output_dir
@@ -159,7 +164,7 @@ class SwarmSync:
 
     def _trains_on(self) -> bool:
         """Whether to train while a contribution is on its way: what a strategy could not move onto the next anchor would be in vain."""
-        return self._may_train and self._strategy.steps_locally
+        return (self._context.peer.overlap or self._may_train) and self._strategy.steps_locally
 
     def _count(self, samples: int, loss: float | None) -> None:
         now = time.monotonic()

@@ -117,23 +117,44 @@ def assert_one_lineage(*peers: Toy) -> None:
             assert digests.setdefault(group, line["digest"]) == line["digest"]
 
 
+OVERLAP = {"overlap": 1, "seconds": 0.05}
+
+
 def strategies() -> list[str]:
     return [name for name in rooms.parts("sync") if name != "none"]
 
 
-@pytest.mark.parametrize("strategy", strategies())
-def test_the_contract_of_every_strategy_two_peers_to_the_runs_end(toys, strategy):
-    one = toys("one", strategy=strategy, total=256)
-    two = toys("two", one.maddr(), strategy=strategy, total=256)
+@pytest.mark.parametrize(("strategy", "options"), [*((name, {}) for name in strategies()), ("parameters", OVERLAP), ("diloco", OVERLAP)])
+def test_the_contract_of_every_strategy_two_peers_to_the_runs_end(toys, strategy, options):
+    one = toys("one", strategy=strategy, total=256, **options)
+    two = toys("two", one.maddr(), strategy=strategy, total=256, **options)
     ends = [one.end(), two.end()]
     for peer, end in zip((one, two), ends, strict=True):
         assert end["done"] and end["finite"] and end["samples"] >= 256
+        assert end["overlapped"] > 0 or not options
         assert end["trained"] == end["settled"] + end["dropped"] and end["waiting"] == 0, (end, peer.log)
         settled = [line for line in peer.lines if line["event"] == "settlement"]
         assert [line["round"] for line in settled] == list(range(1, end["round"] + 1))
         assert sum(line["samples"] for line in settled) == end["samples"]
     assert one.rounds()[-1]["digest"] == two.rounds()[-1]["digest"] and ends[0]["checksum"] == ends[1]["checksum"]
     assert_one_lineage(one, two)
+
+
+def test_with_overlap_training_goes_on_after_a_contribution_and_pauses_at_two_rounds_worth(toys):
+    one = toys("one", **OVERLAP)  # alone, it is sure of that after 20 s only, and trains two rounds of 64 much earlier
+    until(lambda: one.round() >= 2, one)
+    one.process.send_signal(signal.SIGTERM)
+    end = one.end()
+    assert end["most_waiting"] == 128 and end["overlapped"] > 0
+    assert end["trained"] == end["settled"] + end["dropped"] and end["waiting"] == 0, (end, one.log)
+
+
+def test_overlap_is_refused_where_nothing_can_be_moved_along(toys):
+    for strategy, reason in (("gradients", "gradients taken while a round is averaged"), ("none", "averages nothing")):
+        peer = toys(strategy, strategy=strategy, **OVERLAP)
+        peer.process.wait(WAIT_SECONDS)
+        peer.join()
+        assert peer.process.returncode == 2 and reason in peer.log and "Traceback" not in peer.log
 
 
 def test_the_contract_holds_without_a_swarm(toys):

@@ -16,7 +16,6 @@ from torch import nn
 
 from peer.config import PeerConfig
 from peer.contracts import SyncContext
-from peer.sync.engine.swarm_sync import SwarmSync
 from swarm.errors import run_program
 from swarm.logs import setup_logging
 from swarm.run_config import RunConfig
@@ -30,11 +29,9 @@ def build(out: Path, strategy: str, peers: list[str], options: dict[str, str]):
     torch.manual_seed(0)
     params = {"w": nn.Parameter(torch.randn(int(options.get("rows", 100)), 100)), "b": nn.Parameter(torch.zeros(7))}
     target = int(options.get("target", 64))
-    run = RunConfig(model="x", target_batch_size=target, total_samples=int(options.get("total", 0)), wire=options.get("wire", "fp32"))
-    config = PeerConfig(output_dir=str(out), host_maddrs=("/ip4/127.0.0.1/tcp/0",))
+    run = RunConfig(model="x", sync=strategy, target_batch_size=target, total_samples=int(options.get("total", 0)), wire=options.get("wire", "fp32"))
+    config = PeerConfig(output_dir=str(out), host_maddrs=("/ip4/127.0.0.1/tcp/0",), overlap="overlap" in options)
     context = SyncContext(run=run, peer=config, params=params, output_dir=out, initial_peers=tuple(peers))
-    if ":" in strategy:
-        return params, SwarmSync(context, strategy)
     return params, importlib.import_module(f"peer.sync.{strategy}").build(context)
 
 
@@ -48,7 +45,8 @@ def main() -> int:
     params, sync = build(Path(out), strategy, peers, options)
     say(event="started", sidecar=sync._process.pid if getattr(sync, "_process", None) else 0)
     counts = {"trained": 0, "settled": 0, "dropped": 0}
-    open_samples, contributions, trained = 0, {}, 0
+    open_samples, contributions, trained, overlapped, most_waiting = 0, {}, 0, 0, 0
+    work = getattr(sync, "_work", None)
 
     def follow(report):
         nonlocal open_samples
@@ -70,6 +68,7 @@ def main() -> int:
             report = follow(sync.step(0))
         if report.done or stopping:
             break
+        overlapped += work is not None and work.frozen is not None
         time.sleep(float(options.get("seconds", 0.1)))
         for parameter in params.values():
             parameter.grad = torch.randn(parameter.shape, generator=generator) * 8
@@ -80,12 +79,14 @@ def main() -> int:
         trained += 8
         open_samples += 8
         report = follow(sync.step(8, 1.0))
+        most_waiting = max(most_waiting, work.waiting_samples if work else 0)
     done = report.done
     report = follow(sync.leave())
     while report.wait:
         report = follow(sync.leave())
     sync.close()
-    counts["trained"], counts["waiting"] = trained, open_samples + sum(contributions.values())
+    counts |= {"trained": trained, "waiting": open_samples + sum(contributions.values())}
+    counts |= {"overlapped": overlapped, "most_waiting": most_waiting}
     finite = all(bool(torch.isfinite(p).all()) for p in params.values())
     checksum = float(sum(p.detach().double().sum() for p in params.values()))
     say(event="ended", round=sync.round, samples=sync.samples, done=done, finite=finite, checksum=checksum, **counts)
