@@ -21,7 +21,11 @@ class RunConfig:
     family: str = option("stable_diffusion", "What is trained: a module of peer/models.")
     method: str = option("full", "Which tensors are trained: a module of peer/methods.")
     sync: str = option("parameters", "How peers agree: a module of peer/sync.")
-    wire: str = option("fp16", "How contributions travel.", choices=("fp32", "fp16"))
+    wire: str = option(
+        "fp16",
+        "How contributions travel: 32, 16, 8.1 or 4.3 bits a value; what the last three lose goes into the next contribution.",
+        choices=("fp32", "fp16", "int8", "int4"),
+    )
     outer_learning_rate: float = option(0.7, "Step size of the outer Nesterov optimizer of --sync diloco.")
     outer_momentum: float = option(0.9, "Its momentum.")
     dataset_digest: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")

@@ -1,27 +1,31 @@
-"""Exact all-reduce: each reducer averages one slice of the vector, encodes the average once, and sends the same bytes to all.
+"""Exact all-reduce: each reducer averages one share of the vector, encodes the average once, and sends the same bytes to all.
 
 All or nothing: a part that is not averaged over ALL members fails the round at whoever misses it. No peer ever adopts a mixed
 average, and every peer that finishes holds the same bytes (stock hivemind returns differences, compressed for each sender).
+
+Memory of one round: the encoded contribution and the encoded mean, and at a reducer _WINDOW parts of each sender; no float copy of
+more than one part.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from peer.sync.engine.codec import Codec
+from peer.sync.engine.codec import Part, Wire, square_norm
 from peer.sync.engine.groups import Group
 from peer.sync.engine.streams import CONNECT_SECONDS, Channel, PeerLost, Streams
 from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
-REDUCE = "distributed-diffusion.reduce.1"
-PART_ELEMENTS = 128 << 10
-"""256 KiB at fp16: small enough to pipeline, large enough that Python's share stays small."""
+REDUCE = "distributed-diffusion.reduce.2"
 PART_SECONDS = 30.0
 _WINDOW = 8
 _SLOWEST_BYTES_PER_SECOND = 125_000
@@ -34,37 +38,58 @@ class RoundFailed(Exception):
     """The average is incomplete at this peer; whether others have it, their heads tell."""
 
 
-class Averager:
-    """Averages encoded vectors of `size` elements within groups."""
+@dataclass
+class Traffic:
+    """Bytes that this peer sent and received, headers included, and the seconds from the group to the whole average.
 
-    def __init__(self, peer_id: str, streams: Streams, codec: Codec, size: int):
-        self._peer_id, self._streams, self._codec, self._size = peer_id, streams, codec, size
+    `up` still grows while slower members take the last of our averages.
+    """
+
+    up: int = 0
+    down: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mean:
+    """encoded: the weighted mean, (wire.num_bytes,) uint8. square_norm: the sum of squares of its decoded values, as the reducers
+    worked it out; the same bits at every member, which no sum over a whole vector at each peer would be."""
+
+    encoded: Tensor
+    square_norm: float
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+
+
+class Averager:
+    """Averages vectors that travel by `wire` within groups."""
+
+    def __init__(self, peer_id: str, streams: Streams, wire: Wire):
+        self._peer_id, self._streams, self._wire = peer_id, streams, wire
         self._reductions: dict[str, _Reduction] = {}
         self._announced = asyncio.Condition()
 
     async def start(self) -> None:
-        await self._streams.serve(REDUCE, self._serve_sender)
+        await self._streams.serve(REDUCE, self._serve)
 
-    async def average(self, group: Group, mine: Tensor) -> Tensor:
-        """The encoded mean, weighted by samples, of all members' vectors; `mine` is ours, encoded, (n,) uint8. Raises RoundFailed."""
-        width = self._codec.bytes_per_element
-        result = torch.empty(self._size * width, dtype=torch.uint8)
-        slices = cut(self._size, len(group.reducers))
-        seconds = 60 + 2 * result.numel() / _SLOWEST_BYTES_PER_SECOND
-        reduction = None
-        if self._peer_id in group.reducers:
-            start, end = slices[group.reducers.index(self._peer_id)]
-            reduction = await self._announce(group, end - start)
-        tasks = []
-        for reducer, (start, end) in zip(group.reducers, slices, strict=True):
-            part, into = mine[start * width : end * width], result[start * width : end * width]
-            if reducer == self._peer_id:
-                tasks.append(asyncio.create_task(self._reduce_own(reduction, part, into)))
-            else:
-                tasks.append(asyncio.create_task(self._exchange(reducer, group.id, part, into)))
+    async def average(self, group: Group, mine: Tensor | None) -> Mean:
+        """The mean, weighted by samples, of all members' vectors. Raises RoundFailed.
+
+        mine: our vector, encoded, (num_bytes,) uint8; None at a reducer that is no member.
+        """
+        assert (mine is not None) == any(member.peer == self._peer_id for member in group.members)
+        began = time.monotonic()
+        run = _Run(group, mine, torch.empty(self._wire.num_bytes, dtype=torch.uint8), [0.0] * len(self._wire.parts))
+        shares = share_out(self._wire.parts, len(group.reducers))
+        tasks, reduction = [], None
+        for reducer, share in zip(group.reducers, shares, strict=True):
+            if reducer == self._peer_id and share:
+                reduction = await self._announce(run, share)
+                tasks.append(asyncio.create_task(self._reduce_own(reduction, run)))
+            elif share:
+                tasks.append(asyncio.create_task(self._exchange(reducer, share, run)))
         watch = asyncio.create_task(reduction.fail_unless_all_come()) if reduction is not None else None
         try:
-            await asyncio.wait_for(_all(tasks), seconds)
+            await asyncio.wait_for(_all(tasks), 60 + 2 * self._wire.num_bytes / _SLOWEST_BYTES_PER_SECOND)
         except (PeerLost, ValueError, asyncio.TimeoutError) as error:
             if reduction is not None:
                 reduction.fail(f"{self._peer_id[-6:]} gave up: {error}")
@@ -73,56 +98,67 @@ class Averager:
             await end_tasks(*tasks, *([watch] if watch else []))
             # Whoever still takes averages from us does so in a handler of its own, which this does not end.
             self._reductions.pop(group.id, None)
-        return result
+        run.traffic.seconds = time.monotonic() - began
+        return Mean(run.result, sum(run.squares), run.traffic)
 
-    async def _announce(self, group: Group, elements: int) -> "_Reduction":
-        reduction = self._reductions[group.id] = _Reduction(group, elements, self._codec, self._peer_id)
+    async def _announce(self, run: "_Run", share: Sequence[int]) -> "_Reduction":
+        reduction = self._reductions[run.group.id] = _Reduction(run, [self._wire.parts[index] for index in share], share)
+        if run.mine is not None:
+            reduction.came(self._peer_id)
         async with self._announced:
             self._announced.notify_all()
         return reduction
 
-    async def _reduce_own(self, reduction: "_Reduction", part: Tensor, into: Tensor) -> None:
-        for index, (start, end) in enumerate(reduction.parts):
-            reduction.add(self._peer_id, index, part[start:end])
-            into[start:end] = await reduction.mean(index)
+    async def _reduce_own(self, reduction: "_Reduction", run: "_Run") -> None:
+        for index, part in enumerate(reduction.parts):
+            if run.mine is not None:
+                data = part.bytes_of(run.mine)
+                part.check(data)
+                reduction.add(self._peer_id, index, data)
+            await reduction.mean(index)
 
-    async def _exchange(self, reducer: str, group_id: str, part: Tensor, into: Tensor) -> None:
-        """Send our part of a reducer's slice to it, and take the averages back, both at once."""
+    async def _exchange(self, reducer: str, share: Sequence[int], run: "_Run") -> None:
+        """Send our part of a reducer's share to it, and take the averages back, both at once."""
         channel = await self._streams.open(reducer, REDUCE)
+        parts = self._wire.parts
+
+        async def send() -> None:
+            for index in share if run.mine is not None else ():
+                await channel.send({}, memoryview(parts[index].bytes_of(run.mine).numpy()), seconds=PART_SECONDS)
+
+        async def receive() -> None:
+            for index in share:
+                header, data = await channel.receive(max_payload=parts[index].num_bytes, seconds=PART_SECONDS)
+                run.squares[index] = _square(header, reducer)
+                parts[index].bytes_of(run.result).copy_(_checked(parts[index], data, reducer))
+
         with contextlib.closing(channel):
-            await channel.send({"group": group_id}, seconds=CONNECT_SECONDS)
-            pieces = cut_parts(part.numel() // self._codec.bytes_per_element, self._codec.bytes_per_element)
-
-            async def send() -> None:
-                for start, end in pieces:
-                    await channel.send({}, memoryview(part[start:end].numpy()), seconds=PART_SECONDS)
-
-            async def receive() -> None:
-                for start, end in pieces:
-                    _, data = await channel.receive(max_payload=end - start, seconds=PART_SECONDS)
-                    into[start:end] = self._checked(data, end - start, reducer)
-
-            tasks = [asyncio.create_task(send()), asyncio.create_task(receive())]
+            tasks = []
             try:
+                await channel.send({"group": run.group.id}, seconds=CONNECT_SECONDS)
+                tasks = [asyncio.create_task(send()), asyncio.create_task(receive())]
                 await _all(tasks)
             finally:
                 await end_tasks(*tasks)
+                run.count(channel)
 
-    async def _serve_sender(self, channel: Channel) -> None:
+    async def _serve(self, channel: Channel) -> None:
+        """Take a member's parts of our share, and give it the averages."""
         request, _ = await channel.receive(seconds=CONNECT_SECONDS)
         reduction = await self._reduction(str(request.get("group")))
         reduction.came(channel.peer)
 
         async def take() -> None:
-            for index, (start, end) in enumerate(reduction.parts):
-                _, data = await channel.receive(max_payload=end - start, seconds=PART_SECONDS)
-                reduction.add(channel.peer, index, self._checked(data, end - start, channel.peer))
+            for index, part in enumerate(reduction.parts if channel.peer in reduction.senders else ()):
+                _, data = await channel.receive(max_payload=part.num_bytes, seconds=PART_SECONDS)
+                reduction.add(channel.peer, index, _checked(part, data, channel.peer))
                 if index >= _WINDOW:
                     await reduction.mean(index - _WINDOW)
 
         async def give() -> None:
             for index in range(len(reduction.parts)):
-                await channel.send({}, memoryview((await reduction.mean(index)).numpy()), seconds=PART_SECONDS)
+                data, square = await reduction.mean(index)
+                await channel.send({"square": square}, memoryview(data.numpy()), seconds=PART_SECONDS)
 
         taking, giving = tasks = [asyncio.create_task(take()), asyncio.create_task(give())]
         try:
@@ -131,6 +167,7 @@ class Averager:
             raise PeerLost(str(error) or "too slow") from None
         finally:
             await end_tasks(*tasks)
+            reduction.run.count(channel)
             # A member whose parts are all here is in the average, even if it takes nothing back.
             if taking.cancelled() or taking.exception() is not None:
                 reason = giving.exception() if taking.cancelled() and not giving.cancelled() else None
@@ -146,51 +183,58 @@ class Averager:
         except (asyncio.TimeoutError, KeyError):
             raise PeerLost("unknown group") from None
 
-    def _checked(self, data: bytes, length: int, peer: str) -> Tensor:
-        if len(data) != length:
-            raise PeerLost(f"{peer[-6:]} sent a part of {len(data)} bytes instead of {length}")
-        part = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        try:
-            self._codec.decode(part)
-        except ValueError as error:
-            raise PeerLost(f"{peer[-6:]} sent {error}") from None
-        return part
+
+@dataclass
+class _Run:
+    """One average on its way: what goes in, and what has come of it so far."""
+
+    group: Group
+    mine: Tensor | None
+    result: Tensor
+    squares: list[float]
+    """Of each part of the mean."""
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def count(self, channel: Channel) -> None:
+        self.traffic.up += channel.sent
+        self.traffic.down += channel.received
 
 
 class _Reduction:
-    """One reducer's slice within one group: parts come in from all members, each average is made once when its last part is there."""
+    """Our share within one group: parts come in from all members, each average is made once when its last part is there."""
 
-    def __init__(self, group: Group, elements: int, codec: Codec, own: str):
-        self.parts = cut_parts(elements, codec.bytes_per_element)
-        self.senders = {member.peer for member in group.members}
-        self._came, self._all_came = {own}, asyncio.Event()
-        self._weights = {member.peer: member.samples / group.samples for member in group.members}
-        self._codec = codec
-        self._received: list[dict[str, Tensor]] = [{} for _ in self.parts]
-        self._means = [asyncio.get_running_loop().create_future() for _ in self.parts]
+    def __init__(self, run: _Run, parts: Sequence[Part], indices: Sequence[int]):
+        self.run, self.parts, self._indices = run, parts, indices
+        members = run.group.members
+        self.senders = {member.peer for member in members}
+        self._takers = self.senders | set(run.group.reducers)
+        self._came: set[str] = set()
+        self._all_came = asyncio.Event()
+        self._weights = {member.peer: member.samples / run.group.samples for member in members}
+        self._received: list[dict[str, Tensor]] = [{} for _ in parts]
+        self._means = [asyncio.get_running_loop().create_future() for _ in parts]
 
     def came(self, peer: str) -> None:
-        """`peer` wants to send its parts, which it may do once. Raises PeerLost."""
-        if peer not in self.senders:
+        """`peer` wants to send its parts and take the averages, which it may do once. Raises PeerLost."""
+        if peer not in self._takers:
             raise PeerLost("not a member of this group")
         if peer in self._came:
             raise PeerLost("sending already")
         self._came.add(peer)
-        if self._came == self.senders:
+        if self._came >= self.senders:
             self._all_came.set()
 
     async def fail_unless_all_come(self) -> None:
-        if self._came == self.senders:
-            return
         try:
             await asyncio.wait_for(self._all_came.wait(), COME_SECONDS)
         except asyncio.TimeoutError:
             self.fail(f"{', '.join(sorted(peer[-6:] for peer in self.senders - self._came))} did not come")
 
-    def add(self, peer: str, index: int, part: Tensor) -> None:
+    def add(self, peer: str, index: int, data: Tensor) -> None:
+        """One checked, encoded part of one member."""
         if self._means[index].done():
             return
-        self._received[index][peer] = part
+        self._received[index][peer] = data
         if len(self._received[index]) == len(self.senders):
             try:
                 self._means[index].set_result(self._average(index))
@@ -198,9 +242,10 @@ class _Reduction:
                 self.fail(f"the average has {error}")
             self._received[index] = {}
 
-    async def mean(self, index: int) -> Tensor:
-        """The encoded average of one part. Raises PeerLost when it cannot be had any more."""
-        return await asyncio.wait_for(asyncio.shield(self._means[index]), PART_SECONDS)
+    async def mean(self, index: int) -> tuple[Tensor, float]:
+        """The encoded average of one part, and its sum of squares. Raises PeerLost when it cannot be had any more."""
+        future = self._means[index]
+        return future.result() if future.done() else await asyncio.wait_for(asyncio.shield(future), PART_SECONDS)
 
     def fail(self, reason: str) -> None:
         for future in self._means:
@@ -209,26 +254,44 @@ class _Reduction:
                 future.exception()  # nobody need be waiting for it
         self._received = [{} for _ in self.parts]
 
-    def _average(self, index: int) -> Tensor:
-        total = None
-        for peer in sorted(self.senders):
-            weighted = self._codec.decode(self._received[index][peer]) * self._weights[peer]
-            total = weighted if total is None else total.add_(weighted)
-        encoded = self._codec.encode(total)
-        self._codec.decode(encoded)  # finite values may add up to more than a float holds
-        return encoded
+    def _average(self, index: int) -> tuple[Tensor, float]:
+        part = self.parts[index]
+        total, values = torch.empty(part.end - part.start), torch.empty(part.end - part.start)
+        for count, peer in enumerate(sorted(self.senders)):
+            into = values if count else total
+            part.codec.decode(self._received[index][peer], into)
+            into.mul_(self._weights[peer])
+            if count:
+                total.add_(into)
+        encoded = part.encode(total, part.bytes_of(self.run.result))
+        # Decoding checks it: finite values may add up to more than a float holds.
+        square = self.run.squares[self._indices[index]] = square_norm(part.decode(encoded, values))
+        return encoded, square
 
 
-def cut(size: int, parts: int) -> list[tuple[int, int]]:
-    """`size` elements in `parts` slices [start, end) of nearly equal length, by integers that every peer repeats."""
-    bounds = [size * index // parts for index in range(parts + 1)]
-    return list(itertools.pairwise(bounds))
+def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:
+    """Which parts each reducer averages: consecutive ones, by integers that every peer repeats; as nearly equal in bytes as parts allow."""
+    shares: list[list[int]] = [[] for _ in range(reducers)]
+    total = parts[-1].stop if parts else 0
+    for index, part in enumerate(parts):
+        shares[(part.begin + part.stop) * reducers // (2 * total)].append(index)
+    return shares
 
 
-def cut_parts(elements: int, bytes_per_element: int) -> list[tuple[int, int]]:
-    """A slice's parts as byte ranges [start, end)."""
-    starts = range(0, elements, PART_ELEMENTS)
-    return [(start * bytes_per_element, min(start + PART_ELEMENTS, elements) * bytes_per_element) for start in starts]
+def _checked(part: Part, data: bytes, peer: str) -> Tensor:
+    try:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        part.check(tensor)
+    except ValueError as error:
+        raise PeerLost(f"{peer[-6:]} sent {error}") from None
+    return tensor
+
+
+def _square(header: dict, peer: str) -> float:
+    square = header.get("square")
+    if not isinstance(square, float) or not math.isfinite(square) or square < 0:
+        raise PeerLost(f"{peer[-6:]} sent {str(square)[:40]} for a sum of squares")
+    return square
 
 
 async def _all(tasks: list[asyncio.Task]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peer.contracts import Params
-from peer.sync.engine.codec import Codec
+from peer.sync.engine.codec import Wire
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.state import Header
 from peer.sync.engine.vectors import SharedBuffer, flatten, shared_copy, unflatten
@@ -52,8 +52,8 @@ class LocalWork:
     what its bytes say out of `params` (or out of the accumulated gradients), and the rest is part of the next one.
     """
 
-    def __init__(self, params: Params, state: Landing, strategy: Strategy, codec: Codec, size: int):
-        self._params, self._strategy, self._codec, self._size = params, strategy, codec, size
+    def __init__(self, params: Params, state: Landing, strategy: Strategy, wire: Wire, size: int):
+        self._params, self._strategy, self._wire, self._size = params, strategy, wire, size
         self.state = state
         self.open_samples = 0
         self.frozen: Frozen | None = None
@@ -80,9 +80,9 @@ class LocalWork:
         if not bool(torch.isfinite(contribution).all()):
             self.give_up()
             raise NotFinite
-        encoded = shared_copy(self._codec.encode(contribution))
+        encoded = shared_copy(self._wire.encode(contribution))
         if self._sums:
-            unflatten((contribution - self._codec.decode(encoded.bytes())) * self.open_samples, self._sums)
+            unflatten((contribution - self._wire.decode(encoded.bytes())) * self.open_samples, self._sums)
         self.frozen = Frozen(number, self.open_samples, encoded)
         self.open_samples = 0
         return self.frozen
@@ -107,7 +107,7 @@ class LocalWork:
         dropped = [number for number in self.included if number > own_number]
         self.included = {number: round for number, round in self.included.items() if number <= own_number}
         if self.frozen is not None and own_number >= self.frozen.number:
-            self._move(old.anchor(self._size) + self._codec.decode(self.frozen.encoded.bytes()), anchor)
+            self._move(old.anchor(self._size) + self._wire.decode(self.frozen.encoded.bytes()), anchor)
             self.included[self.frozen.number] = new.header.round
             self.frozen = None
             if not self._strategy.steps_locally and self.open_samples:
@@ -122,7 +122,7 @@ class LocalWork:
         """The frozen contribution may not be offered: take its work out of `params`; what was trained since stays."""
         assert self.frozen is not None
         anchor = self.state.anchor(self._size)
-        self._move(anchor + self._codec.decode(self.frozen.encoded.bytes()), anchor)
+        self._move(anchor + self._wire.decode(self.frozen.encoded.bytes()), anchor)
         self.frozen = None
 
     def settle(self, round: int) -> list[int]:

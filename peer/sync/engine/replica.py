@@ -16,6 +16,7 @@ from pathlib import Path
 from peer.sync.engine import span
 from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.beginning import Beginning, head_of
+from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import Donor, ask_head
 from peer.sync.engine.groups import NoGroup, Standing
@@ -53,7 +54,7 @@ class Replica:
         *,
         run: RunConfig,
         state: State,
-        size: int,
+        wire: Wire,
         strategy: Strategy,
         node: SwarmNode,
         store: StateStore,
@@ -71,7 +72,7 @@ class Replica:
         self.neighbours = Neighbours(node, run, state.header.schema, clock)
         streams = Streams(node)
         self.rounds = Rounds(
-            run, node, streams, self.neighbours, strategy, size,
+            run, node, streams, self.neighbours, strategy, wire,
             standing=self._standing, called=self._on_called, entered=self._set_phase, clock=clock,
         )  # fmt: skip
         self._streams, self._rounds_path = streams, rounds_path

@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from peer.sync.engine.averaging import PART_ELEMENTS, Averager, RoundFailed
-from peer.sync.engine.codec import CODECS
+from peer.sync.engine.averaging import Averager, Mean, RoundFailed
+from peer.sync.engine.codec import Wire
 from peer.sync.engine.groups import Group, Matchmaker, NoGroup, Standing, Ticket
 from peer.sync.engine.local_work import REBASED_ANCESTORS
 from peer.sync.engine.neighbours import Neighbours
@@ -27,10 +26,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Round:
-    """A round that this peer has averaged: `state` is the outer step's result for the encoded `mean` of `group`."""
+    """A round that this peer has averaged: `state` is the outer step's result for the `mean` of `group`."""
 
     group: Group
-    mean: Tensor
+    mean: Mean
     state: State
 
     @property
@@ -48,18 +47,17 @@ class Rounds:
         streams: Streams,
         neighbours: Neighbours,
         strategy: Strategy,
-        size: int,
+        wire: Wire,
         *,
         standing: Callable[[str], Standing],
         called: Callable[[str], None],
         entered: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._run, self._node, self._neighbours, self._strategy, self._size = run, node, neighbours, strategy, size
+        self._run, self._node, self._neighbours, self._strategy, self._wire = run, node, neighbours, strategy, wire
         self._entered, self._clock = entered, clock
-        self._codec = CODECS[run.wire]
         self.matchmaker = Matchmaker(node.peer_id, streams, standing, called, 2 * run.target_batch_size, leads=not node.client_mode)
-        self.averager = Averager(node.peer_id, streams, self._codec, size)
+        self.averager = Averager(node.peer_id, streams, wire)
 
     async def start(self) -> None:
         await self.matchmaker.start()
@@ -68,19 +66,28 @@ class Rounds:
     async def attempt(self, state: State, offer: Offer, callers: Collection[str]) -> Round:
         """Average `offer` onto `state` with all who come; callers: who just said that they are ready. Raises NoGroup, RoundFailed."""
         if self._neighbours.alone():
-            group, mean = Group(state.digest, (offer.member,), ()), offer.encoded
+            group = Group(state.digest, (offer.member,), ())
+            mean = await self._own(offer)
         else:
             group, mean = await self._average(state, offer, callers)
         self._neighbours.missed(group.silent)
         self._neighbours.came([member.peer for member in group.members])
         return await self._outer_step(state, group, mean)
 
-    async def _average(self, state: State, offer: Offer, callers: Collection[str]) -> tuple[Group, Tensor]:
+    async def _average(self, state: State, offer: Offer, callers: Collection[str]) -> tuple[Group, Mean]:
         self._entered("group")
         ticket = Ticket(state.digest, offer.member, not self._node.client_mode)
         group = await self.matchmaker.form(ticket, self._expected(state, callers), self._check_quorum)
         self._entered("average")
-        return group, offer.encoded if len(group.members) == 1 else await self.averager.average(group, offer.encoded)
+        return group, await (self._own(offer) if len(group.members) == 1 else self.averager.average(group, offer.encoded))
+
+    async def _own(self, offer: Offer) -> Mean:
+        """What we have, as the mean of a group of one. Raises RoundFailed."""
+        try:
+            square = await asyncio.get_running_loop().run_in_executor(None, self._wire.square_norm, offer.encoded)
+        except ValueError as error:
+            raise RoundFailed(f"our own contribution has {error}") from None
+        return Mean(offer.encoded, square)
 
     def _expected(self, state: State, callers: Collection[str]) -> dict[str, bool]:
         """Peers that may come, and whether each can lead: those at our state, or a step behind in the records, which are a second old."""
@@ -101,13 +108,12 @@ class Rounds:
         if group.samples <= sum(outside.values()):
             raise NoGroup(f"the group holds {group.samples} samples, {sum(outside.values())} wait elsewhere", group.silent | set(outside))
 
-    async def _outer_step(self, parent: State, group: Group, encoded: Tensor) -> Round:
+    async def _outer_step(self, parent: State, group: Group, mean: Mean) -> Round:
         began = self._clock()
 
         def step() -> State:
-            mean = self._codec.decode(encoded)
-            info = RoundInfo(parent.header.round + 1, parent.header.samples, _norm(mean))
-            vectors = self._strategy.outer_step(parent.vectors(self._size), mean, info)
+            info = RoundInfo(parent.header.round + 1, parent.header.samples, math.sqrt(mean.square_norm))
+            vectors = self._strategy.outer_step(parent.vectors(self._wire.size), self._wire.decode(mean.encoded), info)
             if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
                 raise ValueError("non-finite values after the outer step")
             return next_state(parent, vectors, group.members)
@@ -116,13 +122,9 @@ class Rounds:
             state = await asyncio.get_running_loop().run_in_executor(None, step)
         except ValueError as error:
             raise RoundFailed(str(error)) from None
-        done, header = Round(group, encoded, state), state.header
+        done, header = Round(group, mean, state), state.header
         log.info(
             "%s round=%d peers=%d samples=%d of %d state=%s seconds=%.2f",
             done.how, header.round, len(group.members), header.samples, self._run.total_samples, state.digest[:8], self._clock() - began,
         )  # fmt: skip
         return done
-
-
-def _norm(mean: Tensor) -> float:
-    return math.sqrt(sum(float(part.double().square().sum()) for part in mean.split(PART_ELEMENTS)))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from peer.contracts import Member, Settlement
+from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.port import Port, PortClosed, inherited
@@ -185,7 +186,7 @@ def _replica(trainer: TrainerPort, values: dict[str, Any], buffer: SharedBuffer,
     return Replica(
         run=run,
         state=state,
-        size=values["size"],
+        wire=Wire(run.wire, *values["sizes"]),
         strategy=load_strategy(values["strategy"], run),
         node=node,
         store=store,

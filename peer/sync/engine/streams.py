@@ -41,6 +41,8 @@ class Channel:
 
     def __init__(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.peer, self._reader, self._writer = peer, reader, writer
+        self.sent = self.received = 0
+        """Bytes of messages so far, headers included."""
 
     async def send(self, header: dict[str, Any], payload: bytes | memoryview = b"", *, seconds: float) -> None:
         """Send one message; waits while the other end is slow. Raises PeerLost."""
@@ -51,6 +53,7 @@ class Channel:
 
     async def _send(self, header: bytes, payload: memoryview) -> None:
         self._writer.write(_FRAME.pack(len(header), len(payload)) + header)
+        self.sent += _FRAME.size + len(header) + len(payload)
         for offset in range(0, len(payload), _WRITE_BYTES):
             self._writer.write(payload[offset : offset + _WRITE_BYTES])
             await self._writer.drain()
@@ -75,7 +78,9 @@ class Channel:
             raise PeerLost(f"{self.peer[-6:]} sent no message of ours")
         if "error" in header:
             raise Refused(f"{self.peer[-6:]}: {str(header['error'])[:200]}")
-        return header, await self._reader.readexactly(payload_bytes)
+        payload = await self._reader.readexactly(payload_bytes)
+        self.received += _FRAME.size + header_bytes + payload_bytes
+        return header, payload
 
     def close(self) -> None:
         with contextlib.suppress(Exception):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from peer.contracts import Member, Settlement, SyncContext, SyncReport
-from peer.sync.engine.codec import CODECS
+from peer.sync.engine.codec import Wire
 from peer.sync.engine.local_work import OPEN, Frozen, Landing, LocalWork, NotFinite
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.port import Port, PortClosed
@@ -51,7 +51,7 @@ class SwarmSync:
         vector = flatten(context.params, torch.empty(self._size))
         base = first_state(context.run.digest, self._schema.digest, vector, self._strategy.slots)
         start = Landing(base.digest, base.header, base.buffer)
-        self._work = LocalWork(context.params, start, self._strategy, CODECS[context.run.wire], self._size)
+        self._work = LocalWork(context.params, start, self._strategy, Wire.of(context.run.wire, self._schema), self._size)
         self._offered = False
         """Whether the sidecar knows that the frozen contribution stands on our state."""
         self._batch_samples = self._number = 0
@@ -316,7 +316,7 @@ class SwarmSync:
             state.buffer,
             run=vars(context.run),
             header=state.header.to_json(),
-            size=self._size,
+            sizes=[self._schema.big_size, self._schema.size - self._schema.big_size],
             strategy=self._strategy_path,
             folder=str(self._folder),
             peers=list(context.initial_peers),

@@ -3,6 +3,7 @@
 Everything here is elementwise, so every CPU gives the same bits; a sum would differ with the number of threads.
 """
 
+import math
 import mmap
 import os
 from dataclasses import dataclass
@@ -13,16 +14,19 @@ from torch import Tensor
 from peer.contracts import Params
 from swarm.digest import digest_json
 
+BIG_ELEMENTS = 1024
+"""In a smaller tensor (a bias, a norm) too many blocks of a codec would share their scale with a neighbour's values."""
+
 
 @dataclass(frozen=True)
 class Schema:
-    """Names, shapes and dtypes of `params` in the order of their names: (name, shape, dtype) each."""
+    """Names, shapes and dtypes of `params` in the order of the flat vector: the large tensors first, each kind by name."""
 
     entries: tuple[tuple[str, tuple[int, ...], str], ...]
 
     @classmethod
     def of(cls, params: Params) -> "Schema":
-        return cls(tuple((name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in sorted(params.items())))
+        return cls(tuple((name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in ordered(params)))
 
     @property
     def digest(self) -> str:
@@ -32,14 +36,24 @@ class Schema:
     @property
     def size(self) -> int:
         """Number of elements of the flat vector."""
-        return sum(_elements(shape) for _, shape, _ in self.entries)
+        return sum(math.prod(shape) for _, shape, _ in self.entries)
+
+    @property
+    def big_size(self) -> int:
+        """Number of elements of the large tensors, which come first."""
+        return sum(math.prod(shape) for _, shape, _ in self.entries if math.prod(shape) >= BIG_ELEMENTS)
+
+
+def ordered(params: Params) -> list[tuple[str, Tensor]]:
+    """The tensors in the order of the flat vector."""
+    return sorted(params.items(), key=lambda item: (item[1].numel() < BIG_ELEMENTS, item[0]))
 
 
 @torch.no_grad()
 def flatten(params: Params, out: Tensor) -> Tensor:
-    """Copy `params`, by name, into the (size,) float32 vector `out` and return it."""
+    """Copy `params`, in their order, into the (size,) float32 vector `out` and return it."""
     offset = 0
-    for _, parameter in sorted(params.items()):
+    for _, parameter in ordered(params):
         out[offset : offset + parameter.numel()].view(parameter.shape).copy_(parameter)
         offset += parameter.numel()
     return out
@@ -49,7 +63,7 @@ def flatten(params: Params, out: Tensor) -> Tensor:
 def unflatten(vector: Tensor, params: Params) -> None:
     """Set `params` from a (size,) float32 vector."""
     offset = 0
-    for _, parameter in sorted(params.items()):
+    for _, parameter in ordered(params):
         parameter.copy_(vector[offset : offset + parameter.numel()].view(parameter.shape))
         offset += parameter.numel()
 
@@ -83,10 +97,3 @@ def shared_copy(vector: Tensor) -> SharedBuffer:
     buffer = SharedBuffer(raw.numel())
     buffer.bytes().copy_(raw)
     return buffer
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for side in shape:
-        count *= side
-    return count

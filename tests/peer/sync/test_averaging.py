@@ -1,7 +1,6 @@
 """Exact all-reduce: the same bytes at every member, or nothing."""
 
 import asyncio
-import itertools
 import random
 
 import pytest
@@ -9,22 +8,22 @@ import torch
 
 from peer.contracts import Member
 from peer.sync.engine import averaging
-from peer.sync.engine.averaging import PART_ELEMENTS, REDUCE, Averager, RoundFailed, cut, cut_parts
-from peer.sync.engine.codec import CODECS
+from peer.sync.engine.averaging import REDUCE, Averager, RoundFailed, share_out
+from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, square_norm
 from peer.sync.engine.groups import Group
 from peer.sync.engine.streams import Streams
 from tests.peer.sync.swarm_tools import until
 
 
 class Peer:
-    def __init__(self, node, codec, size):
-        self.node, self.id, self.codec = node, node.peer_id, codec
+    def __init__(self, node, wire):
+        self.node, self.id = node, node.peer_id
         self.streams = Streams(node)
-        self.averager = Averager(self.id, self.streams, codec, size)
+        self.averager = Averager(self.id, self.streams, wire)
 
 
-async def peers(nodes, count, wire, size) -> list[Peer]:
-    found = [Peer(await nodes.node(), CODECS[wire], size) for _ in range(count)]
+async def peers(nodes, count, wire) -> list[Peer]:
+    found = [Peer(await nodes.node(), wire) for _ in range(count)]
     for peer in found:
         await peer.averager.start()
     return sorted(found, key=lambda peer: peer.id)
@@ -40,65 +39,104 @@ def group_of(members: list[Peer], weights, reducers=None, attempt="x") -> Group:
     )
 
 
-def reference(codec, encoded, weights, reducers: int, size: int) -> torch.Tensor:
-    """What any member could compute by itself from all contributions: slice by slice, in the order of the members."""
-    total = sum(weights)
-    mean = torch.zeros(0)
+def reference(wire: Wire, encoded, weights) -> torch.Tensor:
+    """What any member could compute by itself from all contributions, in the order of the members."""
+    mean = torch.zeros(wire.size)
     for vector, weight in zip(encoded, weights, strict=True):
-        part = codec.decode(vector) * (weight / total)
-        mean = part if not mean.numel() else mean + part
-    return codec.encode(mean)
+        mean += wire.decode(vector) * (weight / sum(weights))
+    return wire.encode(mean)
+
+
+def contributions(wire: Wire, count: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [wire.encode(torch.randn(wire.size, generator=generator)) for _ in range(count)]
+
+
+def constants(wire: Wire, count: int) -> list[torch.Tensor]:
+    return [wire.encode(torch.full((wire.size,), float(number))) for number in range(count)]
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "wire", "weights"),
+    ("wire", "weights"),
     [
-        (2, 1, "fp16", [1, 1]),
-        (2, 100_003, "fp32", [1, 99]),
-        (3, 2 * PART_ELEMENTS + 7, "fp16", [5, 1, 3]),
-        (3, 3 * 11 * PART_ELEMENTS + 1, "fp16", [1, 2, 2]),  # more parts than the window
-        (5, 300_001, "fp16", [1, 2, 3, 4, 5]),
+        (Wire("fp16", 1), [1, 1]),
+        (Wire("fp32", 100_003), [1, 99]),
+        (Wire("fp16", 2 * PART_ELEMENTS + 7), [5, 1, 3]),
+        (Wire("fp16", 3 * 11 * PART_ELEMENTS + 1), [1, 2, 2]),  # more parts than the window
+        (Wire("int8", 3 * PART_ELEMENTS + 100, 1000), [1, 2, 3]),
+        (Wire("int4", 3 * PART_ELEMENTS + 100, 1000), [1, 2, 3]),
+        (Wire("int4", 300_001), [1, 2, 3, 4, 5]),  # fewer parts than reducers
     ],
 )
-def test_all_members_get_the_bytes_of_the_reference(swarm, seed, count, size, wire, weights):
+def test_all_members_get_the_bytes_of_the_reference_and_one_square_norm(swarm, seed, wire, weights):
     async def scenario(nodes):
-        generator = torch.Generator().manual_seed(seed)
-        members = await peers(nodes, count, wire, size)
-        codec = CODECS[wire]
-        encoded = [codec.encode(torch.randn(size, generator=generator)) for _ in members]
+        members = await peers(nodes, len(weights), wire)
+        encoded = contributions(wire, len(weights), seed)
         group = group_of(members, weights)
-        results = await asyncio.gather(*(p.averager.average(group, mine) for p, mine in zip(members, encoded, strict=True)))
-        expected = reference(codec, encoded, weights, count, size)
-        assert all(torch.equal(result, expected) for result in results)
+        means = await asyncio.gather(*(p.averager.average(group, mine) for p, mine in zip(members, encoded, strict=True)))
+        expected = reference(wire, encoded, weights)
+        assert all(torch.equal(mean.encoded, expected) for mean in means)
+        assert len({mean.square_norm for mean in means}) == 1
+        assert means[0].square_norm == pytest.approx(square_norm(wire.decode(expected)))
         assert not any(peer.averager._reductions for peer in members)
+
+    swarm(scenario)
+
+
+def test_the_traffic_of_a_round_is_what_went_over_the_link(swarm, seed):
+    async def scenario(nodes):
+        wire = Wire("fp16", 4 * PART_ELEMENTS)
+        members = await peers(nodes, 2, wire)
+        group, encoded = group_of(members, [1, 1]), contributions(wire, 2, seed)
+        means = await asyncio.gather(*(p.averager.average(group, mine) for p, mine in zip(members, encoded, strict=True)))
+        for mean in means:
+            # Half of the contribution and half of the mean, each way.
+            await until(lambda traffic=mean.traffic: traffic.up >= wire.num_bytes)
+            assert wire.num_bytes <= mean.traffic.up <= wire.num_bytes + 1000 and mean.traffic.seconds > 0
+            assert wire.num_bytes <= mean.traffic.down <= wire.num_bytes + 1000
 
     swarm(scenario)
 
 
 def test_a_member_that_cannot_be_dialled_gets_the_same_bytes(swarm, seed):
     async def scenario(nodes):
-        size, codec = 300_001, CODECS["fp16"]
-        generator = torch.Generator().manual_seed(seed)
-        servers = [Peer(await nodes.node(), codec, size) for _ in range(2)]
-        client = Peer(await nodes.node(client_mode=True), codec, size)
+        wire = Wire("fp16", 300_001)
+        servers = [Peer(await nodes.node(), wire) for _ in range(2)]
+        client = Peer(await nodes.node(client_mode=True), wire)
         members = sorted([*servers, client], key=lambda peer: peer.id)
         for peer in members:
             await peer.averager.start()
-        encoded = [codec.encode(torch.randn(size, generator=generator)) for _ in members]
+        encoded = contributions(wire, 3, seed)
         group = group_of(members, [1, 2, 3], sorted(servers, key=lambda peer: peer.id))
-        results = await asyncio.gather(*(p.averager.average(group, mine) for p, mine in zip(members, encoded, strict=True)))
-        assert all(torch.equal(result, reference(codec, encoded, [1, 2, 3], 2, size)) for result in results)
+        means = await asyncio.gather(*(p.averager.average(group, mine) for p, mine in zip(members, encoded, strict=True)))
+        assert all(torch.equal(mean.encoded, reference(wire, encoded, [1, 2, 3])) for mean in means)
 
     swarm(scenario)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-@pytest.mark.parametrize("size", [0, 1, 5, 1_000_003])
-def test_slices_and_parts_cover_the_vector_once(parts, size):
-    slices = cut(size, parts)
-    assert slices[0][0] == 0 and slices[-1][1] == size and all(a[1] == b[0] for a, b in itertools.pairwise(slices))
-    pieces = cut_parts(size, 2)
-    assert sum(end - start for start, end in pieces) == 2 * size
+def test_a_reducer_that_is_no_member_averages_without_a_vector_of_its_own(swarm, seed):
+    async def scenario(nodes):
+        wire = Wire("int8", 5 * PART_ELEMENTS, 100)
+        found = await peers(nodes, 4, wire)
+        helper, members = found[1], [found[0], *found[2:]]
+        group, encoded = group_of(members, [1, 2, 3], found[:3]), contributions(wire, 3, seed)
+        jobs = [peer.averager.average(group, mine) for peer, mine in zip(members, encoded, strict=True)]
+        means = await asyncio.gather(helper.averager.average(group, None), *jobs)
+        assert all(torch.equal(mean.encoded, reference(wire, encoded, [1, 2, 3])) for mean in means)
+        assert len({mean.square_norm for mean in means}) == 1
+
+    swarm(scenario)
+
+
+@pytest.mark.parametrize("reducers", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 0), (0, 5), (10 * PART_ELEMENTS + 5, 100_003)])
+def test_every_part_has_one_reducer_and_shares_are_consecutive_and_nearly_equal(name, sizes, reducers):
+    parts = Wire(name, *sizes).parts
+    shares = share_out(parts, reducers)
+    assert [index for share in shares for index in share] == list(range(len(parts))) and len(shares) == reducers
+    loads = [sum(parts[index].num_bytes for index in share) for share in shares]
+    assert max(loads) - min(loads) <= 2 * max((part.num_bytes for part in parts), default=0)
 
 
 async def outcomes(members, group, encoded):
@@ -111,11 +149,11 @@ class Bad(Averager):
 
     spoil = staticmethod(lambda index, data: data)
 
-    async def _exchange(self, reducer, group_id, part, into):
+    async def _exchange(self, reducer, share, run):
         channel = await self._streams.open(reducer, REDUCE)
-        await channel.send({"group": group_id}, seconds=5)
-        for index, (start, end) in enumerate(cut_parts(part.numel() // self._codec.bytes_per_element, self._codec.bytes_per_element)):
-            data = self.spoil(index, part[start:end])
+        await channel.send({"group": run.group.id}, seconds=5)
+        for count, part in enumerate(self._wire.parts[index] for index in share):
+            data = self.spoil(count, part.bytes_of(run.mine))
             if data is None:
                 channel.close()
                 raise RoundFailed("died")
@@ -137,11 +175,11 @@ SPOILED = {
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_bad_sender_fails_the_round_for_all_and_nobody_gets_a_mixed_average(swarm, what):
     async def scenario(nodes):
-        size = 4 * 3 * PART_ELEMENTS
-        members = await peers(nodes, 3, "fp16", size)
+        wire = Wire("fp16", 4 * 3 * PART_ELEMENTS)
+        members = await peers(nodes, 3, wire)
         bad = members[1]
         bad.averager.__class__ = type("Spoiler", (Bad,), {"spoil": staticmethod(SPOILED[what])})
-        encoded = [CODECS["fp16"].encode(torch.full((size,), float(number))) for number in range(3)]
+        encoded = constants(wire, 3)
         results = await outcomes(members, group_of(members, [1, 1, 1]), encoded)
         assert all(isinstance(result, RoundFailed) for result in results), results
 
@@ -150,7 +188,7 @@ def test_a_bad_sender_fails_the_round_for_all_and_nobody_gets_a_mixed_average(sw
 
 def test_our_own_contribution_is_checked_like_that_of_others(swarm):
     async def scenario(nodes):
-        members = await peers(nodes, 2, "fp32", 10)
+        members = await peers(nodes, 2, Wire("fp32", 10))
         encoded = [torch.full((10,), float("nan")).view(torch.uint8), torch.zeros(10).view(torch.uint8)]
         assert all(isinstance(result, RoundFailed) for result in await outcomes(members, group_of(members, [1, 1]), encoded))
 
@@ -159,17 +197,17 @@ def test_our_own_contribution_is_checked_like_that_of_others(swarm):
 
 def test_a_reducer_that_dies_fails_the_round_at_those_who_miss_something(swarm):
     async def scenario(nodes):
-        size = 40 * PART_ELEMENTS
-        members = await peers(nodes, 3, "fp16", size)
-        encoded = [CODECS["fp16"].encode(torch.full((size,), float(number))) for number in range(3)]
+        wire = Wire("fp16", 40 * PART_ELEMENTS)
+        members = await peers(nodes, 3, wire)
+        encoded = constants(wire, 3)
         running = asyncio.create_task(outcomes(members[:2], group_of(members, [1, 1, 1]), encoded[:2]))
         dying = asyncio.create_task(members[2].averager.average(group_of(members, [1, 1, 1]), encoded[2]))
         await until(lambda: members[2].averager._reductions or dying.done())
         await members[2].node.close()
         first, second = await running
-        expected = reference(CODECS["fp16"], encoded, [1, 1, 1], 3, size)
+        expected = reference(wire, encoded, [1, 1, 1])
         for result in (first, second):
-            assert isinstance(result, RoundFailed) or torch.equal(result, expected)
+            assert isinstance(result, RoundFailed) or torch.equal(result.encoded, expected)
         await asyncio.gather(dying, return_exceptions=True)
 
     swarm(scenario)
@@ -179,9 +217,10 @@ def test_a_member_that_never_comes_fails_the_round_soon(swarm, monkeypatch):
     monkeypatch.setattr(averaging, "COME_SECONDS", 0.5)
 
     async def scenario(nodes):
-        members = await peers(nodes, 3, "fp16", 100)
+        wire = Wire("fp16", 3 * PART_ELEMENTS)
+        members = await peers(nodes, 3, wire)
         group = group_of(members, [1, 1, 1])
-        results = await outcomes(members[:2], group, [CODECS["fp16"].encode(torch.ones(100))] * 2)
+        results = await outcomes(members[:2], group, constants(wire, 2))
         assert all(isinstance(result, RoundFailed) for result in results)
         assert any(members[2].id[-6:] in str(result) for result in results)
 
@@ -190,26 +229,27 @@ def test_a_member_that_never_comes_fails_the_round_soon(swarm, monkeypatch):
 
 def test_a_member_that_sent_everything_is_in_the_average_even_if_it_takes_nothing_back(swarm):
     async def scenario(nodes):
-        size = 100
-        members = await peers(nodes, 3, "fp16", size)
+        wire = Wire("fp16", 2 * PART_ELEMENTS)
+        members = await peers(nodes, 3, wire)
         leaver = members[0]
         leaver.averager.__class__ = type("Leaver", (Bad,), {})
-        encoded = [CODECS["fp16"].encode(torch.full((size,), float(number))) for number in range(3)]
+        encoded = constants(wire, 3)
         # The others reduce; the leaver sends its parts, and goes without reading an answer.
         results = await outcomes(members, group_of(members, [1, 1, 1], members[1:]), encoded)
-        expected = reference(CODECS["fp16"], encoded, [1, 1, 1], 2, size)
+        expected = reference(wire, encoded, [1, 1, 1])
         assert isinstance(results[0], RoundFailed)
-        assert all(torch.equal(result, expected) for result in results[1:])
+        assert all(torch.equal(result.encoded, expected) for result in results[1:])
 
     swarm(scenario)
 
 
 def test_strangers_and_second_streams_are_refused(swarm):
     async def scenario(nodes):
-        members = await peers(nodes, 2, "fp16", 100)
-        stranger = Peer(await nodes.node(), CODECS["fp16"], 100)
+        wire = Wire("fp16", 2 * PART_ELEMENTS)
+        members = await peers(nodes, 2, wire)
+        stranger = Peer(await nodes.node(), wire)
         group = group_of(members, [1, 1])
-        reducing = asyncio.create_task(members[0].averager.average(group, CODECS["fp16"].encode(torch.ones(100))))
+        reducing = asyncio.create_task(members[0].averager.average(group, constants(wire, 1)[0]))
         await until(lambda: members[0].averager._reductions)
         first = await members[1].streams.open(members[0].id, REDUCE)
         await first.send({"group": group.id}, seconds=5)
@@ -232,18 +272,17 @@ def test_random_deaths_never_leave_two_results(swarm, seed):
     """Twenty rounds of three, each with one member cancelled at a random moment: whoever finishes has the reference's bytes."""
 
     async def scenario(nodes):
-        rng, size = random.Random(seed), 6 * PART_ELEMENTS
-        members = await peers(nodes, 3, "fp16", size)
-        generator = torch.Generator().manual_seed(seed)
+        rng, wire = random.Random(seed), Wire("fp16", 6 * PART_ELEMENTS)
+        members = await peers(nodes, 3, wire)
         for attempt in range(20):
-            encoded = [CODECS["fp16"].encode(torch.randn(size, generator=generator)) for _ in members]
+            encoded = contributions(wire, 3, seed + attempt)
             group = group_of(members, [1, 2, 3], attempt=str(attempt))
             jobs = [asyncio.create_task(p.averager.average(group, mine)) for p, mine in zip(members, encoded, strict=True)]
             await asyncio.sleep(rng.uniform(0, 0.2))
             rng.choice(jobs).cancel()
             results = await asyncio.gather(*jobs, return_exceptions=True)
-            expected = reference(CODECS["fp16"], encoded, [1, 2, 3], 3, size)
+            expected = reference(wire, encoded, [1, 2, 3])
             for result in results:
-                assert isinstance(result, RoundFailed | asyncio.CancelledError) or torch.equal(result, expected)
+                assert isinstance(result, RoundFailed | asyncio.CancelledError) or torch.equal(result.encoded, expected)
 
     swarm(scenario)

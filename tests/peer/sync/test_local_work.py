@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import nn
 
 from peer.contracts import Member
-from peer.sync.engine.codec import CODECS
+from peer.sync.engine.codec import WIRES, Wire
 from peer.sync.engine.local_work import OPEN, Landing, LocalWork, NotFinite
 from peer.sync.engine.state import State, next_state
 from peer.sync.parameters import Parameters
@@ -28,7 +28,7 @@ def child(state: State, change: float, *members: Member) -> State:
 def start(wire: str = "fp32") -> tuple[dict[str, nn.Parameter], State, LocalWork]:
     params = {"w": nn.Parameter(torch.arange(float(SIZE)))}
     state = state_of(params["w"].detach().clone())
-    return params, state, LocalWork(params, landing(state), Parameters(), CODECS[wire], SIZE)
+    return params, state, LocalWork(params, landing(state), Parameters(), Wire(wire, SIZE), SIZE)
 
 
 def train(params, work, change: float, samples: int = 4) -> None:
@@ -104,14 +104,14 @@ def test_what_fp16_lost_goes_into_the_next_contribution():
     sent = torch.zeros(SIZE)
     for number in range(1, 6):
         train(params, work, 1e-3 + 1e-8)
-        sent += CODECS["fp16"].decode(work.freeze(number).encoded.bytes())
+        sent += Wire("fp16", SIZE).decode(work.freeze(number).encoded.bytes())
         state = child(state, 0.0, Member(ME, number, 4))
         work.land(landing(state), number)
         assert 0 < float((params["w"].data - state.vectors(SIZE)[0]).abs().max()) < 1e-6
     assert torch.allclose(sent + (params["w"].data - state.vectors(SIZE)[0]), torch.full((SIZE,), 5 * (1e-3 + 1e-8)), atol=2e-6)
 
 
-@pytest.mark.parametrize("wire", CODECS)
+@pytest.mark.parametrize("wire", WIRES)
 def test_parameters_that_are_not_finite_go_back_to_the_state(wire):
     params, state, work = start(wire)
     train(params, work, float("nan"))
@@ -123,7 +123,7 @@ def test_parameters_that_are_not_finite_go_back_to_the_state(wire):
 class Bookkeeping(RuleBasedStateMachine):
     """Any order of training, freezing, landings and settlements."""
 
-    @initialize(wire=st.sampled_from(sorted(CODECS)))
+    @initialize(wire=st.sampled_from(["fp32", "fp16"]))  # which hold eighths exactly
     def begin(self, wire):
         self.params, self.state, self.work = start(wire)
         self.number, self.trained, self.samples_of = 0, 0, {}

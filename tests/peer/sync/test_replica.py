@@ -15,7 +15,7 @@ import torch
 from peer.contracts import Member
 from peer.sync.engine import presence
 from peer.sync.engine.averaging import RoundFailed
-from peer.sync.engine.codec import CODECS
+from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.groups import CALL
 from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
@@ -45,7 +45,7 @@ class Peer:
         self.replica = Replica(
             run=run,
             state=self.base,
-            size=SIZE,
+            wire=Wire(run.wire, SIZE),
             strategy=Parameters(),
             node=node,
             store=self.store,
@@ -60,7 +60,7 @@ class Peer:
     def freeze(self):
         if self.frozen is None and self.open:
             self.number += 1
-            encoded = CODECS[self.run.wire].encode(torch.randn(SIZE, generator=self.generator))
+            encoded = Wire(self.run.wire, SIZE).encode(torch.randn(SIZE, generator=self.generator))
             self.frozen = (self.number, self.open, encoded)
             self.offers.append((self.number, bytes(encoded.numpy())))
             self.open, self.may_train = 0, False

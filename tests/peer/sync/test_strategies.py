@@ -13,7 +13,7 @@ from peer import rooms
 from peer.contracts import Member
 from peer.rooms import load_part
 from peer.schedule import build_schedule
-from peer.sync.engine.codec import CODECS
+from peer.sync.engine.codec import Wire
 from peer.sync.engine.local_work import Landing, LocalWork
 from peer.sync.engine.outer import RoundInfo
 from peer.sync.engine.state import State, next_state
@@ -100,9 +100,9 @@ class Replica:
         self.model = net()
         self.params = dict(self.model.named_parameters())
         self.size = sum(p.numel() for p in self.params.values())
-        self.codec, self.strategy = CODECS[wire], strategy
+        self.wire, self.strategy = Wire(wire, self.size), strategy
         start = state_of(self.position(), slots=strategy.slots)
-        self.work = LocalWork(self.params, Landing(start.digest, start.header, start.buffer), strategy, self.codec, self.size)
+        self.work = LocalWork(self.params, Landing(start.digest, start.header, start.buffer), strategy, self.wire, self.size)
         self.state = start
 
     def position(self) -> torch.Tensor:
@@ -124,7 +124,7 @@ def commit(replicas: list[Replica], number: int) -> State:
     total, parent = sum(member.samples for member in members), replicas[0].state
     mean = torch.zeros(replicas[0].size)
     for member, replica in zip(members, replicas, strict=True):
-        mean += replica.codec.decode(replica.work.frozen.encoded.bytes()) * (member.samples / total)
+        mean += replica.wire.decode(replica.work.frozen.encoded.bytes()) * (member.samples / total)
     about = RoundInfo(number, parent.header.samples, float(mean.double().norm()))
     return next_state(parent, replicas[0].strategy.outer_step(parent.vectors(mean.numel()), mean, about), members)
 
@@ -168,7 +168,7 @@ def test_what_a_round_of_gradients_lost_to_the_codec_is_in_the_next_contribution
         truth = truth + torch.cat([p.grad.flatten() for _, p in sorted(replica.params.items())])
         replica.work.accumulate()
         replica.work.open_samples += samples
-        sent = sent + replica.codec.decode(replica.work.freeze(number).encoded.bytes()) * samples
+        sent = sent + replica.wire.decode(replica.work.freeze(number).encoded.bytes()) * samples
         assert replica.land(commit([replica], number), 1 << 20) == []
     stays = torch.cat([replica.work._sums[name].flatten() for name in sorted(replica.params)])
     assert float(stays.abs().max()) > 0

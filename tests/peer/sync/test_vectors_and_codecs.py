@@ -1,13 +1,16 @@
 """Flat vectors, and how they travel."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from peer.sync.engine.codec import CODECS
-from peer.sync.engine.vectors import Schema, SharedBuffer, flatten, shared_copy, unflatten
+from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, square_norm
+from peer.sync.engine.vectors import BIG_ELEMENTS, Schema, SharedBuffer, flatten, shared_copy, unflatten
+from swarm.run_config import RunConfig
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -24,6 +27,20 @@ def test_parameters_come_back_from_the_flat_vector_as_they_were():
         parameter.data.zero_()
     unflatten(vector, others)
     assert all(torch.equal(params[name], others[name]) for name in params)
+
+
+def test_large_tensors_come_first_so_that_blocks_never_hold_small_ones():
+    params = {
+        "a": nn.Parameter(torch.full((2,), 1.0)),
+        "b": nn.Parameter(torch.full((BIG_ELEMENTS,), 2.0)),
+        "c": nn.Parameter(torch.zeros(0)),
+    }
+    schema = Schema.of(params)
+    assert (schema.big_size, schema.size) == (BIG_ELEMENTS, BIG_ELEMENTS + 2)
+    assert flatten(params, torch.empty(schema.size)).tolist() == [2.0] * BIG_ELEMENTS + [1.0] * 2
+    wire = Wire.of("int4", schema)
+    assert [(part.start, part.end) for part in wire.parts] == [(0, BIG_ELEMENTS), (BIG_ELEMENTS, BIG_ELEMENTS + 2)]
+    assert [part.num_bytes for part in wire.parts] == [BIG_ELEMENTS // 64 * 34, 2 * 2]
 
 
 def test_a_schema_tells_names_shapes_and_dtypes_apart_but_not_the_order():
@@ -48,33 +65,131 @@ def test_a_shared_buffer_is_one_memory_for_all_who_map_it():
     assert view.tolist() == [0, 1, 9, 3]
 
 
-@given(st.lists(FLOATS, min_size=1, max_size=64))
+VALUES = st.lists(FLOATS, min_size=1, max_size=200)
+BLOCK, LARGEST_CODE = {"int8": 128, "int4": 64}, {"int8": 127, "int4": 7}
+LOSSY = [name for name in WIRES if name != "fp32"]
+
+
+def there_and_back(name: str, vector: torch.Tensor) -> torch.Tensor:
+    wire = Wire(name, vector.numel())
+    return wire.decode(wire.encode(vector))
+
+
+def test_the_wires_of_a_run_are_those_that_there_are():
+    (field,) = (field for field in dataclasses.fields(RunConfig) if field.name == "wire")
+    assert tuple(field.metadata["choices"]) == WIRES
+
+
+@given(VALUES)
 def test_fp32_travels_bit_for_bit(values):
-    vector, codec = torch.tensor(values, dtype=torch.float32), CODECS["fp32"]
-    encoded = codec.encode(vector)
-    assert encoded.dtype == torch.uint8 and encoded.numel() == 4 * len(values)
-    assert torch.equal(codec.decode(encoded).view(torch.int32), vector.view(torch.int32))
+    vector = torch.tensor(values, dtype=torch.float32)
+    assert torch.equal(there_and_back("fp32", vector).view(torch.int32), vector.view(torch.int32))
 
 
-@given(st.lists(FLOATS, min_size=1, max_size=64))
+@given(VALUES)
 def test_fp16_loses_no_more_than_half_a_unit_in_the_last_place_and_clamps_what_it_cannot_hold(values):
-    vector, codec = torch.tensor(values, dtype=torch.float32), CODECS["fp16"]
-    decoded = codec.decode(codec.encode(vector))
+    vector = torch.tensor(values, dtype=torch.float32)
     inside = vector.clamp(-65504, 65504)
-    assert bool(((decoded - inside).abs() <= inside.abs() * 2**-11 + 2**-25).all())
+    assert bool(((there_and_back("fp16", vector) - inside).abs() <= inside.abs() * 2**-11 + 2**-25).all())
 
 
-@given(st.lists(st.floats(-65504, 65504, width=32), min_size=1, max_size=64))
-def test_what_fp16_lost_is_exactly_the_residual(values):
-    vector, codec = torch.tensor(values, dtype=torch.float32), CODECS["fp16"]
-    decoded = codec.decode(codec.encode(vector))
-    assert torch.equal((vector - decoded) + decoded, vector)
+@pytest.mark.parametrize("name", BLOCK)
+@given(values=VALUES)
+def test_blocks_lose_no_more_than_half_a_step_of_their_largest_value(name, values):
+    vector = torch.tensor(values, dtype=torch.float32).clamp(-(2.0**100), 2.0**100)
+    decoded = there_and_back(name, vector)
+    for block, back in zip(vector.double().split(BLOCK[name]), decoded.double().split(BLOCK[name]), strict=True):
+        # The scale is rounded up to 8 bits; a block below the smallest scale is zero.
+        bound = float(block.abs().max()) / LARGEST_CODE[name] / 2 * (1 + 2**-7) * (1 + 2**-20)
+        assert float((block - back).abs().max()) <= max(bound, 2.0**-126 * LARGEST_CODE[name])
 
 
-@pytest.mark.parametrize("wire", CODECS)
+@pytest.mark.parametrize("name", LOSSY)
+@given(values=VALUES)
+def test_what_no_codec_can_hold_is_clamped_and_nothing_overflows(name, values):
+    assert bool(there_and_back(name, torch.tensor(values, dtype=torch.float32) * 3e38).isfinite().all())
+
+
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 1e-38, 2.0**-126])
+def test_zeros_and_subnormals_come_back_near_zero(name, value):
+    decoded = there_and_back(name, torch.full((130,), value))
+    assert bool(((decoded - value).abs() <= 2.0**-24).all())
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@given(rounds=st.lists(st.lists(st.floats(-1, 1, width=32), min_size=70, max_size=70), min_size=1, max_size=6))
+def test_with_error_feedback_what_was_sent_and_what_remains_is_the_sum_of_the_contributions(name, rounds):
+    wire, residual, sent, whole = Wire(name, 70), torch.zeros(70), torch.zeros(70).double(), torch.zeros(70).double()
+    for values in rounds:
+        contribution = torch.tensor(values, dtype=torch.float32) + residual
+        whole += contribution.double() - residual.double()
+        decoded = wire.decode(wire.encode(contribution))
+        residual = contribution - decoded
+        sent += decoded.double()
+    assert torch.allclose(sent + residual.double(), whole, rtol=0, atol=1e-6)
+    # And what remains does not grow with the rounds: less than one step of the coarsest codec.
+    assert float(residual.abs().max()) <= 0.25
+
+
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("sizes", [(1, 0), (0, 1), (63, 0), (65, 3), (PART_ELEMENTS, 0), (2 * PART_ELEMENTS + 77, 1001)])
+def test_encoding_by_parts_and_twice_gives_the_same_bytes(name, sizes, seed):
+    wire = Wire(name, *sizes)
+    vector = torch.randn(wire.size, generator=torch.Generator().manual_seed(seed))
+    encoded = wire.encode(vector)
+    assert encoded.numel() == wire.num_bytes and torch.equal(encoded, wire.encode(vector.clone()))
+    assert torch.equal(encoded, torch.cat([part.encode(part.of(vector).clone()) for part in wire.parts]))
+    decoded = wire.decode(encoded)
+    assert torch.equal(decoded, torch.cat([part.decode(part.bytes_of(encoded)) for part in wire.parts]))
+    assert all(part.end - part.start <= PART_ELEMENTS for part in wire.parts)
+    assert wire.square_norm(encoded) == pytest.approx(float(decoded.double().square().sum()))
+    error = float((decoded - vector).square().mean().sqrt() / vector.square().mean().sqrt())
+    assert error <= {"fp32": 0, "fp16": 2**-11, "int8": 0.01, "int4": 0.15}[name]
+
+
+@pytest.mark.parametrize("name", WIRES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_values_are_refused(wire, value):
-    codec = CODECS[wire]
-    dtype = torch.float32 if wire == "fp32" else torch.float16
+def test_non_finite_values_are_refused(name, value):
+    kind = {"fp32": torch.float32, "fp16": torch.float16}.get(name, torch.bfloat16)
+    wire = Wire(name, 128)
+    data = wire.encode(torch.ones(128))
+    data.view(kind)[0] = value
     with pytest.raises(ValueError, match="non-finite"):
-        codec.decode(torch.tensor([1.0, value], dtype=dtype).view(torch.uint8))
+        wire.decode(data)
+    with pytest.raises(ValueError, match="non-finite"):
+        wire.parts[0].check(data)
+
+
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1])
+def test_a_nan_that_is_encoded_is_refused_when_it_is_decoded(name, bits):
+    vector = torch.ones(300)
+    vector.view(torch.int32)[200] = bits
+    with pytest.raises(ValueError, match="non-finite"):
+        there_and_back(name, vector)
+
+
+@pytest.mark.parametrize("name", BLOCK)
+@pytest.mark.parametrize("scale", [-1.0, 2.0**101])
+def test_scales_that_no_peer_of_ours_makes_are_refused(name, scale):
+    wire = Wire(name, 128)
+    data = wire.encode(torch.ones(128))
+    data.view(torch.bfloat16)[0] = scale
+    with pytest.raises(ValueError, match="scales out of range"):
+        wire.decode(data)
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_a_wrong_length_is_refused(name):
+    wire = Wire(name, 300)
+    data = wire.encode(torch.ones(300))
+    for wrong in (data[:-2], torch.cat([data, data]), data[:0]):
+        with pytest.raises(ValueError, match="bytes instead of"):
+            wire.decode(wrong)
+        with pytest.raises(ValueError, match="bytes instead of"):
+            wire.parts[0].check(wrong)
+
+
+def test_a_sum_of_squares_does_not_overflow():
+    assert square_norm(torch.tensor([3e38, -3e38])) == pytest.approx(1.8e77)
