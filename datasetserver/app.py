@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
+from datasetserver import answers, blobs
 from datasetserver.addresses import caller_address, visible_maddrs
 from datasetserver.book import Book, Refused
 from datasetserver.founding import acceptable_run
 from datasetserver.ingest import Ingested, shard_path
 from datasetserver.ledger import Ledger
+from datasetserver.openapi import Endpoint, describe
 from datasetserver.rendezvous import Rendezvous
 from datasetserver.tree import State
 from swarm import protocol
@@ -29,11 +31,6 @@ from swarm.run_config import RunConfig
 log = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_FIXES = {
-    404: "See the list of endpoints in docs/http.md.",
-    405: "Use the method that docs/http.md gives.",
-    413: "Send less at a time.",
-}
 
 
 @dataclass
@@ -66,27 +63,17 @@ class Service:
 
 
 SERVICE = web.AppKey("service", Service)
+_CONDITIONS = ("If-Match", "If-None-Match", "If-Range", "Range")
 
 
 def make_app(service: Service) -> web.Application:
-    app = web.Application(middlewares=[_errors_as_json], client_max_size=protocol.MAX_BODY_BYTES)
+    app = web.Application(middlewares=[_errors_as_json])
     app[SERVICE] = service
-    app.add_routes(
-        [
-            web.get("/healthz", healthz),
-            web.get("/v1/run", get_run),
-            web.put("/v1/run", put_run),
-            web.get("/v1/peers", get_peers),
-            web.get("/v1/manifest/{digest:[0-9a-f]{64}}", get_manifest),
-            web.get("/v1/blobs/{digest:[0-9a-f]{64}}.tar", get_blob),
-            web.get("/v1/progress", get_progress),
-            web.post("/v1/leases", post_lease),
-            web.post("/v1/leases/{lease:[0-9a-f]{32}}/renew", post_renew),
-            web.post("/v1/leases/{lease:[0-9a-f]{32}}/release", post_release),
-            web.post("/v1/contributions", post_contribution),
-            web.post("/v1/rounds", post_round),
-        ]
-    )
+    for endpoint in ENDPOINTS:
+        if endpoint.method == "GET":
+            app.router.add_get(endpoint.route, endpoint.handler)  # HEAD too
+        else:
+            app.router.add_route(endpoint.method, endpoint.route, endpoint.handler)
     return app
 
 
@@ -97,13 +84,17 @@ async def healthz(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
+async def get_openapi(request: web.Request) -> web.Response:
+    return web.Response(body=canonical_json(describe(ENDPOINTS, tokens=False)), content_type="application/json")
+
+
 async def get_run(request: web.Request) -> web.Response:
     return await _run_answer(_with_run(request, status=404), _caller(request))
 
 
 async def _run_answer(service: Service, caller: str, status: int = 200) -> web.Response:
     maddrs = service.rendezvous.maddrs if service.rendezvous else []
-    return _json(
+    return answers.answer(
         protocol.RunAnswer(
             protocol=protocol.PROTOCOL_VERSION,
             run=asdict(service.run),
@@ -121,7 +112,7 @@ async def _run_answer(service: Service, caller: str, status: int = 200) -> web.R
 async def get_peers(request: web.Request) -> web.Response:
     caller = _caller(request)
     peers = [peer.model_copy(update={"maddrs": visible_maddrs(peer.maddrs, caller)}) for peer in request.app[SERVICE].live_peers()]
-    return _json(protocol.PeersAnswer(peers=peers))
+    return answers.answer(protocol.PeersAnswer(peers=peers))
 
 
 async def get_manifest(request: web.Request) -> web.Response:
@@ -136,8 +127,26 @@ async def get_blob(request: web.Request) -> web.StreamResponse:
     shard = service.shards.get(request.match_info["digest"])
     if shard is None:
         raise Refused(404, "no_such_shard", "This dataset has no such shard.", f"See /v1/manifest/{service.data.digest}.")
-    headers = {**_immutable(shard.digest), "Content-Type": "application/x-tar"}
-    return web.FileResponse(shard_path(service.work_dir, shard.digest), headers=headers)
+    wanted = {name: ", ".join(request.headers.getall(name)) for name in _CONDITIONS if name in request.headers}
+    selected = blobs.select(request.method, wanted, digest=shard.digest, size=shard.bytes)
+    headers = {**_immutable(shard.digest), "Accept-Ranges": "bytes"}
+    if selected.status == 304:
+        return web.Response(status=304, headers=headers)
+    if selected.status == 412:
+        raise Refused(412, "precondition_failed", "The shard's ETag is another.", "Ask without If-Match.")
+    if selected.status == 416:
+        size = {"Content-Range": f"bytes */{shard.bytes}"}
+        raise answers.RefusedWith(416, "range_not_satisfiable", f"The shard has {shard.bytes} bytes.", "Ask for bytes that it has.", size)
+    if selected.status == 206:
+        headers["Content-Range"] = f"bytes {selected.start}-{selected.start + selected.count - 1}/{shard.bytes}"
+    headers["Content-Type"] = "application/x-tar"
+    try:
+        return await blobs.send(request, shard_path(service.work_dir, shard.digest), selected, headers, lambda count: None)
+    except ConnectionError:
+        raise
+    except OSError as error:
+        log.error("shard %s cannot be read: %s", shard.digest[:16], error)
+        raise Refused(503, "shard_unreadable", "The shard cannot be read.", "Try again later; the host must look at its disk.") from None
 
 
 async def get_progress(request: web.Request) -> web.Response:
@@ -146,7 +155,7 @@ async def get_progress(request: web.Request) -> web.Response:
     figures = await service.ledger.call(_figures)
     speed = sum(peer.samples_per_second for peer in peers)
     losses = [(peer.loss, max(peer.samples_per_second, 1e-9)) for peer in peers if peer.loss is not None]
-    return _json(
+    return answers.answer(
         protocol.Progress(
             run_id=service.run.run_id,
             run_name=service.run.run_name,
@@ -167,7 +176,7 @@ async def get_progress(request: web.Request) -> web.Response:
 
 
 async def put_run(request: web.Request) -> web.Response:
-    service, asked = request.app[SERVICE], _parse(await request.read(), protocol.FoundRequest)
+    service, asked = request.app[SERVICE], await answers.read(request, protocol.FoundRequest)
     run = acceptable_run(asked.run, service.data.digest)
     new = service.run is None
     if new:  # no await from here to `begin`: of two founders at once, one is first
@@ -196,7 +205,7 @@ async def post_lease(request: web.Request) -> web.Response:
         units = [_leased_unit(service.data.manifest.shards[shard], epoch, skip) for (epoch, shard), skip in grant.units]
         return protocol.LeaseAnswer(lease_id=grant.lease_id, units=units, **_periods(book))
 
-    return _json(await service.ledger.call(operation), status=201)
+    return answers.answer(await service.ledger.call(operation), status=201)
 
 
 async def post_renew(request: web.Request) -> web.Response:
@@ -206,14 +215,14 @@ async def post_renew(request: web.Request) -> web.Response:
         book.renew(request.match_info["lease"], asked.peer)
         return protocol.RenewAnswer(**_periods(book))
 
-    return _json(await service.ledger.call(operation))
+    return answers.answer(await service.ledger.call(operation))
 
 
 async def post_release(request: web.Request) -> web.Response:
     service, asked = await _for_run(request, protocol.ReleaseRequest)
     lease = request.match_info["lease"]
     released = await service.ledger.call(lambda book: book.release(lease, asked.peer, asked.keys))
-    return _json(protocol.ReleaseAnswer(released=released))
+    return answers.answer(protocol.ReleaseAnswer(released=released))
 
 
 async def post_contribution(request: web.Request) -> web.Response:
@@ -223,7 +232,7 @@ async def post_contribution(request: web.Request) -> web.Response:
         contribution = book.contribute(asked.peer, asked.number, asked.keys)
         return protocol.ContributionAnswer(registered=contribution.samples, counted=contribution.counted)
 
-    return _json(await service.ledger.call(operation))
+    return answers.answer(await service.ledger.call(operation))
 
 
 async def post_round(request: web.Request) -> web.Response:
@@ -238,7 +247,7 @@ async def post_round(request: web.Request) -> web.Response:
     head, new = await service.ledger.call(operation)
     if new:
         log.info("settled round=%d samples=%d members=%d digest=%s", asked.round, asked.samples, len(members), asked.digest[:16])
-    return _json(protocol.RoundAnswer(head=head))
+    return answers.answer(protocol.RoundAnswer(head=head))
 
 
 # -- from the ledger's words to the protocol's
@@ -286,26 +295,11 @@ def _with_run(request: web.Request, *, status: int) -> Service:
 
 async def _for_run(request: web.Request, model: type[Request]) -> tuple[Service, Request]:
     """The service and the request's body as `model`, which is about the run that is served. Raises Refused."""
-    service, asked = _with_run(request, status=409), _parse(await request.read(), model)
+    service, asked = _with_run(request, status=409), await answers.read(request, model)
     if asked.run_id != service.run.run_id:
         message = f"This server serves run {service.run.run_id}, not {asked.run_id}."
         raise Refused(409, "other_run", message, "Check the URL, or join this run.")
     return service, asked
-
-
-def _parse(body: bytes, model: type[Request]) -> Request:
-    """The body of a request as `model`. Raises Refused."""
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])[:200]
-        raise Refused(
-            400 if first["type"] == "json_invalid" else 422,
-            "bad_request",
-            f"{where or 'The body'}: {first['msg']}"[:500],
-            "Send what docs/http.md describes.",
-        ) from None
 
 
 def _caller(request: web.Request) -> str:
@@ -316,31 +310,48 @@ def _immutable(digest: str) -> dict[str, str]:
     return {"ETag": f'"{digest}"', "Cache-Control": "public, max-age=31536000, immutable"}
 
 
-def _json(answer: BaseModel, status: int = 200) -> web.Response:
-    return web.Response(body=answer.model_dump_json().encode(), status=status, content_type="application/json")
-
-
-def _error(status: int, code: str, message: str, fix: str, headers: dict[str, str] | None = None) -> web.Response:
-    body = protocol.ErrorAnswer(error=protocol.ErrorBody(code=code, message=message[:2000], fix=fix[:2000]))
-    return web.Response(body=canonical_json(body.model_dump()), status=status, content_type="application/json", headers=headers)
-
-
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except Refused as refused:
-        return _error(refused.status, refused.code, refused.message, refused.fix)
+        return answers.refusal(refused)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        code = error.reason.lower().replace(" ", "_").replace("-", "_")
-        return _error(error.status, code, f"{error.reason}.", _FIXES.get(error.status, "Correct the request."), allow)
+        return answers.http_error(error)
     except sqlite3.Error as error:
-        return _error(503, "ledger_unavailable", f"The ledger cannot be written: {error}.", "Try again; the host must free some disk.")
+        return answers.error(
+            503, "ledger_unavailable", f"The ledger cannot be written: {error}.", "Try again; the host must free some disk."
+        )
     except (ConnectionError, TimeoutError):
         raise
     except Exception:
         log.exception("a request failed: %s %s", request.method, request.path)
-        return _error(500, "internal", "The server made a mistake.", "Tell the host to look at its log.")
+        return answers.error(500, "internal", "The server made a mistake.", "Tell the host to look at its log.")
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/healthz", healthz, "Whether the server answers.", "application/json", public=True),
+    Endpoint("GET", "/v1/openapi.json", get_openapi, "This description.", "application/json", public=True),
+    Endpoint("GET", "/v1/run", get_run, "All that a newcomer needs.", protocol.RunAnswer),
+    Endpoint("PUT", "/v1/run", put_run, "Found the run at a server that has none.", protocol.RunAnswer, protocol.FoundRequest, also=(201,)),
+    Endpoint("GET", "/v1/peers", get_peers, "Live peers, with addresses that the caller can dial.", protocol.PeersAnswer),
+    Endpoint("GET", "/v1/manifest/{digest}", get_manifest, "The dataset's shards.", protocol.Manifest),
+    Endpoint("GET", "/v1/blobs/{digest}.tar", get_blob, "A shard, a WebDataset tar.", "application/x-tar", also=(206, 304)),
+    Endpoint("GET", "/v1/progress", get_progress, "How the run is doing.", protocol.Progress),
+    Endpoint(
+        "POST", "/v1/leases", post_lease, "Lease shards with about so many samples.", protocol.LeaseAnswer, protocol.LeaseRequest, 201
+    ),
+    Endpoint("POST", "/v1/leases/{lease}/renew", post_renew, "Keep a lease.", protocol.RenewAnswer, protocol.RenewRequest),
+    Endpoint("POST", "/v1/leases/{lease}/release", post_release, "Give samples back.", protocol.ReleaseAnswer, protocol.ReleaseRequest),
+    Endpoint(
+        "POST",
+        "/v1/contributions",
+        post_contribution,
+        "Register what a contribution holds.",
+        protocol.ContributionAnswer,
+        protocol.ContributionRequest,
+    ),
+    Endpoint("POST", "/v1/rounds", post_round, "Report a settled state.", protocol.RoundAnswer, protocol.RoundRequest),
+)

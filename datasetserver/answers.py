@@ -1,0 +1,89 @@
+"""The two forms of every answer: a model of `swarm.protocol`, or `{"error": {code, message, fix}}`; and how a body is read."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from datasetserver.book import Refused
+from swarm import protocol
+from swarm.digest import canonical_json
+
+Request = TypeVar("Request", bound=BaseModel)
+BODY_SECONDS = 30.0
+"""A body that has not arrived by then is refused: the largest is 8 MiB, which takes 7 s at 10 Mbit/s."""
+_FIXES = {
+    404: "See the list of endpoints in docs/http.md.",
+    405: "Use the method that docs/http.md gives.",
+    413: "Send less at a time.",
+}
+
+
+class RefusedWith(Refused):
+    """Refused, with headers that the status calls for."""
+
+    def __init__(self, status: int, code: str, message: str, fix: str, headers: Mapping[str, str]):
+        super().__init__(status, code, message, fix)
+        self.headers = headers
+
+
+def answer(model: BaseModel, status: int = 200) -> web.Response:
+    return web.Response(body=model.model_dump_json().encode(), status=status, content_type="application/json")
+
+
+def refusal(refused: Refused) -> web.Response:
+    return error(refused.status, refused.code, refused.message, refused.fix, getattr(refused, "headers", None))
+
+
+def http_error(raised: web.HTTPException) -> web.Response:
+    """aiohttp's own 4xx and 5xx, in our form."""
+    allow = {"Allow": raised.headers["Allow"]} if "Allow" in raised.headers else None
+    code = raised.reason.lower().replace(" ", "_").replace("-", "_")
+    return error(raised.status, code, f"{raised.reason}.", _FIXES.get(raised.status, "Correct the request."), allow)
+
+
+def error(status: int, code: str, message: str, fix: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    body = protocol.ErrorAnswer(error=protocol.ErrorBody(code=code, message=message[:2000], fix=fix[:2000]))
+    return web.Response(body=canonical_json(body.model_dump()), status=status, content_type="application/json", headers=headers)
+
+
+async def read(request: web.Request, model: type[Request], *, seconds: float = BODY_SECONDS) -> Request:
+    """The request's body as `model`. Raises Refused: 400, 408, 413, 415, 422."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise Refused(415, "unsupported_media_type", "A compressed body.", "Send it as it is.")
+    try:
+        body = await asyncio.wait_for(_body(request), seconds)
+    except asyncio.TimeoutError:
+        raise Refused(408, "request_timeout", f"The body did not arrive within {seconds:.0f} s.", "Try again.") from None
+    except web.RequestPayloadError as fault:
+        raise Refused(400, "bad_request", f"The body is broken: {fault}."[:500], "Send it again.") from None
+    return parse(body, model)
+
+
+async def _body(request: web.Request) -> bytes:
+    body, most = bytearray(), protocol.MAX_BODY_BYTES
+    if (request.content_length or 0) <= most:
+        async for piece in request.content.iter_any():
+            body += piece
+            if len(body) > most:
+                break
+        else:
+            return bytes(body)
+    raise Refused(413, "request_entity_too_large", f"The body is larger than {most} bytes.", _FIXES[413])
+
+
+def parse(body: bytes, model: type[Request]) -> Request:
+    """Raises Refused: 400 for what is no JSON, 422 for JSON that is something else."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as fault:
+        first = fault.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:200]
+        raise Refused(
+            400 if first["type"] == "json_invalid" else 422,
+            "bad_request",
+            f"{where or 'The body'}: {first['msg']}"[:500],
+            "Send what docs/http.md describes.",
+        ) from None

@@ -1,0 +1,71 @@
+"""The interface as a stranger meets it: described by OpenAPI 3.1, and held against that description with hundreds of odd requests."""
+
+import json
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode, checks
+from schemathesis.specs.openapi import checks as openapi_checks
+
+from datasetserver.app import ENDPOINTS
+from swarm.protocol import ErrorAnswer
+from tests.datasetserver.hosting import Host
+from tests.datasetserver.test_http import call, envelope
+
+CHECKS = [
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_schema_conformance,
+    openapi_checks.unsupported_method,
+]
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    host = Host(tmp_path_factory.mktemp("described"), samples=8).start()
+    yield host
+    assert host.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def description(host):
+    return schemathesis.openapi.from_dict(json.loads(call(host, "/v1/openapi.json")[2]))
+
+
+@pytest.fixture(scope="module")
+def run_id(host):
+    return envelope(host)["run_id"]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}")
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
+def test_no_request_makes_the_server_err_or_answer_what_it_does_not_describe(host, description, run_id, endpoint, mode):
+    operation = description[endpoint.path][endpoint.method]
+    if mode is GenerationMode.NEGATIVE and not (endpoint.asks or "{" in endpoint.path):
+        pytest.skip("nothing in it can be wrong")
+
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case):
+        if isinstance(case.body, dict) and "run_id" in case.body and mode is GenerationMode.POSITIVE:
+            case.body["run_id"] = run_id  # so that it gets past the first check
+        response = case.call(base_url=host.url)
+        case.validate_response(response, checks=CHECKS)
+        if response.status_code >= 400:
+            ErrorAnswer.model_validate_json(response.content)
+
+    ask()
+
+
+def test_every_endpoint_is_described_with_the_models_that_parse_it(host):
+    described = json.loads(call(host, "/v1/openapi.json")[2])
+    assert described["openapi"] == "3.1.0"
+    for endpoint in ENDPOINTS:
+        operation = described["paths"][endpoint.path][endpoint.method.lower()]
+        if endpoint.asks:
+            name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            assert name == endpoint.asks.__name__
+            assert set(described["components"]["schemas"][name]["properties"]) == set(endpoint.asks.model_fields)
+            assert described["components"]["schemas"][name]["additionalProperties"] is False
