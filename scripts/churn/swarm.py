@@ -1,0 +1,158 @@
+"""A dataset server and peers on this machine that can be killed piece by piece and started again."""
+
+import json
+import signal
+import socket
+import struct
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from PIL import Image
+
+from scripts.churn import checks
+from scripts.demo.processes import Program, kill
+from swarm.errors import ExitCode, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 60.0
+SAMPLE_SECONDS = 0.02
+BATCH = 4
+ROUND_SECONDS = 2.5
+PICTURES = 400
+_LEASE_SECONDS = 20
+
+
+class Peer:
+    """A peer's program, and what it wrote in all its lives."""
+
+    def __init__(self, name: str, folder: Path, command: Sequence[str]):
+        self.name, self.folder, self._command = name, folder, command
+        self.lives = 0
+        self.down_until = 0.0
+        """When to start it again, by the monotonic clock; 0: it runs."""
+        self._start()
+
+    def _start(self) -> None:
+        self.program = Program(self.name, self._command, self.folder.with_suffix(".log"), {}, ROOT)
+        self.lives, self.down_until, self.born = self.lives + 1, 0.0, time.time()
+
+    def start_again(self) -> None:
+        self._start()
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return checks.read_rounds(self.folder)
+
+    def commits_since(self, when: float) -> list[float]:
+        """Times (seconds since the epoch) at which this peer came to a new state after `when`."""
+        return [line["time"] for line in self.rounds() if line["time"] > when]
+
+    @property
+    def up(self) -> bool:
+        """Whether it runs and has come to a state in this life."""
+        return not self.down_until and self.program.ended() is None and bool(self.commits_since(self.born))
+
+    def family(self, name: str = "") -> list[psutil.Process]:
+        """Its living processes whose command line contains `name`."""
+        try:
+            trunk = psutil.Process(self.program.pid)
+            found = [trunk, *trunk.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+        matching = []
+        for process in found:
+            try:
+                if name in " ".join(process.cmdline()):
+                    matching.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return matching
+
+    def kill(self) -> None:
+        self.program.kill_tree()
+
+    def kill_part(self, name: str) -> bool:
+        """SIGKILL its sidecar or its p2pd; False when there is none just now."""
+        parts = self.family(name)
+        kill(parts[:1])
+        return bool(parts)
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self.family():
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+
+class Server:
+    """`python -m datasetserver` on a port that it keeps over its lives."""
+
+    def __init__(self, folder: Path, *, target: int, sync: str):
+        self.folder, self.url = folder, f"http://127.0.0.1:{_free_port()}"
+        dataset, model = write_dataset(folder / "dataset", PICTURES), write_model(folder / "base")
+        self._command = [sys.executable, "-m", "datasetserver", "--dataset", str(dataset), "--model", str(model)]
+        self._command += ["--work_dir", str(folder / "server"), "--port", self.url.rpartition(":")[2], "--ingest_workers", "0"]
+        self._command += ["--shard_samples", "32", "--lease_seconds", str(_LEASE_SECONDS), "--grace_seconds", str(_LEASE_SECONDS)]
+        self._command += ["--resolution", "16", "--target_batch_size", str(target), "--sync", sync]
+        self.start()
+
+    def start(self) -> None:
+        self.program = Program("server", self._command, self.folder / "server.log", {}, ROOT)
+
+    def wait(self) -> None:
+        """Until it answers. Raises UserError when it does not."""
+        deadline = time.monotonic() + START_SECONDS
+        while self.ask("/v1/run") is None:
+            if self.program.ended() is not None or time.monotonic() > deadline:
+                raise UserError("The dataset server did not start.", fix=f"See {self.program.log}.", code=ExitCode.FAILED)
+            time.sleep(0.1)
+
+    def ask(self, path: str) -> dict[str, Any] | None:
+        """None while it is away."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+                return json.load(answer)
+        except (urllib.error.URLError, OSError, ValueError):
+            return None
+
+    def kill(self) -> None:
+        self.program.kill_tree()
+
+    @property
+    def ledger(self) -> Path:
+        return self.folder / "server" / "ledger.sqlite"
+
+
+def peer_command(server: Server, folder: Path) -> list[str]:
+    flags = ["--datasetserver", server.url, "--output_dir", str(folder), "--train_batch_size", str(BATCH)]
+    flags += ["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--sample_seconds", str(SAMPLE_SECONDS)]
+    return [sys.executable, "-m", "scripts.churn.peer", *flags]
+
+
+def write_dataset(folder: Path, count: int) -> Path:
+    """`count` grey pictures of 16x16 pixels."""
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("L", (16, 16), number % 256).save(folder / f"{number:04}.png")
+        (folder / f"{number:04}.txt").write_text(f"picture {number}", encoding="utf-8")
+    return folder
+
+
+def write_model(folder: Path) -> Path:
+    """The least that has a model's digest; nobody loads it."""
+    (folder / "unet").mkdir(parents=True)
+    (folder / "model_index.json").write_text("{}", encoding="utf-8")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    return folder
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
