@@ -341,6 +341,7 @@ def _source(address: str) -> None:
 def main(argv: Sequence[str]) -> None:
     if argv[:1] == ["hub"]:
         die_with_parent()
+        os.nice(-10)  # packets must not wait until peers have had their share of the core
         Hub([int(device) for device in argv[3:]], Link(float(argv[1]), float(argv[2]))).run(sys.stdin.fileno())
     elif argv[:1] == ["sink"]:
         _sink(float(argv[1]))

@@ -12,6 +12,7 @@ OUT/work.jsonl, one line per event with `time` (seconds since the epoch):
 """
 
 import argparse
+import itertools
 import json
 import signal
 import sys
@@ -32,7 +33,9 @@ from swarm.logs import setup_logging
 from swarm.options import build, parse_flags
 from swarm.run_config import RunConfig
 
-ROW = 1024
+ROW, ROWS = 1024, 1024
+"""Width of a toy tensor, and at most so many rows: 4 MiB, as in a UNet."""
+MOVED = 4
 MOVE = 1e-4
 """How far one step moves a parameter; nothing is learned, but codecs and outer steps get values of a likely size."""
 
@@ -47,9 +50,12 @@ class Sleeper:
         params = toy_params(num_parameters)
         context = SyncContext(run=run, peer=peer, params=params, output_dir=self._folder, initial_peers=peer.peers)
         self._params, self._target = list(params.values()), run.target_batch_size
-        # Once, not at each step: drawing a million normal numbers takes 10 ms.
         generator = torch.Generator().manual_seed(zlib.crc32(peer.output_dir.encode()))
-        self._moves = [torch.randn(parameter.shape, generator=generator) * MOVE for parameter in self._params]
+        # One row for all rows of a tensor: values as varied as a codec's blocks need them, at no cost in memory.
+        self._moves = [torch.randn(parameter.shape[-1], generator=generator) * MOVE for parameter in self._params]
+        self._steps_locally = False
+        """As the strategy last said; where the gradients themselves are averaged, all tensors need one."""
+        self._turns = itertools.cycle(range(len(self._params)))
         self._open, self._contributions, self._round, self._trained = 0, {}, 0, 0
         self._log = (self._folder / "work.jsonl").open("a", encoding="utf-8", buffering=1)
         self.sync = load_part("sync", run.sync).build(context)
@@ -75,14 +81,15 @@ class Sleeper:
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Moving the parameters is part of the step's time, as it is on a GPU."""
+        """A few tensors move, by turns: a GPU moves them all, but would not take the memory bandwidth of all peers on this machine."""
         until = time.monotonic() + self._seconds
-        for parameter, move in zip(self._params, self._moves, strict=True):
-            parameter.grad = move
-        if self.sync.before_step():
-            for parameter, move in zip(self._params, self._moves, strict=True):
-                parameter.add_(move)
-                parameter.grad = None
+        moved = [next(self._turns) for _ in range(min(MOVED, len(self._params)))] if self._steps_locally else range(len(self._params))
+        for index in moved:
+            self._params[index].grad = self._moves[index].expand_as(self._params[index]).clone()
+        self._steps_locally = self.sync.before_step()
+        for index in moved if self._steps_locally else ():
+            self._params[index].add_(self._params[index].grad)
+            self._params[index].grad = None
         time.sleep(max(0.0, until - time.monotonic()))
         self._trained += self._batch
         self._open += self._batch
@@ -112,9 +119,8 @@ class Sleeper:
 def toy_params(count: int) -> dict[str, nn.Parameter]:
     """About `count` values: large tensors and a small one, as a model has; the same for every peer."""
     generator = torch.Generator().manual_seed(0)
-    rows = max(count // ROW, 1)
-    sizes = [rows // 4] * 3 + [rows - 3 * (rows // 4)]
-    params = {f"w{i}": nn.Parameter(torch.randn(size, ROW, generator=generator) * 0.02) for i, size in enumerate(sizes) if size}
+    rows = [min(ROWS, count // ROW - start) for start in range(0, count // ROW, ROWS)]
+    params = {f"w{i}": nn.Parameter(torch.randn(size, ROW, generator=generator) * 0.02) for i, size in enumerate(rows)}
     return {**params, "b": nn.Parameter(torch.zeros(7))}
 
 
