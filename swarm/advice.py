@@ -62,19 +62,6 @@ def smallest_target(transfer_seconds: float, samples_per_second: float, overlap:
     return max(math.ceil(round_seconds * samples_per_second), 1)
 
 
-def advise(transfer_seconds: float, samples_per_second: float, target: int, overlap: bool) -> str:
-    """In words: what a transfer costs at the swarm's rate and round, and what would make it cost less."""
-    round_seconds = target / samples_per_second
-    lost = share_lost(transfer_seconds, round_seconds, overlap)
-    words = f"a round of {target:,} samples takes {duration(round_seconds)} to train and {duration(transfer_seconds)} to average"
-    if lost <= 1 - UTILISATION:
-        return f"{words}: {lost:.0%} of the time is lost"
-    blocking, overlapping = (smallest_target(transfer_seconds, samples_per_second, choice) for choice in (False, True))
-    ways = f"--overlap from {overlapping:,}, or a --wire of fewer bytes" if not overlap else "a --wire of fewer bytes"
-    least = f"{UTILISATION:.0%} need --target_batch_size {overlapping if overlap else blocking:,}"
-    return f"{words}: {lost:.0%} of the time is lost; {least}, {ways}"
-
-
 def table() -> str:
     """The README's table, in Markdown."""
     head = ["what is trained", "`--wire`", "a round sends", *(f"at {mbit:,} Mbit/s" for mbit in LINKS_MBIT)]

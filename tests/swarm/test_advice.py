@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.advice import UTILISATION, Traffic, advise, duration, round_traffic, share_lost, size, smallest_target
+from swarm.advice import UTILISATION, Traffic, duration, round_traffic, share_lost, size, smallest_target
 
 
 def count_by_hand(wire_bytes: int, peers: int, reducers: int, peer: int) -> tuple[float, float]:
@@ -55,11 +55,3 @@ def test_with_overlap_a_round_longer_than_its_transfer_costs_nothing():
 def test_figures_are_written_for_people():
     assert [size(n) for n in (12, 2_300, 4_930_000, 1_520_000_000)] == ["12 bytes", "2.3 kB", "4.93 MB", "1.52 GB"]
     assert [duration(n) for n in (0.25, 24, 600)] == ["0.2 s", "24 s", "10 min"]
-
-
-def test_the_advice_names_what_would_help():
-    assert advise(1.0, 10, 1000, overlap=False).endswith("1% of the time is lost")
-    blocking = advise(100.0, 10, 1000, overlap=False)
-    assert "50% of the time is lost" in blocking and "--target_batch_size 19,000, --overlap from 950, or a --wire" in blocking
-    overlapping = advise(200.0, 10, 1000, overlap=True)
-    assert "50% of the time is lost" in overlapping and "--target_batch_size 1,900, a --wire of fewer bytes" in overlapping

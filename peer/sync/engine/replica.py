@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from peer.sync.engine import span
-from peer.sync.engine.averaging import RoundFailed
+from peer.sync.engine.averaging import RoundFailed, Traffic
 from peer.sync.engine.beginning import Beginning, head_of
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
@@ -83,6 +83,8 @@ class Replica:
         self._presence = Presence(run, node, self.neighbours, self.record, self._run_record, self._rate, self.wake, clock)
         self._settling = Settling(state)
         self._phase, self._group_size, self._asked = "join", 0, False
+        self._traffic = Traffic()
+        """Of the last averaged round."""
         self._callers: set[str] = set()
         """Who said that they are ready to average on our state, since the last attempt."""
         self._wake = asyncio.Event()
@@ -265,6 +267,8 @@ class Replica:
         except (NoGroup, RoundFailed) as error:
             return await self._after_failure(offer, error)
         self._group_size = len(done.group.members)
+        if self._group_size > 1:
+            self._traffic = done.mean.traffic
         self._adopt(done.state, done.how)
         self._set_phase("train")
 
@@ -344,6 +348,9 @@ class Replica:
             loss=progress.loss,
             phase=self._phase,
             group_size=self._group_size,
+            sent_bytes=self._traffic.up,
+            received_bytes=self._traffic.down,
+            transfer_seconds=self._traffic.seconds,
             client_mode=self.node.client_mode,
             maddrs=maddrs[:6],
             time=time.time(),

@@ -179,6 +179,8 @@ def test_three_peers_hold_one_state_after_every_round_and_report_every_sample(sw
         assert len({peer.head.digest for peer in trio}) == 1
         for peer in trio:
             assert settled_samples(peer) == peer.head.header.samples >= 200
+            record = peer.replica.record()
+            assert min(record.sent_bytes, record.received_bytes, record.transfer_seconds) > 0
         check_invariants(*trio)
 
     swarm(scenario)
