@@ -226,7 +226,7 @@ class Download:
                 raise Lied(f"a piece of {len(piece)} bytes instead of {length}")
             chunk[offset : offset + length] = piece
             offset += length
-            pace.came(length)
+            pace.came()
             self.bytes_received += length
             self.progressed = self._clock()
         return chunk
@@ -256,9 +256,10 @@ class _Pace:
         """Nothing was on its way until now."""
         self._last = self._clock()
 
-    def came(self, num_bytes: int) -> None:
+    def came(self) -> None:
         now = self._clock()
-        seconds = (now - self._last) * PIECE_BYTES / num_bytes
+        # A state's last piece may have 20 bytes. Scaled up to a whole one, its 10 ms would count as 131 s.
+        seconds = now - self._last
         self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
         self._last = now
 
