@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from peer.contracts import Params
-from peer.sync.engine.codec import Wire
+from peer.sync.engine.codec import Wire, check_finite
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.state import Header
-from peer.sync.engine.vectors import SharedBuffer, flatten, shared_copy, unflatten
+from peer.sync.engine.vectors import Flat, SharedBuffer
 
 REBASED_ANCESTORS = 2
 """A contribution made from the state itself or one of so many ancestors moves along with the anchor; an older one is dropped."""
@@ -52,8 +52,9 @@ class LocalWork:
     what its bytes say out of `params` (or out of the accumulated gradients), and the rest is part of the next one.
     """
 
-    def __init__(self, params: Params, state: Landing, strategy: Strategy, wire: Wire, size: int):
-        self._params, self._strategy, self._wire, self._size = params, strategy, wire, size
+    def __init__(self, params: Params, state: Landing, strategy: Strategy, wire: Wire):
+        self._params, self._strategy, self._wire = params, strategy, wire
+        self._flat = Flat(params)
         self.state = state
         self.open_samples = 0
         self.frozen: Frozen | None = None
@@ -73,19 +74,33 @@ class LocalWork:
         Raises NotFinite, after setting `params` back to the anchor; the open samples are lost then.
         """
         assert self.frozen is None and self.open_samples > 0
-        if self._strategy.steps_locally:
-            contribution = self._position() - self.state.anchor(self._size)
-        else:
-            contribution = self._gathered() / self.open_samples
-        if not bool(torch.isfinite(contribution).all()):
+        encoded = SharedBuffer(self._wire.num_bytes)
+        try:
+            if self._strategy.steps_locally:
+                self._encode_steps(encoded.bytes())
+            else:
+                self._encode_gradients(encoded.bytes())
+        except ValueError:
             self.give_up()
-            raise NotFinite
-        encoded = shared_copy(self._wire.encode(contribution))
-        if self._sums:
-            unflatten((contribution - self._wire.decode(encoded.bytes())) * self.open_samples, self._sums)
+            raise NotFinite from None
         self.frozen = Frozen(number, self.open_samples, encoded)
         self.open_samples = 0
         return self.frozen
+
+    def _encode_steps(self, encoded: Tensor) -> None:
+        anchor = self.state.anchor(self._wire.size)
+        for part in self._wire.parts:
+            learned = self._flat.read(part.start, part.end).sub_(part.of(anchor))
+            check_finite(learned)
+            part.encode(learned, part.bytes_of(encoded))
+
+    def _encode_gradients(self, encoded: Tensor) -> None:
+        sums = Flat(self._sums)
+        for part in self._wire.parts:
+            total, data = sums.read(part.start, part.end), part.bytes_of(encoded)
+            check_finite(total)
+            part.encode(total / self.open_samples, data)
+            sums.write(part.start, total.sub_(part.decode(data).mul_(self.open_samples)))
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -103,17 +118,16 @@ class LocalWork:
         own_number: our last contribution in that state.
         """
         old, self.state = self.state, new
-        anchor = new.anchor(self._size)
         dropped = [number for number in self.included if number > own_number]
         self.included = {number: round for number, round in self.included.items() if number <= own_number}
         if self.frozen is not None and own_number >= self.frozen.number:
-            self._move(old.anchor(self._size) + self._wire.decode(self.frozen.encoded.bytes()), anchor)
+            self._move(old, new, self.frozen.encoded.bytes())
             self.included[self.frozen.number] = new.header.round
             self.frozen = None
             if not self._strategy.steps_locally and self.open_samples:
                 dropped += self._discard_open()
         elif follows(new.digest, new.header, old.digest, self._strategy):
-            self._move(old.anchor(self._size), anchor)
+            self._move(old, new)
         else:
             dropped += self.give_up()
         return dropped
@@ -121,8 +135,7 @@ class LocalWork:
     def withdraw(self) -> None:
         """The frozen contribution may not be offered: take its work out of `params`; what was trained since stays."""
         assert self.frozen is not None
-        anchor = self.state.anchor(self._size)
-        self._move(anchor + self._wire.decode(self.frozen.encoded.bytes()), anchor)
+        self._move(self.state, self.state, self.frozen.encoded.bytes())
         self.frozen = None
 
     def settle(self, round: int) -> list[int]:
@@ -136,7 +149,7 @@ class LocalWork:
         """Go back to the state itself; returns the contributions that are lost by it."""
         lost = [self.frozen.number] if self.frozen is not None else []
         self.frozen = None
-        unflatten(self.state.anchor(self._size), self._params)
+        self._flat.write(0, self.state.anchor(self._wire.size))
         return lost + self._discard_open()
 
     def _discard_open(self) -> list[int]:
@@ -145,15 +158,18 @@ class LocalWork:
         self._sums = {}
         return lost
 
-    def _move(self, before: Tensor, after: Tensor) -> None:
-        """Move `params` along from one anchor to another; gradients are all taken at the anchor itself."""
-        unflatten(after + (self._position() - before) if self._strategy.steps_locally else after, self._params)
+    def _move(self, old: Landing, new: Landing, taken: Tensor | None = None) -> None:
+        """Move `params` along from one anchor to another, less what the contribution `taken` says: new + (params - (old + taken)).
 
-    def _position(self) -> Tensor:
-        return flatten(self._params, torch.empty(self._size))
-
-    def _gathered(self) -> Tensor:
-        return flatten(self._sums, torch.empty(self._size)) if self._sums else torch.zeros(self._size)
+        Part by part. Where gradients are accumulated, `params` are always those of the anchor.
+        """
+        before, after = old.anchor(self._wire.size), new.anchor(self._wire.size)
+        for part in self._wire.parts:
+            target = part.of(after)
+            if self._strategy.steps_locally:
+                start = part.of(before) if taken is None else part.decode(part.bytes_of(taken)).add_(part.of(before))
+                target = target + (self._flat.read(part.start, part.end) - start)
+            self._flat.write(part.start, target)
 
 
 def follows(digest: str, header: Header, before: str, strategy: Strategy) -> bool:

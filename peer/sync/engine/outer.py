@@ -1,11 +1,16 @@
 """What a strategy must say to the engine: how peers learn between rounds, and what a round's mean does to the state."""
 
 import importlib
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from peer.contracts import Member
+from peer.sync.engine.codec import Wire, check_finite
+from peer.sync.engine.state import State, next_state
 from swarm.run_config import RunConfig
 
 
@@ -37,6 +42,25 @@ class Strategy(Protocol):
         same bits: no sums over elements, no fused multiply-add (`add(alpha=)`, `lerp`, `addcmul`).
         """
         ...
+
+
+def advance(parent: State, members: Iterable[Member], mean: Tensor, square_norm: float, strategy: Strategy, wire: Wire) -> State:
+    """The state after the round whose encoded mean is `mean`, (num_bytes,) uint8; square_norm: as its reducers worked it out.
+
+    Part by part, so that besides the two states no float vector of their size exists. Raises ValueError when the mean or the new state
+    is not finite.
+    """
+    info = RoundInfo(parent.header.round + 1, parent.header.samples, math.sqrt(square_norm))
+    old = parent.vectors(wire.size)
+
+    def pieces() -> Iterator[list[Tensor]]:
+        for part in wire.parts:
+            values = strategy.outer_step([part.of(vector) for vector in old], part.decode(part.bytes_of(mean)), info)
+            for vector in values:
+                check_finite(vector)
+            yield values
+
+    return next_state(parent, pieces(), members)
 
 
 def load_strategy(path: str, run: RunConfig) -> Strategy:

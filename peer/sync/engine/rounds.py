@@ -2,20 +2,17 @@
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-
-import torch
 
 from peer.sync.engine.averaging import Averager, Mean, RoundFailed
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.groups import Group, Matchmaker, NoGroup, Standing, Ticket
 from peer.sync.engine.local_work import REBASED_ANCESTORS
 from peer.sync.engine.neighbours import Neighbours
-from peer.sync.engine.outer import RoundInfo, Strategy
-from peer.sync.engine.state import State, next_state
+from peer.sync.engine.outer import Strategy, advance
+from peer.sync.engine.state import State
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.trainer import Offer
 from swarm.dht import SwarmNode
@@ -112,11 +109,7 @@ class Rounds:
         began = self._clock()
 
         def step() -> State:
-            info = RoundInfo(parent.header.round + 1, parent.header.samples, math.sqrt(mean.square_norm))
-            vectors = self._strategy.outer_step(parent.vectors(self._wire.size), self._wire.decode(mean.encoded), info)
-            if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
-                raise ValueError("non-finite values after the outer step")
-            return next_state(parent, vectors, group.members)
+            return advance(parent, group.members, mean.encoded, mean.square_norm, self._strategy, self._wire)
 
         try:
             state = await asyncio.get_running_loop().run_in_executor(None, step)

@@ -4,7 +4,7 @@ Immutable: an outer step makes a new one. `samples` is hashed into it and only g
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,12 +124,18 @@ def first_state(run: str, schema: str, anchor: Tensor, slots: int) -> State:
     return State(Header(run=run, schema=schema), buffer)
 
 
-def next_state(state: State, vectors: Iterable[Tensor], members: Iterable[Member]) -> State:
-    """The state after one round: new tensors, and a header that names the parent."""
-    flat = list(vectors)
-    buffer = SharedBuffer(state.buffer.num_bytes)
-    for target, vector in zip(buffer.floats().split(flat[0].numel()), flat, strict=True):
-        target.copy_(vector)
+def next_state(state: State, pieces: Iterable[Sequence[Tensor]], members: Iterable[Member]) -> State:
+    """The state after one round: new tensors, and a header that names the parent.
+
+    pieces: the vectors [anchor, *outer tensors] in consecutive slices, each written as soon as it comes.
+    """
+    buffer, at = SharedBuffer(state.buffer.num_bytes), 0
+    for piece in pieces:
+        end, targets = at + piece[0].numel(), buffer.floats().view(len(piece), -1)
+        for target, vector in zip(targets, piece, strict=True):
+            target[at:end].copy_(vector)
+        at = end
+    assert end == targets.shape[1], "the pieces are not the whole vectors"
     return State(state.header.child(state.digest, members), buffer)
 
 

@@ -51,7 +51,7 @@ class SwarmSync:
         vector = flatten(context.params, torch.empty(self._size))
         base = first_state(context.run.digest, self._schema.digest, vector, self._strategy.slots)
         start = Landing(base.digest, base.header, base.buffer)
-        self._work = LocalWork(context.params, start, self._strategy, Wire.of(context.run.wire, self._schema), self._size)
+        self._work = LocalWork(context.params, start, self._strategy, Wire.of(context.run.wire, self._schema))
         self._offered = False
         """Whether the sidecar knows that the frozen contribution stands on our state."""
         self._batch_samples = self._number = 0

@@ -3,9 +3,12 @@
 Everything here is elementwise, so every CPU gives the same bits; a sum would differ with the number of threads.
 """
 
+import bisect
+import itertools
 import math
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -59,13 +62,31 @@ def flatten(params: Params, out: Tensor) -> Tensor:
     return out
 
 
-@torch.no_grad()
-def unflatten(vector: Tensor, params: Params) -> None:
-    """Set `params` from a (size,) float32 vector."""
-    offset = 0
-    for _, parameter in ordered(params):
-        parameter.copy_(vector[offset : offset + parameter.numel()].view(parameter.shape))
-        offset += parameter.numel()
+class Flat:
+    """Tensors as one flat float32 vector that is read and written by slices: nothing is copied but the slice."""
+
+    def __init__(self, params: Params):
+        self._tensors = [parameter.detach().view(-1) for _, parameter in ordered(params)]
+        self._starts = list(itertools.accumulate((tensor.numel() for tensor in self._tensors), initial=0))
+
+    def read(self, start: int, end: int) -> Tensor:
+        """A copy of the elements [start, end), on the host."""
+        out = torch.empty(end - start)
+        for begin, stop, piece in self._pieces(start, end):
+            out[begin:stop].copy_(piece)
+        return out
+
+    def write(self, start: int, values: Tensor) -> None:
+        for begin, stop, piece in self._pieces(start, start + values.numel()):
+            piece.copy_(values[begin:stop])
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
+        """(begin, stop, view): where in the slice a tensor's elements are, and those of its elements that are in it."""
+        index, at = bisect.bisect_right(self._starts, start) - 1, start
+        while at < end:
+            first, stop = self._starts[index], min(self._starts[index + 1], end)
+            yield at - start, stop - start, self._tensors[index][at - first : stop - first]
+            index, at = index + 1, stop
 
 
 class SharedBuffer:
@@ -89,11 +110,3 @@ class SharedBuffer:
     def __del__(self) -> None:
         # The mapping outlives the descriptor, and tensors outlive this object.
         os.close(self.fd)
-
-
-def shared_copy(vector: Tensor) -> SharedBuffer:
-    """A shared buffer that holds the bytes of a contiguous vector."""
-    raw = vector.contiguous().view(torch.uint8)
-    buffer = SharedBuffer(raw.numel())
-    buffer.bytes().copy_(raw)
-    return buffer

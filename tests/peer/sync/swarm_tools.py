@@ -13,6 +13,7 @@ from peer.contracts import Member
 from peer.sync.engine.groups import Ticket
 from peer.sync.engine.state import State, first_state
 from peer.sync.engine.streams import Streams
+from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode
 from swarm.tasks import end_tasks
 
@@ -57,6 +58,13 @@ def ticket(peer: str, *, parent: str = "p", number: int = 1, samples: int = 8, r
 
 def state_of(values: torch.Tensor, run: str = "run", schema: str = "schema", slots: int = 0) -> State:
     return first_state(run, schema, values, slots)
+
+
+def shared_copy(vector: torch.Tensor) -> SharedBuffer:
+    raw = vector.contiguous().view(torch.uint8)
+    buffer = SharedBuffer(raw.numel())
+    buffer.bytes().copy_(raw)
+    return buffer
 
 
 def open_descriptors() -> int:

@@ -22,7 +22,7 @@ SIZE = 3 * CHUNK_BYTES // 4 + 5  # three chunks and a short one
 
 def two_states(run="run") -> tuple[State, State]:
     base = state_of(torch.zeros(SIZE), run=run)
-    return base, next_state(base, [torch.arange(1, SIZE + 1.0)], [Member("a", 1, 7)])
+    return base, next_state(base, [[torch.arange(1, SIZE + 1.0)]], [Member("a", 1, 7)])
 
 
 class Clock:
@@ -154,7 +154,7 @@ def test_a_state_damaged_on_disk_is_not_given(swarm):
 def test_of_old_states_that_never_came_to_disk_one_stays_in_memory(swarm):
     async def scenario(nodes):
         base, new = two_states()
-        last = next_state(new, [torch.ones(SIZE)], [Member("a", 2, 7)])
+        last = next_state(new, [[torch.ones(SIZE)]], [Member("a", 2, 7)])
         giver = await holder(nodes, base)
         ((_, first), (_, second)) = await nodes.streams(2)
         slow = await ask(first, giver.node.peer_id, base.digest)
@@ -186,7 +186,7 @@ def test_a_foreign_runs_state_is_refused_whoever_promises_it(swarm):
 def test_a_state_with_nan_in_it_is_refused(swarm):
     async def scenario(nodes):
         base, _ = two_states()
-        bad = next_state(base, [torch.full((SIZE,), float("nan"))], [Member("a", 1, 7)])
+        bad = next_state(base, [[torch.full((SIZE,), float("nan"))]], [Member("a", 1, 7)])
         giver = await holder(nodes, bad)
         ((_, streams),) = await nodes.streams(1)
         with pytest.raises(BadState, match="non-finite"):

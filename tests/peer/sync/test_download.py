@@ -18,7 +18,7 @@ SIZE = 5 * CHUNK_BYTES // 4 + 5  # five chunks and a short one
 
 def two_states() -> tuple[State, State]:
     base = state_of(torch.zeros(SIZE))
-    return base, next_state(base, [torch.arange(1, SIZE + 1.0)], [Member("a", 1, 7)])
+    return base, next_state(base, [[torch.arange(1, SIZE + 1.0)]], [Member("a", 1, 7)])
 
 
 class Script:
@@ -206,7 +206,7 @@ def test_what_is_known_already_is_not_sent(swarm):
         base = state_of(torch.zeros(SIZE))
         values = torch.zeros(SIZE)
         values[-1] = 1.0
-        new = next_state(base, [values], [Member("a", 1, 7)])
+        new = next_state(base, [[values]], [Member("a", 1, 7)])
         holder, script = await scripted(nodes, new)
         ((_, streams),) = await nodes.streams(1)
         download = Download(WholeState(new.digest, base), {holder})
@@ -276,7 +276,7 @@ def test_a_later_state_takes_over_the_chunks_that_it_shares_with_the_one_that_ca
         base, new = two_states()
         values = new.buffer.floats().clone()
         values[-1] = 0.5
-        later = next_state(new, [values], [Member("a", 2, 7)])
+        later = next_state(new, [[values]], [Member("a", 2, 7)])
         first, _ = await scripted(nodes, new, after=3)
         second, script = await scripted(nodes, later)
         ((_, streams),) = await nodes.streams(1)

@@ -22,13 +22,13 @@ def landing(state: State) -> Landing:
 
 
 def child(state: State, change: float, *members: Member) -> State:
-    return next_state(state, [state.vectors(SIZE)[0] + change], members or [Member("other", state.header.round + 1, 5)])
+    return next_state(state, [[state.vectors(SIZE)[0] + change]], members or [Member("other", state.header.round + 1, 5)])
 
 
 def start(wire: str = "fp32") -> tuple[dict[str, nn.Parameter], State, LocalWork]:
     params = {"w": nn.Parameter(torch.arange(float(SIZE)))}
     state = state_of(params["w"].detach().clone())
-    return params, state, LocalWork(params, landing(state), Parameters(), Wire(wire, SIZE), SIZE)
+    return params, state, LocalWork(params, landing(state), Parameters(), Wire(wire, SIZE))
 
 
 def train(params, work, change: float, samples: int = 4) -> None:

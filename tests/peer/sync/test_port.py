@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from peer.sync.engine.port import Port, PortClosed
-from peer.sync.engine.vectors import shared_copy
-from tests.peer.sync.swarm_tools import open_descriptors
+from tests.peer.sync.swarm_tools import open_descriptors, shared_copy
 
 
 @pytest.fixture

@@ -238,7 +238,7 @@ def test_a_round_that_one_member_committed_and_the_other_lost_heals(swarm, monke
 
 def branch(run: RunConfig, samples: int, change: float) -> State:
     base = state_of(torch.zeros(SIZE), run=run.digest)
-    return next_state(base, [torch.full((SIZE,), change)], [Member("gone", 1, samples)])
+    return next_state(base, [[torch.full((SIZE,), change)]], [Member("gone", 1, samples)])
 
 
 def test_two_branches_become_one_by_the_rule(swarm):

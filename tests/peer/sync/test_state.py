@@ -28,7 +28,7 @@ def lineage(rounds: int, size: int = 10) -> list[State]:
     """A chain of states, the first of round 0."""
     states = [state_of(torch.arange(float(size)))]
     for number in range(1, rounds + 1):
-        states.append(next_state(states[-1], [states[-1].vectors(size)[0] + number], [Member("b", number, 3), Member("a", number, 4)]))
+        states.append(next_state(states[-1], [[states[-1].vectors(size)[0] + number]], [Member("b", number, 3), Member("a", number, 4)]))
     return states
 
 
@@ -153,7 +153,7 @@ def test_what_a_killed_writer_left_is_swept(tmp_path):
 def test_a_better_branch_with_fewer_rounds_is_not_pushed_out_by_the_branch_that_lost(tmp_path):
     store, _ = saved(tmp_path)
     base = state_of(torch.arange(10.0))
-    winner = next_state(base, base.vectors(10), [Member("c", 1, 1000)])
+    winner = next_state(base, [base.vectors(10)], [Member("c", 1, 1000)])
     store.save(winner)
     assert load(store).digest == winner.digest
 
@@ -170,7 +170,7 @@ from peer.sync.engine.state import next_state
 from tests.peer.sync.swarm_tools import state_of
 from swarm.errors import run_program
 state = state_of(torch.zeros(1000))
-state = next_state(state, state.vectors(1000), [Member("a", 1, 1)])
+state = next_state(state, [state.vectors(1000)], [Member("a", 1, 1)])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 sys.exit(run_program(lambda: StateStore(Path({str(tmp_path / "states")!r})).save(state) and 0))
@@ -205,7 +205,7 @@ def test_a_safe_state_settles_its_ancestors_each_once_and_oldest_first():
 
 def test_a_branch_that_lost_is_never_settled():
     states = lineage(2)
-    other = next_state(states[1], states[1].vectors(10), [Member("c", 1, 50)])
+    other = next_state(states[1], [states[1].vectors(10)], [Member("c", 1, 50)])
     settling = Settling(states[2])
     settling.moved(states[2], other)
     assert [s.digest for s in settling.take({states[2].digest, other.digest})] == [states[1].digest, other.digest]

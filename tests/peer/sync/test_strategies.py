@@ -102,7 +102,7 @@ class Replica:
         self.size = sum(p.numel() for p in self.params.values())
         self.wire, self.strategy = Wire(wire, self.size), strategy
         start = state_of(self.position(), slots=strategy.slots)
-        self.work = LocalWork(self.params, Landing(start.digest, start.header, start.buffer), strategy, self.wire, self.size)
+        self.work = LocalWork(self.params, Landing(start.digest, start.header, start.buffer), strategy, self.wire)
         self.state = start
 
     def position(self) -> torch.Tensor:
@@ -126,7 +126,7 @@ def commit(replicas: list[Replica], number: int) -> State:
     for member, replica in zip(members, replicas, strict=True):
         mean += replica.wire.decode(replica.work.frozen.encoded.bytes()) * (member.samples / total)
     about = RoundInfo(number, parent.header.samples, float(mean.double().norm()))
-    return next_state(parent, replicas[0].strategy.outer_step(parent.vectors(mean.numel()), mean, about), members)
+    return next_state(parent, [replicas[0].strategy.outer_step(parent.vectors(mean.numel()), mean, about)], members)
 
 
 @pytest.mark.parametrize("shares", [(7, 5), (1, 8, 3)])

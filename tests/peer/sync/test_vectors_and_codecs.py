@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, square_norm
-from peer.sync.engine.vectors import BIG_ELEMENTS, Schema, SharedBuffer, flatten, shared_copy, unflatten
+from peer.sync.engine.vectors import BIG_ELEMENTS, Flat, Schema, SharedBuffer, flatten
 from swarm.run_config import RunConfig
+from tests.peer.sync.swarm_tools import shared_copy
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -25,7 +26,7 @@ def test_parameters_come_back_from_the_flat_vector_as_they_were():
     assert vector.tolist() == [7, 0, 1, 2, 3, 4, 5]
     for parameter in others.values():
         parameter.data.zero_()
-    unflatten(vector, others)
+    Flat(others).write(0, vector)
     assert all(torch.equal(params[name], others[name]) for name in params)
 
 
@@ -193,3 +194,15 @@ def test_a_wrong_length_is_refused(name):
 
 def test_a_sum_of_squares_does_not_overflow():
     assert square_norm(torch.tensor([3e38, -3e38])) == pytest.approx(1.8e77)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
+def test_slices_of_tensors_are_those_of_the_flat_vector(sizes, data):
+    params = {f"t{index}": nn.Parameter(torch.randn(size)) for index, size in enumerate(sizes)}
+    vector, flat = flatten(params, torch.empty(sum(sizes))), Flat(params)
+    start = data.draw(st.integers(0, sum(sizes)))
+    end = data.draw(st.integers(start, sum(sizes)))
+    assert torch.equal(flat.read(start, end), vector[start:end])
+    vector[start:end] += 1
+    flat.write(start, vector[start:end])
+    assert torch.equal(flatten(params, torch.empty(sum(sizes))), vector)
