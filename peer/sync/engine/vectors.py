@@ -63,30 +63,40 @@ def flatten(params: Params, out: Tensor) -> Tensor:
 
 
 class Flat:
-    """Tensors as one flat float32 vector that is read and written by slices: nothing is copied but the slice."""
+    """Tensors as one flat float32 vector that is read and written by slices: nothing is copied but the slice.
+
+    The order is the logical one, whatever strides a tensor has (channels_last; what was permuted when it was converted).
+    """
 
     def __init__(self, params: Params):
-        self._tensors = [parameter.detach().view(-1) for _, parameter in ordered(params)]
+        self._tensors = [parameter.detach() for _, parameter in ordered(params)]
         self._starts = list(itertools.accumulate((tensor.numel() for tensor in self._tensors), initial=0))
 
     def read(self, start: int, end: int) -> Tensor:
         """A copy of the elements [start, end), on the host."""
         out = torch.empty(end - start)
-        for begin, stop, piece in self._pieces(start, end):
-            out[begin:stop].copy_(piece)
+        for tensor, first, stop, piece in self._pieces(out, start):
+            piece.copy_(tensor.view(-1)[first:stop] if tensor.is_contiguous() else tensor.take(_indices(tensor, first, stop)))
         return out
 
     def write(self, start: int, values: Tensor) -> None:
-        for begin, stop, piece in self._pieces(start, start + values.numel()):
-            piece.copy_(values[begin:stop])
+        for tensor, first, stop, piece in self._pieces(values, start):
+            if tensor.is_contiguous():
+                tensor.view(-1)[first:stop].copy_(piece)
+            else:
+                tensor.put_(_indices(tensor, first, stop), piece.to(tensor))
 
-    def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
-        """(begin, stop, view): where in the slice a tensor's elements are, and those of its elements that are in it."""
-        index, at = bisect.bisect_right(self._starts, start) - 1, start
+    def _pieces(self, values: Tensor, start: int) -> Iterator[tuple[Tensor, int, int, Tensor]]:
+        """(tensor, first, stop, piece): `piece` of `values`, which begin at `start`, are the elements [first, stop) of `tensor`."""
+        index, at, end = bisect.bisect_right(self._starts, start) - 1, start, start + values.numel()
         while at < end:
-            first, stop = self._starts[index], min(self._starts[index + 1], end)
-            yield at - start, stop - start, self._tensors[index][at - first : stop - first]
-            index, at = index + 1, stop
+            offset, until = self._starts[index], min(self._starts[index + 1], end)
+            yield self._tensors[index], at - offset, until - offset, values[at - start : until - start]
+            index, at = index + 1, until
+
+
+def _indices(tensor: Tensor, first: int, stop: int) -> Tensor:
+    return torch.arange(first, stop, device=tensor.device)
 
 
 class SharedBuffer:
