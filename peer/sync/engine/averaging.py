@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from peer.sync.engine.codec import Part, Wire, square_norm
+from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, square_norm
 from peer.sync.engine.groups import Group
 from peer.sync.engine.streams import CONNECT_SECONDS, Channel, PeerLost, Streams
 from swarm.tasks import end_tasks
@@ -211,6 +211,8 @@ class _Reduction:
         self._came: set[str] = set()
         self._all_came = asyncio.Event()
         self._weights = {member.peer: member.samples / run.group.samples for member in members}
+        # Kept for all parts: fresh memory for each would be page faults.
+        self._scratch = torch.empty(2, PART_ELEMENTS)
         self._received: list[dict[str, Tensor]] = [{} for _ in parts]
         self._means = [asyncio.get_running_loop().create_future() for _ in parts]
 
@@ -256,7 +258,7 @@ class _Reduction:
 
     def _average(self, index: int) -> tuple[Tensor, float]:
         part = self.parts[index]
-        total, values = torch.empty(part.end - part.start), torch.empty(part.end - part.start)
+        total, values = self._scratch[:, : part.end - part.start]
         for count, peer in enumerate(sorted(self.senders)):
             into = values if count else total
             part.codec.decode(self._received[index][peer], into)
