@@ -7,12 +7,13 @@ import os
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.download import ANSWER_SECONDS, CHUNKS, PIECE_BYTES, Manifest
+from peer.sync.engine.replay import MeanStore
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State
 from peer.sync.engine.streams import Channel, PeerLost, Streams
 
@@ -31,20 +32,21 @@ _TIDY_SECONDS = 0.5
 
 
 class Donor:
-    """Serves the current state and, while somebody fetches them, older ones. Never copies a state: they do not change."""
+    """Serves the current state, older ones while somebody fetches them, and the means of the last rounds. Copies none of them."""
 
     def __init__(
         self,
         streams: Streams,
         current: Callable[[], State],
         store: StateStore,
+        means: MeanStore,
         in_round: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
         """in_round: whether our link is needed for averaging right now."""
-        self._streams, self._current, self._store, self._in_round, self._clock = streams, current, store, in_round, clock
-        self._sleep = sleep
+        self._streams, self._current, self._store, self._means = streams, current, store, means
+        self._in_round, self._clock, self._sleep = in_round, clock, sleep
         self._held: dict[str, _Held] = {}
         self._retired: dict[str, tuple[Manifest, weakref.ref[State]]] = {}
         self._downloading: set[str] = set()
@@ -65,15 +67,16 @@ class Donor:
     def tidy(self) -> None:
         """Let go of the memory of old states that are on disk by now, and of whatever nobody asked for in time."""
         current = self._current().digest
-        for held in self._held.values():
-            if held.state is not None and held.digest != current:
-                held.move_to(self._store.open(held.digest))
-        in_memory = [held for held in self._held.values() if held.state is not None and held.digest != current]
-        for held in list(self._held.values()):
+        old = {digest: held for digest, held in self._held.items() if digest != current}
+        for digest, held in old.items():
+            if held.state is not None:
+                held.move_to(self._store.open(digest))
+        in_memory = [digest for digest, held in old.items() if held.state is not None]
+        for digest, held in list(self._held.items()):
             unused = not held.downloads and (held.state is not None or held.until < self._clock())
             # A state of SD 1.5 is 4 GB: one that never came to disk may hold up memory once.
-            if unused or held in in_memory[:-1]:
-                self._held.pop(held.digest).close()
+            if unused or digest in in_memory[:-1]:
+                self._held.pop(digest).close()
 
     def retire(self, state: State) -> None:
         """`state` is no longer current; whoever has just heard of it may still ask for it, and gets it from its file."""
@@ -82,14 +85,14 @@ class Donor:
             del self._retired[next(iter(self._retired))]
 
     def _find(self, digest: object) -> "_Held":
-        """Raises PeerLost when we cannot give it."""
+        """The state of that name. Raises PeerLost when we cannot give it."""
         current = self._current()
         if isinstance(digest, str) and digest not in self._held:
             if digest == current.digest:
-                self._held[digest] = _Held(Manifest(current.header, current.chunk_hashes), digest, current)
+                self._held[digest] = _Held(Manifest(current.header, current.chunk_hashes), current)
             elif digest in self._retired:
                 manifest, state = self._retired[digest]
-                held = _Held(manifest, digest, state())
+                held = _Held(manifest, state())
                 held.move_to(self._store.open(digest))
                 if held.readable:
                     self._held[digest] = held
@@ -101,26 +104,33 @@ class Donor:
 
     async def _serve(self, channel: Channel) -> None:
         request, _ = await channel.receive(seconds=ANSWER_SECONDS)
-        held = self._find(request.get("digest"))
-        held.downloads += 1
-        try:
-            answer = {"header": held.manifest.header.to_json()}
-            await channel.send(answer, b"".join(held.manifest.chunk_hashes), seconds=PIECE_SECONDS)
-            index = await self._wanted(channel, held, ANSWER_SECONDS)
-            if index is None:
-                return
-            if len(self._downloading) >= MAX_DOWNLOADS or channel.peer in self._downloading:
-                raise PeerLost("too many downloads at once, try another peer")
-            self._downloading.add(channel.peer)
+        if request.get("mean"):
+            await self._means.written(request.get("digest"))
+            with contextlib.closing(_held_mean(self._means, request.get("digest"))) as held:
+                await self._give(channel, held)
+        else:
+            held = self._find(request.get("digest"))
+            held.downloads += 1
             try:
-                while index is not None:
-                    held.until = self._clock() + KEEP_SECONDS
-                    await self._send(channel, await held.chunk(index))
-                    index = await self._wanted(channel, held, REQUEST_SECONDS)
+                await self._give(channel, held)
             finally:
-                self._downloading.discard(channel.peer)
+                held.downloads -= 1
+
+    async def _give(self, channel: Channel, held: "_Held") -> None:
+        await channel.send(held.answer, held.proof, seconds=PIECE_SECONDS)
+        index = await self._wanted(channel, held, ANSWER_SECONDS)
+        if index is None:
+            return
+        if len(self._downloading) >= MAX_DOWNLOADS or channel.peer in self._downloading:
+            raise PeerLost("too many downloads at once, try another peer")
+        self._downloading.add(channel.peer)
+        try:
+            while index is not None:
+                held.until = self._clock() + KEEP_SECONDS
+                await self._send(channel, await held.chunk(index))
+                index = await self._wanted(channel, held, REQUEST_SECONDS)
         finally:
-            held.downloads -= 1
+            self._downloading.discard(channel.peer)
 
     async def _wanted(self, channel: Channel, held: "_Held", seconds: float) -> int | None:
         """The next chunk that the other end asks for; None when it has all that it wants."""
@@ -128,7 +138,7 @@ class Donor:
         index = request.get("chunk")
         if index is None:
             return None
-        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(held.manifest.chunk_hashes):
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(held.hashes):
             raise PeerLost(f"there is no chunk {str(index)[:20]}")
         return index
 
@@ -147,11 +157,12 @@ class Donor:
 
 
 class _Held:
-    """A state that somebody fetches: in memory while it is current, and until it is on disk; then from its file, also a deleted one."""
+    """What somebody fetches. A state is in memory while it is current, and until it is on disk; then in its file, also a deleted one."""
 
-    def __init__(self, manifest: Manifest, digest: str, state: State | None):
-        self.manifest, self.digest, self.state = manifest, digest, state
-        self.downloads, self.until = 0, 0.0
+    def __init__(self, manifest: Manifest, state: State | None):
+        self.answer: dict[str, Any] = {"header": manifest.header.to_json()}
+        self.hashes, self.proof = manifest.chunk_hashes, b"".join(manifest.chunk_hashes)
+        self.state, self.downloads, self.until = state, 0, 0.0
         self._file: BinaryIO | None = None
         self._offset = 0
 
@@ -171,12 +182,11 @@ class _Held:
         if self._file is None:
             raise PeerLost("that state is not here any more")
         offset = self._offset + index * CHUNK_BYTES
-        length = CHUNK_BYTES if index < len(self.manifest.chunk_hashes) - 1 else os.fstat(self._file.fileno()).st_size - offset
         try:
-            data = await asyncio.get_running_loop().run_in_executor(None, os.pread, self._file.fileno(), length, offset)
+            data = await asyncio.get_running_loop().run_in_executor(None, os.pread, self._file.fileno(), CHUNK_BYTES, offset)
         except (OSError, ValueError) as error:
             raise PeerLost(f"that state cannot be read any more: {error}") from None
-        if blake3(data).digest() != self.manifest.chunk_hashes[index]:
+        if blake3(data).digest() != self.hashes[index]:
             raise PeerLost("that state is damaged on disk here")
         return memoryview(data)
 
@@ -185,6 +195,18 @@ class _Held:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _held_mean(means: MeanStore, digest: object) -> _Held:
+    """The mean that made the state named `digest`. Raises PeerLost."""
+    kept = means.open(digest) if isinstance(digest, str) else None
+    if kept is None:
+        raise PeerLost("the mean of that round is not here")
+    held = _Held(kept.manifest, None)
+    held.answer |= {"square_norm": kept.square_norm, "num_bytes": kept.num_bytes}
+    held.hashes, held.proof = kept.hashes, held.proof + b"".join(kept.hashes)
+    held.move_to((kept.file, kept.offset))
+    return held
 
 
 async def ask_head(streams: Streams, peer: str) -> Head | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peer.contracts import Member
 from peer.sync.engine.codec import Wire, check_finite
-from peer.sync.engine.state import State, next_state
+from peer.sync.engine.state import State, hash_chunks, mean_digest, next_state
 from swarm.run_config import RunConfig
 
 
@@ -60,7 +60,7 @@ def advance(parent: State, members: Iterable[Member], mean: Tensor, square_norm:
                 check_finite(vector)
             yield values
 
-    return next_state(parent, pieces(), members)
+    return next_state(parent, pieces(), members, mean_digest(square_norm, hash_chunks(mean)))
 
 
 def load_strategy(path: str, run: RunConfig) -> Strategy:

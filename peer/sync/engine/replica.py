@@ -24,13 +24,14 @@ from peer.sync.engine.local_work import follows
 from peer.sync.engine.neighbours import LEFT, Neighbours
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.presence import Presence
+from peer.sync.engine.replay import MeanStore, rounds_kept
 from peer.sync.engine.rounds import Rounds
 from peer.sync.engine.rounds_file import write_round
 from peer.sync.engine.saving import Saver
 from peer.sync.engine.settling import Settling
 from peer.sync.engine.state import Head, State, better
 from peer.sync.engine.streams import Streams
-from peer.sync.engine.takeover import Takeover
+from peer.sync.engine.takeover import Replaying, Takeover
 from peer.sync.engine.trainer import Offer, Progress, Trainer
 from swarm.dht import SwarmNode
 from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
@@ -76,8 +77,9 @@ class Replica:
             standing=self._standing, called=self._on_called, entered=self._set_phase, clock=clock,
         )  # fmt: skip
         self._streams, self._rounds_path = streams, rounds_path
-        self._donor = Donor(streams, lambda: self.state, store, lambda: self._phase == "average", clock)
-        self._takeover = Takeover(streams, self._refusal, clock)
+        self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
+        self._donor = Donor(streams, lambda: self.state, store, self._means, lambda: self._phase == "average", clock)
+        self._takeover = Takeover(streams, self._refusal, clock, Replaying(wire.num_bytes, self.rounds.step, self._means))
         self._beginning = Beginning(run, last_known, last_holders, clock)
         self._saver = Saver(store, state, self.wake, trainer.failed, clock)
         self._presence = Presence(run, node, self.neighbours, self.record, self._run_record, self._rate, self.wake, clock)
@@ -103,7 +105,8 @@ class Replica:
 
     async def live(self) -> None:
         """Take part until closed. Raises UserError when this peer cannot go on."""
-        background = [asyncio.create_task(task()) for task in (*self._presence.tasks(), self._saver.save_forever, self._donor.tidy_forever)]
+        endless = (*self._presence.tasks(), self._saver.save_forever, self._means.keep_forever, self._donor.tidy_forever)
+        background = [asyncio.create_task(task()) for task in endless]
         try:
             while not self._closed:
                 for task in background:
@@ -269,6 +272,7 @@ class Replica:
         self._group_size = len(done.group.members)
         if self._group_size > 1:
             self._traffic = done.mean.traffic
+        self._means.want(done.state, done.mean)
         self._adopt(done.state, done.how)
         self._set_phase("train")
 

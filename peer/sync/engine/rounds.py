@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from peer.contracts import Member
 from peer.sync.engine.averaging import Averager, Mean, RoundFailed
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.groups import Group, Matchmaker, NoGroup, Standing, Ticket
@@ -105,14 +106,14 @@ class Rounds:
         if group.samples <= sum(outside.values()):
             raise NoGroup(f"the group holds {group.samples} samples, {sum(outside.values())} wait elsewhere", group.silent | set(outside))
 
+    def step(self, parent: State, mean: Mean, members: Collection[Member]) -> State:
+        """What the round with that mean makes of `parent`. Raises ValueError."""
+        return advance(parent, members, mean.encoded, mean.square_norm, self._strategy, self._wire)
+
     async def _outer_step(self, parent: State, group: Group, mean: Mean) -> Round:
         began = self._clock()
-
-        def step() -> State:
-            return advance(parent, group.members, mean.encoded, mean.square_norm, self._strategy, self._wire)
-
         try:
-            state = await asyncio.get_running_loop().run_in_executor(None, step)
+            state = await asyncio.get_running_loop().run_in_executor(None, self.step, parent, mean, group.members)
         except ValueError as error:
             raise RoundFailed(str(error)) from None
         done, header = Round(group, mean, state), state.header

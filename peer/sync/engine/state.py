@@ -30,7 +30,8 @@ class Header:
 
     run, schema: digests of the configuration and of `params`' names, shapes and dtypes. included: peer -> number of its last
     contribution in this state. members: whose work the last round averaged. ancestors: settlements of the last ancestors, newest
-    first, so that whoever holds a state can report what is in it.
+    first, so that whoever holds a state can report what is in it. mean: digest of the average that the last round applied, so that
+    whoever holds the parent can repeat it (replay.py); empty where it cannot be had.
     """
 
     run: str
@@ -41,8 +42,9 @@ class Header:
     included: Mapping[str, int] = dataclasses.field(default_factory=dict)
     members: tuple[Member, ...] = ()
     ancestors: tuple[Settlement, ...] = ()
+    mean: str = ""
 
-    def child(self, digest: str, members: Iterable[Member]) -> "Header":
+    def child(self, digest: str, members: Iterable[Member], mean: str = "") -> "Header":
         """The header of the round that averages `members` onto this state, whose digest is `digest`."""
         members = tuple(sorted(members, key=lambda member: member.peer))
         ancestors = (self.settlement(digest), *self.ancestors) if self.round else ()
@@ -54,6 +56,7 @@ class Header:
             included={**self.included, **{member.peer: member.number for member in members}},
             members=members,
             ancestors=ancestors[:ANCESTORS_KEPT],
+            mean=mean,
         )
 
     def settlement(self, digest: str) -> Settlement:
@@ -79,6 +82,7 @@ class Header:
                     Settlement(_text(a["digest"]), _text(a["parent"]), _count(a["round"]), _count(a["samples"]), _members(a["members"]))
                     for a in values["ancestors"][:ANCESTORS_KEPT]
                 ),
+                mean=_text(values["mean"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise BadState(f"header: {error!r}") from None
@@ -88,7 +92,7 @@ class Header:
     def _check(self) -> None:
         """Raise BadState when it contradicts itself: an honest header counts every sample of its members once."""
         if not self.round:
-            if self.samples or self.parents or self.members or self.included:
+            if self.samples or self.parents or self.members or self.included or self.mean:
                 raise BadState("header: a round 0 with a past")
             return
         before = self.ancestors[0].samples if self.ancestors else 0
@@ -124,8 +128,8 @@ def first_state(run: str, schema: str, anchor: Tensor, slots: int) -> State:
     return State(Header(run=run, schema=schema), buffer)
 
 
-def next_state(state: State, pieces: Iterable[Sequence[Tensor]], members: Iterable[Member]) -> State:
-    """The state after one round: new tensors, and a header that names the parent.
+def next_state(state: State, pieces: Iterable[Sequence[Tensor]], members: Iterable[Member], mean: str = "") -> State:
+    """The state after one round: new tensors, and a header that names the parent and the mean that led from it to here.
 
     pieces: the vectors [anchor, *outer tensors] in consecutive slices, each written as soon as it comes.
     """
@@ -136,7 +140,7 @@ def next_state(state: State, pieces: Iterable[Sequence[Tensor]], members: Iterab
             target[at:end].copy_(vector)
         at = end
     assert end == targets.shape[1], "the pieces are not the whole vectors"
-    return State(state.header.child(state.digest, members), buffer)
+    return State(state.header.child(state.digest, members, mean), buffer)
 
 
 def hash_chunks(data: Tensor) -> Iterable[bytes]:
@@ -150,6 +154,11 @@ def state_digest(header: Header, chunk_hashes: Iterable[bytes]) -> str:
     for chunk_hash in chunk_hashes:
         hasher.update(chunk_hash)
     return hasher.hexdigest()
+
+
+def mean_digest(square_norm: float, chunk_hashes: Iterable[bytes]) -> str:
+    """What a state's header says of the mean that made it: the hashes of its encoded bytes, and its sum of squares."""
+    return blake3(canonical_json({"square_norm": float(square_norm).hex()}) + b"".join(chunk_hashes)).hexdigest()
 
 
 @dataclass(frozen=True)

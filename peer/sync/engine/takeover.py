@@ -3,14 +3,17 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from peer.sync.engine.download import Download, Lied, Manifest
+from peer.contracts import Member
+from peer.sync.engine.averaging import Mean
+from peer.sync.engine.download import Download, Lied, Manifest, ask_manifest
+from peer.sync.engine.replay import MeanStore, Replay
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State, better
 from peer.sync.engine.streams import PeerLost, Refused, Streams
 from peer.sync.engine.vectors import SharedBuffer
@@ -65,12 +68,36 @@ class WholeState:
 
 
 @dataclass
+class Replaying:
+    """What it takes to repeat rounds. num_bytes: of an encoded mean; step: what every peer does to a state with a round's mean and members."""
+
+    num_bytes: int
+    step: Callable[[State, Mean, Sequence[Member]], State]
+    means: MeanStore
+
+
+@dataclass
 class _Fetch:
     head: Head
     holders: set[str]
     download: Download
-    task: asyncio.Task
     began: float
+    replay: Replay | None = None
+    replayed: bool = False
+    task: asyncio.Task | None = None
+
+    @property
+    def downloads(self) -> list[Download]:
+        return [*(self.replay.downloads if self.replay else ()), self.download]
+
+    def last_progress(self, now: float) -> float:
+        return now if self.replay and self.replay.stepping else max(download.progressed for download in self.downloads)
+
+    @property
+    def faults(self) -> dict[str, PeerLost]:
+        """Who failed, and why; lies above all."""
+        found = [fault for download in self.downloads for fault in download.faults.items()]
+        return dict(sorted(found, key=lambda item: isinstance(item[1], Lied)))
 
 
 class Takeover:
@@ -80,9 +107,15 @@ class Takeover:
     It does not outlive the process: a state is written to disk whole or not at all.
     """
 
-    def __init__(self, streams: Streams, acceptable: Callable[[State], str], clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        streams: Streams,
+        acceptable: Callable[[State], str],
+        clock: Callable[[], float] = time.monotonic,
+        replaying: Replaying | None = None,
+    ):
         """acceptable: why a fetched state is refused, '' when it is not."""
-        self._streams, self._acceptable, self._clock = streams, acceptable, clock
+        self._streams, self._acceptable, self._clock, self._replaying = streams, acceptable, clock, replaying
         self._fetch: _Fetch | None = None
         self._partial: Download | None = None
         self._penalties: dict[str, tuple[int, float]] = {}
@@ -95,7 +128,7 @@ class Takeover:
     def consider(self, claims: Iterable[tuple[Head, str]], ours: State) -> None:
         """Start to fetch the best of what others claim to hold, (head, peer) each, if it beats `ours`."""
         now = self._clock()
-        if self._fetch is not None and not self._fetch.task.done() and now - self._fetch.download.progressed >= STALLED_SECONDS:
+        if self._fetch is not None and not self._fetch.task.done() and now - self._fetch.last_progress(now) >= STALLED_SECONDS:
             self._give_up(self._fetch, "it stalled")
         if self._partial is not None and now - self._partial.progressed > PARTIAL_SECONDS:
             self._partial = None
@@ -113,8 +146,31 @@ class Takeover:
     def _begin(self, head: Head, holders: set[str], ours: State) -> None:
         content = WholeState(head.digest, ours, self._partial)
         download, self._partial = Download(content, holders, self._clock), None
-        task = asyncio.create_task(download.run(self._streams))
-        self._fetch = _Fetch(head, holders, download, task, self._clock())
+        self._fetch = fetch = _Fetch(head, holders, download, self._clock())
+        log.info("fetching state=%s samples=%d from %d holders", head.digest[:8], head.samples, len(holders))
+        fetch.task = asyncio.create_task(self._chase(fetch, ours))
+
+    async def _chase(self, fetch: _Fetch, ours: State) -> State:
+        """Repeat the last rounds if that leads from `ours` there; else, or if it fails, fetch the whole state."""
+        if self._replaying is not None and (state := await self._replayed(fetch, ours, self._replaying)) is not None:
+            return state
+        await fetch.download.run(self._streams)
+        return fetch.download.content.state()
+
+    async def _replayed(self, fetch: _Fetch, ours: State, replaying: Replaying) -> State | None:
+        manifest = await ask_manifest(self._streams, fetch.holders, fetch.head.digest)
+        if manifest is None:
+            return None
+        fetch.replay = Replay(ours, manifest, fetch.head.digest, replaying.num_bytes, replaying.step, self._clock)
+        if not fetch.replay.digests:
+            return None
+        try:
+            state = await fetch.replay.run(self._streams, fetch.holders, replaying.means.want)
+        except (PeerLost, BadState) as error:
+            log.info("fetching the whole state %s: %s", fetch.head.digest[:8], error)
+            return None
+        fetch.replayed = True
+        return state
 
     def result(self) -> State | None:
         """A state that has arrived, once."""
@@ -122,21 +178,21 @@ class Takeover:
             return None
         done, self._fetch = self._fetch, None
         try:
-            done.task.result()
+            state = done.task.result()
         except (PeerLost, BadState) as error:
             self._keep(done.download)
             self._punish(done, error)
             return None
-        state = done.download.content.state()
         refusal = self._acceptable(state) or ("its samples are not those promised" if state.header.samples != done.head.samples else "")
         if refusal:
             self._punish(done, BadState(refusal))
             return None
         self._forgive(done)
-        header, given = state.header, done.download.given
+        header, downloads = state.header, done.downloads
         log.info(
-            "fetched round=%d state=%s samples=%d seconds=%.1f bytes=%d holders=%d",
-            header.round, state.digest[:8], header.samples, self._clock() - done.began, done.download.bytes_received, len(given),
+            "fetched round=%d state=%s samples=%d seconds=%.1f bytes=%d holders=%d replayed=%d",
+            header.round, state.digest[:8], header.samples, self._clock() - done.began, sum(d.bytes_received for d in downloads),
+            len({holder for d in downloads for holder in d.given}), len(done.replay.digests) if done.replayed else 0,
         )  # fmt: skip
         return state
 
@@ -147,7 +203,7 @@ class Takeover:
 
     def _give_up(self, fetch: _Fetch, reason: str) -> None:
         fetch.task.cancel()
-        fetch.download.closed = True  # what it still receives is not written over what the next one does
+        fetch.download.closed = True  # what still comes is not written over what the next one brings
         self._fetch = None
         self._keep(fetch.download)
         self._punish(fetch, PeerLost(reason))
@@ -159,12 +215,12 @@ class Takeover:
     def _punish(self, fetch: _Fetch, error: Exception) -> None:
         log.warning("could not take over state=%s: %s", fetch.head.digest[:8], error)
         for peer in fetch.holders:
-            self._penalize(peer, fetch.download.faults.get(peer, error) if isinstance(error, PeerLost) else error)
+            self._penalize(peer, fetch.faults.get(peer, error) if isinstance(error, PeerLost) else error)
 
     def _forgive(self, fetch: _Fetch) -> None:
         """The download succeeded: only who lied meanwhile is to be avoided."""
         for peer in fetch.holders:
-            fault = fetch.download.faults.get(peer)
+            fault = fetch.faults.get(peer)
             if isinstance(fault, Lied):
                 log.warning("%s; it is not asked for a while", fault)
                 self._penalize(peer, fault)

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 
 from peer.contracts import Member
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.donors import Donor
 from peer.sync.engine.groups import Ticket
+from peer.sync.engine.replay import MeanStore
 from peer.sync.engine.state import State, first_state
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.vectors import SharedBuffer
@@ -69,3 +72,35 @@ def shared_copy(vector: torch.Tensor) -> SharedBuffer:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Holder:
+    """A node that gives `state`, which the test may change."""
+
+    def __init__(self, nodes, node, streams, state, clock):
+        self.node, self.streams, self.state = node, streams, state
+        self.store = StateStore(nodes.folder / node.peer_id)
+        self.means = MeanStore(nodes.folder / node.peer_id / "means")
+        self.donor = Donor(streams, lambda: self.state, self.store, self.means, clock=clock or Clock())
+
+    def moves_to(self, state: State) -> None:
+        before, self.state = self.state, state
+        self.donor.retire(before)
+
+
+async def holder(nodes, state: State, clock=None) -> Holder:
+    ((node, streams),) = await nodes.streams(1)
+    giver = Holder(nodes, node, streams, state, clock)
+    await giver.donor.start()
+    return giver
+
+
+def same(state: State, other: State) -> bool:
+    return state.digest == other.digest and state.header == other.header and torch.equal(state.buffer.bytes(), other.buffer.bytes())

@@ -12,10 +12,11 @@ from peer.sync.engine import takeover
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import KEEP_SECONDS, Donor, ask_head
 from peer.sync.engine.download import CHUNKS, PIECE_BYTES, Download
+from peer.sync.engine.replay import MeanStore
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State, next_state
 from peer.sync.engine.streams import PeerLost, Refused
 from peer.sync.engine.takeover import Takeover, WholeState
-from tests.peer.sync.swarm_tools import state_of, until
+from tests.peer.sync.swarm_tools import Clock, holder, same, state_of, until
 
 SIZE = 3 * CHUNK_BYTES // 4 + 5  # three chunks and a short one
 
@@ -25,41 +26,10 @@ def two_states(run="run") -> tuple[State, State]:
     return base, next_state(base, [[torch.arange(1, SIZE + 1.0)]], [Member("a", 1, 7)])
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Holder:
-    """A node that gives `state`, which the test may change."""
-
-    def __init__(self, nodes, node, streams, state, clock):
-        self.node, self.streams, self.state = node, streams, state
-        self.store = StateStore(nodes.folder / node.peer_id)
-        self.donor = Donor(streams, lambda: self.state, self.store, clock=clock or Clock())
-
-    def moves_to(self, state: State) -> None:
-        before, self.state = self.state, state
-        self.donor.retire(before)
-
-
-async def holder(nodes, state: State, clock=None) -> Holder:
-    ((node, streams),) = await nodes.streams(1)
-    giver = Holder(nodes, node, streams, state, clock)
-    await giver.donor.start()
-    return giver
-
-
 async def fetch(streams, holders, digest: str, like: State, partial: Download | None = None) -> State:
     download = Download(WholeState(digest, like, partial), set(holders))
     await download.run(streams)
     return download.content.state()
-
-
-def same(state: State, other: State) -> bool:
-    return state.digest == other.digest and state.header == other.header and torch.equal(state.buffer.bytes(), other.buffer.bytes())
 
 
 def test_a_state_arrives_whole_and_heads_are_told(swarm):
@@ -240,7 +210,9 @@ def test_a_round_goes_before_a_download(swarm):
 
         ((node, giving), (_, streams)) = await nodes.streams(2)
         ticks = iter(range(10**6))  # each piece takes one second
-        giver = Donor(giving, lambda: new, StateStore(nodes.folder / "x"), lambda: True, lambda: next(ticks), note)
+        giver = Donor(
+            giving, lambda: new, StateStore(nodes.folder / "x"), MeanStore(nodes.folder / "y"), lambda: True, lambda: next(ticks), note
+        )
         await giver.start()
         assert same(await fetch(streams, [node.peer_id], new.digest, base), new)
         assert pauses == [3] * (3 * CHUNK_BYTES // PIECE_BYTES + 1)

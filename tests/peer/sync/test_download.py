@@ -11,7 +11,7 @@ from peer.sync.engine.download import CHUNKS, PIECE_BYTES, Download, Lied, ask_m
 from peer.sync.engine.state import CHUNK_BYTES, Head, State, next_state
 from peer.sync.engine.streams import PeerLost
 from peer.sync.engine.takeover import Takeover, WholeState
-from tests.peer.sync.swarm_tools import state_of, until
+from tests.peer.sync.swarm_tools import Clock, state_of, until
 
 SIZE = 5 * CHUNK_BYTES // 4 + 5  # five chunks and a short one
 
@@ -230,13 +230,6 @@ def test_the_proof_of_a_state_comes_from_whoever_has_it(swarm):
 
 
 # ------------------------------------------------------------------------------------------------------------ across failures
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def ended(chaser: Takeover) -> State | None:

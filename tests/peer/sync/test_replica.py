@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from peer.contracts import Member
+from peer.sync import diloco, gradients, parameters
 from peer.sync.engine import presence
 from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.codec import Wire
@@ -28,12 +29,13 @@ from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import state_of, until
 
 SIZE = 1000
+STRATEGIES = {module.__name__.split(".")[-1]: module.strategy for module in (parameters, diloco, gradients)}
 
 
 class Peer:
     """A replica and its recorded trainer, which has `rate` samples more at every look while it trains."""
 
-    def __init__(self, nodes, node, run: RunConfig, *, state: State | None = None, rate: int = 4, **options):
+    def __init__(self, nodes, node, run: RunConfig, *, state: State | None = None, rate: int = 4, strategy=None, **options):
         self.folder = nodes.folder / node.peer_id
         self.node, self.run, self.rate = node, run, rate
         self.id = node.peer_id
@@ -46,7 +48,7 @@ class Peer:
             run=run,
             state=self.base,
             wire=Wire(run.wire, SIZE),
-            strategy=Parameters(),
+            strategy=strategy or Parameters(),
             node=node,
             store=self.store,
             rounds_path=self.folder / "rounds.jsonl",
@@ -179,8 +181,8 @@ def test_three_peers_hold_one_state_after_every_round_and_report_every_sample(sw
         assert len({peer.head.digest for peer in trio}) == 1
         for peer in trio:
             assert settled_samples(peer) == peer.head.header.samples >= 200
-            record = peer.replica.record()
-            assert min(record.sent_bytes, record.received_bytes, record.transfer_seconds) > 0
+            record, together = peer.replica.record(), any(line["how"] == "averaged" for line in peer.rounds())
+            assert (min(record.sent_bytes, record.received_bytes, record.transfer_seconds) > 0) == together
         check_invariants(*trio)
 
     swarm(scenario)
@@ -215,9 +217,14 @@ def test_two_that_each_believe_the_other_away_average_again(swarm):
     swarm(scenario)
 
 
-def test_a_round_that_one_member_committed_and_the_other_lost_heals(swarm, monkeypatch):
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_round_that_one_member_committed_and_the_other_lost_is_repeated_there(swarm, kind, caplog):
+    caplog.set_level("INFO")
+
     async def scenario(nodes):
-        one, two = await peers(nodes, 2, make_run())
+        run, strategy = make_run(sync=kind), STRATEGIES[kind]
+        base = state_of(torch.zeros(SIZE), run=run.digest, slots=strategy(run).slots)
+        one, two = [await Peer(nodes, await nodes.node(), run, state=base, strategy=strategy(run)).start(nodes) for _ in range(2)]
         average, lost = two.replica.rounds.averager.average, []
 
         async def lose(group, mine):
@@ -231,6 +238,8 @@ def test_a_round_that_one_member_committed_and_the_other_lost_heals(swarm, monke
         await until(lambda: two.head.header.round >= 3 and one.head.header.round >= 3)
         how = [line["how"] for line in two.rounds()]
         assert how[0] == "fetched" and two.rounds()[0]["digest"] == one.rounds()[0]["digest"]
+        (told,) = [record.getMessage() for record in caplog.records if "fetched round=1 " in record.getMessage()]
+        assert told.endswith("holders=1 replayed=1")
         check_invariants(one, two)
 
     swarm(scenario)

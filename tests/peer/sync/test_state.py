@@ -67,6 +67,7 @@ def test_any_field_of_the_header_changes_the_digest():
     state = lineage(2)[-1]
     changes = {
         "run": "x", "schema": "x", "round": 9, "samples": 9, "parents": ("x",), "included": {"a": 9}, "members": (), "ancestors": (),
+        "mean": "x",
     }  # fmt: skip
     assert set(changes) == {field.name for field in dataclasses.fields(Header)}
     for name, value in changes.items():

@@ -1,0 +1,162 @@
+"""How soon a newcomer's first contribution is in a state: three peers train over slow links, a fourth comes.
+
+    python -m benchmarks.join            20 Mbit/s and 40 ms each way, a state of 60 MB (diloco, int4): some six minutes
+    python -m benchmarks.join --full     100 Mbit/s, a state of 600 MB
+
+Compute is a sleep (`benchmarks.sleeper`), all else is real: processes, sidecars, p2pd, links of `benchmarks.links`. Time runs from the
+start of the newcomer's process, Python's imports included, until another peer's rounds.jsonl has a state with its contribution.
+The second time one of the three is killed in the middle of the download. Aim: 1.25 x (state bytes / link rate) + 15 s.
+"""
+
+import argparse
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, print_result, print_table
+from benchmarks.links import Link, Net, linked
+from swarm.errors import UserError, run_program
+
+DONORS = 3
+BYTES_PER_PARAMETER = 8
+"""A state of `diloco`: the anchor and its momentum, float32 each."""
+FIRST_ROUND = 6
+"""The newcomer comes then: up to 4 rounds of these sizes could be repeated from the base model, without a download."""
+SAMPLES_PER_SECOND = 40.0
+_ADDRESS = re.compile(r"--peers (\S+/ip4/10\.77\S+|/ip4/10\.77\S+)")
+_WAIT_SECONDS = 120.0
+
+
+class Peer:
+    """One process of the benchmark, at a host of `net`."""
+
+    def __init__(self, net: Net, host: int, folder: Path, options: Sequence[str]):
+        self.folder = folder
+        folder.mkdir(parents=True)
+        self._log = folder / "log.txt"
+        command = [sys.executable, "-m", "benchmarks.sleeper", "--output_dir", str(folder)]
+        command += ["--host_maddrs", f"/ip4/{net.hosts[host].address}/tcp/31337", *options]
+        self.began = time.time()
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(net.command(host, command), cwd=ROOT, stdout=log, stderr=log)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def rounds(self) -> list[dict[str, Any]]:
+        path = self.folder / "rounds.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def wait(what: str, found: Any, peers: Sequence[Peer], seconds: float = _WAIT_SECONDS) -> Any:
+    """What `found()` returns, once that is something. Raises UserError when it does not come, or a peer has ended by itself."""
+    until = time.monotonic() + seconds
+    while not (value := found()):
+        for peer in peers:
+            if peer.process.poll() is not None or time.monotonic() > until:
+                last = "\n".join(peer.log.splitlines()[-8:])
+                raise UserError(f"{what} did not come within {seconds:.0f} s; {peer.folder.name} says:\n{last}", fix="Look at its log.")
+        time.sleep(0.1)
+    return value
+
+
+def measure(folder: Path, link: Link, num_parameters: int, round_seconds: float, *, kill: bool) -> dict[str, Any]:
+    """One newcomer's way into the swarm; `kill`: one of the donors dies in the middle of the download."""
+    ideal = num_parameters * BYTES_PER_PARAMETER * 8e-6 / link.megabits
+    options = [
+        "--num_parameters", str(num_parameters), "--samples_per_second", str(SAMPLES_PER_SECOND), "--train_batch_size", "4",
+        "--target_batch_size", str(int(DONORS * SAMPLES_PER_SECOND * round_seconds)), "--sync", "diloco", "--wire", "int4",
+    ]  # fmt: skip
+    peers: list[Peer] = []
+    with linked(DONORS + 1, link) as net:
+        try:
+            peers.append(Peer(net, 0, folder / "peer-0", [*options, "--found"]))
+            address = wait("the first peer's address", lambda: _ADDRESS.search(peers[0].log), peers).group(1)
+            for host in range(1, DONORS):
+                peers.append(Peer(net, host, folder / f"peer-{host}", [*options, "--peers", address]))
+            together = 3 * FIRST_ROUND * round_seconds + _WAIT_SECONDS
+            wait(f"round {FIRST_ROUND} of all three", lambda: any(_is_underway(line) for line in peers[0].rounds()), peers, together)
+            newcomer = Peer(net, DONORS, folder / "newcomer", [*options, "--peers", address])
+            if kill:
+                wait("the download", lambda: "fetching state=" in newcomer.log, [newcomer])
+                time.sleep(ideal / 2)
+                peers.pop().end()
+            peers.append(newcomer)
+            others, patience = peers[:-1], 10 * (ideal + round_seconds) + _WAIT_SECONDS
+            line = wait("the first contribution", lambda: _first_contribution(others, newcomer), peers, patience)
+            seconds = line["time"] - newcomer.began
+        finally:
+            for peer in peers:
+                peer.end()
+    fetched = re.findall(r"fetched .*? seconds=(\S+) bytes=(\d+) holders=(\d+) replayed=(\d+)", newcomer.log)
+    return {
+        "donor killed": "yes" if kill else "no",
+        "megabits": link.megabits,
+        "state MB": num_parameters * BYTES_PER_PARAMETER / 1e6,
+        "round s": round_seconds,
+        "ideal s": ideal,
+        "fetched s": sum(float(seconds) for seconds, *_ in fetched),
+        "fetched MB": sum(int(num_bytes) for _, num_bytes, *_ in fetched) / 1e6,
+        "holders": max((int(holders) for *_, holders, _ in fetched), default=0),
+        "rounds replayed": sum(int(replayed) for *_, replayed in fetched),
+        "first contribution s": seconds,
+        "aim s": 1.25 * ideal + 15,
+        "ratio": seconds / ideal,
+    }
+
+
+def _is_underway(line: dict[str, Any]) -> bool:
+    return line["round"] >= FIRST_ROUND and len(line["members"]) == DONORS
+
+
+def _first_contribution(others: Sequence[Peer], newcomer: Peer) -> dict[str, Any] | None:
+    own = newcomer.rounds()
+    if not own:
+        return None
+    lines = [line for peer in others for line in peer.rounds() if any(member[0] == own[0]["peer"] for member in line["members"])]
+    return min(lines, key=lambda line: line["time"], default=None)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="join", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="ten times the state over five times the rate")
+    parser.add_argument("--megabits", type=float, default=math.nan, help="of each peer's line, in both directions")
+    parser.add_argument("--num_parameters", type=int, default=0)
+    parser.add_argument("--round_seconds", type=float, default=math.nan, help="of compute, for each round")
+    flags = parser.parse_args(argv)
+    link = Link(megabits=flags.megabits if flags.megabits > 0 else 100.0 if flags.full else 20.0, delay_ms=40.0)
+    num_parameters = flags.num_parameters or (75_000_000 if flags.full else 7_500_000)
+    ideal = num_parameters * BYTES_PER_PARAMETER * 8e-6 / link.megabits
+    round_seconds = flags.round_seconds if flags.round_seconds > 0 else ideal / 2
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="dd-join-") as folder:
+        for kill in (False, True):
+            rows.append(measure(Path(folder) / str(kill), link, num_parameters, round_seconds, kill=kill))
+    print_table(rows)
+    print_result(
+        {
+            "seconds_to_first_contribution": rows[0]["first contribution s"],
+            "seconds_of_transfer_ideal": ideal,
+            "ratio": rows[0]["ratio"],
+            "ratio_with_donor_killed": rows[1]["ratio"],
+            "seconds_aim": rows[0]["aim s"],
+            "rows": rows,
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(lambda: main(sys.argv[1:])))
