@@ -128,7 +128,8 @@ class Averager:
 
         async def receive() -> None:
             for index in share:
-                header, data = await channel.receive(max_payload=parts[index].num_bytes, seconds=PART_SECONDS)
+                # The reducer gives up before us, and tells us because of whom.
+                header, data = await channel.receive(max_payload=parts[index].num_bytes, seconds=COME_SECONDS + PART_SECONDS)
                 run.squares[index] = _square(header, reducer)
                 parts[index].bytes_of(run.result).copy_(_checked(parts[index], data, reducer))
 
@@ -160,19 +161,16 @@ class Averager:
                 data, square = await reduction.mean(index)
                 await channel.send({"square": square}, memoryview(data.numpy()), seconds=PART_SECONDS)
 
-        taking, giving = tasks = [asyncio.create_task(take()), asyncio.create_task(give())]
+        taking, _ = tasks = [asyncio.create_task(take()), asyncio.create_task(give())]
         try:
             await _all(tasks)
-        except (PeerLost, asyncio.TimeoutError) as error:
-            raise PeerLost(str(error) or "too slow") from None
         finally:
             await end_tasks(*tasks)
             reduction.run.count(channel)
+            reasons = [task.exception() for task in tasks if not task.cancelled() and task.exception()]
             # A member whose parts are all here is in the average, even if it takes nothing back.
-            if taking.cancelled() or taking.exception() is not None:
-                reason = giving.exception() if taking.cancelled() and not giving.cancelled() else None
-                reason = reason or (taking.exception() if not taking.cancelled() else None)
-                reduction.fail(f"{channel.peer[-6:]} fell out: {reason or 'too slow'}")
+            if taking.cancelled() or taking.exception():
+                reduction.fail(f"{channel.peer[-6:]} fell out: {reasons[0] if reasons else 'we are closing'}")
 
     async def _reduction(self, group_id: str) -> "_Reduction":
         # A member may hear of the group, and dial us, a moment before the leader's message reaches us.
@@ -247,7 +245,12 @@ class _Reduction:
     async def mean(self, index: int) -> tuple[Tensor, float]:
         """The encoded average of one part, and its sum of squares. Raises PeerLost when it cannot be had any more."""
         future = self._means[index]
-        return future.result() if future.done() else await asyncio.wait_for(asyncio.shield(future), PART_SECONDS)
+        if not future.done():
+            await asyncio.wait([future], timeout=PART_SECONDS)
+        if not future.done():
+            missing = sorted(peer[-6:] for peer in self.senders - self._received[index].keys())
+            self.fail(f"{', '.join(missing)} sent no part for {PART_SECONDS:g} s")
+        return future.result()
 
     def fail(self, reason: str) -> None:
         for future in self._means:

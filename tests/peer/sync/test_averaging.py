@@ -1,6 +1,7 @@
 """Exact all-reduce: the same bytes at every member, or nothing."""
 
 import asyncio
+import contextlib
 import random
 
 import pytest
@@ -8,22 +9,23 @@ import torch
 
 from peer.contracts import Member
 from peer.sync.engine import averaging
-from peer.sync.engine.averaging import REDUCE, Averager, RoundFailed, share_out
+from peer.sync.engine.averaging import REDUCE, Averager, RoundFailed, _Reduction, _Run, share_out
 from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, square_norm
 from peer.sync.engine.groups import Group
-from peer.sync.engine.streams import Streams
+from peer.sync.engine.streams import PeerLost, Streams
 from tests.peer.sync.swarm_tools import until
 
 
 class Peer:
-    def __init__(self, node, wire):
+    def __init__(self, node, wire, kind=Averager):
         self.node, self.id = node, node.peer_id
         self.streams = Streams(node)
-        self.averager = Averager(self.id, self.streams, wire)
+        self.averager = kind(self.id, self.streams, wire)
 
 
-async def peers(nodes, count, wire) -> list[Peer]:
-    found = [Peer(await nodes.node(), wire) for _ in range(count)]
+async def peers(nodes, count, wire, last=Averager) -> list[Peer]:
+    """`count` peers, sorted by id; one of them averages by the class `last`."""
+    found = [Peer(await nodes.node(), wire, Averager if index < count - 1 else last) for index in range(count)]
     for peer in found:
         await peer.averager.start()
     return sorted(found, key=lambda peer: peer.id)
@@ -186,6 +188,108 @@ def test_a_bad_sender_fails_the_round_for_all_and_nobody_gets_a_mixed_average(sw
     swarm(scenario)
 
 
+class Liar(Averager):
+    """A reducer that sends what `lie` makes of each header and mean; nothing at all after None."""
+
+    lie = staticmethod(lambda header, mean: (header, mean))
+
+    async def _serve(self, channel):
+        honest = channel.send
+
+        async def send(header, payload, *, seconds):
+            answer = self.lie(header, payload)
+            await (honest(*answer, seconds=seconds) if answer else asyncio.Event().wait())
+
+        channel.send = send
+        await super()._serve(channel)
+
+
+def square_of(value):
+    return lambda header, mean: ({"square": value}, mean)
+
+
+LIES = {
+    "a sum of squares that is NaN": (square_of(float("nan")), "sent nan for a sum of squares"),
+    "an infinite one": (square_of(float("inf")), "sent inf for a sum of squares"),
+    "a negative one": (square_of(-1.0), "sent -1.0 for a sum of squares"),
+    "a string": (square_of("1.0"), "sent 1.0 for a sum of squares"),
+    "a whole number": (square_of(10**15), "sent 1000000000000000 for a sum of squares"),
+    "no sum of squares": (lambda header, mean: ({}, mean), "sent None for a sum of squares"),
+    "a mean that is too short": (lambda header, mean: (header, mean[:-2]), "bytes instead of"),
+    "an empty mean": (lambda header, mean: (header, b""), "sent 0 bytes instead of"),
+    "a mean that is too long": (lambda header, mean: (header, bytes(mean) + b"xx"), "are allowed"),
+    "a mean that is not finite": (lambda header, mean: (header, b"\xff" * len(mean)), "sent non-finite values"),
+}
+
+
+def test_a_reducer_that_lies_fails_the_round_at_all_whom_it_lied_to(swarm):
+    async def scenario(nodes):
+        wire = Wire("fp16", 2 * 3 * PART_ELEMENTS)
+        members = await peers(nodes, 3, wire, Liar)
+        (liar,) = (peer for peer in members if isinstance(peer.averager, Liar))
+        for what, (lie, reason) in LIES.items():
+            liar.averager.lie = lie
+            results = await outcomes(members, group_of(members, [1, 1, 1], attempt=what), constants(wire, 3))
+            told = [str(result) for peer, result in zip(members, results, strict=True) if peer is not liar and type(result) is RoundFailed]
+            assert len(told) == 2, (what, results)
+            # Whoever meets the lie first says it; the other may hear of that one's failure before.
+            assert any(reason in error and liar.id[-6:] in error for error in told), (what, told)
+        assert not any(peer.averager._reductions for peer in members)
+
+    swarm(scenario)
+
+
+class Staller(Bad):
+    """A member that sends one part and then nothing more, with its stream open."""
+
+    async def _exchange(self, reducer, share, run):
+        with contextlib.closing(await self._streams.open(reducer, REDUCE)) as channel:
+            await channel.send({"group": run.group.id}, seconds=5)
+            await channel.send({}, memoryview(self._wire.parts[share[0]].bytes_of(run.mine).numpy()), seconds=5)
+            await asyncio.Event().wait()
+
+
+STALLS = {
+    "a sender": Staller,
+    "a reducer from its first mean on": type("Silent", (Liar,), {"lie": staticmethod(lambda header, mean: None)}),
+}
+
+
+@pytest.mark.parametrize("who", STALLS)
+def test_a_peer_that_stalls_fails_the_round_when_the_time_of_a_part_is_over(swarm, monkeypatch, who):
+    monkeypatch.setattr(averaging, "PART_SECONDS", 1.0)
+    monkeypatch.setattr(averaging, "COME_SECONDS", 3.0)
+
+    async def scenario(nodes):
+        wire = Wire("fp16", 2 * 3 * PART_ELEMENTS)
+        members = await peers(nodes, 2, wire, STALLS[who])
+        group, encoded = group_of(members, [1, 1]), constants(wire, 2)
+        staller, honest = sorted(members, key=lambda peer: type(peer.averager) is Averager)
+        stalled = asyncio.create_task(staller.averager.average(group, encoded[0]))
+        nodes.ends_with_the_test(stalled)
+        with pytest.raises(RoundFailed, match=staller.id[-6:]):
+            await honest.averager.average(group, encoded[1])
+        assert not honest.averager._reductions
+
+    swarm(scenario)
+
+
+def test_a_reduction_that_waits_in_vain_says_for_whom(monkeypatch):
+    monkeypatch.setattr(averaging, "PART_SECONDS", 0.01)
+
+    async def scenario():
+        wire = Wire("fp16", 2 * PART_ELEMENTS)
+        group = Group("p", tuple(Member(name, 1, 1) for name in ("member-early", "member-late1", "member-late2")), ("member-early",), "x")
+        run = _Run(group, None, torch.empty(wire.num_bytes, dtype=torch.uint8), [0.0] * 2)
+        reduction = _Reduction(run, wire.parts, [0, 1])
+        reduction.add("member-early", 0, wire.parts[0].bytes_of(constants(wire, 1)[0]))
+        for index in (0, 1):  # one part that cannot be had fails them all, with the first reason
+            with pytest.raises(PeerLost, match="-late1, -late2 sent no part"):
+                await reduction.mean(index)
+
+    asyncio.run(scenario())
+
+
 def test_our_own_contribution_is_checked_like_that_of_others(swarm):
     async def scenario(nodes):
         members = await peers(nodes, 2, Wire("fp32", 10))
@@ -268,8 +372,11 @@ def test_strangers_and_second_streams_are_refused(swarm):
     swarm(scenario)
 
 
-def test_random_deaths_never_leave_two_results(swarm, seed):
+def test_random_deaths_never_leave_two_results(swarm, seed, monkeypatch):
     """Twenty rounds of three, each with one member cancelled at a random moment: whoever finishes has the reference's bytes."""
+    # Nobody need finish; the others need not wait long for one that was cancelled before it began.
+    monkeypatch.setattr(averaging, "_KNOWN_SOON_SECONDS", 1.0)
+    monkeypatch.setattr(averaging, "COME_SECONDS", 1.0)
 
     async def scenario(nodes):
         rng, wire = random.Random(seed), Wire("fp16", 6 * PART_ELEMENTS)
