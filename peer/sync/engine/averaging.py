@@ -79,37 +79,32 @@ class Averager:
         assert (mine is not None) == any(member.peer == self._peer_id for member in group.members)
         began = time.monotonic()
         run = _Run(group, mine, torch.empty(self._wire.num_bytes, dtype=torch.uint8), [0.0] * len(self._wire.parts))
-        shares = share_out(self._wire.parts, len(group.reducers))
-        tasks, reduction = [], None
-        for reducer, share in zip(group.reducers, shares, strict=True):
-            if reducer == self._peer_id and share:
-                reduction = await self._announce(run, share)
-                tasks.append(asyncio.create_task(self._reduce_own(reduction, run)))
-            elif share:
-                tasks.append(asyncio.create_task(self._exchange(reducer, share, run)))
-        watch = asyncio.create_task(reduction.fail_unless_all_come()) if reduction is not None else None
+        shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
+        own, reduction, reason = shares.pop(self._peer_id, []), None, "it left"
+        tasks = [asyncio.create_task(self._exchange(reducer, share, run)) for reducer, share in shares.items() if share]
+        if own:
+            reduction = self._reductions[group.id] = _Reduction(run, [self._wire.parts[index] for index in own], own)
+            tasks += [asyncio.create_task(self._reduce_own(reduction, run)), asyncio.create_task(reduction.fail_unless_all_come())]
         try:
             await asyncio.wait_for(_all(tasks), 60 + 2 * self._wire.num_bytes / _SLOWEST_BYTES_PER_SECOND)
         except (PeerLost, ValueError, asyncio.TimeoutError) as error:
-            if reduction is not None:
-                reduction.fail(f"{self._peer_id[-6:]} gave up: {error}")
-            raise RoundFailed(str(error) or "it took too long") from None
+            reason = str(error) or "it took too long"
+            raise RoundFailed(reason) from None
         finally:
-            await end_tasks(*tasks, *([watch] if watch else []))
-            # Whoever still takes averages from us does so in a handler of its own, which this does not end.
-            self._reductions.pop(group.id, None)
+            # Whoever still takes averages from us does so in a handler of its own, which this does not end; whoever waits for one
+            # that will not be, also because we were cancelled, need not sit out its deadline.
+            if reduction is not None:
+                reduction.fail(f"{self._peer_id[-6:]} gave up: {reason}")
+                self._reductions.pop(group.id, None)
+            await end_tasks(*tasks)
         run.traffic.seconds = time.monotonic() - began
         return Mean(run.result, sum(run.squares), run.traffic)
 
-    async def _announce(self, run: "_Run", share: Sequence[int]) -> "_Reduction":
-        reduction = self._reductions[run.group.id] = _Reduction(run, [self._wire.parts[index] for index in share], share)
+    async def _reduce_own(self, reduction: "_Reduction", run: "_Run") -> None:
         if run.mine is not None:
             reduction.came(self._peer_id)
         async with self._announced:
             self._announced.notify_all()
-        return reduction
-
-    async def _reduce_own(self, reduction: "_Reduction", run: "_Run") -> None:
         for index, part in enumerate(reduction.parts):
             if run.mine is not None:
                 data = part.bytes_of(run.mine)

@@ -274,6 +274,27 @@ def test_a_peer_that_stalls_fails_the_round_when_the_time_of_a_part_is_over(swar
     swarm(scenario)
 
 
+def test_a_reducer_that_is_cancelled_says_so_at_once(swarm):
+    """It used to say nothing, and the others sat out the deadline of a part."""
+
+    async def scenario(nodes):
+        members = await peers(nodes, 2, Wire("fp16", 2 * PART_ELEMENTS))
+        group, (one, other) = group_of(members, [1, 1]), members
+        leaving = asyncio.create_task(one.averager.average(group, constants(one.averager._wire, 1)[0]))
+        await until(lambda: one.averager._reductions)
+        waiting = one.averager._reductions[group.id]
+        with contextlib.closing(await other.streams.open(one.id, REDUCE)) as channel:
+            await channel.send({"group": group.id}, seconds=5)
+            await until(lambda: other.id in waiting._came)
+            leaving.cancel()
+            with pytest.raises(PeerLost, match="gave up: it left"):
+                await channel.receive(max_payload=10**6, seconds=averaging.PART_SECONDS - 5)
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert leaving.cancelled() and not one.averager._reductions
+
+    swarm(scenario)
+
+
 def test_a_reduction_that_waits_in_vain_says_for_whom(monkeypatch):
     monkeypatch.setattr(averaging, "PART_SECONDS", 0.01)
 
