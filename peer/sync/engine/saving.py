@@ -25,6 +25,7 @@ class Saver:
     ):
         self._store, self._on_saved, self._on_failed, self._clock = store, saved, failed, clock
         self._next: State | None = None
+        self._writing: asyncio.Task | None = None
         self._saved: deque[tuple[str, float]] = deque([(state.digest, clock())] if state.header.round else [], maxlen=16)
 
     def want(self, state: State) -> None:
@@ -49,6 +50,13 @@ class Saver:
 
     async def save(self, state: State) -> None:
         """Save `state` now unless it is there already. Raises UserError."""
+        if self._writing is not None:
+            # Whoever wanted that one was cancelled, which ends no thread: two must not write one file.
+            await asyncio.wait({self._writing})
         if state.header.round and state.digest not in self.on_disk():
-            await asyncio.get_running_loop().run_in_executor(None, self._store.save, state)
-            self._saved.append((state.digest, self._clock()))
+            self._writing = asyncio.create_task(self._write(state))
+            await asyncio.shield(self._writing)
+
+    async def _write(self, state: State) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._store.save, state)
+        self._saved.append((state.digest, self._clock()))

@@ -1,0 +1,63 @@
+"""States written to disk behind the rounds' back: a real store in a folder."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from peer.contracts import Member
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.saving import Saver
+from peer.sync.engine.state import State, next_state
+from swarm.errors import UserError
+from swarm.tasks import end_tasks
+from tests.peer.sync.swarm_tools import state_of, until
+
+
+class SlowStore(StateStore):
+    """Begins to write when the test lets it."""
+
+    begun = 0
+
+    def save(self, state):
+        self.begun += 1
+        self.free = self.free if self.begun > 1 else threading.Event()
+        self.free.wait(20)
+        return super().save(state)
+
+
+def a_state() -> State:
+    return next_state(state_of(torch.zeros(10)), [[torch.ones(10)]], [Member("a", 1, 8)])
+
+
+def test_leaving_while_a_state_is_written_waits_for_that_and_writes_no_second_time(tmp_path):
+    async def scenario():
+        store, state = SlowStore(tmp_path), a_state()
+        saver = Saver(store, state_of(torch.zeros(10)), lambda: None, lambda error: None)
+        forever = asyncio.create_task(saver.save_forever())
+        saver.want(state)
+        await until(lambda: store.begun)
+        await end_tasks(forever)
+        leaving = asyncio.create_task(saver.save(state))
+        await asyncio.sleep(0)
+        store.free.set()
+        await asyncio.wait_for(leaving, 20)
+        assert store.begun == 1 and state.digest in saver.on_disk()
+        assert store.load("run", "schema", state.buffer.num_bytes).digest == state.digest
+
+    asyncio.run(scenario())
+
+
+def test_a_state_that_the_disk_refused_is_tried_again_when_wanted_again(tmp_path):
+    async def scenario():
+        folder, errors = tmp_path / "state", []
+        saver, state = Saver(StateStore(folder), state_of(torch.zeros(10)), lambda: None, errors.append), a_state()
+        folder.rmdir()
+        with pytest.raises(UserError, match="Cannot save"):
+            await saver.save(state)
+        folder.mkdir()
+        await saver.save(state)
+        assert state.digest in saver.on_disk() and len(list(folder.iterdir())) == 1
+
+    asyncio.run(scenario())
