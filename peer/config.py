@@ -29,6 +29,11 @@ class PeerConfig:
     cache_gib: float = option(20.0, "Limit of that cache in GiB.")
     checkpointing_rounds: int = option(1, "Save a resumable checkpoint every so many committed rounds.")
     checkpointing_samples: int = option(10_000, "Save one every so many samples when training without a swarm.")
+    assist: bool = option(
+        False,
+        "Train nothing, but reduce, lead, relay and keep the run's states, for peers that nobody can dial; needs no GPU, model or data.",
+    )
+    states_total_limit: int = option(0, "With --assist: keep this many settled states, the newest; 0: all of them.")
     checkpoints_total_limit: int = option(2, "Keep this many checkpoints.")
     resume_from_checkpoint: str = option("", "A checkpoint's folder, or 'latest'.", aliases=("resume",))
     host_maddrs: tuple[str, ...] = option(("/ip4/0.0.0.0/tcp/0",), "Multiaddrs to listen on for other peers.")
@@ -51,6 +56,11 @@ class PeerConfig:
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more.")
+
+        if self.states_total_limit < 0:
+            raise UserError(f"states_total_limit is {self.states_total_limit}.", fix="Use 1 or more, or 0 to keep all of them.")
+        if self.assist and (self.found or not (self.datasetserver or self.peers)):
+            raise UserError("--assist helps in a run that there is.", fix="Name the run by --datasetserver or --peers, and found none.")
 
     @property
     def swarming(self) -> bool:

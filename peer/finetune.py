@@ -42,6 +42,10 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps({"run": dataclasses.asdict(resolve_run(peer, given).run), "peer": dataclasses.asdict(peer)}, indent=2))
         return ExitCode.OK
     die_with_launcher()
+    if peer.assist:
+        from peer.assist import assist
+
+        return assist(peer, lambda: resolve_run(peer, given))
 
     from peer.device import Rank, RankGroup, choose_device, describe, set_threads
     from peer.stopping import Stop

@@ -45,7 +45,7 @@ def join(
         joined = _from_dht(peer, given, ask_server) or _founded(peer, given, locate)
     else:
         joined = _founded(peer, given, locate)
-    if not joined.server_url and not peer.train_data_dir:
+    if not joined.server_url and not peer.train_data_dir and not peer.assist:
         raise UserError(
             "This run has no dataset server, and this peer no data.", fix="Give --train_data_dir a folder of pictures with captions."
         )

@@ -90,6 +90,19 @@ def found_run(url: str, run: RunConfig, timeout: float = 10.0) -> protocol.RunAn
     return _check_run(url, status, body, run_id="")
 
 
+def report_round(url: str, run: RunConfig, peer_id: str, settlement: Settlement, timeout: float = 10.0) -> None:
+    """Tell the server of a settled round, once; for who takes no samples. Raises UserError (NETWORK) when it does not answer."""
+    body = {"run_id": run.run_id, "peer": peer_id, **_round(settlement)}
+    status, answer = asyncio.run(_ask("POST", url, body, timeout, path="/v1/rounds"))
+    if status >= 300:  # old news to a server that knows better is no fault
+        log.warning("the dataset server did not take round %d: status %d %s", settlement.round, status, _code(answer))
+
+
+def _round(settlement: Settlement) -> dict[str, Any]:
+    members = [{"peer": member.peer, "number": member.number, "samples": member.samples} for member in settlement.members]
+    return {**{name: getattr(settlement, name) for name in ("digest", "parent", "round", "samples")}, "members": members}
+
+
 def _code(body: bytes) -> str:
     """The code of an error that a dataset server answered; '' when this is none."""
     try:
@@ -98,14 +111,14 @@ def _code(body: bytes) -> str:
         return ""
 
 
-async def _ask(method: str, url: str, json_body: Any, timeout: float) -> tuple[int, bytes]:
-    """Status and body of the server's /v1/run. Raises UserError when nobody answers within `timeout` seconds."""
+async def _ask(method: str, url: str, json_body: Any, timeout: float, path: str = "/v1/run") -> tuple[int, bytes]:
+    """Status and body of the server's answer. Raises UserError when nobody answers within `timeout` seconds."""
     deadline, pause = time.monotonic() + timeout, 0.2
     async with aiohttp.ClientSession() as session:
         while True:
             left = max(0.1, deadline - time.monotonic())
             try:
-                ask = session.request(method, _join(url, "/v1/run"), json=json_body, timeout=aiohttp.ClientTimeout(total=left))
+                ask = session.request(method, _join(url, path), json=json_body, timeout=aiohttp.ClientTimeout(total=left))
                 async with ask as response:
                     return response.status, await _read(response)
             except aiohttp.InvalidURL:
@@ -235,9 +248,7 @@ class DatasetServer:
             raise LeaseLost(number, str(refusal)) from None
 
     def settle(self, settlement: Settlement) -> None:
-        members = [{"peer": member.peer, "number": member.number, "samples": member.samples} for member in settlement.members]
-        header = {name: getattr(settlement, name) for name in ("digest", "parent", "round", "samples")}
-        self._send("/v1/rounds", **header, members=members)
+        self._send("/v1/rounds", **_round(settlement))
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         self._forget(keys)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection
 
+from peer.sync.engine.neighbours import ASSIST
 from peer.sync.engine.state import Head, better
 from swarm.errors import ExitCode, UserError
 from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
@@ -28,7 +29,7 @@ class Beginning:
         if fetching or (waited < _JOIN_PATIENCE_SECONDS and any(better(head_of(record), ours) for record in others)):
             return False
         known = self._known
-        running = any(record.phase != "join" and record.round for record in others)
+        running = any(record.phase not in ("join", ASSIST) and record.round for record in others)
         if known is None or not known.samples or not better(known, ours) or running:
             return True
         if own_round and waited >= _HOLDER_PATIENCE_SECONDS:

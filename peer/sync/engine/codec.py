@@ -211,7 +211,7 @@ class Wire:
 
     def __init__(self, name: str, big: int, small: int = 0):
         codec, fallback = _CODECS[name]
-        self.name, self.size, self.lossy = name, big + small, codec.lossy
+        self.name, self.sizes, self.size, self.lossy = name, (big, small), big + small, codec.lossy
         parts: list[Part] = []
         for start, end, of in ((0, big, codec), (big, big + small, fallback)):
             for first in range(start, end, PART_ELEMENTS):

@@ -48,10 +48,18 @@ class Ticket:
     reduces: bool
     """Whether others can dial this peer: only such a one leads and reduces."""
 
+    @property
+    def assists(self) -> bool:
+        """It brings no contribution: it reduces and leads for those who do, and is no member of the group."""
+        return self.member.samples == 0
+
 
 @dataclass(frozen=True)
 class Group:
-    """Members by peer id, and which of them reduce; the same at every member. silent: expected, but they never answered."""
+    """Members by peer id, and who reduces: members that can be dialled, and peers that assist; the same at all of them.
+
+    silent: expected, but they never answered.
+    """
 
     parent: str
     members: tuple[Member, ...]
@@ -68,11 +76,16 @@ class Group:
     def samples(self) -> int:
         return sum(member.samples for member in self.members)
 
+    @property
+    def peers(self) -> set[str]:
+        """All who take part, those who only reduce as well."""
+        return {*self.reducers, *(member.peer for member in self.members)}
+
     @classmethod
     def of(cls, tickets: Collection[Ticket], silent: Collection[str] = ()) -> "Group":
         ordered = sorted(tickets, key=lambda ticket: ticket.member.peer)
         reducers = tuple(ticket.member.peer for ticket in ordered if ticket.reduces)
-        members = tuple(ticket.member for ticket in ordered)
+        members = tuple(ticket.member for ticket in ordered if not ticket.assists)
         return cls(ordered[0].parent, members, reducers, secrets.token_hex(8), frozenset(silent))
 
     def announcement(self) -> dict[str, Any]:
@@ -161,11 +174,15 @@ class Matchmaker:
                 if not isinstance(error, Refused):
                     silent.add(leader)
                 coming.pop(leader)
+        if silent and not ticket.reduces and not any(expected.values()):
+            raise NoGroup("no peer of this run can be dialled: one of them must open its port, or somebody run `dd-peer --assist`", silent)
         if not ticket.reduces and coming:
             raise NoGroup("every peer that others can dial is away, and this one cannot be dialled", silent)
         alone_if_nobody_joins = not any(answer is None or answer["coming"] for answer in answers.values())
         group, followers = await self._gather(ticket, coming, silent, alone_if_nobody_joins)
         try:
+            if not group.members:
+                raise NoGroup("nobody who has samples came", silent)
             check(group)
         except NoGroup as error:
             _tell(followers, {"error": str(error)})
@@ -306,7 +323,7 @@ class Matchmaker:
             return "this peer cannot be dialled and leads nobody"
         if not standing.has_samples:
             return "this peer has nothing to average with it yet"
-        if ticket.member.number <= standing.included.get(ticket.member.peer, 0):
+        if not ticket.assists and ticket.member.number <= standing.included.get(ticket.member.peer, 0):
             return f"its contribution {ticket.member.number} is in the state already"
         if ticket.reduces and rank(ticket.parent, ticket.member.peer) < rank(ticket.parent, self._peer_id):
             return "it ranks before this peer and should lead itself"
@@ -339,7 +356,10 @@ def _parse_ticket(request: dict[str, Any], peer: str, max_samples: int) -> Ticke
     parent = request.get("parent")
     if not isinstance(parent, str):
         raise PeerLost("no parent")
-    return Ticket(parent, _member(peer, request.get("number"), request.get("samples"), max_samples), request.get("reduces") is True)
+    reduces = request.get("reduces") is True
+    if reduces and [repr(request.get(name)) for name in ("number", "samples")] == ["0", "0"]:
+        return Ticket(parent, Member(peer, 0, 0), True)
+    return Ticket(parent, _member(peer, request.get("number"), request.get("samples"), max_samples), reduces)
 
 
 def _member(peer: object, number: object, samples: object, max_samples: int) -> Member:
@@ -374,9 +394,9 @@ def _parse_group(answer: dict[str, Any], ticket: Ticket, leader: str, standing: 
     if not valid:
         raise PeerLost(f"{leader[-6:]} announced no group")
     peers = [member.peer for member in members]
-    if ticket.member not in members or leader not in reducers:
+    if (ticket.member not in members and not ticket.assists) or leader not in reducers or not members:
         raise PeerLost(f"{leader[-6:]} announced a group without us or itself")
-    if peers != sorted(set(peers)) or not set(reducers) <= set(peers) or list(reducers) != sorted(set(reducers)):
+    if peers != sorted(set(peers)) or list(reducers) != sorted(set(reducers)) or (ticket.assists and ticket.member.peer in peers):
         raise PeerLost(f"{leader[-6:]} announced a group out of order")
     if (ticket.member.peer in reducers) != ticket.reduces:
         raise PeerLost(f"{leader[-6:]} announced a group with wrong roles")

@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 
 LEFT = "left"
 """The phase in the last record of a peer that leaves in order: nobody waits for it."""
+ASSIST = "assist"
+"""The phase in the record of a peer that trains nothing: it reduces, leads and hands out states for those who do."""
 PATIENT_ATTEMPTS = 3
 """A peer that stayed away from so many attempts in a row is not waited for and not counted, for a while."""
 _FIRST_PAUSE_SECONDS, _FIRST_PAUSE_OF_CALLERS_SECONDS, _LONGEST_PAUSE_SECONDS = 10.0, 1.0, 120.0

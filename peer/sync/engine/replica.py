@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from peer.contracts import Member
 from peer.sync.engine import span
 from peer.sync.engine.averaging import RoundFailed, Traffic
 from peer.sync.engine.beginning import Beginning, head_of
@@ -20,8 +21,9 @@ from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import Donor, ask_head
 from peer.sync.engine.groups import NoGroup, Standing
+from peer.sync.engine.kind import Kind, serve_kind
 from peer.sync.engine.local_work import follows
-from peer.sync.engine.neighbours import LEFT, Neighbours
+from peer.sync.engine.neighbours import ASSIST, LEFT, Neighbours
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.presence import Presence
 from peer.sync.engine.replay import MeanStore, rounds_kept
@@ -64,12 +66,13 @@ class Replica:
         server_url: str = "",
         last_known: Head | None = None,
         last_holders: tuple[str, ...] = (),
+        assists: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.run, self.state, self.strategy, self.node = run, state, strategy, node
         self.trainer, self.server_url, self.clock = trainer, server_url, clock
         self.progress, self.offer = Progress(), None
-        self.leaving = False
+        self.leaving, self.assists = False, assists
         self.neighbours = Neighbours(node, run, state.header.schema, clock)
         streams = Streams(node)
         self.rounds = Rounds(
@@ -100,6 +103,7 @@ class Replica:
         """Serve others; publish our record; read theirs."""
         await self.rounds.start()
         await self._donor.start()
+        await serve_kind(self._streams, Kind(self.state.header.schema, self.rounds.wire.sizes))
         await self._presence.publish()
         await self.neighbours.read()
 
@@ -143,6 +147,8 @@ class Replica:
         self._settle()
         if span.is_over(self.run, self.state.header):
             return None if self._settling.waiting else await self._finish()
+        if self.assists:
+            return await self._assist()
         if self.offer is None:
             self._set_phase("fetch" if self._held_back() else "train")
             if not self._asked and (self._callers or self._round_is_full() or (self.leaving and self.progress.waiting)):
@@ -251,11 +257,17 @@ class Replica:
         company = self.neighbours.others() or self.neighbours.alone()
         return bool(company) and not self._held_back() and (bool(self._callers) or self.clock() >= self.offer.next_attempt)
 
+    async def _assist(self) -> None:
+        """We bring nothing of our own: we come when somebody calls, and never begin a round."""
+        self._set_phase("fetch" if self._held_back() else "train")
+        if self._callers and self._phase == "train":
+            await self._attempt(Offer(Member(self.node.peer_id, 0, 0), None, self.state.digest))
+
     def _standing(self, caller: str) -> Standing:
         """What to tell `caller`; only a peer whose signed record we know may make us average."""
         known = caller == self.node.peer_id or any(record.peer_id == caller for record in self.neighbours.others())
         over = span.is_over(self.run, self.state.header)
-        offers = self._phase not in ("join", "fetch") and self.progress.waiting > 0 and not over
+        offers = self._phase not in ("join", "fetch") and (self.assists or self.progress.waiting > 0) and not over
         return Standing(self.state.digest, known and offers, self.progress.step_seconds, self.state.header.included)
 
     def _on_called(self, peer: str) -> None:
@@ -270,7 +282,7 @@ class Replica:
         except (NoGroup, RoundFailed) as error:
             return await self._after_failure(offer, error)
         self._group_size = len(done.group.members)
-        if self._group_size > 1:
+        if done.how == "averaged":
             self._traffic = done.mean.traffic
         self._means.want(done.state, done.mean)
         self._adopt(done.state, done.how)
@@ -350,7 +362,7 @@ class Replica:
             waiting_samples=min(progress.waiting, 2 * self.run.target_batch_size),
             samples_per_second=progress.samples_per_second if self._phase == "train" and self.offer is None else 0.0,
             loss=progress.loss,
-            phase=self._phase,
+            phase=ASSIST if self.assists and self._phase not in ("join", "done", LEFT) else self._phase,
             group_size=self._group_size,
             sent_bytes=self._traffic.up,
             received_bytes=self._traffic.down,

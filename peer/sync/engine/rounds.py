@@ -32,7 +32,7 @@ class Round:
 
     @property
     def how(self) -> str:
-        return "averaged" if len(self.group.members) > 1 else "solo"
+        return "averaged" if len(self.group.peers) > 1 else "solo"
 
 
 class Rounds:
@@ -52,7 +52,7 @@ class Rounds:
         entered: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._run, self._node, self._neighbours, self._strategy, self._wire = run, node, neighbours, strategy, wire
+        self._run, self._node, self._neighbours, self._strategy, self.wire = run, node, neighbours, strategy, wire
         self._entered, self._clock = entered, clock
         self.matchmaker = Matchmaker(node.peer_id, streams, standing, called, 2 * run.target_batch_size, leads=not node.client_mode)
         self.averager = Averager(node.peer_id, streams, wire)
@@ -64,12 +64,14 @@ class Rounds:
     async def attempt(self, state: State, offer: Offer, callers: Collection[str]) -> Round:
         """Average `offer` onto `state` with all who come; callers: who just said that they are ready. Raises NoGroup, RoundFailed."""
         if self._neighbours.alone():
+            if offer.encoded is None:
+                raise NoGroup("nobody is left to assist")
             group = Group(state.digest, (offer.member,), ())
             mean = await self._own(offer)
         else:
             group, mean = await self._average(state, offer, callers)
         self._neighbours.missed(group.silent)
-        self._neighbours.came([member.peer for member in group.members])
+        self._neighbours.came(group.peers)
         return await self._outer_step(state, group, mean)
 
     async def _average(self, state: State, offer: Offer, callers: Collection[str]) -> tuple[Group, Mean]:
@@ -77,12 +79,12 @@ class Rounds:
         ticket = Ticket(state.digest, offer.member, not self._node.client_mode)
         group = await self.matchmaker.form(ticket, self._expected(state, callers), self._check_quorum)
         self._entered("average")
-        return group, await (self._own(offer) if len(group.members) == 1 else self.averager.average(group, offer.encoded))
+        return group, await (self._own(offer) if len(group.peers) == 1 else self.averager.average(group, offer.encoded))
 
     async def _own(self, offer: Offer) -> Mean:
         """What we have, as the mean of a group of one. Raises RoundFailed."""
         try:
-            square = await asyncio.get_running_loop().run_in_executor(None, self._wire.square_norm, offer.encoded)
+            square = await asyncio.get_running_loop().run_in_executor(None, self.wire.square_norm, offer.encoded)
         except ValueError as error:
             raise RoundFailed(f"our own contribution has {error}") from None
         return Mean(offer.encoded, square)
@@ -108,7 +110,7 @@ class Rounds:
 
     def step(self, parent: State, mean: Mean, members: Collection[Member]) -> State:
         """What the round with that mean makes of `parent`. Raises ValueError."""
-        return advance(parent, members, mean.encoded, mean.square_norm, self._strategy, self._wire)
+        return advance(parent, members, mean.encoded, mean.square_norm, self._strategy, self.wire)
 
     async def _outer_step(self, parent: State, group: Group, mean: Mean) -> Round:
         began = self._clock()

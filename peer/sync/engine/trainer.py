@@ -27,7 +27,8 @@ class Offer:
     """A frozen contribution: its bytes never change, whatever becomes of the attempts to average it."""
 
     member: Member
-    encoded: Tensor
+    encoded: Tensor | None
+    """None: this peer assists, and brings nothing."""
     parent: str
     """The state that the trainer stood on when it offered this."""
     failures: int = 0

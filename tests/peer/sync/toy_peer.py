@@ -29,8 +29,10 @@ def build(out: Path, strategy: str, peers: list[str], options: dict[str, str]):
     torch.manual_seed(0)
     params = {"w": nn.Parameter(torch.randn(int(options.get("rows", 100)), 100)), "b": nn.Parameter(torch.zeros(7))}
     target = int(options.get("target", 64))
-    run = RunConfig(model="x", sync=strategy, target_batch_size=target, total_samples=int(options.get("total", 0)), wire=options.get("wire", "fp32"))
-    config = PeerConfig(output_dir=str(out), host_maddrs=("/ip4/127.0.0.1/tcp/0",), overlap="overlap" in options)
+    run = RunConfig(
+        model="x", sync=strategy, target_batch_size=target, total_samples=int(options.get("total", 0)), wire=options.get("wire", "fp32")
+    )
+    config = PeerConfig(output_dir=str(out), host_maddrs=(options.get("host", "/ip4/127.0.0.1/tcp/0"),), overlap="overlap" in options)
     context = SyncContext(run=run, peer=config, params=params, output_dir=out, initial_peers=tuple(peers))
     return params, importlib.import_module(f"peer.sync.{strategy}").build(context)
 

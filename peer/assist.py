@@ -1,0 +1,155 @@
+"""`dd-peer --assist`: a peer that trains nothing, for volunteers whom nobody can dial. What it does is in peer/sync/engine/assistant.py."""
+
+import asyncio
+import collections
+import contextlib
+import json
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from peer.config import PeerConfig
+from peer.contracts import Settlement
+from peer.data.dataset_server import report_round
+from peer.joining import Joined
+from peer.sync.engine.assistant import assist as take_part
+from peer.sync.engine.state import Head
+from swarm.dht import SwarmNode
+from swarm.errors import ExitCode, UserError
+from swarm.logs import setup_logging
+from swarm.run_config import RunConfig
+from swarm.tasks import end_tasks
+
+log = logging.getLogger(__name__)
+
+_JOIN_SECONDS, _REJOIN_SECONDS = 60.0, 10.0
+_LAST_REPORTS_SECONDS = 5.0
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+
+
+def assist(peer: PeerConfig, resolve: Callable[[], Joined]) -> int:
+    """Assist until the run's end, or until told to stop. resolve() asks for the run. Raises UserError."""
+    setup_logging(debug=peer.debug, name=Path(peer.output_dir).name)
+    torch.set_num_threads(1)
+    folder = Path(peer.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.") from None
+    joined, known = _run(folder / "run.json", resolve)
+    if joined.run.sync == "none":
+        raise UserError(
+            f"The run '{joined.run.run_name}' has --sync none: its peers average nothing.", fix="There is nothing to assist with."
+        )
+    asyncio.run(_assist(peer, folder, joined, known))
+    return ExitCode.OK
+
+
+def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
+    """The run, and whether this peer was in it before: then it goes on alone when all the others are away."""
+    try:
+        joined = resolve()
+    except UserError as error:
+        if error.code != ExitCode.NETWORK or not path.exists():
+            raise
+        log.warning("going on with the run known from before: %s", error)
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return Joined(RunConfig.from_mapping(saved["run"], where=str(path)), saved["server_url"], tuple(saved["peers"])), True
+    known = path.exists()
+    saved = {"run": vars(joined.run), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
+    path.write_text(json.dumps(saved, indent=2), encoding="utf-8")
+    return joined, known
+
+
+async def _assist(peer: PeerConfig, folder: Path, joined: Joined, known: bool) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    # hivemind leaves tasks behind when p2pd or a stream goes away; what matters of that, the watchdog and PeerLost tell.
+    loop.set_exception_handler(lambda _, context: log.debug("%s: %r", context["message"], context.get("exception")))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    node = await _node(peer, folder, joined, known)
+    reports = Reports(joined, node.peer_id)
+    reporting = asyncio.create_task(reports.deliver_forever())
+    last = joined.last_known or {}
+    try:
+        for maddr in await node.maddrs():
+            log.info("others can join with --peers %s", maddr)
+        await take_part(
+            run=joined.run,
+            node=node,
+            folder=folder,
+            stop=stop,
+            settled=reports.add,
+            states_limit=peer.states_total_limit,
+            server_url=joined.server_url,
+            last_known=Head(last["digest"], last["samples"]) if last else None,
+            last_holders=tuple(last.get("peers", ())),
+        )
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(reports.delivered(), _LAST_REPORTS_SECONDS)
+    finally:
+        await end_tasks(reporting)
+        await node.close()
+
+
+async def _node(peer: PeerConfig, folder: Path, joined: Joined, known: bool) -> SwarmNode:
+    """Our node, which others can dial. Raises UserError when they cannot."""
+    options = {
+        "host_maddrs": peer.host_maddrs,
+        "announce_maddrs": peer.announce_maddrs,
+        "identity_path": Path(peer.identity_path) if peer.identity_path else folder / "identity.key",
+        "client_mode": peer.client_mode,
+    }
+    seconds = _REJOIN_SECONDS if known else _JOIN_SECONDS
+    try:
+        node = await SwarmNode.join(initial_peers=joined.initial_peers, deadline_seconds=seconds, **options)
+    except UserError as error:
+        if not known or error.code != ExitCode.NETWORK:
+            raise
+        log.warning("none of the peers known answers; waiting for others to come")
+        node = await SwarmNode.join(initial_peers=[], **options)
+    if node.client_mode:
+        await node.close()
+        raise UserError(
+            "A peer that assists must be one that others can dial, and this one is not.",
+            fix="Give it a fixed port (--host_maddrs /ip4/0.0.0.0/tcp/31337), open that port, and --announce_maddrs if its address is another.",
+            code=ExitCode.NETWORK,
+        )
+    return node
+
+
+class Reports:
+    """What the dataset server should know, in order, for as long as it takes to tell."""
+
+    def __init__(self, joined: Joined, peer_id: str):
+        self._joined, self._peer_id = joined, peer_id
+        self._waiting: collections.deque[Settlement] = collections.deque(maxlen=10_000)
+        self._changed = asyncio.Event()
+
+    def add(self, settlements: Sequence[Settlement]) -> None:
+        if self._joined.server_url:
+            self._waiting.extend(settlements)
+            self._changed.set()
+
+    async def delivered(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(0.1)
+
+    async def deliver_forever(self) -> None:
+        loop, pause = asyncio.get_running_loop(), _PAUSE_SECONDS
+        while True:
+            self._changed.clear()
+            while self._waiting:
+                told = self._waiting[0]
+                try:
+                    await loop.run_in_executor(None, report_round, self._joined.server_url, self._joined.run, self._peer_id, told)
+                    self._waiting.popleft()
+                    pause = _PAUSE_SECONDS
+                except UserError as error:
+                    log.warning("round %d is reported later: %s", told.round, error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            await self._changed.wait()

@@ -1,0 +1,196 @@
+"""A peer without a trainer: it reduces, leads, hands out states and keeps them for those who train behind NAT.
+
+It holds neither model nor data. What a state looks like it asks of those who train, and the first state it takes from them; from then
+on both are on its disk, so that the volunteers may all leave, and find the run where it was (docs/decisions/0006).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from peer.contracts import Settlement
+from peer.sync.engine.beginning import head_of
+from peer.sync.engine.codec import Wire
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.download import Download
+from peer.sync.engine.kind import Kind, ask_kind
+from peer.sync.engine.neighbours import LEFT
+from peer.sync.engine.outer import Strategy, load_strategy
+from peer.sync.engine.replica import Replica
+from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State
+from peer.sync.engine.streams import PeerLost, Streams
+from peer.sync.engine.takeover import WholeState
+from peer.sync.engine.trainer import Progress
+from peer.sync.engine.vectors import SharedBuffer
+from swarm.dht import SwarmNode
+from swarm.errors import UserError
+from swarm.records import PeerRecord
+from swarm.run_config import RunConfig
+from swarm.tasks import end_tasks
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+_TOLD_EVERY_SECONDS = 60.0
+_STORED = 4
+"""States on disk besides the kept ones: a state is settled a round or two after it was made, and kept then."""
+
+
+class Assistant:
+    """Stands where a replica expects its trainer. kept: called with what is settled; `ended` is set with the run, or by an error."""
+
+    def __init__(self, kept: Callable[[Sequence[Settlement]], None]):
+        self._kept = kept
+        self.replica: Replica | None = None
+        self.ended, self.error = asyncio.Event(), None
+
+    def freeze(self) -> None:
+        self.replica.nothing_to_freeze()
+
+    def train(self) -> None:
+        """There is nothing to go on with."""
+
+    def landed(self, state: State) -> None:
+        self.replica.progressed(Progress(), state.digest)
+
+    def settled(self, settlements: list[Settlement]) -> None:
+        self._kept(settlements)
+
+    def news(self, text: str) -> None:
+        log.info("%s", text)
+
+    def done(self) -> None:
+        self.ended.set()
+
+    def failed(self, error: UserError) -> None:
+        self.error = error
+        self.ended.set()
+
+
+class Archive:
+    """The settled states, as links to the files of `store`: round-00000012-samples-0000024576-3f2a91c0d4e5.state; 0: no limit."""
+
+    def __init__(self, folder: Path, store: StateStore, limit: int):
+        self.folder, self._store, self._limit = folder, store, limit
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def keep(self, settlements: Sequence[Settlement]) -> None:
+        """Those that are on disk; a state that came and went while the one before was written is not."""
+        for settled in settlements:
+            source = next(self._store.folder.glob(f"samples-*-{settled.digest[:12]}.state"), None)
+            target = self.folder / f"round-{settled.round:08d}-samples-{settled.samples:010d}-{settled.digest[:12]}.state"
+            if source is not None and not target.exists():
+                os.link(source, target)
+                log.info("kept round=%d samples=%d file=%s", settled.round, settled.samples, target)
+        for old in sorted(self.folder.glob("round-*.state"))[: -self._limit if self._limit else 0]:
+            old.unlink(missing_ok=True)
+
+
+async def assist(
+    *,
+    run: RunConfig,
+    node: SwarmNode,
+    folder: Path,
+    stop: asyncio.Event,
+    settled: Callable[[Sequence[Settlement]], None],
+    states_limit: int,
+    server_url: str = "",
+    last_known: Head | None = None,
+    last_holders: tuple[str, ...] = (),
+) -> None:
+    """Take part until the run's end or `stop`. settled: told of each state that is safe. Raises UserError."""
+    store = StateStore(folder / "state", keep=_STORED)
+    archive = Archive(folder / "settled", store, states_limit)
+    strategy = load_strategy(f"peer.sync.{run.sync}:strategy", run)
+    finding = asyncio.create_task(_stored_or_fetched(run, strategy, node, store, folder / "kind.json"))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return
+        kind, state = finding.result()
+    finally:
+        await end_tasks(finding, stopping)
+
+    def on_settled(settlements: Sequence[Settlement]) -> None:
+        archive.keep(settlements)
+        settled(settlements)
+
+    assistant = Assistant(on_settled)
+    assistant.replica = replica = Replica(
+        run=run, state=state, wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
+        rounds_path=folder / "rounds.jsonl", trainer=assistant, server_url=server_url,
+        last_known=last_known, last_holders=last_holders, assists=True,
+    )  # fmt: skip
+    await replica.start()
+    log.info("assisting '%s' from round=%d samples=%d", run.run_name, state.header.round, state.header.samples)
+    await _until_ended(replica, assistant, stop)
+
+
+async def _until_ended(replica: Replica, assistant: Assistant, stop: asyncio.Event) -> None:
+    living, *ends = tasks = [asyncio.create_task(job) for job in (replica.live(), stop.wait(), assistant.ended.wait())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if living.done():
+            living.result()
+        replica.close()
+        await asyncio.wait({living}, timeout=5)
+        await end_tasks(*tasks)
+        if assistant.error is not None:
+            raise assistant.error
+        await replica.leave()
+    finally:
+        await end_tasks(living, *ends)
+
+
+async def _stored_or_fetched(run: RunConfig, strategy: Strategy, node: SwarmNode, store: StateStore, path: Path) -> tuple[Kind, State]:
+    kind = Kind.read(path)
+    state = store.load(run.digest, kind.schema, kind.num_bytes(strategy.slots)) if kind is not None else None
+    if state is not None:
+        return kind, state
+    kind, state = await _first_from_others(run, strategy, node)
+    kind.write(path)
+    return kind, state
+
+
+async def _first_from_others(run: RunConfig, strategy: Strategy, node: SwarmNode) -> tuple[Kind, State]:
+    """The best state of a run that this peer knows nothing of; waits until somebody is there who has one."""
+    streams, told = Streams(node), -_TOLD_EVERY_SECONDS
+    clock = asyncio.get_running_loop().time
+    while True:
+        records = await _records(run, node)
+        kind = await ask_kind(streams, [record.peer_id for record in records])
+        alike = [record for record in records if kind is not None and record.schema == kind.schema]
+        if alike:
+            with contextlib.suppress(PeerLost, BadState):
+                return kind, await _fetch(streams, run, kind, strategy, alike)
+        if clock() - told >= _TOLD_EVERY_SECONDS:
+            told = clock()
+            log.info("waiting for the first peer that trains, whose state this peer can take")
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _records(run: RunConfig, node: SwarmNode) -> list[PeerRecord]:
+    try:
+        found = await node.records(run.run_id)
+    except Exception as error:  # a node that answers nothing: hivemind raises its own kinds
+        log.debug("could not read the records: %r", error)
+        return []
+    return [record for record in found.values() if record.config == run.digest and record.phase != LEFT and record.peer_id != node.peer_id]
+
+
+async def _fetch(streams: Streams, run: RunConfig, kind: Kind, strategy: Strategy, records: Sequence[PeerRecord]) -> State:
+    """What most of them sign, and of several such the one with more samples. Raises PeerLost, BadState."""
+    signers: dict[Head, set[str]] = {}
+    for record in records:
+        signers.setdefault(head_of(record), set()).add(record.peer_id)
+    best = min(signers, key=lambda head: (-len(signers[head]), -head.samples, head.digest))
+    num_bytes = kind.num_bytes(strategy.slots)
+    nothing = (bytes(HASH_BYTES),) * -(-num_bytes // CHUNK_BYTES)
+    like = State(Header(run=run.digest, schema=kind.schema), SharedBuffer(num_bytes), nothing)
+    content = WholeState(best.digest, like)
+    await Download(content, signers[best]).run(streams)
+    return content.state()

@@ -1,0 +1,274 @@
+"""A peer that trains nothing: real nodes in one loop, of which those that train cannot be dialled."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from peer.contracts import Member, Settlement
+from peer.sync.engine import assistant, neighbours
+from peer.sync.engine.assistant import Archive, assist
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.kind import KIND, Kind, ask_kind, serve_kind
+from peer.sync.engine.neighbours import ASSIST
+from peer.sync.engine.state import next_state
+from swarm.errors import ExitCode, UserError
+from tests.peer.sync.swarm_tools import state_of, until
+from tests.peer.sync.test_replica import SIZE, Peer, check_invariants, make_run
+
+RUN = make_run(sync="parameters")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(assistant, "LOOK_SECONDS", 0.1)
+
+
+class Helper:
+    """`assist` on a node of its own, and what came of it."""
+
+    def __init__(self, nodes, node, name="helper", limit=0):
+        self.node, self.id, self.folder = node, node.peer_id, nodes.folder / name
+        self.stop, self.settlements = asyncio.Event(), []
+        self.task = asyncio.create_task(
+            assist(run=RUN, node=node, folder=self.folder, stop=self.stop, settled=self.settlements.extend, states_limit=limit)
+        )
+        nodes.ends_with_the_test(self.task)
+
+    def rounds(self) -> list[dict]:
+        path = self.folder / "rounds.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def round(self) -> int:
+        return max((line["round"] for line in self.rounds()), default=0)
+
+    def kept(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "settled").glob("*"))
+
+    async def end(self) -> None:
+        self.stop.set()
+        await asyncio.wait_for(self.task, 20)
+        await self.node.close()
+
+
+async def volunteers(nodes, count) -> list[Peer]:
+    """Peers that train, and that nobody can dial."""
+    return [await Peer(nodes, await nodes.node(client_mode=True), RUN).start(nodes) for _ in range(count)]
+
+
+def averaged(peer) -> list[dict]:
+    return [line for line in peer.rounds() if line["how"] == "averaged"]
+
+
+def check_digests(*peers) -> None:
+    digests = {}
+    for peer in peers:
+        for line in peer.rounds():
+            assert digests.setdefault((line["parent"], json.dumps(line["members"])), line["digest"]) == line["digest"]
+
+
+async def leave(*peers: Peer) -> None:
+    """In order, as when a volunteer presses Ctrl+C."""
+    for peer in peers:
+        peer.replica.close()
+        await peer.tasks[0]
+        await peer.replica.leave()
+        await peer.stop()
+
+
+def test_two_that_nobody_can_dial_average_through_one_who_assists_and_brings_no_samples(swarm):
+    async def scenario(nodes):
+        helper = Helper(nodes, await nodes.node())
+        pair = await volunteers(nodes, 2)
+        await until(lambda: all(sum(len(line["members"]) == 2 for line in averaged(peer)) >= 2 for peer in pair), 60)
+        (record,) = [record for record in pair[0].replica.neighbours.others() if record.peer_id == helper.id]
+        assert (record.phase, record.waiting_samples, record.samples_per_second, record.client_mode) == (ASSIST, 0, 0, False)
+        for peer in pair:
+            assert not any(line["how"] == "solo" for line in peer.rounds())
+            assert helper.id not in peer.head.header.included
+            assert min(peer.replica.record().sent_bytes, peer.replica.record().received_bytes) > 0
+        check_invariants(*pair)
+        check_digests(*pair, helper)
+        await helper.end()
+
+    swarm(scenario)
+
+
+def test_all_who_train_may_leave_and_come_back_and_go_on_from_what_the_helper_keeps(swarm):
+    async def scenario(nodes):
+        helper = Helper(nodes, await nodes.node())
+        pair = await volunteers(nodes, 2)
+        await until(lambda: min(peer.head.header.round for peer in pair) >= 1)
+        await leave(*pair)
+        last = max((peer.head for peer in pair), key=lambda state: state.header.samples)
+        await until(lambda: any(last.digest[:12] in name for name in helper.kept()))
+        assert helper.round() == last.header.round
+        assert {settled.digest for settled in helper.settlements} == {line["digest"] for line in helper.rounds()}
+
+        (new,) = await volunteers(nodes, 1)
+        await until(lambda: new.head.header.round >= last.header.round + 2)
+        first, *others = new.rounds()
+        assert (first["how"], first["digest"]) == ("fetched", last.digest)
+        assert all(line["how"] == "averaged" and [member[0] for member in line["members"]] == [new.id] for line in others)
+        check_invariants(*pair, new)
+        check_digests(*pair, new, helper)
+        await helper.end()
+
+    swarm(scenario)
+
+
+def test_a_helper_that_starts_again_has_the_run_without_anybody_else(swarm):
+    async def scenario(nodes):
+        await nodes.node()  # the host's own node, by which all find each other
+        first = Helper(nodes, await nodes.node())
+        (one,) = await volunteers(nodes, 1)
+        await until(lambda: first.round())
+        await leave(one)
+        await until(lambda: first.kept())
+        await first.end()
+        last = first.rounds()[-1]
+
+        again = Helper(nodes, await nodes.node())
+        (new,) = await volunteers(nodes, 1)
+        await until(lambda: new.head.header.round > last["round"])
+        assert new.rounds()[0]["digest"] == last["digest"]
+        await again.end()
+
+    swarm(scenario)
+
+
+def test_a_helper_waits_for_the_first_peer_that_trains_and_can_be_stopped_meanwhile(swarm, caplog):
+    caplog.set_level("INFO")
+
+    async def scenario(nodes):
+        helper = Helper(nodes, await nodes.node())
+        await until(lambda: "waiting for the first peer that trains" in caplog.text)
+        await helper.end()
+        assert not helper.rounds()
+
+    swarm(scenario)
+
+
+def test_a_helper_alone_makes_no_round_whoever_calls(swarm, monkeypatch, caplog):
+    monkeypatch.setattr(neighbours, "RECORD_LIFE_SECONDS", 2.0)
+    caplog.set_level("INFO")
+
+    async def scenario(nodes):
+        helper = await Peer(nodes, await nodes.node(), RUN, rate=0, assists=True).start(nodes)
+        await until(lambda: helper.replica.neighbours.alone() and helper.replica.record().phase == ASSIST)
+        helper.replica._on_called("who died a moment later")
+        await until(lambda: "nobody is left to assist" in caplog.text)
+        assert not helper.rounds() and not helper.head.header.round
+
+    swarm(scenario)
+
+
+def test_helpers_without_anybody_who_trains_make_no_round(swarm, caplog):
+    caplog.set_level("INFO")
+
+    async def scenario(nodes):
+        helpers = [await Peer(nodes, await nodes.node(), RUN, rate=0, assists=True).start(nodes) for _ in range(2)]
+        await until(lambda: all(peer.replica.neighbours.others() and peer.replica.record().phase == ASSIST for peer in helpers))
+        helpers[0].replica._on_called(helpers[1].id)
+        await until(lambda: "nobody who has samples came" in caplog.text)
+        assert not any(peer.rounds() for peer in helpers)
+
+    swarm(scenario)
+
+
+def test_a_disk_that_takes_nothing_ends_the_helper_with_a_reason(swarm):
+    async def scenario(nodes):
+        helper = Helper(nodes, await nodes.node())
+        (one,) = await volunteers(nodes, 1)
+        await until(lambda: (helper.folder / "kind.json").exists())
+        store = helper.folder / "state"
+        store.rename(helper.folder / "away")
+        store.write_text("a file where the folder was")
+        with pytest.raises(UserError, match="Cannot save the state of round") as refused:
+            await asyncio.wait_for(helper.task, 40)
+        assert refused.value.code == ExitCode.DISK
+        await one.stop()
+
+    swarm(scenario)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def chain(count: int) -> list:
+    states = [state_of(torch.zeros(SIZE))]
+    for number in range(1, count + 1):
+        states.append(next_state(states[-1], [[torch.full((SIZE,), float(number))]], [Member("a", number, 10)]))
+    return states[1:]
+
+
+def settlement(state) -> Settlement:
+    return state.header.settlement(state.digest)
+
+
+@pytest.mark.parametrize(("limit", "left"), [(0, 5), (1, 1), (3, 3)])
+def test_the_newest_settled_states_are_kept_whatever_the_store_deletes(tmp_path, limit, left):
+    store = StateStore(tmp_path / "state", keep=1)
+    archive = Archive(tmp_path / "settled", store, limit)
+    states = chain(5)
+    for state in states:
+        store.save(state)
+        archive.keep([settlement(state)])
+        archive.keep([settlement(state)])  # told twice
+    kept = sorted((tmp_path / "settled").iterdir())
+    assert [path.name for path in kept] == [
+        f"round-{s.header.round:08d}-samples-{s.header.samples:010d}-{s.digest[:12]}.state" for s in states[-left:]
+    ]
+    assert kept[-1].read_bytes() == next((tmp_path / "state").glob("*.state")).read_bytes()
+    assert len(list((tmp_path / "state").glob("*.state"))) == 1
+
+
+def test_a_settled_state_that_was_never_on_disk_is_passed_over(tmp_path):
+    archive = Archive(tmp_path / "settled", StateStore(tmp_path / "state"), 0)
+    archive.keep([settlement(chain(1)[0])])
+    assert not list((tmp_path / "settled").iterdir())
+
+
+# ---------------------------------------------------------------- what a state looks like
+
+
+def test_what_most_say_a_state_looks_like_is_believed(swarm):
+    async def scenario(nodes):
+        (_, asker), *others = await nodes.streams(4)
+        right = Kind("right", (1000, 7))
+        for (_, streams), kind in zip(others, [right, Kind("wrong", (5, 0)), right], strict=True):
+            await serve_kind(streams, kind)
+        assert await ask_kind(asker, [node.peer_id for node, _ in others]) == right
+
+    swarm(scenario)
+
+
+def test_garbage_for_a_kind_of_state_is_nobodys_word(swarm):
+    async def scenario(nodes):
+        (_, asker), (node, liar) = await nodes.streams(2)
+
+        async def lie(channel):
+            await channel.send({"schema": "x", "sizes": [-1, 1 << 50]}, seconds=5)
+
+        await liar.serve(KIND, lie)
+        assert await ask_kind(asker, [node.peer_id, "Qm" + "x" * 44]) is None
+
+    swarm(scenario)
+
+
+@pytest.mark.parametrize("values", [None, {}, {"schema": 1, "sizes": [1, 1]}, {"schema": "x", "sizes": [0, 0]}, {"schema": "x", "sizes": [True, 5]},
+                                    {"schema": "x", "sizes": [5]}, {"schema": "x", "sizes": 5}, {"schema": "x", "sizes": [1 << 41, 0]}])  # fmt: skip
+def test_what_is_no_kind_of_state_is_refused(values, tmp_path):
+    with pytest.raises(ValueError, match="no kind of state"):
+        Kind.from_json(values)
+    path = tmp_path / "kind.json"
+    path.write_text(json.dumps(values))
+    assert Kind.read(path) is None
+
+
+def test_a_kind_of_state_is_read_as_it_was_written(tmp_path):
+    kind = Kind("schema", (1000, 7))
+    kind.write(tmp_path / "kind.json")
+    assert Kind.read(tmp_path / "kind.json") == kind and Kind.read(tmp_path / "none.json") is None
+    assert kind.num_bytes(slots=2) == 4 * 1007 * 3

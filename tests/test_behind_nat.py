@@ -1,0 +1,156 @@
+"""Volunteers whom nobody can dial, each behind a router of its own, and one public peer that assists: real processes in namespaces."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm.run_config import RunConfig
+from tests import natted
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = RunConfig(model="x", target_batch_size=64, wire="fp32")
+WAIT_SECONDS = 100.0
+
+pytestmark = [pytest.mark.swarm, pytest.mark.slow]
+
+
+class Process:
+    """A program on one host of the network, and what it logged."""
+
+    def __init__(self, prefix: list[str], *command: object, folder: Path):
+        self.folder, self.log = folder, ""
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, *map(str, command)],
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.log += line
+
+    def rounds(self) -> list[dict]:
+        path = self.folder / "rounds.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+    def round(self) -> int:
+        return max((line["round"] for line in self.rounds()), default=0)
+
+    def stop(self) -> None:
+        """Ask it to leave in order, and wait until it has."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(WAIT_SECONDS)
+        self._reader.join(10)
+        assert self.process.returncode == 0, self.log
+
+    def end(self) -> list[psutil.Process]:
+        """Kill what is left; returns it with its family."""
+        family = []
+        if self.process.poll() is None:
+            family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        return family
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(host, name, *command)` on a network of two homes and one public host; all that it started has ended afterwards."""
+    if reason := natted.missing():
+        pytest.skip(reason)
+    started: list[Process] = []
+    with natted.NattedNetwork(homes=2) as network:
+        try:
+
+            def run(host: str, name: str, *command: object) -> Process:
+                started.append(Process(network.prefix(host), *command, folder=tmp_path / name))
+                return started[-1]
+
+            yield run
+        finally:
+            family = [child for process in started for child in process.end()]
+            _, alive = psutil.wait_procs(family, timeout=15)
+            assert not alive, f"orphans: {[child.cmdline() for child in alive]}"
+
+
+def until(true, *processes: Process) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain\n" + "\n".join(process.log[-3000:] for process in processes)
+        time.sleep(0.05)
+
+
+def start_bootstrap(start, tmp_path) -> str:
+    """The host's own node, which knows the run; its address."""
+    host = start("public", "bootstrap", "-m", "datasetserver.bootstrap")
+    options = {"host_maddrs": ["/ip4/0.0.0.0/tcp/31337"], "announce_maddrs": [], "identity_path": str(tmp_path / "bootstrap.key")}
+    host.process.stdin.write(json.dumps({**options, "run_id": RUN.run_id, "run": vars(RUN), "url": ""}) + "\n")
+    host.process.stdin.flush()
+    pattern = re.compile(rf"/ip4/{re.escape(natted.PUBLIC)}/tcp/31337/p2p/\w+")
+    until(lambda: pattern.search(host.log), host)
+    return pattern.search(host.log)[0]
+
+
+def test_volunteers_behind_nat_average_through_one_who_assists_and_find_their_state_again(start, tmp_path):
+    address = start_bootstrap(start, tmp_path)
+
+    def volunteer(home: str, name: str) -> Process:
+        return start(home, name, "-m", "tests.peer.sync.toy_peer", tmp_path / name, "parameters", address, "--host=/ip4/0.0.0.0/tcp/0")
+
+    one, two = volunteer("home1", "one"), volunteer("home2", "two")
+    helper = start(
+        "public", "helper", "peer/finetune.py", "--assist", "--peers", address, "--output_dir", tmp_path / "helper",
+        "--host_maddrs", "/ip4/0.0.0.0/tcp/0",
+    )  # fmt: skip
+
+    def together(peer: Process) -> int:
+        return sum(len(line["members"]) == 2 and line["how"] == "averaged" for line in peer.rounds())
+
+    until(lambda: min(together(one), together(two)) >= 3, one, two, helper)
+    for peer in (one, two):
+        assert "client mode, because others cannot dial this peer: " in peer.log
+    for peer in (one, two):
+        peer.stop()
+    assert all(helper.process.poll() is None and '"ended"' in peer.log for peer in (one, two))
+    last = helper.rounds()[-1]
+    until(lambda: list((helper.folder / "settled").glob(f"round-{last['round']:08d}-*-{last['digest'][:12]}.state")), helper)
+
+    new = volunteer("home1", "new")  # it brings no state, and nobody else is there
+    until(lambda: new.round() >= last["round"] + 2, new, helper)
+    first = new.rounds()[0]
+    assert (first["how"], first["round"], first["digest"]) == ("fetched", last["round"], last["digest"])
+    assert all(line["how"] == "averaged" and len(line["members"]) == 1 for line in new.rounds()[1:])
+    new.stop()
+    helper.stop()
+
+    digests = {}
+    for peer in (one, two, new, helper):
+        for line in peer.rounds():
+            group = (line["parent"], json.dumps(line["members"]))
+            assert digests.setdefault(group, line["digest"]) == line["digest"]
+    assert not any(line["peer"] in [member[0] for member in line["members"]] for line in helper.rounds())
+
+
+def test_who_cannot_be_dialled_cannot_assist(start, tmp_path):
+    address = start_bootstrap(start, tmp_path)
+
+    helper = start("home1", "helper", "peer/finetune.py", "--assist", "--peers", address, "--output_dir", tmp_path / "helper")
+    helper.process.wait(WAIT_SECONDS)
+    until(lambda: "error: " in helper.log, helper)
+
+    assert helper.process.returncode == 6
+    assert "error: A peer that assists must be one that others can dial, and this one is not." in helper.log
