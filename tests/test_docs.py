@@ -5,6 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from benchmarks import memory
 from swarm import advice
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,3 +33,7 @@ def test_every_link_between_our_pages_leads_somewhere():
 
 def test_the_readmes_table_of_links_is_what_the_arithmetic_gives():
     assert advice.table() in (ROOT / "README.md").read_text(encoding="utf-8"), "python -m swarm.advice prints it"
+
+
+def test_the_table_of_memory_is_what_the_arithmetic_gives():
+    assert memory.table() in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8"), "python -m benchmarks.memory --counted prints it"

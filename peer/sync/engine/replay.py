@@ -60,9 +60,9 @@ class MeanStore:
     async def keep_forever(self) -> None:
         while True:
             while self._wanted:
-                digest, manifest, mean = self._wanted.popleft()
-                self._writing = digest
-                await asyncio.get_running_loop().run_in_executor(None, self.keep, digest, manifest, mean)
+                self._writing = self._wanted[0][0]
+                # No name holds the mean while it waits for the next one: it is a sixth of what a round needs.
+                await asyncio.get_running_loop().run_in_executor(None, self.keep, *self._wanted.popleft())
                 self._writing = ""
             await asyncio.sleep(_LOOK_SECONDS)
 

@@ -89,12 +89,11 @@ def main(descriptor: int) -> int:
     torch.set_num_threads(1)
     port = inherited(descriptor)
     try:
-        message = port.receive(START_SECONDS)
-        if message is None or message[0] != "start":
+        kind, values, buffers = port.receive(START_SECONDS) or ("", {}, [])
+        if kind != "start":
             return ExitCode.FAILED
-        _, values, buffers = message
         setup_logging(debug=values["debug"], name=values["name"])
-        asyncio.run(_serve(port, values, buffers[0]))
+        asyncio.run(_serve(port, values, buffers))
     except (PortClosed, asyncio.CancelledError):
         return ExitCode.OK
     except UserError as error:
@@ -107,7 +106,8 @@ def main(descriptor: int) -> int:
     return ExitCode.OK
 
 
-async def _serve(port: Port, values: dict[str, Any], buffer: SharedBuffer) -> None:
+async def _serve(port: Port, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+    """buffers: the state to begin with, which is taken out: nobody else may hold its memory for as long as the process lives."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     # hivemind leaves tasks behind when p2pd or a stream goes away; what matters of that, the watchdog and PeerLost tell.
@@ -117,7 +117,7 @@ async def _serve(port: Port, values: dict[str, Any], buffer: SharedBuffer) -> No
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     try:
         trainer = TrainerPort(port)
-        replica = _replica(trainer, values, buffer, node)
+        replica = _replica(trainer, values, buffers.pop(), node)
         trainer.send("ready", peer_id=node.peer_id, maddrs=await node.maddrs())
         await replica.start()
         if replica.neighbours.of_other_tensors():

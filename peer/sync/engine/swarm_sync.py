@@ -19,6 +19,7 @@ import torch
 from peer.contracts import Member, Settlement, SyncContext, SyncReport
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.local_work import OPEN, Frozen, Landing, LocalWork, NotFinite
+from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.port import Port, PortClosed
 from peer.sync.engine.state import Header, first_state
@@ -45,13 +46,15 @@ class SwarmSync:
                 fix="Remove --overlap, or found a run with --sync parameters or diloco.",
             )
         self._schema = Schema.of(context.params)
-        self._size = self._schema.size
+        wire, on_host = Wire.of(context.run.wire, self._schema), any(parameter.is_cpu for parameter in context.params.values())
+        check_memory(host_bytes(self._strategy, wire, params_on_host=on_host), available_bytes())
         self._folder = context.output_dir
         self._folder.mkdir(parents=True, exist_ok=True)
-        vector = flatten(context.params, torch.empty(self._size))
-        base = first_state(context.run.digest, self._schema.digest, vector, self._strategy.slots)
+        base = first_state(
+            context.run.digest, self._schema.digest, flatten(context.params, torch.empty(self._schema.size)), self._strategy.slots
+        )
         start = Landing(base.digest, base.header, base.buffer)
-        self._work = LocalWork(context.params, start, self._strategy, Wire.of(context.run.wire, self._schema))
+        self._work = LocalWork(context.params, start, self._strategy, wire)
         self._offered = False
         """Whether the sidecar knows that the frozen contribution stands on our state."""
         self._batch_samples = self._number = 0

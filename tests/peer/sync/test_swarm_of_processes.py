@@ -53,6 +53,15 @@ class Toy:
                         found.append(child)
         return found
 
+    def shared_buffers(self) -> int:
+        """How many states and contributions its processes hold in memory, each counted once."""
+        found = set()
+        for process in [psutil.Process(self.process.pid), *self.family()]:
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                found |= {line.split()[4] for line in maps.splitlines() if "/memfd:swarm" in line}
+        return len(found)
+
     def maddr(self) -> str:
         pattern = re.compile(r"--peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")
         until(lambda: pattern.search(self.log), self)
@@ -172,6 +181,7 @@ def test_a_killed_peer_stops_nobody_and_comes_back(toys):
     back = toys("two", one.maddr())
     until(lambda: any(line["how"] == "averaged" and line["round"] > at + 2 for line in back.rounds()), one, back)
     assert_one_lineage(one, back)
+    until(lambda: one.shared_buffers() == 1, one, back)  # between two contributions: the state, and nothing of the past
 
 
 def test_a_killed_sidecar_is_started_again_and_finds_the_others(toys):

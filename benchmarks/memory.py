@@ -1,0 +1,231 @@
+"""How much memory averaging takes, against what is counted before it starts; and whether it grows with the rounds.
+
+    python -m benchmarks.memory            two peers, 50 M parameters, three ways to average; then 200 rounds with failures: some eight minutes
+    python -m benchmarks.memory --full     200 M parameters, 1,000 rounds
+
+Compute is a sleep (`benchmarks.sleeper`), all else is real. Memory is the proportional set size (PSS) of a peer's processes, trainer,
+sidecar and p2pd: what they share counts once. From its peak is taken what the same peer has with almost no parameters, and the
+parameters themselves, which are there without averaging too.
+
+For the growth a third peer joins, and is killed with all its processes in every tenth round: the rounds that it leaves fail at first.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.common import ROOT, print_result, print_table
+from benchmarks.sleeper import toy_params
+from peer.rooms import load_part, parts
+from peer.sync.engine.codec import WIRES, Wire
+from peer.sync.engine.memory import SIDECAR_BYTES, host_bytes
+from peer.sync.engine.vectors import Schema
+from swarm.advice import size
+from swarm.errors import UserError, run_program
+from swarm.run_config import RunConfig
+
+_EXAMPLES = {"SD 1.5 UNet": 859_520_964, "with its text encoder": 982_581_252}
+WAYS = (("parameters", "fp16"), ("parameters", "int8"), ("diloco", "int8"))
+FEW = 100_000
+ROUNDS = 5
+_LOOK_SECONDS = 0.05
+_WAIT_SECONDS = 300.0
+_ADDRESS = re.compile(r"--peers (/ip4/127\S+)")
+
+
+class Peer:
+    """A sleeper in processes of its own, all killed at the end. peak: the largest PSS of all of them together, in bytes."""
+
+    def __init__(self, folder: Path, num_parameters: int, *options: str):
+        self.folder = folder
+        folder.mkdir(parents=True)
+        command = [sys.executable, "-m", "benchmarks.sleeper", "--output_dir", str(folder), "--num_parameters", str(num_parameters)]
+        command += ["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--train_batch_size", "4", *options]
+        with (folder / "log.txt").open("wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+        self.peak = 0
+        self._watching = threading.Thread(target=self._watch, daemon=True)
+        self._watching.start()
+
+    def _watch(self) -> None:
+        while self.process.poll() is None:
+            self.peak = max(self.peak, self.pss())
+            time.sleep(_LOOK_SECONDS)
+
+    def family(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.Error):
+            own = psutil.Process(self.process.pid)
+            return [own, *own.children(recursive=True)]
+        return []
+
+    def pss(self) -> int:
+        total = 0
+        for process in self.family():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+                total += int(re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE).group(1)) * 1024
+        return total
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(errors="replace")
+
+    def rounds(self) -> list[dict[str, Any]]:
+        path = self.folder / "rounds.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def address(self) -> str:
+        return wait("an address", lambda: _ADDRESS.search(self.log), self).group(1)
+
+    def kill(self) -> None:
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self._watching.join()
+
+
+def wait(what: str, found: Any, *peers: Peer, seconds: float = _WAIT_SECONDS) -> Any:
+    """What `found()` returns, once that is something. Raises UserError when it does not come, or a peer has ended by itself."""
+    until = time.monotonic() + seconds
+    while not (value := found()):
+        for peer in peers:
+            if peer.process.poll() is not None or time.monotonic() > until:
+                last = "\n".join(peer.log.splitlines()[-8:])
+                raise UserError(f"{what} did not come within {seconds:.0f} s; {peer.folder.name} says:\n{last}", fix="Look at its log.")
+        time.sleep(0.05)
+    return value
+
+
+@contextlib.contextmanager
+def swarm(folder: Path, num_parameters: int, *options: str) -> Iterator[list[Peer]]:
+    """Two peers that have found each other."""
+    peers = [Peer(folder / "one", num_parameters, "--found", *options)]
+    try:
+        peers.append(Peer(folder / "two", num_parameters, "--peers", peers[0].address(), *options))
+        yield peers
+    finally:
+        for peer in peers:
+            peer.kill()
+
+
+def measure(folder: Path, sync: str, wire: str, num_parameters: int) -> dict[str, Any]:
+    """The peak of a peer over ROUNDS rounds of two, less that of one with few parameters."""
+    run = RunConfig(model="sleeper", sync=sync, wire=wire)
+    options = ("--sync", sync, "--wire", wire, "--samples_per_second", "20", "--target_batch_size", str(40 + num_parameters // 1_000_000))
+    peaks = {}
+    for count in (FEW, num_parameters):
+        with swarm(folder / f"{sync}-{wire}-{count}", count, *options) as peers:
+            wait("the last round", lambda both=peers: averaged(both[0]) >= ROUNDS and averaged(both[1]) >= ROUNDS, *peers)
+            peaks[count] = max(peer.peak for peer in peers)
+    schema = Schema.of(toy_params(num_parameters))
+    counted = sum(host_bytes(load_part("sync", sync).strategy(run), Wire.of(wire, schema)).values())
+    taken = peaks[num_parameters] - peaks[FEW] - 4 * schema.size
+    return {
+        "sync": sync,
+        "wire": wire,
+        "parameters": schema.size,
+        "counted bytes/parameter": counted / schema.size,
+        "measured bytes/parameter": taken / schema.size,
+        "measured/counted": taken / counted,
+        "with few parameters MB": peaks[FEW] / 1e6,
+    }
+
+
+def averaged(peer: Peer) -> int:
+    return sum(line["how"] == "averaged" for line in peer.rounds())
+
+
+def grow(folder: Path, rounds: int) -> dict[str, Any]:
+    """Memory of the two that stay, early and late, while a third is killed again and again."""
+    options = ("--samples_per_second", "200", "--target_batch_size", "64")
+    with swarm(folder, 1_000_000, *options) as peers:
+        one, killed, third = peers[0], 0, None
+        looks: list[tuple[int, int]] = []
+        try:
+            until = time.monotonic() + 6 * rounds + _WAIT_SECONDS
+            while (at := len(one.rounds())) < rounds:
+                if time.monotonic() > until or any(peer.process.poll() is not None for peer in peers):
+                    raise UserError(f"The swarm came to round {at} of {rounds} only.", fix="Look at the peers' logs.")
+                looks.append((at, sum(peer.pss() for peer in peers) // 2))
+                if third is None:
+                    third, came = Peer(folder / f"third-{killed}", 1_000_000, "--peers", one.address(), *options), at
+                elif at >= came + 10 and third.rounds():
+                    third.kill()
+                    third, killed = None, killed + 1
+                time.sleep(0.5)
+        finally:
+            if third is not None:
+                third.kill()
+        failed = sum(peer.log.count("not averaged") for peer in peers)
+    quarter = rounds // 4
+    early = max((pss for at, pss in looks if quarter <= at < 2 * quarter), default=0)
+    late = max((pss for at, pss in looks if at >= 3 * quarter), default=0)
+    return {
+        "rounds": rounds,
+        "kills": killed,
+        "failed attempts": failed,
+        "second quarter MB": early / 1e6,
+        "last quarter MB": late / 1e6,
+        "growth kB/round": (late - early) / (2 * quarter) / 1e3,
+    }
+
+
+def table() -> str:
+    """docs/memory.md's table, in Markdown."""
+    head = ["`--sync`", "`--wire`", "bytes per parameter", *_EXAMPLES]
+    lines = [head, ["---"] * len(head)]
+    for name in parts("sync"):
+        if name == "none":
+            continue
+        strategy = load_part("sync", name).strategy(RunConfig(model="", sync=name))
+        for wire_name in WIRES:
+            each = [sum(host_bytes(strategy, Wire(wire_name, count)).values()) for count in _EXAMPLES.values()]
+            per_parameter = each[0] / next(iter(_EXAMPLES.values()))
+            lines.append([f"`{name}`", f"`{wire_name}`", f"{per_parameter:.1f}", *(size(total + SIDECAR_BYTES) for total in each)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="200 M parameters and 1,000 rounds")
+    parser.add_argument("--num_parameters", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=0, help="of the part that looks for growth")
+    parser.add_argument("--counted", action="store_true", help="print docs/memory.md's table only")
+    flags = parser.parse_args(argv)
+    if flags.counted:
+        return print(table())
+    num_parameters = flags.num_parameters or (200_000_000 if flags.full else 50_000_000)
+    with tempfile.TemporaryDirectory(prefix="dd-memory-") as name:
+        rows = [measure(Path(name), sync, wire, num_parameters) for sync, wire in WAYS]
+        print_table(rows)
+        print()
+        growth = grow(Path(name) / "growth", flags.rounds or (1000 if flags.full else 200))
+        print_table([growth])
+    print_result(
+        {
+            "bytes_per_parameter": {f"{row['sync']}/{row['wire']}": row["measured bytes/parameter"] for row in rows},
+            "measured_over_counted": max(row["measured/counted"] for row in rows),
+            "growth_kb_per_round": growth["growth kB/round"],
+            "growth": growth,
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(lambda: main(sys.argv[1:])))

@@ -1,0 +1,59 @@
+"""The host memory that averaging takes, counted before any of it is taken.
+
+`benchmarks/memory.py` measures the same, and prints the table of docs/memory.md.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from peer.sync.engine.codec import Wire
+from peer.sync.engine.outer import Strategy
+from swarm.advice import size
+from swarm.errors import ExitCode, UserError
+
+FLOAT_BYTES = 4
+SIDECAR_BYTES = 400e6
+"""Python, torch and hivemind of the second process, before it holds any state; p2pd beside it. Measured: 0.30 GB."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def host_bytes(strategy: Strategy, wire: Wire, *, params_on_host: bool = True) -> dict[str, float]:
+    """What is in the host's memory at the moment a round is committed, when it is most: bytes by what they are for.
+
+    Trainer and sidecar share states and contributions, so each counts once. What is trained and its optimizer are not counted: they are
+    there without a swarm too.
+    """
+    state = FLOAT_BYTES * wire.size * (1 + strategy.slots)
+    return {
+        "the state that training stands on": state,
+        "the next state": state,
+        "our contribution": wire.num_bytes,
+        "the round's mean": wire.num_bytes,
+        "gradients of the round": FLOAT_BYTES * wire.size * (not strategy.steps_locally and params_on_host),
+    }
+
+
+def check_memory(needed: Mapping[str, float], available: float) -> None:
+    """Raise UserError when averaging would run out of memory, before it takes any."""
+    total = sum(needed.values()) + SIDECAR_BYTES
+    if total > available:
+        items = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in needed.items() if num_bytes)
+        raise UserError(
+            f"Averaging needs {size(total)} of this machine's memory, and {size(available)} are free ({items}, its own process {size(SIDECAR_BYTES)}).",
+            fix="End other programs here, or take part in a run with --sync parameters, --wire int8, or --method lora; docs/memory.md has the figures.",
+            code=ExitCode.MEMORY,
+        )
+
+
+def available_bytes(cgroup: Path = _CGROUP) -> float:
+    """Memory that this process can still take without swapping: the machine's, or less where a container has a limit."""
+    free = float(psutil.virtual_memory().available)
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        # The page cache counts as used, but gives way.
+        return free if limit == "max" else min(free, int(limit) - int(used) + int(stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return free

@@ -1,0 +1,55 @@
+"""What averaging takes of the host's memory, and that nobody begins what cannot end well."""
+
+import pytest
+import torch
+from torch import nn
+
+from peer.config import PeerConfig
+from peer.contracts import SyncContext
+from peer.rooms import load_part
+from peer.sync.engine import swarm_sync
+from peer.sync.engine.codec import Wire
+from peer.sync.engine.memory import SIDECAR_BYTES, available_bytes, check_memory, host_bytes
+from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
+
+SD15_WITH_TEXT_ENCODER = 982_581_252
+
+
+def total(sync: str, wire: str, size: int, **options) -> float:
+    return sum(host_bytes(load_part("sync", sync).strategy(RunConfig(model="", sync=sync)), Wire(wire, size), **options).values())
+
+
+def test_sd_15_full_fits_with_the_defaults_into_what_the_original_took():
+    run = RunConfig(model="x")
+    assert total(run.sync, run.wire, SD15_WITH_TEXT_ENCODER) + SIDECAR_BYTES <= 12.5e9
+
+
+def test_accumulated_gradients_count_where_they_are():
+    on_host, on_gpu = (total("gradients", "fp32", 1000, params_on_host=host) for host in (True, False))
+    assert on_host - on_gpu == 4000
+
+
+def test_too_little_memory_is_said_before_any_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(swarm_sync, "available_bytes", lambda: 300e6)
+    context = SyncContext(
+        run=RunConfig(model="x"), peer=PeerConfig(output_dir=str(tmp_path)), params={"w": nn.Parameter(torch.zeros(9))}, output_dir=tmp_path
+    )
+    with pytest.raises(UserError, match=r"Averaging needs 400 MB .* 300 MB are free \(.*the next state 36 bytes") as error:
+        load_part("sync", "parameters").build(context)
+    assert error.value.code == ExitCode.MEMORY
+    assert not any(tmp_path.iterdir()), "no process and no file was begun"
+
+
+def test_enough_memory_is_enough():
+    check_memory({"a state": 100.0}, 100.0 + SIDECAR_BYTES)
+
+
+def test_a_containers_limit_counts_and_its_page_cache_gives_way(tmp_path):
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 200\n")
+    assert available_bytes(tmp_path) == 500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) > 1e6
+    assert available_bytes(tmp_path / "none") > 1e6
