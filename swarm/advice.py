@@ -62,6 +62,26 @@ def smallest_target(transfer_seconds: float, samples_per_second: float, overlap:
     return max(math.ceil(round_seconds * samples_per_second), 1)
 
 
+def promise(wire_bytes: float) -> str:
+    """What a round will cost, said before anything is measured: the most that a peer sends and receives, on the links people have."""
+    most = round_traffic(wire_bytes, 1000, 1000)
+    links = ", ".join(f"{duration(most.seconds(mbit * 1e6 / 8, mbit * 1e6 / 8))} at {mbit:,} Mbit/s" for mbit in LINKS_MBIT)
+    return f"averaging sends and receives up to {size(most.up)} each a round: {links}"
+
+
+def measured(traffic: Traffic, seconds: float, samples_per_second: float, lost: float) -> str:
+    """What the last averaged round cost this peer, and how large rounds should be. samples_per_second: the swarm's; lost: see share_lost."""
+    up, down = (8e-6 * num_bytes / seconds for num_bytes in (traffic.up, traffic.down))
+    text = (
+        f"averaging took {duration(seconds)}: sent {size(traffic.up)} at {up:,.0f} Mbit/s, received {size(traffic.down)} at {down:,.0f}; "
+        f"{lost:.1%} of the time is lost to rounds"
+    )
+    if not samples_per_second:
+        return text
+    blocking, overlapping = (smallest_target(seconds, samples_per_second, overlap) for overlap in (False, True))
+    return f"{text}; for {UTILISATION:.0%} training, rounds of {blocking:,} samples or more, with --overlap {overlapping:,}"
+
+
 def table() -> str:
     """The README's table, in Markdown."""
     head = ["what is trained", "`--wire`", "a round sends", *(f"at {mbit:,} Mbit/s" for mbit in LINKS_MBIT)]

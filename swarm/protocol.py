@@ -108,6 +108,7 @@ class PeerInfo(Message):
     sent_bytes: Count = 0
     received_bytes: Count = 0
     transfer_seconds: Number = 0.0
+    share_lost: Number = 0.0
     maddrs: Annotated[list[Maddr], Field(max_length=64)] = []
     client_mode: bool = False
 

@@ -33,7 +33,7 @@ class PeerRecord:
 
     digest, parents: its state's digest and those of the state's last ancestors, the parent first. samples: all samples ever
     averaged into that state. waiting_samples: trained since, in no state yet. sent_bytes, received_bytes, transfer_seconds: of its
-    last averaged round.
+    last averaged round. share_lost: of its time, in which it waited for rounds.
     """
 
     peer_id: str
@@ -51,6 +51,7 @@ class PeerRecord:
     sent_bytes: int = 0
     received_bytes: int = 0
     transfer_seconds: float = 0.0
+    share_lost: float = 0.0
     client_mode: bool = False
     maddrs: tuple[str, ...] = ()
     time: float = 0.0
@@ -78,6 +79,7 @@ class PeerRecord:
         for name in ("round", "samples", "waiting_samples", "group_size", "sent_bytes", "received_bytes"):
             _count(getattr(record, name))
         _number(record.transfer_seconds, 0, 1e6)
+        _number(record.share_lost, 0, 1)
         _number(record.samples_per_second, 0, MAX_SAMPLES_PER_SECOND)
         _number(record.time, 0, 1e11)
         if record.loss is not None:

@@ -206,7 +206,7 @@ def _peers(seen: dict[str, Any]) -> RenderableType:
     if not seen["peers"]:
         return Text("No live peers." if not seen["finished"] else "All peers have left.")
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("peer", "round", "waiting", "samples/s", "loss", "sent", "Mbit/s", "state", "", *(["samples"] if counted else [])):
+    for name in ("peer", "round", "waiting", "samples/s", "loss", "sent", "Mbit/s", "lost", "state", "", *(["samples"] if counted else [])):
         table.add_column(name, justify="left" if name in ("peer", "state", "") else "right")
     for peer in seen["peers"]:
         behind = Text(str(peer["round"]), style="yellow" if peer["round"] < seen["round"] else "")
@@ -217,13 +217,13 @@ def _peers(seen: dict[str, Any]) -> RenderableType:
     return table
 
 
-def _transfer(peer: dict[str, Any]) -> tuple[str, str]:
-    """Bytes sent in its last averaged round, and how fast it sent and received."""
+def _transfer(peer: dict[str, Any]) -> tuple[str, str, str]:
+    """Bytes sent in its last averaged round, how fast it sent and received, and the share of its time that rounds cost it."""
     seconds = peer["transfer_seconds"]
     if not seconds:
-        return "-", "-"
+        return "-", "-", "-"
     up, down = (8e-6 * peer[name] / seconds for name in ("sent_bytes", "received_bytes"))
-    return advice.size(peer["sent_bytes"]), f"{up:,.0f} / {down:,.0f}"
+    return advice.size(peer["sent_bytes"]), f"{up:,.0f} / {down:,.0f}", f"{peer['share_lost']:.1%}"
 
 
 if __name__ == "__main__":

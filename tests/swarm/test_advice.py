@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.advice import UTILISATION, Traffic, duration, round_traffic, share_lost, size, smallest_target
+from swarm.advice import UTILISATION, Traffic, duration, measured, promise, round_traffic, share_lost, size, smallest_target
 
 
 def count_by_hand(wire_bytes: int, peers: int, reducers: int, peer: int) -> tuple[float, float]:
@@ -50,6 +50,20 @@ def test_a_round_of_the_recommended_size_reaches_the_utilisation_and_a_much_smal
 def test_with_overlap_a_round_longer_than_its_transfer_costs_nothing():
     assert share_lost(10, 11, overlap=True) == 0
     assert share_lost(10, 10, overlap=False) == 0.5
+
+
+def test_what_a_round_will_cost_is_said_before_anything_is_measured():
+    assert (
+        promise(1.966e9)
+        == "averaging sends and receives up to 3.93 GB each a round: 52 min at 10 Mbit/s, 5 min at 100 Mbit/s, 31 s at 1,000 Mbit/s"
+    )
+
+
+def test_what_a_round_cost_is_said_with_the_round_that_would_be_worth_it():
+    told = measured(Traffic(500e6, 250e6), 40.0, 4.0, 0.125)
+    assert told.startswith("averaging took 40 s: sent 500 MB at 100 Mbit/s, received 250 MB at 50; 12.5% of the time is lost to rounds;")
+    assert told.endswith("for 95% training, rounds of 3,040 samples or more, with --overlap 152")
+    assert "rounds of" not in measured(Traffic(500e6, 250e6), 40.0, 0.0, 0.0)
 
 
 def test_figures_are_written_for_people():

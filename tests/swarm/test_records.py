@@ -32,6 +32,7 @@ BAD = {
     "sent_bytes": [-1, 1.5],
     "received_bytes": [2**60],
     "transfer_seconds": [-1.0, float("inf"), 1e7],
+    "share_lost": [-0.1, 1.1, float("nan"), None],
     "client_mode": [1, "yes", None],
     "peer_id": ["QmSomebodyElse", None],
 }

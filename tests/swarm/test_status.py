@@ -148,11 +148,11 @@ def test_a_server_without_a_run_says_so(tmp_path):
 
 
 def test_the_screen_says_what_averaging_costs_and_how_large_a_round_should_be():
-    slow = a_peer(samples_per_second=8.0, sent_bytes=983_000_000, received_bytes=983_000_000, transfer_seconds=100.0)
+    slow = a_peer(samples_per_second=8.0, sent_bytes=983_000_000, received_bytes=983_000_000, transfer_seconds=100.0, share_lost=0.125)
     fast = a_peer(peer_id="QmPeer2", samples_per_second=8.0, sent_bytes=983_000_000, received_bytes=983_000_000, transfer_seconds=10.0)
     screen = shown(status.summarize(a_run(), [slow, fast], now=1e9))
     assert "a transfer takes 2 min; smallest target batch for 95% training: 30,400, with --overlap 1,520" in " ".join(screen.split())
-    assert "983 MB" in screen and "79 / 79" in screen and "786 / 786" in screen
+    assert "983 MB" in screen and "79 / 79" in screen and "786 / 786" in screen and "12.5%" in screen
 
 
 def test_before_the_first_averaged_round_the_screen_promises_nothing():

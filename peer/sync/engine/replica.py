@@ -35,6 +35,7 @@ from peer.sync.engine.state import Head, State, better
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.takeover import Replaying, Takeover
 from peer.sync.engine.trainer import Offer, Progress, Trainer
+from swarm import advice
 from swarm.dht import SwarmNode
 from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
@@ -90,6 +91,7 @@ class Replica:
         self._phase, self._group_size, self._asked = "join", 0, False
         self._traffic = Traffic()
         """Of the last averaged round."""
+        self._averaged = 0
         self._callers: set[str] = set()
         """Who said that they are ready to average on our state, since the last attempt."""
         self._wake = asyncio.Event()
@@ -284,9 +286,18 @@ class Replica:
         self._group_size = len(done.group.members)
         if done.how == "averaged":
             self._traffic = done.mean.traffic
+            self._advise()
         self._means.want(done.state, done.mean)
         self._adopt(done.state, done.how)
         self._set_phase("train")
+
+    def _advise(self) -> None:
+        """After the first averaged round, the second, the fourth, the eighth...: at first it is news, later it changes seldom."""
+        self._averaged += 1
+        if self._averaged.bit_count() == 1 and not self.assists:
+            rate = self.progress.samples_per_second + sum(record.samples_per_second for record in self.neighbours.others())
+            traffic, lost = self._traffic, self.progress.share_lost
+            self.trainer.news(advice.measured(advice.Traffic(traffic.up, traffic.down), traffic.seconds, rate, lost))
 
     async def _after_failure(self, offer: Offer, error: NoGroup | RoundFailed) -> None:
         """Look whether the others have committed; if not, wait a little and offer the same bytes again. Training goes on."""
@@ -367,6 +378,7 @@ class Replica:
             sent_bytes=self._traffic.up,
             received_bytes=self._traffic.down,
             transfer_seconds=self._traffic.seconds,
+            share_lost=progress.share_lost,
             client_mode=self.node.client_mode,
             maddrs=maddrs[:6],
             time=time.time(),

@@ -24,6 +24,7 @@ from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.port import Port, PortClosed
 from peer.sync.engine.state import Header, first_state
 from peer.sync.engine.vectors import Schema, SharedBuffer, flatten
+from swarm import advice
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class SwarmSync:
             )
         self._schema = Schema.of(context.params)
         wire, on_host = Wire.of(context.run.wire, self._schema), any(parameter.is_cpu for parameter in context.params.values())
+        log.info("%s", advice.promise(wire.num_bytes))
         check_memory(host_bytes(self._strategy, wire, params_on_host=on_host), available_bytes())
         self._folder = context.output_dir
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -62,6 +64,7 @@ class SwarmSync:
         self._joined = self._done = self._may_train = self._leaving = self._closing = False
         self._peer_id = ""
         self._rate, self._step_seconds, self._last_step, self._loss = 0.0, 0.0, 0.0, None
+        self._lost = _Lost()
         self._restarts: list[float] = []
         self._process: subprocess.Popen | None = None
         self._port: Port | None = None
@@ -95,7 +98,9 @@ class SwarmSync:
         """Count `samples` trained since the last call; take over what the swarm did. Raises UserError when the swarm is lost for good."""
         if samples:
             self._count(samples, loss)
+        began = time.monotonic()
         self._exchange(POLL_SECONDS if self._must_wait() else 0)
+        self._lost.seconds += time.monotonic() - began
         return self._report()
 
     def withdraw(self, number: int) -> SyncReport:
@@ -219,7 +224,7 @@ class SwarmSync:
 
     def _tell_progress(self) -> None:
         rate = 0.0 if self._must_wait() else self._rate
-        figures = {"samples_per_second": rate, "step_seconds": self._step_seconds, "loss": self._loss}
+        figures = {"samples_per_second": rate, "step_seconds": self._step_seconds, "share_lost": self._lost.share, "loss": self._loss}
         self._port.send("progress", waiting=self._work.waiting_samples, landed=self._work.state.digest, **figures)
 
     def _send_offer(self, frozen: Frozen) -> None:
@@ -288,6 +293,8 @@ class SwarmSync:
         header = Header.from_json(values["header"])
         landing = Landing(values["digest"], header, buffers[0])
         self._news.dropped += self._work.land(landing, header.included.get(self._peer_id, 0))
+        if self._joined:
+            self._lost.landed(time.monotonic())
         self._joined, self._may_train, self._offered = True, False, False
         self._last_step = 0.0
 
@@ -365,6 +372,20 @@ class SwarmSync:
         self._process.wait()
         self._port.close()
         self._process = None
+
+
+class _Lost:
+    """The share of its time that a trainer spends on rounds, from one landing to the next; the last three weigh most."""
+
+    def __init__(self) -> None:
+        self.share = self.seconds = 0.0
+        self._began: float | None = None
+
+    def landed(self, now: float) -> None:
+        if self._began is not None and now > self._began:
+            share = min(self.seconds / (now - self._began), 1.0)
+            self.share = 0.7 * self.share + 0.3 * share if self.share else share
+        self._began, self.seconds = now, 0.0
 
 
 class _News:

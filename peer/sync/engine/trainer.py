@@ -42,4 +42,6 @@ class Progress:
     waiting: int = 0
     samples_per_second: float = 0.0
     step_seconds: float = 0.0
+    share_lost: float = 0.0
+    """Of its time, what it spent on rounds: waiting, freezing, landing."""
     loss: float | None = None

@@ -181,6 +181,7 @@ def test_a_killed_peer_stops_nobody_and_comes_back(toys):
     back = toys("two", one.maddr())
     until(lambda: any(line["how"] == "averaged" and line["round"] > at + 2 for line in back.rounds()), one, back)
     assert_one_lineage(one, back)
+    assert "averaging sends and receives up to" in one.log and "% of the time is lost to rounds" in one.log
     until(lambda: one.shared_buffers() == 1, one, back)  # between two contributions: the state, and nothing of the past
 
 
