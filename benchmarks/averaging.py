@@ -5,8 +5,9 @@
 Each peer is a process of its own with its own p2pd, all on loopback, one thread each. A round of ours is encode, all-reduce, decode; one of
 hivemind's is its `DecentralizedAverager`'s all-reduce with `Float16Compression`, without its search for a group. MB and GB are of the
 float32 vector, whatever the codec makes of it; CPU seconds are those of one peer, with its p2pd and all it started. Seconds: the
-slowest peer's, median of the rounds. The last column is what the bytes sent take on a link of 100 Mbit/s. 200 M floats with 4 peers are
-part of --full only. Run it alone: on two cores, peers share them. Its peers end with it, even when it is killed.
+slowest peer's, median of the rounds. `s at 100 Mbit/s`: what the bytes sent take on such a link. `host bytes/float`: the peak of
+a peer's memory beyond the vector, p2pd not counted. 200 M floats with 4 peers are part of --full only. Run it alone: on two cores, peers
+share them. Its peers end with it, even when it is killed.
 """
 
 import argparse
@@ -106,7 +107,8 @@ def measure(peers: int, floats: int, wire: str, rounds: int) -> dict:
     }
     if "up" in done[0][0]:
         sent = max(answer["up"] for answers in done for answer in answers)
-        row |= {"MB sent": sent / 1e6, "s at 100 Mbit/s": sent / SLOW_LINK_BYTES_PER_SECOND}
+        extra = max(answer["extra"] for answers in done for answer in answers)
+        row |= {"MB sent": sent / 1e6, "s at 100 Mbit/s": sent / SLOW_LINK_BYTES_PER_SECOND, "host bytes/float": extra / floats}
     return row
 
 

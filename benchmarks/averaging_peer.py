@@ -55,6 +55,12 @@ def _cpu_seconds() -> float:
     return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children(recursive=True)))
 
 
+def _resident_bytes(name: str) -> int:
+    """VmRSS: now; VmHWM: the most since the last reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
 def digest(tensors: list[torch.Tensor]) -> str:
     hasher = blake3()
     for tensor in tensors:
@@ -82,11 +88,14 @@ async def ours(plan: dict) -> None:
             if "stop" in order:
                 return
             group = Group("p", tuple(Member(peer, 1, 1) for peer in peers), tuple(peers), str(order["round"]))
-            clocks = Clocks()
+            resident, clocks = _resident_bytes("VmRSS"), Clocks()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             mean = await averager.average(group, wire.encode(vector))
             for part in wire.parts:  # into the vector itself, as a round does
                 part.decode(part.bytes_of(mean.encoded), part.of(vector))
-            say(**clocks.since(), digest=digest([vector]), up=mean.traffic.up)
+            extra = _resident_bytes("VmHWM") - resident
+            say(**clocks.since(), digest=digest([vector]), up=mean.traffic.up, extra=extra)
+            del mean
 
 
 @contextlib.asynccontextmanager
