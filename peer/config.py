@@ -42,6 +42,7 @@ class PeerConfig:
     client_mode: bool | None = option(
         None, "Open no port: others cannot dial this peer, it dials them. auto: exactly when those it asks cannot dial it."
     )
+    min_peers: int = option(1, "Wait at the start until so many peers are live, this one included.")
     dry_run: bool = option(False, "Print the resolved configuration and end.")
     debug: bool = option(False, "Log more, and show tracebacks.")
 
@@ -53,6 +54,7 @@ class PeerConfig:
             "checkpoints_total_limit",
             "checkpointing_rounds",
             "checkpointing_samples",
+            "min_peers",
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more.")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from peer.sync.engine import points
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, square_norm
 from peer.sync.engine.groups import Group
 from peer.sync.engine.streams import CONNECT_SECONDS, Channel, PeerLost, Streams
@@ -118,8 +119,9 @@ class Averager:
         parts = self._wire.parts
 
         async def send() -> None:
-            for index in share if run.mine is not None else ():
+            for count, index in enumerate(share if run.mine is not None else ()):
                 await channel.send({}, memoryview(parts[index].bytes_of(run.mine).numpy()), seconds=PART_SECONDS)
+                await points.part_sent(count, len(share), self._peer_id)
 
         async def receive() -> None:
             for index in share:

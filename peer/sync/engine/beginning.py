@@ -1,4 +1,4 @@
-"""Who may start: nobody starts again from the base model where a later state is known to exist."""
+"""Who may start: nobody starts again from the base model where a later state is known to exist, nor before the company it asks for."""
 
 import time
 from collections.abc import Callable, Collection
@@ -16,15 +16,28 @@ _HOLDER_PATIENCE_SECONDS = 120.0
 
 
 class Beginning:
-    """last_known: the latest state that the server or the DHT knew of when we came; last_holders: the peers that had it."""
+    """last_known: the latest state that the server or the DHT knew of when we came; last_holders: the peers that had it.
 
-    def __init__(self, run: RunConfig, last_known: Head | None, last_holders: Collection[str], clock: Callable[[], float] = time.monotonic):
+    min_peers: how many must be live at once, we included, before we start; what becomes of them later does not matter.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        last_known: Head | None,
+        last_holders: Collection[str],
+        min_peers: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._run, self._known, self._clock = run, last_known, clock
         self._holders = ", ".join(peer[-6:] for peer in last_holders) or "unknown peers"
+        self._min_peers, self._company = min_peers, min_peers <= 1
         self._began = clock()
 
     def may_start(self, ours: Head, *, own_round: int, fetching: bool, others: Collection[PeerRecord], news: Callable[[str], None]) -> bool:
         """Whether we may train from our state `ours`; `news` is told why not. Raises UserError when the run is over."""
+        if not self._in_company(others, news):
+            return False
         waited = self._clock() - self._began
         if fetching or (waited < _JOIN_PATIENCE_SECONDS and any(better(head_of(record), ours) for record in others)):
             return False
@@ -46,6 +59,15 @@ class Beginning:
             f"waiting for one who has that state: {self._holders}"
         )
         return False
+
+    def _in_company(self, others: Collection[PeerRecord], news: Callable[[str], None]) -> bool:
+        live = 1 + len(others)
+        if not self._company and live >= self._min_peers:
+            self._company = True
+            news(f"{live} peers are live; starting")
+        if not self._company:
+            news(f"waiting for company: {live} of {self._min_peers} peers are live (--min_peers)")
+        return self._company
 
 
 def head_of(record: PeerRecord) -> Head:

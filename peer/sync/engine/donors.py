@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from blake3 import blake3
 
+from peer.sync.engine import points
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.download import ANSWER_SECONDS, CHUNKS, PIECE_BYTES, Manifest
 from peer.sync.engine.replay import MeanStore
@@ -126,6 +127,8 @@ class Donor:
         self._downloading.add(channel.peer)
         try:
             while index is not None:
+                if index >= len(held.hashes) // 2:
+                    await points.reached("donor_half_way", self._streams.peer_id)
                 held.until = self._clock() + KEEP_SECONDS
                 await self._send(channel, await held.chunk(index))
                 index = await self._wanted(channel, held, REQUEST_SECONDS)

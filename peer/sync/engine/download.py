@@ -17,6 +17,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from peer.sync.engine import points
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Header, state_digest
 from peer.sync.engine.streams import Channel, PeerLost, Streams
 from swarm.tasks import end_tasks
@@ -170,6 +171,8 @@ class Download:
                     continue
                 self._put(asked[0], await self._receive(channel, asked[0], pace), holder)
                 asked.popleft()
+                if 2 * len(self.done) >= len(self.hashes):
+                    await points.reached("fetch_half_way", streams.peer_id)
             with contextlib.suppress(PeerLost):
                 await channel.send({}, seconds=1)
         except Lied as error:

@@ -2,7 +2,8 @@
 
 A peer's rank is a hash of the parent state and its id: everybody computes the same order, no one is special for longer than a
 round, and since peers only ever join a better ranked one, nobody waits in a circle. A group closes at once when all who are
-expected came, declined or proved unreachable; no fixed matchmaking time is ever waited out.
+expected came, declined or proved unreachable; no fixed matchmaking time is ever waited out. Whoever needs longer than the round is
+worth waiting for is left out, and comes with the same contribution into a later one.
 """
 
 import asyncio
@@ -15,17 +16,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peer.contracts import Member
+from peer.sync.engine import points
+from peer.sync.engine.arrivals import Arrivals
+from peer.sync.engine.state import Head, better
 from peer.sync.engine.streams import Channel, PeerLost, Refused, Streams
 from swarm.digest import digest_json
+from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
 CALL, JOIN = "distributed-diffusion.call.1", "distributed-diffusion.join.1"
 ANSWER_SECONDS = 5.0
-PATIENCE_SECONDS = 10.0
-"""A leader waits this long beyond three of the slowest expected peer's steps."""
-JOIN_SECONDS = 30.0
-"""A follower waits this much longer than its leader, which may still be busy with an attempt before."""
+BEAT_SECONDS = 3.0
+"""Whoever waits for a leader hears from it so often; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
 MAX_WAIT_SECONDS = 300.0
 _MAX_REDIRECTS = 8
 _NOTICED_SECONDS = 1.0
@@ -97,13 +100,16 @@ class Group:
 class Standing:
     """What this peer is doing, as its answer to a call.
 
-    digest, included: of its state; has_samples: whether it has something to offer; step_seconds: of one local step.
+    digest, samples, included: of its state; has_samples: whether it has something to offer, or will after the step it is in;
+    ready_seconds: until then; busy: it is averaging in a group that is closed.
     """
 
     digest: str
     has_samples: bool
-    step_seconds: float
+    ready_seconds: float
     included: Mapping[str, int] = field(default_factory=dict)
+    samples: int = 0
+    busy: bool = False
 
 
 @dataclass
@@ -121,9 +127,21 @@ def rank(parent: str, peer: str) -> str:
     return digest_json([parent, peer])
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a peer that was called said. behind: it has work, but does not know our state yet; head: its own."""
+
+    coming: bool
+    ready_seconds: float
+    head: Head
+    busy: bool
+    behind: bool
+    reason: str
+
+
 class Matchmaker:
-    """Forms groups for one peer. `standing(peer)` says what it does, as far as that concerns `peer`; `called(peer)` is run when
-    `peer` is ready to average.
+    """Forms groups for one peer. `standing(peer)` says what it does, as far as that concerns `peer`; `heard(peer, head, ready)` is run
+    when `peer` says that it stands at `head`, ready to average onto it or not; whether we should rather fetch that state, it returns.
 
     leads: whether others can dial this peer; max_samples: the most that one contribution may hold.
     """
@@ -133,13 +151,14 @@ class Matchmaker:
         peer_id: str,
         streams: Streams,
         standing: Callable[[str], Standing],
-        called: Callable[[str], None],
+        heard: Callable[[str, Head, bool], bool],
         max_samples: int,
         *,
         leads: bool = True,
     ):
-        self._peer_id, self._streams, self._standing, self._called = peer_id, streams, standing, called
+        self._peer_id, self._streams, self._standing, self._heard = peer_id, streams, standing, heard
         self._max_samples, self._leads = max_samples, leads
+        self._arrivals = Arrivals()
         self._open: _Open | None = None
 
     async def start(self) -> None:
@@ -152,34 +171,47 @@ class Matchmaker:
             self._dismiss(self._open, {"error": "the group is closed"})
             self._open = None
 
-    async def form(self, ticket: Ticket, expected: dict[str, bool], check: Callable[[Group], None] = lambda group: None) -> Group:
+    async def form(
+        self,
+        ticket: Ticket,
+        expected: dict[str, bool],
+        check: Callable[[Group], None] = lambda group: None,
+        *,
+        patience: float = MAX_WAIT_SECONDS,
+        behind_seconds: float = 0.0,
+    ) -> Group:
         """A group for `ticket`, with as many of `expected` (peer -> whether it can lead) as come. Raises NoGroup.
 
         check: may raise NoGroup when this peer leads; before the group is announced, so that nobody begins to average in vain.
+        patience: who needs more seconds than this to be ready is not waited for; behind_seconds: for how long those are waited for
+        that have to fetch our state first.
 
         The group may be ours alone when everyone expected answered and none had anything to offer.
         """
-        calls = await asyncio.gather(*(self._call(peer, ticket.parent) for peer in expected))
-        answers = dict(zip(expected, calls, strict=True))
+        answers = await self._call_all(expected, ticket.parent)
+        await points.reached("called", self._peer_id)
         silent = {peer for peer, answer in answers.items() if answer is None}
-        coming = {peer: answer for peer, answer in answers.items() if answer is not None and answer["coming"]}
-        leaders = sorted((peer for peer in coming if expected[peer]), key=lambda peer: rank(ticket.parent, peer))
-        if ticket.reduces:
-            leaders = [peer for peer in leaders if rank(ticket.parent, peer) < rank(ticket.parent, self._peer_id)]
-        for leader in leaders:
+        spoke = {peer: answer for peer, answer in answers.items() if answer is not None}
+        coming = {peer: answer.ready_seconds for peer, answer in spoke.items() if answer.coming and answer.ready_seconds <= patience}
+        leaders = {peer for peer in expected if expected[peer] and (peer in coming or (peer in spoke and spoke[peer].busy))}
+        _log_absent(spoke, coming)
+        for leader in self._before_us(ticket, leaders):
             try:
                 return await self._follow(leader, ticket, silent)
             except PeerLost as error:
                 log.info("not led by %s: %s", leader[-6:], error)
                 if not isinstance(error, Refused):
                     silent.add(leader)
-                coming.pop(leader)
+                coming.pop(leader, None)
         if silent and not ticket.reduces and not any(expected.values()):
             raise NoGroup("no peer of this run can be dialled: one of them must open its port, or somebody run `dd-peer --assist`", silent)
-        if not ticket.reduces and coming:
+        behind = {peer for peer, answer in spoke.items() if answer.behind and behind_seconds}
+        if not ticket.reduces and (coming or behind):
             raise NoGroup("every peer that others can dial is away, and this one cannot be dialled", silent)
-        alone_if_nobody_joins = not any(answer is None or answer["coming"] for answer in answers.values())
-        group, followers = await self._gather(ticket, coming, silent, alone_if_nobody_joins)
+        alone_if_nobody_joins = not (
+            silent or leaders or any(answer.coming for answer in spoke.values() if answer.ready_seconds <= patience)
+        )
+        group, followers = await self._gather(ticket, coming, behind, behind_seconds, silent, alone_if_nobody_joins)
         try:
             if not group.members:
                 raise NoGroup("nobody who has samples came", silent)
@@ -190,7 +222,21 @@ class Matchmaker:
         _tell(followers, group.announcement())
         return group
 
-    async def _call(self, peer: str, parent: str) -> dict[str, Any] | None:
+    def _before_us(self, ticket: Ticket, leaders: Collection[str]) -> list[str]:
+        """Those of `leaders` that we should join, the best ranked first."""
+        ours = rank(ticket.parent, self._peer_id) if ticket.reduces else None
+        ranked = sorted((rank(ticket.parent, peer), peer) for peer in leaders)
+        return [peer for theirs, peer in ranked if ours is None or theirs < ours]
+
+    async def _call_all(self, peers: Collection[str], parent: str) -> dict[str, Answer | None]:
+        """Tell all that we are ready. Raises NoGroup when one of them has a better state, which is then being fetched."""
+        answers = dict(zip(peers, await asyncio.gather(*(self._call(peer, parent) for peer in peers)), strict=True))
+        for peer, answer in answers.items():
+            if answer is not None and self._heard(peer, answer.head, False):
+                raise NoGroup(f"{peer[-6:]} has a better state, {answer.head.digest[:8]}")
+        return answers
+
+    async def _call(self, peer: str, parent: str) -> Answer | None:
         """Tell `peer` that we are ready; its answer, or None when there is none."""
         try:
             channel = await self._streams.open(peer, CALL)
@@ -199,9 +245,9 @@ class Matchmaker:
             return None
         with contextlib.closing(channel):
             try:
-                await channel.send({"parent": parent}, seconds=ANSWER_SECONDS)
+                await channel.send({"parent": parent, "samples": self._standing(self._peer_id).samples}, seconds=ANSWER_SECONDS)
                 answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
-                return {"coming": answer["coming"] is True, "step_seconds": _seconds(answer["step_seconds"])}
+                return _parse_answer(answer)
             except (PeerLost, KeyError, TypeError, ValueError) as error:
                 log.info("no answer to a call: %s", error)
                 return None
@@ -234,45 +280,75 @@ class Matchmaker:
             member = ticket.member
             request = {"parent": ticket.parent, "number": member.number, "samples": member.samples, "reduces": ticket.reduces}
             await channel.send(request, seconds=ANSWER_SECONDS)
-            first, _ = await channel.receive(seconds=ANSWER_SECONDS)
-            if "wait_seconds" not in first:
-                return first
-            try:
-                seconds = _seconds(first["wait_seconds"])
-            except (TypeError, ValueError):
-                raise PeerLost(f"{leader[-6:]} sent no message of ours") from None
-            answer, _ = await channel.receive(seconds=seconds + ANSWER_SECONDS)
+            answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
+            if "wait" in answer:
+                await points.reached("joined", self._peer_id)
+            until = asyncio.get_running_loop().time() + MAX_WAIT_SECONDS
+            while "wait" in answer and asyncio.get_running_loop().time() < until:
+                answer, _ = await channel.receive(seconds=BEAT_SECONDS + ANSWER_SECONDS)
             return answer
 
     async def _gather(
-        self, ticket: Ticket, coming: dict[str, dict[str, Any]], silent: set[str], alone_if_nobody_joins: bool
+        self,
+        ticket: Ticket,
+        coming: dict[str, float],
+        behind: Collection[str],
+        behind_seconds: float,
+        silent: set[str],
+        alone_if_nobody_joins: bool,
     ) -> tuple[Group, list[asyncio.Future]]:
-        """Wait for those who are coming; the group, and what its followers wait for."""
+        """Wait for those who are coming (peer -> seconds until it is ready) as long as each deserves by how late it came before.
+
+        Returns the group, and what its followers wait for.
+        """
         book = self._book(ticket.parent)
         book.leader = None
         loop = asyncio.get_running_loop()
-        slowest = max((answer["step_seconds"] for answer in coming.values()), default=0)
-        deadline = loop.time() + min(PATIENCE_SECONDS + 3 * slowest, MAX_WAIT_SECONDS)
-        while not set(coming) <= set(book.waiting) and loop.time() < deadline:
+        began = loop.time()
+        due = {peer: began + behind_seconds for peer in behind}
+        due |= {peer: began + min(ready + self._arrivals.grant(peer), MAX_WAIT_SECONDS) for peer, ready in coming.items()}
+        there: set[str] = set()
+        while True:
+            now = loop.time()
+            for peer in (set(coming) & set(book.waiting)) - there:
+                self._arrivals.came(peer, now - began - coming[peer])
+            there |= set(book.waiting)
+            missing = [until for peer, until in due.items() if peer not in book.waiting and until > now]
+            if not missing:
+                break
             book.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(book.changed.wait(), deadline - loop.time())
+                await asyncio.wait_for(book.changed.wait(), max(missing) - now)
         self._open = None
         if not book.waiting and not alone_if_nobody_joins:
             raise NoGroup(f"nobody came ({len(coming)} had promised to, {len(silent)} did not answer)", silent | set(coming))
         late = set(coming) - set(book.waiting)
-        if late:
-            log.info("closed without %s: they did not come in time", ", ".join(peer[-6:] for peer in late))
+        for peer in late:
+            self._arrivals.missed(peer)
+            log.info("closed without %s: it did not come within %.1f s", peer[-6:], due[peer] - began)
         group = Group.of([ticket, *(joined for joined, _ in book.waiting.values())], silent | late)
         return group, [answer for _, answer in book.waiting.values()]
 
     async def _answer_call(self, channel: Channel) -> None:
         request, _ = await channel.receive(seconds=ANSWER_SECONDS)
+        head = _head(request.get("parent"), request.get("samples", 0))
+        self._heard(channel.peer, head, True)
         standing = self._standing(channel.peer)
-        coming = request.get("parent") == standing.digest and standing.has_samples
-        if coming:
-            self._called(channel.peer)
-        await channel.send({"coming": coming, "digest": standing.digest, "step_seconds": standing.step_seconds}, seconds=ANSWER_SECONDS)
+        ours = Head(standing.digest, standing.samples)
+        reason = "" if head == ours else f"it is at {ours.digest[:8]}, you average onto {head.digest[:8]}"
+        reason = reason or ("" if standing.has_samples else "it has nothing to average") or ("it is averaging" if standing.busy else "")
+        if reason:
+            log.info("does not come when %s calls: %s", channel.peer[-6:], reason)
+        answer = {
+            "coming": not reason,
+            "reason": reason,
+            "ready_seconds": standing.ready_seconds,
+            "busy": head == ours and standing.busy,
+            "behind": standing.has_samples and better(head, ours),
+            "digest": ours.digest,
+            "samples": ours.samples,
+        }
+        await channel.send(answer, seconds=ANSWER_SECONDS)
 
     async def _answer_join(self, channel: Channel) -> None:
         request, _ = await channel.receive(seconds=ANSWER_SECONDS)
@@ -282,16 +358,14 @@ class Matchmaker:
         if reason:
             log.info("refused %s: %s", channel.peer[-6:], reason)
             raise PeerLost(reason)
-        self._called(channel.peer)
+        self._heard(channel.peer, Head(ticket.parent, standing.samples), True)
         book = self._book(ticket.parent)
         if book.leader is not None:
             return await channel.send({"leader": book.leader}, seconds=ANSWER_SECONDS)
-        seconds = min(PATIENCE_SECONDS + 4 * standing.step_seconds + JOIN_SECONDS, MAX_WAIT_SECONDS)
         answer = asyncio.get_running_loop().create_future()
         self._replace(book, channel.peer, (ticket, answer))
         try:
-            await channel.send({"wait_seconds": seconds}, seconds=ANSWER_SECONDS)
-            await channel.send(await self._answer_unless_gone(answer, channel, seconds), seconds=ANSWER_SECONDS)
+            await channel.send(await self._answer_unless_gone(ticket, answer, channel), seconds=ANSWER_SECONDS)
         finally:
             if book.waiting.get(channel.peer, (None, None))[1] is answer:
                 del book.waiting[channel.peer]
@@ -303,18 +377,22 @@ class Matchmaker:
         book.waiting[peer] = entry
         book.changed.set()
 
-    @staticmethod
-    async def _answer_unless_gone(answer: asyncio.Future, channel: Channel, seconds: float) -> dict[str, Any]:
-        """The leader's word. A joiner says nothing while it waits: when its stream speaks or ends, it is gone, and must not be in the group."""
-        gone = asyncio.create_task(channel.receive(seconds=seconds + ANSWER_SECONDS))
+    async def _answer_unless_gone(self, ticket: Ticket, answer: asyncio.Future, channel: Channel) -> dict[str, Any]:
+        """Our word to a joiner, which hears meanwhile that we live. Raises PeerLost when one of us cannot be in a group any more.
+
+        A joiner says nothing while it waits: when its stream speaks or ends, it is gone, and must not be in the group.
+        """
+        gone = asyncio.create_task(channel.receive(seconds=MAX_WAIT_SECONDS))
         try:
-            await asyncio.wait({answer, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            while not answer.done():
+                await channel.send({"wait": True}, seconds=ANSWER_SECONDS)
+                await asyncio.wait({answer, gone}, timeout=BEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                reason = "went away" if gone.done() else self._refusal(ticket, self._standing(channel.peer))
+                if reason and not answer.done():
+                    raise PeerLost(reason)
+            return answer.result()
         finally:
-            gone.cancel()
-            await asyncio.gather(gone, return_exceptions=True)
-        if not answer.done():
-            raise PeerLost("went away" if not gone.cancelled() else "the leader never became ready")
-        return answer.result()
+            await end_tasks(gone)
 
     def _refusal(self, ticket: Ticket, standing: Standing) -> str:
         if ticket.parent != standing.digest:
@@ -350,6 +428,33 @@ def _tell(waiting: Collection[asyncio.Future], answer: dict[str, Any]) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(answer)
+
+
+def _log_absent(spoke: Mapping[str, Answer], coming: Collection[str]) -> None:
+    absent = [
+        f"{peer[-6:]} ({answer.reason or f'ready in {answer.ready_seconds:.0f} s'})" for peer, answer in spoke.items() if peer not in coming
+    ]
+    if absent:
+        log.info("not waiting for %s", ", ".join(absent))
+
+
+def _head(digest: object, samples: object) -> Head:
+    """Raises PeerLost."""
+    if not isinstance(digest, str) or not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
+        raise PeerLost("no head")
+    return Head(digest, samples)
+
+
+def _parse_answer(answer: dict[str, Any]) -> Answer:
+    """Raises KeyError, TypeError, ValueError, PeerLost."""
+    return Answer(
+        coming=answer["coming"] is True,
+        ready_seconds=_seconds(answer["ready_seconds"]),
+        head=_head(answer["digest"], answer["samples"]),
+        busy=answer["busy"] is True,
+        behind=answer["behind"] is True,
+        reason=str(answer["reason"])[:200],
+    )
 
 
 def _parse_ticket(request: dict[str, Any], peer: str, max_samples: int) -> Ticket:

@@ -14,8 +14,9 @@ from peer.sync.engine.outer import Strategy
 from peer.sync.engine.state import Header
 from peer.sync.engine.vectors import Flat, SharedBuffer
 
-REBASED_ANCESTORS = 2
-"""A contribution made from the state itself or one of so many ancestors moves along with the anchor; an older one is dropped."""
+REBASED_ANCESTORS = 8
+"""A contribution made from the state itself or one of so many ancestors moves along with the anchor; an older one is dropped. So a peer
+whose step takes as long as several rounds of the others has a part in the swarm: its work is old then, but weighs little."""
 OPEN = 0
 """Stands for the samples that are in no contribution yet, where numbers of contributions are reported."""
 

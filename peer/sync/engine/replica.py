@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from peer.contracts import Member
-from peer.sync.engine import span
+from peer.sync.engine import points, span
 from peer.sync.engine.averaging import RoundFailed, Traffic
 from peer.sync.engine.beginning import Beginning, head_of
 from peer.sync.engine.codec import Wire
@@ -48,6 +48,8 @@ _BACKOFF_SECONDS = (1, 2, 4, 8, 16, 30)
 _LINGER_SECONDS = 15.0
 _LONGEST_LINGER_SECONDS = 300.0
 _ASK_SECONDS = 5.0
+_STUCK_SECONDS = 5.0
+"""A trainer that said nothing for so long beyond two of its steps does something else than steps."""
 SETTLE_SECONDS = 120.0
 """A state that was on disk and on our lineage for so long is settled even when a live peer signs another one: it may never follow."""
 
@@ -67,6 +69,7 @@ class Replica:
         server_url: str = "",
         last_known: Head | None = None,
         last_holders: tuple[str, ...] = (),
+        min_peers: int = 1,
         assists: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -78,22 +81,23 @@ class Replica:
         streams = Streams(node)
         self.rounds = Rounds(
             run, node, streams, self.neighbours, strategy, wire,
-            standing=self._standing, called=self._on_called, entered=self._set_phase, clock=clock,
+            standing=self._standing, heard=self._heard, entered=self._set_phase, clock=clock,
         )  # fmt: skip
         self._streams, self._rounds_path = streams, rounds_path
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
         self._donor = Donor(streams, lambda: self.state, store, self._means, lambda: self._phase == "average", clock)
         self._takeover = Takeover(streams, self._refusal, clock, Replaying(wire.num_bytes, self.rounds.step, self._means))
-        self._beginning = Beginning(run, last_known, last_holders, clock)
-        self._saver = Saver(store, state, self.wake, trainer.failed, clock)
+        self._beginning = Beginning(run, last_known, last_holders, min_peers, clock)
+        self._saver = Saver(store, state, self.wake, trainer.failed, clock, node.peer_id)
         self._presence = Presence(run, node, self.neighbours, self.record, self._run_record, self._rate, self.wake, clock)
         self._settling = Settling(state)
         self._phase, self._group_size, self._asked = "join", 0, False
         self._traffic = Traffic()
         """Of the last averaged round."""
         self._averaged = 0
-        self._callers: set[str] = set()
-        """Who said that they are ready to average on our state, since the last attempt."""
+        self._callers: dict[str, str] = {}
+        """Who said, since the last attempt, that they are ready to average, and onto which state."""
+        self._adopted = self._progressed = clock()
         self._wake = asyncio.Event()
         self._told = self._landed = ""
         self._closed = False
@@ -137,7 +141,7 @@ class Replica:
         """After living: the newest state on disk and reported, and nobody need wait until our record is too old. Raises UserError (disk)."""
         await self._saver.save(self.state)
         self._tell_trainer()
-        self._settle()
+        await self._settle()
         self._set_phase(LEFT)
         await self._presence.publish_last()
 
@@ -146,14 +150,14 @@ class Replica:
         if self._phase == "join" and not self._may_start():
             return
         self._tell_trainer()
-        self._settle()
+        await self._settle()
         if span.is_over(self.run, self.state.header):
             return None if self._settling.waiting else await self._finish()
         if self.assists:
             return await self._assist()
         if self.offer is None:
             self._set_phase("fetch" if self._held_back() else "train")
-            if not self._asked and (self._callers or self._round_is_full() or (self.leaving and self.progress.waiting)):
+            if not self._asked and self.progress.waiting and (self._callers or self._round_is_full() or self.leaving):
                 self._asked = True
                 self.trainer.freeze()
         elif self._ready_to_attempt():
@@ -215,7 +219,7 @@ class Replica:
 
     def progressed(self, progress: Progress, landed: str) -> None:
         """The trainer says how far it is; before it has landed on our state, what it says is waiting may be in that state already."""
-        self._landed = landed
+        self._landed, self._progressed = landed, self.clock()
         if landed != self.state.digest:
             progress.waiting = self.progress.waiting
         self.progress = progress
@@ -230,11 +234,15 @@ class Replica:
             self.offer.parent = offer.parent
         else:
             self.offer = offer
+        if not self.offer.failures and self.strategy.steps_locally and not self._wanted():
+            self.offer.next_attempt = self.clock() + _BACKOFF_SECONDS[-1]
+            self.trainer.train()
         self._wake.set()
 
     def nothing_to_freeze(self) -> None:
         self._asked = False
-        self._callers.clear()
+        if self.offer is None:
+            self.progress.waiting = 0
 
     def _counts(self, offer: Offer) -> bool:
         """Whether it is not in our state, and was made on that or on one shortly before."""
@@ -257,30 +265,56 @@ class Replica:
 
     def _ready_to_attempt(self) -> bool:
         company = self.neighbours.others() or self.neighbours.alone()
-        return bool(company) and not self._held_back() and (bool(self._callers) or self.clock() >= self.offer.next_attempt)
+        if not company or self._held_back():
+            return False
+        return self._called() or self.clock() >= self.offer.next_attempt or (not self.offer.failures and self._wanted())
+
+    def _wanted(self) -> bool:
+        """Whether a contribution should be averaged now; one that came late for its round need not make a small one of its own."""
+        return self.leaving or self._called() or self._round_is_full()
+
+    def _called(self) -> bool:
+        return self.state.digest in self._callers.values()
+
+    def _knows(self, peer: str) -> bool:
+        return peer == self.node.peer_id or any(record.peer_id == peer for record in self.neighbours.others())
 
     async def _assist(self) -> None:
         """We bring nothing of our own: we come when somebody calls, and never begin a round."""
         self._set_phase("fetch" if self._held_back() else "train")
-        if self._callers and self._phase == "train":
+        if self._called() and self._phase == "train":
             await self._attempt(Offer(Member(self.node.peer_id, 0, 0), None, self.state.digest))
 
     def _standing(self, caller: str) -> Standing:
         """What to tell `caller`; only a peer whose signed record we know may make us average."""
-        known = caller == self.node.peer_id or any(record.peer_id == caller for record in self.neighbours.others())
-        over = span.is_over(self.run, self.state.header)
-        offers = self._phase not in ("join", "fetch") and (self.assists or self.progress.waiting > 0) and not over
-        return Standing(self.state.digest, known and offers, self.progress.step_seconds, self.state.header.included)
+        header, progress = self.state.header, self.progress
+        since = self.clock() - self._progressed
+        steps = since < 2 * progress.step_seconds + _STUCK_SECONDS and (progress.waiting > 0 or progress.samples_per_second > 0)
+        has_it = self.assists or self.offer is not None
+        comes = self._knows(caller) and self._phase not in ("join", "fetch") and not span.is_over(self.run, header) and (has_it or steps)
+        return Standing(
+            self.state.digest,
+            comes,
+            0.0 if has_it else max(progress.step_seconds - since, 0.0),
+            header.included,
+            header.samples,
+            busy=self._phase == "average",
+        )
 
-    def _on_called(self, peer: str) -> None:
-        self._callers.add(peer)
+    def _heard(self, peer: str, head: Head, ready: bool) -> bool:
+        """`peer` stands at `head`, and is ready to average onto it or not. Returns whether we should rather fetch that."""
+        if not self._knows(peer):
+            return False
+        if ready:
+            self._callers[peer] = head.digest
+        self._takeover.consider([(head, peer)], self.state)
         self._wake.set()
+        return self._held_back()
 
     async def _attempt(self, offer: Offer) -> None:
-        callers = frozenset(self._callers)
-        self._callers.clear()
+        callers, self._callers = frozenset(self._callers), {}
         try:
-            done = await self.rounds.attempt(self.state, offer, callers)
+            done = await self.rounds.attempt(self.state, offer, callers, self.clock() - self._adopted)
         except (NoGroup, RoundFailed) as error:
             return await self._after_failure(offer, error)
         self._group_size = len(done.group.members)
@@ -290,6 +324,7 @@ class Replica:
         self._means.want(done.state, done.mean)
         self._adopt(done.state, done.how)
         self._set_phase("train")
+        await points.reached("before_publish", self.node.peer_id)
 
     def _advise(self) -> None:
         """After the first averaged round, the second, the fourth, the eighth...: at first it is news, later it changes seldom."""
@@ -317,7 +352,7 @@ class Replica:
 
     def _adopt(self, state: State, how: str) -> None:
         """The new state is ours: swap, publish, keep what is still to be settled; the trainer hears of it when it has time."""
-        previous, self.state = self.state, state
+        previous, self.state, self._adopted = self.state, state, self.clock()
         self._donor.retire(previous)
         self.rounds.matchmaker.moved()
         self._settling.moved(previous, state)
@@ -326,11 +361,11 @@ class Replica:
             if state.header.included.get(self.node.peer_id, 0) >= self.offer.member.number:
                 self.progress.waiting = max(self.progress.waiting - self.offer.member.samples, 0)
             if self._counts(self.offer):
-                self.offer.failures, self.offer.next_attempt = 0, 0.0
+                self.offer.failures, self.offer.next_attempt = 0, self.clock() + _BACKOFF_SECONDS[-1]
             else:
                 self.offer = None
         self._asked = False
-        self._callers.clear()
+        self._callers = {peer: digest for peer, digest in self._callers.items() if digest == state.digest}
         write_round(self._rounds_path, state, how, len(self.neighbours.others()) + 1, self.node.peer_id)
         self._tell_trainer()
         self._presence.publish_soon()
@@ -341,7 +376,7 @@ class Replica:
             self._told = self.state.digest
             self.trainer.landed(self.state)
 
-    def _settle(self) -> None:
+    async def _settle(self) -> None:
         """A state is settled when a second live peer signs it or a descendant of it or, alone, when it is on disk."""
         if not self._settling.waiting:
             return
@@ -350,6 +385,7 @@ class Replica:
         safe |= self._saver.on_disk(SETTLE_SECONDS if others else 0.0)
         settled = self._settling.take(safe)
         if settled:
+            await points.reached("before_settle", self.node.peer_id)
             self.trainer.settled(settled)
 
     # ---------------------------------------------------------------- what others see of us
@@ -371,7 +407,7 @@ class Replica:
             digest=self.state.digest,
             parents=header.parents,
             waiting_samples=min(progress.waiting, 2 * self.run.target_batch_size),
-            samples_per_second=progress.samples_per_second if self._phase == "train" and self.offer is None else 0.0,
+            samples_per_second=progress.samples_per_second if self._phase == "train" else 0.0,
             loss=progress.loss,
             phase=ASSIST if self.assists and self._phase not in ("join", "done", LEFT) else self._phase,
             group_size=self._group_size,

@@ -7,19 +7,24 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from peer.contracts import Member
+from peer.sync.engine import points
 from peer.sync.engine.averaging import Averager, Mean, RoundFailed
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.groups import Group, Matchmaker, NoGroup, Standing, Ticket
-from peer.sync.engine.local_work import REBASED_ANCESTORS
 from peer.sync.engine.neighbours import Neighbours
 from peer.sync.engine.outer import Strategy, advance
-from peer.sync.engine.state import State
+from peer.sync.engine.state import Head, State
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.trainer import Offer
 from swarm.dht import SwarmNode
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
+
+_PATIENCE_SHARE, _SHORTEST_PATIENCE_SECONDS = 0.25, 1.0
+"""A round that took so long already may wait for a quarter of that until a slow peer's step is done; each failure doubles it."""
+_NEWS_SECONDS, _BEHIND_SECONDS = 5.0, 3.0
+"""A round shorter than a record's way through the DHT finds the others a state behind, each in turn: they are given time to follow."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Round:
 
 
 class Rounds:
-    """standing, called: see Matchmaker; entered: told the phase, "group" or "average", that an attempt has come to."""
+    """standing, heard: see Matchmaker; entered: told the phase, "group" or "average", that an attempt has come to."""
 
     def __init__(
         self,
@@ -48,38 +53,50 @@ class Rounds:
         wire: Wire,
         *,
         standing: Callable[[str], Standing],
-        called: Callable[[str], None],
+        heard: Callable[[str, Head, bool], bool],
         entered: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         self._run, self._node, self._neighbours, self._strategy, self.wire = run, node, neighbours, strategy, wire
         self._entered, self._clock = entered, clock
-        self.matchmaker = Matchmaker(node.peer_id, streams, standing, called, 2 * run.target_batch_size, leads=not node.client_mode)
+        self.matchmaker = Matchmaker(node.peer_id, streams, standing, heard, 2 * run.target_batch_size, leads=not node.client_mode)
         self.averager = Averager(node.peer_id, streams, wire)
 
     async def start(self) -> None:
         await self.matchmaker.start()
         await self.averager.start()
 
-    async def attempt(self, state: State, offer: Offer, callers: Collection[str]) -> Round:
-        """Average `offer` onto `state` with all who come; callers: who just said that they are ready. Raises NoGroup, RoundFailed."""
+    async def attempt(self, state: State, offer: Offer, callers: Collection[str], age_seconds: float) -> Round:
+        """Average `offer` onto `state`, which is `age_seconds` old here, with all who come; callers: who just said that they are ready.
+
+        Raises NoGroup, RoundFailed.
+        """
         if self._neighbours.alone():
             if offer.encoded is None:
                 raise NoGroup("nobody is left to assist")
             group = Group(state.digest, (offer.member,), ())
             mean = await self._own(offer)
         else:
-            group, mean = await self._average(state, offer, callers)
+            group, mean = await self._average(state, offer, callers, age_seconds)
         self._neighbours.missed(group.silent)
         self._neighbours.came(group.peers)
         return await self._outer_step(state, group, mean)
 
-    async def _average(self, state: State, offer: Offer, callers: Collection[str]) -> tuple[Group, Mean]:
+    async def _average(self, state: State, offer: Offer, callers: Collection[str], age_seconds: float) -> tuple[Group, Mean]:
         self._entered("group")
         ticket = Ticket(state.digest, offer.member, not self._node.client_mode)
-        group = await self.matchmaker.form(ticket, self._expected(state, callers), self._check_quorum)
+        group = await self.matchmaker.form(
+            ticket,
+            self._expected(state, callers),
+            self._check_quorum,
+            patience=max(_SHORTEST_PATIENCE_SECONDS, _PATIENCE_SHARE * age_seconds) * 2 ** min(offer.failures, 5),
+            behind_seconds=_BEHIND_SECONDS if age_seconds < _NEWS_SECONDS else 0.0,
+        )
         self._entered("average")
-        return group, await (self._own(offer) if len(group.peers) == 1 else self.averager.average(group, offer.encoded))
+        await points.reached("group_closed", self._node.peer_id)
+        mean = await (self._own(offer) if len(group.peers) == 1 else self.averager.average(group, offer.encoded))
+        await points.reached("mean_complete", self._node.peer_id)
+        return group, mean
 
     async def _own(self, offer: Offer) -> Mean:
         """What we have, as the mean of a group of one. Raises RoundFailed."""
@@ -90,8 +107,8 @@ class Rounds:
         return Mean(offer.encoded, square)
 
     def _expected(self, state: State, callers: Collection[str]) -> dict[str, bool]:
-        """Peers that may come, and whether each can lead: those at our state, or a step behind in the records, which are a second old."""
-        recent = {state.digest, *state.header.parents[:REBASED_ANCESTORS]}
+        """Peers that may come, and whether each can lead: those at our state, or behind it in the records, which are a second old."""
+        recent = {state.digest, *state.header.parents}
         return {record.peer_id: not record.client_mode for record in self._neighbours.counted_upon(callers) if record.digest in recent}
 
     def _check_quorum(self, group: Group) -> None:
@@ -118,6 +135,7 @@ class Rounds:
             state = await asyncio.get_running_loop().run_in_executor(None, self.step, parent, mean, group.members)
         except ValueError as error:
             raise RoundFailed(str(error)) from None
+        await points.reached("outer_step", self._node.peer_id)
         done, header = Round(group, mean, state), state.header
         log.info(
             "%s round=%d peers=%d samples=%d of %d state=%s seconds=%.2f",

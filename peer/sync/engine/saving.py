@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from peer.sync.engine import points
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.state import State
 from swarm.errors import UserError
@@ -22,8 +23,10 @@ class Saver:
         saved: Callable[[], None],
         failed: Callable[[UserError], None],
         clock: Callable[[], float] = time.monotonic,
+        peer: str = "",
     ):
         self._store, self._on_saved, self._on_failed, self._clock = store, saved, failed, clock
+        self._peer = peer
         self._next: State | None = None
         self._writing: asyncio.Task | None = None
         self._saved: deque[tuple[str, float]] = deque([(state.digest, clock())] if state.header.round else [], maxlen=16)
@@ -43,6 +46,7 @@ class Saver:
             if state is not None:
                 try:
                     await self.save(state)
+                    await points.reached("saved", self._peer)
                     self._on_saved()
                 except UserError as error:
                     self._on_failed(error)

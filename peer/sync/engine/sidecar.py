@@ -195,6 +195,7 @@ def _replica(trainer: TrainerPort, values: dict[str, Any], buffer: SharedBuffer,
         server_url=values["server_url"],
         last_known=Head(known["digest"], known["samples"]) if known else None,
         last_holders=tuple(values["last_holders"]),
+        min_peers=values["min_peers"],
     )
 
 

@@ -97,7 +97,7 @@ class Streams:
     """Opens and serves streams by name on a node."""
 
     def __init__(self, node: SwarmNode):
-        self._node = node
+        self._node, self.peer_id = node, node.peer_id
         self._serving: collections.Counter[str] = collections.Counter()
 
     async def open(self, peer: str, name: str) -> Channel:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from peer.contracts import Member, Settlement, SyncContext, SyncReport
+from peer.sync.engine import points
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.local_work import OPEN, Frozen, Landing, LocalWork, NotFinite
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
@@ -267,6 +268,7 @@ class SwarmSync:
         try:
             self._news.frozen = self._work.freeze(self._next_number()).number
             self._may_train = self._offered = False
+            points.reached_in_trainer("frozen")
         except NotFinite:
             log.warning("the parameters are not finite any more; going back to the swarm's state")
             self._news.dropped.append(OPEN)
@@ -296,6 +298,7 @@ class SwarmSync:
         if self._joined:
             self._lost.landed(time.monotonic())
         self._joined, self._may_train, self._offered = True, False, False
+        points.reached_in_trainer("landed")
         self._last_step = 0.0
 
     # ---------------------------------------------------------------- the sidecar process
@@ -337,6 +340,7 @@ class SwarmSync:
             server_url=context.server_url,
             last_known={"digest": last["digest"], "samples": last["samples"]} if last else None,
             last_holders=list(last.get("peers", ())),
+            min_peers=context.peer.min_peers,
             name=context.peer.output_dir.rstrip("/").split("/")[-1],
             debug=context.peer.debug,
         )

@@ -12,7 +12,7 @@ from peer.sync.engine.assistant import Archive, assist
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.kind import KIND, Kind, ask_kind, serve_kind
 from peer.sync.engine.neighbours import ASSIST
-from peer.sync.engine.state import next_state
+from peer.sync.engine.state import Head, next_state
 from swarm.errors import ExitCode, UserError
 from tests.peer.sync.swarm_tools import state_of, until
 from tests.peer.sync.test_replica import SIZE, Peer, check_invariants, make_run
@@ -157,7 +157,7 @@ def test_a_helper_alone_makes_no_round_whoever_calls(swarm, monkeypatch, caplog)
     async def scenario(nodes):
         helper = await Peer(nodes, await nodes.node(), RUN, rate=0, assists=True).start(nodes)
         await until(lambda: helper.replica.neighbours.alone() and helper.replica.record().phase == ASSIST)
-        helper.replica._on_called("who died a moment later")
+        helper.replica._callers["who died a moment later"] = helper.head.digest
         await until(lambda: "nobody is left to assist" in caplog.text)
         assert not helper.rounds() and not helper.head.header.round
 
@@ -170,7 +170,7 @@ def test_helpers_without_anybody_who_trains_make_no_round(swarm, caplog):
     async def scenario(nodes):
         helpers = [await Peer(nodes, await nodes.node(), RUN, rate=0, assists=True).start(nodes) for _ in range(2)]
         await until(lambda: all(peer.replica.neighbours.others() and peer.replica.record().phase == ASSIST for peer in helpers))
-        helpers[0].replica._on_called(helpers[1].id)
+        helpers[0].replica._heard(helpers[1].id, Head.of(helpers[0].head), True)
         await until(lambda: "nobody who has samples came" in caplog.text)
         assert not any(peer.rounds() for peer in helpers)
 

@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
-from peer.sync.engine import groups
+from peer.sync.engine import arrivals, groups
 from peer.sync.engine.groups import CALL, JOIN, Matchmaker, NoGroup, Standing, rank
+from peer.sync.engine.state import Head, better
 from peer.sync.engine.streams import Channel, PeerLost, Streams
 from tests.peer.sync.swarm_tools import ticket, until
 
@@ -18,19 +19,21 @@ class Peer:
     def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None):
         self.node, self.id, self.called = node, node.peer_id, 0
         self.digest, self.has_samples, self.included = digest, has_samples, included or {}
+        self.ready_seconds, self.samples, self.busy, self.fetches = 0.0, 0, False, False
         self.streams = Streams(node)
-        self.matchmaker = Matchmaker(self.id, self.streams, self.standing, self.on_called, 100, leads=reduces)
+        self.matchmaker = Matchmaker(self.id, self.streams, self.standing, self.heard, 100, leads=reduces)
         self.reduces = reduces
 
     def standing(self, peer) -> Standing:
-        return Standing(self.digest, self.has_samples, 0.0, self.included)
+        return Standing(self.digest, self.has_samples, self.ready_seconds, self.included, self.samples, self.busy)
 
-    def on_called(self, peer: str) -> None:
-        self.called += 1
+    def heard(self, peer: str, head: Head, ready: bool) -> bool:
+        self.called += ready
+        return self.fetches and better(head, Head(self.digest, self.samples))
 
     def form(self, others, **options):
         expected = {other.id: other.reduces for other in others if other is not self}
-        return self.matchmaker.form(ticket(self.id, reduces=self.reduces, **options), expected)
+        return self.matchmaker.form(ticket(self.id, reduces=self.reduces), expected, **options)
 
 
 async def peers(nodes, count, **options) -> list[Peer]:
@@ -43,7 +46,7 @@ async def peers(nodes, count, **options) -> list[Peer]:
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(groups, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(arrivals, "UNKNOWN_SECONDS", 1.0)
 
 
 def test_a_group_closes_when_all_came_and_is_the_same_at_every_member(swarm):
@@ -231,9 +234,103 @@ def test_garbage_in_answer_to_a_call_is_no_answer(swarm):
 
         async def lie(channel: Channel) -> None:
             await channel.receive(seconds=5)
-            await channel.send({"coming": True, "step_seconds": float("nan")}, seconds=5)
+            await channel.send(
+                {"coming": True, "reason": "", "ready_seconds": float("nan"), "busy": False, "behind": False, "digest": "p", "samples": 0},
+                seconds=5,
+            )
 
         await liar.streams.serve(CALL, lie)
         assert await caller.matchmaker._call(liar.id, "p") is None
+
+    swarm(scenario)
+
+
+def test_nobody_waits_for_a_peer_whose_step_takes_longer_than_the_round_is_worth(swarm, caplog):
+    async def scenario(nodes):
+        best, other, slow = await peers(nodes, 3)
+        slow.ready_seconds = 50.0
+        formed, theirs = await asyncio.gather(best.form([other, slow], patience=5.0), other.form([best, slow], patience=5.0))
+        assert formed.id == theirs.id and {m.peer for m in formed.members} == {best.id, other.id}
+        assert not formed.silent and slow.called  # it is told, and comes into the next one
+        assert f"not waiting for {slow.id[-6:]} (ready in 50 s)" in caplog.text
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        swarm(scenario)
+
+
+def test_whoever_finds_the_others_averaging_waits_for_how_that_ends(swarm, caplog):
+    async def scenario(nodes):
+        busy, late = await peers(nodes, 2)
+        busy.busy = True
+        waiting = asyncio.create_task(late.form([busy]))
+        await until(lambda: busy.matchmaker._open and late.id in busy.matchmaker._open.waiting)
+        busy.busy = False  # its round failed: it tries again, with the one that came meanwhile
+        ours, theirs = await asyncio.gather(busy.form([late]), waiting)
+        assert ours.id == theirs.id and len(ours.members) == 2
+        assert f"not waiting for {busy.id[-6:]} (it is averaging)" in caplog.text
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        swarm(scenario)
+
+
+def test_who_hears_of_a_better_state_in_answer_to_a_call_forms_no_group_on_the_old_one(swarm):
+    async def scenario(nodes):
+        caller, ahead = await peers(nodes, 2)
+        caller.fetches, ahead.digest, ahead.samples = True, "q", 7
+        with pytest.raises(NoGroup, match=f"{ahead.id[-6:]} has a better state, q"):
+            await caller.form([ahead])
+
+    swarm(scenario)
+
+
+def test_who_is_a_state_behind_is_given_time_to_follow(swarm):
+    async def scenario(nodes):
+        leader, behind = await peers(nodes, 2)
+        leader.samples, behind.digest = 7, "older"
+        forming = asyncio.create_task(leader.form([behind], behind_seconds=30.0))
+        await until(lambda: leader.matchmaker._open is not None)
+        behind.digest, behind.samples = "p", 7
+        ours, theirs = await asyncio.gather(forming, behind.form([leader]))
+        assert ours.id == theirs.id and len(ours.members) == 2
+
+    swarm(scenario)
+
+
+def test_a_leader_that_is_stopped_costs_its_followers_a_few_beats(swarm, monkeypatch, caplog):
+    monkeypatch.setattr(groups, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(groups, "ANSWER_SECONDS", 1.0)
+
+    async def scenario(nodes):
+        leader, follower = sorted([Peer(await nodes.node()), Peer(await nodes.node())], key=lambda peer: rank("p", peer.id))
+
+        async def stopped(channel: Channel) -> None:
+            await channel.receive(seconds=5)
+            for _ in range(3):
+                await channel.send({"wait": True}, seconds=5)
+                await asyncio.sleep(0.2)
+            await asyncio.sleep(60)
+
+        await leader.streams.serve(CALL, leader.matchmaker._answer_call)
+        await leader.streams.serve(JOIN, stopped)
+        with pytest.raises(NoGroup) as caught:
+            await follower.form([leader])
+        assert caught.value.silent == {leader.id}
+        assert f"not led by {leader.id[-6:]}: {leader.id[-6:]} says nothing" in caplog.text
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        swarm(scenario)
+
+
+def test_a_leader_whose_trainer_stands_still_tells_its_followers(swarm, monkeypatch):
+    monkeypatch.setattr(groups, "BEAT_SECONDS", 0.2)
+
+    async def scenario(nodes):
+        leader, follower = await peers(nodes, 2)
+        waiting = asyncio.create_task(follower.form([leader]))
+        await until(lambda: leader.matchmaker._open and leader.matchmaker._open.waiting)
+        leader.has_samples = False
+        with pytest.raises(NoGroup) as caught:
+            await waiting
+        assert not caught.value.silent and not leader.matchmaker._open.waiting
 
     swarm(scenario)

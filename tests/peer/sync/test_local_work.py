@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
 from peer.contracts import Member
 from peer.sync.engine.codec import WIRES, Wire
-from peer.sync.engine.local_work import OPEN, Landing, LocalWork, NotFinite
+from peer.sync.engine.local_work import OPEN, REBASED_ANCESTORS, Landing, LocalWork, NotFinite
 from peer.sync.engine.state import State, next_state
 from peer.sync.parameters import Parameters
 from tests.peer.sync.swarm_tools import state_of
@@ -65,7 +65,9 @@ def test_landing_far_away_drops_all_work():
     train(params, work, 1.0)
     work.freeze(1)
     train(params, work, 1.0)
-    new = child(child(child(state, 1.0), 1.0), 1.0)
+    new = state
+    for _ in range(REBASED_ANCESTORS + 1):
+        new = child(new, 1.0)
     assert work.land(landing(new), 0) == [1, OPEN] and work.waiting_samples == 0
     assert torch.equal(params["w"].data, new.vectors(SIZE)[0])
 
@@ -163,7 +165,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.in_state[number] = self.state.header.round
         assert torch.allclose(self.params["w"].data, self.state.vectors(SIZE)[0] + self.open_work, atol=1e-4)
 
-    @rule(change=st.integers(-4, 4), rounds=st.integers(0, 2))
+    @rule(change=st.integers(-4, 4), rounds=st.integers(0, REBASED_ANCESTORS))
     def land_near(self, change, rounds):
         before = self.params["w"].data - self.state.vectors(SIZE)[0]
         for _ in range(rounds):
@@ -171,7 +173,7 @@ class Bookkeeping(RuleBasedStateMachine):
         assert self.land(self.state, self.state.header.included.get(ME, 0)) == []
         assert torch.allclose(self.params["w"].data, self.state.vectors(SIZE)[0] + before, atol=1e-4)
 
-    @rule(rounds=st.integers(3, 5))
+    @rule(rounds=st.integers(REBASED_ANCESTORS + 1, REBASED_ANCESTORS + 3))
     def land_far(self, rounds):
         for _ in range(rounds):
             self.state = child(self.state, 1.0)
@@ -181,7 +183,7 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule()
     def land_on_a_branch_without_us(self):
         base = state_of(torch.arange(float(SIZE)))
-        for number in (1, 2, 3):
+        for number in range(1, REBASED_ANCESTORS + 2):  # longer than the memory of ancestors: the first state is none of them
             base = child(base, 3.0, Member("other", number, self.state.header.samples + 1))
         self.state = base
         self.land(self.state, 0)
@@ -205,5 +207,7 @@ class Bookkeeping(RuleBasedStateMachine):
         assert self.open + frozen + in_states + settled + self.back == self.trained
 
 
-Bookkeeping.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Bookkeeping.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 test_any_order_of_events_keeps_the_books = Bookkeeping.TestCase

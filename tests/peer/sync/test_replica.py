@@ -19,6 +19,7 @@ from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.groups import CALL
+from peer.sync.engine.local_work import REBASED_ANCESTORS
 from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import Head, State, next_state
@@ -82,7 +83,7 @@ class Peer:
         self.lands.append(state)
         if self.frozen is not None:
             included = state.header.included.get(self.id, 0) >= self.frozen[0]
-            if included or not (self.at == state.digest or self.at in state.header.parents[:2]):
+            if included or not (self.at == state.digest or self.at in state.header.parents[:REBASED_ANCESTORS]):
                 self.frozen = None
         self.at, self.may_train = state.digest, False
         if self.frozen is not None:
