@@ -135,8 +135,8 @@ def strategies() -> list[str]:
 
 @pytest.mark.parametrize(("strategy", "options"), [*((name, {}) for name in strategies()), ("parameters", OVERLAP), ("diloco", OVERLAP)])
 def test_the_contract_of_every_strategy_two_peers_to_the_runs_end(toys, strategy, options):
-    one = toys("one", strategy=strategy, total=256, **options)
-    two = toys("two", one.maddr(), strategy=strategy, total=256, **options)
+    one = toys("one", strategy=strategy, total=256, min_peers=2, **options)  # else it is at the end before the other one has started
+    two = toys("two", one.maddr(), strategy=strategy, total=256, min_peers=2, **options)
     ends = [one.end(), two.end()]
     for peer, end in zip((one, two), ends, strict=True):
         assert end["done"] and end["finite"] and end["samples"] >= 256
