@@ -70,8 +70,9 @@ def loss(folder: Path) -> float:
 def alone(base: Path, total: int) -> dict:
     """One process, one core, no sync: what a user would run without a swarm."""
     output, settings = base / "alone", base / "run.toml"
-    settings.write_text(swarm_run.run_settings(swarm_run.Plan(base, total_samples=total, target_batch_size=TARGET)))
-    flags = ["--config", settings, "--train_data_dir", base / "dataset", "--output_dir", output, "--train_batch_size", swarm_run.BATCH]
+    plan = swarm_run.Plan(base, total_samples=total, target_batch_size=TARGET)
+    settings.write_text(swarm_run.run_settings(plan))
+    flags = ["--config", settings, "--train_data_dir", base / "dataset", "--output_dir", output, "--train_batch_size", plan.batch]
     began = time.monotonic()
     command = [sys.executable, ROOT / "peer" / "finetune.py", *flags]
     subprocess.run([str(part) for part in command], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)

@@ -25,10 +25,14 @@ TILE, GAP, MARGIN, HEAD = 64, 6, 28, 116
 
 def draw(model: Path, *, device: str, batch: int = 20) -> list[Image.Image]:
     """PER_DIGIT pictures of each digit, digit after digit, by the plain diffusers pipeline; the same model draws the same ones."""
-    import torch
     from diffusers import StableDiffusionPipeline
 
-    pipeline = StableDiffusionPipeline.from_pretrained(model, safety_checker=None).to(device)
+    return draw_with(StableDiffusionPipeline.from_pretrained(model, safety_checker=None).to(device), batch=batch)
+
+
+def draw_with(pipeline: Any, *, batch: int = 20) -> list[Image.Image]:
+    import torch
+
     pipeline.set_progress_bar_config(disable=True)
     prompts = [caption(digit) for digit in range(10) for _ in range(PER_DIGIT)]
     random = torch.Generator("cpu").manual_seed(SEED)

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from scripts.demo.processes import Program
 from swarm.errors import ExitCode, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-BATCH = 32
 JOIN_AFTER_ROUND = 2
 START_SECONDS = 120
 STALL_SECONDS = 300
@@ -36,6 +36,11 @@ class Plan:
     target_batch_size: int = 2048
     port: int = 0
     churn: bool = False
+    batch: int = 32
+    """Samples per local step."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The run's options where they are not the quickstart's."""
+    peer_flags: tuple[str, ...] = ()
 
 
 @dataclass
@@ -63,6 +68,7 @@ def run_settings(plan: Plan) -> str:
         "center_crop": True,
         "random_flip": False,
         "ucg": 0.1,
+        **plan.settings,
     }
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())  # for these types JSON is TOML
 
@@ -127,9 +133,14 @@ class SwarmRun:
         name = f"peer-{number}"
         threads = max(1, len(os.sched_getaffinity(0)) // self.plan.peers)
         # torchrun itself would listen on one fixed port; --standalone lets several on one machine choose free ones.
-        command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=1", str(ROOT / "peer" / "finetune.py")]
+        command = [
+            str(Path(sys.executable).with_name("torchrun")),
+            "--standalone",
+            "--nproc_per_node=1",
+            str(ROOT / "peer" / "finetune.py"),
+        ]
         command += ["--datasetserver", self._url, "--output_dir", str(self.plan.folder / name)]
-        command += ["--train_batch_size", str(BATCH), "--num_threads", str(threads)]
+        command += ["--train_batch_size", str(self.plan.batch), "--num_threads", str(threads), *self.plan.peer_flags]
         env = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         self.peers[name] = Program(name, command, self.plan.folder / "logs" / f"{name}.log", env, ROOT)
         self.display.say(f"{name} started with nothing but that address")

@@ -1,0 +1,60 @@
+"""What parity.py makes of what it saw. The runs themselves are the benchmark."""
+
+import pytest
+
+from benchmarks import exact_gradients, parity
+from scripts.demo import swarm_run
+
+
+def test_between_two_checkpoints_the_line_is_straight():
+    assert parity.crossing([(10, 0.5), (20, 0.9), (30, 1.0)], 0.95) == pytest.approx(25)
+
+
+def test_a_run_that_is_there_at_the_first_look_counts_from_that_look():
+    assert parity.crossing([(10, 0.97), (20, 1.0)], 0.95) == 10
+
+
+def test_a_run_that_never_comes_there_has_no_figure():
+    assert parity.crossing([(10, 0.5), (20, 0.94)], 0.95) is None
+    assert parity.ratio(None, 3.0) is None
+
+
+def test_the_one_machine_counts_at_the_better_of_its_learning_rates():
+    learned = [parity.Learned(parity.Run("", 0, 64, {"learning_rate": rate}, 0), at, at) for rate, at in ((1e-3, 40.0), (2e-3, 30.0))]
+    assert parity.best([*learned, parity.Learned(parity.Run("", 0, 64, {}, 0), None, None)], 64, "samples") == 30
+    assert parity.best(learned, 128, "samples") is None
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_every_swarm_has_its_one_machine_with_the_same_global_batch_at_both_rates(full):
+    runs = list(parity.plan(full))
+    for peers in (2, 4):
+        assert sorted(run.settings["learning_rate"] for run in runs if run.batch == peers * parity.BATCH) == sorted(parity.LEARNING_RATES)
+    assert len({parity.slug(run) for run in runs}) == len(runs)
+    assert {f"{parity.BETTER}/2", f"{parity.BETTER}/4"} <= {run.name for run in runs}
+
+
+def test_a_run_of_the_benchmark_overrides_the_quickstart_s_settings(tmp_path):
+    plan = swarm_run.Plan(tmp_path, settings={"sync": "diloco", "learning_rate": 0.002})
+    written = swarm_run.run_settings(plan)
+    assert 'sync = "diloco"' in written and "learning_rate = 0.002" in written and written.count("learning_rate") == 1
+
+
+def test_the_comparison_of_gradients_sees_a_contribution_that_is_missing():
+    samples = {("a", 1): [1, 2, 3], ("b", 1): [4, 5], ("a", 2): [6], ("b", 2): [7, 8]}
+    rounds = [[("a", 1), ("b", 1)], [("a", 2), ("b", 2)]]
+    whole = exact_gradients.alone(rounds, samples)
+    turned = exact_gradients.alone([rounds[0][::-1], rounds[1]], samples)
+    without = exact_gradients.alone([rounds[0], rounds[1][:1]], samples)
+    assert exact_gradients.difference(turned, whole) < 1e-5
+    assert exact_gradients.difference(without, whole) > 1e-4
+
+
+def test_what_is_in_a_state_is_read_along_its_parents_past_states_that_lost():
+    def line(round, parent, *members):
+        return {"round": round, "parent": parent, "members": [[peer, round, 8] for peer in members]}
+
+    made = {"x1": line(1, "zero", "a", "b"), "lost": line(2, "x1", "b"), "x2": line(2, "x1", "a"), "x3": line(3, "x2", "b")}
+    assert exact_gradients.ancestry("x3", made) == [[("a", 1), ("b", 1)], [("a", 2)], [("b", 3)]]
+    with pytest.raises(KeyError, match="nobody noted"):
+        exact_gradients.ancestry("x3", {name: made[name] for name in ("x1", "x3")})
