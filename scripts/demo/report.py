@@ -30,22 +30,22 @@ def draw(model: Path, *, device: str, batch: int = 20) -> list[Image.Image]:
     return draw_with(StableDiffusionPipeline.from_pretrained(model, safety_checker=None).to(device), batch=batch)
 
 
-def draw_with(pipeline: Any, *, batch: int = 20) -> list[Image.Image]:
+def draw_with(pipeline: Any, *, per_digit: int = PER_DIGIT, steps: int = STEPS, batch: int = 20) -> list[Image.Image]:
     import torch
 
     pipeline.set_progress_bar_config(disable=True)
-    prompts = [caption(digit) for digit in range(10) for _ in range(PER_DIGIT)]
+    prompts = [caption(digit) for digit in asked_digits(per_digit)]
     random = torch.Generator("cpu").manual_seed(SEED)
     drawn = []
     for start in range(0, len(prompts), batch):
         some = prompts[start : start + batch]
-        drawn += pipeline(some, height=SIDE, width=SIDE, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=random).images
+        drawn += pipeline(some, height=SIDE, width=SIDE, num_inference_steps=steps, guidance_scale=GUIDANCE, generator=random).images
     return drawn
 
 
-def asked_digits() -> np.ndarray:
-    """(100,) the digit asked for in each picture that `draw` returns."""
-    return np.repeat(np.arange(10), PER_DIGIT)
+def asked_digits(per_digit: int = PER_DIGIT) -> np.ndarray:
+    """(10 * per_digit,) the digit asked for in each picture that `draw` returns."""
+    return np.repeat(np.arange(10), per_digit)
 
 
 def accuracy_by_digit(read: np.ndarray, asked: np.ndarray) -> dict[str, float]:

@@ -133,12 +133,7 @@ class SwarmRun:
         name = f"peer-{number}"
         threads = max(1, len(os.sched_getaffinity(0)) // self.plan.peers)
         # torchrun itself would listen on one fixed port; --standalone lets several on one machine choose free ones.
-        command = [
-            str(Path(sys.executable).with_name("torchrun")),
-            "--standalone",
-            "--nproc_per_node=1",
-            str(ROOT / "peer" / "finetune.py"),
-        ]
+        command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=1", str(ROOT / "peer" / "finetune.py")]
         command += ["--datasetserver", self._url, "--output_dir", str(self.plan.folder / name)]
         command += ["--train_batch_size", str(self.plan.batch), "--num_threads", str(threads), *self.plan.peer_flags]
         env = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}

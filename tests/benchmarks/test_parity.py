@@ -1,5 +1,7 @@
 """What parity.py makes of what it saw. The runs themselves are the benchmark."""
 
+import json
+
 import pytest
 
 from benchmarks import exact_gradients, parity
@@ -28,10 +30,30 @@ def test_the_one_machine_counts_at_the_better_of_its_learning_rates():
 @pytest.mark.parametrize("full", [False, True])
 def test_every_swarm_has_its_one_machine_with_the_same_global_batch_at_both_rates(full):
     runs = list(parity.plan(full))
-    for peers in (2, 4):
-        assert sorted(run.settings["learning_rate"] for run in runs if run.batch == peers * parity.BATCH) == sorted(parity.LEARNING_RATES)
+    swarms = [run for run in runs if run.peers]
+    assert {run.name for run in swarms} == {f"{strategy}/{peers}" for strategy in parity.BEST for peers in ((2, 4) if full else (2,))}
+    for peers in (1, *(run.peers for run in swarms)):
+        alone = [run for run in runs if not run.peers and run.batch == peers * parity.BATCH]
+        assert sorted(run.settings["learning_rate"] for run in alone) == sorted(parity.LEARNING_RATES)
     assert len({parity.slug(run) for run in runs}) == len(runs)
-    assert {f"{parity.BETTER}/2", f"{parity.BETTER}/4"} <= {run.name for run in runs}
+
+
+def test_ratio_and_speedup_are_over_the_better_one_machine_and_a_run_that_never_came_there_has_none(capsys):
+    def learned(peers, batch, samples, seconds):
+        settings = {"learning_rate": 1e-3, "target_batch_size": 1024}
+        return parity.Learned(parity.Run(f"swarm/{peers}" if peers else f"alone/{batch}", peers, batch, settings, 0), samples, seconds)
+
+    one, two, four = (peers * parity.BATCH for peers in (1, 2, 4))
+    alone = [learned(0, one, 100.0, 60.0), learned(0, one, 90.0, 66.0), learned(0, two, 120.0, 70.0), learned(0, four, None, None)]
+    parity.report([*alone, learned(2, parity.BATCH, 126.0, 40.0), learned(4, parity.BATCH, 200.0, 80.0)], {"2": 1e-7})
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["samples_ratio"] == {"swarm/2": 1.05, "swarm/4": None}
+    assert result["speedup"] == 1.5
+
+
+def test_while_a_run_is_far_from_the_goal_every_second_checkpoint_is_looked_at():
+    assert parity.next_look(10_240, 0.5) == pytest.approx(10_240 + 2 * parity.EVERY, abs=parity.EVERY // 2)
+    assert parity.next_look(10_240, 0.9) <= 10_240 + parity.EVERY
 
 
 def test_a_run_of_the_benchmark_overrides_the_quickstart_s_settings(tmp_path):

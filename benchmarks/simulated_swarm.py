@@ -1,0 +1,183 @@
+"""How many samples a swarm would need, simulated: its replicas one after the other in one process, without a network.
+
+    .venv/bin/python benchmarks/simulated_swarm.py --peers 2 --batch 16 --sync diloco --round 512 --rate 2e-3 --seeds 1 2
+
+The quickstart's model, digits, judge and optimizer, and the product's own outer steps; exact wire. One core, no timing: figures are samples
+until 95 % of 200 drawn digits are read right, judged as in parity.py. For what is too slow to try with real peers. Prints a line per look
+and, as its last line, one JSON object.
+"""
+
+import argparse
+import copy
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters  # noqa: E402
+
+from benchmarks import parity  # noqa: E402
+from peer.contracts import LatentBatch, PixelBatch  # noqa: E402
+from peer.models import stable_diffusion  # noqa: E402
+from peer.sync.diloco import DiLoCo  # noqa: E402
+from peer.sync.engine.outer import RoundInfo  # noqa: E402
+from peer.sync.parameters import Parameters  # noqa: E402
+from scripts.demo import digits, quickstart, tiny_model  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=32, help="samples per local step")
+    parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's")
+    parser.add_argument("--beta2", type=float, default=0.999)
+    parser.add_argument("--warmup", type=int, default=0, help="samples of the swarm over which the rate rises")
+    parser.add_argument("--sync", choices=("none", "parameters", "diloco"), default="parameters")
+    parser.add_argument("--outer_rate", type=float, default=0.7)
+    parser.add_argument("--outer_momentum", type=float, default=0.9)
+    parser.add_argument("--round", type=int, default=2048)
+    parser.add_argument("--moments", action="store_true", help="average AdamW's moments, too: not in the product")
+    parser.add_argument("--look_from", type=int, default=8192)
+    parser.add_argument("--total_samples", type=int, default=57_344)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    quickstart.quiet_libraries()
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="simulated-") as folder:
+        quickstart.prepare(Path(folder))
+        school = School.open(Path(folder) / "base")
+        for seed in args.seeds:
+            seen = []
+            for samples, share in looks(school, args, seed):
+                seen.append((samples, share))
+                print(f"seed {seed}  {samples:6,} samples  {share:.1%}", flush=True)
+            found[seed] = parity.crossing(seen, parity.WANTED)
+    print(json.dumps({"samples": found, **vars(args)}), flush=True)
+
+
+def looks(school: "School", args: argparse.Namespace, seed: int) -> Iterator[tuple[int, float]]:
+    """(samples, share read right) from `look_from` on, until WANTED was seen."""
+    swarm = Swarm(school, args, seed)
+    due, share = args.look_from, 0.0
+    while share < parity.WANTED and swarm.samples < args.total_samples:
+        swarm.round()
+        if swarm.samples >= due:
+            share = school.exam(swarm.vectors[0])
+            due = parity.next_look(swarm.samples, share)
+            yield swarm.samples, share
+
+
+class Swarm:
+    """Replicas that train and average; `vectors` is what they agree on: the anchor and the outer step's tensors."""
+
+    def __init__(self, school: "School", args: argparse.Namespace, seed: int):
+        self._school, self._args, self.samples, self._number = school, args, 0, 0
+        self._pupils = [school.pupil() for _ in range(args.peers)]
+        betas = (0.9, args.beta2)
+        self._optimizers = [torch.optim.AdamW(one.parameters(), lr=args.rate, betas=betas, fused=True) for one in self._pupils]
+        self._lessons = school.lessons(args.batch, torch.Generator().manual_seed(seed))
+        self._outer = DiLoCo(args.outer_rate, args.outer_momentum) if args.sync == "diloco" else Parameters()
+        anchor = vector(self._pupils[0])
+        self.vectors = [anchor, *(torch.zeros_like(anchor) for _ in range(self._outer.slots))]
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Each replica's local steps, then the outer step; one machine (`none`) goes on where it is."""
+        args, anchor, before = self._args, self.vectors[0], self.samples
+        steps = max(1, round(args.round / args.peers / args.batch))
+        for pupil, optimizer in zip(self._pupils, self._optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = args.rate * min(1.0, (before + args.round / 2) / args.warmup if args.warmup else 1.0)
+            for _ in range(steps):
+                self._school.teach(pupil, optimizer, next(self._lessons))
+        self.samples, self._number = before + steps * args.batch * args.peers, self._number + 1
+        mean = sum(vector(pupil) - anchor for pupil in self._pupils) / args.peers
+        self.vectors = self._outer.outer_step(self.vectors, mean, RoundInfo(self._number, before, float(mean.norm())))
+        for pupil in self._pupils:
+            vector_to_parameters(self.vectors[0].clone(), pupil.parameters())
+        if args.moments:
+            average_moments(self._optimizers)
+
+
+def average_moments(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for states in zip(*(one.state.values() for one in optimizers), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            mean = sum(state[name] for state in states) / len(states)
+            for state in states:
+                state[name].copy_(mean)
+
+
+def vector(pupil: nn.Module) -> Tensor:
+    return parameters_to_vector(pupil.parameters()).detach().clone()
+
+
+@dataclass
+class School:
+    """The quickstart's model and digits, encoded once."""
+
+    model: stable_diffusion.StableDiffusion
+    mean: Tensor
+    std: Tensor
+    """(1500, C, H, W) of the latents."""
+    text: Tensor
+    """(11, 77, width): the ten digits' captions, and none."""
+    labels: Tensor
+    judge: digits.Judge
+    fresh: nn.Module
+    """The UNet that has learned nothing: `model.unet` is whoever is being taught."""
+
+    @classmethod
+    @torch.no_grad()
+    def open(cls, base: Path) -> "School":
+        model = stable_diffusion.load(base, torch.device("cpu"))
+        ink, labels = digits.load()
+        pixels = tiny_model.to_pixels(digits.pictures(ink[: digits.TRAIN_COUNT]))
+        posterior, scale = model.vae.encode(pixels).latent_dist, model.vae.config.scaling_factor
+        captions = [digits.caption(digit) for digit in range(10)] + [""]
+        text = model.encode(PixelBatch(pixels[: len(captions)], captions)).text
+        known = torch.from_numpy(labels[: digits.TRAIN_COUNT])
+        return cls(
+            model, posterior.mean * scale, posterior.std * scale, text, known, digits.Judge.from_real_digits(), copy.deepcopy(model.unet)
+        )
+
+    def pupil(self) -> nn.Module:
+        return copy.deepcopy(self.fresh).train()
+
+    def lessons(self, batch: int, rng: torch.Generator, ucg: float = 0.1) -> Iterator[tuple[LatentBatch, torch.Generator]]:
+        """Batches for ever, each picture once an epoch."""
+        order = torch.empty(0, dtype=torch.long)
+        while True:
+            if len(order) < batch:
+                order = torch.cat([order, torch.randperm(len(self.labels), generator=rng)])
+            some, order = order[:batch], order[batch:]
+            latents = self.mean[some] + self.std[some] * torch.randn(self.mean[some].shape, generator=rng)
+            asked = torch.where(torch.rand(batch, generator=rng) < ucg, 10, self.labels[some])
+            yield LatentBatch(latents, self.text[asked]), rng
+
+    @torch.enable_grad()
+    def teach(self, pupil: nn.Module, optimizer: torch.optim.Optimizer, lesson: tuple[LatentBatch, torch.Generator]) -> None:
+        self.model.unet = pupil
+        self.model.loss(*lesson).mean().backward()
+        clip_grad_norm_(pupil.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def exam(self, params: Tensor) -> float:
+        """The share of drawn digits that are read right with these parameters."""
+        pipeline = self.model.pipeline
+        vector_to_parameters(params.clone(), pipeline.unet.parameters())
+        return parity.read_right(pipeline, self.judge)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The simulation's replicas against what they must equal; what they learn is the benchmark."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import simulated_swarm
+
+ARGS = Namespace(
+    peers=2,
+    batch=4,
+    rate=0.01,
+    beta2=0.999,
+    warmup=0,
+    sync="parameters",
+    outer_rate=1.0,
+    outer_momentum=0.0,
+    round=32,
+    moments=False,
+)
+
+
+class Toy:
+    """A school of one line: every lesson is of the same pictures, so that replicas learn the same."""
+
+    def pupil(self):
+        torch.manual_seed(0)
+        return nn.Linear(3, 1)
+
+    def lessons(self, batch, rng):
+        while True:
+            yield torch.ones(batch, 3), rng
+
+    def teach(self, pupil, optimizer, lesson):
+        with torch.enable_grad():
+            pupil(lesson[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def after(rounds: int, **changes) -> simulated_swarm.Swarm:
+    swarm = simulated_swarm.Swarm(Toy(), Namespace(**{**vars(ARGS), **changes}), seed=1)
+    for _ in range(rounds):
+        swarm.round()
+    return swarm
+
+
+def test_replicas_that_see_the_same_learn_what_one_learns_in_as_many_steps():
+    two, one = after(3), after(3, peers=1, sync="none", round=16)
+    assert two.samples == 96 and one.samples == 48
+    assert two.vectors[0].tolist() == pytest.approx(one.vectors[0].tolist(), abs=1e-6)
+
+
+def test_momentum_carries_what_a_round_learned_into_the_next():
+    plain, without, pushed = after(2), after(2, sync="diloco"), after(2, sync="diloco", outer_momentum=0.5)
+    assert plain.vectors[0].tolist() == pytest.approx(without.vectors[0].tolist(), abs=1e-6)
+    start = simulated_swarm.vector(Toy().pupil())
+    assert (pushed.vectors[0] - start).norm() > (plain.vectors[0] - start).norm() * 1.2
+
+
+def test_averaged_moments_are_equal_and_lie_between_what_they_were():
+    swarm = after(1)
+    first, second = (list(one.state.values()) for one in swarm._optimizers)
+    first[0]["exp_avg"].fill_(1.0)
+    second[0]["exp_avg"].fill_(3.0)
+    simulated_swarm.average_moments(swarm._optimizers)
+    assert first[0]["exp_avg"].unique().tolist() == second[0]["exp_avg"].unique().tolist() == [2.0]
