@@ -42,7 +42,7 @@ LEARNING_RATES = (1e-3, 2e-3)
 # The best simulated so far (docs/log.md).
 BEST = {
     "parameters": {"target_batch_size": 512, "learning_rate": 2e-3},
-    "diloco": {"target_batch_size": 1024, "learning_rate": 2e-3, "outer_learning_rate": 1.0, "outer_momentum": 0.5},
+    "diloco": {"target_batch_size": 1024, "learning_rate": 2e-3, "outer_learning_rate": 0.8, "outer_momentum": 0.4},
 }
 # No run takes more samples than this: peers -> samples.
 TOTALS = {1: 20_480, 2: 28_672, 4: 45_056}
