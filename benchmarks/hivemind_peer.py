@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 import torch
-from hivemind import DHT, Float16Compression, Optimizer
+from hivemind import DHT, Optimizer
+from hivemind.compression import Float16Compression
 
 from benchmarks.sleeper import MOVE, MOVED, toy_params
 

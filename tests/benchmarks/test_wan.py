@@ -1,11 +1,14 @@
-"""The arithmetic of utilisation, and one real row of each kind at a size that takes seconds."""
+"""The arithmetic of utilisation, and one real row at a size that takes seconds."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks import wan
 from benchmarks.links import Traffic
+from tests.conftest import ROOT
 
 ROW = wan.Row("diloco", "int8", True, 2)
 real = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/net/tun"), reason="needs root and /dev/net/tun")
@@ -60,13 +63,19 @@ def test_every_row_has_a_key_of_its_own():
 
 @pytest.mark.swarm
 @real
-@pytest.mark.parametrize("kind", [("diloco", "int4", True), (wan.HIVEMIND, "fp16", True)])
-def test_a_real_row_ends_with_its_figures(monkeypatch, kind):
+def test_a_real_row_ends_with_its_figures(monkeypatch):
     monkeypatch.setattr(wan, "SCALE", 500)
     monkeypatch.setattr(wan, "ROUND_SAMPLES", 6000)  # two seconds of two peers
     monkeypatch.setattr(wan, "BATCH", 150)
     monkeypatch.setattr(wan, "ROUNDS", 1)
     monkeypatch.setattr(wan, "ROW_SECONDS", 100.0)
-    found = wan.measure(wan.Row(*kind, 2), most_megabits=10_000.0)
+    found = wan.measure(wan.Row("diloco", "int4", True, 2), most_megabits=10_000.0)
     assert 0 < found["worst peer"] <= found["utilisation"]
     assert found["samples"] > 0 and found["bytes_per_sample"] > 0
+
+
+def test_the_peer_of_stock_hivemind_can_be_started():
+    help_ = subprocess.run(
+        [sys.executable, "-m", "benchmarks.hivemind_peer", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert help_.returncode == 0 and "--samples_per_second" in help_.stdout, help_.stderr
