@@ -15,6 +15,7 @@ from peer.config import PeerConfig
 from peer.contracts import Settlement
 from peer.data.dataset_server import report_round
 from peer.joining import Joined
+from peer.stopping import Stop
 from peer.sync.engine.assistant import assist as take_part
 from peer.sync.engine.state import Head
 from swarm.dht import SwarmNode
@@ -25,14 +26,38 @@ from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
+HELP = """usage: dd-peer --assist (--datasetserver URL | --peers MULTIADDR ...) --output_dir FOLDER
+
+A peer that trains nothing. Run one where the volunteers are all behind routers that let nobody in, or may all be away at once:
+it averages for them, hands the newest state to newcomers, and keeps every settled state, so that they find the run where they left it.
+It needs a port that others can reach, a fast link, memory for two states and more, and disk for four and those it keeps;
+but neither GPU nor model nor data. Only one who trains can give it the first state; until somebody comes it waits.
+
+  --datasetserver URL          the run's dataset server; alone enough to find the run
+  --peers MULTIADDR ...        peers of the run, in its place
+  --output_dir FOLDER          states (state/, settled/), rounds.jsonl and identity.key; start with the same folder to go on
+  --host_maddrs MULTIADDR      a fixed port to listen on: /ip4/0.0.0.0/tcp/31337
+  --announce_maddrs MULTIADDR  where others reach that port, if a router or a cloud translates it: /ip4/203.0.113.7/tcp/31337
+  --states_total_limit N       keep the N newest settled states; 0: all of them
+
+Ctrl-C or SIGTERM ends it in order. With one in the swarm the volunteers need nothing more: who cannot be dialled finds that out.
+A model's folder from the newest state, also when everybody is gone:
+
+  dd-export --state FOLDER --out model
+  dd-generate --model model --prompt "a red square"
+
+All options of a peer: dd-peer --help
+"""
 _JOIN_SECONDS, _REJOIN_SECONDS = 60.0, 10.0
 _LAST_REPORTS_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 
 def assist(peer: PeerConfig, resolve: Callable[[], Joined]) -> int:
     """Assist until the run's end, or until told to stop. resolve() asks for the run. Raises UserError."""
     setup_logging(debug=peer.debug, name=Path(peer.output_dir).name)
+    stop = Stop().listen()
     torch.set_num_threads(1)
     folder = Path(peer.output_dir)
     try:
@@ -44,7 +69,7 @@ def assist(peer: PeerConfig, resolve: Callable[[], Joined]) -> int:
         raise UserError(
             f"The run '{joined.run.run_name}' has --sync none: its peers average nothing.", fix="There is nothing to assist with."
         )
-    asyncio.run(_assist(peer, folder, joined, known))
+    asyncio.run(_until_stopped(peer, folder, joined, known, stop))
     return ExitCode.OK
 
 
@@ -64,13 +89,29 @@ def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
     return joined, known
 
 
-async def _assist(peer: PeerConfig, folder: Path, joined: Joined, known: bool) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+async def _until_stopped(peer: PeerConfig, folder: Path, joined: Joined, known: bool, asked: Stop) -> None:
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     # hivemind leaves tasks behind when p2pd or a stream goes away; what matters of that, the watchdog and PeerLost tell.
     loop.set_exception_handler(lambda _, context: log.debug("%s: %r", context["message"], context.get("exception")))
+
+    def stop(number: int) -> None:
+        asked.hear(number)
+        stopped.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    node = await _node(peer, folder, joined, known)
+        loop.add_signal_handler(number, stop, number)
+    if asked():
+        return
+    joining, stopping = asyncio.create_task(_node(peer, folder, joined, known)), asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if joining.done():
+            await _assist(peer, folder, joined, joining.result(), stopped)
+    finally:
+        await end_tasks(joining, stopping)
+
+
+async def _assist(peer: PeerConfig, folder: Path, joined: Joined, node: SwarmNode, stop: asyncio.Event) -> None:
     reports = Reports(joined, node.peer_id)
     reporting = asyncio.create_task(reports.deliver_forever())
     last = joined.last_known or {}
@@ -145,7 +186,9 @@ class Reports:
             while self._waiting:
                 told = self._waiting[0]
                 try:
-                    await loop.run_in_executor(None, report_round, self._joined.server_url, self._joined.run, self._peer_id, told)
+                    await loop.run_in_executor(
+                        None, report_round, self._joined.server_url, self._joined.run, self._peer_id, told, _ANSWER_SECONDS
+                    )
                     self._waiting.popleft()
                     pause = _PAUSE_SECONDS
                 except UserError as error:

@@ -37,6 +37,11 @@ log = logging.getLogger("peer.finetune")
 
 
 def main(argv: Sequence[str]) -> int:
+    if "--assist" in argv and {"--help", "-h"} & set(argv):
+        from peer.assist import HELP
+
+        print(HELP, end="")
+        return ExitCode.OK
     peer, given = parse(argv)
     if peer.dry_run:
         print(json.dumps({"run": dataclasses.asdict(resolve_run(peer, given).run), "peer": dataclasses.asdict(peer)}, indent=2))

@@ -109,6 +109,7 @@ class PeerInfo(Message):
     received_bytes: Count = 0
     transfer_seconds: Number = 0.0
     share_lost: Number = 0.0
+    phase: Annotated[str, StringConstraints(max_length=16)] = ""
     maddrs: Annotated[list[Maddr], Field(max_length=64)] = []
     client_mode: bool = False
 

@@ -212,9 +212,15 @@ def _peers(seen: dict[str, Any]) -> RenderableType:
         behind = Text(str(peer["round"]), style="yellow" if peer["round"] < seen["round"] else "")
         cells = [f"...{peer['peer_id'][-8:]}", behind, f"{peer['waiting_samples']:,}", f"{peer['samples_per_second']:,.1f}"]
         cells += ["-" if peer["loss"] is None else f"{peer['loss']:.4f}", *_transfer(peer)]
-        cells += [peer["digest"][:8], "client" if peer["client_mode"] else ""]
+        cells += [peer["digest"][:8], _role(peer)]
         table.add_row(*cells, *([f"{counted.get(peer['peer_id'], 0):,}"] if counted else []))
     return table
+
+
+def _role(peer: dict[str, Any]) -> str:
+    if peer["phase"] == "assist":
+        return "assists"
+    return "client" if peer["client_mode"] else ""
 
 
 def _transfer(peer: dict[str, Any]) -> tuple[str, str, str]:

@@ -113,7 +113,7 @@ def test_volunteers_behind_nat_average_through_one_who_assists_and_find_their_st
 
     one, two = volunteer("home1", "one"), volunteer("home2", "two")
     helper = start(
-        "public", "helper", "peer/finetune.py", "--assist", "--peers", address, "--output_dir", tmp_path / "helper",
+        "public", "helper", "-m", "peer.supervise", "--assist", "--peers", address, "--output_dir", tmp_path / "helper",
         "--host_maddrs", "/ip4/0.0.0.0/tcp/0",
     )  # fmt: skip
 

@@ -158,3 +158,12 @@ def test_the_screen_says_what_averaging_costs_and_how_large_a_round_should_be():
 def test_before_the_first_averaged_round_the_screen_promises_nothing():
     screen = shown(status.summarize(a_run(), [a_peer(samples_per_second=8.0)], now=1e9))
     assert "links" not in screen
+
+
+def test_a_peer_that_assists_is_shown_as_such_and_trains_nothing():
+    helper = a_peer(peer_id="QmHelper", phase="assist")
+    seen = status.summarize(a_run(), [a_peer(waiting_samples=7, samples_per_second=3.0, loss=0.5), helper], now=101.0)
+    lines = shown(seen).splitlines()
+    (line,) = [line for line in lines if "QmHelper" in line]
+    assert "assists" in line and not any("assists" in other for other in lines if other != line)
+    assert (seen["waiting_samples"], seen["samples_per_second"], seen["loss"]) == (7, 3.0, 0.5)

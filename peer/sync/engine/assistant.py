@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from peer.sync.engine.streams import PeerLost, Streams
 from peer.sync.engine.takeover import WholeState
 from peer.sync.engine.trainer import Progress
 from peer.sync.engine.vectors import SharedBuffer
+from swarm.advice import size
 from swarm.dht import SwarmNode
 from swarm.errors import UserError
 from swarm.records import PeerRecord
@@ -111,7 +113,7 @@ async def assist(
         await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             return
-        kind, state = finding.result()
+        kind, states = finding.result()
     finally:
         await end_tasks(finding, stopping)
 
@@ -121,12 +123,17 @@ async def assist(
 
     assistant = Assistant(on_settled)
     assistant.replica = replica = Replica(
-        run=run, state=state, wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
+        run=run, state=states.pop(), wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
         rounds_path=folder / "rounds.jsonl", trainer=assistant, server_url=server_url,
         last_known=last_known, last_holders=last_holders, assists=True,
     )  # fmt: skip
     await replica.start()
-    log.info("assisting '%s' from round=%d samples=%d", run.run_name, state.header.round, state.header.samples)
+    header, num_bytes = replica.state.header, replica.state.buffer.num_bytes
+    log.info("assisting '%s' from round=%d samples=%d", run.run_name, header.round, header.samples)
+    log.info(
+        "keeping %s settled states in %s: %s each, %s free",
+        states_limit or "all", archive.folder, size(num_bytes), size(shutil.disk_usage(archive.folder).free),
+    )  # fmt: skip
     await _until_ended(replica, assistant, stop)
 
 
@@ -146,14 +153,16 @@ async def _until_ended(replica: Replica, assistant: Assistant, stop: asyncio.Eve
         await end_tasks(living, *ends)
 
 
-async def _stored_or_fetched(run: RunConfig, strategy: Strategy, node: SwarmNode, store: StateStore, path: Path) -> tuple[Kind, State]:
+async def _stored_or_fetched(
+    run: RunConfig, strategy: Strategy, node: SwarmNode, store: StateStore, path: Path
+) -> tuple[Kind, list[State]]:
+    """What a state looks like, and one to begin with; in a list, so that nobody holds its memory for as long as the process lives."""
     kind = Kind.read(path)
     state = store.load(run.digest, kind.schema, kind.num_bytes(strategy.slots)) if kind is not None else None
-    if state is not None:
-        return kind, state
-    kind, state = await _first_from_others(run, strategy, node)
-    kind.write(path)
-    return kind, state
+    if state is None:
+        kind, state = await _first_from_others(run, strategy, node)
+        kind.write(path)
+    return kind, [state]
 
 
 async def _first_from_others(run: RunConfig, strategy: Strategy, node: SwarmNode) -> tuple[Kind, State]:

@@ -18,7 +18,7 @@ _HOLDER_PATIENCE_SECONDS = 120.0
 class Beginning:
     """last_known: the latest state that the server or the DHT knew of when we came; last_holders: the peers that had it.
 
-    min_peers: how many must be live at once, we included, before we start; what becomes of them later does not matter.
+    min_peers: how many that train must be live at once, we included, before we start; what becomes of them later does not matter.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Beginning:
         return False
 
     def _in_company(self, others: Collection[PeerRecord], news: Callable[[str], None]) -> bool:
-        live = 1 + len(others)
+        live = 1 + sum(record.phase != ASSIST for record in others)
         if not self._company and live >= self._min_peers:
             self._company = True
             news(f"{live} peers are live; starting")

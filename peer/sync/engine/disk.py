@@ -80,7 +80,7 @@ class StateStore:
         """The best state of this run that is whole; a damaged or foreign one is passed over with a warning."""
         for path in self._files():
             try:
-                state = _read(path, num_bytes)
+                state = read_state(path, num_bytes)
             except (OSError, BadState) as error:
                 log.warning("passed over %s: %s", path.name, error)
                 continue
@@ -94,7 +94,8 @@ class StateStore:
         return sorted(self.folder.glob("samples-*.state"), reverse=True)
 
 
-def _read(path: Path, num_bytes: int) -> State:
+def read_state(path: Path, num_bytes: int) -> State:
+    """The state in a file that `StateStore` wrote; num_bytes: of its tensors. Raises BadState, OSError."""
     with path.open("rb") as file:
         try:
             first = json.loads(file.readline(_MAX_HEADER_BYTES))

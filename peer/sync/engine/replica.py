@@ -301,6 +301,10 @@ class Replica:
             busy=self._phase == "average",
         )
 
+    def _training(self) -> int:
+        """Live peers that train, this one included."""
+        return sum(record.phase != ASSIST for record in self.neighbours.others()) + (not self.assists)
+
     def _heard(self, peer: str, head: Head, ready: bool) -> bool:
         """`peer` stands at `head`, and is ready to average onto it or not. Returns whether we should rather fetch that."""
         if not self._knows(peer):
@@ -366,7 +370,7 @@ class Replica:
                 self.offer = None
         self._asked = False
         self._callers = {peer: digest for peer, digest in self._callers.items() if digest == state.digest}
-        write_round(self._rounds_path, state, how, len(self.neighbours.others()) + 1, self.node.peer_id)
+        write_round(self._rounds_path, state, how, self._training(), self.node.peer_id)
         self._tell_trainer()
         self._presence.publish_soon()
 
@@ -409,7 +413,7 @@ class Replica:
             waiting_samples=min(progress.waiting, 2 * self.run.target_batch_size),
             samples_per_second=progress.samples_per_second if self._phase == "train" else 0.0,
             loss=progress.loss,
-            phase=ASSIST if self.assists and self._phase not in ("join", "done", LEFT) else self._phase,
+            phase=ASSIST if self.assists and self._phase != LEFT else self._phase,
             group_size=self._group_size,
             sent_bytes=self._traffic.up,
             received_bytes=self._traffic.down,

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def write_round(path: Path, state: State, how: str, live_peers: int, peer: str) -> None:
-    """how: averaged, solo or fetched; live_peers: this one included. A file that cannot be written is a warning."""
+    """how: averaged, solo or fetched; live_peers: that train, this one included. A file that cannot be written is a warning."""
     header = state.header
     line = {
         "round": header.round,

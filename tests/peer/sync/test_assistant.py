@@ -10,9 +10,10 @@ from peer.contracts import Member, Settlement
 from peer.sync.engine import assistant, neighbours
 from peer.sync.engine.assistant import Archive, assist
 from peer.sync.engine.disk import StateStore
+from peer.sync.engine.groups import rank
 from peer.sync.engine.kind import KIND, Kind, ask_kind, serve_kind
 from peer.sync.engine.neighbours import ASSIST
-from peer.sync.engine.state import Head, next_state
+from peer.sync.engine.state import next_state
 from swarm.errors import ExitCode, UserError
 from tests.peer.sync.swarm_tools import state_of, until
 from tests.peer.sync.test_replica import SIZE, Peer, check_invariants, make_run
@@ -87,6 +88,7 @@ def test_two_that_nobody_can_dial_average_through_one_who_assists_and_brings_no_
         for peer in pair:
             assert not any(line["how"] == "solo" for line in peer.rounds())
             assert helper.id not in peer.head.header.included
+            assert max(line["live_peers"] for line in [*peer.rounds(), *helper.rounds()]) == 2
             assert min(peer.replica.record().sent_bytes, peer.replica.record().received_bytes) > 0
         check_invariants(*pair)
         check_digests(*pair, helper)
@@ -156,7 +158,7 @@ def test_a_helper_alone_makes_no_round_whoever_calls(swarm, monkeypatch, caplog)
 
     async def scenario(nodes):
         helper = await Peer(nodes, await nodes.node(), RUN, rate=0, assists=True).start(nodes)
-        await until(lambda: helper.replica.neighbours.alone() and helper.replica.record().phase == ASSIST)
+        await until(lambda: helper.replica.neighbours.alone() and helper.at)
         helper.replica._callers["who died a moment later"] = helper.head.digest
         await until(lambda: "nobody is left to assist" in caplog.text)
         assert not helper.rounds() and not helper.head.header.round
@@ -164,14 +166,17 @@ def test_a_helper_alone_makes_no_round_whoever_calls(swarm, monkeypatch, caplog)
     swarm(scenario)
 
 
-def test_helpers_without_anybody_who_trains_make_no_round(swarm, caplog):
+@pytest.mark.parametrize("by_the_last", [False, True])
+def test_helpers_without_anybody_who_trains_make_no_round(swarm, caplog, by_the_last):
     caplog.set_level("INFO")
 
     async def scenario(nodes):
         helpers = [await Peer(nodes, await nodes.node(), RUN, rate=0, assists=True).start(nodes) for _ in range(2)]
-        await until(lambda: all(peer.replica.neighbours.others() and peer.replica.record().phase == ASSIST for peer in helpers))
-        helpers[0].replica._heard(helpers[1].id, Head.of(helpers[0].head), True)
+        await until(lambda: all(peer.replica.neighbours.others() and peer.at for peer in helpers))
+        called = sorted(helpers, key=lambda peer: rank(peer.head.digest, peer.id))[by_the_last].replica
+        called._callers["who died a moment later"] = called.state.digest
         await until(lambda: "nobody who has samples came" in caplog.text)
+        await until(lambda: not any(peer.replica._callers or peer.replica._phase != "train" for peer in helpers))
         assert not any(peer.rounds() for peer in helpers)
 
     swarm(scenario)

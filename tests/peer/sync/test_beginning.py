@@ -25,6 +25,7 @@ def test_nobody_starts_before_the_company_it_asks_for_and_what_becomes_of_that_d
 
     assert not may() and not may(record("a"))
     assert said == ["waiting for company: 1 of 3 peers are live (--min_peers)", "waiting for company: 2 of 3 peers are live (--min_peers)"]
+    assert not may(record("a"), record("helper", phase="assist"))  # which is no company to train with
     assert may(record("a"), record("b")) and said[-1] == "3 peers are live; starting"
     assert may()
 

@@ -1,0 +1,129 @@
+"""`dd-peer --assist` as a program, and what it tells a real dataset server. What it does in a swarm: tests/peer/sync/test_assistant.py."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from peer import assist
+from peer.contracts import Member, Settlement
+from peer.data.dataset_server import fetch_run
+from peer.finetune import main
+from peer.joining import Joined
+from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
+from swarm.tasks import end_tasks
+from tests.datasetserver.hosting import Host
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_help_says_what_it_is_for_what_it_needs_and_how_to_get_the_result(capsys):
+    assert main(["--assist", "--help"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    for word in ("trains nothing", "--datasetserver", "--host_maddrs", "--announce_maddrs", "--states_total_limit", "dd-export"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--assist"], "--assist helps in a run that there is"),
+        (["--assist", "--peers", "/ip4/127.0.0.1/tcp/1/p2p/x", "--found"], "--assist helps in a run that there is"),
+        (["--assist", "--datasetserver", "http://x", "--states_total_limit", "-1"], "states_total_limit is -1"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_reason(flags, reason):
+    with pytest.raises(UserError, match=reason):
+        main(flags)
+
+
+def test_a_run_that_averages_nothing_needs_no_help(tmp_path, monkeypatch):
+    joined = Joined(RunConfig(model="x", sync="none"))
+    with pytest.raises(UserError, match="its peers average nothing"):
+        assist.assist(config(tmp_path), lambda: joined)
+
+
+def config(folder):
+    from peer.config import PeerConfig
+
+    return PeerConfig(assist=True, peers=("/ip4/127.0.0.1/tcp/1/p2p/x",), output_dir=str(folder))
+
+
+def test_the_run_known_from_before_is_gone_on_with_when_nobody_answers(tmp_path, caplog):
+    def nobody():
+        raise UserError("nobody answers", fix="wait", code=ExitCode.NETWORK)
+
+    path = tmp_path / "run.json"
+    with pytest.raises(UserError, match="nobody answers"):
+        assist._run(path, nobody)
+    joined = Joined(RunConfig(model="x", target_batch_size=64), "http://host", ("/ip4/1.2.3.4/tcp/5/p2p/x",))
+    assert assist._run(path, lambda: joined) == (joined, False)
+    assert assist._run(path, nobody) == (joined, True)
+    assert "going on with the run known from before: nobody answers" in caplog.text
+
+
+def test_settled_rounds_reach_a_server_that_was_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(assist, "_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(assist, "_ANSWER_SECONDS", 0.5)
+    host = Host(tmp_path).start()
+    try:
+        run = RunConfig.from_mapping(fetch_run(host.url, 20).run, where=host.url)
+        settled = Settlement("1" * 64, "0" * 64, 1, 8, (Member("QmA", 1, 8),))
+        host.stop()
+
+        async def scenario():
+            reports = assist.Reports(Joined(run, host.url), "QmHelper")
+            delivering = asyncio.create_task(reports.deliver_forever())
+            reports.add([settled])
+            await asyncio.sleep(0)
+            restarted = await asyncio.get_running_loop().run_in_executor(None, host.start)
+            await asyncio.wait_for(reports.delivered(), 60)
+            await end_tasks(delivering)
+            return restarted
+
+        asyncio.run(scenario())
+        head = fetch_run(host.url, 20).head
+        assert (head.digest, head.round, head.samples, head.reporters) == ("1" * 64, 1, 8, ["QmHelper"])
+    finally:
+        host.stop()
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_helper_that_waits_for_the_first_peer_ends_in_order_when_told_to(tmp_path, number):
+    run = RunConfig(model="x", target_batch_size=64)
+    bootstrap = subprocess.Popen(
+        [sys.executable, "-m", "datasetserver.bootstrap"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    helper = None
+    try:
+        options = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "announce_maddrs": [], "identity_path": str(tmp_path / "bootstrap.key")}
+        bootstrap.stdin.write(json.dumps({**options, "run_id": run.run_id, "run": vars(run), "url": ""}) + "\n")
+        bootstrap.stdin.flush()
+        address = json.loads(bootstrap.stdout.readline())["maddrs"][0]
+        log = (tmp_path / "log").open("w+")
+        helper = subprocess.Popen(
+            [sys.executable, "-m", "peer.supervise", "--assist", "--peers", address, "--output_dir", str(tmp_path / "helper"),
+             "--host_maddrs", "/ip4/127.0.0.1/tcp/0"],
+            cwd=ROOT, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        deadline = time.monotonic() + 100
+        while "waiting for the first peer that trains" not in (tmp_path / "log").read_text():
+            assert helper.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        helper.send_signal(number)
+        assert helper.wait(60) == 0 and "Traceback" not in (tmp_path / "log").read_text()
+        log.close()
+    finally:
+        for process in filter(None, (helper, bootstrap)):
+            process.kill()
+            process.wait()
+        bootstrap.stdin.close()
+        bootstrap.stdout.close()

@@ -1,0 +1,99 @@
+"""`dd-export` on a tiny model and a state as an assisting peer keeps it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from peer import export
+from peer.contracts import Member
+from peer.methods import full
+from peer.models import stable_diffusion
+from peer.sync.diloco import strategy
+from peer.sync.engine.assistant import Archive
+from peer.sync.engine.disk import StateStore
+from peer.sync.engine.state import first_state, next_state
+from peer.sync.engine.vectors import Schema, flatten
+from swarm.digest import digest_model
+from swarm.errors import ExitCode
+from swarm.run_config import RunConfig
+from tests import tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def helper(tmp_path, tiny_model):
+    """The folder of an assisting peer with two settled states; the newest adds 0.25 to all parameters of the model."""
+    run = RunConfig(model=str(tiny_model), sync="diloco", model_digest=digest_model(tiny_model), target_batch_size=8)
+    params = full.build(run).attach(stable_diffusion.load(tiny_model, CPU))
+    schema = Schema.of(params)
+    vector = flatten(params, torch.empty(schema.size))
+    folder = tmp_path / "helper"
+    store = StateStore(folder / "state")
+    archive = Archive(folder / "settled", store, 0)
+    state = first_state(run.digest, schema.digest, vector, strategy(run).slots)
+    for number, change in ((1, 9.0), (2, 0.25)):
+        state = next_state(state, [[vector + change, torch.zeros(schema.size)]], [Member("a", number, 8)])
+        store.save(state)
+        archive.keep([state.header.settlement(state.digest)])
+    (folder / "run.json").write_text(json.dumps({"run": vars(run), "server_url": "", "peers": []}))
+    return folder
+
+
+def test_the_newest_kept_state_becomes_a_diffusers_folder(helper, tmp_path, tiny_model, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["dd-export", "--state", str(helper), "--out", str(tmp_path / "out" / "model")])
+    assert export.cli() == ExitCode.OK
+    assert "exported round=2 samples=16" in capsys.readouterr().err
+    base, result = (stable_diffusion.load(folder, CPU).parts for folder in (tiny_model, tmp_path / "out" / "model"))
+    trained = result["unet"].state_dict()
+    for name, tensor in base["unet"].state_dict().items():
+        assert torch.equal(trained[name].float(), tensor.float() + 0.25)
+    for part in base.keys() - {"unet"}:
+        assert all(torch.equal(result[part].state_dict()[name], tensor) for name, tensor in base[part].state_dict().items())
+
+
+def test_any_kept_state_can_be_named_and_the_model_may_lie_elsewhere(helper, tmp_path, tiny_model):
+    first = sorted((helper / "settled").iterdir())[0]
+    shutil.copytree(tiny_model, tmp_path / "elsewhere")
+    export.main(["--state", str(first), "--out", str(tmp_path / "out"), "--model", str(tmp_path / "elsewhere")])
+    name, base = next(iter(stable_diffusion.load(tiny_model, CPU).parts["unet"].named_parameters()))
+    assert torch.equal(dict(stable_diffusion.load(tmp_path / "out", CPU).parts["unet"].named_parameters())[name], base + 9.0)
+
+
+def damage(helper, tmp_path):
+    path = sorted((helper / "settled").iterdir())[-1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def of_another_run(helper, tmp_path):
+    saved = json.loads((helper / "run.json").read_text())
+    saved["run"]["seed"] = 5
+    (helper / "run.json").write_text(json.dumps(saved))
+
+
+def of_another_model(helper, tmp_path):
+    saved = json.loads((helper / "run.json").read_text())
+    saved["run"]["model"] = str(tiny.write_model(tmp_path / "other", seed=1))
+    (helper / "run.json").write_text(json.dumps(saved))
+
+
+WRONG = {
+    "a bit has flipped": damage,
+    "it is of another run": of_another_run,
+    "is not the base model of the run": of_another_model,
+    "There is no settled state in": lambda helper, tmp_path: shutil.rmtree(helper / "settled"),
+    "which says what run the state is of, is missing or damaged": lambda helper, tmp_path: (helper / "run.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(helper, tmp_path, monkeypatch, capsys, reason):
+    WRONG[reason](helper, tmp_path)
+    monkeypatch.setattr("sys.argv", ["dd-export", "--state", str(helper), "--out", str(tmp_path / "out")])
+    assert export.cli() != ExitCode.OK
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and reason in errors[0] and not (tmp_path / "out").exists()
