@@ -5,11 +5,12 @@ on both are on its disk, so that the volunteers may all leave, and find the run 
 """
 
 import asyncio
+import collections
 import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from peer.contracts import Settlement
@@ -28,7 +29,7 @@ from peer.sync.engine.trainer import Progress
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.advice import size
 from swarm.dht import SwarmNode
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
 _TOLD_EVERY_SECONDS = 60.0
+_WANTED = 16
 _STORED = 4
 """States on disk besides the kept ones: a state is settled a round or two after it was made, and kept then."""
 
@@ -73,22 +75,52 @@ class Assistant:
 
 
 class Archive:
-    """The settled states, as links to the files of `store`: round-00000012-samples-0000024576-3f2a91c0d4e5.state; 0: no limit."""
+    """The settled states, as links to the files of `store`: round-00000012-samples-0000024576-3f2a91c0d4e5.state; 0: no limit.
+
+    Raises UserError (disk) when the folder cannot be made.
+    """
 
     def __init__(self, folder: Path, store: StateStore, limit: int):
         self.folder, self._store, self._limit = folder, store, limit
-        folder.mkdir(parents=True, exist_ok=True)
+        self._wanted: collections.deque[Settlement] = collections.deque(maxlen=_WANTED)
+        with self._or_say_why():
+            folder.mkdir(parents=True, exist_ok=True)
 
-    def keep(self, settlements: Sequence[Settlement]) -> None:
-        """Those that are on disk; a state that came and went while the one before was written is not."""
-        for settled in settlements:
-            source = next(self._store.folder.glob(f"samples-*-{settled.digest[:12]}.state"), None)
-            target = self.folder / f"round-{settled.round:08d}-samples-{settled.samples:010d}-{settled.digest[:12]}.state"
-            if source is not None and not target.exists():
-                os.link(source, target)
-                log.info("kept round=%d samples=%d file=%s", settled.round, settled.samples, target)
-        for old in sorted(self.folder.glob("round-*.state"))[: -self._limit if self._limit else 0]:
-            old.unlink(missing_ok=True)
+    def keep(self, settlements: Sequence[Settlement] = ()) -> None:
+        """Keep these, and those wanted before, as far as they are on disk by now. Raises UserError (disk).
+
+        A state is settled when somebody else signs it, which may be long before it is written; one that came and went while the one
+        before was written never is.
+        """
+        self._wanted.extend(settlements)
+        with self._or_say_why():
+            for settled in tuple(self._wanted):
+                source = next(self._store.folder.glob(f"samples-*-{settled.digest[:12]}.state"), None)
+                target = self.folder / f"round-{settled.round:08d}-samples-{settled.samples:010d}-{settled.digest[:12]}.state"
+                if source is None:
+                    continue
+                self._wanted.remove(settled)
+                if not target.exists():
+                    os.link(source, target)
+                    log.info("kept round=%d samples=%d file=%s", settled.round, settled.samples, target)
+            for old in sorted(self.folder.glob("round-*.state"))[: -self._limit if self._limit else 0]:
+                old.unlink(missing_ok=True)
+
+    async def keep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self.keep()
+
+    @contextlib.contextmanager
+    def _or_say_why(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"Cannot keep settled states in {self.folder}: {error.strerror}.",
+                fix="They are hard links: choose an --output_dir on a file system that has them.",
+                code=ExitCode.DISK,
+            ) from None
 
 
 async def assist(
@@ -134,23 +166,26 @@ async def assist(
         "keeping %s settled states in %s: %s each, %s free",
         states_limit or "all", archive.folder, size(num_bytes), size(shutil.disk_usage(archive.folder).free),
     )  # fmt: skip
-    await _until_ended(replica, assistant, stop)
+    await _until_ended(replica, assistant, archive, stop)
 
 
-async def _until_ended(replica: Replica, assistant: Assistant, stop: asyncio.Event) -> None:
-    living, *ends = tasks = [asyncio.create_task(job) for job in (replica.live(), stop.wait(), assistant.ended.wait())]
+async def _until_ended(replica: Replica, assistant: Assistant, archive: Archive, stop: asyncio.Event) -> None:
+    jobs = (replica.live(), archive.keep_forever(), stop.wait(), assistant.ended.wait())
+    living, keeping, *ends = tasks = [asyncio.create_task(job) for job in jobs]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if living.done():
-            living.result()
+        for task in (living, keeping):
+            if task.done():
+                task.result()
         replica.close()
         await asyncio.wait({living}, timeout=5)
         await end_tasks(*tasks)
         if assistant.error is not None:
             raise assistant.error
         await replica.leave()
+        archive.keep()
     finally:
-        await end_tasks(living, *ends)
+        await end_tasks(living, keeping, *ends)
 
 
 async def _stored_or_fetched(

@@ -229,10 +229,27 @@ def test_the_newest_settled_states_are_kept_whatever_the_store_deletes(tmp_path,
     assert len(list((tmp_path / "state").glob("*.state"))) == 1
 
 
-def test_a_settled_state_that_was_never_on_disk_is_passed_over(tmp_path):
-    archive = Archive(tmp_path / "settled", StateStore(tmp_path / "state"), 0)
-    archive.keep([settlement(chain(1)[0])])
+def test_a_state_that_is_settled_before_it_is_on_disk_is_kept_once_it_is(tmp_path):
+    store, (first, second) = StateStore(tmp_path / "state"), chain(2)
+    archive = Archive(tmp_path / "settled", store, 0)
+    archive.keep([settlement(first), settlement(second)])  # the first was replaced before it could be written
     assert not list((tmp_path / "settled").iterdir())
+    store.save(second)
+    archive.keep()
+    assert [second.digest[:12] in path.name for path in (tmp_path / "settled").iterdir()] == [True]
+
+
+def test_settled_states_that_cannot_be_kept_are_a_reason_to_end(tmp_path):
+    store, (state,) = StateStore(tmp_path / "state"), chain(1)
+    archive = Archive(tmp_path / "settled", store, 0)
+    store.save(state)
+    (tmp_path / "settled").rmdir()
+    with pytest.raises(UserError, match=r"Cannot keep settled states in .*settled: No such file or directory") as refused:
+        archive.keep([settlement(state)])
+    assert refused.value.code == ExitCode.DISK
+    (tmp_path / "settled").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match=r"Cannot keep settled states in .*settled: File exists"):
+        Archive(tmp_path / "settled", store, 0)
 
 
 # ---------------------------------------------------------------- what a state looks like
