@@ -7,6 +7,7 @@ UNKNOWN_SECONDS = 10.0
 """Granted to a peer that was never seen to come."""
 _SLACK_SECONDS = 1.0
 _LONGEST_SECONDS = 120.0
+_MISSED_SHARE = 0.7
 _REMEMBERED_ROUNDS, _REMEMBERED_PEERS = 8, 1024
 
 
@@ -23,8 +24,8 @@ class Arrivals:
             del self._late[next(iter(self._late))]
 
     def missed(self, peer: str) -> None:
-        """What `peer` was granted was not enough: the next time it is granted more."""
-        self.came(peer, self.grant(peer))
+        """What `peer` was granted was not enough: the next time it is granted more, half as much again at first."""
+        self.came(peer, _MISSED_SHARE * self.grant(peer))
 
     def grant(self, peer: str) -> float:
         """Seconds to wait for `peer` beyond the time at which it says it will be ready: twice the median lateness, and a second."""

@@ -29,6 +29,8 @@ CALL, JOIN = "distributed-diffusion.call.1", "distributed-diffusion.join.1"
 ANSWER_SECONDS = 5.0
 BEAT_SECONDS = 3.0
 """Whoever waits for a leader hears from it so often; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
+JOIN_SECONDS = 30.0
+"""A leader that lives but has not led for so long beyond its word and our patience is given up."""
 MAX_WAIT_SECONDS = 300.0
 _MAX_REDIRECTS = 8
 _NOTICED_SECONDS = 1.0
@@ -197,7 +199,8 @@ class Matchmaker:
         _log_absent(spoke, coming)
         for leader in self._before_us(ticket, leaders):
             try:
-                return await self._follow(leader, ticket, silent)
+                seconds = MAX_WAIT_SECONDS if spoke[leader].busy else spoke[leader].ready_seconds + patience + JOIN_SECONDS
+                return await self._follow(leader, ticket, silent, min(seconds, MAX_WAIT_SECONDS))
             except PeerLost as error:
                 log.info("not led by %s: %s", leader[-6:], error)
                 if not isinstance(error, Refused):
@@ -252,11 +255,11 @@ class Matchmaker:
                 log.info("no answer to a call: %s", error)
                 return None
 
-    async def _follow(self, leader: str, ticket: Ticket, silent: set[str]) -> Group:
+    async def _follow(self, leader: str, ticket: Ticket, silent: set[str], seconds: float) -> Group:
         self._redirect(ticket.parent, leader)
         try:
             for _ in range(_MAX_REDIRECTS):
-                answer = await self._join(leader, ticket)
+                answer = await self._join(leader, ticket, seconds)
                 if "leader" not in answer:
                     group = _parse_group(answer, ticket, leader, self._standing(self._peer_id), self._max_samples)
                     return replace(group, silent=frozenset(silent))
@@ -274,7 +277,8 @@ class Matchmaker:
             if self._open is not None:
                 self._open.leader = None
 
-    async def _join(self, leader: str, ticket: Ticket) -> dict[str, Any]:
+    async def _join(self, leader: str, ticket: Ticket, seconds: float) -> dict[str, Any]:
+        """What `leader` says in the end: a group, or who leads instead. Raises PeerLost when it has not within `seconds`."""
         channel = await self._streams.open(leader, JOIN)
         with contextlib.closing(channel):
             member = ticket.member
@@ -283,8 +287,10 @@ class Matchmaker:
             answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
             if "wait" in answer:
                 await points.reached("joined", self._peer_id)
-            until = asyncio.get_running_loop().time() + MAX_WAIT_SECONDS
-            while "wait" in answer and asyncio.get_running_loop().time() < until:
+            until = asyncio.get_running_loop().time() + seconds
+            while "wait" in answer:
+                if asyncio.get_running_loop().time() >= until:
+                    raise PeerLost(f"{leader[-6:]} lives, but has not led within {seconds:.0f} s")
                 answer, _ = await channel.receive(seconds=BEAT_SECONDS + ANSWER_SECONDS)
             return answer
 

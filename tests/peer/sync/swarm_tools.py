@@ -28,13 +28,15 @@ class Nodes:
 
     def __init__(self, folder: Path, stack: contextlib.AsyncExitStack):
         self.folder, self._stack, self._count = folder, stack, 0
+        self._keys: dict[str, Path] = {}
         self.maddrs: list[str] = []
 
-    async def node(self, *, client_mode: bool = False) -> SwarmNode:
+    async def node(self, *, client_mode: bool = False, again: SwarmNode | None = None) -> SwarmNode:
+        """A new one; or `again`, which is gone, with the identity that it had."""
         self._count += 1
-        node = await SwarmNode.join(
-            initial_peers=self.maddrs, identity_path=self.folder / f"{self._count}.key", client_mode=client_mode, deadline_seconds=20
-        )
+        key = self._keys[again.peer_id] if again else self.folder / f"{self._count}.key"
+        node = await SwarmNode.join(initial_peers=self.maddrs, identity_path=key, client_mode=client_mode, deadline_seconds=20)
+        self._keys[node.peer_id] = key
         self._stack.push_async_callback(node.close)
         self.maddrs = self.maddrs or await node.maddrs()
         return node

@@ -334,3 +334,17 @@ def test_a_leader_whose_trainer_stands_still_tells_its_followers(swarm, monkeypa
         assert not caught.value.silent and not leader.matchmaker._open.waiting
 
     swarm(scenario)
+
+
+def test_a_leader_that_lives_and_never_leads_is_given_up(swarm, monkeypatch, caplog):
+    monkeypatch.setattr(groups, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(groups, "JOIN_SECONDS", 0.5)
+
+    async def scenario(nodes):
+        leader, follower = await peers(nodes, 2)
+        with pytest.raises(NoGroup) as caught:
+            await follower.form([leader], patience=0.1)
+        assert caught.value.silent == {leader.id} and "lives, but has not led within 1 s" in caplog.text
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        swarm(scenario)

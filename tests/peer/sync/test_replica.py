@@ -36,19 +36,33 @@ STRATEGIES = {module.__name__.split(".")[-1]: module.strategy for module in (par
 class Peer:
     """A replica and its recorded trainer, which has `rate` samples more at every look while it trains."""
 
-    def __init__(self, nodes, node, run: RunConfig, *, state: State | None = None, rate: int = 4, strategy=None, **options):
+    def __init__(
+        self,
+        nodes,
+        node,
+        run: RunConfig,
+        *,
+        state: State | None = None,
+        rate: int = 4,
+        strategy=None,
+        size: int = SIZE,
+        number: int = 0,
+        **options,
+    ):
         self.folder = nodes.folder / node.peer_id
         self.node, self.run, self.rate = node, run, rate
         self.id = node.peer_id
-        self.base = state or state_of(torch.zeros(SIZE), run=run.digest)
-        self.at, self.open, self.frozen, self.number = "", 0, None, 0
+        self.size = size
+        self.base = state or state_of(torch.zeros(size), run=run.digest)
+        self.at, self.open, self.frozen, self.number = "", 0, None, number
+        self.began_with, self.trained, self.dropped, self.counted = number, 0, 0, {}
         self.may_train, self.offers, self.failures = True, [], []
         self.settlements, self.lands, self.texts, self.finished = [], [], [], False
         self.store = StateStore(self.folder / "state")
         self.replica = Replica(
             run=run,
             state=self.base,
-            wire=Wire(run.wire, SIZE),
+            wire=Wire(run.wire, size),
             strategy=strategy or Parameters(),
             node=node,
             store=self.store,
@@ -63,7 +77,7 @@ class Peer:
     def freeze(self):
         if self.frozen is None and self.open:
             self.number += 1
-            encoded = Wire(self.run.wire, SIZE).encode(torch.randn(SIZE, generator=self.generator))
+            encoded = Wire(self.run.wire, self.size).encode(torch.randn(self.size, generator=self.generator))
             self.frozen = (self.number, self.open, encoded)
             self.offers.append((self.number, bytes(encoded.numpy())))
             self.open, self.may_train = 0, False
@@ -81,10 +95,15 @@ class Peer:
     def landed(self, state):
         """What LocalWork.land does, as far as the books go."""
         self.lands.append(state)
+        own = state.header.included.get(self.id, 0)
+        for number in [number for number in self.counted if number > own]:  # in a state that lost
+            self.dropped += self.counted.pop(number)
         if self.frozen is not None:
-            included = state.header.included.get(self.id, 0) >= self.frozen[0]
-            if included or not (self.at == state.digest or self.at in state.header.parents[:REBASED_ANCESTORS]):
-                self.frozen = None
+            number, samples, _ = self.frozen
+            if own >= number:
+                self.counted[number], self.frozen = samples, None
+            elif not (self.at == state.digest or self.at in state.header.parents[:REBASED_ANCESTORS]):
+                self.dropped, self.frozen = self.dropped + samples, None
         self.at, self.may_train = state.digest, False
         if self.frozen is not None:
             self.offer()
@@ -106,6 +125,7 @@ class Peer:
         while True:
             if self.at and (self.frozen is None or self.may_train) and self.waiting < 2 * self.run.target_batch_size:
                 self.open += self.rate
+                self.trained += self.rate
             self.replica.progressed(Progress(self.waiting, 10.0 * self.rate, 0.1), self.at)
             await asyncio.sleep(0.1)
 

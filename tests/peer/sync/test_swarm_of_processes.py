@@ -27,9 +27,10 @@ class Toy:
     def __init__(self, folder: Path, *arguments: str, strategy: str = "parameters", **options):
         self.folder, self.lines, self.log = folder, [], ""
         flags = [f"--{name}={value}" for name, value in options.items()]
+        self._points = folder.with_suffix(".points")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.peer.sync.toy_peer", str(folder), strategy, *arguments, *flags],
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "DD_POINTS": str(self._points)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._threads = [threading.Thread(target=self._read_out), threading.Thread(target=self._read_err)]
         for thread in self._threads:
@@ -73,6 +74,13 @@ class Toy:
 
     def round(self) -> int:
         return max((line["round"] for line in self.rounds()), default=0)
+
+    def arm(self, what: str):
+        """Let it fail at a named point, once; `armed` until it has."""
+        self._points.write_text(what)
+
+    def armed(self) -> bool:
+        return bool(self._points.exists() and self._points.read_text())
 
     def kill(self):
         self.process.kill()
@@ -207,6 +215,38 @@ def test_the_death_of_p2pd_is_noticed_and_mended(toys):
     at = max(one.round(), two.round())
     until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in two.rounds()), one, two)
     assert_one_lineage(one, two)
+
+
+POINTS_OF_PROCESSES = {
+    "half_of_parts_sent": "stop 4",
+    "group_closed": "kill",
+    "frozen": "kill",
+    "landed": "kill",
+}
+"""At which a real process is stopped or killed; test_failures.py has all points but the trainer's, in one process."""
+
+
+@pytest.mark.swarm
+def test_a_process_stopped_or_killed_at_a_point_stops_nobody_and_comes_back(toys):
+    one = toys("one", min_peers=3)
+    two, victim = (toys(name, one.maddr(), min_peers=3) for name in ("two", "victim"))
+    until(lambda: min(one.round(), two.round(), victim.round()) >= 1, one, two, victim)
+    for point, action in POINTS_OF_PROCESSES.items():
+        victim.arm(f"{point} {action}")
+        until(lambda victim=victim: not victim.armed(), victim)
+        at = max(one.round(), two.round())
+        until(lambda at=at: min(one.round(), two.round()) >= at + 2, one, two)
+        if point in ("frozen", "landed"):
+            until(lambda victim=victim: victim.process.poll() is not None, victim)
+            victim = toys("victim", one.maddr())
+        at = max(one.round(), two.round())
+        until(lambda v=victim, at=at: any(line["how"] == "averaged" and line["round"] > at for line in v.rounds()), one, two, victim)
+    assert_one_lineage(one, two, victim)
+    for toy in (one, two, victim):
+        toy.process.send_signal(signal.SIGTERM)
+    for toy in (one, two, victim):
+        end = toy.end()
+        assert end["trained"] == end["settled"] + end["dropped"] and end["waiting"] == 0, (end, toy.log)
 
 
 def test_a_killed_trainer_leaves_no_process_behind(toys):

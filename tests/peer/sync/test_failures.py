@@ -1,0 +1,170 @@
+"""Every named point of a round, and a peer that fails there: the others commit their next round, and the one that failed comes back.
+
+A point is armed once; whoever reaches it first is the victim. In one process, "dies" ends its node and all that it runs, "is cut off"
+breaks the stream it is at, "is slow" holds it until the others have gone on without it.
+"""
+
+import asyncio
+
+import pytest
+
+from peer.sync.engine import points
+from peer.sync.engine.streams import PeerLost
+from tests.peer.sync.swarm_tools import until
+from tests.peer.sync.test_replica import Peer, check_invariants, make_run, peers
+
+LARGE = 10 * 131_072
+"""Ten parts, so that each member sends several to each reducer; two chunks of state."""
+SECONDS = 80.0
+
+ROUND = ("called", "joined", "group_closed", "mean_complete", "outer_step", "before_publish", "saved", "before_settle")
+PARTS = ("first_part_sent", "half_of_parts_sent", "before_last_part")
+TRANSFER = ("donor_half_way", "fetch_half_way")
+
+
+class Trap:
+    """Does `what` to the first peer that reaches `point`."""
+
+    def __init__(self, point: str, what):
+        self.point, self.what, self.victim = point, what, ""
+
+    async def __call__(self, point: str, peer: str) -> None:
+        if point == self.point and not self.victim:
+            self.victim = peer
+            await self.what(peer)
+
+
+@pytest.fixture
+def trap(monkeypatch):
+    def arm(point, what) -> Trap:
+        monkeypatch.setattr(points, "hook", Trap(point, what))
+        return points.hook
+
+    return arm
+
+
+def lineage(peer: Peer, everyone) -> list[dict]:
+    """The rounds that lead from the first state to `peer`'s, as any of the peers wrote them down; empty when one is not there yet."""
+    lines = {line["digest"]: line for each in everyone for line in each.rounds()}
+    found, digest, first = [], peer.head.digest, everyone[0].base.digest
+    while digest != first and digest in lines:
+        found.append(lines[digest])
+        digest = lines[digest]["parent"]
+    return found if digest == first else []
+
+
+def balanced(peer: Peer, everyone) -> bool:
+    """Whether every sample of this peer is in its state once, waiting, or given back; and the state's count is what its rounds add up to."""
+    rounds = lineage(peer, everyone)
+    own = sum(samples for line in rounds for who, number, samples in line["members"] if who == peer.id and number > peer.began_with)
+    total = sum(samples for line in rounds for _, _, samples in line["members"])
+    landed = peer.at == peer.head.digest and total == peer.head.header.samples
+    return landed and peer.trained == own + peer.waiting + peer.dropped
+
+
+async def die(peer: Peer, bystanders) -> None:
+    """As a killed process: nothing of it runs on, and its connections end."""
+    ending = asyncio.create_task(peer.stop())
+    bystanders.append(ending)
+    await asyncio.Event().wait()  # cancelled by its end
+
+
+async def back(nodes, gone: Peer, knows: Peer, **options) -> Peer:
+    """The peer that died, started again from what is on its disk. Its number goes on, since that was on disk before it was used."""
+    nodes.maddrs = await knows.node.maddrs()
+    state = gone.store.load(gone.run.digest, gone.base.header.schema, gone.base.buffer.num_bytes)
+    node = await nodes.node(again=gone.node)
+    return await Peer(nodes, node, gone.run, state=state, number=gone.number, **options).start(nodes)
+
+
+async def go_on(everyone, others) -> None:
+    """The others commit two rounds more, of which one began after whatever happened before."""
+    at = max(peer.head.header.round for peer in everyone)
+    await until(lambda: all(peer.head.header.round >= at + 2 for peer in others), SECONDS)
+
+
+async def average_together(one: Peer, others) -> None:
+    at = max(peer.head.header.round for peer in (one, *others))
+    await until(lambda: any(one.id in {m[0] for m in line["members"]} and line["round"] > at for line in others[0].rounds()), SECONDS)
+
+
+async def audit(living, everyone) -> None:
+    await until(lambda: all(balanced(peer, everyone) for peer in living), SECONDS)
+    check_invariants(*everyone)
+    digests = {line["digest"] for peer in living for line in lineage(peer, everyone)}
+    longest = max(living, key=lambda peer: peer.head.header.samples)
+    assert digests == {line["digest"] for line in lineage(longest, everyone)}, "two lineages"
+
+
+@pytest.mark.parametrize("point", ROUND + PARTS + TRANSFER)
+def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(swarm, trap, point):
+    size = LARGE if point in PARTS + TRANSFER else 1000
+
+    async def scenario(nodes):
+        ends = []
+        trio = await peers(nodes, 3, make_run(), size=size)
+        by_id = {peer.id: peer for peer in trio}
+        await until(lambda: min(peer.head.header.round for peer in trio) >= 1)
+        newcomer = Peer(nodes, await nodes.node(), trio[0].run, size=size) if point in TRANSFER else None
+        armed = trap(point, lambda peer: die(by_id[peer], ends))
+        if newcomer is not None:
+            by_id[newcomer.id] = newcomer
+            trio.append(await newcomer.start(nodes))
+        await until(lambda: ends and ends[0].done(), SECONDS)
+        victim = by_id[armed.victim]
+        others = [peer for peer in trio if peer is not victim]
+        await go_on(trio, others)
+        again = await back(nodes, victim, others[0], size=size)
+        await average_together(again, others)
+        await audit([*others, again], [*trio, again])
+
+    swarm(scenario)
+
+
+@pytest.mark.parametrize("point", ("joined", "half_of_parts_sent", *TRANSFER))
+def test_a_stream_that_breaks_at_any_point_costs_a_retry(swarm, trap, point):
+    size = 1000 if point == "joined" else LARGE
+
+    async def cut_off(peer):
+        raise PeerLost(f"cut off at {point}")
+
+    async def scenario(nodes):
+        trio = await peers(nodes, 3, make_run(), size=size)
+        await until(lambda: min(peer.head.header.round for peer in trio) >= 1)
+        armed = trap(point, cut_off)
+        if point in TRANSFER:
+            trio.append(await Peer(nodes, await nodes.node(), trio[0].run, size=size).start(nodes))
+        await until(lambda: armed.victim, SECONDS)
+        victim = next(peer for peer in trio if peer.id == armed.victim)
+        await go_on(trio, trio)
+        await average_together(victim, [peer for peer in trio if peer is not victim])
+        await audit(trio, trio)
+
+    swarm(scenario)
+
+
+@pytest.mark.parametrize("point", ("mean_complete", "outer_step"))
+def test_a_peer_that_is_slow_to_commit_holds_nobody_up(swarm, trap, point):
+    async def scenario(nodes):
+        trio, release = await peers(nodes, 3, make_run()), asyncio.Event()
+        await until(lambda: min(peer.head.header.round for peer in trio) >= 1)
+
+        async def hold(peer):
+            await release.wait()
+
+        armed = trap(point, hold)
+        await until(lambda: armed.victim, SECONDS)
+        victim = next(peer for peer in trio if peer.id == armed.victim)
+        others = [peer for peer in trio if peer is not victim]
+        await go_on(trio, others)
+        release.set()
+        await average_together(victim, others)
+        await audit(trio, trio)
+
+    swarm(scenario)
+
+
+def test_every_point_is_taken_here_or_by_processes():
+    from tests.peer.sync.test_swarm_of_processes import POINTS_OF_PROCESSES
+
+    assert set(ROUND + PARTS + TRANSFER) | set(POINTS_OF_PROCESSES) == set(points.POINTS)
