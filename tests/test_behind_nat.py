@@ -18,7 +18,7 @@ from tests import natted
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = RunConfig(model="x", target_batch_size=64, wire="fp32")
-WAIT_SECONDS = 100.0
+WAIT_SECONDS = 140.0
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
@@ -126,7 +126,8 @@ def test_volunteers_behind_nat_average_through_one_who_assists_and_find_their_st
     for peer in (one, two):
         peer.stop()
     assert all(helper.process.poll() is None and '"ended"' in peer.log for peer in (one, two))
-    last = helper.rounds()[-1]
+    last = max((line for peer in (one, two) for line in peer.rounds()), key=lambda line: line["samples"])
+    until(lambda: helper.rounds()[-1]["digest"] == last["digest"], helper)  # it may commit a moment after those who left
     until(lambda: list((helper.folder / "settled").glob(f"round-{last['round']:08d}-*-{last['digest'][:12]}.state")), helper)
 
     new = volunteer("home1", "new")  # it brings no state, and nobody else is there
