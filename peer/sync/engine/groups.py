@@ -358,12 +358,14 @@ class Matchmaker:
 
     async def _answer_join(self, channel: Channel) -> None:
         request, _ = await channel.receive(seconds=ANSWER_SECONDS)
-        ticket = _parse_ticket(request, channel.peer, self._max_samples)
         standing = self._standing(channel.peer)
-        reason = self._refusal(ticket, standing)
-        if reason:
-            log.info("refused %s: %s", channel.peer[-6:], reason)
-            raise PeerLost(reason)
+        try:
+            ticket = _parse_ticket(request, channel.peer, self._max_samples)
+            if reason := self._refusal(ticket, standing):
+                raise PeerLost(reason)
+        except PeerLost as error:
+            log.info("refused %s: %s", channel.peer[-6:], error)
+            raise
         self._heard(channel.peer, Head(ticket.parent, standing.samples), True)
         book = self._book(ticket.parent)
         if book.leader is not None:

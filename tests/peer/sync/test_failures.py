@@ -7,8 +7,10 @@ breaks the stream it is at, "is slow" holds it until the others have gone on wit
 import asyncio
 
 import pytest
+import torch
 
 from peer.sync.engine import points
+from peer.sync.engine.codec import Wire
 from peer.sync.engine.streams import PeerLost
 from tests.peer.sync.swarm_tools import until
 from tests.peer.sync.test_replica import Peer, check_invariants, make_run, peers
@@ -160,6 +162,96 @@ def test_a_peer_that_is_slow_to_commit_holds_nobody_up(swarm, trap, point):
         release.set()
         await average_together(victim, others)
         await audit(trio, trio)
+
+    swarm(scenario)
+
+
+def cut_off_from(peer: Peer, far: set[str]):
+    """No stream of `peer` reaches `far`, and their records are not found any more; returns what heals it."""
+    node, streams, neighbours = peer.node, peer.replica._streams, peer.replica.neighbours
+    open_stream, read = streams.open, node.records
+
+    async def open_near(other, name):
+        if other in far:
+            raise PeerLost("the network is cut")
+        return await open_stream(other, name)
+
+    async def near_records(run_id):
+        return {other: record for other, record in (await read(run_id)).items() if other not in far}
+
+    streams.open, node.records = open_near, near_records
+    neighbours._seen = {other: seen for other, seen in neighbours._seen.items() if other not in far}
+
+    def heal():
+        streams.open, node.records = open_stream, read
+
+    return heal
+
+
+def test_of_two_halves_that_went_on_apart_one_lineage_is_left_and_the_other_halfs_samples_are_given_back(swarm):
+    async def scenario(nodes):
+        four = await peers(nodes, 4, make_run())
+        await until(lambda: min(peer.head.header.round for peer in four) >= 1)
+        halves = four[:2], four[2:]
+        ids = [{peer.id for peer in half} for half in halves]
+        heal = [cut_off_from(peer, far) for half, far in zip(halves, reversed(ids), strict=True) for peer in half]
+        at = max(peer.head.header.round for peer in four)
+        await until(lambda: min(peer.head.header.round for peer in four) >= at + 2, SECONDS)
+        assert not {peer.head.digest for peer in halves[0]} & {peer.head.digest for peer in halves[1]}
+        for mend in heal:
+            mend()
+
+        def of_both_halves(line):
+            return all({member[0] for member in line["members"]} & half for half in ids)
+
+        at = max(peer.head.header.round for peer in four)
+        await until(lambda: any(line["round"] > at and of_both_halves(line) for line in four[0].rounds()), SECONDS)
+        await audit(four, four)
+        kept = {line["digest"] for line in lineage(four[0], four)}
+        lost = {line["digest"]: line for peer in four for line in peer.rounds() if line["digest"] not in kept}
+        assert lost
+        for peer in four:
+            mine = sum(samples for line in lost.values() for who, _, samples in line["members"] if who == peer.id)
+            assert peer.dropped >= mine > 0 or not mine
+
+    swarm(scenario)
+
+
+def test_peers_a_hundred_times_as_fast_weigh_as_much_more(swarm):
+    async def scenario(nodes):
+        run = make_run(target_batch_size=4000)
+        fast = await Peer(nodes, await nodes.node(), run, rate=300).start(nodes)
+        slow = await Peer(nodes, await nodes.node(), run, rate=3).start(nodes)
+        both = {fast.id: fast, slow.id: slow}
+
+        def step():
+            """A round of both, from a state to the next, both of which one of them was at."""
+            for before, after in zip(fast.lands, fast.lands[1:], strict=False):
+                if after.header.parents[0] == before.digest and len(after.header.members) == 2:
+                    return before, after
+            return None
+
+        await until(step, SECONDS)
+        before, after = step()
+        total, expected = sum(member.samples for member in after.header.members), torch.zeros(fast.size)
+        for member in after.header.members:
+            encoded = dict(both[member.peer].offers)[member.number]
+            delta = Wire(run.wire, fast.size).decode(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+            expected += delta * (member.samples / total)
+        assert torch.allclose(after.vectors(fast.size)[0] - before.vectors(fast.size)[0], expected, atol=2e-3)
+        weights = {member.peer: member.samples for member in after.header.members}
+        assert weights[fast.id] > weights[slow.id]
+        await audit([fast, slow], [fast, slow])
+
+    swarm(scenario)
+
+
+def test_a_round_that_nobody_else_attends_is_made_alone_and_taken_over_by_the_others(swarm):
+    async def scenario(nodes):
+        one, idle = await peers(nodes, 1, make_run()), await peers(nodes, 1, make_run(), rate=0)
+        await until(lambda: idle[0].head.header.round >= 2, SECONDS)
+        assert all([member[0] for member in line["members"]] == [one[0].id] for line in one[0].rounds())
+        await audit([*one, *idle], [*one, *idle])
 
     swarm(scenario)
 

@@ -160,7 +160,9 @@ def test_a_ticket_out_of_bounds_is_refused_with_the_reason(swarm, caplog):
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         swarm(scenario)
-    assert any(record.levelno == logging.INFO and "averages onto q" in record.message for record in caplog.records)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    for what, (_, reason) in REFUSED.items():
+        assert any(line.startswith("refused ") and reason in line for line in said), what
 
 
 def test_a_peer_that_cannot_be_dialled_never_leads(swarm):
