@@ -218,14 +218,14 @@ def test_a_killed_rank_ends_its_group_with_the_reason_and_the_swarm_goes_on(swar
     host = swarm.host()
     pair = swarm.peer("pair", "--datasetserver", host.url, ranks=2)
     single = swarm.peer("single", "--datasetserver", host.url)
-    swarm.wait("round of both", lambda: any(len(line["members"]) == 2 for line in single.rounds()))
+    swarm.wait("round of both", lambda: any(len(line["members"]) == 2 for line in single.rounds()), 240)
     family = psutil.Process(pair.process.pid).children(recursive=True)
     next(child for child in family if FINETUNE in child.cmdline() and child.environ()["RANK"] == "1").kill()
 
     assert pair.finish() != 0
     assert "Another local rank of this launch ended" in pair.text()
     at = single.rounds()[-1]["round"]
-    swarm.wait("round of the one that is left", lambda: single.rounds()[-1]["round"] >= at + 2)
+    swarm.wait("round of the one that is left", lambda: single.rounds()[-1]["round"] >= at + 2, 240)
     single.watch()
     single.process.send_signal(signal.SIGTERM)
     assert single.finish() == 0, single.text()

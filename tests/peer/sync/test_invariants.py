@@ -1,0 +1,100 @@
+"""The invariants of the protocol, each by its name, over the history of one swarm in which peers died, came back and lost streams."""
+
+import asyncio
+import contextlib
+import json
+from collections import Counter, defaultdict
+
+import pytest
+
+from peer.sync.engine import points
+from peer.sync.engine.streams import PeerLost
+from tests.peer.sync.swarm_tools import Nodes, until
+from tests.peer.sync.test_failures import SECONDS, Trap, average_together, back, balanced, die, lineage
+from tests.peer.sync.test_replica import make_run, peers
+
+
+class History:
+    """living: who was there at the end, with every book balanced; everyone: also who died on the way."""
+
+    def __init__(self, living, everyone):
+        self.living, self.everyone = living, everyone
+        self.rounds = [line for peer in everyone for line in peer.rounds()]
+        self.balanced = {peer.id: balanced(peer, everyone) for peer in living}  # before anything moves on
+
+
+async def live(nodes: Nodes) -> History:
+    trio, ends = await peers(nodes, 3, make_run()), []
+    by_id = {peer.id: peer for peer in trio}
+    await until(lambda: min(peer.head.header.round for peer in trio) >= 1, SECONDS)
+    points.hook = cut = Trap("joined", lambda peer: _fail(PeerLost("cut off")))
+    await until(lambda: cut.victim, SECONDS)
+    points.hook = killed = Trap("outer_step", lambda peer: die(by_id[peer], ends))
+    await until(lambda: ends and ends[0].done(), SECONDS)
+    dead = by_id[killed.victim]
+    others = [peer for peer in trio if peer is not dead]
+    again = await back(nodes, dead, others[0])
+    await average_together(again, others)
+    living, everyone = [*others, again], [*trio, again]
+    await until(lambda: all(balanced(peer, everyone) and len(peer.settlements) > 2 for peer in living), SECONDS)
+    return History(living, everyone)
+
+
+async def _fail(error: Exception):
+    raise error
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory):
+    async def scene():
+        async with contextlib.AsyncExitStack() as stack:
+            return await live(Nodes(tmp_path_factory.mktemp("invariants"), stack))
+
+    try:
+        yield asyncio.run(asyncio.wait_for(scene(), 4 * SECONDS))
+    finally:
+        points.hook = None
+
+
+def test_one_parent_and_one_group_give_one_digest(history):
+    digests = defaultdict(set)
+    for line in history.rounds:
+        digests[line["parent"], json.dumps(line["members"])].add(line["digest"])
+    assert len(digests) > 2 and all(len(found) == 1 for found in digests.values())
+
+
+def test_a_state_holds_at_most_one_contribution_of_each_peer_and_its_lineage_none_twice(history):
+    for line in history.rounds:
+        assert len({peer for peer, _, _ in line["members"]}) == len(line["members"])
+    for peer in history.living:
+        counted = Counter((who, number) for line in lineage(peer, history.everyone) for who, number, _ in line["members"])
+        assert counted and max(counted.values()) == 1
+
+
+def test_the_reported_samples_add_up_to_those_of_the_state(history):
+    for peer in history.living:
+        last = max(peer.settlements, key=lambda settlement: settlement.round)
+        reported = {settlement.digest: settlement for settlement in peer.settlements}
+        assert len(reported) == len(peer.settlements), "a state was reported twice"
+        before = min(peer.settlements, key=lambda settlement: settlement.round)
+        began_at = before.samples - sum(member.samples for member in before.members)
+        assert began_at + sum(member.samples for s in peer.settlements for member in s.members) == last.samples
+        assert began_at == 0 or peer not in history.living[:2]
+
+
+def test_the_bytes_of_a_contribution_never_change(history):
+    offers = defaultdict(set)
+    for peer in history.everyone:
+        for number, data in peer.offers:
+            offers[peer.id, number].add(data)
+    assert len(offers) > 3 and all(len(found) == 1 for found in offers.values())
+
+
+def test_every_sample_is_in_the_state_or_waiting_or_given_back(history):
+    assert len(history.balanced) == 3 and all(history.balanced.values())
+
+
+def test_nobody_ever_goes_back(history):
+    for peer in history.living[:2]:
+        samples = [line["samples"] for line in peer.rounds()]
+        assert len(samples) > 2 and samples == sorted(samples)
