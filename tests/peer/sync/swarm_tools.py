@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import torch
@@ -47,6 +49,21 @@ class Nodes:
 
     def ends_with_the_test(self, *tasks: asyncio.Task) -> None:
         self._stack.push_async_callback(end_tasks, *tasks)
+
+
+def run_swarm(folder: Path, scenario: Callable[[Nodes], Awaitable], seconds: float):
+    """What `scenario` returns; everything it started is ended, whatever happened."""
+
+    async def scene():
+        async with contextlib.AsyncExitStack() as stack:
+            return await scenario(Nodes(folder, stack))
+
+    try:
+        return asyncio.run(asyncio.wait_for(scene(), seconds))
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # hivemind leaves its connection to p2pd to the collector
+            gc.collect()
 
 
 async def until(true: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:

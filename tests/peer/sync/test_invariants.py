@@ -1,7 +1,5 @@
 """The invariants of the protocol, each by its name, over the history of one swarm in which peers died, came back and lost streams."""
 
-import asyncio
-import contextlib
 import json
 from collections import Counter, defaultdict
 
@@ -9,7 +7,7 @@ import pytest
 
 from peer.sync.engine import points
 from peer.sync.engine.streams import PeerLost
-from tests.peer.sync.swarm_tools import Nodes, until
+from tests.peer.sync.swarm_tools import Nodes, run_swarm, until
 from tests.peer.sync.test_failures import SECONDS, Trap, average_together, back, balanced, die, lineage
 from tests.peer.sync.test_replica import make_run, peers
 
@@ -46,12 +44,8 @@ async def _fail(error: Exception):
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory):
-    async def scene():
-        async with contextlib.AsyncExitStack() as stack:
-            return await live(Nodes(tmp_path_factory.mktemp("invariants"), stack))
-
     try:
-        yield asyncio.run(asyncio.wait_for(scene(), 4 * SECONDS))
+        yield run_swarm(tmp_path_factory.mktemp("invariants"), live, 4 * SECONDS)
     finally:
         points.hook = None
 
