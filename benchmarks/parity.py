@@ -1,6 +1,6 @@
 """Whether a swarm learns as much from a sample as one machine does, and how much sooner two peers are there than one.
 
-    .venv/bin/python benchmarks/parity.py [--full]
+    .venv/bin/python benchmarks/parity.py [--full] [--repeats N]
 
 * gradients: a round of `--sync gradients` against one process that takes the whole batch, over 2 and 4 peers (exact_gradients.py).
 * samples: real peers learn the quickstart's digits. How many samples until 95 % of the drawn digits are read right, over those that one
@@ -9,12 +9,15 @@
   peers with a core each; both counted from the first logged step, so without the programs' start.
 
 Judged afterwards, so that judging takes no time from training, from the checkpoints of about every 1,024 samples: 200 digits, drawn in 10
-steps each; between two looks the line is straight. One run's samples are good to about a tenth (docs/log.md). Without `--full` two peers
-only. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its last line, one JSON object.
+steps each; between two looks the line is straight. Two seeds may differ by a fifth (docs/log.md): a ratio from one repeat is a rough one.
+Without `--full` two peers only. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its
+last line, one JSON object; its figures are of the medians over the repeats.
 """
 
 import argparse
+import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -77,27 +80,28 @@ class Learned:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="four peers, too: about half an hour")
-    full = parser.parse_args().full
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="train everything N times, each time with another seed [1]")
+    args = parser.parse_args()
     quickstart.quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         base = Path(folder)
         exact = {str(peers): gradients(peers, base / f"gradients-{peers}") for peers in (2, 4)}
         quickstart.prepare(base)
-        runs = list(plan(full))
+        runs = [run for repeat in range(args.repeats) for run in plan(args.full, repeat)]
         train(base, runs)
         learned = judge_all(base, runs)
     report(learned, exact)
 
 
-def plan(full: bool) -> Iterator[Run]:
-    peers = (2, 4) if full else (2,)
+def plan(full: bool, repeat: int = 0) -> Iterator[Run]:
+    peers, seed = (2, 4) if full else (2,), 42 + repeat
     for strategy, settings in BEST.items():
         for count in peers:
-            yield Run(f"{strategy}/{count}", count, BATCH, {"sync": strategy, **settings}, TOTALS[count])
+            yield Run(f"{strategy}/{count}", count, BATCH, {"sync": strategy, "seed": seed, **settings}, TOTALS[count])
     for count in (1, *peers):
         for rate in LEARNING_RATES:
             name = f"one machine, batch {count * BATCH}, rate {rate:g}"
-            yield Run(name, 0, count * BATCH, {"learning_rate": rate, "target_batch_size": EVERY}, TOTALS[count])
+            yield Run(name, 0, count * BATCH, {"learning_rate": rate, "seed": seed, "target_batch_size": EVERY}, TOTALS[count])
 
 
 # ---------------------------------------------------------------- training
@@ -140,7 +144,7 @@ def together(base: Path, run: Run) -> None:
 
 
 def slug(run: Run) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in run.name)
+    return "".join(letter if letter.isalnum() else "-" for letter in run.name) + f"-{run.settings['seed']}"
 
 
 # ---------------------------------------------------------------- judging
@@ -214,11 +218,22 @@ def gradients(peers: int, folder: Path) -> float:
 def report(learned: Sequence[Learned], exact: Mapping[str, float]) -> None:
     for peers, found in exact.items():
         print(f"gradients, {peers} peers and one more from round 10 on: parameters differ by {found:.1e} after 20 rounds")
-    ratios = {one.run.name: ratio(one.samples, best(learned, one.run.peers * BATCH, "samples")) for one in learned if one.run.peers}
+    usual = medians(learned)
+    ratios = {one.run.name: ratio(one.samples, best(usual, one.run.peers * BATCH, "samples")) for one in usual if one.run.peers}
     common.print_table([row(one, ratios.get(one.run.name)) for one in learned])
-    two = [one.seconds for one in learned if one.run.peers == 2 and one.seconds]
-    speedup = ratio(best(learned, BATCH, "seconds"), min(two, default=None))
+    two = [one.seconds for one in usual if one.run.peers == 2 and one.seconds]
+    speedup = ratio(best(usual, BATCH, "seconds"), min(two, default=None))
     common.print_result({"gradients_max_relative_difference": exact, "samples_ratio": ratios, "speedup": speedup})
+
+
+def medians(learned: Sequence[Learned]) -> list[Learned]:
+    """One for each name, over the repeats; a run that never came there took longest."""
+    found = []
+    for name in dict.fromkeys(one.run.name for one in learned):
+        same = [one for one in learned if one.run.name == name]
+        samples, seconds = (statistics.median(getattr(one, what) or math.inf for one in same) for what in ("samples", "seconds"))
+        found.append(Learned(same[0].run, samples if samples < math.inf else None, seconds if seconds < math.inf else None))
+    return found
 
 
 def best(learned: Sequence[Learned], batch: int, what: str) -> float | None:
@@ -237,6 +252,7 @@ def row(one: Learned, samples_ratio: float | None) -> dict[str, Any]:
         "run": one.run.name,
         "rate": settings["learning_rate"],
         "batch": one.run.batch,
+        "seed": settings["seed"],
         "round": one.run.round if one.run.peers else "",
         "samples": "never" if one.samples is None else round(one.samples),
         "seconds": "" if one.seconds is None else round(one.seconds),

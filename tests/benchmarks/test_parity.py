@@ -39,16 +39,24 @@ def test_every_swarm_has_its_one_machine_with_the_same_global_batch_at_both_rate
 
 
 def test_ratio_and_speedup_are_over_the_better_one_machine_and_a_run_that_never_came_there_has_none(capsys):
-    def learned(peers, batch, samples, seconds):
-        settings = {"learning_rate": 1e-3, "target_batch_size": 1024}
-        return parity.Learned(parity.Run(f"swarm/{peers}" if peers else f"alone/{batch}", peers, batch, settings, 0), samples, seconds)
+    def learned(peers, batch, samples, seconds, rate=1e-3):
+        settings = {"learning_rate": rate, "target_batch_size": 1024, "seed": 42}
+        return parity.Learned(parity.Run(f"swarm/{peers}" if peers else f"{batch} at {rate}", peers, batch, settings, 0), samples, seconds)
 
     one, two, four = (peers * parity.BATCH for peers in (1, 2, 4))
-    alone = [learned(0, one, 100.0, 60.0), learned(0, one, 90.0, 66.0), learned(0, two, 120.0, 70.0), learned(0, four, None, None)]
+    alone = [learned(0, one, 100.0, 60.0), learned(0, one, 90.0, 66.0, 2e-3), learned(0, two, 120.0, 70.0), learned(0, four, None, None)]
     parity.report([*alone, learned(2, parity.BATCH, 126.0, 40.0), learned(4, parity.BATCH, 200.0, 80.0)], {"2": 1e-7})
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["samples_ratio"] == {"swarm/2": 1.05, "swarm/4": None}
     assert result["speedup"] == 1.5
+
+
+def test_repeats_count_by_their_median_and_differ_in_their_seed():
+    runs = [next(parity.plan(False, repeat)) for repeat in range(3)]
+    assert len({run.settings["seed"] for run in runs}) == len({parity.slug(run) for run in runs}) == 3
+    (one,) = parity.medians([parity.Learned(run, samples, samples) for run, samples in zip(runs, (30.0, None, 20.0), strict=True)])
+    assert one.samples == one.seconds == 30
+    assert parity.medians([parity.Learned(run, None, None) for run in runs])[0].samples is None
 
 
 def test_while_a_run_is_far_from_the_goal_every_second_checkpoint_is_looked_at():
