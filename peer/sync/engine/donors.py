@@ -85,6 +85,12 @@ class Donor:
         while len(self._retired) > self._store.keep:
             del self._retired[next(iter(self._retired))]
 
+    def close(self) -> None:
+        """Let go of all files; who still downloads from us asks another holder."""
+        for held in self._held.values():
+            held.close()
+        self._held.clear()
+
     def _find(self, digest: object) -> "_Held":
         """The state of that name. Raises PeerLost when we cannot give it."""
         current = self._current()

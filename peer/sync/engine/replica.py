@@ -129,6 +129,7 @@ class Replica:
         finally:
             await end_tasks(*background)
             await self._takeover.close()
+            self._donor.close()
 
     def close(self) -> None:
         self._closed = True
