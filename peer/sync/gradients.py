@@ -28,7 +28,7 @@ class Gradients:
 
     def outer_step(self, vectors: list[Tensor], mean: Tensor, info: RoundInfo) -> list[Tensor]:
         run, (anchor, first, second) = self._run, vectors
-        rate = self._learning_rate(info.samples)
+        rate = agreed(self._learning_rate(info.samples))
         gradient = mean * clip_coefficient(info.norm, run.max_grad_norm)
         first = (first * run.adam_beta1).add_(gradient * (1 - run.adam_beta1))
         second = (second * run.adam_beta2).add_((gradient * gradient).mul_(1 - run.adam_beta2))
@@ -36,6 +36,11 @@ class Gradients:
         step = first / _sqrt(second).div_(scale).add_(run.adam_epsilon)
         step.mul_(rate / bias_correction(run.adam_beta1, info.number))
         return [(anchor * (1 - rate * run.adam_weight_decay)).sub_(step), first, second]
+
+
+def agreed(rate: float) -> float:
+    """A schedule's rate to nine digits: two C libraries' cosines may differ in the last bit, and then the peers' states would."""
+    return float(f"{rate:.8e}")
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

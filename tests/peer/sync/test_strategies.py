@@ -17,7 +17,7 @@ from peer.sync.engine.codec import Wire
 from peer.sync.engine.local_work import Landing, LocalWork
 from peer.sync.engine.outer import RoundInfo
 from peer.sync.engine.state import State, next_state
-from peer.sync.gradients import bias_correction, clip_coefficient
+from peer.sync.gradients import Gradients, bias_correction, clip_coefficient
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import state_of
 
@@ -156,6 +156,15 @@ def test_gradients_of_several_peers_equal_adamw_on_one_machine_with_the_whole_ba
     expected = dict(alone.named_parameters())
     for name, parameter in replicas[0].params.items():
         torch.testing.assert_close(parameter.detach(), expected[name].detach(), rtol=2e-5, atol=2e-6)
+
+
+def test_a_cosine_that_differs_in_its_last_bit_gives_the_same_state():
+    rate = build_schedule(RunConfig(model="x", learning_rate=3e-4, lr_scheduler="cosine", total_samples=10_000))(3_333)
+    vectors, mean = [torch.randn(99) for _ in range(2)] + [torch.rand(99)], torch.randn(99)
+    steps = [
+        Gradients(RUN, lambda samples, r=r: r).outer_step(vectors, mean, RoundInfo(3, 3_333, 1.0)) for r in (rate, math.nextafter(rate, 1))
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*steps, strict=True))
 
 
 def test_what_a_round_of_gradients_lost_to_the_codec_is_in_the_next_contribution():
