@@ -30,7 +30,7 @@ HELP = """usage: dd-peer --assist (--datasetserver URL | --peers MULTIADDR ...) 
 
 A peer that trains nothing. Run one where the volunteers are all behind routers that let nobody in, or may all be away at once:
 it averages for them, hands the newest state to newcomers, and keeps every settled state, so that they find the run where they left it.
-It needs a port that others can reach, a fast link, memory for two states and more, and disk for four and those it keeps;
+It needs a port that others can reach, a fast link, memory for two states and a round's mean, and disk for four and those it keeps;
 but neither GPU nor model nor data. Only one who trains can give it the first state; until somebody comes it waits.
 
   --datasetserver URL          the run's dataset server; alone enough to find the run

@@ -19,6 +19,7 @@ from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.download import Download
 from peer.sync.engine.kind import Kind, ask_kind
+from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.neighbours import LEFT
 from peer.sync.engine.outer import Strategy, load_strategy
 from peer.sync.engine.replica import Replica
@@ -193,11 +194,18 @@ async def _stored_or_fetched(
 ) -> tuple[Kind, list[State]]:
     """What a state looks like, and one to begin with; in a list, so that nobody holds its memory for as long as the process lives."""
     kind = Kind.read(path)
+    if kind is not None:
+        _check_memory(run, strategy, kind)
     state = store.load(run.digest, kind.schema, kind.num_bytes(strategy.slots)) if kind is not None else None
     if state is None:
         kind, state = await _first_from_others(run, strategy, node)
         kind.write(path)
     return kind, [state]
+
+
+def _check_memory(run: RunConfig, strategy: Strategy, kind: Kind) -> None:
+    """Raises UserError."""
+    check_memory(host_bytes(strategy, Wire(run.wire, *kind.sizes), trains=False), available_bytes())
 
 
 async def _first_from_others(run: RunConfig, strategy: Strategy, node: SwarmNode) -> tuple[Kind, State]:
@@ -209,6 +217,7 @@ async def _first_from_others(run: RunConfig, strategy: Strategy, node: SwarmNode
         kind = await ask_kind(streams, [record.peer_id for record in records])
         alike = [record for record in records if kind is not None and record.schema == kind.schema]
         if alike:
+            _check_memory(run, strategy, kind)
             with contextlib.suppress(PeerLost, BadState):
                 return kind, await _fetch(streams, run, kind, strategy, alike)
         if clock() - told >= _TOLD_EVERY_SECONDS:

@@ -19,19 +19,19 @@ SIDECAR_BYTES = 400e6
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def host_bytes(strategy: Strategy, wire: Wire, *, params_on_host: bool = True) -> dict[str, float]:
+def host_bytes(strategy: Strategy, wire: Wire, *, trains: bool = True, params_on_host: bool = True) -> dict[str, float]:
     """What is in the host's memory at the moment a round is committed, when it is most: bytes by what they are for.
 
     Trainer and sidecar share states and contributions, so each counts once. What is trained and its optimizer are not counted: they are
-    there without a swarm too.
+    there without a swarm too. trains: not a peer that only assists.
     """
     state = FLOAT_BYTES * wire.size * (1 + strategy.slots)
     return {
-        "the state that training stands on": state,
+        "the state": state,
         "the next state": state,
-        "our contribution": wire.num_bytes,
+        "our contribution": wire.num_bytes * trains,
         "the round's mean": wire.num_bytes,
-        "gradients of the round": FLOAT_BYTES * wire.size * (not strategy.steps_locally and params_on_host),
+        "gradients of the round": FLOAT_BYTES * wire.size * (trains and params_on_host and not strategy.steps_locally),
     }
 
 

@@ -198,6 +198,22 @@ def test_a_disk_that_takes_nothing_ends_the_helper_with_a_reason(swarm):
     swarm(scenario)
 
 
+def test_a_helper_without_the_memory_for_the_run_says_so_before_it_takes_any(swarm, monkeypatch):
+    monkeypatch.setattr(assistant, "available_bytes", lambda: 400e6)
+
+    async def scenario(nodes):
+        helper = Helper(nodes, await nodes.node())
+        (one,) = await volunteers(nodes, 1)
+        with pytest.raises(
+            UserError, match=r"Averaging needs 400 MB .*the state 4 kB, the next state 4 kB, the round's mean 2 kB"
+        ) as refused:
+            await asyncio.wait_for(helper.task, 40)
+        assert refused.value.code == ExitCode.MEMORY
+        await one.stop()
+
+    swarm(scenario)
+
+
 # ---------------------------------------------------------------- what is kept
 
 

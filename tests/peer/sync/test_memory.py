@@ -30,6 +30,11 @@ def test_accumulated_gradients_count_where_they_are():
     assert on_host - on_gpu == 4000
 
 
+def test_who_only_assists_needs_two_states_and_a_mean():
+    assert total("diloco", "fp32", 1000, trains=False) == 2 * 8000 + 4000
+    assert total("gradients", "fp32", 1000, trains=False) == 2 * 12000 + 4000
+
+
 def test_too_little_memory_is_said_before_any_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(swarm_sync, "available_bytes", lambda: 300e6)
     context = SyncContext(
