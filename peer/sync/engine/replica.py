@@ -207,14 +207,16 @@ class Replica:
         with_us = 1 + sum(record.digest == self.state.digest for record in self.neighbours.others())
         return self._takeover.signers >= with_us
 
-    async def _ask_heads(self) -> None:
-        """Ask the others directly: their records may be seconds old, and a member may have committed what we missed."""
+    async def _ask_heads(self) -> set[str]:
+        """Ask the others directly: their records may be seconds old, and a member may have committed what we missed. Returns who is ahead."""
         asked = {asyncio.create_task(ask_head(self._streams, r.peer_id)): r.peer_id for r in self.neighbours.counted_upon()}
         if not asked:
-            return
+            return set()
         done, late = await asyncio.wait(asked, timeout=_ASK_SECONDS)
         await end_tasks(*late)
-        self._takeover.consider([(task.result(), asked[task]) for task in done if task.result() is not None], self.state)
+        heads = [(task.result(), asked[task]) for task in done if task.result() is not None]
+        self._takeover.consider(heads, self.state)
+        return {peer for head, peer in heads if better(head, Head.of(self.state))}
 
     # ---------------------------------------------------------------- what the trainer says
 
@@ -344,9 +346,11 @@ class Replica:
         self._set_phase("look")
         self._callers.clear()
         log.info("round=%d not averaged: %s", self.state.header.round + 1, error)
-        self.neighbours.missed(getattr(error, "silent", ()))
-        await self._ask_heads()
+        ahead = await self._ask_heads()
         await self.neighbours.read()
+        ahead |= {record.peer_id for record in self.neighbours.others() if better(head_of(record), Head.of(self.state))}
+        # Who has moved on did not stay away: taken for absent, it would leave us to average alone beside it as soon as we have caught up.
+        self.neighbours.missed(set(getattr(error, "silent", ())) - ahead)
         pause = _BACKOFF_SECONDS[min(offer.failures, len(_BACKOFF_SECONDS) - 1)]
         offer.failures += 1
         offer.next_attempt = self.clock() + pause * self._rng.uniform(0.75, 1.25)

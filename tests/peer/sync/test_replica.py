@@ -18,7 +18,7 @@ from peer.sync.engine import presence
 from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
-from peer.sync.engine.groups import CALL
+from peer.sync.engine.groups import CALL, NoGroup
 from peer.sync.engine.local_work import REBASED_ANCESTORS
 from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
 from peer.sync.engine.replica import Replica
@@ -234,6 +234,29 @@ def test_two_that_each_believe_the_other_away_average_again(swarm):
         at = max(one.head.header.round, two.head.header.round)
         await until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in one.rounds()))
         check_invariants(one, two)
+
+    swarm(scenario)
+
+
+def test_who_has_moved_on_is_not_taken_for_absent(swarm):
+    """Seen: a peer that came back called two that were a round ahead, took them for absent, and went on alone beside them."""
+
+    async def scenario(nodes):
+        behind = Peer(nodes, await nodes.node(), make_run())
+        await behind.replica.start()  # it is there, and does nothing
+        (ahead,) = await peers(nodes, 1, behind.run)
+        await until(lambda: ahead.head.header.round >= 1)
+        replica, offer = behind.replica, Offer(Member(behind.id, 1, 4), None, behind.base.digest)
+        for _ in range(PATIENT_ATTEMPTS):
+            await replica._after_failure(offer, NoGroup("nobody came", {ahead.id}))
+        assert [record.peer_id for record in replica.neighbours.counted_upon()] == [ahead.id]
+        ahead.rate = 0
+        await ahead.stop()
+        replica.state = ahead.head
+        for _ in range(PATIENT_ATTEMPTS):
+            await replica._after_failure(offer, NoGroup("nobody came", {ahead.id}))
+        assert not replica.neighbours.counted_upon()
+        await replica._takeover.close()
 
     swarm(scenario)
 
