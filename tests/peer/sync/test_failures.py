@@ -17,7 +17,7 @@ from tests.peer.sync.test_replica import Peer, check_invariants, make_run, peers
 
 LARGE = 10 * 131_072
 """Ten parts, so that each member sends several to each reducer; two chunks of state."""
-SECONDS = 80.0
+SECONDS = 160.0
 
 ROUND = ("called", "joined", "group_closed", "mean_complete", "outer_step", "before_publish", "saved", "before_settle")
 PARTS = ("first_part_sent", "half_of_parts_sent", "before_last_part")
