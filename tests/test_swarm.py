@@ -2,6 +2,7 @@
 equal digests, rounds that never go back, every sample counted once, no process left."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -95,12 +96,14 @@ class Swarm:
             )
             time.sleep(0.1)
 
-    def check(self) -> None:
-        """What must hold however the swarm fared."""
+    def check(self, settled: int | None = None) -> None:
+        """What must hold however the swarm fared. settled: samples that were settled when all were killed at once: a round that was on nobody's
+        disk yet may be lost then, and only that."""
         digests: dict[tuple, set] = {}
         for peer in self.peers:
             rounds = peer.rounds()
-            assert [line["samples"] for line in rounds] == sorted(line["samples"] for line in rounds), "a round went back"
+            back = [later["samples"] for earlier, later in itertools.pairwise(rounds) if later["samples"] < earlier["samples"]]
+            assert not back or (settled is not None and len(back) == 1 and back[0] > settled), "a round went back"
             for line in rounds:
                 digests.setdefault((line["round"], line["parent"], str(line["members"])), set()).add(line["digest"])
         assert all(len(found) == 1 for found in digests.values()), digests
@@ -254,9 +257,9 @@ def test_after_all_were_killed_one_goes_on_from_its_last_state(swarm):
     host = swarm.host("--total_samples", "8000")
     one, two = (swarm.peer(name, "--datasetserver", host.url) for name in ("one", "two"))
     swarm.wait("settled round of both", lambda: counted(host) > 0 and len(one.rounds()) > 1)
+    settled = counted(host)
     one.kill()
     two.kill()
-    reached = max(peer.rounds()[-1]["samples"] for peer in (one, two))
     stranger = swarm.peer("stranger", "--datasetserver", host.url)
     swarm.wait("word of who has the state", lambda: "waiting for one who has that state" in stranger.text())
     assert stranger.rounds() == []
@@ -265,7 +268,7 @@ def test_after_all_were_killed_one_goes_on_from_its_last_state(swarm):
     other = swarm.peer("two", "--datasetserver", host.url)
 
     assert [peer.finish() for peer in (again, other, stranger)] == [0, 0, 0], again.text() + other.text() + stranger.text()
-    swarm.check()
-    assert again.rounds()[-1]["samples"] >= max(reached, 8000)
+    swarm.check(settled)
+    assert again.rounds()[-1]["samples"] >= 8000
     assert stranger.rounds()[0]["how"] == "fetched"
     assert swarm.orphans() == []
