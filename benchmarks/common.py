@@ -5,12 +5,26 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from swarm.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "hivemind", "numpy")
+_LOOK_SECONDS = 0.05
+
+
+class Peer(Protocol):
+    """One process of a benchmark, what it has logged, and the folder that it is named by."""
+
+    process: subprocess.Popen
+    folder: Path
+
+    @property
+    def log(self) -> str: ...
 
 
 def about() -> dict[str, Any]:
@@ -23,6 +37,18 @@ def about() -> dict[str, Any]:
         **{name: _version(name) for name in _PACKAGES},
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "--untracked-files=no") else ""),
     }
+
+
+def wait(what: str, found: Callable[[], Any], peers: Sequence[Peer], seconds: float) -> Any:
+    """What `found()` returns, once that is something. Raises UserError when it does not come, or a peer has ended by itself."""
+    until = time.monotonic() + seconds
+    while not (value := found()):
+        for peer in peers:
+            if peer.process.poll() is not None or time.monotonic() > until:
+                last = "\n".join(peer.log.splitlines()[-8:])
+                raise UserError(f"{what} did not come within {seconds:.0f} s; {peer.folder.name} says:\n{last}", fix="Look at its log.")
+        time.sleep(_LOOK_SECONDS)
+    return value
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

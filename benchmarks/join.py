@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, print_result, print_table
+from benchmarks.common import ROOT, print_result, print_table, wait
 from benchmarks.links import Link, Net, linked
-from swarm.errors import UserError, run_program
+from swarm.errors import run_program
 
 DONORS = 3
 BYTES_PER_PARAMETER = 8
@@ -61,18 +61,6 @@ class Peer:
         self.process.wait()
 
 
-def wait(what: str, found: Any, peers: Sequence[Peer], seconds: float = _WAIT_SECONDS) -> Any:
-    """What `found()` returns, once that is something. Raises UserError when it does not come, or a peer has ended by itself."""
-    until = time.monotonic() + seconds
-    while not (value := found()):
-        for peer in peers:
-            if peer.process.poll() is not None or time.monotonic() > until:
-                last = "\n".join(peer.log.splitlines()[-8:])
-                raise UserError(f"{what} did not come within {seconds:.0f} s; {peer.folder.name} says:\n{last}", fix="Look at its log.")
-        time.sleep(0.1)
-    return value
-
-
 def measure(folder: Path, link: Link, num_parameters: int, round_seconds: float, *, kill: bool) -> dict[str, Any]:
     """One newcomer's way into the swarm; `kill`: one of the donors dies in the middle of the download."""
     ideal = num_parameters * BYTES_PER_PARAMETER * 8e-6 / link.megabits
@@ -84,14 +72,14 @@ def measure(folder: Path, link: Link, num_parameters: int, round_seconds: float,
     with linked(DONORS + 1, link) as net:
         try:
             peers.append(Peer(net, 0, folder / "peer-0", [*options, "--found"]))
-            address = wait("the first peer's address", lambda: _ADDRESS.search(peers[0].log), peers).group(1)
+            address = wait("the first peer's address", lambda: _ADDRESS.search(peers[0].log), peers, _WAIT_SECONDS).group(1)
             for host in range(1, DONORS):
                 peers.append(Peer(net, host, folder / f"peer-{host}", [*options, "--peers", address]))
             together = 3 * FIRST_ROUND * round_seconds + _WAIT_SECONDS
             wait(f"round {FIRST_ROUND} of all three", lambda: any(_is_underway(line) for line in peers[0].rounds()), peers, together)
             newcomer = Peer(net, DONORS, folder / "newcomer", [*options, "--peers", address])
             if kill:
-                wait("the download", lambda: "fetching state=" in newcomer.log, [newcomer])
+                wait("the download", lambda: "fetching state=" in newcomer.log, [newcomer], _WAIT_SECONDS)
                 time.sleep(ideal / 2)
                 peers.pop().end()
             peers.append(newcomer)

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import ROOT, print_result, print_table
+from benchmarks.common import ROOT, print_result, print_table, wait
 from benchmarks.sleeper import toy_params
 from peer.rooms import load_part, parts
 from peer.sync.engine.codec import WIRES, Wire
@@ -90,7 +90,7 @@ class Peer:
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def address(self) -> str:
-        return wait("an address", lambda: _ADDRESS.search(self.log), self).group(1)
+        return wait("an address", lambda: _ADDRESS.search(self.log), [self], _WAIT_SECONDS).group(1)
 
     def kill(self) -> None:
         for process in self.family():
@@ -98,18 +98,6 @@ class Peer:
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
         self._watching.join()
-
-
-def wait(what: str, found: Any, *peers: Peer, seconds: float = _WAIT_SECONDS) -> Any:
-    """What `found()` returns, once that is something. Raises UserError when it does not come, or a peer has ended by itself."""
-    until = time.monotonic() + seconds
-    while not (value := found()):
-        for peer in peers:
-            if peer.process.poll() is not None or time.monotonic() > until:
-                last = "\n".join(peer.log.splitlines()[-8:])
-                raise UserError(f"{what} did not come within {seconds:.0f} s; {peer.folder.name} says:\n{last}", fix="Look at its log.")
-        time.sleep(0.05)
-    return value
 
 
 @contextlib.contextmanager
@@ -131,7 +119,7 @@ def measure(folder: Path, sync: str, wire: str, num_parameters: int) -> dict[str
     peaks = {}
     for count in (FEW, num_parameters):
         with swarm(folder / f"{sync}-{wire}-{count}", count, *options) as peers:
-            wait("the last round", lambda both=peers: averaged(both[0]) >= ROUNDS and averaged(both[1]) >= ROUNDS, *peers)
+            wait("the last round", lambda both=peers: averaged(both[0]) >= ROUNDS and averaged(both[1]) >= ROUNDS, peers, _WAIT_SECONDS)
             peaks[count] = max(peer.peak for peer in peers)
     schema = Schema.of(toy_params(num_parameters))
     counted = sum(host_bytes(load_part("sync", sync).strategy(run), Wire.of(wire, schema)).values())
