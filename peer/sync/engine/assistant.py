@@ -52,6 +52,12 @@ class Assistant:
         self.replica: Replica | None = None
         self.ended, self.error = asyncio.Event(), None
 
+    async def wait(self) -> None:
+        """For the run's end. Raises the error that ended it before."""
+        await self.ended.wait()
+        if self.error is not None:
+            raise self.error
+
     def freeze(self) -> None:
         self.replica.nothing_to_freeze()
 
@@ -167,26 +173,8 @@ async def assist(
         "keeping %s settled states in %s: %s each, %s free",
         states_limit or "all", archive.folder, size(num_bytes), size(shutil.disk_usage(archive.folder).free),
     )  # fmt: skip
-    await _until_ended(replica, assistant, archive, stop)
-
-
-async def _until_ended(replica: Replica, assistant: Assistant, archive: Archive, stop: asyncio.Event) -> None:
-    jobs = (replica.live(), archive.keep_forever(), stop.wait(), assistant.ended.wait())
-    living, keeping, *ends = tasks = [asyncio.create_task(job) for job in jobs]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in (living, keeping):
-            if task.done():
-                task.result()
-        replica.close()
-        await asyncio.wait({living}, timeout=5)
-        await end_tasks(*tasks)
-        if assistant.error is not None:
-            raise assistant.error
-        await replica.leave()
-        archive.keep()
-    finally:
-        await end_tasks(living, keeping, *ends)
+    await replica.live_until(archive.keep_forever(), stop.wait(), assistant.wait())
+    archive.keep()
 
 
 async def _stored_or_fetched(

@@ -10,8 +10,9 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from peer.contracts import Member
 from peer.sync.engine import points, span
@@ -47,7 +48,7 @@ TICK_SECONDS = 0.2
 _BACKOFF_SECONDS = (1, 2, 4, 8, 16, 30)
 _LINGER_SECONDS = 15.0
 _LONGEST_LINGER_SECONDS = 300.0
-_ASK_SECONDS = 5.0
+_ASK_SECONDS = _CLOSE_SECONDS = 5.0
 _STUCK_SECONDS = 5.0
 """A trainer that said nothing for so long beyond two of its steps does something else than steps."""
 SETTLE_SECONDS = 120.0
@@ -145,6 +146,21 @@ class Replica:
         await self._settle()
         self._set_phase(LEFT)
         await self._presence.publish_last()
+
+    async def live_until(self, *ends: Coroutine[Any, Any, Any]) -> None:
+        """Live until one of `ends` does, or life itself; then leave in order. Raises what the first of them to end raised."""
+        living, *_ = tasks = [asyncio.create_task(job) for job in (self.live(), *ends)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            self.close()
+            await asyncio.wait({living}, timeout=_CLOSE_SECONDS)
+            await end_tasks(living)
+            await self.leave()
+        finally:
+            await end_tasks(*tasks)
 
     async def _tick(self) -> None:
         self._look()

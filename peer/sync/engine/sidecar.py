@@ -32,7 +32,6 @@ from swarm.errors import ExitCode, UserError
 from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
 from swarm.run_config import RunConfig
-from swarm.tasks import end_tasks
 
 log = logging.getLogger("peer.sync.engine.sidecar")  # __name__ is "__main__" here, whose lines nobody sees
 
@@ -218,21 +217,12 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
             _remember(folder, replica.neighbours.addresses.values())
 
     loop.add_reader(port.socket, on_message)
-    living, _, keeping = tasks = [asyncio.create_task(job) for job in (replica.live(), stop.wait(), housekeeping())]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in (living, keeping):
-            if task.done():
-                task.result()
-        replica.close()
-        await asyncio.wait({living}, timeout=5)
-        await end_tasks(living)
-        await replica.leave()
+        await replica.live_until(stop.wait(), housekeeping())
         trainer.flush()
     finally:
         loop.remove_reader(port.socket)
         _remember(folder, replica.neighbours.addresses.values())
-        await end_tasks(*tasks)
 
 
 def _handle(replica: Replica, stop: asyncio.Event, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
