@@ -25,6 +25,7 @@ _MAX_HEADER_BYTES = 256 << 10
 _WRITE_BYTES = 256 << 10
 _READ_AHEAD_BYTES = 512 << 10
 CONNECT_SECONDS = 10.0
+_END_SECONDS = 1.0
 _STREAMS_PER_PEER = 16
 """An honest peer needs half a dozen at once; more are refused, so that a thousand idle ones cost nobody memory."""
 
@@ -85,6 +86,19 @@ class Channel:
         self.received += _FRAME.size + header_bytes + payload_bytes
         return header, payload
 
+    async def end(self, reason: str) -> None:
+        """Tell the other end why this one goes, and let it hang up first.
+
+        p2pd resets a stream that is closed with bytes unread, and then what was sent last may be lost on its way (seen).
+        """
+        with contextlib.suppress(PeerLost, OSError, asyncio.TimeoutError):
+            await self.send({"error": reason}, seconds=_END_SECONDS)
+            await asyncio.wait_for(self._hung_up(), _END_SECONDS)
+
+    async def _hung_up(self) -> None:
+        while await self._reader.read(_READ_AHEAD_BYTES):
+            pass
+
     def close(self) -> None:
         with contextlib.suppress(Exception):
             self._writer.close()
@@ -127,12 +141,10 @@ class Streams:
                 await handler(channel)
             except PeerLost as error:
                 log.debug("%s: %s", name, error)
-                with contextlib.suppress(PeerLost):
-                    await channel.send({"error": str(error)}, seconds=1)
+                await channel.end(str(error))
             except Exception as error:
                 log.warning("%s from %s failed: %r", name, channel.peer[-6:], error, exc_info=True)
-                with contextlib.suppress(PeerLost):
-                    await channel.send({"error": "internal error"}, seconds=1)
+                await channel.end("internal error")
             finally:
                 channel.close()
                 self._serving[channel.peer] -= 1

@@ -22,11 +22,15 @@ def two_states() -> tuple[State, State]:
 
 
 class Script:
-    """A holder of `state` that does as it is told: changes what it sends, or stops after so many chunks."""
+    """A holder of `state` that does as it is told: changes what it sends, or is gone after so many chunks.
+
+    `leave` is for who counts the chunks that came: p2pd loses what is on its way when its holder goes with requests unread.
+    """
 
     def __init__(self, state: State, **does):
-        self.state, self.asked, self.does, self.go_on = state, [], does, asyncio.Event()
+        self.state, self.asked, self.does, self.go_on, self.leave = state, [], does, asyncio.Event(), asyncio.Event()
         self.go_on.set()
+        self.leave.set()
 
     async def serve(self, channel):
         does, state = self.does, self.state
@@ -41,6 +45,7 @@ class Script:
             await self.go_on.wait()
             await does.get("before", lambda index: asyncio.sleep(0))(request["chunk"])
             await self._give(channel, does.get("chunk", lambda index, data: data)(request["chunk"], bytes(state.chunk(request["chunk"]))))
+        await self.leave.wait()
         if does.get("stalls"):
             await asyncio.sleep(60)
 
@@ -101,6 +106,7 @@ def test_holders_give_at_the_same_time_and_what_a_dead_one_gave_is_kept(swarm):
         dying, script = await scripted(nodes, new, after=2)
         other, second = await scripted(nodes, new)
         script.go_on.clear()
+        script.leave.clear()
         second.go_on.clear()
         ((_, streams),) = await nodes.streams(1)
         download = Download(WholeState(new.digest, base), {dying, other})
@@ -109,6 +115,8 @@ def test_holders_give_at_the_same_time_and_what_a_dead_one_gave_is_kept(swarm):
         assert set(script.asked).isdisjoint(second.asked)
         script.go_on.set()
         await until(lambda: download.given[dying] == 2)
+        script.leave.set()
+        await until(lambda: dying in download.faults)
         second.go_on.set()
         await task
         assert same(download, new) and download.given == {dying: 2, other: 4}
@@ -245,7 +253,10 @@ def test_all_holders_gone_half_way_and_back_send_only_what_is_missing(swarm):
         clock = Clock()
         chaser = Takeover(streams, lambda state: "", clock)
         claims = [(Head(new.digest, 7), holder)]
+        script.leave.clear()
         chaser.consider(claims, base)
+        await until(lambda: len(chaser._fetch.download.done) == 2)
+        script.leave.set()
         assert await ended(chaser) is None
         chaser.consider(claims, base)
         assert not chaser.signers, "it failed a moment ago"
@@ -270,11 +281,14 @@ def test_a_later_state_takes_over_the_chunks_that_it_shares_with_the_one_that_ca
         values = new.buffer.floats().clone()
         values[-1] = 0.5
         later = next_state(new, [[values]], [Member("a", 2, 7)])
-        first, _ = await scripted(nodes, new, after=3)
+        first, leaving = await scripted(nodes, new, after=3)
         second, script = await scripted(nodes, later)
         ((_, streams),) = await nodes.streams(1)
         chaser = Takeover(streams, lambda state: "")
+        leaving.leave.clear()
         chaser.consider([(Head(new.digest, 7), first)], base)
+        await until(lambda: len(chaser._fetch.download.done) == 3)
+        leaving.leave.set()
         assert await ended(chaser) is None
         chaser.consider([(Head(later.digest, 14), second)], base)
         state = await ended(chaser)
@@ -310,11 +324,14 @@ def test_a_liar_is_avoided_for_a_while_although_the_download_succeeded(swarm):
 def test_a_partial_download_does_not_stay_in_memory_for_ever(swarm):
     async def scenario(nodes):
         base, new = two_states()
-        holder, _ = await scripted(nodes, new, after=2)
+        holder, script = await scripted(nodes, new, after=2)
         ((_, streams),) = await nodes.streams(1)
         clock = Clock()
         chaser = Takeover(streams, lambda state: "", clock)
+        script.leave.clear()
         chaser.consider([(Head(new.digest, 7), holder)], base)
+        await until(lambda: len(chaser._fetch.download.done) == 2)
+        script.leave.set()
         assert await ended(chaser) is None and chaser._partial is not None
         clock.now += 601
         chaser.consider([], base)

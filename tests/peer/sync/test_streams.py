@@ -91,6 +91,26 @@ def test_a_handlers_reason_reaches_the_other_end(swarm):
     assert isinstance(error, Refused) and "no room for you" in str(error)
 
 
+def test_a_reason_arrives_although_the_handler_left_messages_unread(swarm):
+    async def scenario(nodes):
+        (server, server_streams), (_, client) = await nodes.streams(2)
+
+        async def answer(channel):
+            await channel.receive(max_payload=10_000, seconds=5)
+            raise PeerLost("no room for you")
+
+        await server_streams.serve("test.1", answer)
+        for _ in range(20):
+            channel = await client.open(server.peer_id, "test.1")
+            for _ in range(30):
+                await channel.send({"chunk": 1}, bytes(10_000), seconds=5)
+            with pytest.raises(Refused, match="no room for you"):
+                await channel.receive(seconds=5)
+            channel.close()
+
+    swarm(scenario)
+
+
 def test_a_handlers_crash_is_told_without_its_details(swarm):
     async def sends(channel):
         raise KeyError("secret")
