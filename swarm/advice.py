@@ -115,7 +115,9 @@ def size(num_bytes: float) -> str:
 def duration(seconds: float) -> str:
     if seconds >= 90:
         return f"{seconds / 60:.0f} min"
-    return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1f} s"
+    if seconds >= 0.1:
+        return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1f} s"
+    return "less than 0.1 s"
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def summarize(run: Any, records: Any, *, now: float) -> dict[str, Any]:
 
 
 def screen(seen: dict[str, Any]) -> RenderableType:
-    """The one screen: the run, how far it is, its round, and a line per peer."""
+    """The one screen: the run, how far it is, its round, a line per peer, and what the last round cost each."""
     rows = Table.grid(padding=(0, 2))
     rows.add_row(
         "run", Text.assemble((seen["run_name"], "bold"), f"  {seen['run_id']}", ("  finished", "green") if seen["finished"] else "")
@@ -170,7 +170,7 @@ def screen(seen: dict[str, Any]) -> RenderableType:
         rows.add_row("data", f"epoch {seen['epoch'] + 1}: {seen['epoch_samples']:,} of {seen['dataset_samples']:,}; {words}")
     if not seen["finished"] and (link := _link(seen)):
         rows.add_row("links", link)
-    return Group(rows, Text(), _peers(seen))
+    return Group(rows, Text(), _peers(seen), _transfers(seen))
 
 
 def _link(seen: dict[str, Any]) -> str:
@@ -205,31 +205,41 @@ def _peers(seen: dict[str, Any]) -> RenderableType:
     counted = seen["samples_by_peer"]
     if not seen["peers"]:
         return Text("No live peers." if not seen["finished"] else "All peers have left.")
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("peer", "round", "waiting", "samples/s", "loss", "sent", "Mbit/s", "lost", "state", "", *(["samples"] if counted else [])):
-        table.add_column(name, justify="left" if name in ("peer", "state", "") else "right")
+    table = _table("peer", "round", "waiting", "samples/s", "loss", *(["samples"] if counted else []), "state", "")
     for peer in seen["peers"]:
         behind = Text(str(peer["round"]), style="yellow" if peer["round"] < seen["round"] else "")
-        cells = [f"...{peer['peer_id'][-8:]}", behind, f"{peer['waiting_samples']:,}", f"{peer['samples_per_second']:,.1f}"]
-        cells += ["-" if peer["loss"] is None else f"{peer['loss']:.4f}", *_transfer(peer)]
-        cells += [peer["digest"][:8], _role(peer)]
-        table.add_row(*cells, *([f"{counted.get(peer['peer_id'], 0):,}"] if counted else []))
+        cells = [_name(peer), behind, f"{peer['waiting_samples']:,}", f"{peer['samples_per_second']:,.1f}"]
+        cells += ["-" if peer["loss"] is None else f"{peer['loss']:.4f}", *([f"{counted.get(peer['peer_id'], 0):,}"] if counted else [])]
+        table.add_row(*cells, peer["digest"][:8], _role(peer))
     return table
+
+
+def _transfers(seen: dict[str, Any]) -> RenderableType:
+    """What each peer's last averaged round cost it."""
+    table = _table("peer", "sent", "Mbit/s", "received", "Mbit/s", "seconds", "time lost")
+    for peer in seen["peers"]:
+        if seconds := peer["transfer_seconds"]:
+            moved = [[advice.size(count), f"{8e-6 * count / seconds:,.0f}"] for count in (peer["sent_bytes"], peer["received_bytes"])]
+            table.add_row(_name(peer), *moved[0], *moved[1], f"{seconds:,.1f}", f"{peer['share_lost']:.1%}")
+    return Group(Text(), table) if table.row_count else Group()
+
+
+def _table(*names: str) -> Table:
+    """Each of the two fits into 80 columns."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("peer", "state", "") else "right")
+    return table
+
+
+def _name(peer: dict[str, Any]) -> str:
+    return f"...{peer['peer_id'][-8:]}"
 
 
 def _role(peer: dict[str, Any]) -> str:
     if peer["phase"] == "assist":
         return "assists"
     return "client" if peer["client_mode"] else ""
-
-
-def _transfer(peer: dict[str, Any]) -> tuple[str, str, str]:
-    """Bytes sent in its last averaged round, how fast it sent and received, and the share of its time that rounds cost it."""
-    seconds = peer["transfer_seconds"]
-    if not seconds:
-        return "-", "-", "-"
-    up, down = (8e-6 * peer[name] / seconds for name in ("sent_bytes", "received_bytes"))
-    return advice.size(peer["sent_bytes"]), f"{up:,.0f} / {down:,.0f}", f"{peer['share_lost']:.1%}"
 
 
 if __name__ == "__main__":

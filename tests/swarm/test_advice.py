@@ -68,4 +68,4 @@ def test_what_a_round_cost_is_said_with_the_round_that_would_be_worth_it():
 
 def test_figures_are_written_for_people():
     assert [size(n) for n in (12, 2_300, 4_930_000, 1_520_000_000)] == ["12 bytes", "2.3 kB", "4.93 MB", "1.52 GB"]
-    assert [duration(n) for n in (0.25, 24, 600)] == ["0.2 s", "24 s", "10 min"]
+    assert [duration(n) for n in (0.003, 0.25, 24, 600)] == ["less than 0.1 s", "0.2 s", "24 s", "10 min"]

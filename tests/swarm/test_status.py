@@ -44,8 +44,8 @@ def answering(code: int, body: bytes):
         thread.join(10)
 
 
-def shown(seen: dict) -> str:
-    console = Console(width=120, file=io.StringIO())
+def shown(seen: dict, width: int = 120) -> str:
+    console = Console(width=width, file=io.StringIO())
     console.print(status.screen(seen))
     return console.file.getvalue()
 
@@ -152,7 +152,24 @@ def test_the_screen_says_what_averaging_costs_and_how_large_a_round_should_be():
     fast = a_peer(peer_id="QmPeer2", samples_per_second=8.0, sent_bytes=983_000_000, received_bytes=983_000_000, transfer_seconds=10.0)
     screen = shown(status.summarize(a_run(), [slow, fast], now=1e9))
     assert "a transfer takes 2 min; smallest target batch for 95% training: 30,400, with --overlap 1,520" in " ".join(screen.split())
-    assert "983 MB" in screen and "79 / 79" in screen and "786 / 786" in screen and "12.5%" in screen
+    rows = [line.split() for line in screen.splitlines() if "983 MB" in line]
+    assert rows == [
+        ["...QmPeer1", "983", "MB", "79", "983", "MB", "79", "100.0", "12.5%"],
+        ["...QmPeer2", "983", "MB", "786", "983", "MB", "786", "10.0", "0.0%"],
+    ]
+
+
+def test_nothing_of_a_peer_is_cut_off_in_a_terminal_of_80_columns():
+    many = a_peer(
+        peer_id="QmPeerTwelve", round=12_345, waiting_samples=1_234_567, samples_per_second=1234.5, loss=0.1234, sent_bytes=983_000_000,
+        received_bytes=983_000_000, transfer_seconds=1234.5, share_lost=0.125, phase="assist",
+    )  # fmt: skip
+    seen = {**status.summarize(a_run(), [many], now=1e9), "samples_by_peer": {"QmPeerTwelve": 123_456_789}}
+    rows = [line.split() for line in shown(seen, width=80).splitlines() if "...erTwelve" in line]
+    assert rows == [
+        ["...erTwelve", "12345", "1,234,567", "1,234.5", "0.1234", "123,456,789", "abababab", "assists"],
+        ["...erTwelve", "983", "MB", "6", "983", "MB", "6", "1,234.5", "12.5%"],
+    ]
 
 
 def test_before_the_first_averaged_round_the_screen_promises_nothing():
