@@ -1,7 +1,7 @@
 """The product's sidecar, unchanged, counting what it says to others: `python -m benchmarks.counted_sidecar FD`, in place of the real one.
 
 Writes sidecar-PID.json into $COUNTS_DIR twice a second: reads and writes of the DHT as the sidecar makes them, the calls to other nodes that
-these take, and messages and bytes on its own streams.
+these take, the bytes of records that came in, and messages and bytes on its own streams.
 """
 
 import json
@@ -42,8 +42,19 @@ def count(counts: Counter, name: str, owner: type, method: str) -> None:
     setattr(owner, method, counted)
 
 
+def count_record_bytes(counts: Counter) -> None:
+    class Counted(DHTProtocol.serializer):
+        @classmethod
+        def loads(cls, data: bytes) -> Any:
+            counts["dht_bytes"] += len(data)
+            return super().loads(data)
+
+    DHTProtocol.serializer = Counted
+
+
 def main() -> int:
     counts: Counter[str] = Counter()
+    count_record_bytes(counts)
     for name, (owner, method) in COUNTED.items():
         count(counts, name, owner, method)
     path = Path(os.environ["COUNTS_DIR"]) / f"sidecar-{os.getpid()}.json"

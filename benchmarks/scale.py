@@ -9,7 +9,7 @@ round takes ROUND_SECONDS at every size, so what grows is what peers cost each o
                     last peer's commit
     overrun s       median seconds of the swarm's work in a round beyond the target: how late it was seen
     CPU s           of sidecar and p2pd, per peer and round, and both per peer and second
-    DHT             reads and writes per peer and second, and the calls to other nodes that they take
+    DHT             reads and writes per peer and second, the calls to other nodes that they take, and the KiB of records that come in
     messages        on our own streams, per peer and round (payload in KiB)
     memory MiB      of sidecar and p2pd per peer, shared pages once
 
@@ -159,6 +159,7 @@ def figures(count: int, before: Look, after: Look, held: Sequence[Sequence[dict]
         "DHT reads/s": round(per_second.get("dht_reads", 0), 3),
         "DHT writes/s": round(per_second.get("dht_writes", 0), 3),
         "DHT calls/s": round(per_second.get("dht_find_calls", 0) + per_second.get("dht_store_calls", 0), 3),
+        "DHT KiB/s": round(per_second.get("dht_bytes", 0) / 1024, 1),
         "streams/round": round(per_second.get("streams", 0) * seconds / rounds, 1),
         "messages/round": round(per_second.get("messages", 0) * seconds / rounds, 1),
         "payload KiB/round": round(per_second.get("message_bytes", 0) * seconds / rounds / 1024, 1),
