@@ -34,10 +34,10 @@ from swarm.errors import run_program  # noqa: E402
 
 KINDS = {"peer": 4, "first peer": 2, "sidecar": 3, "p2pd": 3, "stop": 2, "server": 2}
 """What may happen, and how often in proportion."""
-START_SECONDS = 120.0
-COMMIT_SECONDS = 120.0
-"""A survivor that commits nothing for so long after a kill has failed."""
-END_SECONDS = 60.0
+START_SECONDS = 240.0
+COMMIT_SECONDS = 240.0
+"""A survivor that commits nothing for so long after a kill has failed, also on a machine that does much else."""
+END_SECONDS = 120.0
 _PARTS = {"sidecar": "peer.sync.engine.sidecar", "p2pd": "hivemind_cli/p2pd"}
 _MOST_RESTARTS, _RESTARTS_WITHIN_SECONDS = 4, 600.0
 """One less than a trainer forgives its sidecar."""
@@ -114,12 +114,13 @@ class Soak:
             kind = self._kinds.pop() if self._kinds else self._rng.choices(list(KINDS), list(KINDS.values()))[0]
             if kind == "server":
                 return kind, None
-            if kind == "first peer":
-                victim = self._peers[0]
-            else:
-                victim = self._rng.choice(up)
-            if victim in up and not (kind in _PARTS and self._worn(victim)):
-                return kind, victim
+            victims = [peer for peer in (self._peers[:1] if kind == "first peer" else up) if peer in up and self._can_lose(kind, peer)]
+            if victims:
+                return kind, self._rng.choice(victims)
+
+    def _can_lose(self, kind: str, peer: Peer) -> bool:
+        """A peer has no p2pd while the sidecar that it lost in the kill before is being started again."""
+        return kind not in _PARTS or (not self._worn(peer) and bool(peer.family(_PARTS[kind])))
 
     def _worn(self, peer: Peer) -> bool:
         lost = [when for when in self._lost_sidecars.get(peer.name, []) if when > max(peer.born, time.time() - _RESTARTS_WITHIN_SECONDS)]

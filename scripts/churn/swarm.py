@@ -20,7 +20,7 @@ from scripts.demo.processes import Program, kill
 from swarm.errors import ExitCode, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 60.0
+START_SECONDS = 240.0
 SAMPLE_SECONDS = 0.02
 BATCH = 4
 ROUND_SECONDS = 2.5

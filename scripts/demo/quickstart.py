@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
     plan = Plan(folder, args.peers, args.total_samples, args.target_batch_size, args.port, args.churn)
     with display, SwarmRun(plan, display) as swarm:
         story = swarm.run()
-    held = swarm.held()
+    held = results.survived(swarm.held(), story.killed_peer)
     display.say("3/4  the result draws ten pictures of each digit")
     models = [folder / name / "model" for name in swarm.peers if name != story.killed_peer]
     judged = judge(models[0])

@@ -5,7 +5,7 @@ Each peer writes `rounds.jsonl`, one line per committed state that it held, and 
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,24 @@ def summarize(held: Mapping[str, Lines]) -> dict[str, Any]:
         "unequal_rounds": unequal,
         "rounds_held_by_several_peers": shared_rounds(held),
     }
+
+
+def survived(held: Mapping[str, Lines], killed: str | None) -> dict[str, Lines]:
+    """`held` without the last state of the peer that was killed, where nobody else held it.
+
+    A kill between one peer's commit and the others' takes that state with it: the others make that round once more, without the dead.
+    """
+    if killed is None or not held.get(killed):
+        return dict(held)
+    *before, last = held[killed]
+    elsewhere = any(line["digest"] == last["digest"] for name, lines in held.items() if name != killed for line in lines)
+    return {**held, killed: [*before, last] if elsewhere else before}
+
+
+def in_step(names: Iterable[str], held: Mapping[str, Lines], number: int) -> bool:
+    """Whether these peers hold one and the same state, of round `number` or a later one."""
+    last = [lines[-1] if (lines := held.get(name)) else None for name in names]
+    return all(line is not None and line["round"] >= number for line in last) and len({line["digest"] for line in last if line}) == 1
 
 
 def first_round_with(peer: str, held: Mapping[str, Lines]) -> int | None:

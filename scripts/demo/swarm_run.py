@@ -21,7 +21,7 @@ from swarm.errors import ExitCode, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 JOIN_AFTER_ROUND = 2
-START_SECONDS = 120
+START_SECONDS = 300
 STALL_SECONDS = 300
 LEAVE_SECONDS = 60
 
@@ -166,8 +166,10 @@ class SwarmRun:
             self.story.joined_at_round = self._round
             self._start_peer(self.plan.peers + 1)
         elif late in self.peers and self.story.killed_peer is None and self.peers[first].ended() is None:
-            caught_up = results.first_round_with(late, self.held())
-            if caught_up is not None:
+            held = self.held()
+            caught_up = results.first_round_with(late, held)
+            # Not in the midst of a commit, when the first peer alone may hold the new state: this story is of a peer lost, not of a round.
+            if caught_up is not None and results.in_step(self.peers, held, caught_up):
                 self.peers[first].kill_tree()
                 self.story.killed_peer, self.story.killed_at_round = first, self._round
                 self.display.say(f"{late} has caught up (in round {caught_up}); {first} was killed with SIGKILL")
@@ -190,7 +192,7 @@ class SwarmRun:
         self._server.terminate()
         if self._server.wait(LEAVE_SECONDS) != 0:
             raise _failed(self._server)
-        self.story.processes_left += processes.names(processes.settle(10))
+        self.story.processes_left += processes.names(processes.settle(LEAVE_SECONDS))
 
 
 def _failed(program: Program) -> UserError:

@@ -117,6 +117,35 @@ def test_the_first_round_with_a_late_peer_is_found(held):
     assert results.first_round_with("peer-4", held) is None
 
 
+def test_a_state_that_died_with_its_only_holder_is_nobodys_inequality(held):
+    lost = a_line(5, members=[["A", 5, 1024], ["B", 5, 1024], ["C", 5, 10]], digest="lost", live_peers=3)
+    again = a_line(5, peer="B", members=[["B", 5, 1024], ["C", 5, 1024]], live_peers=2)
+    held = {"peer-1": [*held["peer-1"], lost], "peer-2": [*held["peer-2"], again]}
+    assert results.summarize(held)["unequal_rounds"] == [5]
+    found = results.summarize(results.survived(held, "peer-1"))
+    assert found["unequal_rounds"] == [] and found["samples_by_peer"] == {"C": 1024, "peer-1": 4096, "peer-2": 5120}
+    assert results.survived(held, None) == held and results.survived({"peer-1": []}, "peer-1") == {"peer-1": []}
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_what_a_killed_peer_held_before_is_compared_all_the_same(held, number):
+    held["peer-1"] = [*held["peer-1"], a_line(5)]
+    held["peer-1"][number - 1]["digest"] = "forged"
+    assert number in results.summarize(results.survived(held, "peer-1"))["unequal_rounds"]
+
+
+def test_a_killed_peers_last_state_that_others_hold_is_compared(held):
+    assert results.survived(held, "peer-1") == held
+
+
+def test_peers_are_in_step_when_they_hold_one_state_of_that_round_or_a_later_one(held):
+    names = ["peer-1", "peer-2"]
+    assert results.in_step(names, held, 4) and not results.in_step(names, held, 5)
+    held["peer-1"] = [*held["peer-1"], a_line(5)]
+    assert not results.in_step(names, held, 4), "one has committed what the other has not"
+    assert not results.in_step([*names, "peer-3"], held, 1), "one holds nothing yet"
+
+
 def test_a_good_run_has_no_shortcomings():
     assert results.shortcomings(GOOD, churn=False, total_samples=65_536) == []
     assert results.shortcomings(GOOD, churn=True, total_samples=65_536) == []
