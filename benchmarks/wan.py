@@ -116,7 +116,7 @@ class Peers:
             self._processes.append(subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
 
     def _founder(self) -> str:
-        log, deadline = self.folder / "0.log", time.monotonic() + 60
+        log, deadline = self.folder / "0.log", time.monotonic() + 240
         while time.monotonic() < deadline:
             self.check()
             found = re.search(r"--peers (/ip4/10\.\S+)", log.read_text(encoding="utf-8", errors="replace"))

@@ -10,8 +10,13 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import tiny
+
+# By default an example may take 0.2 s, which on a busy machine any may take.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -103,9 +104,16 @@ def namespaces() -> str:
 
 @real
 def test_a_real_link_is_no_faster_than_it_says():
-    figures = links.given(Link(megabits=20, delay_ms=30), seconds=2)
-    assert 0 < figures["megabits"] <= 20.5
-    assert figures["round_trip_ms"] >= 60
+    link = Link(megabits=20, delay_ms=30)
+    with linked(2, link) as net:
+        net.traffic()
+        began = time.monotonic()
+        links._stream(net, [(0, 1)], 2)
+        carried, seconds = net.traffic(), time.monotonic() - began
+    # Over all of the time: what a late process finds waiting for it would make any part of it look faster. A twentieth: answers, the other way.
+    assert 0 < 8 * carried.megabytes <= 1.05 * 20 * seconds
+    figures = links.given(link, seconds=1)
+    assert figures["megabits"] > 0 and figures["round_trip_ms"] >= 60
     assert f"{links._PREFIX}-{os.getpid()}-" not in namespaces()
 
 
@@ -117,7 +125,7 @@ def test_what_runs_at_a_host_ends_with_it_also_after_an_error():
         names = [host.namespace for host in net.hosts]
         assert all(name in namespaces() for name in names)
         raise RuntimeError
-    assert left.wait(10) == -signal.SIGKILL
+    assert left.wait(60) == -signal.SIGKILL
     assert not any(name in namespaces() for name in names)
 
 
@@ -134,5 +142,5 @@ def test_namespaces_of_a_killed_benchmark_are_removed_by_the_next():
 
 @real
 def test_the_ceiling_is_printed_as_json():
-    done = subprocess.run([sys.executable, "-m", "benchmarks.links"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-m", "benchmarks.links"], cwd=ROOT, capture_output=True, text=True, timeout=280, check=True)
     assert json.loads(done.stdout.splitlines()[-1])["ceiling_megabits_2"] > 0

@@ -54,7 +54,7 @@ def test_toy_parameters_are_as_many_as_asked_and_equal_at_all_peers():
 
 def test_a_sleeper_alone_counts_every_sample(tmp_path):
     with start(tmp_path / "one", "--sync", "none", "--target_batch_size", "16", "--total_samples", "64") as process:
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
     assert process.returncode == 0
     assert check_sums(work(tmp_path / "one"))["settled"] == 64
 
@@ -62,15 +62,16 @@ def test_a_sleeper_alone_counts_every_sample(tmp_path):
 @pytest.mark.swarm
 def test_two_sleepers_share_rounds_and_account_for_all_samples(tmp_path):
     flags = ("--target_batch_size", "64", "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--total_samples", "1024", "--samples_per_second", "100")
+    flags += ("--min_peers", "2")  # or the first may be through before the second has started
     one = start(tmp_path / "one", *flags)
     two = None
     try:
-        deadline, maddr = time.monotonic() + 60, None
+        deadline, maddr = time.monotonic() + 200, None
         while maddr is None and time.monotonic() < deadline and (line := one.stderr.readline()):
             maddr = re.search(r"--peers (\S+)", line)
         two = start(tmp_path / "two", "--peers", maddr[1], *flags)
         for process in (one, two):
-            process.communicate(timeout=120)
+            process.communicate(timeout=240)
             assert process.returncode == 0
     finally:
         for process in filter(None, (one, two)):

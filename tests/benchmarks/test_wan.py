@@ -62,13 +62,14 @@ def test_every_row_has_a_key_of_its_own():
 
 
 @pytest.mark.swarm
+@pytest.mark.timeout(900)
 @real
 def test_a_real_row_ends_with_its_figures(monkeypatch):
     monkeypatch.setattr(wan, "SCALE", 500)
     monkeypatch.setattr(wan, "ROUND_SAMPLES", 6000)  # two seconds of two peers
     monkeypatch.setattr(wan, "BATCH", 150)
     monkeypatch.setattr(wan, "ROUNDS", 1)
-    monkeypatch.setattr(wan, "ROW_SECONDS", 100.0)
+    monkeypatch.setattr(wan, "ROW_SECONDS", 250.0)
     found = wan.measure(wan.Row("diloco", "int4", True, 2), most_megabits=10_000.0)
     assert 0 < found["worst peer"] <= found["utilisation"]
     assert found["samples"] > 0 and found["bytes_per_sample"] > 0
@@ -76,6 +77,6 @@ def test_a_real_row_ends_with_its_figures(monkeypatch):
 
 def test_the_peer_of_stock_hivemind_can_be_started():
     help_ = subprocess.run(
-        [sys.executable, "-m", "benchmarks.hivemind_peer", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "benchmarks.hivemind_peer", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert help_.returncode == 0 and "--samples_per_second" in help_.stdout, help_.stderr

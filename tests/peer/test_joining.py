@@ -7,6 +7,7 @@ import http.server
 import shutil
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -66,7 +67,7 @@ class DhtNode:
         (self.maddr,) = self.call(self.node.maddrs())
 
     def call(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(200)
 
     def tell(self, run, server_url="", head=None):
         from swarm.records import RunRecord
@@ -158,7 +159,7 @@ def test_of_two_founders_at_once_both_end_in_one_run_or_the_slower_one_is_told_w
 
     def ask(url, run_id):
         answer = fetch_run(url, run_id=run_id)
-        both_asked.wait(30)
+        both_asked.wait(120)
         return answer
 
     def found(seed):
@@ -222,6 +223,10 @@ def test_of_several_runs_the_peer_says_which(node, tmp_path, pictures):
     try:
         node.tell(runs[0])
         second.tell(runs[1])
+        deadline = time.monotonic() + 60
+        while len(node.call(node.node.find_runs())) < 2:
+            assert time.monotonic() < deadline, "the second run did not get around"
+            time.sleep(0.1)
         error = refusal("serve 2 runs", "--peers", node.maddr, "--train_data_dir", pictures)
         assert "--run_id" in error.fix and all(run.run_id in error.message for run in runs)
         joined = resolve("--peers", node.maddr, "--train_data_dir", pictures, "--run_id", runs[1].run_id)

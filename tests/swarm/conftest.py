@@ -16,7 +16,7 @@ def nodes(tmp_path):
         async with contextlib.AsyncExitStack() as stack:
 
             async def start(name, **options):
-                node = await SwarmNode.join(identity_path=tmp_path / name, **{"deadline_seconds": 20, **options})
+                node = await SwarmNode.join(identity_path=tmp_path / name, **{"deadline_seconds": 60, **options})
                 stack.push_async_callback(node.close)
                 return node
 
@@ -24,7 +24,7 @@ def nodes(tmp_path):
 
     def run(scenario):
         try:
-            asyncio.run(asyncio.wait_for(scene(scenario), 90))
+            asyncio.run(asyncio.wait_for(scene(scenario), 240))
         finally:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ResourceWarning)  # hivemind leaves its connection to p2pd to the collector

@@ -19,7 +19,8 @@ def record(node, **values) -> PeerRecord:
     )
 
 
-async def until(true, seconds=30.0):
+async def until(true, seconds=120.0):
+    """Wait for what the swarm needs a moment for. What is stored lives for 20 s: `true` stores it again where that may not do."""
     deadline = time.monotonic() + seconds
     while not await true():
         assert time.monotonic() < deadline, "waited in vain"
@@ -31,13 +32,20 @@ def test_records_and_runs_reach_everybody_in_the_swarm(nodes):
         one = await start("one")
         two = await start("two", initial_peers=await one.maddrs())
         client = await start("client", initial_peers=await one.maddrs(), client_mode=True)
-        for node in (one, two, client):
-            assert await node.publish(RUN_ID, record(node))
+        nodes = (one, two, client)
+
+        async def known_to_all():
+            stored = [await node.publish(RUN_ID, record(node)) for node in nodes]
+            return all(stored) and all([set(await node.records(RUN_ID)) == {node.peer_id for node in nodes} for node in nodes])
+
+        await until(known_to_all)
         run = RunRecord(run_id=RUN_ID, run={"model": "x"})
+
+        async def run_known_to_all():
+            return all([await node.find_runs() == [run] for node in nodes])
+
         assert await two.publish_run(run)
-        for node in (one, two, client):
-            assert set(await node.records(RUN_ID)) == {one.peer_id, two.peer_id, client.peer_id}
-            assert await node.find_runs() == [run]
+        await until(run_known_to_all)
         assert await client.maddrs() == [] and await one.records("another run") == {}
         assert all([await node.alive() for node in (one, two, client)])
 
@@ -49,8 +57,13 @@ def test_a_later_record_replaces_the_one_before(nodes):
         one = await start("one")
         two = await start("two", initial_peers=await one.maddrs())
         for round in range(3):
-            await one.publish(RUN_ID, record(one, round=round))
-            assert (await two.records(RUN_ID))[one.peer_id].round == round
+
+            async def seen(round=round):
+                await one.publish(RUN_ID, record(one, round=round))
+                found = await two.records(RUN_ID)
+                return one.peer_id in found and found[one.peer_id].round == round
+
+            await until(seen)
 
     nodes(scenario)
 
@@ -65,8 +78,13 @@ def test_nobody_speaks_for_another_and_nothing_unsigned_is_stored(nodes):
         await liar._dht.store(key, b"unsigned", expiration_time=until_, subkey=one._validator.local_public_key)
         await liar._dht.store(key, b"x" * 100_000, expiration_time=until_, subkey=liar._validator.local_public_key)
         assert await one.records(RUN_ID) == {}
-        await one.publish(RUN_ID, record(one, round=7))
-        assert (await liar.records(RUN_ID))[one.peer_id].round == 7
+
+        async def the_truth_is_seen():
+            await one.publish(RUN_ID, record(one, round=7))
+            found = await liar.records(RUN_ID)
+            return one.peer_id in found and found[one.peer_id].round == 7
+
+        await until(the_truth_is_seen)
 
     nodes(scenario)
 
@@ -145,11 +163,16 @@ def test_two_swarms_become_one_when_one_node_meets_another(nodes):
         one, two = await start("one"), await start("two")
         await one.publish(RUN_ID, record(one))
         assert await two.records(RUN_ID) == {}
-        assert await two.meet(await one.maddrs())
-        await one.publish(RUN_ID, record(one))
+        maddrs = await one.maddrs()
+
+        async def met():
+            return await two.meet(maddrs)
 
         async def seen():
+            await one.publish(RUN_ID, record(one))
             return one.peer_id in await two.records(RUN_ID)
+
+        await until(met)
 
         await until(seen)
         assert not await two.meet(["/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"])

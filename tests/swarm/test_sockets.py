@@ -11,7 +11,7 @@ def test_a_killed_processes_folder_is_swept_away_by_the_next(tmp_path, monkeypat
     monkeypatch.setattr(sockets, "_LONGEST", 1000)
     code = "import os, signal; from swarm import sockets; print(sockets.make_folder(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     killed = subprocess.run(
-        [sys.executable, "-c", code.replace("print", "sockets._LONGEST = 1000; print")], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", code.replace("print", "sockets._LONGEST = 1000; print")], capture_output=True, text=True, timeout=120
     )
     left = killed.stdout.strip()
     assert os.path.isdir(left)

@@ -16,6 +16,7 @@ from swarm import status
 from swarm.errors import ExitCode, UserError
 from swarm.records import PeerRecord, RunRecord
 from swarm.run_config import RunConfig
+from swarm.tasks import end_tasks
 from tests.datasetserver.hosting import Host
 
 
@@ -124,12 +125,20 @@ def test_a_peers_multiaddr_is_enough_to_see_the_swarm(tmp_path):
     run = RunConfig(run_name="digits", model="base", total_samples=65536)
 
     async def scenario():
-        node = await SwarmNode.join(identity_path=tmp_path / "identity.key", deadline_seconds=30)
+        node = await SwarmNode.join(identity_path=tmp_path / "identity.key", deadline_seconds=60)
         try:
             assert await node.publish_run(RunRecord(run_id=run.run_id, run={"run_name": "digits", "total_samples": 65536}))
-            record = a_peer(peer_id=node.peer_id, config=run.digest, time=time.time())
-            assert await node.publish(run.run_id, record)
-            return await asyncio.to_thread(status.fetch, (await node.maddrs())[0], seconds=30), node.peer_id
+
+            async def live():
+                while True:  # as peers do: a record is old after 20 s, and so long the visitor may need to come
+                    await node.publish(run.run_id, a_peer(peer_id=node.peer_id, config=run.digest, time=time.time()))
+                    await asyncio.sleep(2)
+
+            living = asyncio.create_task(live())
+            try:
+                return await asyncio.to_thread(status.fetch, (await node.maddrs())[0], seconds=60), node.peer_id
+            finally:
+                await end_tasks(living)
         finally:
             await node.close()
 
