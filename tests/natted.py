@@ -6,6 +6,7 @@ lets in nothing that answers none ("symmetric", the strictest kind of NAT): a ho
 
 import fcntl
 import os
+import re
 import select
 import socket
 import struct
@@ -50,6 +51,7 @@ class NattedNetwork:
         return ["ip", "netns", "exec", _namespace(name)]
 
     def __enter__(self) -> "NattedNetwork":
+        _remove_stale()
         try:
             for name in self._names:
                 self._devices[name] = _host(name, PUBLIC if name == "public" else _HOME)
@@ -165,6 +167,14 @@ def _host(name: str, address: str) -> int:
     _ip("-n", namespace, "link", "set", "lo", "up")
     _ip("-n", namespace, "route", "add", "default", "dev", link)
     return device
+
+
+def _remove_stale() -> None:
+    """Namespaces of a test that was killed: its number may be ours one day."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    for name in [line.split()[0] for line in listed.splitlines()]:
+        if re.fullmatch(r"dd-\d+-(public|home\d+)", name) and not os.path.exists(f"/proc/{name.split('-')[1]}"):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def _namespace(name: str) -> str:

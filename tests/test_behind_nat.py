@@ -18,9 +18,9 @@ from tests import natted
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = RunConfig(model="x", target_batch_size=64, wire="fp32")
-WAIT_SECONDS = 140.0
+WAIT_SECONDS = 240.0
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow]
+pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Process:
@@ -48,11 +48,14 @@ class Process:
         return max((line["round"] for line in self.rounds()), default=0)
 
     def stop(self) -> None:
-        """Ask it to leave in order, and wait until it has."""
+        """Ask it to leave in order."""
         self.process.send_signal(signal.SIGTERM)
+
+    def status(self) -> int:
+        """How it ended, once it has and all that it said is in the log."""
         self.process.wait(WAIT_SECONDS)
-        self._reader.join(10)
-        assert self.process.returncode == 0, self.log
+        self._reader.join(WAIT_SECONDS)
+        return self.process.returncode
 
     def end(self) -> list[psutil.Process]:
         """Kill what is left; returns it with its family."""
@@ -61,7 +64,7 @@ class Process:
             family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
             self.process.kill()
         self.process.wait()
-        self._reader.join(10)
+        self._reader.join(60)
         self.process.stdin.close()
         self.process.stdout.close()
         return family
@@ -83,7 +86,7 @@ def start(tmp_path):
             yield run
         finally:
             family = [child for process in started for child in process.end()]
-            _, alive = psutil.wait_procs(family, timeout=15)
+            _, alive = psutil.wait_procs(family, timeout=60)
             assert not alive, f"orphans: {[child.cmdline() for child in alive]}"
 
 
@@ -116,6 +119,7 @@ def test_volunteers_behind_nat_average_through_one_who_assists_and_find_their_st
         "public", "helper", "-m", "peer.supervise", "--assist", "--peers", address, "--output_dir", tmp_path / "helper",
         "--host_maddrs", "/ip4/0.0.0.0/tcp/0",
     )  # fmt: skip
+    undialled = start("home1", "undialled", "peer/finetune.py", "--assist", "--peers", address, "--output_dir", tmp_path / "undialled")
 
     def together(peer: Process) -> int:
         return sum(len(line["members"]) == 2 and line["how"] == "averaged" for line in peer.rounds())
@@ -125,9 +129,12 @@ def test_volunteers_behind_nat_average_through_one_who_assists_and_find_their_st
         assert "client mode, because others cannot dial this peer: " in peer.log
     for peer in (one, two):
         peer.stop()
+    for peer in (one, two):
+        assert peer.status() == 0, peer.log
     assert all(helper.process.poll() is None and '"ended"' in peer.log for peer in (one, two))
     last = max((line for peer in (one, two) for line in peer.rounds()), key=lambda line: line["samples"])
-    until(lambda: helper.rounds()[-1]["digest"] == last["digest"], helper)  # it may commit a moment after those who left
+    # It may commit a moment after those who left.
+    until(lambda: any(line["digest"] == last["digest"] for line in helper.rounds()[-1:]), helper)
     until(lambda: list((helper.folder / "settled").glob(f"round-{last['round']:08d}-*-{last['digest'][:12]}.state")), helper)
 
     new = volunteer("home1", "new")  # it brings no state, and nobody else is there
@@ -135,8 +142,9 @@ def test_volunteers_behind_nat_average_through_one_who_assists_and_find_their_st
     first = new.rounds()[0]
     assert (first["how"], first["round"], first["digest"]) == ("fetched", last["round"], last["digest"])
     assert all(line["how"] == "averaged" and len(line["members"]) == 1 for line in new.rounds()[1:])
-    new.stop()
-    helper.stop()
+    for peer in (new, helper):
+        peer.stop()
+        assert peer.status() == 0, peer.log
 
     digests = {}
     for peer in (one, two, new, helper):
@@ -145,13 +153,5 @@ def test_volunteers_behind_nat_average_through_one_who_assists_and_find_their_st
             assert digests.setdefault(group, line["digest"]) == line["digest"]
     assert not any(line["peer"] in [member[0] for member in line["members"]] for line in helper.rounds())
 
-
-def test_who_cannot_be_dialled_cannot_assist(start, tmp_path):
-    address = start_bootstrap(start, tmp_path)
-
-    helper = start("home1", "helper", "peer/finetune.py", "--assist", "--peers", address, "--output_dir", tmp_path / "helper")
-    helper.process.wait(WAIT_SECONDS)
-    until(lambda: "error: " in helper.log, helper)
-
-    assert helper.process.returncode == 6
-    assert "error: A peer that assists must be one that others can dial, and this one is not." in helper.log
+    assert undialled.status() == 6, "who cannot be dialled cannot assist"
+    assert "error: A peer that assists must be one that others can dial, and this one is not." in undialled.log
