@@ -1,6 +1,8 @@
 """A dataset server and peers on this machine that can be killed piece by piece and started again."""
 
+import contextlib
 import json
+import random
 import signal
 import socket
 import struct
@@ -154,5 +156,7 @@ def write_model(folder: Path) -> Path:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """Below those that the system gives to others: nobody takes it while the server is away."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(20_000, 30_000))) as probe:
+            return probe.getsockname()[1]

@@ -63,7 +63,8 @@ def test_a_stop_is_heard_while_the_source_has_nothing_and_what_was_drawn_is_give
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_no_step_is_handed_out_after_a_stop(workers):
+def test_no_step_is_handed_out_after_a_stop(workers, monkeypatch):
+    monkeypatch.setattr("peer.feed._AHEAD_SECONDS", 60.0)  # what is to be drawn ahead is drawn, however busy the machine
     source, stopped = Shelf(100), []
     steps = feed(source, stopping=lambda: bool(stopped), workers=workers)
     works = iter(steps)

@@ -271,9 +271,10 @@ def test_what_is_no_dataset_server_is_named():
 
 
 def test_a_url_that_refuses_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: refuses, and nobody else gets it
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    refusal(f"{url} does not answer", "--datasetserver", url, code=ExitCode.NETWORK)
+        refusal(f"{url} does not answer", "--datasetserver", url, code=ExitCode.NETWORK)
 
 
 @pytest.mark.parametrize("maddr", ["127.0.0.1:31337", "/ip4/127.0.0.1/tcp/31337", "/ip4/300.0.0.1/tcp/1/p2p/Qm"])
