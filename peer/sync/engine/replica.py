@@ -28,7 +28,7 @@ from peer.sync.engine.neighbours import ASSIST, LEFT, Neighbours
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.presence import Presence
 from peer.sync.engine.replay import MeanStore, rounds_kept
-from peer.sync.engine.rounds import Rounds
+from peer.sync.engine.rounds import Round, Rounds
 from peer.sync.engine.rounds_file import write_round
 from peer.sync.engine.saving import Saver
 from peer.sync.engine.settling import Settling
@@ -337,9 +337,11 @@ class Replica:
     async def _attempt(self, offer: Offer) -> None:
         callers, self._callers = frozenset(self._callers), {}
         try:
-            done = await self.rounds.attempt(self.state, offer, callers, self.clock() - self._adopted)
+            done = await self._unless_overtaken(self.rounds.attempt(self.state, offer, callers, self.clock() - self._adopted))
         except (NoGroup, RoundFailed) as error:
             return await self._after_failure(offer, error)
+        if done is None:
+            return self._set_phase("train")
         self._group_size = len(done.group.members)
         if done.how == "averaged":
             self._traffic = done.mean.traffic
@@ -348,6 +350,25 @@ class Replica:
         self._adopt(done.state, done.how)
         self._set_phase("train")
         await points.reached("before_publish", self.node.peer_id)
+
+    async def _unless_overtaken(self, attempt: Coroutine[Any, Any, Round]) -> Round | None:
+        """What `attempt` comes to; None when a better state was taken over before its group was closed.
+
+        Those it waits for may be at that state already, and would never come; a group that is closed waits for us.
+        """
+        parent, attempting = self.state, asyncio.create_task(attempt)
+        attempting.add_done_callback(lambda task: task.cancelled() or task.exception())  # who is cancelled once more hears of neither
+        try:
+            while not attempting.done():
+                await asyncio.wait({attempting}, timeout=TICK_SECONDS)
+                if self._phase == "group" and not attempting.done():
+                    self._look()
+                    if self.state is not parent:
+                        log.info("round=%d not averaged: a better state has come", parent.header.round + 1)
+                        return None
+            return attempting.result()
+        finally:
+            await end_tasks(attempting)
 
     def _advise(self) -> None:
         """After the first averaged round, the second, the fourth, the eighth...: at first it is news, later it changes seldom."""

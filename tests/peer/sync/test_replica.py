@@ -14,7 +14,7 @@ import torch
 
 from peer.contracts import Member
 from peer.sync import diloco, gradients, parameters
-from peer.sync.engine import presence
+from peer.sync.engine import arrivals, presence
 from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
@@ -23,6 +23,7 @@ from peer.sync.engine.local_work import REBASED_ANCESTORS
 from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import Head, State, next_state
+from peer.sync.engine.streams import Streams
 from peer.sync.engine.trainer import Offer, Progress
 from peer.sync.parameters import Parameters
 from swarm.records import PeerRecord
@@ -257,6 +258,32 @@ def test_who_has_moved_on_is_not_taken_for_absent(swarm):
             await replica._after_failure(offer, NoGroup("nobody came", {ahead.id}))
         assert not replica.neighbours.counted_upon()
         await replica._takeover.close()
+
+    swarm(scenario)
+
+
+def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(swarm, monkeypatch, caplog):
+    """It used to wait 10 s for those who had promised to come, and were at that state already."""
+    monkeypatch.setattr(arrivals, "UNKNOWN_SECONDS", 1000.0)
+    caplog.set_level("INFO")
+
+    async def scenario(nodes):
+        run = make_run()
+        (waiter,) = await peers(nodes, 1, run, rate=40)
+        promiser = Liar(await nodes.node(), run)
+
+        async def promise(channel):
+            await channel.receive(seconds=5)
+            words = {"coming": True, "reason": "", "ready_seconds": 0.0, "busy": False, "behind": False}
+            await channel.send({**words, "digest": waiter.base.digest, "samples": 0}, seconds=5)
+
+        await Streams(promiser.node).serve(CALL, promise)
+        await promiser.keep_saying(nodes, lambda: {"digest": waiter.base.digest, "waiting_samples": 8, "round": 0, "client_mode": True})
+        await until(lambda: waiter.replica._phase == "group" and waiter.replica.rounds.matchmaker._open)
+        await Peer(nodes, await nodes.node(), run, state=(later := branch(run, 51, 2.0)), rate=0).start(nodes)
+        await until(lambda: waiter.at == later.digest)
+        assert waiter.rounds()[0]["how"] == "fetched" and "round=1 not averaged: a better state has come" in caplog.text
+        await until(lambda: waiter.replica._phase == "train")
 
     swarm(scenario)
 
