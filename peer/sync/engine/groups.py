@@ -19,7 +19,7 @@ from peer.contracts import Member
 from peer.sync.engine import points
 from peer.sync.engine.arrivals import Arrivals
 from peer.sync.engine.state import Head, better
-from peer.sync.engine.streams import Channel, PeerLost, Refused, Streams
+from peer.sync.engine.streams import Broken, Channel, PeerLost, Refused, Streams
 from swarm.digest import digest_json
 from swarm.tasks import end_tasks
 
@@ -259,7 +259,12 @@ class Matchmaker:
         self._redirect(ticket.parent, leader)
         try:
             for _ in range(_MAX_REDIRECTS):
-                answer = await self._join(leader, ticket, seconds)
+                try:
+                    answer = await self._join(leader, ticket, seconds)
+                except Broken as error:
+                    # Else the leader waits for us to come, and we for those who went to it.
+                    log.info("joining %s once more: %s", leader[-6:], error)
+                    answer = await self._join(leader, ticket, seconds)
                 if "leader" not in answer:
                     group = _parse_group(answer, ticket, leader, self._standing(self._peer_id), self._max_samples)
                     return replace(group, silent=frozenset(silent))

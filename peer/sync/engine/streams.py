@@ -25,7 +25,7 @@ _MAX_HEADER_BYTES = 256 << 10
 _WRITE_BYTES = 256 << 10
 _READ_AHEAD_BYTES = 512 << 10
 CONNECT_SECONDS = 10.0
-_END_SECONDS = 1.0
+_END_SECONDS = 5.0
 _STREAMS_PER_PEER = 16
 """An honest peer needs half a dozen at once; more are refused, so that a thousand idle ones cost nobody memory."""
 
@@ -36,6 +36,10 @@ class PeerLost(Exception):
 
 class Refused(PeerLost):
     """The other end answers, but does not want to; it said why."""
+
+
+class Broken(PeerLost):
+    """The stream ended without a word: who opened it may open another, which fails at once when the other end is gone."""
 
 
 class Channel:
@@ -68,7 +72,9 @@ class Channel:
         try:
             return await asyncio.wait_for(self._receive(max_payload), seconds)
         except (OSError, EOFError, asyncio.TimeoutError) as error:
-            raise PeerLost(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
+            # A TimeoutError is an OSError from Python 3.11 on.
+            kind = PeerLost if isinstance(error, asyncio.TimeoutError) else Broken
+            raise kind(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
 
     async def _receive(self, max_payload: int) -> tuple[dict[str, Any], bytes]:
         header_bytes, payload_bytes = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))

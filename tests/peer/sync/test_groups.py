@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from peer.sync.engine import arrivals, groups
+from peer.sync.engine import arrivals, groups, points
 from peer.sync.engine.groups import CALL, JOIN, Matchmaker, NoGroup, Standing, rank
 from peer.sync.engine.state import Head, better
-from peer.sync.engine.streams import Channel, PeerLost, Streams
+from peer.sync.engine.streams import Broken, Channel, PeerLost, Streams
 from tests.peer.sync.swarm_tools import ticket, until
 
 
@@ -44,9 +44,10 @@ async def peers(nodes, count, **options) -> list[Peer]:
     return sorted(found, key=lambda peer: rank("p", peer.id))
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setattr(arrivals, "UNKNOWN_SECONDS", 1.0)
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Who comes is in the group, however busy the machine."""
+    monkeypatch.setattr(arrivals, "UNKNOWN_SECONDS", 100.0)
 
 
 def test_a_group_closes_when_all_came_and_is_the_same_at_every_member(swarm):
@@ -72,9 +73,10 @@ def test_whoever_is_sent_on_finds_the_leader(swarm):
     swarm(scenario)
 
 
-def test_a_peer_that_answers_a_call_and_does_not_come_is_named_silent(swarm, impatient):
+def test_a_peer_that_answers_a_call_and_does_not_come_is_named_silent(swarm):
     async def scenario(nodes):
         best, other, absent = await peers(nodes, 3)
+        best.matchmaker._arrivals.came(absent.id, 0.0)  # it was punctual: 1 s is granted to it, and all it needs to the other
         formed, theirs = await asyncio.gather(best.form([other, absent]), other.form([best, absent]))
         assert formed.id == theirs.id and {m.peer for m in formed.members} == {best.id, other.id}
         assert absent.id in formed.silent and absent.called
@@ -108,7 +110,28 @@ def test_when_the_leader_dies_its_followers_form_a_group_of_their_own(swarm):
     swarm(scenario)
 
 
-def test_a_follower_that_goes_away_is_not_in_the_group(swarm, impatient):
+def test_a_follower_whose_stream_breaks_comes_again(swarm, monkeypatch, caplog):
+    """It used to lead, and to wait for those who had gone to its leader, which waited for it."""
+    broken = []
+
+    async def break_once(point, peer):
+        if point == "joined" and not broken:
+            broken.append(peer)
+            raise Broken("the stream broke")
+
+    monkeypatch.setattr(points, "hook", break_once)
+
+    async def scenario(nodes):
+        trio = await peers(nodes, 3)
+        formed = await asyncio.gather(*(peer.form(trio) for peer in trio))
+        assert len({group.id for group in formed}) == 1 and len(formed[0].members) == 3
+        assert broken[0] != trio[0].id and "once more: the stream broke" in caplog.text
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        swarm(scenario)
+
+
+def test_a_follower_that_goes_away_is_not_in_the_group(swarm):
     async def scenario(nodes):
         leader, stays, goes = await peers(nodes, 3)
         going = asyncio.create_task(goes.form([leader]))
@@ -152,9 +175,9 @@ def test_a_ticket_out_of_bounds_is_refused_with_the_reason(swarm, caplog):
         leader.included = {joiner.id: 3}
         for what, (change, reason) in REFUSED.items():
             channel = await joiner.streams.open(leader.id, JOIN)
-            await channel.send({"parent": "p", "number": 4, "samples": 5, "reduces": True, **change}, seconds=5)
+            await channel.send({"parent": "p", "number": 4, "samples": 5, "reduces": True, **change}, seconds=60)
             with pytest.raises(PeerLost, match=reason):
-                await channel.receive(seconds=5)
+                await channel.receive(seconds=60)
             channel.close()
             assert not leader.matchmaker._open, what
 
@@ -174,9 +197,9 @@ def test_a_peer_that_cannot_be_dialled_never_leads(swarm):
         formed = await asyncio.gather(client.form([server]), server.form([client]))
         assert formed[0].id == formed[1].id and formed[0].reducers == (server.id,)
         channel = await server.streams.open(client.id, JOIN)  # the connection that the client opened serves both ways
-        await channel.send({"parent": "p", "number": 1, "samples": 5, "reduces": True}, seconds=5)
+        await channel.send({"parent": "p", "number": 1, "samples": 5, "reduces": True}, seconds=60)
         with pytest.raises(PeerLost, match="leads nobody"):
-            await channel.receive(seconds=5)
+            await channel.receive(seconds=60)
         channel.close()
 
     swarm(scenario)
@@ -203,15 +226,15 @@ FORGED = {
 }
 
 
-def test_a_forged_announcement_is_refused(swarm, impatient):
+def test_a_forged_announcement_is_refused(swarm):
     async def scenario(nodes):
         leader, victim = sorted([Peer(await nodes.node()), Peer(await nodes.node())], key=lambda peer: rank("p", peer.id))
         victim.included = {"zz": 3}
 
         async def lie(channel):
-            await channel.receive(seconds=5)
-            await channel.send(forge(announcement(victim.id, leader.id), victim.id, leader.id), seconds=5)
-            await asyncio.sleep(0.2)
+            await channel.receive(seconds=60)
+            await channel.send(forge(announcement(victim.id, leader.id), victim.id, leader.id), seconds=60)
+            await channel._hung_up()
 
         await leader.streams.serve(CALL, leader.matchmaker._answer_call)
         await leader.streams.serve(JOIN, lie)
@@ -235,10 +258,10 @@ def test_garbage_in_answer_to_a_call_is_no_answer(swarm):
         liar = Peer(await nodes.node())
 
         async def lie(channel: Channel) -> None:
-            await channel.receive(seconds=5)
+            await channel.receive(seconds=60)
             await channel.send(
                 {"coming": True, "reason": "", "ready_seconds": float("nan"), "busy": False, "behind": False, "digest": "p", "samples": 0},
-                seconds=5,
+                seconds=60,
             )
 
         await liar.streams.serve(CALL, lie)
@@ -300,17 +323,17 @@ def test_who_is_a_state_behind_is_given_time_to_follow(swarm):
 
 def test_a_leader_that_is_stopped_costs_its_followers_a_few_beats(swarm, monkeypatch, caplog):
     monkeypatch.setattr(groups, "BEAT_SECONDS", 0.2)
-    monkeypatch.setattr(groups, "ANSWER_SECONDS", 1.0)
 
     async def scenario(nodes):
         leader, follower = sorted([Peer(await nodes.node()), Peer(await nodes.node())], key=lambda peer: rank("p", peer.id))
 
         async def stopped(channel: Channel) -> None:
-            await channel.receive(seconds=5)
+            await channel.receive(seconds=60)
+            monkeypatch.setattr(groups, "ANSWER_SECONDS", 1.0)  # from now on: an answer to the call may take its time
             for _ in range(3):
-                await channel.send({"wait": True}, seconds=5)
+                await channel.send({"wait": True}, seconds=60)
                 await asyncio.sleep(0.2)
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
         await leader.streams.serve(CALL, leader.matchmaker._answer_call)
         await leader.streams.serve(JOIN, stopped)
