@@ -54,7 +54,7 @@ class Presence:
     async def publish_last(self) -> None:
         """Before leaving: without our addresses, since nobody shall dial us."""
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._publish_record(()), 2)
+            await asyncio.wait_for(self._publish_record(()), RENEW_SECONDS)
 
     async def _publish_with_addresses(self) -> None:
         await self._publish_record(tuple(await self._node.maddrs()))
