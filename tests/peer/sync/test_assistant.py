@@ -49,7 +49,7 @@ class Helper:
 
     async def end(self) -> None:
         self.stop.set()
-        await asyncio.wait_for(self.task, 20)
+        await asyncio.wait_for(self.task, 60)
         await self.node.close()
 
 
@@ -82,7 +82,7 @@ def test_two_that_nobody_can_dial_average_through_one_who_assists_and_brings_no_
     async def scenario(nodes):
         helper = Helper(nodes, await nodes.node())
         pair = await volunteers(nodes, 2)
-        await until(lambda: all(sum(len(line["members"]) == 2 for line in averaged(peer)) >= 2 for peer in pair), 60)
+        await until(lambda: all(sum(len(line["members"]) == 2 for line in averaged(peer)) >= 2 for peer in pair))
         (record,) = [record for record in pair[0].replica.neighbours.others() if record.peer_id == helper.id]
         assert (record.phase, record.waiting_samples, record.samples_per_second, record.client_mode) == (ASSIST, 0, 0, False)
         for peer in pair:
@@ -159,8 +159,13 @@ def test_a_helper_alone_makes_no_round_whoever_calls(swarm, monkeypatch, caplog)
     async def scenario(nodes):
         helper = await Peer(nodes, await nodes.node(), RUN, rate=0, assists=True).start(nodes)
         await until(lambda: helper.replica.neighbours.alone() and helper.at)
-        helper.replica._callers["who died a moment later"] = helper.head.digest
-        await until(lambda: "nobody is left to assist" in caplog.text)
+
+        def answered() -> bool:
+            """Somebody calls until it is: with a record's life of 2 s, a helper on a busy machine may not be sure for a moment."""
+            helper.replica._callers["who died a moment later"] = helper.head.digest
+            return "nobody is left to assist" in caplog.text
+
+        await until(answered)
         assert not helper.rounds() and not helper.head.header.round
 
     swarm(scenario)
@@ -191,7 +196,7 @@ def test_a_disk_that_takes_nothing_ends_the_helper_with_a_reason(swarm):
         store.rename(helper.folder / "away")
         store.write_text("a file where the folder was")
         with pytest.raises(UserError, match="Cannot save the state of round") as refused:
-            await asyncio.wait_for(helper.task, 40)
+            await asyncio.wait_for(helper.task, 100)
         assert refused.value.code == ExitCode.DISK
         await one.stop()
 
@@ -207,7 +212,7 @@ def test_a_helper_without_the_memory_for_the_run_says_so_before_it_takes_any(swa
         with pytest.raises(
             UserError, match=r"Averaging needs 400 MB .*the state 4 kB, the next state 4 kB, the round's mean 2 kB"
         ) as refused:
-            await asyncio.wait_for(helper.task, 40)
+            await asyncio.wait_for(helper.task, 100)
         assert refused.value.code == ExitCode.MEMORY
         await one.stop()
 
@@ -287,7 +292,7 @@ def test_garbage_for_a_kind_of_state_is_nobodys_word(swarm):
         (_, asker), (node, liar) = await nodes.streams(2)
 
         async def lie(channel):
-            await channel.send({"schema": "x", "sizes": [-1, 1 << 50]}, seconds=5)
+            await channel.send({"schema": "x", "sizes": [-1, 1 << 50]}, seconds=60)
 
         await liar.serve(KIND, lie)
         assert await ask_kind(asker, [node.peer_id, "Qm" + "x" * 44]) is None

@@ -150,17 +150,18 @@ class Bad(Averager):
     """A member that sends what `spoil` makes of each of its parts."""
 
     spoil = staticmethod(lambda index, data: data)
+    lingers = staticmethod(lambda reducer: asyncio.sleep(1))
 
     async def _exchange(self, reducer, share, run):
         channel = await self._streams.open(reducer, REDUCE)
-        await channel.send({"group": run.group.id}, seconds=5)
+        await channel.send({"group": run.group.id}, seconds=60)
         for count, part in enumerate(self._wire.parts[index] for index in share):
             data = self.spoil(count, part.bytes_of(run.mine))
             if data is None:
                 channel.close()
                 raise RoundFailed("died")
-            await channel.send({}, memoryview(data.contiguous().numpy()), seconds=5)
-        await asyncio.sleep(1)
+            await channel.send({}, memoryview(data.contiguous().numpy()), seconds=60)
+        await self.lingers(reducer)
         channel.close()
         raise RoundFailed("bad anyway")
 
@@ -244,8 +245,8 @@ class Staller(Bad):
 
     async def _exchange(self, reducer, share, run):
         with contextlib.closing(await self._streams.open(reducer, REDUCE)) as channel:
-            await channel.send({"group": run.group.id}, seconds=5)
-            await channel.send({}, memoryview(self._wire.parts[share[0]].bytes_of(run.mine).numpy()), seconds=5)
+            await channel.send({"group": run.group.id}, seconds=60)
+            await channel.send({}, memoryview(self._wire.parts[share[0]].bytes_of(run.mine).numpy()), seconds=60)
             await asyncio.Event().wait()
 
 
@@ -284,7 +285,7 @@ def test_a_reducer_that_is_cancelled_says_so_at_once(swarm):
         await until(lambda: one.averager._reductions)
         waiting = one.averager._reductions[group.id]
         with contextlib.closing(await other.streams.open(one.id, REDUCE)) as channel:
-            await channel.send({"group": group.id}, seconds=5)
+            await channel.send({"group": group.id}, seconds=60)
             await until(lambda: other.id in waiting._came)
             leaving.cancel()
             with pytest.raises(PeerLost, match="gave up: it left"):
@@ -356,14 +357,18 @@ def test_a_member_that_sent_everything_is_in_the_average_even_if_it_takes_nothin
     async def scenario(nodes):
         wire = Wire("fp16", 2 * PART_ELEMENTS)
         members = await peers(nodes, 3, wire)
-        leaver = members[0]
-        leaver.averager.__class__ = type("Leaver", (Bad,), {})
-        encoded = constants(wire, 3)
-        # The others reduce; the leaver sends its parts, and goes without reading an answer.
-        results = await outcomes(members, group_of(members, [1, 1, 1], members[1:]), encoded)
+        leaver, group, encoded = members[0], group_of(members, [1, 1, 1], members[1:]), constants(wire, 3)
+        jobs = [asyncio.create_task(peer.averager.average(group, mine)) for peer, mine in zip(members[1:], encoded[1:], strict=True)]
+
+        async def others_are_done(reducer):
+            """Gone earlier, with answers unread, p2pd might lose what it sent last."""
+            await until(lambda: all(job.done() for job in jobs))
+
+        leaver.averager.__class__ = type("Leaver", (Bad,), {"lingers": staticmethod(others_are_done)})
+        with pytest.raises(RoundFailed):
+            await leaver.averager.average(group, encoded[0])
         expected = reference(wire, encoded, [1, 1, 1])
-        assert isinstance(results[0], RoundFailed)
-        assert all(torch.equal(result.encoded, expected) for result in results[1:])
+        assert all(torch.equal(result.encoded, expected) for result in await asyncio.gather(*jobs))
 
     swarm(scenario)
 
@@ -377,14 +382,14 @@ def test_strangers_and_second_streams_are_refused(swarm):
         reducing = asyncio.create_task(members[0].averager.average(group, constants(wire, 1)[0]))
         await until(lambda: members[0].averager._reductions)
         first = await members[1].streams.open(members[0].id, REDUCE)
-        await first.send({"group": group.id}, seconds=5)
+        await first.send({"group": group.id}, seconds=60)
         reduction = members[0].averager._reductions[group.id]
         await until(lambda: members[1].id in reduction._came)
         for peer, reason in ((stranger, "not a member"), (members[1], "sending already")):
             channel = await peer.streams.open(members[0].id, REDUCE)
-            await channel.send({"group": group.id}, seconds=5)
+            await channel.send({"group": group.id}, seconds=60)
             with pytest.raises(Exception, match=reason):
-                await channel.receive(seconds=5)
+                await channel.receive(seconds=60)
             channel.close()
         reducing.cancel()
         first.close()

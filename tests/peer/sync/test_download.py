@@ -34,9 +34,9 @@ class Script:
 
     async def serve(self, channel):
         does, state = self.does, self.state
-        await channel.receive(seconds=5)
+        await channel.receive(seconds=60)
         header = does.get("header", lambda header: header)(state.header.to_json())
-        await channel.send({"header": header}, does.get("hashes", lambda data: data)(b"".join(state.chunk_hashes)), seconds=5)
+        await channel.send({"header": header}, does.get("hashes", lambda data: data)(b"".join(state.chunk_hashes)), seconds=60)
         while len(self.asked) < does.get("after", 99):
             request, _ = await channel.receive(seconds=30)
             if request.get("chunk") is None:
@@ -47,11 +47,11 @@ class Script:
             await self._give(channel, does.get("chunk", lambda index, data: data)(request["chunk"], bytes(state.chunk(request["chunk"]))))
         await self.leave.wait()
         if does.get("stalls"):
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     async def _give(self, channel, data):
         for offset in range(0, max(len(data), 1), PIECE_BYTES):
-            await channel.send({}, data[offset : offset + PIECE_BYTES], seconds=5)
+            await channel.send({}, data[offset : offset + PIECE_BYTES], seconds=60)
 
 
 async def scripted(nodes, state: State, **does):
@@ -124,7 +124,14 @@ def test_holders_give_at_the_same_time_and_what_a_dead_one_gave_is_kept(swarm):
     swarm(scenario)
 
 
-def test_a_fast_holder_gives_more_and_takes_over_what_a_stalled_one_owes(swarm, monkeypatch):
+@pytest.fixture
+def patient(monkeypatch):
+    """A holder that stalls is given up much later than the test needs, also on a busy machine."""
+    for name in ("_FIRST_PIECE_SECONDS", "_PIECE_SECONDS", "_LONGEST_PIECE_SECONDS"):
+        monkeypatch.setattr(download_module, name, 100.0)
+
+
+def test_a_fast_holder_gives_more_and_takes_over_what_a_stalled_one_owes(swarm, monkeypatch, patient):
     monkeypatch.setattr(download_module, "_AGAIN_SECONDS", 0.2)
 
     async def scenario(nodes):
@@ -133,14 +140,14 @@ def test_a_fast_holder_gives_more_and_takes_over_what_a_stalled_one_owes(swarm, 
         fast, _ = await scripted(nodes, new)
         ((_, streams),) = await nodes.streams(1)
         download = Download(WholeState(new.digest, base), {stalling, fast})
-        await download.run(streams)  # long before the 20 s that a first piece may take
+        await download.run(streams)  # long before a piece is late
         assert same(download, new) and download.given[fast] >= 5
         assert not download.faults
 
     swarm(scenario)
 
 
-def test_a_short_last_piece_does_not_make_a_holder_seem_slow(swarm):
+def test_a_short_last_piece_does_not_make_a_holder_seem_slow(swarm, patient):
     """Seen on a busy machine: 20 bytes that took 10 ms hid for 10 s that another holder had stalled."""
 
     async def scenario(nodes):
@@ -160,13 +167,13 @@ def test_a_short_last_piece_does_not_make_a_holder_seem_slow(swarm):
 
 
 def test_a_holder_that_says_nothing_more_is_given_up_when_it_is_the_only_one(swarm, monkeypatch):
-    monkeypatch.setattr(download_module, "_PIECE_SECONDS", 0.2)
-
     async def scenario(nodes):
         base, new = two_states()
         stalling, _ = await scripted(nodes, new, after=1, stalls=True)
         ((_, streams),) = await nodes.streams(1)
         download = Download(WholeState(new.digest, base), {stalling})
+        # The pieces of the chunk that comes may take their time.
+        monkeypatch.setattr(download_module._Pace, "piece_seconds", property(lambda pace: 0.2 if download.done else 100.0))
         with pytest.raises(PeerLost, match="says nothing"):
             await download.run(streams)
         assert len(download.done) == 1

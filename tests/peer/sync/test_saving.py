@@ -20,10 +20,13 @@ class SlowStore(StateStore):
 
     begun = 0
 
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.free = threading.Event()
+
     def save(self, state):
         self.begun += 1
-        self.free = self.free if self.begun > 1 else threading.Event()
-        self.free.wait(20)
+        self.free.wait(60)
         return super().save(state)
 
 
@@ -42,7 +45,7 @@ def test_leaving_while_a_state_is_written_waits_for_that_and_writes_no_second_ti
         leaving = asyncio.create_task(saver.save(state))
         await asyncio.sleep(0)
         store.free.set()
-        await asyncio.wait_for(leaving, 20)
+        await asyncio.wait_for(leaving, 60)
         assert store.begun == 1 and state.digest in saver.on_disk()
         assert store.load("run", "schema", state.buffer.num_bytes).digest == state.digest
 

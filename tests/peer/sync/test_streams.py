@@ -7,7 +7,7 @@ import msgpack
 import pytest
 
 from peer.sync.engine.streams import Channel, PeerLost, Refused, Streams
-from tests.peer.sync.swarm_tools import open_descriptors
+from tests.peer.sync.swarm_tools import open_descriptors, until
 
 FRAME = struct.Struct("<II")
 STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -26,7 +26,7 @@ def talk(swarm, sends, **limits):
         await server_streams.serve("test.1", answer)
         channel = await client.open(server.peer_id, "test.1")
         try:
-            outcome["message"] = await channel.receive(**{"seconds": 5, **limits})
+            outcome["message"] = await channel.receive(**{"seconds": 60, **limits})
         except PeerLost as error:
             outcome["error"] = error
         channel.close()
@@ -46,7 +46,7 @@ def raw(data: bytes):
 
 def test_a_message_arrives_whole(swarm):
     async def sends(channel):
-        await channel.send({"a": [1, "b"]}, b"x" * 1_000_000, seconds=5)
+        await channel.send({"a": [1, "b"]}, b"x" * 1_000_000, seconds=60)
 
     assert talk(swarm, sends, max_payload=1_000_000)["message"] == ({"a": [1, "b"]}, b"x" * 1_000_000)
 
@@ -69,7 +69,7 @@ def test_a_bad_message_is_a_lost_peer_with_a_reason(swarm):
             await server_streams.serve(f"test.{index}", raw(data))
             channel = await client.open(server.peer_id, f"test.{index}")
             with pytest.raises(PeerLost) as caught:
-                await channel.receive(max_payload=10, seconds=5)
+                await channel.receive(max_payload=10, seconds=60)
             channel.close()
             assert reason in str(caught.value), what
 
@@ -96,16 +96,16 @@ def test_a_reason_arrives_although_the_handler_left_messages_unread(swarm):
         (server, server_streams), (_, client) = await nodes.streams(2)
 
         async def answer(channel):
-            await channel.receive(max_payload=10_000, seconds=5)
+            await channel.receive(max_payload=10_000, seconds=60)
             raise PeerLost("no room for you")
 
         await server_streams.serve("test.1", answer)
         for _ in range(20):
             channel = await client.open(server.peer_id, "test.1")
             for _ in range(30):
-                await channel.send({"chunk": 1}, bytes(10_000), seconds=5)
+                await channel.send({"chunk": 1}, bytes(10_000), seconds=60)
             with pytest.raises(Refused, match="no room for you"):
-                await channel.receive(seconds=5)
+                await channel.receive(seconds=60)
             channel.close()
 
     swarm(scenario)
@@ -125,8 +125,7 @@ def test_a_dial_that_fails_leaves_no_connection_behind(swarm):
         for _ in range(10):
             with pytest.raises(PeerLost, match="cannot be reached"):
                 await streams.open(STRANGER, "test.1")
-        await asyncio.sleep(0.1)
-        assert open_descriptors() <= before + 1
+        await until(lambda: open_descriptors() <= before + 1)
 
     swarm(scenario)
 
@@ -136,12 +135,12 @@ def test_one_peer_cannot_hold_many_streams(swarm):
         (server, server_streams), (_, client) = await nodes.streams(2)
 
         async def idle(channel):
-            await asyncio.sleep(30)
+            await asyncio.Event().wait()
 
         await server_streams.serve("test.1", idle)
         channels = [await client.open(server.peer_id, "test.1") for _ in range(17)]
-        waits = [asyncio.create_task(channel.receive(seconds=3)) for channel in channels]
-        done, _ = await asyncio.wait(waits, timeout=2, return_when=asyncio.FIRST_COMPLETED)
+        waits = [asyncio.create_task(channel.receive(seconds=100)) for channel in channels]
+        done, _ = await asyncio.wait(waits, timeout=90, return_when=asyncio.FIRST_COMPLETED)
         assert any(isinstance(task.exception(), Refused) for task in done)
         for task in waits:
             task.cancel()
