@@ -6,7 +6,7 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,7 +22,8 @@ from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode
 from swarm.tasks import end_tasks
 
-WAIT_SECONDS = 40.0
+WAIT_SECONDS = 100.0
+"""Far above what anything takes on a busy machine; only a failure waits for so long."""
 
 
 class Nodes:
@@ -37,7 +38,7 @@ class Nodes:
         """A new one; or `again`, which is gone, with the identity that it had."""
         self._count += 1
         key = self._keys[again.peer_id] if again else self.folder / f"{self._count}.key"
-        node = await SwarmNode.join(initial_peers=self.maddrs, identity_path=key, client_mode=client_mode, deadline_seconds=20)
+        node = await SwarmNode.join(initial_peers=self.maddrs, identity_path=key, client_mode=client_mode, deadline_seconds=60)
         self._keys[node.peer_id] = key
         self._stack.push_async_callback(node.close)
         self.maddrs = self.maddrs or await node.maddrs()
@@ -72,6 +73,15 @@ async def until(true: Callable[[], object], seconds: float = WAIT_SECONDS) -> No
     while not true():
         assert time.monotonic() < deadline, "waited in vain"
         await asyncio.sleep(0.02)
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Says with a failure which of several scenes of one swarm it is."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error
 
 
 def ticket(peer: str, *, parent: str = "p", number: int = 1, samples: int = 8, reduces: bool = True) -> Ticket:

@@ -9,19 +9,34 @@ import asyncio
 import pytest
 import torch
 
-from peer.sync.engine import points
+from peer.sync.engine import points, replica
 from peer.sync.engine.codec import Wire
-from peer.sync.engine.streams import PeerLost
-from tests.peer.sync.swarm_tools import until
+from peer.sync.engine.streams import Broken, PeerLost
+from tests.peer.sync.swarm_tools import named, until
 from tests.peer.sync.test_replica import Peer, check_invariants, make_run, peers
 
 LARGE = 10 * 131_072
 """Ten parts, so that each member sends several to each reducer; two chunks of state."""
 SECONDS = 160.0
+PAUSES = (0.25, 0.5, 1, 2, 4, 8)
+"""Between attempts: a quarter of the product's."""
 
-ROUND = ("called", "joined", "group_closed", "mean_complete", "outer_step", "before_publish", "saved", "before_settle")
 PARTS = ("first_part_sent", "half_of_parts_sent", "before_last_part")
 TRANSFER = ("donor_half_way", "fetch_half_way")
+DEATHS = {
+    "forming a group": ("called", "joined", "group_closed"),
+    "sending parts": PARTS,
+    "committing": ("mean_complete", "outer_step", "before_publish"),
+    "keeping a state": ("saved", "before_settle"),
+    "handing out a state": TRANSFER,
+}
+BREAKS = {"averaging": ("joined", "half_of_parts_sent"), "handing out a state": TRANSFER}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """A dead peer's record promises samples until it was missed from three attempts, which takes 7 to 15 s with the product's pauses."""
+    monkeypatch.setattr(replica, "_BACKOFF_SECONDS", PAUSES)
 
 
 class Trap:
@@ -102,69 +117,75 @@ async def audit(living, everyone) -> None:
     check_invariants(*everyone)
 
 
-@pytest.mark.parametrize("point", ROUND + PARTS + TRANSFER)
-def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(swarm, trap, point):
-    size = LARGE if point in PARTS + TRANSFER else 1000
+@pytest.mark.parametrize("what", DEATHS)
+def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(swarm, trap, what):
+    """One swarm for several points: each time another peer dies, the others go on without it, and it comes back to them."""
 
     async def scenario(nodes):
-        ends = []
-        trio = await peers(nodes, 3, make_run(), size=size)
-        by_id = {peer.id: peer for peer in trio}
-        await until(lambda: min(peer.head.header.round for peer in trio) >= 1)
-        newcomer = Peer(nodes, await nodes.node(), trio[0].run, size=size) if point in TRANSFER else None
-        armed = trap(point, lambda peer: die(by_id[peer], ends))
-        if newcomer is not None:
-            by_id[newcomer.id] = newcomer
-            trio.append(await newcomer.start(nodes))
-        await until(lambda: ends and ends[0].done(), SECONDS)
-        victim = by_id[armed.victim]
-        others = [peer for peer in trio if peer is not victim]
-        await go_on(trio, others)
-        again = await back(nodes, victim, others[0], size=size)
-        await average_together(again, others)
-        await audit([*others, again], [*trio, again])
+        size = 1000 if what == "keeping a state" else LARGE
+        living = await peers(nodes, 3, make_run(), size=size)
+        everyone = list(living)
+        await until(lambda: min(peer.head.header.round for peer in living) >= 1, SECONDS)
+        for point in DEATHS[what]:
+            with named(f"after the point {point}"):
+                # A newcomer's node is there before anybody may die: it could be the one by whose address it joins.
+                newcomers = [Peer(nodes, await nodes.node(), living[0].run, size=size)] if point in TRANSFER else []
+                living, everyone = living + newcomers, everyone + newcomers
+                ends, by_id = [], {peer.id: peer for peer in living}
+                armed = trap(point, lambda peer, by_id=by_id, ends=ends: die(by_id[peer], ends))
+                for newcomer in newcomers:
+                    await newcomer.start(nodes)
+                await until(lambda ends=ends: ends and ends[0].done(), SECONDS)
+                victim = by_id[armed.victim]
+                others = [peer for peer in living if peer is not victim]
+                await go_on(living, others)
+                again = await back(nodes, victim, others[0], size=size)
+                living = [*others, again]
+                everyone.append(again)
+                await average_together(again, others)
+        await audit(living, everyone)
 
     swarm(scenario)
 
 
-@pytest.mark.parametrize("point", ("joined", "half_of_parts_sent", *TRANSFER))
-def test_a_stream_that_breaks_at_any_point_costs_a_retry(swarm, trap, point):
-    size = 1000 if point == "joined" else LARGE
-
-    async def cut_off(peer):
-        raise PeerLost(f"cut off at {point}")
-
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_stream_that_breaks_at_any_point_costs_a_retry(swarm, trap, what):
     async def scenario(nodes):
-        trio = await peers(nodes, 3, make_run(), size=size)
-        await until(lambda: min(peer.head.header.round for peer in trio) >= 1)
-        armed = trap(point, cut_off)
-        if point in TRANSFER:
-            trio.append(await Peer(nodes, await nodes.node(), trio[0].run, size=size).start(nodes))
-        await until(lambda: armed.victim, SECONDS)
-        victim = next(peer for peer in trio if peer.id == armed.victim)
-        await go_on(trio, trio)
-        await average_together(victim, [peer for peer in trio if peer is not victim])
-        await audit(trio, trio)
+        size = LARGE
+        living = await peers(nodes, 3, make_run(), size=size)
+        await until(lambda: min(peer.head.header.round for peer in living) >= 1, SECONDS)
+        for point in BREAKS[what]:
+            with named(f"after the point {point}"):
+
+                async def cut_off(peer, point=point):
+                    raise Broken(f"cut off at {point}")
+
+                armed = trap(point, cut_off)
+                if point in TRANSFER:
+                    living.append(await Peer(nodes, await nodes.node(), living[0].run, size=size).start(nodes))
+                await until(lambda armed=armed: armed.victim, SECONDS)
+                victim = next(peer for peer in living if peer.id == armed.victim)
+                await go_on(living, living)
+                await average_together(victim, [peer for peer in living if peer is not victim])
+        await audit(living, living)
 
     swarm(scenario)
 
 
-@pytest.mark.parametrize("point", ("mean_complete", "outer_step"))
-def test_a_peer_that_is_slow_to_commit_holds_nobody_up(swarm, trap, point):
+def test_a_peer_that_is_slow_to_commit_holds_nobody_up(swarm, trap):
     async def scenario(nodes):
-        trio, release = await peers(nodes, 3, make_run()), asyncio.Event()
-        await until(lambda: min(peer.head.header.round for peer in trio) >= 1)
-
-        async def hold(peer):
-            await release.wait()
-
-        armed = trap(point, hold)
-        await until(lambda: armed.victim, SECONDS)
-        victim = next(peer for peer in trio if peer.id == armed.victim)
-        others = [peer for peer in trio if peer is not victim]
-        await go_on(trio, others)
-        release.set()
-        await average_together(victim, others)
+        trio = await peers(nodes, 3, make_run())
+        await until(lambda: min(peer.head.header.round for peer in trio) >= 1, SECONDS)
+        for point in ("mean_complete", "outer_step"):
+            with named(f"after the point {point}"):
+                release = asyncio.Event()
+                armed = trap(point, lambda peer, release=release: release.wait())
+                await until(lambda armed=armed: armed.victim, SECONDS)
+                victim = next(peer for peer in trio if peer.id == armed.victim)
+                others = [peer for peer in trio if peer is not victim]
+                await go_on(trio, others)
+                release.set()
+                await average_together(victim, others)
         await audit(trio, trio)
 
     swarm(scenario)
@@ -263,4 +284,4 @@ def test_a_round_that_nobody_else_attends_is_made_alone_and_taken_over_by_the_ot
 def test_every_point_is_taken_here_or_by_processes():
     from tests.peer.sync.test_swarm_of_processes import POINTS_OF_PROCESSES
 
-    assert set(ROUND + PARTS + TRANSFER) | set(POINTS_OF_PROCESSES) == set(points.POINTS)
+    assert {point for several in DEATHS.values() for point in several} | set(POINTS_OF_PROCESSES) == set(points.POINTS)

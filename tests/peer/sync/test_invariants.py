@@ -5,10 +5,11 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from peer.sync.engine import points
-from peer.sync.engine.streams import PeerLost
+from peer.sync.engine import points, replica
+from peer.sync.engine.streams import Broken
+from tests.peer.sync.conftest import LOOP_SECONDS
 from tests.peer.sync.swarm_tools import Nodes, run_swarm, until
-from tests.peer.sync.test_failures import SECONDS, Trap, average_together, back, balanced, die, lineage
+from tests.peer.sync.test_failures import PAUSES, SECONDS, Trap, average_together, back, balanced, die, lineage
 from tests.peer.sync.test_replica import make_run, peers
 
 
@@ -32,7 +33,7 @@ async def live(nodes: Nodes) -> History:
     trio, ends = await peers(nodes, 3, make_run()), []
     by_id = {peer.id: peer for peer in trio}
     await until(lambda: min(peer.head.header.round for peer in trio) >= 1, SECONDS)
-    points.hook = cut = Trap("joined", lambda peer: _fail(PeerLost("cut off")))
+    points.hook = cut = Trap("joined", lambda peer: _fail(Broken("cut off")))
     await until(lambda: cut.victim, SECONDS)
     points.hook = killed = Trap("outer_step", lambda peer: die(by_id[peer], ends))
     await until(lambda: ends and ends[0].done(), SECONDS)
@@ -51,10 +52,10 @@ async def _fail(error: Exception):
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory):
-    try:
-        yield run_swarm(tmp_path_factory.mktemp("invariants"), live, 4 * SECONDS)
-    finally:
-        points.hook = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(points, "hook", None)
+        patch.setattr(replica, "_BACKOFF_SECONDS", PAUSES)
+        yield run_swarm(tmp_path_factory.mktemp("invariants"), live, LOOP_SECONDS)
 
 
 def test_one_parent_and_one_group_give_one_digest(history):

@@ -20,7 +20,7 @@ from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.groups import CALL, NoGroup
 from peer.sync.engine.local_work import REBASED_ANCESTORS
-from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
+from peer.sync.engine.neighbours import LEFT, PATIENT_ATTEMPTS
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import Head, State, next_state
 from peer.sync.engine.streams import Streams
@@ -28,7 +28,8 @@ from peer.sync.engine.trainer import Offer, Progress
 from peer.sync.parameters import Parameters
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
-from tests.peer.sync.swarm_tools import state_of, until
+from swarm.tasks import end_tasks
+from tests.peer.sync.swarm_tools import named, state_of, until
 
 SIZE = 1000
 STRATEGIES = {module.__name__.split(".")[-1]: module.strategy for module in (parameters, diloco, gradients)}
@@ -215,7 +216,8 @@ def test_a_newcomer_catches_up_and_simultaneous_founders_end_in_one_run(swarm):
         run = make_run()
         pair = await peers(nodes, 2, run)  # both start from the same base, neither waits for the other
         await until(lambda: all(peer.head.header.round >= 2 for peer in pair))
-        (late,) = await peers(nodes, 1, run)
+        # A read of the records may come back empty: nobody starts again from the base where a later state is known to exist.
+        (late,) = await peers(nodes, 1, run, last_known=Head.of(pair[0].head))
         await until(lambda: any(late.id in peer.head.header.included for peer in pair))
         assert late.lands[0].header.round >= 1
         check_invariants(*pair, late)
@@ -246,8 +248,9 @@ def test_who_has_moved_on_is_not_taken_for_absent(swarm):
         behind = Peer(nodes, await nodes.node(), make_run())
         await behind.replica.start()  # it is there, and does nothing
         (ahead,) = await peers(nodes, 1, behind.run)
-        await until(lambda: ahead.head.header.round >= 1)
         replica, offer = behind.replica, Offer(Member(behind.id, 1, 4), None, behind.base.digest)
+        while not any(record.round for record in replica.neighbours.others()):
+            await replica.neighbours.read()
         for _ in range(PATIENT_ATTEMPTS):
             await replica._after_failure(offer, NoGroup("nobody came", {ahead.id}))
         assert [record.peer_id for record in replica.neighbours.counted_upon()] == [ahead.id]
@@ -273,9 +276,9 @@ def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(
         promiser = Liar(await nodes.node(), run)
 
         async def promise(channel):
-            await channel.receive(seconds=5)
+            await channel.receive(seconds=60)
             words = {"coming": True, "reason": "", "ready_seconds": 0.0, "busy": False, "behind": False}
-            await channel.send({**words, "digest": waiter.base.digest, "samples": 0}, seconds=5)
+            await channel.send({**words, "digest": waiter.base.digest, "samples": 0}, seconds=60)
 
         await Streams(promiser.node).serve(CALL, promise)
         await promiser.keep_saying(nodes, lambda: {"digest": waiter.base.digest, "waiting_samples": 8, "round": 0, "client_mode": True})
@@ -400,6 +403,7 @@ class Liar:
 
         task = asyncio.create_task(forever())
         nodes.ends_with_the_test(task)
+        return task
 
 
 LIES = {
@@ -415,17 +419,21 @@ LIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", LIES)
-def test_what_a_liar_claims_stops_nobody(swarm, what):
+def test_what_a_liar_claims_stops_nobody(swarm):
+    """One liar after the other; what the one before claimed counts for another 20 s."""
+
     async def scenario(nodes):
         run = make_run()
         pair = await peers(nodes, 2, run)
-        liar = Liar(await nodes.node(), run)
-        await liar.keep_saying(nodes, lambda: LIES[what](pair[0]))
-        await until(lambda: all(len(peer.replica.neighbours._seen) >= 3 for peer in pair))
-        started = max(peer.head.header.round for peer in pair)
-        await until(lambda: all(peer.head.header.round >= started + 2 for peer in pair), 80)
-        assert all(peer.head.header.samples < 10**6 for peer in pair)
+        for what, claims in LIES.items():
+            with named(what):
+                liar = Liar(await nodes.node(), run)
+                lying = await liar.keep_saying(nodes, lambda claims=claims: claims(pair[0]))
+                await until(lambda liar=liar: all(liar.node.peer_id in peer.replica.neighbours._seen for peer in pair))
+                started = max(peer.head.header.round for peer in pair)
+                await until(lambda started=started: all(peer.head.header.round >= started + 2 for peer in pair))
+                assert all(peer.head.header.samples < 10**6 for peer in pair)
+                await end_tasks(lying)
         check_invariants(*pair)
 
     swarm(scenario)
@@ -450,8 +458,8 @@ def test_a_stranger_without_a_record_makes_nobody_average(swarm):
         await until(lambda: peer.waiting)
         ((_, streams),) = await nodes.streams(1)
         channel = await streams.open(peer.id, CALL)
-        await channel.send({"parent": peer.head.digest}, seconds=5)
-        answer, _ = await channel.receive(seconds=5)
+        await channel.send({"parent": peer.head.digest}, seconds=60)
+        answer, _ = await channel.receive(seconds=60)
         channel.close()
         assert answer["coming"] is False and not peer.offers
 
@@ -477,7 +485,8 @@ def test_a_peer_that_leaves_in_order_is_not_waited_for(swarm):
         two.replica.close()
         await two.tasks[0]
         await two.replica.leave()
-        await until(lambda: not one.replica.neighbours.others(), 10)
+        await until(lambda: one.replica.neighbours._seen[two.id][0].phase == LEFT)
+        assert not one.replica.neighbours.others()
 
     swarm(scenario)
 
@@ -491,7 +500,8 @@ def test_a_stopped_trainer_is_told_of_the_last_state_only(swarm):
         with contextlib.suppress(asyncio.CancelledError):
             await one.tasks[1]
         start = two.head.header.round
-        await until(lambda: two.head.header.round >= start + 3, 60)
+        await until(lambda: two.head.header.round >= start + 3)
+        two.rate = 0
         await until(lambda: one.head.digest == two.head.digest)
         assert len(one.lands) <= told + 2
         check_invariants(one, two)
