@@ -47,7 +47,7 @@ class Host:
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
         )
-        watchdog = threading.Timer(60, self.process.kill)
+        watchdog = threading.Timer(240, self.process.kill)
         watchdog.start()
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
@@ -68,7 +68,7 @@ class Host:
         if self.process and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
         return self._reap()
@@ -76,7 +76,7 @@ class Host:
     def _reap(self) -> int:
         if self.process is None:
             return 0
-        status = self.process.wait(20)
+        status = self.process.wait(120)
         self.stderr = self.process.stderr.read()
         self.process.stdout.close()
         self.process.stderr.close()
