@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from peer.contracts import LeaseLost, Sample, Settlement, SourceContext
 from peer.data.shards import ShardCache, read_shard
+from peer.data.unsaid import Unsaid
 from swarm import protocol
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
@@ -34,6 +35,7 @@ AHEAD_SECONDS = 10.0
 """Lease so much work ahead, by the measured speed, and at least two batches."""
 REGISTER_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
+_CONTRIBUTIONS = "/v1/contributions"
 _NO_LEASE = "0" * 32
 _MAX_ANSWER_BYTES = 64 << 20
 _CORRUPT_TRIES = 3
@@ -215,7 +217,8 @@ class DatasetServer:
         self._lease_of: dict[str, _Lease] = {}
         self._open: set[str] = set()  # yielded, and neither done with nor given back
         self._units: deque[_Unit] = deque()
-        self._outbox: deque[_Letter] = deque()
+        self._unsaid = Unsaid(cache_dir / f"unsaid-{run.run_id}-{peer_id}.jsonl")
+        self._outbox: deque[_Letter] = deque(_Letter(_CONTRIBUTIONS, body) for body in self._unsaid.letters())
         self._ended = self._closed = False
         self._failure: UserError | None = None
         self._renew_every = 20.0
@@ -239,10 +242,13 @@ class DatasetServer:
 
         Raises LeaseLost when the server says that samples of it are not ours.
         """
-        letter = self._send("/v1/contributions", number=number, keys=list(keys))
+        letter = self._send(_CONTRIBUTIONS, number=number, keys=list(keys))
         try:
             letter.answer.result(REGISTER_SECONDS)
         except FutureTimeout:
+            self._unsaid.keep(letter.body)
+            if letter.answer.done():  # meanwhile
+                self._unsaid.said(letter.body)
             log.warning("the dataset server is away; contribution %d of %d samples will be registered later", number, len(keys))
         except Refusal as refusal:
             raise LeaseLost(number, str(refusal)) from None
@@ -553,6 +559,8 @@ class DatasetServer:
                     letter.answer.set_exception(answer)
                 else:
                     letter.answer.set_result(answer)
+                if letter.path == _CONTRIBUTIONS:
+                    self._unsaid.said(letter.body)
             await self._wake_outbox.wait()
 
     def _envelope(self, **body: Any) -> dict[str, Any]:

@@ -12,8 +12,10 @@ import pytest
 from PIL import Image
 
 from peer.contracts import LeaseLost, Member, Settlement, SourceContext
+from peer.data import dataset_server
 from peer.data.dataset_server import build, fetch_run
 from peer.data.shards import ShardCache, read_shard
+from peer.data.unsaid import Unsaid
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
@@ -175,6 +177,59 @@ def test_what_was_unsaid_and_held_lasts_in_a_checkpoint(serve, join):
     assert untouched and untouched <= {sample.key for sample in islice(join(host.url, "bob"), 40)} | {
         sample.key for sample in islice(again, 40)
     }
+
+
+def killed(source):
+    """As after SIGKILL: nothing of it runs on, and nothing is released."""
+    source._loop.call_soon_threadsafe(source._stop.set)
+    source._thread.join()
+    source._closed = True
+
+
+def test_a_peer_killed_while_the_server_is_away_says_afterwards_what_it_had_offered(serve, join, tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset_server, "REGISTER_SECONDS", 0.2)
+    host = serve(samples=40, shard_samples=8)
+    source = join(host.url, "alice")
+    keys = [sample.key for sample in islice(source, 4)]
+    host.kill()
+    source.register(7, keys)  # returns, and the contribution is offered to others
+    killed(source)
+    host.start()
+    other = join(host.url, "bob")
+    settle(other, "alice", 7, keys)  # they averaged it
+    assert eventually(lambda: progress(host)["samples"] == 4) and progress(host)["ledger"]["counted"] == 0
+    again = join(host.url, "alice")
+    iter(again).__next__()
+    assert eventually(lambda: progress(host)["ledger"]["counted"] == 4, 60)
+    assert eventually(lambda: not list((tmp_path / "cache-alice").glob("unsaid*")))
+
+
+def test_what_is_said_in_time_is_not_kept_and_what_the_disk_does_not_take_ends_the_training(serve, join, tmp_path, monkeypatch):
+    host = serve(samples=40, shard_samples=8)
+    source = join(host.url, "alice")
+    stream = iter(source)
+    source.register(1, [next(stream).key])
+    assert not list((tmp_path / "cache-alice").glob("unsaid*"))
+    host.kill()
+    monkeypatch.setattr(dataset_server, "REGISTER_SECONDS", 0.2)
+    monkeypatch.setattr("peer.data.unsaid.flush", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(UserError, match="No space left") as caught:
+        source.register(2, [next(stream).key])
+    assert caught.value.code == ExitCode.DISK
+
+
+def test_letters_are_kept_until_they_are_said_and_a_torn_one_costs_no_other(tmp_path):
+    kept = Unsaid(tmp_path / "unsaid.jsonl")
+    kept.keep({"number": 1})
+    kept.keep({"number": 2})
+    with (tmp_path / "unsaid.jsonl").open("a") as file:
+        file.write('{"numb')
+    assert Unsaid(tmp_path / "unsaid.jsonl").letters() == [{"number": 1}, {"number": 2}]
+    kept.said({"number": 3})
+    kept.said({"number": 1})
+    assert kept.letters() == [{"number": 2}]
+    kept.said({"number": 2})
+    assert list(tmp_path.iterdir()) == []
 
 
 def post(host, path, **body):
