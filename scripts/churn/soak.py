@@ -69,6 +69,8 @@ class Soak:
         self._num_peers = peers
         self._began = time.time()
         self._lost_sidecars: dict[str, list[float]] = {}
+        self._struck: dict[str, float] = {}
+        """When each was a victim last."""
         self.kills: list[Kill] = []
         self.faults: list[str] = []
 
@@ -83,13 +85,15 @@ class Soak:
         for number in range(1, kills + 1):
             self._pause(self._rng.uniform(0, 1.5 * ROUND_SECONDS))
             self._one(number)
-        self._until("rounds of all after the last kill", lambda: all(peer.up for peer in self._peers), START_SECONDS)
+        self._until("rounds of all after the last kill", lambda: all(map(self._well, self._peers)), START_SECONDS)
         self._end()
 
     def _one(self, number: int) -> None:
         kind, victim = self._choose()
-        survivors = [peer for peer in self._peers if peer.up and peer is not victim]
+        survivors = [peer for peer in self._peers if self._well(peer) and peer is not victim]
         now = time.time()
+        if victim is not None:
+            self._struck[victim.name] = now
         kill = Kill(number, kind, victim.name if victim else "server", round(now - self._began, 1))
         self.kills.append(kill)
         self._strike(kind, victim)
@@ -104,6 +108,10 @@ class Soak:
             self._until(f"return of {victim.name}", lambda: victim.up and bool(victim.commits_since(now)), START_SECONDS)
             kill.victim_seconds = _first(victim.commits_since(now), now)
         self._say(f"{kill.at:7.1f} s  {number:3} {kind:10} {kill.victim:8} {_shown(kill)}")
+
+    def _well(self, peer: Peer) -> bool:
+        """Whether it runs and has come to a state since it was a victim."""
+        return peer.up and bool(peer.commits_since(self._struck.get(peer.name, 0.0)))
 
     def _choose(self) -> tuple[str, Peer | None]:
         """What happens to whom; at least one peer that is up is left alone."""
