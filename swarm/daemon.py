@@ -36,6 +36,13 @@ class Daemon:
             raise
         return cls(p2p, folder)
 
+    async def ended_within(self, seconds: float) -> bool:
+        """Wait so long for p2pd to end; whether it has."""
+        child = self.p2p._child
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(child.wait(), seconds)
+        return child.returncode is not None
+
     async def close(self) -> None:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.p2p.shutdown(), 5)

@@ -207,6 +207,10 @@ class SwarmNode:
         """Addresses, each with our peer id, under which others may reach us; none in client mode."""
         return [] if self.client_mode else [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)]
 
+    async def ended_within(self, seconds: float) -> bool:
+        """Wait so long for our p2pd to end; whether it has."""
+        return await self._daemon.ended_within(seconds)
+
     async def alive(self) -> bool:
         """Whether p2pd still answers: a real call, since hivemind notices nothing of its death."""
         try:

@@ -86,10 +86,11 @@ class Presence:
             self._wake()
 
     async def _watch_forever(self) -> None:
-        """hivemind notices nothing of p2pd's death: ask it, and end when it is gone, so that a new sidecar is started."""
+        """hivemind notices nothing of p2pd's death: end when it is gone or hangs, so that a new sidecar is started."""
         failures = 0
         while True:
-            await asyncio.sleep(RENEW_SECONDS)
+            if await self._node.ended_within(RENEW_SECONDS):
+                raise PeerLost("p2pd has ended")
             failures = 0 if await self._node.alive() else failures + 1
             if failures >= 2:
                 raise PeerLost("p2pd does not answer any more")
