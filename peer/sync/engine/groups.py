@@ -86,6 +86,10 @@ class Group:
         """All who take part, those who only reduce as well."""
         return {*self.reducers, *(member.peer for member in self.members)}
 
+    def holds(self, ticket: Ticket) -> bool:
+        takes_part = ticket.member.peer in self.reducers if ticket.assists else ticket.member in self.members
+        return ticket.parent == self.parent and takes_part
+
     @classmethod
     def of(cls, tickets: Collection[Ticket], silent: Collection[str] = ()) -> "Group":
         ordered = sorted(tickets, key=lambda ticket: ticket.member.peer)
@@ -162,10 +166,16 @@ class Matchmaker:
         self._max_samples, self._leads = max_samples, leads
         self._arrivals = Arrivals()
         self._open: _Open | None = None
+        self._announced: Group | None = None
+        """The group that this peer leads, until it is over."""
 
     async def start(self) -> None:
         await self._streams.serve(CALL, self._answer_call)
         await self._streams.serve(JOIN, self._answer_join)
+
+    def over(self) -> None:
+        """The group that `form` returned has averaged, or failed to."""
+        self._announced = None
 
     def moved(self) -> None:
         """This peer's state has changed: whoever waits to average onto another one is told at once."""
@@ -222,6 +232,7 @@ class Matchmaker:
         except NoGroup as error:
             _tell(followers, {"error": str(error)})
             raise
+        self._announced = group
         _tell(followers, group.announcement())
         return group
 
@@ -372,6 +383,9 @@ class Matchmaker:
             log.info("refused %s: %s", channel.peer[-6:], error)
             raise
         self._heard(channel.peer, Head(ticket.parent, standing.samples), True)
+        if self._announced is not None and self._announced.holds(ticket):
+            # Its stream broke before it heard so. Without it, all the others would wait for its parts in vain.
+            return await channel.send(self._announced.announcement(), seconds=ANSWER_SECONDS)
         book = self._book(ticket.parent)
         if book.leader is not None:
             return await channel.send({"leader": book.leader}, seconds=ANSWER_SECONDS)

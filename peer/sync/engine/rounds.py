@@ -92,9 +92,12 @@ class Rounds:
             patience=max(_SHORTEST_PATIENCE_SECONDS, _PATIENCE_SHARE * age_seconds) * 2 ** min(offer.failures, 5),
             behind_seconds=_BEHIND_SECONDS if age_seconds < _NEWS_SECONDS else 0.0,
         )
-        self._entered("average")
-        await points.reached("group_closed", self._node.peer_id)
-        mean = await (self._own(offer) if len(group.peers) == 1 else self.averager.average(group, offer.encoded))
+        try:
+            self._entered("average")
+            await points.reached("group_closed", self._node.peer_id)
+            mean = await (self._own(offer) if len(group.peers) == 1 else self.averager.average(group, offer.encoded))
+        finally:
+            self.matchmaker.over()
         await points.reached("mean_complete", self._node.peer_id)
         return group, mean
 

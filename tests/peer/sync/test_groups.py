@@ -57,6 +57,8 @@ def test_a_group_closes_when_all_came_and_is_the_same_at_every_member(swarm):
         assert len({group.id for group in formed}) == 1
         assert [m.peer for m in formed[0].members] == sorted(p.id for p in trio) == list(formed[0].reducers)
         assert formed[0].samples == 24
+        for peer in trio:
+            peer.matchmaker.over()
         again = await asyncio.gather(*(peer.form(trio) for peer in trio))
         assert again[0].id != formed[0].id and again[0].members == formed[0].members
 

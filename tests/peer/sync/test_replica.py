@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import time
 
 import pytest
@@ -31,6 +32,7 @@ from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 from tests.peer.sync.swarm_tools import named, state_of, until
 
+log = logging.getLogger(__name__)
 SIZE = 1000
 STRATEGIES = {module.__name__.split(".")[-1]: module.strategy for module in (parameters, diloco, gradients)}
 
@@ -142,8 +144,14 @@ class Peer:
     async def start(self, nodes):
         await self.replica.start()
         self.tasks = [asyncio.create_task(self.replica.live()), asyncio.create_task(self.work())]
+        self.tasks[0].add_done_callback(self._ended)
         nodes.ends_with_the_test(*self.tasks)
         return self
+
+    def _ended(self, living: asyncio.Task) -> None:
+        if not living.cancelled() and living.exception() is not None:
+            self.failures.append(living.exception())
+            log.error("%s lives no more: %r", self.id[-6:], living.exception(), exc_info=living.exception())
 
     async def stop(self):
         self.replica.close()
