@@ -88,6 +88,8 @@ class Peer:
             self.offer()
         elif self.frozen is None:
             self.replica.nothing_to_freeze()
+        else:  # it does not know: tell it once more, as the product does
+            self.offer()
 
     def offer(self):
         number, samples, encoded = self.frozen
