@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 RUNS_KEY = "distributed-diffusion.runs.1"
 JOIN_SECONDS = 60.0
+ANSWER_SECONDS = 10.0
+"""In which p2pd answers a question about itself, or hangs."""
 _SIGNATURE_BYTES = 512
 _PUBLIC_KEY = re.compile(re.escape(RSASignatureValidator.PUBLIC_KEY_FORMAT).replace(b"_key_", rb"(.+?)"))
 
@@ -214,7 +216,7 @@ class SwarmNode:
     async def alive(self) -> bool:
         """Whether p2pd still answers: a real call, since hivemind notices nothing of its death."""
         try:
-            await asyncio.wait_for(self.p2p._client.identify(), 10)
+            await asyncio.wait_for(self.p2p._client.identify(), ANSWER_SECONDS)
             return True
         except Exception:
             return False

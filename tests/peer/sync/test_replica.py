@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import signal
 import time
 
 import pytest
@@ -27,6 +28,7 @@ from peer.sync.engine.state import Head, State, next_state
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.trainer import Offer, Progress
 from peer.sync.parameters import Parameters
+from swarm import dht
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
@@ -476,13 +478,27 @@ def test_a_stranger_without_a_record_makes_nobody_average(swarm):
     swarm(scenario)
 
 
-def test_the_death_of_p2pd_ends_the_replica(swarm, monkeypatch):
-    monkeypatch.setattr(presence, "RENEW_SECONDS", 0.5)
-
+def test_the_death_of_p2pd_ends_the_replica(swarm):
     async def scenario(nodes):
         (peer,) = await peers(nodes, 1, make_run())
         peer.node.p2p._child.kill()
         await until(lambda: peer.tasks[0].done())
+        assert "p2pd has ended" in str(peer.tasks[0].exception())
+
+    swarm(scenario)
+
+
+def test_a_p2pd_that_hangs_ends_the_replica(swarm, monkeypatch):
+    monkeypatch.setattr(presence, "RENEW_SECONDS", 0.5)
+    monkeypatch.setattr(dht, "ANSWER_SECONDS", 0.5)
+
+    async def scenario(nodes):
+        (peer,) = await peers(nodes, 1, make_run())
+        peer.node.p2p._child.send_signal(signal.SIGSTOP)
+        try:
+            await until(lambda: peer.tasks[0].done())
+        finally:
+            peer.node.p2p._child.send_signal(signal.SIGCONT)
         assert "p2pd does not answer" in str(peer.tasks[0].exception())
 
     swarm(scenario)
