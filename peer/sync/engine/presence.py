@@ -14,7 +14,7 @@ from swarm.run_config import RunConfig
 _RUN_RECORD_SECONDS = 60.0
 _MEET_SECONDS = 15.0
 _READ_PEERS_PER_SECOND = 20
-"""A look asks up to 20 nodes, and each answers with all records, of 1.6 kB each: 5 Mbit/s with 20 peers, 10 with 100 (docs/scale.md)."""
+"""A look asks up to 20 nodes, and each answers with all records, of 1.6 kB each: 6 Mbit/s with 20 peers, 10 with 100 (docs/scale.md)."""
 
 
 def read_seconds(period: float, others: int) -> float:
