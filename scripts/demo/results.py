@@ -100,15 +100,22 @@ def summarize(held: Mapping[str, Lines]) -> dict[str, Any]:
 
 
 def survived(held: Mapping[str, Lines], killed: str | None) -> dict[str, Lines]:
-    """`held` without the last state of the peer that was killed, where nobody else held it.
+    """`held` without the last state of the peer that was killed, where nobody else made that round of the same contributions.
 
     A kill between one peer's commit and the others' takes that state with it: the others make that round once more, without the dead.
+    Whoever averaged the same contributions must have come to the same state, and is compared.
     """
     if killed is None or not held.get(killed):
         return dict(held)
     *before, last = held[killed]
-    elsewhere = any(line["digest"] == last["digest"] for name, lines in held.items() if name != killed for line in lines)
+    made = _made(last)
+    elsewhere = any(_made(line) == made for name, lines in held.items() if name != killed for line in lines)
     return {**held, killed: [*before, last] if elsewhere else before}
+
+
+def _made(line: Mapping[str, Any]) -> tuple[int, list]:
+    """Of what a state was made: its round and its members."""
+    return line["round"], line["members"]
 
 
 def in_step(names: Iterable[str], held: Mapping[str, Lines], number: int) -> bool:

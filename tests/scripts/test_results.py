@@ -138,6 +138,12 @@ def test_a_killed_peers_last_state_that_others_hold_is_compared(held):
     assert results.survived(held, "peer-1") == held
 
 
+def test_a_killed_peers_last_state_that_others_made_otherwise_of_the_same_contributions_is_compared(held):
+    held["peer-1"][-1]["digest"] = "forged"
+    assert results.survived(held, "peer-1") == held
+    assert results.summarize(held)["unequal_rounds"] == [held["peer-1"][-1]["round"]]
+
+
 def test_peers_are_in_step_when_they_hold_one_state_of_that_round_or_a_later_one(held):
     names = ["peer-1", "peer-2"]
     assert results.in_step(names, held, 4) and not results.in_step(names, held, 5)
