@@ -1,6 +1,7 @@
 """The machine: which device, which number format and why, how many threads, and the ranks of one launch as a group."""
 
 import datetime
+import importlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,6 +139,9 @@ class RankGroup:
         environ = {"RANK": str(rank.index), "WORLD_SIZE": str(rank.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         for name, value in environ.items():
             os.environ.setdefault(name, value)
+        # Its functions have the group of that moment as a default; the first optimizer imports it. Imported with the group there, it keeps
+        # gloo's threads alive until the interpreter ends, where they may abort the process (3 of 20 launches on a busy machine).
+        importlib.import_module("torch.distributed.nn.functional")
         with _lost_rank():
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
 
