@@ -50,6 +50,7 @@ _LINGER_SECONDS = 15.0
 _LONGEST_LINGER_SECONDS = 300.0
 _ASK_SECONDS = _CLOSE_SECONDS = 5.0
 _STUCK_SECONDS = 5.0
+_LAND_SECONDS = 2.0
 """A trainer that said nothing for so long beyond two of its steps does something else than steps."""
 SETTLE_SECONDS = 120.0
 """A state that was on disk and on our lineage for so long is settled even when a live peer signs another one: it may never follow."""
@@ -89,7 +90,7 @@ class Replica:
         self._donor = Donor(streams, lambda: self.state, store, self._means, lambda: self._phase == "average", clock)
         self._takeover = Takeover(streams, self._refusal, clock, Replaying(wire.num_bytes, self.rounds.step, self._means))
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock)
-        self._saver = Saver(store, state, self.wake, trainer.failed, clock, node.peer_id)
+        self._saver = Saver(store, state, self.wake, trainer.failed, self._trainer_landed, clock, node.peer_id)
         self._presence = Presence(run, node, self.neighbours, self.record, self._run_record, self._rate, self.wake, clock)
         self._settling = Settling(state)
         self._phase, self._group_size, self._asked = "join", 0, False
@@ -421,6 +422,10 @@ class Replica:
         if self._phase != "join" and self._told != self.state.digest and (not self._told or self._landed == self._told):
             self._told = self.state.digest
             self.trainer.landed(self.state)
+
+    def _trainer_landed(self) -> bool:
+        """Or it has other things to do. Writing a state takes a core and the memory, and the trainer needs both for landing on it."""
+        return self.assists or self._landed == self.state.digest or self.clock() - self._adopted > _LAND_SECONDS
 
     async def _settle(self) -> None:
         """A state is settled when a second live peer signs it or a descendant of it or, alone, when it is on disk."""

@@ -14,7 +14,7 @@ _LOOK_SECONDS = 0.2
 
 
 class Saver:
-    """saved: called after each state that is on disk; failed: called when the disk refuses one."""
+    """saved: called after each state that is on disk; failed: called when the disk refuses one; may_begin: asked before each is written."""
 
     def __init__(
         self,
@@ -22,11 +22,12 @@ class Saver:
         state: State,
         saved: Callable[[], None],
         failed: Callable[[UserError], None],
+        may_begin: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
         peer: str = "",
     ):
         self._store, self._on_saved, self._on_failed, self._clock = store, saved, failed, clock
-        self._peer = peer
+        self._may_begin, self._peer = may_begin, peer
         self._next: State | None = None
         self._writing: asyncio.Task | None = None
         self._saved: deque[tuple[str, float]] = deque([(state.digest, clock())] if state.header.round else [], maxlen=16)
@@ -42,8 +43,8 @@ class Saver:
 
     async def save_forever(self) -> None:
         while True:
-            state, self._next = self._next, None
-            if state is not None:
+            if self._next is not None and self._may_begin():
+                state, self._next = self._next, None
                 try:
                     await self.save(state)
                     await points.reached("saved", self._peer)

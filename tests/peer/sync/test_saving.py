@@ -52,6 +52,29 @@ def test_leaving_while_a_state_is_written_waits_for_that_and_writes_no_second_ti
     asyncio.run(scenario())
 
 
+def test_a_state_is_not_written_before_its_time_and_then_the_newest_one(tmp_path):
+    async def scenario():
+        store, first, allowed, asked = SlowStore(tmp_path), a_state(), asyncio.Event(), []
+
+        def may_begin() -> bool:
+            asked.append(allowed.is_set())
+            return allowed.is_set()
+
+        store.free.set()
+        saver = Saver(store, state_of(torch.zeros(10)), lambda: None, lambda error: None, may_begin)
+        forever = asyncio.create_task(saver.save_forever())
+        saver.want(first)
+        await until(lambda: len(asked) >= 2)
+        assert not store.begun
+        saver.want(second := next_state(first, [[torch.zeros(10)]], [Member("a", 2, 8)]))
+        allowed.set()
+        await until(lambda: second.digest in saver.on_disk())
+        assert store.begun == 1 and first.digest not in saver.on_disk()
+        await end_tasks(forever)
+
+    asyncio.run(scenario())
+
+
 def test_a_state_that_the_disk_refused_is_tried_again_when_wanted_again(tmp_path):
     async def scenario():
         folder, errors = tmp_path / "state", []
