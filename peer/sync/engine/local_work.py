@@ -91,7 +91,7 @@ class LocalWork:
     def _encode_steps(self, encoded: Tensor) -> None:
         anchor = self.state.anchor(self._wire.size)
         for part in self._wire.parts:
-            learned = self._flat.read(part.start, part.end).sub_(part.of(anchor))
+            learned = self._flat.minus(part.start, part.of(anchor))
             check_finite(learned)
             part.encode(learned, part.bytes_of(encoded))
 
@@ -165,12 +165,11 @@ class LocalWork:
         Part by part. Where gradients are accumulated, `params` are always those of the anchor.
         """
         before, after = old.anchor(self._wire.size), new.anchor(self._wire.size)
+        if not self._strategy.steps_locally:
+            return self._flat.write(0, after)
         for part in self._wire.parts:
-            target = part.of(after)
-            if self._strategy.steps_locally:
-                start = part.of(before) if taken is None else part.decode(part.bytes_of(taken)).add_(part.of(before))
-                target = target + (self._flat.read(part.start, part.end) - start)
-            self._flat.write(part.start, target)
+            start = part.of(before) if taken is None else part.decode(part.bytes_of(taken)).add_(part.of(before))
+            self._flat.move(part.start, start, part.of(after))
 
 
 def follows(digest: str, header: Header, before: str, strategy: Strategy) -> bool:

@@ -75,28 +75,61 @@ class Flat:
     def read(self, start: int, end: int) -> Tensor:
         """A copy of the elements [start, end), on the host."""
         out = torch.empty(end - start)
-        for tensor, first, stop, piece in self._pieces(out, start):
-            piece.copy_(tensor.view(-1)[first:stop] if tensor.is_contiguous() else tensor.take(_indices(tensor, first, stop)))
+        for tensor, span, here in self._pieces(start, end):
+            out[here].copy_(_values(tensor, span))
         return out
 
-    def write(self, start: int, values: Tensor) -> None:
-        for tensor, first, stop, piece in self._pieces(values, start):
-            if tensor.is_contiguous():
-                tensor.view(-1)[first:stop].copy_(piece)
-            else:
-                tensor.put_(_indices(tensor, first, stop), piece.to(tensor))
+    def minus(self, start: int, values: Tensor) -> Tensor:
+        """The elements from `start` on, less as many `values`, on the host."""
+        out = torch.empty_like(values)
+        for tensor, span, here in self._pieces(start, start + values.numel()):
+            torch.sub(_on_host(tensor, span), values[here], out=out[here])
+        return out
 
-    def _pieces(self, values: Tensor, start: int) -> Iterator[tuple[Tensor, int, int, Tensor]]:
-        """(tensor, first, stop, piece): `piece` of `values`, which begin at `start`, are the elements [first, stop) of `tensor`."""
-        index, at, end = bisect.bisect_right(self._starts, start) - 1, start, start + values.numel()
+    def move(self, start: int, before: Tensor, after: Tensor) -> None:
+        """The elements from `start` on become after + (they - before), worked out in float32."""
+        for tensor, span, here in self._pieces(start, start + before.numel()):
+            mine = _on_host(tensor, span)
+            moved = mine.sub_(before[here]).add_(after[here])
+            if not _shares(moved, tensor):
+                _put(tensor, span, moved)
+
+    def write(self, start: int, values: Tensor) -> None:
+        for tensor, span, here in self._pieces(start, start + values.numel()):
+            _put(tensor, span, values[here])
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[Tensor, slice, slice]]:
+        """(tensor, span, here): the elements `span` of `tensor` are `here` in the vector's slice [start, end)."""
+        index, at = bisect.bisect_right(self._starts, start) - 1, start
         while at < end:
             offset, until = self._starts[index], min(self._starts[index + 1], end)
-            yield self._tensors[index], at - offset, until - offset, values[at - start : until - start]
+            yield self._tensors[index], slice(at - offset, until - offset), slice(at - start, until - start)
             index, at = index + 1, until
 
 
-def _indices(tensor: Tensor, first: int, stop: int) -> Tensor:
-    return torch.arange(first, stop, device=tensor.device)
+def _values(tensor: Tensor, span: slice) -> Tensor:
+    """Those elements in their logical order: a view where the memory has them in this order."""
+    return tensor.view(-1)[span] if tensor.is_contiguous() else tensor.take(_indices(tensor, span))
+
+
+def _on_host(tensor: Tensor, span: slice) -> Tensor:
+    """Those elements as float32 on the host: the tensor's own memory where they are that already, which saves a copy."""
+    return _values(tensor, span).to("cpu", torch.float32)
+
+
+def _put(tensor: Tensor, span: slice, values: Tensor) -> None:
+    if tensor.is_contiguous():
+        tensor.view(-1)[span].copy_(values)
+    else:
+        tensor.put_(_indices(tensor, span), values.to(tensor))
+
+
+def _indices(tensor: Tensor, span: slice) -> Tensor:
+    return torch.arange(span.start, span.stop, device=tensor.device)
+
+
+def _shares(values: Tensor, tensor: Tensor) -> bool:
+    return values.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 class SharedBuffer:

@@ -210,3 +210,12 @@ def test_slices_of_tensors_are_those_of_the_flat_vector_whatever_their_strides(s
     vector[start:end] = torch.arange(end - start)
     flat.write(start, vector[start:end])
     assert torch.equal(flatten(params, torch.empty(size)), vector)
+    before, after = torch.randn(end - start), torch.randn(end - start)
+    learned = flat.minus(start, before)
+    assert torch.equal(learned, vector[start:end] - before)
+    flat.move(start, before, after)
+    moved = flat.read(start, end)
+    flat.write(start, after + learned)
+    assert torch.equal(flat.read(start, end), moved), "in place or not, the same bits"
+    vector[start:end] = moved
+    assert torch.equal(flatten(params, torch.empty(size)), vector)
