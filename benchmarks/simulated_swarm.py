@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's")
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--warmup", type=int, default=0, help="samples of the swarm over which the rate rises")
+    parser.add_argument("--horizon", type=int, default=0, help="samples of the swarm over which the rate falls to nothing along a line")
     parser.add_argument("--sync", choices=("none", "parameters", "diloco"), default="parameters")
     parser.add_argument("--outer_rate", type=float, default=0.7)
     parser.add_argument("--outer_momentum", type=float, default=0.9)
@@ -96,8 +97,8 @@ class Swarm:
         args, anchor, before = self._args, self.vectors[0], self.samples
         steps = max(1, round(args.round / args.peers / args.batch))
         for pupil, optimizer in zip(self._pupils, self._optimizers, strict=True):
-            optimizer.param_groups[0]["lr"] = args.rate * min(1.0, (before + args.round / 2) / args.warmup if args.warmup else 1.0)
-            for _ in range(steps):
+            for step in range(steps):
+                optimizer.param_groups[0]["lr"] = args.rate * scheduled(before + step * args.batch * args.peers, args.warmup, args.horizon)
                 self._school.teach(pupil, optimizer, next(self._lessons))
         self.samples, self._number = before + steps * args.batch * args.peers, self._number + 1
         mean = sum(vector(pupil) - anchor for pupil in self._pupils) / args.peers
@@ -106,6 +107,13 @@ class Swarm:
             vector_to_parameters(self.vectors[0].clone(), pupil.parameters())
         if args.moments:
             average_moments(self._optimizers)
+
+
+def scheduled(samples: int, warmup: int, horizon: int) -> float:
+    """The share of the rate after so many samples of the swarm; 0 of either: no such phase."""
+    rising = (samples + 1) / warmup if warmup else 1.0
+    falling = 1 - samples / horizon if horizon else 1.0
+    return max(0.0, min(1.0, rising, falling))
 
 
 def average_moments(optimizers: Sequence[torch.optim.Optimizer]) -> None:

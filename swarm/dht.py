@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import logging
 import re
-import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm import reachability
 from swarm.daemon import Daemon
 from swarm.errors import ExitCode, UserError
+from swarm.ports import can_listen, with_ports
 from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS, BadRecord, PeerRecord, RunRecord
 
 log = logging.getLogger(__name__)
@@ -140,6 +140,7 @@ class SwarmNode:
     ) -> "SwarmNode":
         """Start p2pd and a DHT node; tries again until the deadline.
 
+        host_maddrs: tcp/0 is any free port, after a restart the one it had before if that is still free.
         client_mode: None finds out, by asking those of `initial_peers` that answer whether they can dial this peer.
 
         Raises UserError for bad addresses, an identity in use, a port in use, or when none of `initial_peers` answers in time.
@@ -154,7 +155,8 @@ class SwarmNode:
         try:
             while True:
                 try:
-                    return await cls._start(identity, initial_peers, host_maddrs, announce_maddrs, client_mode)
+                    listening = host_maddrs if client_mode else with_ports(host_maddrs, identity_path.with_suffix(".ports"))
+                    return await cls._start(identity, initial_peers, listening, announce_maddrs, client_mode)
                 except (P2PDaemonError, RuntimeError, OSError, asyncio.TimeoutError) as error:
                     reason = _readable(error, host_maddrs, initial_peers)
                     if time.monotonic() + pause > deadline:
@@ -299,23 +301,14 @@ async def _bare_maddrs(p2p: P2P) -> list[str]:
 
 
 def _refuse_ports_in_use(host_maddrs: Sequence[str]) -> None:
-    # libp2p listens with SO_REUSEPORT: two daemons on one port both start, and steal each other's connections (seen).
     for maddr in map(Multiaddr, host_maddrs):
-        if "tcp" not in maddr or int(maddr["tcp"]) == 0:
-            continue
-        family, host = (
-            (socket.AF_INET6, maddr["ip6"]) if "ip6" in maddr else (socket.AF_INET, maddr["ip4"] if "ip4" in maddr else "0.0.0.0")  # noqa: SIM401 (no mapping)
-        )
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, int(maddr["tcp"])))
-            except OSError as error:
-                raise UserError(
-                    f"Cannot listen on {maddr}: {error.strerror}.",
-                    fix="Choose another port in --host_maddrs, or tcp/0 for any free one.",
-                    code=ExitCode.NETWORK,
-                ) from None
+        port = int(maddr["tcp"]) if "tcp" in maddr else 0
+        if port and (error := can_listen(maddr, port)) is not None:
+            raise UserError(
+                f"Cannot listen on {maddr}: {error.strerror}.",
+                fix="Choose another port in --host_maddrs, or tcp/0 for any free one.",
+                code=ExitCode.NETWORK,
+            )
 
 
 def _readable(error: BaseException, host_maddrs: Sequence[str], initial_peers: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for package in ("swarm", "datas
 ROOMS = ("models", "methods", "data", "sync")
 
 HOMES = {  # a library: the files and folders that may import it
-    "hivemind": ("swarm/daemon.py", "swarm/dht.py", "swarm/reachability.py", "swarm/records.py", "peer/sync/"),
+    "hivemind": ("swarm/daemon.py", "swarm/dht.py", "swarm/ports.py", "swarm/reachability.py", "swarm/records.py", "peer/sync/"),
     "diffusers": ("peer/models/", "peer/methods/", "peer/export", "peer/generate.py", "peer/schedule.py"),
     "transformers": ("peer/models/", "peer/methods/", "peer/export"),
     "peft": ("peer/methods/", "peer/export"),

@@ -5,9 +5,11 @@ import socket
 import time
 
 import pytest
+from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.dht import Identity, parse_maddrs, peer_id_of
 from swarm.errors import ExitCode, UserError
+from swarm.ports import with_ports
 from swarm.records import PeerRecord, RunRecord
 
 RUN_ID = "run"
@@ -112,6 +114,35 @@ def test_an_identity_lasts_and_belongs_to_one_process(nodes, tmp_path):
         assert again.peer_id == one.peer_id
 
     nodes(scenario)
+
+
+def test_a_node_that_starts_again_is_where_it_was_unless_somebody_else_is_there_now(nodes):
+    async def scenario(start):
+        one, other = await start("one"), await start("other")
+        before = await one.maddrs()
+        assert not set(before) & set(await other.maddrs())
+        await one.close()
+        again = await start("one")
+        assert await again.maddrs() == before
+        await again.close()
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its connections of a moment ago are still known to the kernel
+            taken.bind(("127.0.0.1", int(Multiaddr(before[0])["tcp"])))
+            taken.listen()
+            assert not set(await (await start("one")).maddrs()) & set(before)
+
+    nodes(scenario)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"/ip4/127.0.0.1/tcp/0": "x"}', '{"/ip4/127.0.0.1/tcp/0": 70000}'])
+def test_a_damaged_memory_of_ports_costs_a_new_port_only(tmp_path, content):
+    path = tmp_path / "identity.ports"
+    path.write_text(content)
+    wanted = ["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic", "/ip4/127.0.0.1/tcp/31337"]
+    first, quic, fixed = with_ports(wanted, path)
+    assert int(Multiaddr(first)["tcp"]) > 0 and [quic, fixed] == wanted[1:]
+    assert with_ports(wanted, path) == [first, quic, fixed]
+    assert with_ports(wanted, tmp_path / "no such folder" / "identity.ports")[1:] == wanted[1:]
 
 
 def test_a_file_that_is_no_key_is_one_line(tmp_path):

@@ -1,0 +1,69 @@
+"""The same free port again after a restart: others remember this peer's addresses, and users pass them on."""
+
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from hivemind.utils.multiaddr import Multiaddr
+
+log = logging.getLogger(__name__)
+
+
+def with_ports(host_maddrs: Sequence[str], remembered_in: Path) -> list[str]:
+    """`host_maddrs` with a port in the place of each tcp/0: the last one if it is free, else any that is free now.
+
+    remembered_in: a JSON file, {multiaddr: port}; without it, or when it cannot be written, ports are new at every start.
+    """
+    ports = _remembered(remembered_in)
+    chosen = {maddr: _port(Multiaddr(maddr), ports.get(maddr, 0)) for maddr in host_maddrs if _is_free_choice(Multiaddr(maddr))}
+    if chosen != ports:
+        with contextlib.suppress(OSError):
+            remembered_in.write_text(json.dumps(chosen))
+    return [str(maddr).replace("/tcp/0", f"/tcp/{chosen[maddr]}", 1) if maddr in chosen else maddr for maddr in host_maddrs]
+
+
+def can_listen(maddr: Multiaddr, port: int) -> OSError | None:
+    """None, or why nobody can listen on that TCP port there."""
+    # libp2p listens with SO_REUSEPORT: two daemons on one port both start, and steal each other's connections (seen).
+    with _bound(maddr) as probe:
+        try:
+            probe.bind((_host(maddr), port))
+            return None
+        except OSError as error:
+            return error
+
+
+def _port(maddr: Multiaddr, last: int) -> int:
+    if last and can_listen(maddr, last) is None:
+        return last
+    with _bound(maddr) as probe:
+        try:
+            probe.bind((_host(maddr), 0))
+            return probe.getsockname()[1]
+        except OSError:
+            return 0  # p2pd will say what is wrong with this address
+
+
+def _bound(maddr: Multiaddr) -> socket.socket:
+    probe = socket.socket(socket.AF_INET6 if "ip6" in maddr else socket.AF_INET, socket.SOCK_STREAM)
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return probe
+
+
+def _host(maddr: Multiaddr) -> str:
+    return next((maddr[kind] for kind in ("ip6", "ip4") if kind in maddr), "0.0.0.0")
+
+
+def _is_free_choice(maddr: Multiaddr) -> bool:
+    return "tcp" in maddr and int(maddr["tcp"]) == 0
+
+
+def _remembered(path: Path) -> dict[str, int]:
+    try:
+        ports = json.loads(path.read_text())
+        return {maddr: port for maddr, port in ports.items() if isinstance(port, int) and 0 < port < 1 << 16}
+    except (OSError, ValueError, AttributeError):
+        return {}
