@@ -65,6 +65,11 @@ class Peer:
             trunk = psutil.Process(self.process.pid)
             self.tree |= {trunk, *trunk.children(recursive=True)}
 
+    def programs(self, name: str) -> int:
+        """How many processes of this peer have `name` in their command."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        return sum(name in " ".join(child.cmdline()) for child in family if alive(child))
+
     def rank(self, number: int) -> psutil.Process:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # others of the family come and go
@@ -240,6 +245,8 @@ def test_a_killed_rank_ends_its_group_with_the_reason_and_the_swarm_goes_on(swar
     single = swarm.peer("single", "--datasetserver", host.url, *TWO)
     swarm.wait("round of both", lambda: single.members() == 2)
     pair.watch()
+    found = {name: pair.programs(name) for name in ("peer.sync.engine.sidecar", "p2pd")}
+    assert found == {"peer.sync.engine.sidecar": 1, "p2pd": 1}, "one upload for both ranks"
     pair.rank(1).kill()
 
     assert pair.finish() != 0
