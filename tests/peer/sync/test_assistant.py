@@ -97,6 +97,32 @@ def test_two_that_nobody_can_dial_average_through_one_who_assists_and_brings_no_
     swarm(scenario)
 
 
+def test_two_helpers_reduce_a_part_each_and_one_may_die(swarm):
+    async def scenario(nodes):
+        helpers = [Helper(nodes, await nodes.node(), name) for name in ("one", "other")]
+        pair = await volunteers(nodes, 2)
+
+        def sent() -> list[int]:
+            records = {record.peer_id: record for record in pair[0].replica.neighbours.others()}
+            return [records[helper.id].sent_bytes if helper.id in records else 0 for helper in helpers]
+
+        def together(peer: Peer) -> int:
+            return sum(len(line["members"]) == 2 for line in averaged(peer))
+
+        await until(lambda: all(sent()) and min(together(peer) for peer in pair) >= 2)
+        dead, alive = helpers
+        dead.task.cancel()
+        await dead.node.close()
+        before = [together(peer) for peer in pair]
+        await until(lambda: all(together(peer) >= count + 2 for peer, count in zip(pair, before, strict=True)))
+        assert not any(line["how"] == "solo" for peer in pair for line in peer.rounds())
+        check_invariants(*pair)
+        check_digests(*pair, *helpers)
+        await alive.end()
+
+    swarm(scenario)
+
+
 def test_all_who_train_may_leave_and_come_back_and_go_on_from_what_the_helper_keeps(swarm):
     async def scenario(nodes):
         helper = Helper(nodes, await nodes.node())
