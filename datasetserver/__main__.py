@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from datasetserver import tokens
 from datasetserver.config import ServerConfig
 from swarm.errors import UserError, run_program
 from swarm.options import build, parse_flags, read_toml
@@ -22,6 +23,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> None:
+    if list(argv[:1]) == ["token"]:
+        return tokens.main(argv[1:])
     config, run_values = _read(argv)
 
     import uvloop
@@ -36,10 +39,11 @@ def _main(argv: Sequence[str]) -> None:
     work_dir = config.work_folder()
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.", fix="Check --dataset.")
+    guard = server.guard(config)
     with server.listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
         data = _ingest(folder, work_dir, config)
         run = run_to_serve(run_values, stored_run(work_dir / server.LEDGER), data.digest)
-        uvloop.run(server.serve(config, run, data, work_dir, sock))
+        uvloop.run(server.serve(config, run, data, work_dir, sock, guard))
 
 
 def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:

@@ -29,6 +29,11 @@ def caller_address(remote: str | None, forwarded_for: str | None) -> str:
     return remote or ""
 
 
+def is_this_machine(address: str) -> bool:
+    parsed = _parse(address)
+    return parsed is not None and parsed.is_loopback
+
+
 def _visible(maddr: str, source: IpAddress | None) -> bool:
     parts = maddr.split("/")
     if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):

@@ -4,10 +4,9 @@ No path, header or body of a user ever reaches the file system: a shard is found
 """
 
 import logging
-import sqlite3
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,13 +14,17 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from datasetserver import answers, blobs
-from datasetserver.addresses import caller_address, visible_maddrs
+from datasetserver.addresses import is_this_machine, visible_maddrs
 from datasetserver.book import Book, Refused
 from datasetserver.founding import acceptable_run
+from datasetserver.gate import Gate, caller, holds_token
 from datasetserver.ingest import Ingested, shard_path
 from datasetserver.ledger import Ledger
+from datasetserver.limits import Limits
+from datasetserver.metrics import CONTENT_TYPE, Metrics
 from datasetserver.openapi import Endpoint, describe
 from datasetserver.rendezvous import Rendezvous
+from datasetserver.tokens import Tokens
 from datasetserver.tree import State
 from swarm import protocol
 from swarm.digest import canonical_json
@@ -30,14 +33,14 @@ from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=BaseModel)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass
 class Service:
     """All that the handlers need. `url`: how peers reach this server; `rendezvous`: None without a DHT.
 
-    `run` and `ledger` are None until there is a run: the host's, or that of the first peer that founds one.
+    `run` and `ledger` are None until there is a run: the host's, or that of the first peer that founds one. `tokens`: None where
+    whoever reaches the server may use it.
     """
 
     data: Ingested
@@ -47,6 +50,9 @@ class Service:
     rendezvous: Rendezvous | None = None
     run: RunConfig | None = None
     ledger: Ledger | None = None
+    tokens: Tokens | None = None
+    limits: Limits = field(default_factory=Limits)
+    metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
         self.shards = {shard.digest: shard for shard in self.data.manifest.shards}
@@ -67,7 +73,8 @@ _CONDITIONS = ("If-Match", "If-None-Match", "If-Range", "Range")
 
 
 def make_app(service: Service) -> web.Application:
-    app = web.Application(middlewares=[_errors_as_json])
+    gate = Gate(ENDPOINTS, service.tokens, service.limits, service.metrics)
+    app = web.Application(middlewares=[gate.middleware])
     app[SERVICE] = service
     for endpoint in ENDPOINTS:
         if endpoint.method == "GET":
@@ -85,14 +92,16 @@ async def healthz(request: web.Request) -> web.Response:
 
 
 async def get_openapi(request: web.Request) -> web.Response:
-    return web.Response(body=canonical_json(describe(ENDPOINTS, tokens=False)), content_type="application/json")
+    return web.Response(
+        body=canonical_json(describe(ENDPOINTS, tokens=request.app[SERVICE].tokens is not None)), content_type="application/json"
+    )
 
 
 async def get_run(request: web.Request) -> web.Response:
-    return await _run_answer(_with_run(request, status=404), _caller(request))
+    return await _run_answer(_with_run(request, status=404), caller(request))
 
 
-async def _run_answer(service: Service, caller: str, status: int = 200) -> web.Response:
+async def _run_answer(service: Service, asker: str, status: int = 200) -> web.Response:
     maddrs = service.rendezvous.maddrs if service.rendezvous else []
     return answers.answer(
         protocol.RunAnswer(
@@ -100,7 +109,7 @@ async def _run_answer(service: Service, caller: str, status: int = 200) -> web.R
             run=asdict(service.run),
             run_id=service.run.run_id,
             url=service.url,
-            initial_peers=visible_maddrs(maddrs, caller)[:64],
+            initial_peers=visible_maddrs(maddrs, asker)[:64],
             manifest=service.data.digest,
             head=await service.ledger.call(_head),
             server_time=time.time(),
@@ -110,9 +119,7 @@ async def _run_answer(service: Service, caller: str, status: int = 200) -> web.R
 
 
 async def get_peers(request: web.Request) -> web.Response:
-    caller = _caller(request)
-    peers = [peer.model_copy(update={"maddrs": visible_maddrs(peer.maddrs, caller)}) for peer in request.app[SERVICE].live_peers()]
-    return answers.answer(protocol.PeersAnswer(peers=peers))
+    return answers.answer(protocol.PeersAnswer(peers=[_shown(peer, request) for peer in request.app[SERVICE].live_peers()]))
 
 
 async def get_manifest(request: web.Request) -> web.Response:
@@ -141,7 +148,7 @@ async def get_blob(request: web.Request) -> web.StreamResponse:
         headers["Content-Range"] = f"bytes {selected.start}-{selected.start + selected.count - 1}/{shard.bytes}"
     headers["Content-Type"] = "application/x-tar"
     try:
-        return await blobs.send(request, shard_path(service.work_dir, shard.digest), selected, headers, lambda count: None)
+        return await blobs.send(request, shard_path(service.work_dir, shard.digest), selected, headers, service.metrics.sent)
     except ConnectionError:
         raise
     except OSError as error:
@@ -150,7 +157,7 @@ async def get_blob(request: web.Request) -> web.StreamResponse:
 
 
 async def get_progress(request: web.Request) -> web.Response:
-    service, caller = _with_run(request, status=404), _caller(request)
+    service = _with_run(request, status=404)
     peers = service.live_peers()
     figures = await service.ledger.call(_figures)
     speed = sum(peer.samples_per_second for peer in peers)
@@ -164,12 +171,27 @@ async def get_progress(request: web.Request) -> web.Response:
             waiting_samples=sum(peer.waiting_samples for peer in peers),
             samples_per_second=speed,
             loss=sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses) if losses else None,
-            peers=[peer.model_copy(update={"maddrs": visible_maddrs(peer.maddrs, caller)}) for peer in peers],
+            peers=[_shown(peer, request) for peer in peers],
             dataset_samples=service.data.manifest.total,
             server_time=time.time(),
             **figures,
         )
     )
+
+
+def _shown(peer: protocol.PeerInfo, request: web.Request) -> protocol.PeerInfo:
+    """A volunteer's address is for those who hold a token, and for this machine; where no token is asked for, to others a peer has none."""
+    asker = caller(request)
+    known = holds_token(request) or is_this_machine(asker)
+    return peer.model_copy(update={"maddrs": visible_maddrs(peer.maddrs, asker) if known else []})
+
+
+async def get_metrics(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    figures = await service.ledger.call(_figures) if service.ledger else {}
+    samples = figures["ledger"].model_dump() if figures else {}
+    text = service.metrics.text(peers=len(service.live_peers()), figures=figures, samples=samples)
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
 
 # -- what peers do
@@ -184,7 +206,7 @@ async def put_run(request: web.Request) -> web.Response:
             service.begin(run)
         except UserError as error:
             raise Refused(503, "ledger_unavailable", error.message, error.fix) from None
-        log.info("the run '%s' (%s) was founded by a peer at %s", run.run_name, run.run_id, _caller(request))
+        log.info("the run '%s' (%s) was founded by a peer at %s", run.run_name, run.run_id, caller(request))
     elif run.digest != service.run.digest:
         ours = asdict(service.run)
         name = next(name for name, value in asdict(run).items() if name != "model" and value != ours[name])
@@ -194,7 +216,7 @@ async def put_run(request: web.Request) -> web.Response:
             f"This server has the run '{service.run.run_name}' ({service.run.run_id}), with {name} = {ours[name]}.",
             "Join that run, or give a run of your own another server.",
         )
-    return await _run_answer(service, _caller(request), 201 if new else 200)
+    return await _run_answer(service, caller(request), 201 if new else 200)
 
 
 async def post_lease(request: web.Request) -> web.Response:
@@ -302,41 +324,17 @@ async def _for_run(request: web.Request, model: type[Request]) -> tuple[Service,
     return service, asked
 
 
-def _caller(request: web.Request) -> str:
-    return caller_address(request.remote, request.headers.get("X-Forwarded-For"))
-
-
 def _immutable(digest: str) -> dict[str, str]:
     return {"ETag": f'"{digest}"', "Cache-Control": "public, max-age=31536000, immutable"}
-
-
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except Refused as refused:
-        return answers.refusal(refused)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        return answers.http_error(error)
-    except sqlite3.Error as error:
-        return answers.error(
-            503, "ledger_unavailable", f"The ledger cannot be written: {error}.", "Try again; the host must free some disk."
-        )
-    except (ConnectionError, TimeoutError):
-        raise
-    except Exception:
-        log.exception("a request failed: %s %s", request.method, request.path)
-        return answers.error(500, "internal", "The server made a mistake.", "Tell the host to look at its log.")
 
 
 ENDPOINTS = (
     Endpoint("GET", "/healthz", healthz, "Whether the server answers.", "application/json", public=True),
     Endpoint("GET", "/v1/openapi.json", get_openapi, "This description.", "application/json", public=True),
+    Endpoint("GET", "/metrics", get_metrics, "Counters for Prometheus.", "text/plain"),
     Endpoint("GET", "/v1/run", get_run, "All that a newcomer needs.", protocol.RunAnswer),
     Endpoint("PUT", "/v1/run", put_run, "Found the run at a server that has none.", protocol.RunAnswer, protocol.FoundRequest, also=(201,)),
-    Endpoint("GET", "/v1/peers", get_peers, "Live peers, with addresses that the caller can dial.", protocol.PeersAnswer),
+    Endpoint("GET", "/v1/peers", get_peers, "Live peers; with the addresses that it can dial for who holds a token.", protocol.PeersAnswer),
     Endpoint("GET", "/v1/manifest/{digest}", get_manifest, "The dataset's shards.", protocol.Manifest),
     Endpoint("GET", "/v1/blobs/{digest}.tar", get_blob, "A shard, a WebDataset tar.", "application/x-tar", also=(206, 304)),
     Endpoint("GET", "/v1/progress", get_progress, "How the run is doing.", protocol.Progress),

@@ -1,5 +1,6 @@
 """What the host of a run may choose for its machine. What all peers must agree on is in `swarm.run_config.RunConfig`."""
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,16 @@ class ServerConfig:
 
     dataset: str = option("", "Folder of pictures with a .txt or .caption beside each.")
     run: str = option("", "TOML file with the run's options; flags win over it.")
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for peers on other machines.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for peers on other machines, together with --tokens or --open.")
     port: int = option(9090, "Port to listen on; 0: any free one.")
     public_url: str = option("", "URL under which peers reach this server, when it is not http://HOST:PORT.")
+    tokens: str = option(
+        "", "File of tokens, without one of which nobody gets in; 'dd-datasetserver token add NAME --tokens FILE' makes them."
+    )
+    open: bool = option(False, "Let in whoever can reach --host, without tokens.")
+    tls_cert: str = option("", "Certificate chain (PEM): serve https, together with --tls_key.")
+    tls_key: str = option("", "The certificate's key (PEM).")
+    max_requests_per_second: float = option(50.0, "Requests of one address; a burst may have ten seconds' worth; 0: no limits per address.")
     work_dir: str = option("", "Where shards, ledger and identity are kept; default: DATASET.datasetserver beside the dataset.")
     shard_samples: int = option(256, "Samples per shard; a shard is what a peer leases, and what another repeats when it dies.")
     ingest_workers: int = option(-1, "Processes that check pictures; -1: one per core, 0: none.")
@@ -34,6 +42,26 @@ class ServerConfig:
             raise UserError(f"shard_samples is {self.shard_samples}.", fix="Use 1 to 100000; 256 is a good start.")
         if not 1 <= self.lease_seconds <= 86_400 or not 0 <= self.grace_seconds <= 86_400:
             raise UserError(f"lease_seconds is {self.lease_seconds}, grace_seconds {self.grace_seconds}.", fix="Use 1 to 86400 seconds.")
+
+        if not 0 <= self.max_requests_per_second <= 1e6:
+            raise UserError(f"max_requests_per_second is {self.max_requests_per_second}.", fix="Use 1 to 1000000, or 0 for no limit.")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise UserError("A certificate needs its key, and a key its certificate.", fix="Give both --tls_cert and --tls_key.")
+        if self.tokens and self.open:
+            raise UserError("--open lets everybody in, --tokens does not.", fix="Give one of them.")
+        if not (self.is_local or self.tokens or self.open):
+            raise UserError(
+                f"--host {self.host} lets other machines in, and nothing says whom.",
+                fix="Add --open (whoever can reach it, for a network you trust), or --tokens FILE (only those who hold a token).",
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     def work_folder(self) -> Path:
         folder = Path(self.dataset).resolve()

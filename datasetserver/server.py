@@ -7,24 +7,32 @@ import importlib.util
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
+from datasetserver import connections
 from datasetserver.app import Service, make_app
 from datasetserver.book import Book
 from datasetserver.config import ServerConfig
 from datasetserver.ingest import Ingested
 from datasetserver.ledger import Ledger
+from datasetserver.limits import Limits
 from datasetserver.rendezvous import Rendezvous
+from datasetserver.tokens import Tokens
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 LEDGER = "ledger.sqlite"
+DRAIN_SECONDS = 8.0
+"""For answers on their way when the server is told to end; a shard that takes longer is resumed by its peer."""
+_LAST_SECONDS = 1.0  # for what is then still on its way to notice that it was cut off
 _BOOTSTRAP_SECONDS = 60.0
 
 
@@ -46,9 +54,9 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
+def url_of(sock: socket.socket, scheme: str = "http") -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 @contextlib.contextmanager
@@ -85,14 +93,34 @@ def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, *, lease_seconds
     return Ledger(work_dir / LEDGER, run=run, make_book=make_book)
 
 
-async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, work_dir: Path, sock: socket.socket) -> None:
+@dataclass(frozen=True)
+class Guard:
+    """Who may come in, and how: both None for everybody in the clear."""
+
+    tokens: Tokens | None
+    tls: ssl.SSLContext | None
+
+
+def guard(config: ServerConfig) -> Guard:
+    """Read tokens and certificate, before anything slow is done. Raises UserError for those that are not there or not right."""
+    tls = connections.tls(config.tls_cert, config.tls_key) if config.tls_cert else None
+    if config.tokens and not (tls or config.is_local):
+        log.warning("tokens travel unencrypted, for anyone on the way to read: give --tls_cert and --tls_key, or have a proxy do TLS")
+    if config.open and not config.is_local:
+        log.warning("open: whoever can reach %s:%d can read the pictures and take part in the run", config.host, config.port)
+    return Guard(Tokens(Path(config.tokens)) if config.tokens else None, tls)
+
+
+async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, work_dir: Path, sock: socket.socket, guard: Guard) -> None:
     """Serve until SIGTERM or SIGINT; prints one line when ready. Without a run, the first peer that founds one gives it."""
     stop = _stop_event()
-    url = config.public_url or url_of(sock)
+    here = url_of(sock, "https" if guard.tls else "http")
+    url = config.public_url or here
     rendezvous = _rendezvous(config, work_dir, url)
     open_ = partial(open_ledger, work_dir, data, lease_seconds=config.lease_seconds, grace_seconds=config.grace_seconds)
-    service = Service(data, work_dir, url, open_, rendezvous)
-    runner = web.AppRunner(make_app(service), access_log=None, shutdown_timeout=5)
+    service = Service(data, work_dir, url, open_, rendezvous, tokens=guard.tokens, limits=Limits(config.max_requests_per_second))
+    runner = web.AppRunner(make_app(service), access_log=None, shutdown_timeout=_LAST_SECONDS)
+    server: asyncio.AbstractServer | None = None
     try:
         if run:
             service.begin(run)
@@ -100,16 +128,16 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
         if rendezvous:
             rendezvous.start()
             await _first_sign(rendezvous, stop)
-        await web.SockSite(runner, sock).start()
+        server = await connections.accept(runner, sock, service.metrics, guard.tls)
         if not stop.is_set():
             which = f"run={run.run_id}" if run else "run=none, waiting for a peer that founds one;"
-            print(f"serving {url_of(sock)} {which} samples={data.manifest.total} shards={len(data.manifest.shards)}", flush=True)
+            print(f"serving {here} {which} samples={data.manifest.total} shards={len(data.manifest.shards)}", flush=True)
         await stop.wait()
         log.info("leaving")
     finally:
-        if rendezvous:
-            await rendezvous.stop()
-        await runner.cleanup()
+        if server:
+            await connections.drain(server, runner, DRAIN_SECONDS)
+        await asyncio.gather(runner.cleanup(), *([rendezvous.stop()] if rendezvous else []))
         if service.ledger:
             service.ledger.close()
 

@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ It needs a port that others can reach, a fast link, memory for two states and a 
 but neither GPU nor model nor data. Only one who trains can give it the first state; until somebody comes it waits.
 
   --datasetserver URL          the run's dataset server; alone enough to find the run
+  --token TOKEN                what its host gave you, if it asks for one; or DD_TOKEN in the environment
   --peers MULTIADDR ...        peers of the run, in its place
   --output_dir FOLDER          states (state/, settled/), rounds.jsonl and identity.key; start with the same folder to go on
   --host_maddrs MULTIADDR      a fixed port to listen on: /ip4/0.0.0.0/tcp/31337
@@ -112,7 +114,7 @@ async def _until_stopped(peer: PeerConfig, folder: Path, joined: Joined, known: 
 
 
 async def _assist(peer: PeerConfig, folder: Path, joined: Joined, node: SwarmNode, stop: asyncio.Event) -> None:
-    reports = Reports(joined, node.peer_id)
+    reports = Reports(joined, node.peer_id, peer.token if joined.server_url == peer.datasetserver else "")
     reporting = asyncio.create_task(reports.deliver_forever())
     last = joined.last_known or {}
     try:
@@ -165,8 +167,9 @@ async def _node(peer: PeerConfig, folder: Path, joined: Joined, known: bool) -> 
 class Reports:
     """What the dataset server should know, in order, for as long as it takes to tell."""
 
-    def __init__(self, joined: Joined, peer_id: str):
-        self._joined, self._peer_id = joined, peer_id
+    def __init__(self, joined: Joined, peer_id: str, token: str = ""):
+        run, url = joined.run, joined.server_url
+        self._joined, self._report = joined, partial(report_round, url, run, peer_id, timeout=_ANSWER_SECONDS, token=token)
         self._waiting: collections.deque[Settlement] = collections.deque(maxlen=10_000)
         self._changed = asyncio.Event()
 
@@ -186,9 +189,7 @@ class Reports:
             while self._waiting:
                 told = self._waiting[0]
                 try:
-                    await loop.run_in_executor(
-                        None, report_round, self._joined.server_url, self._joined.run, self._peer_id, told, _ANSWER_SECONDS
-                    )
+                    await loop.run_in_executor(None, self._report, told)
                     self._waiting.popleft()
                     pause = _PAUSE_SECONDS
                 except UserError as error:

@@ -11,6 +11,7 @@ class PeerConfig:
     """This peer (every machine chooses its own)."""
 
     datasetserver: str = option("", "URL of the run's dataset server; alone enough to join.")
+    token: str = option("", "What the host gave you for --datasetserver; other users of this machine see flags, not the variable DD_TOKEN.")
     peers: tuple[str, ...] = option((), "Multiaddrs of peers that are in the run; alone enough to join.", aliases=("initial_peers",))
     found: bool = option(False, "Found a run: listen for peers, with this peer's flags as the run's.", aliases=("hivemind",))
     run_id: str = option("", "Which run to join, when the peers given serve several.")
@@ -47,6 +48,8 @@ class PeerConfig:
     debug: bool = option(False, "Log more, and show tracebacks.")
 
     def __post_init__(self) -> None:
+        if self.token and not (self.token.isascii() and self.token.isprintable() and " " not in self.token):
+            raise UserError("token has characters that no token has.", fix="Give it as the host gave it, without spaces.")
         for name in (
             "train_batch_size",
             "gradient_accumulation_steps",

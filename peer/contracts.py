@@ -5,7 +5,7 @@ checkpoints and exporters share; none of them knows the family or the method.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -171,6 +171,8 @@ class SourceContext:
     run: RunConfig
     url: str = ""
     """The dataset server's, '' without one."""
+    token: str = field(default="", repr=False)
+    """What it asks of us, '' without one."""
     folder: Path | None = None
     """`--train_data_dir`."""
     peer_id: str

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.OK
     peer, given = parse(argv)
     if peer.dry_run:
-        print(json.dumps({"run": dataclasses.asdict(resolve_run(peer, given).run), "peer": dataclasses.asdict(peer)}, indent=2))
+        own = {**dataclasses.asdict(peer), "token": "(hidden)" if peer.token else ""}
+        print(json.dumps({"run": dataclasses.asdict(resolve_run(peer, given).run), "peer": own}, indent=2))
         return ExitCode.OK
     die_with_launcher()
     if peer.assist:
@@ -77,19 +79,24 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.OK
 
 
-def parse(argv: Sequence[str]) -> tuple[PeerConfig, dict[str, Any]]:
-    """This peer's configuration, and what was said of the run: the keys of `--config`, overruled by flags."""
+def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[PeerConfig, dict[str, Any]]:
+    """This peer's configuration, and what was said of the run: the keys of `--config`, overruled by flags. DD_TOKEN stands for `--token`."""
     parser = argparse.ArgumentParser(prog="finetune.py", description="Train a diffusion model, alone or together with other peers.")
     parser.add_argument("--config", default="", metavar="RUN.toml", help="File with options of the run; flags overrule it.")
     run_flags, peer_flags, rest = parse_flags(parser, argv, RunConfig, PeerConfig)
     from_file = read_toml(Path(rest["config"]), RunConfig) if rest["config"] else {}
-    return build(PeerConfig, peer_flags), {**from_file, **run_flags}
+    if "token" in peer_flags and not peer_flags.get("datasetserver"):
+        raise UserError(
+            "--token is for a dataset server, and none is named.", fix="Add --datasetserver URL: a token goes to that URL only."
+        )
+    return build(PeerConfig, {"token": environ.get("DD_TOKEN", "").strip()}, peer_flags), {**from_file, **run_flags}
 
 
 def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
     """The run: the swarm's, or alone what was given, and no sync."""
     if peer.swarming:
-        return join(peer, given, ask_server, found_at_server, lambda run: load_part("models", run.family).locate(run.model))
+        ask, found = partial(ask_server, peer), partial(found_at_server, peer)
+        return join(peer, given, ask, found, lambda run: load_part("models", run.family).locate(run.model))
     if given.get("sync", "none") != "none":
         raise UserError(
             f"--sync {given['sync']} needs a swarm, and none was named.", fix="Add --datasetserver, --peers or --found, or remove --sync."
@@ -102,16 +109,21 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
     return Joined(run)
 
 
-def ask_server(url: str, run_id: str) -> Any:
+def ask_server(peer: PeerConfig, url: str, run_id: str) -> Any:
     from peer.data.dataset_server import fetch_run
 
-    return fetch_run(url, run_id=run_id)
+    return fetch_run(url, run_id=run_id, token=token_for(url, peer))
 
 
-def found_at_server(url: str, run: RunConfig) -> Any:
+def found_at_server(peer: PeerConfig, url: str, run: RunConfig) -> Any:
     from peer.data.dataset_server import found_run
 
-    return found_run(url, run)
+    return found_run(url, run, token=token_for(url, peer))
+
+
+def token_for(url: str, peer: PeerConfig) -> str:
+    """The token goes to the server that this peer's owner named, never to one that the swarm names."""
+    return peer.token if url == peer.datasetserver else ""
 
 
 def assemble(
@@ -231,6 +243,7 @@ def build_source(joined: Joined, peer: PeerConfig, group: "RankGroup", output: P
     context = SourceContext(
         run=joined.run,
         url=joined.server_url,
+        token=token_for(joined.server_url, peer),
         folder=Path(peer.train_data_dir) if peer.train_data_dir else None,
         peer_id=own_id,
         cache_dir=Path(peer.cache_dir) if peer.cache_dir else output / "cache",

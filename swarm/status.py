@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import http.client
 import json
+import os
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("where", help="URL of its dataset server (http://203.0.113.7:9090), or multiaddr of a peer (/ip4/.../p2p/...)")
     parser.add_argument("--json", action="store_true", help="print everything known as JSON, for programs")
     parser.add_argument("--run_id", default="", help="which run, when the peers at a multiaddr serve several")
+    parser.add_argument("--token", default=None, help="what its host gave you, if it asks for one; or DD_TOKEN in the environment")
     parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="wait no longer for an answer [15]")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     args = parser.parse_args(argv)
@@ -40,24 +42,25 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> None:
-    seen = fetch(args.where, seconds=args.timeout, run_id=args.run_id)
+    token = os.environ.get("DD_TOKEN", "") if args.token is None else args.token
+    seen = fetch(args.where, seconds=args.timeout, run_id=args.run_id, token=token.strip())
     if args.json:
         print(json.dumps(seen, indent=2))
     else:
         Console().print(screen(seen))
 
 
-def fetch(where: str, *, seconds: float = 15.0, run_id: str = "") -> dict[str, Any]:
+def fetch(where: str, *, seconds: float = 15.0, run_id: str = "", token: str = "") -> dict[str, Any]:
     """What a server or a peer says of the swarm: the fields of `protocol.Progress`, those a peer cannot know being None.
 
-    Raises UserError when `where` is neither a URL nor a multiaddr, does not answer, or is something else.
+    token: shown to a server, and to it alone. Raises UserError when `where` is neither a URL nor a multiaddr, does not answer, or is something else.
     """
     if where.startswith("/"):
         return asyncio.run(_from_dht(where, run_id, seconds))
-    return _from_server(where, seconds)
+    return _from_server(where, seconds, token)
 
 
-def _from_server(url: str, seconds: float) -> dict[str, Any]:
+def _from_server(url: str, seconds: float, token: str) -> dict[str, Any]:
     try:
         parts = urllib.parse.urlsplit(url)
         port_is_right = parts.port is None or parts.port > 0
@@ -68,7 +71,10 @@ def _from_server(url: str, seconds: float) -> dict[str, Any]:
             f"'{url}' is neither a URL nor a multiaddr.", fix="Give http://HOST:PORT of a dataset server, or /ip4/.../p2p/... of a peer."
         )
     try:
-        with urllib.request.urlopen(url.rstrip("/") + "/v1/progress", timeout=seconds) as answer:
+        request = urllib.request.Request(url.rstrip("/") + "/v1/progress")
+        if token:
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
             body = answer.read(_MAX_ANSWER_BYTES)
         return protocol.Progress.model_validate_json(body).model_dump()
     except urllib.error.HTTPError as error:
@@ -91,7 +97,8 @@ def _refusal(url: str, body: bytes) -> UserError | None:
         said = protocol.ErrorAnswer.model_validate_json(body).error
     except ValidationError:
         return None
-    return UserError(f"{url}: {said.message}", fix=said.fix, code=ExitCode.NETWORK)
+    code = ExitCode.AUTH if said.code.startswith("token_") else ExitCode.NETWORK
+    return UserError(f"{url}: {said.message}", fix=said.fix, code=code)
 
 
 def _other(url: str, what: str) -> UserError:

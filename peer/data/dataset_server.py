@@ -42,7 +42,11 @@ _CORRUPT_TRIES = 3
 
 
 class ServerAway(Exception):
-    """No answer, or one that says to try later."""
+    """No answer, or one that says to try later: not before `wait_seconds` have passed, where it says when."""
+
+    def __init__(self, message: str, wait_seconds: float = 0.0):
+        super().__init__(message)
+        self.wait_seconds = wait_seconds
 
 
 class Refusal(Exception):
@@ -61,41 +65,43 @@ def build(context: SourceContext) -> "DatasetServer":
         context.url,
         context.run,
         peer_id=context.peer_id,
+        token=context.token,
         cache_dir=context.cache_dir,
         cache_bytes=int(context.cache_gib * 2**30),
         batch_samples=context.batch_samples,
     )
 
 
-def fetch_run(url: str, timeout: float = 10.0, *, run_id: str = "") -> protocol.RunAnswer | None:
+def fetch_run(url: str, timeout: float = 10.0, *, run_id: str = "", token: str = "") -> protocol.RunAnswer | None:
     """Ask a server what it serves, None if nothing was founded there yet; tries again for `timeout` seconds while nobody answers.
 
-    Raises UserError (exit code NETWORK) when nobody answers, it is no dataset server, of another version, or has another run.
+    Raises UserError (exit code NETWORK) when nobody answers, it is no dataset server, of another version, or has another run; with code
+    AUTH when it wants another token.
     """
-    status, body = asyncio.run(_ask("GET", url, None, timeout))
+    status, body = asyncio.run(_ask("GET", url, None, timeout, token))
     if status == 404 and _code(body) == "no_run":
         return None
     return _check_run(url, status, body, run_id)
 
 
-def found_run(url: str, run: RunConfig, timeout: float = 10.0) -> protocol.RunAnswer:
+def found_run(url: str, run: RunConfig, timeout: float = 10.0, *, token: str = "") -> protocol.RunAnswer:
     """Offer `run` to a server that has none. The answer is what it serves from now on: this run, or that of a founder who was faster.
 
     Raises UserError as `fetch_run` does, and when the server finds fault with `run`.
     """
-    status, body = asyncio.run(_ask("PUT", url, {"run": asdict(run)}, timeout))
+    status, body = asyncio.run(_ask("PUT", url, {"run": asdict(run)}, timeout, token))
     if status == 409 and _code(body) == "run_exists":
-        status, body = asyncio.run(_ask("GET", url, None, timeout))
+        status, body = asyncio.run(_ask("GET", url, None, timeout, token))
     elif _code(body):
         error = protocol.ErrorAnswer.model_validate_json(body).error
         raise UserError(f"{url} does not take this run: {error.message}", fix=error.fix)
     return _check_run(url, status, body, run_id="")
 
 
-def report_round(url: str, run: RunConfig, peer_id: str, settlement: Settlement, timeout: float = 10.0) -> None:
+def report_round(url: str, run: RunConfig, peer_id: str, settlement: Settlement, timeout: float = 10.0, *, token: str = "") -> None:
     """Tell the server of a settled round, once; for who takes no samples. Raises UserError (NETWORK) when it does not answer."""
     body = {"run_id": run.run_id, "peer": peer_id, **_round(settlement)}
-    status, answer = asyncio.run(_ask("POST", url, body, timeout, path="/v1/rounds"))
+    status, answer = asyncio.run(_ask("POST", url, body, timeout, token, path="/v1/rounds"))
     if status >= 300:  # old news to a server that knows better is no fault
         log.warning("the dataset server did not take round %d: status %d %s", settlement.round, status, _code(answer))
 
@@ -113,16 +119,24 @@ def _code(body: bytes) -> str:
         return ""
 
 
-async def _ask(method: str, url: str, json_body: Any, timeout: float, path: str = "/v1/run") -> tuple[int, bytes]:
-    """Status and body of the server's answer. Raises UserError when nobody answers within `timeout` seconds."""
+async def _ask(method: str, url: str, json_body: Any, timeout: float, token: str, path: str = "/v1/run") -> tuple[int, bytes]:
+    """Status and body of the server's answer. Raises UserError when nobody answers within `timeout` seconds, or the token opens nothing."""
     deadline, pause = time.monotonic() + timeout, 0.2
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=_authorization(token)) as session:
         while True:
             left = max(0.1, deadline - time.monotonic())
             try:
                 ask = session.request(method, _join(url, path), json=json_body, timeout=aiohttp.ClientTimeout(total=left))
                 async with ask as response:
-                    return response.status, await _read(response)
+                    status, body = response.status, await _read(response)
+                    wait = _retry_after(response)
+                _refuse_stranger(url, status, body)
+                if status != 429 and not (status >= 500 and _code(body)):
+                    return status, body
+                pause = max(pause, wait)
+                raise ServerAway(f"status {status} ({_code(body) or 'try later'})")
+            except aiohttp.ClientConnectorCertificateError as error:
+                raise _distrusted(url, error) from None
             except aiohttp.InvalidURL:
                 raise UserError(f"'{url}' is no URL.", fix="It looks like http://203.0.113.7:9090.", code=ExitCode.NETWORK) from None
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ServerAway) as error:
@@ -135,6 +149,33 @@ async def _ask(method: str, url: str, json_body: Any, timeout: float, path: str 
                     ) from None
             await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float:
+    """Seconds that the server asks us to wait, at most an hour; 0 when it does not say. A date, RFC 9110's other form, is said as a minute."""
+    said = response.headers.get("Retry-After", "").strip()
+    return float(min(int(said), 3600)) if said.isdecimal() and len(said) < 10 else 60.0 if said else 0.0
+
+
+def _authorization(token: str) -> dict[str, str]:
+    """The header that shows a token; none without one. aiohttp drops it when it is sent on to another host."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _refuse_stranger(url: str, status: int, body: bytes) -> None:
+    """Raise UserError (exit code AUTH) when the server wants a token, or another one."""
+    if status == 401 and _code(body):
+        error = protocol.ErrorAnswer.model_validate_json(body).error
+        raise UserError(f"{url}: {error.message}", fix=error.fix, code=ExitCode.AUTH)
+
+
+def _distrusted(url: str, error: aiohttp.ClientConnectorCertificateError) -> UserError:
+    reason = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
+    return UserError(
+        f"{url} shows a certificate that is not trusted: {reason}.",
+        fix="Use the name that the certificate is for; where the host signed it itself, get the file and set SSL_CERT_FILE to it.",
+        code=ExitCode.NETWORK,
+    )
 
 
 def _check_run(url: str, status: int, body: bytes, run_id: str) -> protocol.RunAnswer:
@@ -209,8 +250,8 @@ class _Letter:
 class DatasetServer:
     """The source; see `build`. Its methods are for one training thread."""
 
-    def __init__(self, url: str, run: RunConfig, *, peer_id: str, cache_dir: Path, cache_bytes: int, batch_samples: int):
-        self._url, self._run, self._peer_id, self._batch = url, run, peer_id, batch_samples
+    def __init__(self, url: str, run: RunConfig, *, peer_id: str, token: str = "", cache_dir: Path, cache_bytes: int, batch_samples: int):
+        self._url, self._run, self._peer_id, self._token, self._batch = url, run, peer_id, token, batch_samples
         self._cache = ShardCache(cache_dir, cache_bytes, pinned=self._pinned)
         self._changed = threading.Condition()  # guards all below; notified when a unit is ready or there will be none
         self._leases: dict[str, _Lease] = {}
@@ -384,7 +425,7 @@ class DatasetServer:
 
     async def _talk(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with aiohttp.ClientSession(timeout=timeout, headers=_authorization(self._token)) as session:
             self._session = session
             tasks = [asyncio.create_task(self._guard(work)) for work in (self._feed, self._renew, self._deliver)]
             await self._stop.wait()
@@ -502,7 +543,8 @@ class DatasetServer:
         try:
             async with self._session.get(_join(self._url, f"/v1/blobs/{digest}.tar"), headers=headers) as response:
                 if response.status not in (200, 206):
-                    raise ServerAway(f"status {response.status}")
+                    _refuse_stranger(self._url, response.status, await _read(response))
+                    raise ServerAway(f"status {response.status}", _retry_after(response))
                 with part.open("ab" if response.status == 206 else "wb") as file:
                     async for piece in response.content.iter_chunked(1 << 20):
                         file.write(piece)
@@ -515,6 +557,7 @@ class DatasetServer:
 
     async def _renew(self) -> None:
         while True:
+            later = 0.0
             with self._changed:
                 leases = list(self._leases.values())
             for lease in leases:
@@ -523,11 +566,12 @@ class DatasetServer:
                     self._renew_every = answer.renew_every
                 except ServerAway as away:
                     log.debug("could not renew: %s", away)
+                    later = away.wait_seconds
                     break  # the server gives every lease a full period when it comes back
                 except Refusal as refusal:
                     self._lose(lease, refusal)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake_renew.wait(), self._renew_every)
+                await asyncio.wait_for(self._wake_renew.wait(), max(self._renew_every, later))
             self._wake_renew.clear()
 
     def _lose(self, lease: _Lease, refusal: Refusal) -> None:
@@ -578,14 +622,15 @@ class DatasetServer:
     async def _pause(self, seconds: float, what: str, away: ServerAway) -> float:
         """Sleep before another try, with jitter so that a swarm does not return as one; returns the next pause."""
         log.log(logging.WARNING if seconds == 1.0 else logging.DEBUG, "the dataset server is away (%s): %s", what, away)
-        await asyncio.sleep(seconds * random.uniform(0.75, 1.25))
+        await asyncio.sleep(max(seconds * random.uniform(0.75, 1.25), away.wait_seconds * random.uniform(1.0, 1.25)))
         return min(2 * seconds, 30.0)
 
     async def _post(self, model: type[Answer] | None, path: str, body: Mapping[str, Any]) -> Any:
-        """One request. Raises ServerAway, or Refusal when the server says no."""
+        """One request. Raises ServerAway, Refusal when the server says no, and UserError when it no longer takes our token."""
         try:
             async with self._session.post(_join(self._url, path), json=body, timeout=aiohttp.ClientTimeout(total=30)) as response:
-                status, data = response.status, await _read(response)
+                status, data, wait = response.status, await _read(response), _retry_after(response)
+                _refuse_stranger(self._url, status, data)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise ServerAway(str(error) or type(error).__name__) from None
         try:
@@ -593,9 +638,9 @@ class DatasetServer:
                 return model.model_validate_json(data) if model else None
             error = protocol.ErrorAnswer.model_validate_json(data).error
         except ValidationError:
-            raise ServerAway(f"status {status} and something that is no answer of a dataset server") from None
+            raise ServerAway(f"status {status} and something that is no answer of a dataset server", wait) from None
         if status >= 500 or status == 429:
-            raise ServerAway(f"status {status}: {error.message}")
+            raise ServerAway(f"status {status}: {error.message}", wait)
         raise Refusal(status, error)
 
 

@@ -107,7 +107,9 @@ def list_samples(folder: Path) -> list[str]:
         listed += f"; and {len(bad) - _NAMED_REASONS} more"
     if len(bad) == len(paths):
         what = f"none of its {len(bad)} pictures can be used ({listed})" if bad else "it has no pictures"
-        raise UserError(f"{folder} holds nothing to train on: {what}.", fix="Put PNG, JPG, BMP or WEBP files there, each with a .txt beside it.")
+        raise UserError(
+            f"{folder} holds nothing to train on: {what}.", fix="Put PNG, JPG, BMP or WEBP files there, each with a .txt beside it."
+        )
     if bad:
         log.warning("skipped pictures=%d of=%d %s", len(bad), len(paths), listed)
     return [path.name for path in paths if path.name not in bad]
@@ -128,5 +130,3 @@ def _fault(path: Path) -> str:
     except Exception as error:  # damaged files raise OSError, SyntaxError, ValueError, DecompressionBombError, ...
         return f"not readable ({str(error).splitlines()[0][:80]})"
     return ""
-
-

@@ -1,0 +1,95 @@
+"""What stands before every handler: limits, then tokens; and every failure leaves in the one form of errors."""
+
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable, Iterable
+
+from aiohttp import web
+
+from datasetserver import answers
+from datasetserver.addresses import caller_address
+from datasetserver.book import Refused
+from datasetserver.limits import Limits
+from datasetserver.metrics import Metrics
+from datasetserver.openapi import Endpoint
+from datasetserver.tokens import Tokens
+from swarm import protocol
+
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_HOLDER = "holder"
+
+
+class Gate:
+    """tokens: None where everybody may pass."""
+
+    def __init__(self, endpoints: Iterable[Endpoint], tokens: Tokens | None, limits: Limits, metrics: Metrics):
+        self._endpoints = {endpoint.handler: endpoint for endpoint in endpoints}
+        self._tokens, self._limits, self._metrics = tokens, limits, metrics
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        endpoint = self._endpoints.get(request.match_info.handler)
+        with self._metrics.watch(endpoint.path if endpoint else "none", request.method) as watched:
+            response = await _errors_as_json(request, handler, self._admitted, endpoint)
+            watched.status = response.status
+            return response
+
+    async def _admitted(self, request: web.Request, handler: Handler, endpoint: Endpoint | None) -> web.StreamResponse:
+        with self._limits.admit(caller(request), _body_bytes(request, endpoint)):
+            if self._tokens and endpoint and not endpoint.public:
+                request[_HOLDER] = _holder(request, self._tokens)
+            return await handler(request)
+
+
+def caller(request: web.Request) -> str:
+    return caller_address(request.remote, request.headers.get("X-Forwarded-For"))
+
+
+def holds_token(request: web.Request) -> bool:
+    """Whether the caller showed a token; never where none is asked for."""
+    return _HOLDER in request
+
+
+def _holder(request: web.Request, tokens: Tokens) -> str:
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        fix = "Ask the host for a token, and give it as DD_TOKEN or --token."
+        raise answers.RefusedWith(401, "token_needed", "This server is for those who hold a token.", fix, {"WWW-Authenticate": "Bearer"})
+    holder = tokens.holder(token.strip())
+    if holder is None:
+        header = {"WWW-Authenticate": 'Bearer error="invalid_token"'}
+        raise answers.RefusedWith(401, "token_wrong", "This token opens nothing here.", "Check it, or ask the host for another.", header)
+    return holder
+
+
+def _body_bytes(request: web.Request, endpoint: Endpoint | None) -> int:
+    """How much memory the body may take: what it announces, or the most there can be; none where nobody reads it."""
+    if endpoint is None or endpoint.asks is None or not request.body_exists:
+        return 0
+    length = request.content_length
+    return protocol.MAX_BODY_BYTES if length is None else length if length <= protocol.MAX_BODY_BYTES else 0  # larger: refused unread
+
+
+async def _errors_as_json(
+    request: web.Request,
+    handler: Handler,
+    admitted: Callable[[web.Request, Handler, Endpoint | None], Awaitable[web.StreamResponse]],
+    endpoint: Endpoint | None,
+) -> web.StreamResponse:
+    try:
+        return await admitted(request, handler, endpoint)
+    except Refused as refused:
+        return answers.refusal(refused)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return answers.http_error(error)
+    except sqlite3.Error as error:
+        fix = "Try again; the host must free some disk."
+        return answers.error(503, "ledger_unavailable", f"The ledger cannot be written: {error}.", fix)
+    except (ConnectionError, TimeoutError):
+        raise
+    except Exception:
+        log.exception("a request failed: %s %s", request.method, request.path)
+        return answers.error(500, "internal", "The server made a mistake.", "Tell the host to look at its log.")

@@ -1,0 +1,166 @@
+"""Who may use a server: a file of names, each with the digest of a token that was shown once. `dd-datasetserver token add NAME`.
+
+A token is 256 random bits, so that one fast hash keeps it as safe as a slow one would: nobody can try them all, and every request
+pays for the hash. It does not say which peer may do what: whoever holds one may do all that a peer does.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from datasetserver.book import Refused
+from swarm.digest import digest_bytes
+from swarm.errors import ExitCode, UserError
+
+log = logging.getLogger(__name__)
+LOOK_SECONDS = 1.0
+"""A running server looks this often whether the file has changed: a token that is removed opens nothing after that."""
+_FILE = "tokens.txt"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LINE = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})")
+
+
+class Tokens:
+    """The tokens of a file, read again whenever it changes. While it cannot be read, nobody gets in, and nobody is told that his token
+    is wrong: peers wait for the host to mend it, and do not end. clock: in seconds.
+
+    Raises UserError when the file is not there or is something else.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic):
+        self._path, self._clock = path, clock
+        self._names: dict[str, str] | None
+        self._names, self._looked, self._seen = _read(path), clock(), _version(path)
+
+    def holder(self, token: str) -> str | None:
+        """The name that `token` was given to; None when it is none of ours. Raises Refused (503) while the file cannot be read."""
+        self._look()
+        if self._names is None:
+            fix = "Try again; the host must mend the file of tokens."
+            raise Refused(503, "tokens_unavailable", "The server cannot tell who may use it.", fix)
+        digest = _digest(token)
+        return next((name for known, name in self._names.items() if secrets.compare_digest(known, digest)), None)
+
+    def _look(self) -> None:
+        if self._clock() - self._looked < LOOK_SECONDS:
+            return
+        self._looked, version = self._clock(), _version(self._path)
+        if version == self._seen:
+            return
+        self._seen = version
+        try:
+            self._names = _read(self._path)
+            log.info("read tokens=%d file=%s", len(self._names), self._path)
+        except UserError as error:
+            self._names = None
+            log.error("nobody is let in: %s", error)
+
+
+def add(path: Path, name: str) -> str:
+    """Make a token for `name`, keep its digest, and return it. Raises UserError."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"'{name}' is no name for a token.", fix="Use up to 64 letters, digits, dots, dashes and underscores.")
+    token = secrets.token_urlsafe(32)
+    with _locked(path):
+        names = _read(path) if path.exists() else {}
+        if name in names.values():
+            raise UserError(
+                f"{path} has a token for '{name}' already.",
+                fix=f"Choose another name, or take it back first: dd-datasetserver token remove {name}.",
+            )
+        _write(path, {**names, _digest(token): name})
+    return token
+
+
+def remove(path: Path, name: str) -> None:
+    """Forget the token of `name`. Raises UserError."""
+    with _locked(path):
+        names = _read(path)
+        if name not in names.values():
+            raise UserError(f"{path} has no token for '{name}'.", fix="dd-datasetserver token list shows who has one.")
+        _write(path, {digest: other for digest, other in names.items() if other != name})
+
+
+def names(path: Path) -> list[str]:
+    """Who has a token, sorted. Raises UserError."""
+    return sorted(_read(path).values())
+
+
+def main(argv: Sequence[str]) -> None:
+    """`dd-datasetserver token add|remove|list`. Raises UserError."""
+    parser = argparse.ArgumentParser("dd-datasetserver token", description="Say who may use a server that is started with --tokens FILE.")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="add|remove|list")
+    for action, about in (("add", "make a token and show it, once"), ("remove", "take a token back"), ("list", "show who has one")):
+        sub = actions.add_parser(action, help=about, description=about)
+        if action != "list":
+            sub.add_argument("name", help="whom it is for")
+        sub.add_argument("--tokens", type=Path, default=Path(_FILE), metavar="FILE", help=f"the file that the server is given [{_FILE}]")
+    args = parser.parse_args(argv)
+    if args.action == "add":
+        print(add(args.tokens, args.name))
+        print(f"This is the token of '{args.name}'. It is shown once; a peer takes it as DD_TOKEN or --token.", file=sys.stderr)
+        print(f"{args.tokens} keeps its digest: start the server with --tokens {args.tokens}", file=sys.stderr)
+    elif args.action == "remove":
+        remove(args.tokens, args.name)
+    else:
+        print("\n".join(names(args.tokens)))
+
+
+def _digest(token: str) -> str:
+    return digest_bytes(token.encode(errors="surrogatepass"))
+
+
+def _version(path: Path) -> tuple[int, ...] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Names by the digests of their tokens. Raises UserError."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"There is no file {path}.", fix=f"Make a token: dd-datasetserver token add NAME --tokens {path}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'no text'}.", fix="Check --tokens.") from None
+    matches = [_LINE.fullmatch(line) for line in lines]
+    if None in matches:
+        raise UserError(f"Line {matches.index(None) + 1} of {path} is no token.", fix="Check --tokens, or remove that line.")
+    return {match[2]: match[1] for match in matches if match}
+
+
+def _write(path: Path, names: dict[str, str]) -> None:
+    """Replace the file at once, for its owner's eyes only."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.writelines(f"{name} {digest}\n" for digest, name in names.items())
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One change at a time, told by a lock on the folder. Raises UserError when it cannot be written in."""
+    try:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.", fix="Choose another --tokens.", code=ExitCode.DISK) from None

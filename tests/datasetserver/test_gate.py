@@ -1,0 +1,347 @@
+"""Real servers as the open internet meets them: tokens, TLS, limits, slow and broken clients, metrics, and an orderly end."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+import pytest
+import uvloop
+from aiohttp import web
+from PIL import Image
+
+from datasetserver.__main__ import cli
+from datasetserver.connections import AT_ONCE_OF_ONE, Open, accept, drain
+from datasetserver.metrics import Metrics
+from datasetserver.tokens import add, remove
+from swarm.errors import ExitCode, UserError
+from swarm.protocol import ErrorAnswer, Manifest
+from swarm.status import fetch
+from tests.datasetserver.hosting import Host, write_dataset
+from tests.datasetserver.test_blobs import certificate  # noqa: F401 (a fixture)
+from tests.datasetserver.test_http import call, envelope, refused
+
+STRANGER = {"X-Forwarded-For": "198.51.100.7"}  # believed from this machine, as from a proxy on it
+
+
+@pytest.fixture
+def start(tmp_path):
+    hosts = []
+
+    def start_(*flags, **kwargs):
+        hosts.append(Host(tmp_path / f"host{len(hosts)}", *flags, **kwargs).start())
+        return hosts[-1]
+
+    yield start_
+    for host in hosts:
+        host.stop()
+
+
+def bearer(token):
+    return {"Authorization": f"Bearer {token}"}
+
+
+def connect(host):
+    netloc = urlsplit(host.url)
+    return socket.create_connection((netloc.hostname, netloc.port), timeout=20)
+
+
+def answer(connection):
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_with_tokens_nobody_else_gets_in(start, tmp_path):
+    alice = add(tmp_path / "tokens", "alice")
+    host = start("--tokens", str(tmp_path / "tokens"))
+    described = json.loads(call(host, "/v1/openapi.json")[2])
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            url = path.replace("{digest}", "0" * 64).replace("{lease}", "0" * 32)
+            body = {} if method in ("post", "put") else None
+            public = path in ("/healthz", "/v1/openapi.json")
+            assert ("security" in operation) == (not public)
+            if public:
+                assert call(host, url, method=method.upper())[0] == 200
+                continue
+            strange = call(host, url, body, method=method.upper())
+            refused(strange, 401, "token_needed")
+            assert strange[1]["WWW-Authenticate"] == "Bearer"
+            for wrong in (bearer("x"), bearer(alice + "x"), {"Authorization": f"Basic {alice}"}, {"Authorization": alice}):
+                assert call(host, url, body, method=method.upper(), headers=wrong)[0] == 401
+            assert call(host, url, body, method=method.upper(), headers=bearer(alice))[0] != 401
+    run = json.loads(call(host, "/v1/run", headers=bearer(alice))[2])
+    manifest = Manifest.model_validate_json(call(host, f"/v1/manifest/{run['manifest']}", headers=bearer(alice))[2])
+    blob = f"/v1/blobs/{manifest.shards[0].digest}.tar"
+    assert call(host, blob, method="HEAD")[0] == 401
+    assert call(host, blob, headers={"Authorization": f"bearer {alice}"})[0] == 200
+    assert fetch(host.url, token=alice)["run_id"] == run["run_id"]
+    with pytest.raises(UserError, match="token") as error:
+        fetch(host.url)
+    assert error.value.code == ExitCode.AUTH
+    remove(tmp_path / "tokens", "alice")
+    deadline = time.monotonic() + 20
+    while call(host, "/v1/run", headers=bearer(alice))[0] == 200 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    refused(call(host, "/v1/run", headers=bearer(alice)), 401, "token_wrong")
+
+
+def test_a_server_for_other_machines_must_say_for_whom(tmp_path, capsys, certificate):  # noqa: F811
+    data = str(write_dataset(tmp_path / "data", 1))
+    add(tmp_path / "tokens", "alice")
+    for flags, what in [
+        (["--host", "0.0.0.0"], "--open"),
+        (["--host", "::"], "--tokens FILE"),
+        (["--host", "192.0.2.1"], "--open"),
+        (["--host", "0.0.0.0", "--open", "--tokens", str(tmp_path / "tokens")], "Give one of them"),
+        (["--tokens", str(tmp_path / "nothing")], "token add NAME"),
+        (["--tls_cert", str(certificate / "cert.pem")], "--tls_key"),
+        (["--tls_cert", str(certificate / "cert.pem"), "--tls_key", str(tmp_path / "nothing")], "--tls_key"),
+        (["--tls_cert", str(certificate / "cert.pem"), "--tls_key", str(certificate / "cert.pem")], "no certificate and its key"),
+        (["--max_requests_per_second", "-1"], "max_requests_per_second"),
+    ]:
+        assert cli(["--dataset", data, "--port", "0", *flags]) == ExitCode.CONFIG, flags
+        line = capsys.readouterr().err
+        assert line.startswith("error: ") and what in line and line.count("\n") == 1, line
+
+
+def test_an_open_server_listens_on_all_addresses_and_says_so(start):
+    host = start("--host", "0.0.0.0", "--open")
+    assert call(host, "/v1/run")[0] == 200
+    host.stop()
+    assert "whoever can reach" in host.stderr
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+def test_tls_serves_shards_and_refuses_the_rest(start, certificate):  # noqa: F811
+    host = start("--tls_cert", str(certificate / "cert.pem"), "--tls_key", str(certificate / "key.pem"))
+    assert host.url.startswith("https://")
+    context = ssl.create_default_context(cafile=certificate / "cert.pem")
+
+    def get(path):
+        with urllib.request.urlopen(host.url + path, timeout=20, context=context) as response:
+            return response.read()
+
+    run = json.loads(get("/v1/run"))
+    assert run["url"] == host.url
+    shard = Manifest.model_validate_json(get(f"/v1/manifest/{run['manifest']}")).shards[0]
+    assert len(get(f"/v1/blobs/{shard.digest}.tar")) == shard.bytes
+    with pytest.raises(urllib.error.URLError, match="certificate"):
+        call(host, "/v1/run")
+    with connect(host) as connection:
+        connection.sendall(b"GET /v1/run HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"run_id" not in answer(connection)
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+    with connect(host) as connection, pytest.raises((ssl.SSLError, ConnectionError)):
+        old.wrap_socket(connection)
+    assert json.loads(get("/healthz")) == {"status": "ok"}
+
+
+def test_one_address_is_slowed_down_and_told_when_to_come_back(start):
+    host = start("--max_requests_per_second", "1")
+    answers = [call(host, "/healthz", headers=STRANGER) for _ in range(30)]
+    statuses = [status for status, *_ in answers]
+    assert statuses.count(200) >= 10 and statuses.count(429) >= 5 and set(statuses) == {200, 429}
+    late = next(one for one in answers if one[0] == 429)
+    refused(late, 429, "too_many_requests")
+    assert int(late[1]["Retry-After"]) >= 1
+    assert call(host, "/healthz", headers={"X-Forwarded-For": "198.51.100.8"})[0] == 200
+    assert call(host, "/healthz")[0] == 200
+
+
+def test_bodies_that_are_late_compressed_or_broken_are_the_callers_fault(start):
+    host = start()
+    good = json.dumps(envelope(host, want_samples=1)).encode()
+    refused(call(host, "/v1/leases", raw=good, headers={"Content-Encoding": "gzip"}), 415, "unsupported_media_type")
+    for head in (b"Content-Length: 9000000000", b"Content-Length: 8388609"):
+        with connect(host) as connection:
+            connection.sendall(b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + head + b"\r\n\r\n{")
+            assert b" 413 " in answer(connection).splitlines()[0]
+    with connect(host) as connection:
+        connection.sendall(
+            b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\nzz\r\n"
+        )
+        assert b" 400 " in answer(connection).splitlines()[0]
+    assert call(host, "/v1/leases", raw=good)[0] == 201
+
+
+def test_what_is_no_http_is_answered_in_the_form_of_every_error(start):
+    host = start()
+    for sent, status in [
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+        (b"GET / HTTP/9.9\r\n\r\n", 400),
+        (b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n", 431),
+    ]:
+        with connect(host) as connection:
+            connection.sendall(sent)
+            head, _, body = answer(connection).partition(b"\r\n\r\n")
+        assert f" {status} ".encode() in head.splitlines()[0], head
+        ErrorAnswer.model_validate_json(body)
+    assert host.stop() == 0
+    assert "Traceback" not in host.stderr
+
+
+def test_metrics_count_what_happened_without_naming_anybody(start):
+    host = start()
+    shard = Manifest.model_validate_json(call(host, f"/v1/manifest/{envelope_manifest(host)}")[2]).shards[0]
+    call(host, f"/v1/blobs/{shard.digest}.tar", headers={"Range": "bytes=0-99"})
+    call(host, "/nowhere/at/all")
+    call(host, "/v1/leases", envelope(host, "carol", want_samples=8))
+    status, headers, body = call(host, "/metrics")
+    text = body.decode()
+    assert (status, headers["Content-Type"].split(";")[0]) == (200, "text/plain")
+    assert "dd_shard_bytes_total 100.0" in text
+    assert 'dd_http_requests_total{endpoint="/v1/blobs/{digest}.tar",method="GET",status="206"} 1.0' in text
+    assert 'dd_http_requests_total{endpoint="none",method="GET",status="404"} 1.0' in text
+    assert 'dd_ledger_samples{state="leased"} 8.0' in text
+    assert "process_resident_memory_bytes" in text
+    assert "carol" not in text and "nowhere" not in text and shard.digest not in text
+
+
+def envelope_manifest(host):
+    return json.loads(call(host, "/v1/run")[2])["manifest"]
+
+
+def test_peers_addresses_are_for_token_holders_and_for_this_machine(start, tmp_path):
+    from datasetserver.app import _shown
+    from swarm.protocol import PeerInfo
+
+    token = add(tmp_path / "tokens", "alice")
+    peer = PeerInfo(peer_id="p", maddrs=["/ip4/203.0.113.7/tcp/1"])
+
+    class Asked(dict):
+        remote, headers = "198.51.100.9", {}
+
+    class AskedHere(Asked):
+        remote = "127.0.0.1"
+
+    assert _shown(peer, Asked()).maddrs == []
+    assert _shown(peer, Asked(holder="alice")).maddrs == _shown(peer, AskedHere()).maddrs == peer.maddrs
+    host = start("--tokens", str(tmp_path / "tokens"))
+    refused(call(host, "/v1/peers"), 401, "token_needed")
+    assert call(host, "/v1/peers", headers=bearer(token))[0] == 200
+
+
+def test_on_sigterm_answers_on_their_way_arrive_and_nobody_new_gets_in(start):
+    host = start(samples=400, shard_samples=400)
+    body = json.dumps(envelope(host, want_samples=1)).encode()
+    with connect(host) as idle, connect(host) as busy:
+        idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in idle.recv(65536)
+        head = f"POST /v1/leases HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        busy.sendall(head + body[:5])
+        deadline = time.monotonic() + 60
+        while "dd_http_active_requests 2.0" not in call(host, "/metrics")[2].decode() and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the server has begun to read
+        host.process.send_signal(signal.SIGTERM)
+        assert idle.recv(65536) == b"", "idle connections are closed at once"
+        with pytest.raises(OSError), connect(host) as late:
+            late.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            if not late.recv(100):
+                raise ConnectionResetError
+        busy.sendall(body[5:])
+        assert b" 201 " in answer(busy).splitlines()[0]
+    assert host.stop() == 0
+    assert "Traceback" not in host.stderr
+
+
+def test_a_client_that_never_takes_its_shard_does_not_keep_the_server_from_ending(start, tmp_path):
+    data = write_dataset(tmp_path / "host0" / "data", 1)
+    for number in range(12):
+        Image.frombytes("RGB", (1024, 1024), os.urandom(3 << 20)).save(data / f"noise{number}.png", compress_level=0)
+        (data / f"noise{number}.txt").write_text("noise")
+    host = start(samples=1, shard_samples=100)
+    shard = Manifest.model_validate_json(call(host, f"/v1/manifest/{envelope_manifest(host)}")[2]).shards[0]
+    assert shard.bytes > 24 << 20, "more than sockets hold"
+    with connect(host) as stuck:
+        stuck.sendall(f"GET /v1/blobs/{shard.digest}.tar HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert stuck.recv(100)
+        assert host.stop() == 0
+    assert "Traceback" not in host.stderr
+
+
+@contextlib.contextmanager
+def serving(**limits):
+    """Port and metrics of an application without endpoints behind `accept`, in a loop of its own as the server's is."""
+    loop, metrics, sock = uvloop.new_event_loop(), Metrics(), socket.create_server(("127.0.0.1", 0))
+    runner = web.AppRunner(web.Application())
+
+    async def begin():
+        await runner.setup()
+        return await accept(runner, sock, metrics, None, **limits)
+
+    async def end(server):
+        await drain(server, runner, 5.0)
+        await runner.cleanup()
+
+    server = loop.run_until_complete(begin())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield sock.getsockname()[1], metrics
+    finally:
+        asyncio.run_coroutine_threadsafe(end(server), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.parametrize("first", [b"", b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_connection_without_a_whole_request_is_closed(first):
+    with serving(head_seconds=0.3) as (port, _), socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(first)
+        answer(connection)  # ends; else the socket's own limit does
+
+
+def test_a_head_that_trickles_for_ever_is_cut_off():
+    with serving(head_seconds=0.3) as (port, _), socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        with pytest.raises(OSError):
+            for _ in range(600):
+                connection.sendall(b"X: y\r\n")
+                time.sleep(0.1)
+
+
+def test_connections_beyond_what_there_is_room_for_are_closed_and_the_next_gets_in_when_one_leaves():
+    def reaches(port):
+        """The connection, if a request on it is answered."""
+        connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+        try:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            if connection.recv(1000):
+                return connection
+        except ConnectionError:
+            pass
+        connection.close()
+        return None
+
+    with serving(most=3) as (port, metrics), contextlib.ExitStack() as closing:
+        kept = [closing.enter_context(reaches(port)) for _ in range(3)]
+        assert reaches(port) is None
+        assert b"dd_http_refused_connections_total 1.0" in metrics.text(peers=0, figures={}, samples={})
+        kept[0].close()
+        deadline = time.monotonic() + 60
+        while (again := reaches(port)) is None and time.monotonic() < deadline:
+            time.sleep(0.02)  # until the server has seen that the other is gone
+        assert again is not None
+        again.close()
+
+
+def test_one_address_has_so_many_connections_and_leaves_room_for_others():
+    metrics = Metrics()
+    connections = Open(1000, metrics)
+    leave = [connections.enter("203.0.113.7") for _ in range(AT_ONCE_OF_ONE)]
+    assert None not in leave and connections.enter("203.0.113.7") is None
+    assert connections.enter("203.0.113.8") and connections.enter("127.0.0.1")
+    leave[0]()
+    assert connections.enter("203.0.113.7")
+    assert f"dd_http_connections {AT_ONCE_OF_ONE + 2.0}".encode() in metrics.text(peers=0, figures={}, samples={})
