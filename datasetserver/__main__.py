@@ -39,6 +39,9 @@ def _main(argv: Sequence[str]) -> None:
     work_dir = config.work_folder()
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.", fix="Check --dataset.")
+    if config.dry_run:
+        _ingest(folder, work_dir, config)
+        return
     guard = server.guard(config)
     with server.listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
         data = _ingest(folder, work_dir, config)
@@ -59,7 +62,7 @@ def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
 def _ingest(folder: Path, work_dir: Path, config: ServerConfig):
     from tqdm import tqdm
 
-    from datasetserver.ingest import find_pairs, ingest
+    from datasetserver.ingest import Policy, find_pairs, ingest
 
     total = len(find_pairs(folder))
     data = ingest(
@@ -67,6 +70,8 @@ def _ingest(folder: Path, work_dir: Path, config: ServerConfig):
         work_dir,
         shard_samples=config.shard_samples,
         workers=None if config.ingest_workers < 0 else config.ingest_workers,
+        policy=Policy(config.missing_captions, config.duplicates),
+        dry=config.dry_run,
         # disable=None: no bar where nobody sees it
         show=lambda samples: tqdm(samples, total=total, desc="checking pictures", unit="", disable=None),
     )
@@ -76,7 +81,11 @@ def _ingest(folder: Path, work_dir: Path, config: ServerConfig):
     for name, reason in data.rejected[:_LISTED]:
         print(f"  left out {os.fsencode(name).decode(errors='backslashreplace')}: {reason}", flush=True)
     if len(data.rejected) > _LISTED:
-        print(f"  ... all of them are in {work_dir / 'rejected.csv'}", flush=True)
+        rest = "" if config.dry_run else f"; all of them are in {work_dir / 'rejected.csv'}"
+        print(f"  ... and {len(data.rejected) - _LISTED} more{rest}", flush=True)
+    if data.duplicates:
+        rest = "" if config.dry_run else f", see {work_dir / 'duplicates.csv'}"
+        print(f"  {len(data.duplicates)} pictures are there more than once{rest}; --duplicates drop leaves them out", flush=True)
     return data
 
 

@@ -3,6 +3,7 @@
 Samples are shuffled once, so that every shard is an unbiased draw of the dataset. Equal folders give equal digests.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -10,12 +11,13 @@ import logging
 import os
 import tarfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 from pydantic import ValidationError
@@ -31,73 +33,119 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 CAPTION_SUFFIXES = (".txt", ".caption")
 SHARD_SAMPLES = 256
 SHARD_BYTES = 48 << 20
-_FORMAT = 1  # of the shards: raise it when the same folder would give other bytes
+METADATA = "metadata.jsonl"
+_CAPTION_FIELDS = ("text", "caption", "prompt")
+_MAX_LINE_BYTES = 1 << 20
+_FORMAT = 2  # of the shards: raise it when the same folder would give other bytes
+_JOURNAL = "ingest.journal"
 _WORKER_MEMORY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A picture of the folder; `name` is its path within it, `caption` is missing where no file has its stem."""
+    """A picture of the folder; `name` is its path within it.
+
+    caption: the file that has its stem, or what `metadata.jsonl` says of it; None where there is neither. empty_ok: it may be empty.
+    """
 
     name: str
     image: Path
-    caption: Path | None
+    caption: Path | str | None
+    empty_ok: bool = False
 
 
 @dataclass(frozen=True)
 class Ingested:
-    """A dataset ready to be served. `rejected`: (name, reason) of what was left out; empty when nothing had to be done again."""
+    """A dataset ready to be served. What was left out, and which pictures are the same, is known only when it was checked anew (`fresh`).
+
+    rejected: (name, reason). duplicates: (name, name of the first picture with the same bytes).
+    """
 
     manifest: Manifest
     digest: str
     rejected: list[tuple[str, str]]
     fresh: bool
+    duplicates: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """missing_captions: 'reject', or 'empty' to train those pictures without words. duplicates: 'keep' or 'drop'; found in any case."""
+
+    missing_captions: str = "reject"
+    duplicates: str = "keep"
 
 
 def ingest(
-    folder: Path, work_dir: Path, *, shard_samples: int = SHARD_SAMPLES, workers: int | None = None, show: Callable = lambda pairs: pairs
+    folder: Path,
+    work_dir: Path,
+    *,
+    shard_samples: int = SHARD_SAMPLES,
+    workers: int | None = None,
+    policy: Policy = Policy(),
+    dry: bool = False,
+    show: Callable = lambda pairs: pairs,
 ) -> Ingested:
     """Check `folder` and write its shards and manifest into `work_dir`; nothing is done when they are there and up to date.
 
-    workers: processes, 0 for none, None for one per core. show: wraps the iterable of samples, for a progress bar.
+    An ingest that was cut off goes on after the last shard that it wrote. workers: processes, 0 for none, None for one per core.
+    dry: check everything and write nothing. show: wraps the iterable of samples, for a progress bar.
     Raises UserError for a folder that is missing or has no sample that can be trained on.
     """
-    pairs = find_pairs(folder)
-    source = digest_json([_FORMAT, shard_samples, SHARD_BYTES, [_fingerprint(pair) for pair in pairs]])
-    known = _up_to_date(work_dir, source)
+    rejected: list[tuple[str, str]] = []
+    pairs = find_pairs(folder, rejected)
+    source = digest_json([_FORMAT, shard_samples, SHARD_BYTES, asdict(policy), [_fingerprint(pair) for pair in pairs]])
+    known = None if dry else _up_to_date(work_dir, source)
     if known:
         return known
-    rejected = [(pair.name, "no caption: there is no .txt or .caption file of that name") for pair in pairs if pair.caption is None]
+    if policy.missing_captions == "empty":
+        pairs = [replace(pair, caption="" if pair.caption is None else pair.caption, empty_ok=True) for pair in pairs]
+    rejected += [(pair.name, "no caption: there is no .txt or .caption file of that name") for pair in pairs if pair.caption is None]
     complete = [pair for pair in pairs if pair.caption is not None]
     # Shuffled by name: the order depends on nothing but the folder's content.
     complete.sort(key=lambda pair: blake3(os.fsencode(pair.name)).digest())
-    (work_dir / "shards").mkdir(parents=True, exist_ok=True)
-    shards = list(_write_shards(_good(show(_load_all(complete, workers)), rejected), work_dir / "shards", shard_samples))
-    rejected.sort()
-    _write_rejected(work_dir / "rejected.csv", rejected)
-    if not shards:
+    with contextlib.ExitStack() as closing:
+        keeper = _NoKeeper() if dry else closing.enter_context(Keeper(work_dir, source))
+        batches = Batches(shard_samples, policy, keeper.done)
+        for pair, result in show(_load_all(complete[batches.taken :], workers)):
+            batches.add(pair.name, result, keeper)
+        batches.end(keeper)
+    rejected = sorted(rejected + batches.rejected)
+    if not batches.shards:
         first = f" (the first: {rejected[0][0]}: {rejected[0][1]})" if rejected else ""
+        if not dry:
+            _write_table(work_dir / "rejected.csv", ["file", "reason"], rejected)
         raise UserError(
             f"{folder} holds no picture that can be trained on; {len(rejected)} were left out{first}.",
             fix="Put pictures and a .txt with each picture's caption, of the same name, into it.",
         )
-    manifest = Manifest(total=sum(shard.samples for shard in shards), shards=shards)
+    manifest = Manifest(total=sum(shard.samples for shard in batches.shards), shards=batches.shards)
     data = canonical_json(manifest.model_dump())
-    _replace(work_dir / "manifest.json", data)
-    _replace(work_dir / "ingest.json", canonical_json({"source": source, "manifest": digest_bytes(data)}))
-    _forget_others(work_dir / "shards", manifest)
-    return Ingested(manifest, digest_bytes(data), rejected, fresh=True)
+    if not dry:
+        _write_table(work_dir / "rejected.csv", ["file", "reason"], rejected)
+        _write_table(work_dir / "duplicates.csv", ["file", "same picture as"], batches.duplicates)
+        _replace(work_dir / "manifest.json", data)
+        _replace(work_dir / "ingest.json", canonical_json({"source": source, "manifest": digest_bytes(data)}))
+        _forget_others(work_dir / "shards", manifest)
+        (work_dir / _JOURNAL).unlink(missing_ok=True)
+    return Ingested(manifest, digest_bytes(data), rejected, fresh=True, duplicates=batches.duplicates)
 
 
-def find_pairs(folder: Path) -> list[Pair]:
-    """The pictures below `folder` by name, links and hidden files left out. Raises UserError when it is missing or has none."""
+def find_pairs(folder: Path, faults: list[tuple[str, str]] | None = None) -> list[Pair]:
+    """The pictures below `folder` by name, links and hidden files left out. Raises UserError when it is missing or has none.
+
+    faults: gets (name, reason) of lines of a `metadata.jsonl` that cannot be read or name no picture.
+    """
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.", fix="Check --dataset.")
-    pairs = []
+    faults = [] if faults is None else faults
+    pairs, told = [], {}
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files = [name for name in files if not name.startswith(".")]
         captions = {Path(name).stem: name for suffix in CAPTION_SUFFIXES[::-1] for name in sorted(files) if name.lower().endswith(suffix)}
+        if METADATA in files:
+            told.update(_read_metadata(folder, Path(root, METADATA), faults))
         for name in files:
             if name.lower().endswith(IMAGE_SUFFIXES):
                 path = Path(root, name)
@@ -105,7 +153,33 @@ def find_pairs(folder: Path) -> list[Pair]:
                 pairs.append(Pair(path.relative_to(folder).as_posix(), path, Path(root, caption) if caption else None))
     if not pairs:
         raise UserError(f"{folder} holds no picture.", fix=f"Put pictures ({', '.join(IMAGE_SUFFIXES)}) with captions (.txt) into it.")
+    pairs = [replace(pair, caption=told.get(pair.name, (None, ""))[0]) if pair.caption is None else pair for pair in pairs]
+    names = {pair.name for pair in pairs}
+    faults += [(where, f"there is no picture {name}") for name, (_, where) in told.items() if name not in names]
     return sorted(pairs, key=lambda pair: pair.name)
+
+
+def _read_metadata(folder: Path, path: Path, faults: list[tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """(caption, where it is said) by picture, of lines such as {"file_name": "0001.png", "text": "a red square"}."""
+    found = {}
+    if not path.is_file():  # a pipe
+        return found
+    with path.open("rb") as lines:
+        number = 0
+        while line := lines.readline(_MAX_LINE_BYTES):
+            number += 1
+            where = f"{path.relative_to(folder).as_posix()}, line {number}"
+            try:
+                values = json.loads(line) if line.strip() else None
+                if values is not None:
+                    text = next(values[name] for name in _CAPTION_FIELDS if isinstance(values.get(name), str))
+                    picture = Path(os.path.normpath(path.parent / values["file_name"]))
+                    found[picture.relative_to(folder).as_posix()] = text, where
+            except StopIteration:
+                faults.append((where, f"no caption: none of {', '.join(_CAPTION_FIELDS)} is a text"))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                faults.append((where, "not a JSON object with the file_name of a picture in this folder"))
+    return found
 
 
 def shard_path(work_dir: Path, digest: str) -> Path:
@@ -114,7 +188,9 @@ def shard_path(work_dir: Path, digest: str) -> Path:
 
 def _fingerprint(pair: Pair) -> list:
     """Changes with the pair's files; names as bytes, since a file's name may be no text."""
-    return [os.fsencode(pair.name).hex(), *(_version(path) for path in (pair.image, pair.caption) if path)]
+    caption = pair.caption
+    told = _version(caption) if isinstance(caption, Path) else caption and digest_bytes(caption.encode(errors="surrogatepass"))
+    return [os.fsencode(pair.name).hex(), _version(pair.image), told]
 
 
 def _version(path: Path) -> list | None:
@@ -138,14 +214,6 @@ def _up_to_date(work_dir: Path, source: str) -> Ingested | None:
 
 
 # -- loading
-
-
-def _good(loaded: Iterable[tuple[Pair, tuple[bytes, str] | str]], rejected: list[tuple[str, str]]) -> Iterator[tuple[bytes, str]]:
-    for pair, result in loaded:
-        if isinstance(result, str):
-            rejected.append((pair.name, result))
-        else:
-            yield result
 
 
 def _load_all(pairs: list[Pair], workers: int | None) -> Iterator[tuple[Pair, tuple[bytes, str] | str]]:
@@ -177,7 +245,7 @@ def _load_all(pairs: list[Pair], workers: int | None) -> Iterator[tuple[Pair, tu
 
 def _load(pair: Pair) -> tuple[bytes, str] | str:
     try:
-        return load_sample(pair.image, pair.caption)
+        return load_sample(pair.image, pair.caption, empty_ok=pair.empty_ok)
     except BadSample as bad:
         return str(bad)
 
@@ -208,21 +276,129 @@ def _start_worker() -> None:
 # -- writing
 
 
-def _write_shards(samples: Iterable[tuple[bytes, str]], folder: Path, shard_samples: int) -> Iterator[Shard]:
-    """Cut the stream of samples into tar files named by their digests."""
-    batch, size = [], 0
-    index = 0
-    for image, caption in samples:
-        if batch and (len(batch) == shard_samples or size + len(image) > SHARD_BYTES):
-            yield _write_shard(index, batch, folder)
-            batch, size, index = [], 0, index + 1
-        batch.append((image, caption))
-        size += len(image)
-    if batch:
-        yield _write_shard(index, batch, folder)
+class Batches:
+    """Cuts the stream of samples into shards. `taken`: how many pairs of the stream are in those that are kept.
+
+    Its state before any shard's first sample depends only on what was in the shards before: that is what `done` brings back.
+    """
+
+    def __init__(self, shard_samples: int, policy: Policy, done: Iterable[dict] = ()):
+        self._most, self._policy = shard_samples, policy
+        self.shards: list[Shard] = []
+        self.rejected: list[tuple[str, str]] = []
+        self.duplicates: list[tuple[str, str]] = []
+        self.taken = 0
+        self._first: dict[bytes, str] = {}
+        self._clear()
+        for entry in done:
+            self.shards.append(Shard.model_validate(entry["shard"]))
+            self.rejected += map(tuple, entry["rejected"])
+            self.duplicates += map(tuple, entry["duplicates"])
+            self._first.update((bytes.fromhex(digest), name) for digest, name in entry["first"])
+            self.taken += entry["taken"]
+
+    def _clear(self) -> None:
+        self._samples: list[tuple[bytes, str]] = []
+        self._bytes = 0
+        self._news: dict[str, Any] = {"rejected": [], "duplicates": [], "first": [], "taken": 0}
+
+    def add(self, name: str, result: tuple[bytes, str] | str, keeper: "Keeper") -> None:
+        """The next pair's sample, or why it has none."""
+        if not isinstance(result, str):
+            result = self._unless_dropped(name, *result)
+        if isinstance(result, str):
+            self._news["rejected"].append((name, result))
+        elif result:
+            if self._samples and (len(self._samples) == self._most or self._bytes + len(result[0]) > SHARD_BYTES):
+                self._cut(keeper)
+            self._samples.append(result)
+            self._bytes += len(result[0])
+            self._note(name, result[0])
+        self._news["taken"] += 1
+
+    def _unless_dropped(self, name: str, image: bytes, caption: str) -> tuple[bytes, str] | str:
+        first = self._first.get(blake3(image).digest())
+        if first is not None and self._policy.duplicates == "drop":
+            return f"the same picture as {first}"
+        return image, caption
+
+    def _note(self, name: str, image: bytes) -> None:
+        digest = blake3(image).digest()
+        first = self._first.setdefault(digest, name)
+        if first == name:
+            self._news["first"].append((digest.hex(), name))
+        else:
+            self._news["duplicates"].append((name, first))
+
+    def _cut(self, keeper: "Keeper") -> None:
+        shard, data = make_shard(len(self.shards), self._samples)
+        self.shards.append(shard)
+        self.rejected += self._news["rejected"]
+        self.duplicates += self._news["duplicates"]
+        self.taken += self._news["taken"]
+        keeper.keep(shard, data, self._news)
+        self._clear()
+
+    def end(self, keeper: "Keeper") -> None:
+        if self._samples:
+            self._cut(keeper)
+        self.rejected += self._news["rejected"]
 
 
-def _write_shard(index: int, samples: list[tuple[bytes, str]], folder: Path) -> Shard:
+class _NoKeeper:
+    done = ()
+
+    def keep(self, shard: Shard, data: bytes, news: Mapping[str, Any]) -> None:
+        pass
+
+
+class Keeper:
+    """Writes shards, and a journal of them by which an ingest that was cut off goes on. `done`: its entries so far, oldest first."""
+
+    def __init__(self, work_dir: Path, source: str):
+        self._folder, self._path = work_dir / "shards", work_dir / _JOURNAL
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.done = self._read(source)
+        head = [{"source": source}, *self.done]
+        _replace(self._path, b"".join(json.dumps(entry).encode() + b"\n" for entry in head))
+        self._file = self._path.open("ab")
+
+    def __enter__(self) -> "Keeper":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _read(self, source: str) -> list[dict]:
+        """The entries whose shards are on the disk, up to the first one that is not."""
+        entries = []
+        try:
+            with self._path.open("rb") as lines:
+                if json.loads(next(lines, b"")) != {"source": source}:
+                    return []
+                for line in lines:
+                    entry = json.loads(line)
+                    shard = Shard.model_validate(entry["shard"])
+                    if shard_path(self._folder.parent, shard.digest).stat().st_size != shard.bytes:
+                        break
+                    entries.append(entry)
+        except (OSError, ValueError, KeyError, TypeError):  # none, or its last line was cut off
+            pass
+        return entries
+
+    def keep(self, shard: Shard, data: bytes, news: Mapping[str, Any]) -> None:
+        """Raises UserError when the disk is full."""
+        _replace(self._folder / f"{shard.digest}.tar", data)
+        try:
+            self._file.write(json.dumps({"shard": shard.model_dump(), **news}).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
+
+
+def make_shard(index: int, samples: Sequence[tuple[bytes, str]]) -> tuple[Shard, bytes]:
+    """A shard and its bytes; equal samples give equal bytes."""
     # One name for all pictures: `datasets` silently gives None for those whose extension differs from the first ones'.
     # Whoever decodes looks at the bytes, JPEG or PNG, and not at the name.
     out = io.BytesIO()
@@ -232,9 +408,7 @@ def _write_shard(index: int, samples: list[tuple[bytes, str]], folder: Path) -> 
             _add(tar, f"{key}.jpg", image)
             _add(tar, f"{key}.txt", caption.encode())
     data = out.getvalue()
-    digest = digest_bytes(data)
-    _replace(folder / f"{digest}.tar", data)
-    return Shard(index=index, digest=digest, bytes=len(data), samples=len(samples))
+    return Shard(index=index, digest=digest_bytes(data), bytes=len(data), samples=len(samples)), data
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -253,16 +427,18 @@ def _replace(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         part.replace(path)
     except OSError as error:
-        raise UserError(
-            f"Cannot write {path}: {error.strerror}.", fix="Free some space, or choose another --work_dir.", code=ExitCode.DISK
-        ) from None
+        raise _unwritable(path, error) from None
 
 
-def _write_rejected(path: Path, rejected: list[tuple[str, str]]) -> None:
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"Cannot write {path}: {error.strerror}.", fix="Free some space, or choose another --work_dir.", code=ExitCode.DISK)
+
+
+def _write_table(path: Path, head: list[str], rows: Sequence[tuple[str, str]]) -> None:
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow(["file", "reason"])
-    writer.writerows(rejected)
+    writer.writerow(head)
+    writer.writerows(rows)
     _replace(path, out.getvalue().encode("utf-8", "backslashreplace"))
 
 

@@ -4,14 +4,16 @@ Pictures are fully decoded here, once, so that no peer meets a truncated file in
 """
 
 import io
+import unicodedata
 import warnings
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 MAX_FILE_BYTES = 256 << 20
 MAX_PIXELS = 100_000_000
+MAX_SIDE_PIXELS = 32_768
 MAX_CAPTION_BYTES = 64 << 10
 _ORIENTATION = 0x0112
 
@@ -20,12 +22,15 @@ class BadSample(Exception):
     """A picture or caption that cannot be trained on; the text says why."""
 
 
-def load_sample(image_path: Path, caption_path: Path) -> tuple[bytes, str]:
-    """(encoded upright RGB picture, caption). The file's own bytes where they are that already, else a PNG. Raises BadSample."""
-    for path in (image_path, caption_path):
+def load_sample(image_path: Path, caption: Path | str, *, empty_ok: bool = False) -> tuple[bytes, str]:
+    """(encoded upright RGB picture, caption). The file's own bytes where they are that already, else a PNG. Raises BadSample.
+
+    caption: itself or its file. empty_ok: take a caption that is empty, too.
+    """
+    for path in (image_path, *([caption] if isinstance(caption, Path) else [])):
         if not path.is_file():  # reading a pipe would wait for ever
             raise BadSample("no file, or a link that leads nowhere")
-    caption = read_caption(caption_path)
+    caption = clean(read_text(caption) if isinstance(caption, Path) else caption, empty_ok=empty_ok)
     try:
         if image_path.stat().st_size > MAX_FILE_BYTES:
             raise BadSample(f"larger than {MAX_FILE_BYTES >> 20} MiB")
@@ -34,21 +39,26 @@ def load_sample(image_path: Path, caption_path: Path) -> tuple[bytes, str]:
         raise BadSample(f"cannot be read: {error.strerror or error}") from None
 
 
-def read_caption(path: Path) -> str:
-    """The caption as one clean string. Raises BadSample for an empty one or one that is not UTF-8."""
+def read_text(path: Path) -> str:
+    """Raises BadSample for a file that is too long or not UTF-8."""
     try:
-        data = path.read_bytes()
+        if path.stat().st_size > MAX_CAPTION_BYTES:
+            raise BadSample(f"caption is longer than {MAX_CAPTION_BYTES >> 10} KiB")
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise BadSample(f"caption cannot be read: {error.strerror or error}") from None
-    if len(data) > MAX_CAPTION_BYTES:
-        raise BadSample(f"caption is longer than {MAX_CAPTION_BYTES >> 10} KiB")
-    try:
-        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadSample(f"caption is not UTF-8 (byte {error.start})") from None
+
+
+def clean(text: str, *, empty_ok: bool = False) -> str:
+    """A caption as one line of composed characters (NFC) without control characters. Raises BadSample for an empty or too long one."""
+    text = unicodedata.normalize("NFC", text)
     text = "".join(char if char.isprintable() else " " for char in text).strip()
-    if not text:
+    if not text and not empty_ok:
         raise BadSample("caption is empty")
+    if len(text.encode("utf-8")) > MAX_CAPTION_BYTES:
+        raise BadSample(f"caption is longer than {MAX_CAPTION_BYTES >> 10} KiB")
     return text
 
 
@@ -61,12 +71,16 @@ def normalise(data: bytes) -> bytes:
                 # Checked before decoding: the header of a bomb is cheap, its pixels are not.
                 if image.width * image.height > MAX_PIXELS:
                     raise BadSample(f"{image.width}x{image.height} is more than {MAX_PIXELS:,} pixels")
+                if max(image.size) > MAX_SIDE_PIXELS:
+                    raise BadSample(f"{image.width}x{image.height}: a side is longer than {MAX_SIDE_PIXELS:,} pixels")
                 image.load()
                 if _is_plain(image):
                     return data
                 return _as_png(_to_rgb(ImageOps.exif_transpose(image)))
     except BadSample:
         raise
+    except UnidentifiedImageError:
+        raise BadSample(f"is none of {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError as error:
         raise BadSample(f"decompression bomb: {error}") from None
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error, MemoryError, ...

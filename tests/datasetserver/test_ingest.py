@@ -3,12 +3,14 @@
 import contextlib
 import io
 import os
+import struct
 import tarfile
+import zlib
 
 import pytest
 from PIL import Image
 
-from datasetserver.ingest import find_pairs, ingest, shard_path
+from datasetserver.ingest import Policy, find_pairs, ingest, shard_path
 from datasetserver.pictures import BadSample, load_sample, normalise
 from swarm.digest import canonical_json, digest_bytes
 from swarm.errors import UserError
@@ -190,3 +192,140 @@ def test_any_damage_to_a_picture_is_a_bad_sample_or_a_good_picture():
     for cut in range(0, len(data), 97):
         with contextlib.suppress(BadSample):
             assert decoded(normalise(data[:cut] + bytes(8) + data[cut + 8 :])).mode == "RGB"
+
+
+def test_metadata_jsonl_gives_captions_where_no_file_does_and_its_faults_are_listed(tmp_path):
+    folder = write_dataset(tmp_path / "data", 3)
+    (folder / "0000.txt").unlink()
+    (folder / "sub").mkdir()
+    (folder / "0002.png").rename(folder / "sub" / "0002.png")
+    (folder / "0002.txt").unlink()
+    lines = [
+        b'{"file_name": "0000.png", "text": "told", "extra": [1]}',
+        b'{"file_name": "0001.png", "text": "not this one: its own file says more"}',
+        b'{"file_name": "sub/0002.png", "prompt": "below"}',
+        b"",
+        b"no json",
+        b"[1]",
+        b'{"file_name": "0000.png", "text": 5}',
+        b'{"text": "of nothing"}',
+        b'{"file_name": "../../etc/passwd", "text": "out"}',
+        b'{"file_name": "gone.png", "text": "of nothing"}',
+        b'{"file_name": "\\u0000", "text": "nul"}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ]
+    (folder / "metadata.jsonl").write_bytes(b"\n".join(lines))
+    result = ingest(folder, tmp_path / "work", workers=0)
+    assert sorted(caption for _, caption in samples_of(tmp_path / "work", result.manifest)) == ["below", "picture 1", "told"]
+    assert {name for name, _ in result.rejected} == {f"metadata.jsonl, line {number}" for number in range(5, 14)}
+    (folder / "metadata.jsonl").write_text('{"file_name": "0000.png", "text": "told otherwise"}')
+    assert ingest(folder, tmp_path / "work", workers=0).fresh
+
+
+def test_pictures_without_words_are_left_out_or_trained_without_as_the_host_says(tmp_path):
+    from peer.data.shards import read_shard
+
+    folder = write_dataset(tmp_path / "data", 4)
+    (folder / "0000.txt").unlink()
+    (folder / "0001.txt").write_text(" \n")
+    strict = ingest(folder, tmp_path / "strict", workers=0)
+    assert (strict.manifest.total, [name for name, _ in strict.rejected]) == (2, ["0000.png", "0001.png"])
+    lax = ingest(folder, tmp_path / "lax", workers=0, policy=Policy(missing_captions="empty"))
+    assert (lax.manifest.total, lax.rejected) == (4, [])
+    rows = read_shard(shard_path(tmp_path / "lax", lax.manifest.shards[0].digest))
+    assert sorted(caption for _, caption in rows) == ["", "", "picture 2", "picture 3"]
+
+
+def test_captions_are_composed_lines_without_control_characters(tmp_path):
+    folder = write_dataset(tmp_path / "data", 1)
+    (folder / "0000.txt").write_bytes("\ufeff cafe\u0301\x00\r\nau lait\u202e ".encode())
+    result = ingest(folder, tmp_path / "work", workers=0)
+    assert samples_of(tmp_path / "work", result.manifest)[0][1] == "caf\u00e9   au lait"
+
+
+def test_equal_pictures_are_found_and_dropped_when_the_host_says_so(tmp_path):
+    folder = write_dataset(tmp_path / "data", 3)
+    (folder / "same.png").write_bytes((folder / "0001.png").read_bytes())
+    (folder / "same.txt").write_text("other words")
+    kept = ingest(folder, tmp_path / "kept", workers=0)
+    assert kept.manifest.total == 4
+    assert [set(pair) for pair in kept.duplicates] == [{"same.png", "0001.png"}]
+    assert len((tmp_path / "kept" / "duplicates.csv").read_text().splitlines()) == 2
+    dropped = ingest(folder, tmp_path / "dropped", workers=0, policy=Policy(duplicates="drop"))
+    assert dropped.manifest.total == 3
+    assert [reason for _, reason in dropped.rejected] == [f"the same picture as {kept.duplicates[0][1]}"]
+
+
+def test_a_dry_run_says_the_same_and_writes_nothing(tmp_path):
+    folder = write_dataset(tmp_path / "data", 10)
+    (folder / "bad.png").write_bytes(b"no picture")
+    (folder / "bad.txt").write_text("words")
+    dry = ingest(folder, tmp_path / "work", workers=0, shard_samples=4, dry=True)
+    assert not (tmp_path / "work").exists()
+    real = ingest(folder, tmp_path / "work", workers=0, shard_samples=4)
+    assert (dry.digest, dry.rejected) == (real.digest, real.rejected)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [1, 9, 22, 39])
+def test_an_ingest_that_was_cut_off_goes_on_after_its_last_shard(tmp_path, after):
+    folder = write_dataset(tmp_path / "data", 40)
+    (folder / "twin.png").write_bytes((folder / "0007.png").read_bytes())
+    (folder / "twin.txt").write_text("again")
+    for number in range(0, 40, 5):
+        (folder / f"{number:04d}.png").write_bytes(b"no picture")
+    looked_at = []
+
+    def show(pairs, stop=None):
+        for number, pair in enumerate(pairs):
+            if number == stop:
+                raise Interrupted
+            looked_at.append(pair[0].name)
+            yield pair
+
+    whole = ingest(folder, tmp_path / "whole", workers=0, shard_samples=4, show=show)
+    looked_at.clear()
+    with pytest.raises(Interrupted):
+        ingest(folder, tmp_path / "work", workers=0, shard_samples=4, show=lambda pairs: show(pairs, after))
+    first = list(looked_at)
+    with (tmp_path / "work" / "ingest.journal").open("ab") as journal:
+        journal.write(b'{"shard": {"index"')  # as a power cut leaves it
+    looked_at.clear()
+    again = ingest(folder, tmp_path / "work", workers=0, shard_samples=4, show=show)
+    assert (again.digest, again.rejected, again.duplicates) == (whole.digest, whole.rejected, whole.duplicates)
+    assert len(set(first) & set(looked_at)) <= 4 + 8, "no more than the shard that was begun, and what had to be left out in it"
+    assert sorted(set(first) | set(looked_at)) == [pair.name for pair in find_pairs(folder)]
+    assert not (tmp_path / "work" / "ingest.journal").exists()
+
+
+def test_a_shard_that_vanished_after_the_cut_is_written_again(tmp_path):
+    folder = write_dataset(tmp_path / "data", 20)
+    whole = ingest(folder, tmp_path / "whole", workers=0, shard_samples=4)
+
+    def show(pairs):
+        for number, pair in enumerate(pairs):
+            if number == 15:
+                raise Interrupted
+            yield pair
+
+    with pytest.raises(Interrupted):
+        ingest(folder, tmp_path / "work", workers=0, shard_samples=4, show=show)
+    shard_path(tmp_path / "work", whole.manifest.shards[1].digest).unlink()
+    assert ingest(folder, tmp_path / "work", workers=0, shard_samples=4).digest == whole.digest
+    samples_of(tmp_path / "work", whole.manifest)
+
+
+@pytest.mark.parametrize("size", [(50_000, 1), (1, 50_000), (50_000, 50_000)])
+def test_sides_of_fifty_thousand_pixels_do_not_get_through(size):
+    header = encoded(Image.new("1", (1, 1)))
+    ihdr = struct.pack(">II", *size) + header[24:29]
+    data = header[:16] + ihdr + struct.pack(">I", zlib.crc32(b"IHDR" + ihdr)) + header[33:]
+    with pytest.raises(BadSample):
+        normalise(data)
+    if min(size) == 1:
+        with pytest.raises(BadSample, match="a side"):
+            normalise(encoded(Image.new("RGB", size)))

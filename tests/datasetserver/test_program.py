@@ -282,3 +282,15 @@ def test_a_peer_in_the_dht_is_seen_by_people_and_finds_the_run(tmp_path):
     assert json.loads(call(host, "/v1/run", headers={"X-Forwarded-For": "1.1.1.1"})[2])["initial_peers"] == []
     assert [(found.run_id, found.server_url, found.run) for found in runs] == [(run["run_id"], host.url, run["run"])]
     assert host.stop() == 0
+
+
+def test_a_dry_run_says_what_would_be_left_out_and_leaves_nothing(tmp_path, capsys):
+    folder = write_dataset(tmp_path / "data", 6)
+    (folder / "0001.txt").unlink()
+    (folder / "0002.png").write_bytes((folder / "0003.png").read_bytes())
+    assert cli(["--dataset", str(folder), "--dry_run", "--ingest_workers", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "5 samples" in said and "0001.png: no caption" in said and "1 pictures are there more than once" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+    assert cli(["--dataset", str(folder), "--missing_captions", "guess"]) == ExitCode.CONFIG
+    assert "reject or empty" in capsys.readouterr().err
