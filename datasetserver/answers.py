@@ -14,6 +14,7 @@ from swarm.digest import canonical_json
 Request = TypeVar("Request", bound=BaseModel)
 BODY_SECONDS = 30.0
 """A body that has not arrived by then is refused: the largest is 8 MiB, which takes 7 s at 10 Mbit/s."""
+_LATER_SECONDS = "5"
 _FIXES = {
     404: "See the list of endpoints in docs/http.md.",
     405: "Use the method that docs/http.md gives.",
@@ -34,7 +35,8 @@ def answer(model: BaseModel, status: int = 200) -> web.Response:
 
 
 def refusal(refused: Refused) -> web.Response:
-    return error(refused.status, refused.code, refused.message, refused.fix, getattr(refused, "headers", None))
+    headers = {"Retry-After": _LATER_SECONDS} if refused.status in (429, 503) else None
+    return error(refused.status, refused.code, refused.message, refused.fix, getattr(refused, "headers", headers))
 
 
 def http_error(raised: web.HTTPException) -> web.Response:

@@ -21,11 +21,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from datasetserver.tree import State, StateTree
-from swarm.protocol import shuffled
+from swarm.protocol import MAX_KEYS, shuffled
 
 UnitId = tuple[int, int]
 """(epoch, shard)"""
 Masks = dict[UnitId, int]
+
+MOST_LEASED = 2 * MAX_KEYS
+"""A peer that trains holds what one contribution may have, and what it leased ahead; one that holds more trains nothing."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS lease (id TEXT, peer TEXT, epoch INT, shard INT, samples BLOB, PRIMARY KEY (id, epoch, shard)) WITHOUT ROWID;
@@ -106,7 +109,7 @@ class Grant:
 class Book:
     """The ledger's state in memory, read from `db` and written to it.
 
-    shards: number of samples per shard. clock: seconds, monotonic. Every method but `sweep` may raise Refused, and then has changed nothing.
+    shards: number of samples per shard. most_leased: samples that a peer may hold by leases, beyond which it gets none. clock: seconds, monotonic. Every method but `sweep` may raise Refused, and then has changed nothing.
     """
 
     def __init__(
@@ -118,10 +121,11 @@ class Book:
         total_samples: int = 0,
         lease_seconds: float = 60.0,
         grace_seconds: float = 60.0,
+        most_leased: int = MOST_LEASED,
         clock: Callable[[], float],
     ):
         self._db, self._shards, self._seed, self._total, self._clock = db, shards, seed, total_samples, clock
-        self.lease_seconds, self.grace_seconds = lease_seconds, grace_seconds
+        self.lease_seconds, self.grace_seconds, self._most_leased = lease_seconds, grace_seconds, most_leased
         self._leases: dict[str, Lease] = {}
         self._contributions: dict[tuple[str, int], Contribution] = {}
         self._seen: dict[str, float] = {}
@@ -137,6 +141,9 @@ class Book:
         if self.finished:
             head = self.tree.head
             raise Refused(410, "run_finished", f"The run is finished: {head.samples} samples are in it.", "Export the result.")
+        if self._held_by[peer] >= self._most_leased:
+            message = f"{peer} holds {self._held_by[peer]} samples by leases."
+            raise Refused(429, "too_many_leased", message, "Register or release some of them, and ask again.")
         lease = Lease(secrets.token_hex(16), peer, self._clock() + self.lease_seconds)
         while want_samples > 0:
             unit = self._next_unit()
@@ -145,6 +152,7 @@ class Book:
             unit.leased |= mask
             unit.holders.append(lease)
             want_samples -= mask.bit_count()
+            self._held_by[peer] += mask.bit_count()
         self._leases[lease.id] = lease
         self._touch(peer)
         rows = [(lease.id, peer, *uid, self._pack(uid, mask)) for uid, mask in lease.units.items()]
@@ -338,6 +346,7 @@ class Book:
         return taken
 
     def _set_lease_unit(self, lease: Lease, uid: UnitId, mask: int) -> None:
+        self._held_by[lease.peer] += mask.bit_count() - lease.units[uid].bit_count()
         if mask:
             lease.units[uid] = mask
             self._db.execute(
@@ -356,7 +365,11 @@ class Book:
             self._units[uid].leased &= ~mask
             self._units[uid].holders.remove(lease)
             self._freed(uid, mask)
-        return sum(mask.bit_count() for mask in lease.units.values())
+        released = sum(mask.bit_count() for mask in lease.units.values())
+        self._held_by[lease.peer] -= released
+        if not self._held_by[lease.peer]:
+            del self._held_by[lease.peer]
+        return released
 
     def _withdraw(self, contribution: Contribution) -> int:
         """Withdraw a live contribution; returns how many samples become leasable."""
@@ -438,6 +451,7 @@ class Book:
         self._free: list[tuple[int, int]] = []
         self._frontier = (0, 0)
         self._by_peer: Counter[str] = Counter()
+        self._held_by: Counter[str] = Counter()
         self._pending: set[tuple[str, int]] = set()
         self._included = {pair for state in self.tree.chain() for pair in state.contributions()}
         for lease in self._leases.values():
@@ -445,6 +459,7 @@ class Book:
                 unit = self._unit(uid)
                 unit.leased |= mask
                 unit.holders.append(lease)
+                self._held_by[lease.peer] += mask.bit_count()
         for pair, contribution in self._contributions.items():
             contribution.counted = False
             for uid, mask in contribution.units.items():

@@ -90,6 +90,26 @@ def test_renewed_lease_stays_with_its_peer_and_an_expired_one_cannot_be_renewed(
         book.renew(grant.lease_id, "alice")
 
 
+def test_a_peer_that_holds_too_much_gets_nothing_until_it_registers_or_releases_some(db, clock):
+    book = Book(db, shards=SHARDS, seed=7, lease_seconds=60, grace_seconds=60, most_leased=7, clock=clock)
+    first, second = book.lease("alice", 1), book.lease("alice", 1)
+    with refusal("too_many_leased"):
+        book.lease("alice", 1)
+    assert book.lease("bob", 1)
+    book.contribute("alice", 1, keys(first)[:2])
+    third = book.lease("alice", 1)
+    with refusal("too_many_leased"):
+        book.lease("alice", 1)
+    book = Book(db, shards=SHARDS, seed=7, lease_seconds=60, grace_seconds=60, most_leased=7, clock=clock)
+    with refusal("too_many_leased"):
+        book.lease("alice", 1)
+    book.release(second.lease_id, "alice", None)
+    book.release(third.lease_id, "alice", None)
+    assert book.lease("alice", 1)
+    clock.now += 61
+    assert book.lease("alice", 100), "none of the others is held any more"
+
+
 def test_a_lease_is_its_peers_own(book):
     grant = book.lease("alice", 4)
     with refusal("lease_lost"):

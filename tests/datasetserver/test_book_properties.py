@@ -1,6 +1,7 @@
 """Whatever peers do, and in whatever order: no sample is lost, none is counted twice, and a restart changes nothing."""
 
 import sqlite3
+from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -125,6 +126,13 @@ class LedgerMachine(RuleBasedStateMachine):
             ours, theirs = self.book._unit(uid), again._unit(uid)
             assert (ours.leased, ours.pending, ours.counted) == (theirs.leased, theirs.pending, theirs.counted)
         assert again.tree.head == self.book.tree.head
+
+    @invariant()
+    def what_a_peer_holds_is_known(self):
+        held = Counter()
+        for lease in self.book._leases.values():
+            held[lease.peer] += sum(mask.bit_count() for mask in lease.units.values())
+        assert +self.book._held_by == +held
 
     @invariant()
     def nothing_available_is_out_of_reach(self):
