@@ -1,0 +1,147 @@
+"""What data costs a peer: how long its training thread waits for batches, and how many samples it could take at most.
+
+    .venv/bin/python benchmarks/loader.py [--pictures 256] [--seconds 60] [--workers 1]
+
+A real dataset server on loopback, and a peer's real source and feed: lease, download, check, read through `datasets`, decode to 512 px
+in worker processes. The training step is a sleep, as long as a GPU would take for its batch at --rate samples/s, so that it takes no CPU from
+the workers. `waiting`: the share of the training thread's time between asking for a batch and having it, after the first batches. Then the same
+without any training, against a bare loop that reads the same files from the disk and decodes them by the same function, in this process.
+Pictures are synthetic JPEGs of 1024x768.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from benchmarks.common import print_result, print_table  # noqa: E402
+from peer.batches import Decoder  # noqa: E402
+from peer.contracts import SourceContext  # noqa: E402
+from peer.data.dataset_server import build, fetch_run  # noqa: E402
+from peer.device import Rank, RankGroup  # noqa: E402
+from peer.feed import Feed  # noqa: E402
+from peer.pictures import decode_square  # noqa: E402
+from swarm.errors import UserError, run_program  # noqa: E402
+from swarm.run_config import RunConfig  # noqa: E402
+from tests.datasetserver.hosting import write_model  # noqa: E402
+
+BATCH, RESOLUTION, WARM_STEPS = 4, 512, 4
+END_SECONDS = 60.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=256, help="of the dataset, which is gone through again and again [256]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement [60]")
+    parser.add_argument("--rate", type=float, default=8.0, help="samples per second that the training takes [8]")
+    parser.add_argument("--workers", type=int, default=1, help="decoding processes, each for one core [1]")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args()
+    return run_program(lambda: measure(options), debug=options.debug)
+
+
+def measure(options: argparse.Namespace) -> None:
+    if options.pictures < BATCH or options.seconds <= 0 or options.rate <= 0 or options.workers < 1:
+        raise UserError(f"It takes {BATCH} pictures, some seconds, a rate and a worker.", fix="See --help.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl+C: through the blocks that end the server
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="loader-") as name:
+        folder = Path(name)
+        write_dataset(folder / "data", options.pictures)
+        with server(folder) as url:
+            step = BATCH / options.rate
+            trained, waited, total = take(url, folder / "one", options.workers, options.seconds, step)
+            print(f"waited {waited:.2f} of {total:.1f} s for {trained} samples", file=sys.stderr, flush=True)
+            most, _, fast = take(url, folder / "two", options.workers, options.seconds, 0.0)
+            print(f"{most} samples in {fast:.1f} s without training", file=sys.stderr, flush=True)
+        bare, alone = bare_loop(folder / "data", options.seconds)
+    print_table(
+        [
+            {"what": f"training at {options.rate:g} samples/s", "samples/s": trained / total, "waiting": f"{waited / total:.2%}"},
+            {"what": "no training", "samples/s": most / fast},
+            {"what": "bare loop", "samples/s": bare / alone},
+        ]
+    )
+    ratio = (most / fast) / (bare / alone)
+    print_result({"waiting_share": waited / total, "ratio_samples_per_second": ratio, "workers": options.workers, "rate": options.rate})
+
+
+def write_dataset(folder: Path, count: int) -> None:
+    """JPEGs about as large as photographs: coarse colours, enlarged, under some grain."""
+    folder.mkdir()
+    rng = random.Random(0)
+    grain = Image.effect_noise((1024, 768), 30).convert("RGB")
+    for number in range(count):
+        coarse = Image.frombytes("RGB", (32, 24), rng.randbytes(32 * 24 * 3)).resize((1024, 768), Image.Resampling.BICUBIC)
+        Image.blend(coarse, grain, 0.2).save(folder / f"{number}.jpg", quality=90)
+        (folder / f"{number}.txt").write_text(f"picture {number}")
+
+
+@contextlib.contextmanager
+def server(folder: Path) -> Iterator[str]:
+    """A dataset server in a process of its own; its URL."""
+    command = [sys.executable, "-m", "datasetserver", "--dataset", str(folder / "data"), "--model", str(write_model(folder / "model"))]
+    command += ["--resolution", str(RESOLUTION), "--shard_samples", "64", "--port", "0", "--no_dht", "--ingest_workers", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        ready = next((line for line in process.stdout if line.startswith("serving ")), None)
+        if ready is None:
+            raise UserError("The dataset server did not start.", fix="See its messages above.")
+        yield ready.split()[1]
+    finally:
+        process.terminate()
+        process.wait(END_SECONDS)
+        process.stdout.close()
+
+
+def take(url: str, cache: Path, workers: int, seconds: float, step_seconds: float) -> tuple[int, float, float]:
+    """(samples, seconds that the training thread waited for them, seconds in all), the first batches not counted."""
+    run = RunConfig.from_mapping(fetch_run(url, 60).run, where=url)
+    source = build(SourceContext(run=run, url=url, peer_id="benchmark", cache_dir=cache, cache_gib=4.0, batch_samples=BATCH))
+    group = RankGroup(Rank(0, 1, 0, 1), torch.device("cpu"))
+    feed = Feed(source, Decoder(run, workers), group, batch_samples=BATCH, accumulation=1, stopping=lambda: False)
+    samples, waited = 0, 0.0
+    try:
+        steps = iter(feed)
+        for _ in islice(steps, WARM_STEPS):
+            time.sleep(step_seconds)
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < seconds:
+            asked = time.perf_counter()
+            work = next(steps)
+            waited += time.perf_counter() - asked
+            samples += len(work.keys)
+            source.acknowledge(work.keys)
+            time.sleep(step_seconds)
+        return samples, waited, time.perf_counter() - begun
+    finally:
+        feed.close()
+        source.close()
+
+
+def bare_loop(folder: Path, seconds: float) -> tuple[int, float]:
+    """(samples, seconds) of reading and decoding the files one after the other, in whole passes over them."""
+    files, samples, begun = sorted(folder.glob("*.jpg")), 0, time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        for file in files:
+            decode_square(file.read_bytes(), RESOLUTION, center_crop=False, random_flip=True, seed=file.name)
+            samples += 1
+    return samples, time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    sys.exit(main())
