@@ -7,7 +7,7 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from datasetserver.book import Refused
+from datasetserver.refused import Refused
 from swarm import protocol
 from swarm.digest import canonical_json
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from datasetserver import answers, blobs
 from datasetserver.addresses import is_this_machine, visible_maddrs
-from datasetserver.book import Book, Refused
+from datasetserver.book import Book
 from datasetserver.founding import acceptable_run
 from datasetserver.gate import Gate, caller, holds_token
 from datasetserver.ingest import Ingested, shard_path
@@ -23,6 +23,7 @@ from datasetserver.ledger import Ledger
 from datasetserver.limits import Limits
 from datasetserver.metrics import CONTENT_TYPE, Metrics
 from datasetserver.openapi import Endpoint, describe
+from datasetserver.refused import Refused
 from datasetserver.rendezvous import Rendezvous
 from datasetserver.tokens import Tokens
 from datasetserver.tree import State
@@ -282,14 +283,14 @@ def _head(book: Book) -> protocol.Head | None:
 
 def _figures(book: Book) -> dict:
     book.sweep()
-    head, (epoch, epoch_samples) = book.tree.head, book.epoch_progress()
+    head, (epoch, epoch_samples) = book.tree.head, book.units.epoch_progress()
     return {
         "round": head.round if head else 0,
         "samples": head.samples if head else 0,
         "samples_by_peer": book.samples_by_peer(),
         "epoch": epoch,
         "epoch_samples": epoch_samples,
-        "ledger": protocol.LedgerTotals(**book.totals()),
+        "ledger": protocol.LedgerTotals(**book.units.totals()),
         "finished": book.finished,
     }
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from datasetserver.book import Refused
+from datasetserver.refused import Refused
 from swarm.digest import canonical_json, digest_model
 from swarm.errors import ExitCode, UserError
 from swarm.options import build

@@ -8,10 +8,10 @@ from aiohttp import web
 
 from datasetserver import answers
 from datasetserver.addresses import caller_address
-from datasetserver.book import Refused
 from datasetserver.limits import Limits
 from datasetserver.metrics import Metrics
 from datasetserver.openapi import Endpoint
+from datasetserver.refused import Refused
 from datasetserver.tokens import Tokens
 from swarm import protocol
 

@@ -17,7 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from datasetserver.book import SCHEMA, Book, Refused
+from datasetserver.book import Book
+from datasetserver.refused import Refused
+from datasetserver.store import SCHEMA
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 

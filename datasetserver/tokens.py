@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from datasetserver.book import Refused
+from datasetserver.refused import Refused
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
 

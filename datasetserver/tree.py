@@ -22,6 +22,11 @@ class State:
     def own_samples(self) -> int:
         return sum(samples for _, _, samples in self.members)
 
+    def equals(self, other: "State") -> bool:
+        """Whether both say the same, whoever reported them."""
+        mine, its = ((s.digest, s.parent, s.round, s.samples, sorted(s.members)) for s in (self, other))
+        return mine == its
+
     def contributions(self) -> Iterator[Contribution]:
         return ((peer, number) for peer, number, _ in self.members)
 

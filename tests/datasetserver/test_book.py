@@ -4,7 +4,9 @@ import sqlite3
 
 import pytest
 
-from datasetserver.book import SCHEMA, Book, Refused
+from datasetserver.book import Book
+from datasetserver.refused import Refused
+from datasetserver.store import SCHEMA
 from datasetserver.tree import State
 from swarm.protocol import sample_key
 
@@ -138,7 +140,7 @@ def test_registering_again_is_fine_with_the_same_keys_only(book):
     book.contribute("alice", 1, mine[:2][::-1])
     with refusal("number_taken"):
         book.contribute("alice", 1, mine)
-    assert book.totals()["pending"] == 2
+    assert book.units.totals()["pending"] == 2
 
 
 def test_samples_of_others_and_counted_samples_cannot_be_registered(book):
@@ -168,9 +170,9 @@ def test_one_report_counts_the_samples_of_all_members_also_of_the_dead(book, clo
 def test_a_contribution_registered_after_its_round_was_reported_is_counted(book):
     mine = keys(book.lease("alice", 4))
     book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "bob")
-    assert book.totals()["counted"] == 0
+    assert book.units.totals()["counted"] == 0
     assert book.contribute("alice", 1, mine).counted
-    assert book.totals()["counted"] == len(mine)
+    assert book.units.totals()["counted"] == len(mine)
 
 
 def test_unsettled_contributions_of_a_gone_peer_are_leasable_after_the_grace(book, clock):
@@ -178,10 +180,10 @@ def test_unsettled_contributions_of_a_gone_peer_are_leasable_after_the_grace(boo
     book.contribute("alice", 1, mine)
     clock.now += 119
     book.sweep()
-    assert book.totals()["pending"] == len(mine)
+    assert book.units.totals()["pending"] == len(mine)
     clock.now += 2
     book.sweep()
-    assert book.totals()["pending"] == 0
+    assert book.units.totals()["pending"] == 0
     assert keys(book.lease("bob", 1)) == mine
     with refusal("withdrawn"):
         book.contribute("alice", 1, mine)
@@ -195,7 +197,7 @@ def test_a_withdrawn_contribution_that_settles_after_all_counts_once(book, clock
     book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "carol")
     with refusal("not_held"):
         book.contribute("bob", 1, mine)
-    assert book.totals() == {"available": 11 - len(mine), "leased": 0, "pending": 0, "counted": len(mine)}
+    assert book.units.totals() == {"available": 11 - len(mine), "leased": 0, "pending": 0, "counted": len(mine)}
 
 
 def test_giving_back_keys_withdraws_their_contribution(book):
@@ -224,7 +226,7 @@ def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):
     assert keys(book.lease("carol", 1)) == hers
     book.settle(state("z", "x", 2, 100, ("dora", 1, 100 - len(hers))), "dora")
     assert book.samples_by_peer() == {"alice": len(hers)}
-    assert book.totals()["counted"] == len(hers)
+    assert book.units.totals()["counted"] == len(hers)
 
 
 def test_a_lost_report_does_not_make_the_work_before_it_leasable(book):
@@ -233,9 +235,9 @@ def test_a_lost_report_does_not_make_the_work_before_it_leasable(book):
     book.contribute("alice", 3, more)
     book.settle(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
     book.settle(state("c", "b", 3, 30, ("alice", 3, 10)), "alice")
-    assert book.totals()["counted"] == len(mine) + len(more)
+    assert book.units.totals()["counted"] == len(mine) + len(more)
     book.settle(state("b", "a", 2, 20, ("alice", 2, 10)), "bob")
-    assert book.totals()["counted"] == len(mine) + len(more)
+    assert book.units.totals()["counted"] == len(mine) + len(more)
 
 
 @pytest.mark.parametrize(
@@ -270,10 +272,10 @@ def test_a_restart_keeps_everything_and_gives_leases_a_full_period(db, clock, bo
     book.contribute("alice", 1, mine[:3])
     book.contribute("alice", 2, mine[3:5])
     book.settle(state("a", None, 1, 3, ("alice", 1, 3)), "alice")
-    before = book.totals()
+    before = book.units.totals()
     clock.now += 59
     again = open_book(db, clock)
-    assert again.totals() == before
+    assert again.units.totals() == before
     clock.now += 59
     again.renew(grant.lease_id, "alice")
     assert again.tree.head.reporters == ["alice"]

@@ -7,7 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from datasetserver.book import SCHEMA, Book, Refused
+from datasetserver.book import Book
+from datasetserver.refused import Refused
+from datasetserver.store import SCHEMA
 from datasetserver.tree import State
 from swarm.protocol import sample_key
 
@@ -97,17 +99,17 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def claimed(self):
         claims = set()
-        for uid, unit in self.book._units.items():
+        for unit in self.book.units.known():
             mask = unit.leased | unit.pending | unit.counted
-            claims |= {sample_key(*uid, index) for index in range(unit.samples) if mask >> index & 1}
+            claims |= {sample_key(*unit.uid, index) for index in range(unit.samples) if mask >> index & 1}
         return claims
 
     @invariant()
     def every_sample_is_in_exactly_one_state(self):
-        for unit in self.book._units.values():
+        for unit in self.book.units.known():
             masks = (unit.available, unit.leased, unit.pending, unit.counted)
             assert sum(mask.bit_count() for mask in masks) == unit.samples
-        assert sum(self.book.totals().values()) % sum(SHARDS) == 0
+        assert sum(self.book.units.totals().values()) % sum(SHARDS) == 0
 
     @invariant()
     def counted_is_what_the_heads_chain_holds(self):
@@ -116,14 +118,14 @@ class LedgerMachine(RuleBasedStateMachine):
         for pair in included & set(self.book._contributions):
             for uid, mask in self.book._contributions[pair].units.items():
                 expected |= {(uid, index) for index in range(SHARDS[uid[1]]) if mask >> index & 1}
-        assert self.book.totals()["counted"] == len(expected) == sum(self.book.samples_by_peer().values())
+        assert self.book.units.totals()["counted"] == len(expected) == sum(self.book.samples_by_peer().values())
 
     @invariant()
     def memory_equals_what_a_restart_would_read(self):
         again = self.open()
-        touched = self.book._units.keys() | again._units.keys()
+        touched = {unit.uid for book in (self.book, again) for unit in book.units.known()}
         for uid in touched:
-            ours, theirs = self.book._unit(uid), again._unit(uid)
+            ours, theirs = self.book.units[uid], again.units[uid]
             assert (ours.leased, ours.pending, ours.counted) == (theirs.leased, theirs.pending, theirs.counted)
         assert again.tree.head == self.book.tree.head
 
@@ -136,10 +138,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_available_is_out_of_reach(self):
-        reachable = {position for position in self.book._free}
-        for (epoch, _), unit in self.book._units.items():
-            if unit.available and (epoch, unit.position) < self.book._frontier:
-                assert (epoch, unit.position) in reachable
+        for unit in self.book.units.known():
+            if unit.available and unit.place < self.book.units.frontier:
+                assert unit.place in self.book.units.freed
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from datasetserver.book import Book, Refused
+from datasetserver.book import Book
 from datasetserver.ledger import Ledger, stored_run
+from datasetserver.refused import Refused
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 
@@ -21,7 +22,7 @@ async def lease(ledger, peer="alice"):
 
 
 async def totals(ledger):
-    return await ledger.call(lambda book: book.totals())
+    return await ledger.call(lambda book: book.units.totals())
 
 
 def test_a_full_disk_is_told_and_nothing_of_the_request_remains(tmp_path):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from datasetserver.book import Refused
 from datasetserver.limits import AT_ONCE, BODY_BYTES_AT_ONCE, Limits, subject
+from datasetserver.refused import Refused
 
 
 class Clock:

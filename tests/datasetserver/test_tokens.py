@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from datasetserver.__main__ import cli
-from datasetserver.book import Refused
+from datasetserver.refused import Refused
 from datasetserver.tokens import LOOK_SECONDS, Tokens, add, names, remove
 from swarm.errors import ExitCode, UserError
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from datasetserver.book import SCHEMA
+from datasetserver.store import SCHEMA
 from scripts.churn import checks
 from tests.conftest import ROOT
 

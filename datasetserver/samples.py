@@ -1,0 +1,59 @@
+"""Sets of samples as bit masks per unit (bit i: sample i of the shard), and the keys that peers write for them."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from datasetserver.refused import Refused
+
+UnitId = tuple[int, int]
+"""(epoch, shard)"""
+Masks = dict[UnitId, int]
+
+
+def parse_keys(keys: Iterable[str], shards: Sequence[int]) -> Masks:
+    """Masks per unit; shards: samples of each. Refused (422) for a key that the dataset does not have or that is given twice."""
+    texts: dict[str, list[str]] = {}
+    for key in keys:
+        unit, _, index = key.rpartition(":")
+        texts.setdefault(unit, []).append(index)
+    masks: Masks = {}
+    for unit, indices in texts.items():
+        uid, mask = _parse_unit(unit, [int(index) for index in indices], shards)
+        if masks.get(uid, 0) & mask:  # the same unit, written in two ways
+            raise _given_twice(f"{unit}:{indices[0]}")
+        masks[uid] = masks.get(uid, 0) | mask
+    return masks
+
+
+def _parse_unit(unit: str, indices: list[int], shards: Sequence[int]) -> tuple[UnitId, int]:
+    epoch, shard = (int(part) for part in unit.split(":"))
+    last = max(indices)
+    if shard >= len(shards) or last >= shards[shard]:
+        raise Refused(422, "no_such_sample", f"The dataset has no sample {unit}:{last}.", "Check which run this is.")
+    if len(set(indices)) < len(indices):
+        raise _given_twice(f"{unit}:{Counter(indices).most_common(1)[0][0]}")
+    return (epoch, shard), sum(map((1).__lshift__, indices))
+
+
+def _given_twice(key: str) -> Refused:
+    return Refused(422, "key_twice", f"Sample {key} is given twice.", "Give each key once.")
+
+
+def full(samples: int) -> int:
+    return (1 << samples) - 1
+
+
+def indices(mask: int) -> list[int]:
+    return [index for index in range(mask.bit_length()) if mask >> index & 1]
+
+
+def union(masks: Iterable[int]) -> int:
+    together = 0
+    for mask in masks:
+        together |= mask
+    return together
+
+
+def size(masks: Masks) -> int:
+    """How many samples there are in all units together."""
+    return sum(mask.bit_count() for mask in masks.values())

@@ -1,0 +1,149 @@
+"""The units of a run (a shard in an epoch each), the order in which they are given out, and who holds their samples.
+
+Every sample is in exactly one state, and the strongest claim decides: counted (in the head's lineage), pending (in a live
+contribution), leased, available.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from datasetserver.samples import Masks, UnitId, full, size, union
+from swarm.protocol import shuffled
+
+
+@dataclass(eq=False)
+class Lease:
+    id: str
+    peer: str
+    deadline: float
+    units: Masks = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        return size(self.units)
+
+
+@dataclass
+class Contribution:
+    peer: str
+    number: int
+    units: Masks
+    live: bool = True
+    """False once it was given back or its peer was gone for too long."""
+    counted: bool = False
+    """A member of a state on the head's chain."""
+
+    @property
+    def samples(self) -> int:
+        return size(self.units)
+
+
+@dataclass(eq=False)
+class Unit:
+    """position: its place in the epoch's order. pending and counted never overlap; holders: the leases that hold samples of it."""
+
+    uid: UnitId
+    position: int
+    samples: int
+    pending: int = 0
+    counted: int = 0
+    holders: list[Lease] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, position): the lowest goes first."""
+        return self.uid[0], self.position
+
+    @property
+    def held(self) -> int:
+        """What any lease holds, whatever came of it since."""
+        return union(lease.units[self.uid] for lease in self.holders)
+
+    @property
+    def leased(self) -> int:
+        return self.held & ~(self.pending | self.counted)
+
+    @property
+    def available(self) -> int:
+        return full(self.samples) & ~(self.held | self.pending | self.counted)
+
+    def held_by(self, peer: str) -> int:
+        return union(lease.units[self.uid] for lease in self.holders if lease.peer == peer)
+
+
+class Units:
+    """All units that were ever of interest, by id. shards: samples of each; seed: of the order of shards in every epoch."""
+
+    def __init__(self, shards: Sequence[int], seed: int):
+        self.shards, self._seed = shards, seed
+        self._units: dict[UnitId, Unit] = {}
+        self._orders: dict[int, _Order] = {}
+        self.freed: list[tuple[int, int]] = []
+        """A heap of the places of units that were given out and have something available again."""
+        self.frontier = (0, 0)
+        """The place of the first unit that was never given out."""
+
+    def __getitem__(self, uid: UnitId) -> Unit:
+        unit = self._units.get(uid)
+        if unit is None:
+            epoch, shard = uid
+            unit = self._units[uid] = Unit(uid, self._order(epoch).positions[shard], self.shards[shard])
+        return unit
+
+    def get(self, uid: UnitId) -> Unit | None:
+        """A unit that was of interest before, or None."""
+        return self._units.get(uid)
+
+    def known(self) -> Sequence[Unit]:
+        return list(self._units.values())
+
+    def next(self) -> Unit:
+        """The next unit with something available: freed ones first, then the next that was never given out."""
+        while True:
+            if self.freed and self.freed[0] < self.frontier:
+                epoch, position = heapq.heappop(self.freed)
+            else:
+                epoch, position = self.frontier
+                self.frontier = (epoch, position + 1) if position + 1 < len(self.shards) else (epoch + 1, 0)
+            unit = self[epoch, self._order(epoch).shards[position]]
+            if unit.available:
+                return unit
+
+    def free(self, unit: Unit) -> None:
+        """Something of it may be available again."""
+        heapq.heappush(self.freed, unit.place)
+
+    def totals(self) -> dict[str, int]:
+        """Samples per state, over all epochs of which a unit was ever of interest."""
+        totals = Counter()
+        for unit in self._units.values():
+            for state in ("leased", "pending", "counted"):
+                totals[state] += getattr(unit, state).bit_count()
+        epochs = max((epoch for epoch, _ in self._units), default=-1) + 1
+        return {"available": epochs * sum(self.shards) - totals.total(), **{s: totals[s] for s in ("leased", "pending", "counted")}}
+
+    def epoch_progress(self) -> tuple[int, int]:
+        """(the lowest epoch that is not wholly counted, its counted samples)."""
+        counted = Counter()
+        for (epoch, _), unit in self._units.items():
+            counted[epoch] += unit.counted.bit_count()
+        epoch = 0
+        while counted[epoch] == sum(self.shards):
+            epoch += 1
+        return epoch, counted[epoch]
+
+    def _order(self, epoch: int) -> "_Order":
+        if epoch not in self._orders:
+            self._orders[epoch] = _Order(shuffled(len(self.shards), self._seed, "units", epoch))
+        return self._orders[epoch]
+
+
+class _Order:
+    """One epoch's order: `shards` by position, and `positions` by shard."""
+
+    def __init__(self, shards: list[int]):
+        self.shards, self.positions = shards, [0] * len(shards)
+        for position, shard in enumerate(shards):
+            self.positions[shard] = position
