@@ -252,8 +252,9 @@ async def post_contribution(request: web.Request) -> web.Response:
     service, asked = await _for_run(request, protocol.ContributionRequest)
 
     def operation(book: Book) -> protocol.ContributionAnswer:
-        contribution = book.contribute(asked.peer, asked.number, asked.keys)
-        return protocol.ContributionAnswer(registered=contribution.samples, counted=contribution.counted)
+        contribution = book.contribute(asked.peer, asked.number, asked.keys, offered=asked.offered)
+        counts = {"registered": contribution.samples, "repeated": contribution.repeated}
+        return protocol.ContributionAnswer(**counts, counted=contribution.counted)
 
     return answers.answer(await service.ledger.call(operation))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from datasetserver.refused import Refused
-from datasetserver.samples import Masks, UnitId, full, indices, parse_keys
+from datasetserver.samples import Masks, UnitId, full, indices, parse_keys, size
 from datasetserver.store import Store
 from datasetserver.tree import State, StateTree
 from datasetserver.units import Contribution, Lease, Unit, Units
@@ -107,10 +107,12 @@ class Book:
             released += self._free(uid, self._strip(uid, mask, peer=peer))
         return released
 
-    def contribute(self, peer: str, number: int, keys: Sequence[str]) -> Contribution:
+    def contribute(self, peer: str, number: int, keys: Sequence[str], *, offered: bool = False) -> Contribution:
         """Register what contribution `number` of `peer` holds, before it is offered. Again with equal keys is fine.
 
-        Refused with 409 for other keys under a number that is taken, and for keys that the peer holds no lease for.
+        Refused with 409 for other keys under a number that is taken, and for keys that the peer holds no lease for. But one that was
+        `offered` already, while we were away, may be in a state by now: of its samples those are the peer's that nobody else holds,
+        and the others are repetitions. So every sample counts once, however often it was trained.
         """
         self.sweep()
         self._touch(peer)
@@ -118,13 +120,16 @@ class Book:
         known = self._contributions.get((peer, number))
         if known:
             return _same(known, masks)
-        for uid, mask in masks.items():
-            self._refuse_foreign(peer, uid, mask)
-        contribution = Contribution(peer, number, masks)
+        if not offered:
+            for uid, mask in masks.items():
+                self._refuse_foreign(peer, uid, mask)
+        units = {uid: own for uid, mask in masks.items() if (own := mask & self._open_to(peer, uid))}
+        contribution = Contribution(peer, number, units, repeated=size(masks) - size(units))
         self._contributions[peer, number] = contribution
         self._store.add_contribution(contribution)
         for uid, mask in masks.items():
             self._strip(uid, mask, peer=peer)
+        for uid, mask in units.items():
             self.units[uid].pending |= mask
         self._pending.add((peer, number))
         if (peer, number) in self._included:
@@ -191,6 +196,13 @@ class Book:
             counted = ", which is counted already." if unit and unit.counted & lost else "."
             message = f"{peer} does not hold sample {uid[0]}:{uid[1]}:{indices(lost)[0]}{counted}"
             raise Refused(409, "not_held", message, "Drop these samples and lease again.")
+
+    def _open_to(self, peer: str, uid: UnitId) -> int:
+        """The samples of a unit that the peer may make its own: those it leased, and those nobody has, up to one epoch ahead of all."""
+        if uid[0] > self.units.last_epoch + 1:
+            return 0
+        unit = self.units[uid]
+        return unit.held_by(peer) & unit.leased | unit.available
 
     def _strip(self, uid: UnitId, mask: int, peer: str | None = None) -> int:
         """Take samples out of the leases (of one peer) that hold them; returns those taken."""
@@ -323,7 +335,8 @@ class Book:
 def _same(known: Contribution, masks: Masks) -> Contribution:
     """`known`, whose number was given again; Refused (409) when the samples are others, or when it was withdrawn."""
     name = f"Contribution {known.number} of {known.peer}"
-    if known.units != masks:
+    others = any(mask & ~masks.get(uid, 0) for uid, mask in known.units.items())
+    if others or known.samples + known.repeated != size(masks):
         raise Refused(409, "number_taken", f"{name} was registered with other samples.", "Use a new number.")
     if not (known.live or known.counted):
         raise Refused(409, "withdrawn", f"{name} was withdrawn.", "Drop it: others may train its samples.")

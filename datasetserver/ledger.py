@@ -26,7 +26,7 @@ from swarm.run_config import RunConfig
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _BATCH = 256
-_SCHEMA_VERSION = "1"
+_SCHEMA_VERSION = "2"
 
 
 class Ledger:

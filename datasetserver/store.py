@@ -10,7 +10,7 @@ from datasetserver.units import Contribution, Lease
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS lease (id TEXT, peer TEXT, epoch INT, shard INT, samples BLOB, PRIMARY KEY (id, epoch, shard)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS contribution (peer TEXT, number INT, live INT, PRIMARY KEY (peer, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS contribution (peer TEXT, number INT, live INT, repeated INT, PRIMARY KEY (peer, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS contribution_unit
     (peer TEXT, number INT, epoch INT, shard INT, samples BLOB, PRIMARY KEY (peer, number, epoch, shard)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS state (digest TEXT PRIMARY KEY, parent TEXT, round INT, samples INT, members TEXT, reporters TEXT) WITHOUT ROWID;
@@ -51,8 +51,8 @@ class Store:
 
     def contributions(self) -> Iterator[Contribution]:
         contributions = {
-            (peer, number): Contribution(peer, number, {}, live=bool(live))
-            for peer, number, live in self._db.execute("SELECT peer, number, live FROM contribution")
+            (peer, number): Contribution(peer, number, {}, live=bool(live), repeated=repeated)
+            for peer, number, live, repeated in self._db.execute("SELECT peer, number, live, repeated FROM contribution")
         }
         for peer, number, epoch, shard, samples in self._db.execute("SELECT peer, number, epoch, shard, samples FROM contribution_unit"):
             contributions[peer, number].units[epoch, shard] = _unpack(samples)
@@ -60,7 +60,7 @@ class Store:
 
     def add_contribution(self, contribution: Contribution) -> None:
         peer, number = contribution.peer, contribution.number
-        self._db.execute("INSERT INTO contribution VALUES (?, ?, 1)", (peer, number))
+        self._db.execute("INSERT INTO contribution VALUES (?, ?, 1, ?)", (peer, number, contribution.repeated))
         rows = [(peer, number, *uid, self._pack(uid, mask)) for uid, mask in contribution.units.items()]
         self._db.executemany("INSERT INTO contribution_unit VALUES (?, ?, ?, ?, ?)", rows)
 

@@ -34,6 +34,8 @@ class Contribution:
     """False once it was given back or its peer was gone for too long."""
     counted: bool = False
     """A member of a state on the head's chain."""
+    repeated: int = 0
+    """How many samples are in it besides, which count as another's."""
 
     @property
     def samples(self) -> int:
@@ -96,6 +98,11 @@ class Units:
         """A unit that was of interest before, or None."""
         return self._units.get(uid)
 
+    @property
+    def last_epoch(self) -> int:
+        """The last one of which a unit was ever of interest; -1: none."""
+        return max(self._orders, default=-1)
+
     def known(self) -> Sequence[Unit]:
         return list(self._units.values())
 
@@ -121,8 +128,10 @@ class Units:
         for unit in self._units.values():
             for state in ("leased", "pending", "counted"):
                 totals[state] += getattr(unit, state).bit_count()
-        epochs = max((epoch for epoch, _ in self._units), default=-1) + 1
-        return {"available": epochs * sum(self.shards) - totals.total(), **{s: totals[s] for s in ("leased", "pending", "counted")}}
+        return {
+            "available": (self.last_epoch + 1) * sum(self.shards) - totals.total(),
+            **{s: totals[s] for s in ("leased", "pending", "counted")},
+        }
 
     def epoch_progress(self) -> tuple[int, int]:
         """(the lowest epoch that is not wholly counted, its counted samples)."""

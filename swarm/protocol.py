@@ -169,16 +169,24 @@ class ReleaseAnswer(Message):
 
 
 class ContributionRequest(Message):
-    """POST /v1/contributions: number `number` of `peer`, about to be offered to the swarm, holds exactly these samples."""
+    """POST /v1/contributions: number `number` of `peer`, about to be offered to the swarm, holds exactly these samples.
+
+    offered: it is with the swarm already, since the server was away. Then samples may be in it that the peer holds no lease for, of
+    any unit up to one epoch after the last one begun.
+    """
 
     run_id: RunId
     peer: PeerId
     number: Positive
     keys: Keys
+    offered: bool = False
 
 
 class ContributionAnswer(Message):
+    """registered: samples that count once the contribution is settled; repeated: those that others hold, and that do not."""
+
     registered: Count
+    repeated: Count = 0
     counted: bool
 
 

@@ -175,6 +175,44 @@ def test_a_contribution_registered_after_its_round_was_reported_is_counted(book)
     assert book.units.totals()["counted"] == len(mine)
 
 
+def test_what_was_offered_while_the_server_was_away_counts_where_nobody_else_has_it(db, clock, book):
+    hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 4))
+    book.contribute("bob", 1, his[:1])
+    book = open_book(db, clock)
+    repeated = [sample_key(*(int(part) for part in key.split(":")[:2]), 0) for key in (hers[0], his[1])]
+    offered = sorted({*hers, *his[:2], *repeated, "1:0:0", "1:1:1"})
+    with refusal("not_held"):
+        book.contribute("alice", 1, offered)
+    for _ in range(2):
+        contribution = book.contribute("alice", 1, offered, offered=True)
+        assert contribution.samples == len(hers) + 2, "hers, and the two of the next epoch"
+        assert contribution.samples + contribution.repeated == len(offered)
+    again = open_book(db, clock)
+    assert again.contribute("alice", 1, offered, offered=True).repeated == contribution.repeated
+    with refusal("number_taken"):
+        again.contribute("alice", 1, offered[1:], offered=True)
+    again.settle(state("a", None, 1, len(offered), ("alice", 1, len(offered))), "alice")
+    assert again.units.totals()["counted"] == len(hers) + 2
+    rest = keys(again.lease("carol", 11))
+    assert not {"1:0:0", "1:1:1", *hers, *his} & set(rest)
+
+
+def test_of_two_peers_that_trained_the_same_without_a_lease_the_first_to_register_has_it(book):
+    book.lease("carol", 1)
+    for peer, kept in (("alice", 4), ("bob", 0)):
+        contribution = book.contribute(peer, 1, [f"1:0:{index}" for index in range(4)], offered=True)
+        assert (contribution.samples, contribution.repeated) == (kept, 4 - kept)
+    book.settle(state("a", None, 1, 8, ("alice", 1, 4), ("bob", 1, 4)), "bob")
+    assert book.samples_by_peer() == {"alice": 4}
+
+
+def test_nobody_takes_samples_of_epochs_to_come_by_having_trained_them(book):
+    book.lease("carol", 1)
+    assert book.contribute("alice", 1, ["2:0:0"], offered=True).repeated == 1
+    assert book.contribute("alice", 2, ["1:0:0", "999999999:0:0"], offered=True).samples == 1
+    assert book.units.last_epoch == 1
+
+
 def test_unsettled_contributions_of_a_gone_peer_are_leasable_after_the_grace(book, clock):
     mine = keys(book.lease("alice", 4))
     book.contribute("alice", 1, mine)

@@ -55,6 +55,24 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         self.offered.append((peer, number, len(part)))
 
+    @rule(data=st.data(), peer=PEERS, number=st.integers(5, 9), ahead=st.integers(0, 2))
+    def offer_without_a_server(self, data, peer, number, ahead):
+        """Samples of anybody's, and of units that nobody had: nobody loses by it what it holds."""
+        epoch = max(0, self.book.units.last_epoch + ahead - 1)
+        keys = {sample_key(epoch, shard, index) for shard in range(2) for index in range(SHARDS[shard])}
+        keys |= set(data.draw(st.sampled_from(self.leases))[2]) if self.leases else set()
+        held = {p: self.held_by(p) for p in {lease[0] for lease in self.leases} - {peer}}
+        try:
+            contribution = self.book.contribute(peer, number, sorted(keys), offered=True)
+        except Refused:
+            return
+        assert contribution.samples + contribution.repeated == len(keys)
+        assert held == {p: self.held_by(p) for p in held}
+        self.offered.append((peer, number, len(keys)))
+
+    def held_by(self, peer):
+        return {unit.uid: unit.held_by(peer) for unit in self.book.units.known() if unit.held_by(peer)}
+
     @rule(data=st.data())
     def settle(self, data):
         """A new state on any known state, or after one whose report was lost."""
