@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasetserver import tokens
+from datasetserver import orders, tokens
 from datasetserver.config import ServerConfig
 from swarm.errors import UserError, run_program
 from swarm.options import build, parse_flags, read_toml
@@ -25,6 +25,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> None:
     if list(argv[:1]) == ["token"]:
         return tokens.main(argv[1:])
+    if argv and argv[0] in orders.VERBS:
+        return orders.main(argv)
     config, run_values = _read(argv)
 
     import uvloop

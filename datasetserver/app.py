@@ -236,7 +236,7 @@ async def post_renew(request: web.Request) -> web.Response:
 
     def operation(book: Book) -> protocol.RenewAnswer:
         book.renew(request.match_info["lease"], asked.peer)
-        return protocol.RenewAnswer(**_periods(book))
+        return protocol.RenewAnswer(**_periods(book), state=book.state)
 
     return answers.answer(await service.ledger.call(operation))
 
@@ -292,7 +292,8 @@ def _figures(book: Book) -> dict:
         "epoch": epoch,
         "epoch_samples": epoch_samples,
         "ledger": protocol.LedgerTotals(**book.units.totals()),
-        "finished": book.finished,
+        "finished": book.state == "ended",
+        "state": book.state,
     }
 
 

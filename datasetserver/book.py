@@ -8,15 +8,16 @@ thread-safe, and what it promises is durable only when the caller has committed:
 import secrets
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
 
 from datasetserver.refused import Refused
 from datasetserver.samples import Masks, UnitId, full, indices, parse_keys, size
 from datasetserver.store import Store
 from datasetserver.tree import State, StateTree
 from datasetserver.units import Contribution, Lease, Unit, Units
-from swarm.protocol import MAX_KEYS
+from swarm.protocol import MAX_KEYS, RunState
 
 MOST_LEASED = 2 * MAX_KEYS
 """A peer that trains holds what one contribution may have, and what it leased ahead; one that holds more trains nothing."""
@@ -35,6 +36,7 @@ class Book:
     """The ledger's state in memory, read from `db` and written to it.
 
     shards: number of samples per shard. most_leased: samples that a peer may hold by leases, beyond which it gets none.
+    copy_seconds: after which a unit of an epoch that is otherwise given out goes to a second peer; 0: never. order: the host's.
     clock: seconds, monotonic. Every method but `sweep` may raise Refused, and then has changed nothing.
     """
 
@@ -48,10 +50,13 @@ class Book:
         lease_seconds: float = 60.0,
         grace_seconds: float = 60.0,
         most_leased: int = MOST_LEASED,
+        copy_seconds: float = 0.0,
+        order: Callable[[], RunState] = lambda: "running",
         clock: Callable[[], float],
     ):
         self._store, self._shards, self._seed, self._total, self._clock = Store(db, shards), shards, seed, total_samples, clock
-        self.lease_seconds, self.grace_seconds, self._most_leased = lease_seconds, grace_seconds, most_leased
+        self.lease_seconds, self.grace_seconds = lease_seconds, grace_seconds
+        self._most_leased, self._copy_seconds, self._order = most_leased, copy_seconds, order
         self._seen: dict[str, float] = {}
         self.tree = StateTree()
         self._load()
@@ -60,20 +65,23 @@ class Book:
     # -- what peers ask for
 
     def lease(self, peer: str, want_samples: int) -> Grant:
-        """Grant `peer` the next units with at least `want_samples` samples together: freed ones first, no barrier between epochs."""
+        """Grant `peer` the next units with at least `want_samples` samples together, no barrier between epochs.
+
+        Units that others gave up go first; then copies of those that others are late with, of which the first to register has the
+        samples; then new ones.
+        """
         self.sweep()
-        if self.finished:
-            head = self.tree.head
-            raise Refused(410, "run_finished", f"The run is finished: {head.samples} samples are in it.", "Export the result.")
+        self._refuse_when_over()
         if self._held_by[peer] >= self._most_leased:
             message = f"{peer} holds {self._held_by[peer]} samples by leases."
             raise Refused(429, "too_many_leased", message, "Register or release some of them, and ask again.")
-        lease = Lease(secrets.token_hex(16), peer, self._clock() + self.lease_seconds)
-        while want_samples > 0:
-            unit = self.units.next()
-            lease.units[unit.uid] = mask = unit.available
+        lease = Lease(secrets.token_hex(16), peer, self._clock() + self.lease_seconds, self._clock())
+        for unit, mask in chain(self.units.returned(), self._late(peer), self.units.ahead()):
+            lease.units[unit.uid] = mask
             unit.holders.append(lease)
             want_samples -= mask.bit_count()
+            if want_samples <= 0:
+                break
         self._leases[lease.id] = lease
         self._held_by[peer] += lease.samples
         self._touch(peer)
@@ -179,19 +187,37 @@ class Book:
     # -- what people ask for
 
     @property
-    def finished(self) -> bool:
+    def state(self) -> RunState:
+        """What the host ordered; ended in any case once the run has all its samples."""
         head = self.tree.head
-        return bool(self._total and head and head.samples >= self._total)
+        return "ended" if self._total and head and head.samples >= self._total else self._order()
 
     def samples_by_peer(self) -> Mapping[str, int]:
         """Counted samples per peer."""
         return dict(self._by_peer)
 
+    # -- who gets what
+
+    def _refuse_when_over(self) -> None:
+        samples = self.tree.head.samples if self.tree.head else 0
+        if self.state == "ended":
+            raise Refused(410, "run_finished", f"The run is finished: {samples} samples are in it.", "Export the result.")
+        if self.state == "paused":
+            raise Refused(503, "run_paused", f"The host has paused the run at {samples} samples.", "Wait; ask again as Retry-After says.")
+
+    def _late(self, peer: str) -> Iterator[tuple[Unit, int]]:
+        """What one other peer holds for long of a unit, in epochs that are otherwise given out; the longest held first."""
+        latest = self._clock() - self._copy_seconds if self._copy_seconds else float("-inf")
+        for lease in takewhile(lambda lease: lease.since <= latest, self._leases.values()):
+            for unit in map(self.units.__getitem__, lease.units if lease.peer != peer else ()):
+                if unit.uid[0] < self.units.frontier[0] and len(unit.holders) == 1 and unit.leased:
+                    yield unit, unit.leased
+
     # -- changes of one sample's state
 
     def _refuse_foreign(self, peer: str, uid: UnitId, mask: int) -> None:
         unit = self.units.get(uid)
-        lost = mask & ~(unit.held_by(peer) & unit.leased) if unit else mask
+        lost = mask & ~unit.held_by(peer) if unit else mask
         if lost:
             counted = ", which is counted already." if unit and unit.counted & lost else "."
             message = f"{peer} does not hold sample {uid[0]}:{uid[1]}:{indices(lost)[0]}{counted}"
@@ -250,8 +276,8 @@ class Book:
         for uid, mask in contribution.units.items():
             unit = self.units[uid]
             self._by_peer[contribution.peer] += (mask & ~unit.counted).bit_count()
-            # Withdrawn before and in a state after all: whoever leased these samples since must not train them again.
-            self._strip(uid, mask)
+            if not contribution.live:  # withdrawn, and in a state after all: whoever leased these samples since must not train them
+                self._strip(uid, mask)
             unit.counted |= mask
             unit.pending &= ~mask
 
@@ -295,7 +321,7 @@ class Book:
     def _load(self) -> None:
         self._leases = {lease.id: lease for lease in self._store.leases()}
         for lease in self._leases.values():
-            lease.deadline = self._clock() + self.lease_seconds
+            lease.deadline, lease.since = self._clock() + self.lease_seconds, self._clock()
         self._contributions = {(c.peer, c.number): c for c in self._store.contributions()}
         for state in self._store.states():
             self.tree.add(state)

@@ -32,6 +32,9 @@ class ServerConfig:
     dry_run: bool = option(False, "Check the pictures, say what would be left out, and end; nothing is written or served.")
     lease_seconds: float = option(60.0, "A lease that is not renewed for so long goes to another peer.")
     grace_seconds: float = option(60.0, "Work of a peer that is gone may still be averaged for so long; then its samples are leased again.")
+    copy_seconds: float = option(
+        3600.0, "A shard that a peer holds for so long, while the others train a later epoch already, goes to a second peer, too; 0: never."
+    )
     dht: bool = option(True, "Run a DHT node, where peers meet. Without, they need each other's addresses (--peers).")
     host_maddrs: tuple[str, ...] = option((), "Multiaddrs where that node listens; default: --host, any free port.")
     announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach that node, when they differ.")
@@ -43,6 +46,8 @@ class ServerConfig:
             raise UserError(f"port is {self.port}.", fix="Use 0 to 65535.")
         if self.shard_samples < 1 or self.shard_samples > 100_000:
             raise UserError(f"shard_samples is {self.shard_samples}.", fix="Use 1 to 100000; 256 is a good start.")
+        if not 0 <= self.copy_seconds <= 1e9:
+            raise UserError(f"copy_seconds is {self.copy_seconds}.", fix="Use 0 (never) or more; 3600 is a good start.")
         if not 1 <= self.lease_seconds <= 86_400 or not 0 <= self.grace_seconds <= 86_400:
             raise UserError(f"lease_seconds is {self.lease_seconds}, grace_seconds {self.grace_seconds}.", fix="Use 1 to 86400 seconds.")
 

@@ -23,6 +23,7 @@ from datasetserver.config import ServerConfig
 from datasetserver.ingest import Ingested
 from datasetserver.ledger import Ledger
 from datasetserver.limits import Limits
+from datasetserver.orders import Orders
 from datasetserver.rendezvous import Rendezvous
 from datasetserver.tokens import Tokens
 from swarm.errors import ExitCode, UserError
@@ -75,9 +76,10 @@ def own_work_dir(folder: Path) -> Iterator[None]:
         yield
 
 
-def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, *, lease_seconds: float, grace_seconds: float) -> Ledger:
+def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, config: ServerConfig) -> Ledger:
     """The run's ledger in `work_dir`; raises UserError when it belongs to another run."""
     shards = [shard.samples for shard in data.manifest.shards]
+    order = Orders(work_dir)
 
     def make_book(db) -> Book:
         return Book(
@@ -85,8 +87,10 @@ def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, *, lease_seconds
             shards=shards,
             seed=run.seed,
             total_samples=run.total_samples,
-            lease_seconds=lease_seconds,
-            grace_seconds=grace_seconds,
+            lease_seconds=config.lease_seconds,
+            grace_seconds=config.grace_seconds,
+            copy_seconds=config.copy_seconds,
+            order=order,
             clock=time.monotonic,
         )
 
@@ -117,7 +121,7 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
     here = url_of(sock, "https" if guard.tls else "http")
     url = config.public_url or here
     rendezvous = _rendezvous(config, work_dir, url)
-    open_ = partial(open_ledger, work_dir, data, lease_seconds=config.lease_seconds, grace_seconds=config.grace_seconds)
+    open_ = partial(open_ledger, work_dir, data, config=config)
     service = Service(data, work_dir, url, open_, rendezvous, tokens=guard.tokens, limits=Limits(config.max_requests_per_second))
     runner = web.AppRunner(make_app(service), access_log=None, shutdown_timeout=_LAST_SECONDS)
     server: asyncio.AbstractServer | None = None

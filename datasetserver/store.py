@@ -26,10 +26,10 @@ class Store:
     # -- leases
 
     def leases(self) -> Iterator[Lease]:
-        """Their deadlines are 0."""
+        """Their times are 0."""
         leases: dict[str, Lease] = {}
         for lease_id, peer, epoch, shard, samples in self._db.execute("SELECT id, peer, epoch, shard, samples FROM lease"):
-            leases.setdefault(lease_id, Lease(lease_id, peer, 0.0)).units[epoch, shard] = _unpack(samples)
+            leases.setdefault(lease_id, Lease(lease_id, peer, 0.0, 0.0)).units[epoch, shard] = _unpack(samples)
         yield from leases.values()
 
     def add_lease(self, lease: Lease) -> None:

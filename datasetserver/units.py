@@ -6,7 +6,7 @@ contribution), leased, available.
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from datasetserver.samples import Masks, UnitId, full, size, union
@@ -18,6 +18,7 @@ class Lease:
     id: str
     peer: str
     deadline: float
+    since: float
     units: Masks = field(default_factory=dict)
 
     @property
@@ -106,17 +107,21 @@ class Units:
     def known(self) -> Sequence[Unit]:
         return list(self._units.values())
 
-    def next(self) -> Unit:
-        """The next unit with something available: freed ones first, then the next that was never given out."""
-        while True:
-            if self.freed and self.freed[0] < self.frontier:
-                epoch, position = heapq.heappop(self.freed)
-            else:
-                epoch, position = self.frontier
-                self.frontier = (epoch, position + 1) if position + 1 < len(self.shards) else (epoch + 1, 0)
-            unit = self[epoch, self._order(epoch).shards[position]]
+    def returned(self) -> Iterator[tuple[Unit, int]]:
+        """Units behind the frontier and what is available of them again, each once: whoever takes one is to take all of it."""
+        while self.freed and self.freed[0] < self.frontier:
+            unit = self._at(heapq.heappop(self.freed))
             if unit.available:
-                return unit
+                yield unit, unit.available
+
+    def ahead(self) -> Iterator[tuple[Unit, int]]:
+        """Units that were never given out and what is available of them, without an end, each once."""
+        while True:
+            unit = self._at(self.frontier)
+            epoch, position = self.frontier
+            self.frontier = (epoch, position + 1) if position + 1 < len(self.shards) else (epoch + 1, 0)
+            if unit.available:
+                yield unit, unit.available
 
     def free(self, unit: Unit) -> None:
         """Something of it may be available again."""
@@ -142,6 +147,10 @@ class Units:
         while counted[epoch] == sum(self.shards):
             epoch += 1
         return epoch, counted[epoch]
+
+    def _at(self, place: tuple[int, int]) -> Unit:
+        epoch, position = place
+        return self[epoch, self._order(epoch).shards[position]]
 
     def _order(self, epoch: int) -> "_Order":
         if epoch not in self._orders:

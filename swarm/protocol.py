@@ -3,7 +3,7 @@
 Server and client parse with these same models. A *unit* is one shard in one epoch; a sample's key is "epoch:shard:index".
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -25,6 +25,7 @@ Maddr = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r
 Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+RunState = Literal["running", "paused", "ended"]
 Keys = Annotated[list[SampleKey], Field(max_length=MAX_KEYS)]
 
 
@@ -152,8 +153,11 @@ class RenewRequest(Message):
 
 
 class RenewAnswer(Message):
+    """state: paused: keep the samples, and train on when it is running again; ended: no more are wanted."""
+
     expires_in: Number
     renew_every: Number
+    state: RunState = "running"
 
 
 class ReleaseRequest(Message):
@@ -240,6 +244,7 @@ class Progress(Message):
     dataset_samples: Positive
     ledger: LedgerTotals
     finished: bool
+    state: RunState = "running"
     server_time: Number
 
 

@@ -16,6 +16,7 @@ from tests import tiny
 
 # By default an example may take 0.2 s, which on a busy machine any may take.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("deep", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # long versions, where a test has one
 settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,11 +7,20 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def until(true, seconds: float = 120.0) -> None:
+    """Wait for what must become true."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not become true"
+        time.sleep(0.05)
 
 
 def write_dataset(folder: Path, count: int) -> Path:

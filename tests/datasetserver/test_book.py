@@ -40,8 +40,8 @@ def book(db, clock):
     return open_book(db, clock)
 
 
-def open_book(db, clock, total=0):
-    return Book(db, shards=SHARDS, seed=7, total_samples=total, lease_seconds=60, grace_seconds=60, clock=clock)
+def open_book(db, clock, total=0, **options):
+    return Book(db, shards=SHARDS, seed=7, total_samples=total, lease_seconds=60, grace_seconds=60, clock=clock, **options)
 
 
 def keys(grant):
@@ -173,6 +173,75 @@ def test_a_contribution_registered_after_its_round_was_reported_is_counted(book)
     assert book.units.totals()["counted"] == 0
     assert book.contribute("alice", 1, mine).counted
     assert book.units.totals()["counted"] == len(mine)
+
+
+def test_an_epochs_last_shards_go_to_a_second_peer_when_their_holder_is_late(db, clock):
+    book = open_book(db, clock, copy_seconds=600)
+    slow = book.lease("alice", 1)
+    others = len(keys(book.lease("bob", 1)) + keys(book.lease("bob", 1)))
+    assert not set(keys(book.lease("carol", 1))) & set(keys(slow)), "a copy already"
+    for _ in range(20):
+        clock.now += 50
+        book.renew(slow.lease_id, "alice")
+    assert not set(keys(book.lease("carol", others + 1))) & set(keys(slow)), "what others gave up goes first"
+    assert not set(keys(book.lease("alice", 1))) & set(keys(slow)), "a copy of its own"
+    assert keys(book.lease("dora", 1)) == keys(slow)
+    assert not set(keys(book.lease("emil", 1))) & set(keys(slow)), "a third copy"
+    assert book.units.totals()["counted"] == 0
+
+
+@pytest.mark.parametrize("first", ["alice", "carol"])
+def test_of_two_that_have_the_same_shard_the_first_to_register_has_it_and_nothing_counts_twice(db, clock, first):
+    book = open_book(db, clock, copy_seconds=50)
+    slow = book.lease("alice", 1)
+    book.lease("bob", 10)
+    clock.now += 55
+    both = keys(slow)
+    mine = keys(book.lease("carol", 1))
+    assert mine == both
+    second = "carol" if first == "alice" else "alice"
+    assert book.contribute(first, 1, both[:2]).samples == 2
+    late = book.contribute(second, 1, both)
+    assert (late.samples, late.repeated) == (len(both) - 2, 2)
+    book = open_book(db, clock)
+    book.settle(state("a", None, 1, len(both) + 2, (first, 1, 2), (second, 1, len(both))), first)
+    assert book.samples_by_peer() == {first: 2, second: len(both) - 2}
+    assert book.units.totals()["counted"] == len(both)
+
+
+def test_a_copy_stays_with_who_is_left(db, clock):
+    book = open_book(db, clock, copy_seconds=50)
+    slow = book.lease("alice", 1)
+    book.lease("bob", 10)
+    clock.now += 55
+    copy = book.lease("carol", 1)
+    assert book.release(slow.lease_id, "alice", None) == 0, "carol has it still"
+    assert not set(keys(book.lease("dora", 1))) & set(keys(slow))
+    assert book.release(copy.lease_id, "carol", None) == len(keys(slow))
+    assert keys(book.lease("dora", 1)) == keys(slow)
+
+
+def test_a_paused_run_leases_nothing_and_takes_what_was_trained(db, clock):
+    orders = ["running"]
+    book = open_book(db, clock, order=lambda: orders[0])
+    grant = book.lease("alice", 4)
+    mine = keys(grant)
+    orders[0] = "paused"
+    with refusal("run_paused") as paused:
+        book.lease("alice", 1)
+    assert paused.value.status == 503
+    for _ in range(10):
+        clock.now += 50
+        book.renew(grant.lease_id, "alice")
+    book.contribute("alice", 1, mine)
+    book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
+    assert (book.state, book.units.totals()["counted"]) == ("paused", len(mine))
+    orders[0] = "running"
+    assert not set(keys(book.lease("bob", 1))) & set(mine)
+    orders[0] = "ended"
+    with refusal("run_finished") as ended:
+        book.lease("bob", 1)
+    assert ended.value.status == 410
 
 
 def test_what_was_offered_while_the_server_was_away_counts_where_nobody_else_has_it(db, clock, book):

@@ -1,0 +1,60 @@
+"""The host pauses, resumes and ends a run, whether its server is running or not."""
+
+import json
+
+import pytest
+
+from datasetserver.__main__ import cli
+from datasetserver.orders import Orders, give
+from swarm.errors import UserError
+from tests.datasetserver.hosting import Host, until
+from tests.datasetserver.test_http import call, envelope, keys_of, lease, refused
+
+
+def test_an_order_is_followed_within_a_second_and_a_later_server_follows_it_too(tmp_path):
+    now = [0.0]
+    orders = Orders(tmp_path, clock=lambda: now[0])
+    assert orders() == "running"
+    give(tmp_path, "paused")
+    assert orders() == "running"
+    now[0] += 1
+    assert orders() == "paused" == Orders(tmp_path)()
+    (tmp_path / "run_state").write_text("perhaps")
+    now[0] += 1
+    assert orders() == "paused", "what nobody understands changes nothing"
+    give(tmp_path, "running")
+    now[0] += 1
+    assert orders() == "running"
+
+
+def test_an_order_that_cannot_be_given_is_a_users_error(tmp_path):
+    with pytest.raises(UserError, match="Cannot write"):
+        give(tmp_path / "nowhere", "paused")
+    assert cli(["pause"]) == cli(["end", "--dataset", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_paused_run_says_so_and_an_ended_one_stays_ended(tmp_path):
+    host = Host(tmp_path).start()
+    work_dir = str(host.dataset) + ".datasetserver"
+    granted = lease(host, "alice", want=1)
+    renew = f"/v1/leases/{granted.lease_id}/renew"
+
+    def state():
+        return json.loads(call(host, renew, envelope(host, "alice"))[2])["state"]
+
+    assert state() == "running"
+    assert cli(["pause", "--dataset", str(host.dataset)]) == 0
+    until(lambda: state() == "paused")
+    answer = call(host, "/v1/leases", envelope(host, "bob", want_samples=1))
+    refused(answer, 503, "run_paused")
+    assert int(answer[1]["Retry-After"]) > 0
+    assert call(host, "/v1/contributions", envelope(host, "alice", number=1, keys=keys_of(granted)))[0] == 200
+    host.kill()
+    host.start()
+    refused(call(host, "/v1/leases", envelope(host, "bob", want_samples=1)), 503, "run_paused")
+    assert cli(["resume", "--work_dir", work_dir]) == 0
+    until(lambda: call(host, "/v1/leases", envelope(host, "bob", want_samples=1))[0] == 201)
+    assert cli(["end", "--work_dir", work_dir]) == 0
+    until(lambda: json.loads(call(host, "/v1/progress")[2])["finished"])
+    refused(call(host, "/v1/leases", envelope(host, "bob", want_samples=1)), 410, "run_finished")
+    assert host.stop() == 0
