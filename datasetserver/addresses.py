@@ -3,6 +3,7 @@
 A caller on this machine gets all; one in a private network gets private and public ones; one from the internet public ones.
 """
 
+import functools
 import ipaddress
 from collections.abc import Iterable
 
@@ -56,6 +57,7 @@ def _is_private(address: IpAddress) -> bool:
     return address.is_private or address.is_link_local or (address.version == 4 and address in _SHARED)
 
 
+@functools.lru_cache(maxsize=4096)  # every request's caller, three times
 def _parse(text: str) -> IpAddress | None:
     try:
         address = ipaddress.ip_address(text.split("%")[0])

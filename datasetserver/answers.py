@@ -56,7 +56,8 @@ async def read(request: web.Request, model: type[Request], *, seconds: float = B
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Refused(415, "unsupported_media_type", "A compressed body.", "Send it as it is.")
     try:
-        body = await asyncio.wait_for(_body(request), seconds)
+        # A small body has come with its head: then there is nothing to wait for, and no task and timer to pay for.
+        body = await (_body(request) if request.content.is_eof() else asyncio.wait_for(_body(request), seconds))
     except asyncio.TimeoutError:
         raise Refused(408, "request_timeout", f"The body did not arrive within {seconds:.0f} s.", "Try again.") from None
     except web.RequestPayloadError as fault:

@@ -1,8 +1,8 @@
 """The ledger's rules: which samples are available, leased, pending in a contribution, or counted, and what peers may do with them.
 
 Sets of samples are bit masks (`samples.py`); whose they are is told by `units.py`. What must survive is written to SQLite
-(`store.py`) in the caller's transaction; deadlines are not, since after a restart every lease gets a full period again. Not
-thread-safe, and what it promises is durable only when the caller has committed: see `ledger.py`.
+(`store.py`) by `save`; deadlines are not, since after a restart every lease gets a full period again. Not thread-safe, and what it
+promises is durable only when the caller has saved and committed: see `ledger.py`.
 """
 
 import secrets
@@ -33,7 +33,7 @@ class Grant:
 
 
 class Book:
-    """The ledger's state in memory, read from `db` and written to it.
+    """The ledger's state in memory, read from `db`, and written to it by `save`.
 
     shards: number of samples per shard. most_leased: samples that a peer may hold by leases, beyond which it gets none.
     copy_seconds: after which a unit of an epoch that is otherwise given out goes to a second peer; 0: never. order: the host's.
@@ -85,7 +85,8 @@ class Book:
         self._leases[lease.id] = lease
         self._held_by[peer] += lease.samples
         self._touch(peer)
-        self._store.add_lease(lease)
+        for uid, mask in lease.units.items():
+            self._store.set_lease_unit(lease, uid, mask)
         return Grant(lease.id, [(uid, indices(~mask & full(self._shards[uid[1]]))) for uid, mask in lease.units.items()])
 
     def renew(self, lease_id: str, peer: str) -> None:
@@ -157,13 +158,13 @@ class Book:
                 raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported otherwise before.", "Catch up with the swarm.")
             if reporter not in known.reporters and len(known.reporters) < _MOST_REPORTERS:
                 known.reporters.append(reporter)
-                self._store.set_reporters(known)
+                self._store.set_state(known)
             return self.tree.head
         wrong = self.tree.contradiction(state)
         if wrong:
             raise Refused(409, "contradiction", f"State {state.digest[:16]} cannot be: {wrong}.", "Catch up with the swarm.")
         state.reporters = [reporter]
-        self._store.add_state(state)
+        self._store.set_state(state)
         before = self.tree.head
         self.tree.add(state)
         self._follow_head(before)
@@ -195,6 +196,10 @@ class Book:
     def samples_by_peer(self) -> Mapping[str, int]:
         """Counted samples per peer."""
         return dict(self._by_peer)
+
+    def save(self) -> None:
+        """Write to SQLite what has changed since the last time, in the caller's transaction."""
+        self._store.flush()
 
     # -- who gets what
 
@@ -243,7 +248,7 @@ class Book:
     def _take(self, lease: Lease, unit: Unit, mask: int) -> None:
         left = lease.units[unit.uid] & ~mask
         self._held_by[lease.peer] -= mask.bit_count()
-        self._store.set_lease_unit(lease.id, unit.uid, left)
+        self._store.set_lease_unit(lease, unit.uid, left)
         if left:
             lease.units[unit.uid] = left
         else:
@@ -253,7 +258,7 @@ class Book:
     def _end(self, lease: Lease) -> int:
         """End a lease; returns how many samples become leasable."""
         del self._leases[lease.id]
-        self._store.remove_lease(lease.id)
+        self._store.remove_lease(lease)
         self._held_by[lease.peer] -= lease.samples
         if not self._held_by[lease.peer]:
             del self._held_by[lease.peer]
@@ -265,7 +270,7 @@ class Book:
         """Withdraw a live contribution; returns how many samples become leasable."""
         contribution.live = False
         self._pending.discard((contribution.peer, contribution.number))
-        self._store.withdraw(contribution)
+        self._store.set_contribution(contribution)
         for uid, mask in contribution.units.items():
             self.units[uid].pending &= ~mask
         return sum(self._free(uid, mask) for uid, mask in contribution.units.items())
@@ -313,7 +318,7 @@ class Book:
             contribution = self._contributions.get(pair)
             if contribution and contribution.live:
                 contribution.live = False
-                self._store.withdraw(contribution)
+                self._store.set_contribution(contribution)
         self._rebuild()
 
     # -- start

@@ -12,7 +12,6 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,7 +37,7 @@ class Ledger:
 
     def __init__(self, path: Path, *, run: RunConfig, make_book: Callable[[sqlite3.Connection], Book]):
         self._make_book = make_book
-        self._requests: queue.SimpleQueue[tuple[Callable[[Book], Any], Future] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Callable[[Book], Any], asyncio.Future] | None] = queue.SimpleQueue()
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
         try:
             _prepare(self._db)
@@ -57,9 +56,9 @@ class Ledger:
 
         Raises Refused as the operation does, and sqlite3.Error when the disk does not take it: then nothing has changed.
         """
-        future: Future = Future()
+        future = asyncio.get_running_loop().create_future()
         self._requests.put((operation, future))
-        return await asyncio.wrap_future(future)
+        return await future
 
     def close(self) -> None:
         """Finish what was asked before, and end the thread."""
@@ -76,15 +75,16 @@ class Ledger:
             self._commit([request for request in batch if request is not None])
         self._db.close()
 
-    def _commit(self, batch: list[tuple[Callable[[Book], Any], Future]]) -> None:
+    def _commit(self, batch: list[tuple[Callable[[Book], Any], asyncio.Future]]) -> None:
         outcomes: list[Any] = []
         try:
-            self._db.execute("BEGIN IMMEDIATE")
             for operation, _ in batch:
                 try:
                     outcomes.append(operation(self._book))
                 except Refused as refused:
                     outcomes.append(refused)
+            self._db.execute("BEGIN IMMEDIATE")
+            self._book.save()
             self._db.execute("COMMIT")
         except Exception as error:  # a full disk, or a fault of ours: memory is ahead of the disk, so read it again
             log.exception("the ledger could not be written: nothing of %d requests was done", len(batch))
@@ -92,13 +92,23 @@ class Ledger:
                 self._db.execute("ROLLBACK")
             self._book = self._make_book(self._db)
             outcomes = [error] * len(batch)
+        answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Any]]] = {}
         for (_, future), outcome in zip(batch, outcomes, strict=True):
-            if future.cancelled():
-                continue
-            if isinstance(outcome, Exception):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
+            answers.setdefault(future.get_loop(), []).append((future, outcome))
+        for loop, some in answers.items():
+            with contextlib.suppress(RuntimeError):  # it has ended: nobody waits any more
+                loop.call_soon_threadsafe(_answer, some)
+
+
+def _answer(outcomes: list[tuple[asyncio.Future, Any]]) -> None:
+    """In the loop of those who asked, all of a batch at once: waking it for each costs more than the answer."""
+    for future, outcome in outcomes:
+        if future.done():  # whoever asked has gone
+            continue
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
 
 
 def stored_run(path: Path) -> RunConfig | None:

@@ -5,6 +5,7 @@ names its callers (`X-Forwarded-For`). Nothing here tells peers behind one route
 """
 
 import contextlib
+import functools
 import ipaddress
 import math
 import time
@@ -70,6 +71,7 @@ class Limits:
         return caller
 
 
+@functools.lru_cache(maxsize=4096)
 def subject(address: str) -> str | None:
     """Whom a limit is about; None for this machine."""
     try:

@@ -1,8 +1,13 @@
-"""What the ledger's rules keep in SQLite: rows in, rows out, in the caller's transaction. Deadlines are not kept."""
+"""What the ledger's rules keep in SQLite: rows in, rows out. Deadlines are not kept.
+
+Changes are gathered, and written when the caller says `flush`, in its transaction and with as few statements as there can be: each
+lets go of the interpreter's lock, which a busy event loop gives back after 5 ms, and one row changed twice is written once.
+"""
 
 import json
 import sqlite3
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from datasetserver.samples import UnitId
 from datasetserver.tree import State
@@ -17,11 +22,32 @@ CREATE TABLE IF NOT EXISTS state (digest TEXT PRIMARY KEY, parent TEXT, round IN
 """
 
 
+_KEYS = {"lease": (0, 2, 3), "contribution": (0, 1), "contribution_unit": (0, 1, 2, 3), "state": (0,)}
+"""Where in a table's row its primary key is."""
+_ROWS = 500  # in one statement; SQLite takes 32,766 values
+
+
 class Store:
     """shards: samples of each."""
 
     def __init__(self, db: sqlite3.Connection, shards: Sequence[int]):
         self._db, self._shards = db, shards
+        self._changed: dict[str, dict[tuple, tuple]] = {table: {} for table in _KEYS}
+        self._ended_leases: list[str] = []
+
+    def flush(self) -> None:
+        """Write what has changed since the last time. Raises sqlite3.Error."""
+        for table, rows in self._changed.items():
+            for some in _parts(list(rows.values())):
+                row = f"({', '.join('?' * len(some[0]))})"
+                self._db.execute(f"REPLACE INTO {table} VALUES {', '.join([row] * len(some))}", [value for row in some for value in row])
+            rows.clear()
+        for some in _parts(self._ended_leases):
+            self._db.execute(f"DELETE FROM lease WHERE id IN ({', '.join('?' * len(some))})", some)
+        self._ended_leases.clear()
+
+    def _put(self, table: str, *row: Any) -> None:
+        self._changed[table][tuple(row[place] for place in _KEYS[table])] = row
 
     # -- leases
 
@@ -29,23 +55,17 @@ class Store:
         """Their times are 0."""
         leases: dict[str, Lease] = {}
         for lease_id, peer, epoch, shard, samples in self._db.execute("SELECT id, peer, epoch, shard, samples FROM lease"):
-            leases.setdefault(lease_id, Lease(lease_id, peer, 0.0, 0.0)).units[epoch, shard] = _unpack(samples)
+            lease = leases.setdefault(lease_id, Lease(lease_id, peer, 0.0, 0.0))
+            if mask := _unpack(samples):
+                lease.units[epoch, shard] = mask
         yield from leases.values()
 
-    def add_lease(self, lease: Lease) -> None:
-        rows = [(lease.id, lease.peer, *uid, self._pack(uid, mask)) for uid, mask in lease.units.items()]
-        self._db.executemany("INSERT INTO lease VALUES (?, ?, ?, ?, ?)", rows)
+    def set_lease_unit(self, lease: Lease, uid: UnitId, mask: int) -> None:
+        """What the lease holds of a unit; 0: nothing any more."""
+        self._put("lease", lease.id, lease.peer, *uid, self._pack(uid, mask))
 
-    def set_lease_unit(self, lease_id: str, uid: UnitId, mask: int) -> None:
-        """What the lease still holds of a unit; 0: nothing."""
-        if mask:
-            values = (self._pack(uid, mask), lease_id, *uid)
-            self._db.execute("UPDATE lease SET samples = ? WHERE id = ? AND epoch = ? AND shard = ?", values)
-        else:
-            self._db.execute("DELETE FROM lease WHERE id = ? AND epoch = ? AND shard = ?", (lease_id, *uid))
-
-    def remove_lease(self, lease_id: str) -> None:
-        self._db.execute("DELETE FROM lease WHERE id = ?", (lease_id,))
+    def remove_lease(self, lease: Lease) -> None:
+        self._ended_leases.append(lease.id)
 
     # -- contributions
 
@@ -59,13 +79,13 @@ class Store:
         yield from contributions.values()
 
     def add_contribution(self, contribution: Contribution) -> None:
-        peer, number = contribution.peer, contribution.number
-        self._db.execute("INSERT INTO contribution VALUES (?, ?, 1, ?)", (peer, number, contribution.repeated))
-        rows = [(peer, number, *uid, self._pack(uid, mask)) for uid, mask in contribution.units.items()]
-        self._db.executemany("INSERT INTO contribution_unit VALUES (?, ?, ?, ?, ?)", rows)
+        self.set_contribution(contribution)
+        for uid, mask in contribution.units.items():
+            self._put("contribution_unit", contribution.peer, contribution.number, *uid, self._pack(uid, mask))
 
-    def withdraw(self, contribution: Contribution) -> None:
-        self._db.execute("UPDATE contribution SET live = 0 WHERE peer = ? AND number = ?", (contribution.peer, contribution.number))
+    def set_contribution(self, contribution: Contribution) -> None:
+        """All but its units, which never change."""
+        self._put("contribution", contribution.peer, contribution.number, int(contribution.live), contribution.repeated)
 
     # -- settled states
 
@@ -76,15 +96,16 @@ class Store:
             pairs = tuple((peer, number, count) for peer, number, count in json.loads(members))
             yield State(digest, parent, round_, samples, pairs, json.loads(reporters))
 
-    def add_state(self, state: State) -> None:
-        row = (state.digest, state.parent, state.round, state.samples, json.dumps(state.members), json.dumps(state.reporters))
-        self._db.execute("INSERT INTO state VALUES (?, ?, ?, ?, ?, ?)", row)
-
-    def set_reporters(self, state: State) -> None:
-        self._db.execute("UPDATE state SET reporters = ? WHERE digest = ?", (json.dumps(state.reporters), state.digest))
+    def set_state(self, state: State) -> None:
+        members, reporters = json.dumps(state.members), json.dumps(state.reporters)
+        self._put("state", state.digest, state.parent, state.round, state.samples, members, reporters)
 
     def _pack(self, uid: UnitId, mask: int) -> bytes:
         return mask.to_bytes((self._shards[uid[1]] + 7) // 8, "little")
+
+
+def _parts(rows: list) -> Iterator[list]:
+    return (rows[start : start + _ROWS] for start in range(0, len(rows), _ROWS))
 
 
 def _unpack(samples: bytes) -> int:

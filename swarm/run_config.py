@@ -1,6 +1,7 @@
 """What every peer of a run must agree on: set once by whoever founds the run, hashed into every signed record."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class RunConfig:
         if not 0 <= self.ucg <= 1:
             raise UserError(f"ucg is {self.ucg}.", fix="Use a share in [0, 1]; 0.1 is usual.")
 
-    @property
+    @functools.cached_property  # a server compares it at every request
     def digest(self) -> str:
         """Hash of every field but `model`, which `model_digest` stands for; peers whose digests differ never average with each other."""
         values = dataclasses.asdict(self)

@@ -41,7 +41,13 @@ def book(db, clock):
 
 
 def open_book(db, clock, total=0, **options):
+    """A book of what was saved last."""
     return Book(db, shards=SHARDS, seed=7, total_samples=total, lease_seconds=60, grace_seconds=60, clock=clock, **options)
+
+
+def reopen(book, db, clock):
+    book.save()
+    return open_book(db, clock)
 
 
 def keys(grant):
@@ -93,7 +99,7 @@ def test_renewed_lease_stays_with_its_peer_and_an_expired_one_cannot_be_renewed(
 
 
 def test_a_peer_that_holds_too_much_gets_nothing_until_it_registers_or_releases_some(db, clock):
-    book = Book(db, shards=SHARDS, seed=7, lease_seconds=60, grace_seconds=60, most_leased=7, clock=clock)
+    book = open_book(db, clock, most_leased=7)
     first, second = book.lease("alice", 1), book.lease("alice", 1)
     with refusal("too_many_leased"):
         book.lease("alice", 1)
@@ -102,7 +108,8 @@ def test_a_peer_that_holds_too_much_gets_nothing_until_it_registers_or_releases_
     third = book.lease("alice", 1)
     with refusal("too_many_leased"):
         book.lease("alice", 1)
-    book = Book(db, shards=SHARDS, seed=7, lease_seconds=60, grace_seconds=60, most_leased=7, clock=clock)
+    book.save()
+    book = open_book(db, clock, most_leased=7)
     with refusal("too_many_leased"):
         book.lease("alice", 1)
     book.release(second.lease_id, "alice", None)
@@ -203,7 +210,7 @@ def test_of_two_that_have_the_same_shard_the_first_to_register_has_it_and_nothin
     assert book.contribute(first, 1, both[:2]).samples == 2
     late = book.contribute(second, 1, both)
     assert (late.samples, late.repeated) == (len(both) - 2, 2)
-    book = open_book(db, clock)
+    book = reopen(book, db, clock)
     book.settle(state("a", None, 1, len(both) + 2, (first, 1, 2), (second, 1, len(both))), first)
     assert book.samples_by_peer() == {first: 2, second: len(both) - 2}
     assert book.units.totals()["counted"] == len(both)
@@ -247,7 +254,7 @@ def test_a_paused_run_leases_nothing_and_takes_what_was_trained(db, clock):
 def test_what_was_offered_while_the_server_was_away_counts_where_nobody_else_has_it(db, clock, book):
     hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 4))
     book.contribute("bob", 1, his[:1])
-    book = open_book(db, clock)
+    book = reopen(book, db, clock)
     repeated = [sample_key(*(int(part) for part in key.split(":")[:2]), 0) for key in (hers[0], his[1])]
     offered = sorted({*hers, *his[:2], *repeated, "1:0:0", "1:1:1"})
     with refusal("not_held"):
@@ -256,7 +263,7 @@ def test_what_was_offered_while_the_server_was_away_counts_where_nobody_else_has
         contribution = book.contribute("alice", 1, offered, offered=True)
         assert contribution.samples == len(hers) + 2, "hers, and the two of the next epoch"
         assert contribution.samples + contribution.repeated == len(offered)
-    again = open_book(db, clock)
+    again = reopen(book, db, clock)
     assert again.contribute("alice", 1, offered, offered=True).repeated == contribution.repeated
     with refusal("number_taken"):
         again.contribute("alice", 1, offered[1:], offered=True)
@@ -381,7 +388,7 @@ def test_a_restart_keeps_everything_and_gives_leases_a_full_period(db, clock, bo
     book.settle(state("a", None, 1, 3, ("alice", 1, 3)), "alice")
     before = book.units.totals()
     clock.now += 59
-    again = open_book(db, clock)
+    again = reopen(book, db, clock)
     assert again.units.totals() == before
     clock.now += 59
     again.renew(grant.lease_id, "alice")

@@ -154,6 +154,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def restart(self, seconds):
         """On a machine whose clock began anew, perhaps."""
         self.now += seconds
+        self.book.save()
         self.book = self.open()
 
     def claimed(self):
@@ -189,6 +190,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def memory_equals_what_a_restart_would_read(self):
+        self.book.save()
         again = self.open()
         touched = {unit.uid for book in (self.book, again) for unit in book.units.known()}
         for uid in touched:
