@@ -7,6 +7,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -95,17 +96,18 @@ class Peer:
 class Server:
     """`python -m datasetserver` on a port that it keeps over its lives."""
 
-    def __init__(self, folder: Path, *, target: int, sync: str):
+    def __init__(self, folder: Path, *, target: int, sync: str, flags: Sequence[str] = ()):
         self.folder, self.url = folder, f"http://127.0.0.1:{_free_port()}"
         dataset, model = write_dataset(folder / "dataset", PICTURES), write_model(folder / "base")
         self._command = [sys.executable, "-m", "datasetserver", "--dataset", str(dataset), "--model", str(model)]
         self._command += ["--work_dir", str(folder / "server"), "--port", self.url.rpartition(":")[2], "--ingest_workers", "0"]
         self._command += ["--shard_samples", "32", "--lease_seconds", str(_LEASE_SECONDS), "--grace_seconds", str(_LEASE_SECONDS)]
-        self._command += ["--resolution", "16", "--target_batch_size", str(target), "--sync", sync]
+        self._command += ["--resolution", "16", "--target_batch_size", str(target), "--sync", sync, *flags]
         self.start()
 
     def start(self) -> None:
-        self.program = Program("server", self._command, self.folder / "server.log", {}, ROOT)
+        threads = threading.active_count() > 1
+        self.program = Program("server", self._command, self.folder / "server.log", {}, ROOT, threads=threads)
 
     def wait(self) -> None:
         """Until it answers. Raises UserError when it does not."""

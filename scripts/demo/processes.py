@@ -31,9 +31,12 @@ def _end_with_parent() -> None:
 
 
 class Program:
-    """One started program, in a session of its own, so that Ctrl+C in the terminal reaches only us; its words go to `log`."""
+    """One started program, in a session of its own, so that Ctrl+C in the terminal reaches only us; its words go to `log`.
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path):
+    threads: whether this process has other threads. Then the program cannot be told to end with us.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path, *, threads: bool = False):
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -45,7 +48,7 @@ class Program:
                 env={**os.environ, **env},
                 cwd=cwd,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,  # safe: we start programs from our only thread
+                preexec_fn=None if threads else _end_with_parent,  # safe in our only thread
             )
 
     @property

@@ -1,0 +1,43 @@
+"""`scripts/server-kills`, with three kills in place of fifty."""
+
+import sqlite3
+
+from datasetserver.book import Book
+from datasetserver.store import SCHEMA
+from datasetserver.tree import State
+from scripts.churn.server_kills import Told, run, verdict
+
+
+def test_a_server_that_is_killed_under_load_loses_nothing_that_it_acknowledged(tmp_path):
+    result = run(tmp_path, kills=3, clients=8, seed=1)
+    assert result["faults"] == []
+    assert result["rounds"] > 0 and result["counted"] > 0
+
+
+def test_the_verdict_finds_what_was_acknowledged_and_is_not_in_the_ledger(tmp_path):
+    db = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+    db.executescript(SCHEMA)
+    book = Book(db, shards=[4, 4], seed=0, clock=lambda: 0.0)
+    kept, lost = book.lease("alice", 1), book.lease("bob", 1)
+    keys = {grant.lease_id: {f"{e}:{s}:{i}" for (e, s), _ in grant.units for i in range(4)} for grant in (kept, lost)}
+    told = Told(leases={kept.lease_id: ("alice", set()), lost.lease_id: ("bob", keys[lost.lease_id])})
+    told.contributions["alice", 1] = frozenset(keys[kept.lease_id])
+    round_ = {"digest": "1" * 64, "parent": "0" * 64, "round": 1, "samples": 4, "members": [{"peer": "alice", "number": 1, "samples": 4}]}
+    told.rounds.append(round_)
+    book.contribute("alice", 1, sorted(keys[kept.lease_id]))
+    book.settle(State("1" * 64, "0" * 64, 1, 4, (("alice", 1, 4),)), "alice")
+    book.save()
+    assert verdict(told, tmp_path / "ledger.sqlite", [4, 4])["counted"] == 4
+    assert told.faults == []
+    db.execute("DELETE FROM lease WHERE peer = 'bob'")
+    db.execute("DELETE FROM contribution")
+    db.execute("DELETE FROM contribution_unit")
+    told.rounds.append({**round_, "digest": "2" * 64, "round": 2, "members": []})
+    verdict(told, tmp_path / "ledger.sqlite", [4, 4])
+    db.close()
+    assert [fault for fault in told.faults if "is lost" in fault] == [
+        "contribution ('alice', 1) was acknowledged and is lost",
+        "round 2 was acknowledged and is lost",
+        "a lease of bob was acknowledged and is lost",
+    ]
+    assert "0 samples are counted, 4 in the head, of 4 that were settled" in told.faults
