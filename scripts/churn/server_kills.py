@@ -68,6 +68,9 @@ class Client(threading.Thread):
                 self._turn()
         except Exception as error:
             self._told.faults.append(f"{self.name} stopped: {error!r}")
+        finally:
+            if self._connection:
+                self._connection.close()
 
     def _turn(self) -> None:
         lease_id, keys = self._lease()
