@@ -126,9 +126,9 @@ class Averager:
         async def receive() -> None:
             for index in share:
                 # The reducer gives up before us, and tells us because of whom.
-                header, data = await channel.receive(max_payload=parts[index].num_bytes, seconds=COME_SECONDS + PART_SECONDS)
+                room = parts[index].bytes_of(run.result)
+                header = await _receive(channel, parts[index], room, COME_SECONDS + PART_SECONDS)
                 run.squares[index] = _square(header, reducer)
-                parts[index].bytes_of(run.result).copy_(_checked(parts[index], data, reducer))
 
         with contextlib.closing(channel):
             tasks = []
@@ -148,8 +148,9 @@ class Averager:
 
         async def take() -> None:
             for index, part in enumerate(reduction.parts if channel.peer in reduction.senders else ()):
-                _, data = await channel.receive(max_payload=part.num_bytes, seconds=PART_SECONDS)
-                reduction.add(channel.peer, index, _checked(part, data, channel.peer))
+                data = torch.empty(part.num_bytes, dtype=torch.uint8)
+                await _receive(channel, part, data, PART_SECONDS)
+                reduction.add(channel.peer, index, data)
                 if index >= _WINDOW:
                     await reduction.mean(index - _WINDOW)
 
@@ -280,13 +281,14 @@ def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:
     return shares
 
 
-def _checked(part: Part, data: bytes, peer: str) -> Tensor:
+async def _receive(channel: Channel, part: Part, room: Tensor, seconds: float) -> dict:
+    """One encoded part into `room`, checked; the message's header. Raises PeerLost."""
+    header, count = await channel.receive_into(memoryview(room.numpy()), seconds=seconds)
     try:
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        part.check(tensor)
+        part.check(room[:count])
     except ValueError as error:
-        raise PeerLost(f"{peer[-6:]} sent {error}") from None
-    return tensor
+        raise PeerLost(f"{channel.peer[-6:]} sent {error}") from None
+    return header
 
 
 def _square(header: dict, peer: str) -> float:

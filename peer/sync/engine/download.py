@@ -224,10 +224,9 @@ class Download:
         chunk, offset = bytearray(self._room(index).numel()), 0
         while offset < len(chunk):
             length = min(PIECE_BYTES, len(chunk) - offset)
-            _, piece = await channel.receive(max_payload=length, seconds=pace.piece_seconds)
-            if len(piece) != length:
-                raise Lied(f"a piece of {len(piece)} bytes instead of {length}")
-            chunk[offset : offset + length] = piece
+            _, count = await channel.receive_into(memoryview(chunk)[offset : offset + length], seconds=pace.piece_seconds)
+            if count != length:
+                raise Lied(f"a piece of {count} bytes instead of {length}")
             offset += length
             pace.came()
             self.bytes_received += length

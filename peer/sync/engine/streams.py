@@ -4,7 +4,6 @@ The transport authenticates the other end. Every read has a limit in bytes and a
 """
 
 import asyncio
-import collections
 import contextlib
 import logging
 import struct
@@ -16,14 +15,13 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
+from peer.sync.engine.pipe import Pipe
 from swarm.dht import SwarmNode
 
 log = logging.getLogger(__name__)
 
 _FRAME = struct.Struct("<II")
 _MAX_HEADER_BYTES = 256 << 10
-_WRITE_BYTES = 256 << 10
-_READ_AHEAD_BYTES = 512 << 10
 CONNECT_SECONDS = 10.0
 _END_SECONDS = 5.0
 _STREAMS_PER_PEER = 16
@@ -45,69 +43,75 @@ class Broken(PeerLost):
 class Channel:
     """One stream to `peer`. Everything that goes wrong with it is a PeerLost."""
 
-    def __init__(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self.peer, self._reader, self._writer = peer, reader, writer
-        # asyncio's own limit makes a reader stop twice in each part of a vector: half the speed on loopback. hivemind takes no `limit`.
-        reader._limit = _READ_AHEAD_BYTES
+    def __init__(self, peer: str, pipe: Pipe):
+        self.peer, self._pipe = peer, pipe
         self.sent = self.received = 0
         """Bytes of messages so far, headers included."""
 
     async def send(self, header: dict[str, Any], payload: bytes | memoryview = b"", *, seconds: float) -> None:
         """Send one message; waits while the other end is slow. Raises PeerLost."""
+        packed = msgpack.packb(header)
+        head = _FRAME.pack(len(packed), len(payload)) + packed
         try:
-            await asyncio.wait_for(self._send(msgpack.packb(header), memoryview(payload)), seconds)
-        except (OSError, RuntimeError, asyncio.TimeoutError) as error:
+            await self._pipe.send(head, payload, until=_until(seconds))
+        except OSError as error:
             raise PeerLost(f"{self.peer[-6:]} takes nothing: {_name(error)}") from None
-
-    async def _send(self, header: bytes, payload: memoryview) -> None:
-        self._writer.write(_FRAME.pack(len(header), len(payload)) + header)
-        self.sent += _FRAME.size + len(header) + len(payload)
-        for offset in range(0, len(payload), _WRITE_BYTES):
-            self._writer.write(payload[offset : offset + _WRITE_BYTES])
-            await self._writer.drain()
-        await self._writer.drain()
+        self.sent += len(head) + len(payload)
+        await asyncio.sleep(0)  # others have their turn, however fast the other end is
 
     async def receive(self, *, max_payload: int = 0, seconds: float) -> tuple[dict[str, Any], bytes]:
         """The next message. Raises PeerLost when it is late, too long, no message, or {"error": reason}."""
-        try:
-            return await asyncio.wait_for(self._receive(max_payload), seconds)
-        except (OSError, EOFError, asyncio.TimeoutError) as error:
-            # A TimeoutError is an OSError from Python 3.11 on.
-            kind = PeerLost if isinstance(error, asyncio.TimeoutError) else Broken
-            raise kind(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
+        until = _until(seconds)
+        header, payload_bytes = await self._receive_header(max_payload, until)
+        return header, bytes(await self._take(payload_bytes, until))
 
-    async def _receive(self, max_payload: int) -> tuple[dict[str, Any], bytes]:
-        header_bytes, payload_bytes = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
+    async def receive_into(self, room: memoryview, *, seconds: float) -> tuple[dict[str, Any], int]:
+        """The next message, whose payload comes into the begin of `room`, and the payload's length. Raises PeerLost as `receive` does."""
+        until = _until(seconds)
+        header, payload_bytes = await self._receive_header(len(room), until)
+        await self._fill(room[:payload_bytes], until)
+        await asyncio.sleep(0)
+        return header, payload_bytes
+
+    async def _receive_header(self, max_payload: int, until: float) -> tuple[dict[str, Any], int]:
+        header_bytes, payload_bytes = _FRAME.unpack(await self._take(_FRAME.size, until))
         if header_bytes > _MAX_HEADER_BYTES or payload_bytes > max_payload:
             raise PeerLost(f"{self.peer[-6:]} announced {header_bytes} + {payload_bytes} bytes, at most {max_payload} are allowed")
         try:
-            header = msgpack.unpackb(await self._reader.readexactly(header_bytes))
+            header = msgpack.unpackb(await self._take(header_bytes, until))
         except (ValueError, msgpack.exceptions.UnpackException):
             raise PeerLost(f"{self.peer[-6:]} sent no message of ours") from None
         if not isinstance(header, dict):
             raise PeerLost(f"{self.peer[-6:]} sent no message of ours")
         if "error" in header:
             raise Refused(f"{self.peer[-6:]}: {str(header['error'])[:200]}")
-        payload = await self._reader.readexactly(payload_bytes)
-        self.received += _FRAME.size + header_bytes + payload_bytes
-        return header, payload
+        return header, payload_bytes
+
+    async def _take(self, count: int, until: float) -> bytearray:
+        data = bytearray(count)
+        await self._fill(memoryview(data), until)
+        return data
+
+    async def _fill(self, room: memoryview, until: float) -> None:
+        try:
+            await self._pipe.take(room, until)
+        except TimeoutError as error:
+            raise PeerLost(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
+        except (OSError, EOFError) as error:
+            raise Broken(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
+        self.received += len(room)
 
     async def end(self, reason: str) -> None:
         """Tell the other end why this one goes, and let it hang up first.
 
         p2pd resets a stream that is closed with bytes unread, and then what was sent last may be lost on its way (seen).
         """
-        with contextlib.suppress(PeerLost, OSError, asyncio.TimeoutError):
+        with contextlib.suppress(PeerLost, OSError):
             await self.send({"error": reason}, seconds=_END_SECONDS)
-            await asyncio.wait_for(self._hung_up(), _END_SECONDS)
-
-    async def _hung_up(self) -> None:
-        while await self._reader.read(_READ_AHEAD_BYTES):
-            pass
+            await self._pipe.hung_up(_until(_END_SECONDS))
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):
-            self._writer.close()
+        self._pipe.close()
 
 
 Handler = Callable[[Channel], Awaitable[None]]
@@ -118,7 +122,7 @@ class Streams:
 
     def __init__(self, node: SwarmNode):
         self._node, self.peer_id = node, node.peer_id
-        self._serving: collections.Counter[str] = collections.Counter()
+        self._serving: dict[asyncio.Task, str] = {}  # and whom; asyncio itself holds a task only weakly
 
     async def open(self, peer: str, name: str) -> Channel:
         """Raises PeerLost when `peer` cannot be reached in time."""
@@ -133,16 +137,16 @@ class Streams:
             if not isinstance(error, Exception):
                 raise
             raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
-        return Channel(peer, reader, writer)
+        return Channel(peer, Pipe(reader, writer))
 
     async def serve(self, name: str, handler: Handler) -> None:
         """Answer streams called `name`; a handler's PeerLost ends its stream, telling the other end why."""
 
         async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            channel = Channel(info.peer_id.to_base58(), reader, writer)
-            self._serving[channel.peer] += 1
+            channel = Channel(info.peer_id.to_base58(), Pipe(reader, writer))
+            self._serving[task := asyncio.current_task()] = channel.peer
             try:
-                if self._serving[channel.peer] > _STREAMS_PER_PEER:
+                if list(self._serving.values()).count(channel.peer) > _STREAMS_PER_PEER:
                     raise PeerLost("too many streams at once")
                 await handler(channel)
             except PeerLost as error:
@@ -153,8 +157,7 @@ class Streams:
                 await channel.end("internal error")
             finally:
                 channel.close()
-                self._serving[channel.peer] -= 1
-                self._serving += collections.Counter()  # forget those at zero
+                del self._serving[task]
 
         await self._node.p2p.add_binary_stream_handler(name, handle)
 
@@ -166,6 +169,10 @@ async def _dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer
     answer = p2pd_pb2.Response()
     await read_pbmsg_safe(reader, answer)
     raise_if_failed(answer)
+
+
+def _until(seconds: float) -> float:
+    return asyncio.get_running_loop().time() + seconds
 
 
 def _name(error: BaseException) -> str:

@@ -153,16 +153,14 @@ class Bad(Averager):
     lingers = staticmethod(lambda reducer: asyncio.sleep(1))
 
     async def _exchange(self, reducer, share, run):
-        channel = await self._streams.open(reducer, REDUCE)
-        await channel.send({"group": run.group.id}, seconds=60)
-        for count, part in enumerate(self._wire.parts[index] for index in share):
-            data = self.spoil(count, part.bytes_of(run.mine))
-            if data is None:
-                channel.close()
-                raise RoundFailed("died")
-            await channel.send({}, memoryview(data.contiguous().numpy()), seconds=60)
-        await self.lingers(reducer)
-        channel.close()
+        with contextlib.closing(await self._streams.open(reducer, REDUCE)) as channel:
+            await channel.send({"group": run.group.id}, seconds=60)
+            for count, part in enumerate(self._wire.parts[index] for index in share):
+                data = self.spoil(count, part.bytes_of(run.mine))
+                if data is None:
+                    raise RoundFailed("died")
+                await channel.send({}, memoryview(data.contiguous().numpy()), seconds=60)
+            await self.lingers(reducer)
         raise RoundFailed("bad anyway")
 
 

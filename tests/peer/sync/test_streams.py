@@ -1,11 +1,14 @@
 """Messages between peers: whatever the other end does, it costs a reason for the log and nothing else."""
 
 import asyncio
+import contextlib
+import math
 import struct
 
 import msgpack
 import pytest
 
+from peer.sync.engine import streams as streams_module
 from peer.sync.engine.streams import Channel, PeerLost, Refused, Streams
 from tests.peer.sync.swarm_tools import open_descriptors, until
 
@@ -37,8 +40,7 @@ def talk(swarm, sends, **limits):
 
 def raw(data: bytes):
     async def sends(channel: Channel) -> None:
-        channel._writer.write(data)
-        await channel._writer.drain()
+        await channel._pipe.send(data, until=math.inf)
         await asyncio.sleep(0.2)
 
     return sends
@@ -49,6 +51,59 @@ def test_a_message_arrives_whole(swarm):
         await channel.send({"a": [1, "b"]}, b"x" * 1_000_000, seconds=60)
 
     assert talk(swarm, sends, max_payload=1_000_000)["message"] == ({"a": [1, "b"]}, b"x" * 1_000_000)
+
+
+def test_a_message_comes_into_the_room_made_for_it_and_may_be_shorter(swarm):
+    async def scenario(nodes):
+        (server, server_streams), (_, client) = await nodes.streams(2)
+
+        async def sends(channel):
+            for size in (1_000_000, 999_999, 1_000_001):
+                await channel.send({"size": size}, b"x" * size, seconds=60)
+
+        await server_streams.serve("test.1", sends)
+        with contextlib.closing(await client.open(server.peer_id, "test.1")) as channel:
+            for size in (1_000_000, 999_999):
+                room = bytearray(1_000_000)
+                assert await channel.receive_into(memoryview(room), seconds=60) == ({"size": size}, size)
+                assert room == b"x" * size + bytes(1_000_000 - size)
+            with pytest.raises(PeerLost, match="1000001 bytes, at most 1000000"):
+                await channel.receive_into(memoryview(bytearray(1_000_000)), seconds=60)
+
+    swarm(scenario)
+
+
+def test_a_message_whose_sending_was_cancelled_is_not_torn(swarm):
+    async def sends(channel):
+        large = asyncio.create_task(channel.send({"a": 1}, b"x" * 50_000_000, seconds=60))
+        await until(lambda: channel._pipe._waiting)  # more than sockets hold
+        large.cancel()
+        await asyncio.wait([large])
+        raise PeerLost("changed my mind")
+
+    async def scenario(nodes):
+        (server, server_streams), (_, client) = await nodes.streams(2)
+        await server_streams.serve("test.1", sends)
+        with contextlib.closing(await client.open(server.peer_id, "test.1")) as channel:
+            assert await channel.receive(max_payload=50_000_000, seconds=60) == ({"a": 1}, b"x" * 50_000_000)
+            with pytest.raises(Refused, match="changed my mind"):
+                await channel.receive(seconds=60)
+
+    swarm(scenario)
+
+
+def test_who_waits_for_a_message_hears_of_it_when_the_stream_is_closed_here(swarm):
+    async def scenario(nodes):
+        (server, server_streams), (_, client) = await nodes.streams(2)
+        await server_streams.serve("test.1", lambda channel: asyncio.Event().wait())
+        channel = await client.open(server.peer_id, "test.1")
+        waiting = asyncio.create_task(channel.receive(seconds=1000))
+        await until(lambda: channel._pipe._waiting)
+        channel.close()
+        with pytest.raises(PeerLost, match="closed here"):
+            await asyncio.wait_for(waiting, 60)
+
+    swarm(scenario)
 
 
 BAD = {
@@ -107,6 +162,24 @@ def test_a_reason_arrives_although_the_handler_left_messages_unread(swarm):
             with pytest.raises(Refused, match="no room for you"):
                 await channel.receive(seconds=60)
             channel.close()
+
+    swarm(scenario)
+
+
+def test_who_is_refused_and_goes_on_sending_is_cut_off(swarm, monkeypatch):
+    monkeypatch.setattr(streams_module, "_END_SECONDS", 0.5)
+
+    async def scenario(nodes):
+        (server, server_streams), (_, client) = await nodes.streams(2)
+
+        async def answer(channel):
+            raise PeerLost("no room for you")
+
+        await server_streams.serve("test.1", answer)
+        channel = await client.open(server.peer_id, "test.1")
+        with contextlib.closing(channel), pytest.raises(PeerLost, match="takes nothing"):
+            while True:
+                await channel.send({}, bytes(100_000), seconds=60)
 
     swarm(scenario)
 
