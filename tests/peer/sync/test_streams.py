@@ -42,6 +42,7 @@ def raw(data: bytes):
     async def sends(channel: Channel) -> None:
         await channel._pipe.send(data, until=math.inf)
         await asyncio.sleep(0.2)
+        channel.close()
 
     return sends
 
