@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import json
 import logging
 import signal
@@ -86,7 +87,7 @@ def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
         saved = json.loads(path.read_text(encoding="utf-8"))
         return Joined(RunConfig.from_mapping(saved["run"], where=str(path)), saved["server_url"], tuple(saved["peers"])), True
     known = path.exists()
-    saved = {"run": vars(joined.run), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
+    saved = {"run": dataclasses.asdict(joined.run), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
     path.write_text(json.dumps(saved, indent=2), encoding="utf-8")
     return joined, known
 

@@ -1,6 +1,7 @@
 """`dd-peer --assist` as a program, and what it tells a real dataset server. What it does in a swarm: tests/peer/sync/test_assistant.py."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -105,7 +106,7 @@ def test_a_helper_that_waits_for_the_first_peer_ends_in_order_when_told_to(tmp_p
     helper = None
     try:
         options = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "announce_maddrs": [], "identity_path": str(tmp_path / "bootstrap.key")}
-        bootstrap.stdin.write(json.dumps({**options, "run_id": run.run_id, "run": vars(run), "url": ""}) + "\n")
+        bootstrap.stdin.write(json.dumps({**options, "run_id": run.run_id, "run": dataclasses.asdict(run), "url": ""}) + "\n")
         bootstrap.stdin.flush()
         address = json.loads(bootstrap.stdout.readline())["maddrs"][0]
         log = (tmp_path / "log").open("w+")

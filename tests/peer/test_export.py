@@ -1,5 +1,6 @@
 """`dd-export` on a tiny model and a state as an assisting peer keeps it."""
 
+import dataclasses
 import json
 import shutil
 
@@ -38,7 +39,7 @@ def helper(tmp_path, tiny_model):
         state = next_state(state, [[vector + change, torch.zeros(schema.size)]], [Member("a", number, 8)])
         store.save(state)
         archive.keep([state.header.settlement(state.digest)])
-    (folder / "run.json").write_text(json.dumps({"run": vars(run), "server_url": "", "peers": []}))
+    (folder / "run.json").write_text(json.dumps({"run": dataclasses.asdict(run), "server_url": "", "peers": []}))
     return folder
 
 

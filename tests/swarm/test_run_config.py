@@ -55,3 +55,10 @@ def test_a_joiner_with_another_value_hears_which_one():
 
 def test_a_joiner_may_hold_the_model_elsewhere():
     RunConfig(model="owner/name").refuse_differences({"model": "/somewhere/else"})
+
+
+def test_a_run_that_knows_its_digest_is_written_down_as_one_that_does_not():
+    run = RunConfig(model="m")
+    before = dataclasses.asdict(run)
+    assert run.digest == RunConfig.from_mapping(before, where="here").digest
+    assert dataclasses.asdict(run) == before

@@ -7,6 +7,7 @@ docs/protocol.md. How one round is averaged is in `rounds.py`, who may start in 
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import random
 import time
@@ -474,4 +475,4 @@ class Replica:
     def _run_record(self) -> RunRecord:
         header = self.state.header
         head = {"digest": self.state.digest, "round": header.round, "samples": header.samples, "peers": [self.node.peer_id]}
-        return RunRecord(run_id=self.run.run_id, run=vars(self.run), server_url=self.server_url, head=head if header.round else None)
+        return RunRecord(run_id=self.run.run_id, run=dataclasses.asdict(self.run), server_url=self.server_url, head=head if header.round else None)

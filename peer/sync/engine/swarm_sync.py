@@ -4,6 +4,7 @@ Implements `contracts.Sync` for every strategy that averages; what differs betwe
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -327,7 +328,7 @@ class SwarmSync:
         self._port.send(
             "start",
             state.buffer,
-            run=vars(context.run),
+            run=dataclasses.asdict(context.run),
             header=state.header.to_json(),
             sizes=[self._schema.big_size, self._schema.size - self._schema.big_size],
             strategy=self._strategy_path,
