@@ -47,7 +47,7 @@ def _main(argv: Sequence[str]) -> None:
     guard = server.guard(config)
     with server.listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
         data = _ingest(folder, work_dir, config)
-        run = run_to_serve(run_values, stored_run(work_dir / server.LEDGER), data.digest)
+        run = run_to_serve(run_values, stored_run(work_dir / server.LEDGER), data.first)
         uvloop.run(server.serve(config, run, data, work_dir, sock, guard))
 
 

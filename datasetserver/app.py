@@ -18,7 +18,7 @@ from datasetserver.addresses import is_this_machine, visible_maddrs
 from datasetserver.book import Book
 from datasetserver.founding import acceptable_run
 from datasetserver.gate import Gate, caller, holds_token
-from datasetserver.ingest import Ingested, shard_path
+from datasetserver.ingest import Ingested, manifest_path, shard_path
 from datasetserver.ledger import Ledger
 from datasetserver.limits import Limits
 from datasetserver.metrics import CONTENT_TYPE, Metrics
@@ -57,7 +57,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.shards = {shard.digest: shard for shard in self.data.manifest.shards}
-        self.manifest_json = canonical_json(self.data.manifest.model_dump())
+        self.manifest_bytes = manifest_path(self.work_dir).stat().st_size
 
     def begin(self, run: RunConfig) -> None:
         """Serve `run` from now on; it is on the disk when this returns. Raises UserError when the ledger is another run's."""
@@ -127,7 +127,8 @@ async def get_manifest(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     if request.match_info["digest"] != service.data.digest:
         raise Refused(404, "no_such_manifest", "This server has another dataset.", f"Its manifest is {service.data.digest}.")
-    return web.Response(body=service.manifest_json, content_type="application/json", headers=_immutable(service.data.digest))
+    path = manifest_path(service.work_dir)
+    return await _send_file(request, path, digest=service.data.digest, size=service.manifest_bytes, content_type="application/json")
 
 
 async def get_blob(request: web.Request) -> web.StreamResponse:
@@ -135,26 +136,32 @@ async def get_blob(request: web.Request) -> web.StreamResponse:
     shard = service.shards.get(request.match_info["digest"])
     if shard is None:
         raise Refused(404, "no_such_shard", "This dataset has no such shard.", f"See /v1/manifest/{service.data.digest}.")
+    path = shard_path(service.work_dir, shard.digest)
+    return await _send_file(request, path, digest=shard.digest, size=shard.bytes, content_type="application/x-tar")
+
+
+async def _send_file(request: web.Request, path: Path, *, digest: str, size: int, content_type: str) -> web.StreamResponse:
+    """The file at `path` of `size` bytes with that digest, or the part of it that the request asks for."""
     wanted = {name: ", ".join(request.headers.getall(name)) for name in _CONDITIONS if name in request.headers}
-    selected = blobs.select(request.method, wanted, digest=shard.digest, size=shard.bytes)
-    headers = {**_immutable(shard.digest), "Accept-Ranges": "bytes"}
+    selected = blobs.select(request.method, wanted, digest=digest, size=size)
+    headers = {**_immutable(digest), "Accept-Ranges": "bytes"}
     if selected.status == 304:
         return web.Response(status=304, headers=headers)
     if selected.status == 412:
-        raise Refused(412, "precondition_failed", "The shard's ETag is another.", "Ask without If-Match.")
+        raise Refused(412, "precondition_failed", "The file's ETag is another.", "Ask without If-Match.")
     if selected.status == 416:
-        size = {"Content-Range": f"bytes */{shard.bytes}"}
-        raise answers.RefusedWith(416, "range_not_satisfiable", f"The shard has {shard.bytes} bytes.", "Ask for bytes that it has.", size)
+        whole = {"Content-Range": f"bytes */{size}"}
+        raise answers.RefusedWith(416, "range_not_satisfiable", f"The file has {size} bytes.", "Ask for bytes that it has.", whole)
     if selected.status == 206:
-        headers["Content-Range"] = f"bytes {selected.start}-{selected.start + selected.count - 1}/{shard.bytes}"
-    headers["Content-Type"] = "application/x-tar"
+        headers["Content-Range"] = f"bytes {selected.start}-{selected.start + selected.count - 1}/{size}"
+    headers["Content-Type"] = content_type
     try:
-        return await blobs.send(request, shard_path(service.work_dir, shard.digest), selected, headers, service.metrics.sent)
+        return await blobs.send(request, path, selected, headers, request.app[SERVICE].metrics.sent)
     except ConnectionError:
         raise
     except OSError as error:
-        log.error("shard %s cannot be read: %s", shard.digest[:16], error)
-        raise Refused(503, "shard_unreadable", "The shard cannot be read.", "Try again later; the host must look at its disk.") from None
+        log.error("%s cannot be read: %s", path.name[:20], error)
+        raise Refused(503, "file_unreadable", "The file cannot be read.", "Try again later; the host must look at its disk.") from None
 
 
 async def get_progress(request: web.Request) -> web.Response:
@@ -200,7 +207,7 @@ async def get_metrics(request: web.Request) -> web.Response:
 
 async def put_run(request: web.Request) -> web.Response:
     service, asked = request.app[SERVICE], await answers.read(request, protocol.FoundRequest)
-    run = acceptable_run(asked.run, service.data.digest)
+    run = acceptable_run(asked.run, service.data.first)
     new = service.run is None
     if new:  # no await from here to `begin`: of two founders at once, one is first
         try:
@@ -338,7 +345,7 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/run", get_run, "All that a newcomer needs.", protocol.RunAnswer),
     Endpoint("PUT", "/v1/run", put_run, "Found the run at a server that has none.", protocol.RunAnswer, protocol.FoundRequest, also=(201,)),
     Endpoint("GET", "/v1/peers", get_peers, "Live peers; with the addresses that it can dial for who holds a token.", protocol.PeersAnswer),
-    Endpoint("GET", "/v1/manifest/{digest}", get_manifest, "The dataset's shards.", protocol.Manifest),
+    Endpoint("GET", "/v1/manifest/{digest}", get_manifest, "The dataset's shards.", protocol.Manifest, also=(206, 304)),
     Endpoint("GET", "/v1/blobs/{digest}.tar", get_blob, "A shard, a WebDataset tar.", "application/x-tar", also=(206, 304)),
     Endpoint("GET", "/v1/progress", get_progress, "How the run is doing.", protocol.Progress),
     Endpoint(

@@ -35,7 +35,7 @@ class Grant:
 class Book:
     """The ledger's state in memory, read from `db`, and written to it by `save`.
 
-    shards: number of samples per shard. most_leased: samples that a peer may hold by leases, beyond which it gets none.
+    shards: number of samples per shard. generations: see `Units`. most_leased: samples that a peer may hold by leases, beyond which it gets none.
     copy_seconds: after which a unit of an epoch that is otherwise given out goes to a second peer; 0: never. order: the host's.
     clock: seconds, monotonic. Every method but `sweep` may raise Refused, and then has changed nothing.
     """
@@ -46,6 +46,7 @@ class Book:
         *,
         shards: Sequence[int],
         seed: int,
+        generations: Sequence[tuple[int, int]] = (),
         total_samples: int = 0,
         lease_seconds: float = 60.0,
         grace_seconds: float = 60.0,
@@ -55,6 +56,7 @@ class Book:
         clock: Callable[[], float],
     ):
         self._store, self._shards, self._seed, self._total, self._clock = Store(db, shards), shards, seed, total_samples, clock
+        self._generations = generations
         self.lease_seconds, self.grace_seconds = lease_seconds, grace_seconds
         self._most_leased, self._copy_seconds, self._order = most_leased, copy_seconds, order
         self._seen: dict[str, float] = {}
@@ -109,7 +111,7 @@ class Book:
         if keys is None:
             lease = self._leases.get(lease_id)
             return self._end(lease) if lease and lease.peer == peer else 0
-        masks = parse_keys(keys, self._shards)
+        masks = parse_keys(keys, self.units.samples)
         withdrawn = [c for c in self._live_of(peer) if any(mask & c.units.get(uid, 0) for uid, mask in masks.items())]
         released = sum(self._withdraw(contribution) for contribution in withdrawn)
         for uid, mask in masks.items():
@@ -125,7 +127,7 @@ class Book:
         """
         self.sweep()
         self._touch(peer)
-        masks = parse_keys(keys, self._shards)
+        masks = parse_keys(keys, self.units.samples)
         known = self._contributions.get((peer, number))
         if known:
             return _same(known, masks)
@@ -334,7 +336,7 @@ class Book:
     def _rebuild(self) -> None:
         """Work out whose every sample is from leases, contributions and the head's chain."""
         now = self._clock()
-        self.units = Units(self._shards, self._seed)
+        self.units = Units(self._shards, self._seed, self._generations)
         self._by_peer: Counter[str] = Counter()
         self._held_by: Counter[str] = Counter()
         self._included = {pair for state in self.tree.chain() for pair in state.contributions()}

@@ -22,7 +22,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import ValidationError
 
-from datasetserver.pictures import BadSample, load_sample
+from datasetserver.pictures import BadSample, Picture, Sample, load_sample
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
 from swarm.lifeline import die_with_parent
@@ -36,7 +36,7 @@ SHARD_BYTES = 48 << 20
 METADATA = "metadata.jsonl"
 _CAPTION_FIELDS = ("text", "caption", "prompt")
 _MAX_LINE_BYTES = 1 << 20
-_FORMAT = 2  # of the shards: raise it when the same folder would give other bytes
+_FORMAT = 3  # of the shards: raise it when the same folder would give other bytes
 _JOURNAL = "ingest.journal"
 _WORKER_MEMORY_BYTES = 4 << 30
 
@@ -56,16 +56,19 @@ class Pair:
 
 @dataclass(frozen=True)
 class Ingested:
-    """A dataset ready to be served. What was left out, and which pictures are the same, is known only when it was checked anew (`fresh`).
+    """A dataset ready to be served. The lists are known only when it was checked anew (`fresh`).
 
-    rejected: (name, reason). duplicates: (name, name of the first picture with the same bytes).
+    digest: of the manifest; first: of its first generation, by which a run names its dataset. rejected: (name, reason).
+    duplicates: (name, name of the first picture with the same bytes). changed: (name, what was done to make it an RGB picture).
     """
 
     manifest: Manifest
     digest: str
+    first: str
     rejected: list[tuple[str, str]]
     fresh: bool
     duplicates: list[tuple[str, str]] = field(default_factory=list)
+    changed: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -119,16 +122,18 @@ def ingest(
             f"{folder} holds no picture that can be trained on; {len(rejected)} were left out{first}.",
             fix="Put pictures and a .txt with each picture's caption, of the same name, into it.",
         )
-    manifest = Manifest(total=sum(shard.samples for shard in batches.shards), shards=batches.shards)
+    manifest = Manifest.of(batches.shards)
     data = canonical_json(manifest.model_dump())
+    digest = digest_bytes(data)
     if not dry:
         _write_table(work_dir / "rejected.csv", ["file", "reason"], rejected)
         _write_table(work_dir / "duplicates.csv", ["file", "same picture as"], batches.duplicates)
-        _replace(work_dir / "manifest.json", data)
-        _replace(work_dir / "ingest.json", canonical_json({"source": source, "manifest": digest_bytes(data)}))
+        _write_table(work_dir / "changed.csv", ["file", "change"], batches.changed)
+        _replace(manifest_path(work_dir), data)
+        _replace(work_dir / "ingest.json", canonical_json({"source": source, "manifest": digest, "first": digest}))
         _forget_others(work_dir / "shards", manifest)
         (work_dir / _JOURNAL).unlink(missing_ok=True)
-    return Ingested(manifest, digest_bytes(data), rejected, fresh=True, duplicates=batches.duplicates)
+    return Ingested(manifest, digest, digest, rejected, fresh=True, duplicates=batches.duplicates, changed=batches.changed)
 
 
 def find_pairs(folder: Path, faults: list[tuple[str, str]] | None = None) -> list[Pair]:
@@ -186,6 +191,10 @@ def shard_path(work_dir: Path, digest: str) -> Path:
     return work_dir / "shards" / f"{digest}.tar"
 
 
+def manifest_path(work_dir: Path) -> Path:
+    return work_dir / "manifest.json"
+
+
 def _fingerprint(pair: Pair) -> list:
     """Changes with the pair's files; names as bytes, since a file's name may be no text."""
     caption = pair.caption
@@ -203,20 +212,21 @@ def _version(path: Path) -> list | None:
 
 def _up_to_date(work_dir: Path, source: str) -> Ingested | None:
     try:
-        data = (work_dir / "manifest.json").read_bytes()
-        if json.loads((work_dir / "ingest.json").read_bytes()) != {"source": source, "manifest": digest_bytes(data)}:
+        data = manifest_path(work_dir).read_bytes()
+        digest, known = digest_bytes(data), json.loads((work_dir / "ingest.json").read_bytes())
+        if (known["source"], known["manifest"]) != (source, digest):
             return None
         manifest = Manifest.model_validate_json(data)
         whole = all(shard_path(work_dir, shard.digest).stat().st_size == shard.bytes for shard in manifest.shards)
-    except (OSError, ValueError, ValidationError):
+    except (OSError, ValueError, ValidationError, KeyError, TypeError):
         return None
-    return Ingested(manifest, digest_bytes(data), [], fresh=False) if whole else None
+    return Ingested(manifest, digest, known["first"], [], fresh=False) if whole else None
 
 
 # -- loading
 
 
-def _load_all(pairs: list[Pair], workers: int | None) -> Iterator[tuple[Pair, tuple[bytes, str] | str]]:
+def _load_all(pairs: list[Pair], workers: int | None) -> Iterator[tuple[Pair, Sample | str]]:
     """Each pair, in order, with its sample or the reason why it has none."""
     if workers == 0:
         yield from ((pair, _load(pair)) for pair in pairs)
@@ -243,14 +253,14 @@ def _load_all(pairs: list[Pair], workers: int | None) -> Iterator[tuple[Pair, tu
         pool.shutdown(cancel_futures=True)
 
 
-def _load(pair: Pair) -> tuple[bytes, str] | str:
+def _load(pair: Pair) -> Sample | str:
     try:
         return load_sample(pair.image, pair.caption, empty_ok=pair.empty_ok)
     except BadSample as bad:
         return str(bad)
 
 
-def _load_alone(pair: Pair) -> tuple[bytes, str] | str:
+def _load_alone(pair: Pair) -> Sample | str:
     with _pool(1) as pool:
         try:
             return pool.submit(_load, pair).result()
@@ -287,6 +297,7 @@ class Batches:
         self.shards: list[Shard] = []
         self.rejected: list[tuple[str, str]] = []
         self.duplicates: list[tuple[str, str]] = []
+        self.changed: list[tuple[str, str]] = []
         self.taken = 0
         self._first: dict[bytes, str] = {}
         self._clear()
@@ -294,36 +305,40 @@ class Batches:
             self.shards.append(Shard.model_validate(entry["shard"]))
             self.rejected += map(tuple, entry["rejected"])
             self.duplicates += map(tuple, entry["duplicates"])
+            self.changed += map(tuple, entry["changed"])
             self._first.update((bytes.fromhex(digest), name) for digest, name in entry["first"])
             self.taken += entry["taken"]
 
     def _clear(self) -> None:
-        self._samples: list[tuple[bytes, str]] = []
+        self._samples: list[Sample] = []
         self._bytes = 0
-        self._news: dict[str, Any] = {"rejected": [], "duplicates": [], "first": [], "taken": 0}
+        self._news: dict[str, Any] = {"rejected": [], "duplicates": [], "changed": [], "first": [], "taken": 0}
 
-    def add(self, name: str, result: tuple[bytes, str] | str, keeper: "Keeper") -> None:
+    def add(self, name: str, result: Sample | str, keeper: "Keeper") -> None:
         """The next pair's sample, or why it has none."""
         if not isinstance(result, str):
-            result = self._unless_dropped(name, *result)
+            result = self._unless_dropped(result)
         if isinstance(result, str):
             self._news["rejected"].append((name, result))
-        elif result:
-            if self._samples and (len(self._samples) == self._most or self._bytes + len(result[0]) > SHARD_BYTES):
+        else:
+            size = len(result.picture.data)
+            if self._samples and (len(self._samples) == self._most or self._bytes + size > SHARD_BYTES):
                 self._cut(keeper)
             self._samples.append(result)
-            self._bytes += len(result[0])
-            self._note(name, result[0])
+            self._bytes += size
+            self._note(name, result.picture)
         self._news["taken"] += 1
 
-    def _unless_dropped(self, name: str, image: bytes, caption: str) -> tuple[bytes, str] | str:
-        first = self._first.get(blake3(image).digest())
+    def _unless_dropped(self, sample: Sample) -> Sample | str:
+        first = self._first.get(blake3(sample.picture.data).digest())
         if first is not None and self._policy.duplicates == "drop":
             return f"the same picture as {first}"
-        return image, caption
+        return sample
 
-    def _note(self, name: str, image: bytes) -> None:
-        digest = blake3(image).digest()
+    def _note(self, name: str, picture: Picture) -> None:
+        if picture.change:
+            self._news["changed"].append((name, picture.change))
+        digest = blake3(picture.data).digest()
         first = self._first.setdefault(digest, name)
         if first == name:
             self._news["first"].append((digest.hex(), name))
@@ -335,6 +350,7 @@ class Batches:
         self.shards.append(shard)
         self.rejected += self._news["rejected"]
         self.duplicates += self._news["duplicates"]
+        self.changed += self._news["changed"]
         self.taken += self._news["taken"]
         keeper.keep(shard, data, self._news)
         self._clear()
@@ -397,18 +413,23 @@ class Keeper:
             raise _unwritable(self._path, error) from None
 
 
-def make_shard(index: int, samples: Sequence[tuple[bytes, str]]) -> tuple[Shard, bytes]:
+def make_shard(index: int, samples: Sequence[Sample]) -> tuple[Shard, bytes]:
     """A shard and its bytes; equal samples give equal bytes."""
     # One name for all pictures: `datasets` silently gives None for those whose extension differs from the first ones'.
     # Whoever decodes looks at the bytes, JPEG or PNG, and not at the name.
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for number, (image, caption) in enumerate(samples):
+        for number, sample in enumerate(samples):
             key = f"{index:06d}_{number:06d}"
-            _add(tar, f"{key}.jpg", image)
-            _add(tar, f"{key}.txt", caption.encode())
-    data = out.getvalue()
-    return Shard(index=index, digest=digest_bytes(data), bytes=len(data), samples=len(samples)), data
+            _add(tar, f"{key}.jpg", sample.picture.data)
+            _add(tar, f"{key}.txt", sample.caption.encode())
+    data, pictures = out.getvalue(), [sample.picture for sample in samples]
+    columns = {
+        "widths": [picture.width for picture in pictures],
+        "heights": [picture.height for picture in pictures],
+        "image_bytes": [len(picture.data) for picture in pictures],
+    }
+    return Shard(index=index, digest=digest_bytes(data), bytes=len(data), samples=len(samples), **columns), data
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

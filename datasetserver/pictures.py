@@ -7,6 +7,7 @@ import io
 import unicodedata
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -22,8 +23,24 @@ class BadSample(Exception):
     """A picture or caption that cannot be trained on; the text says why."""
 
 
-def load_sample(image_path: Path, caption: Path | str, *, empty_ok: bool = False) -> tuple[bytes, str]:
-    """(encoded upright RGB picture, caption). The file's own bytes where they are that already, else a PNG. Raises BadSample.
+class Picture(NamedTuple):
+    """An encoded upright RGB picture of width x height pixels. change: what was done to make it one; empty when nothing."""
+
+    data: bytes
+    width: int
+    height: int
+    change: str = ""
+
+
+class Sample(NamedTuple):
+    """A picture and its caption, ready for a shard."""
+
+    picture: Picture
+    caption: str
+
+
+def load_sample(image_path: Path, caption: Path | str, *, empty_ok: bool = False) -> Sample:
+    """The picture with the file's own bytes where they are upright RGB already, else as a PNG. Raises BadSample.
 
     caption: itself or its file. empty_ok: take a caption that is empty, too.
     """
@@ -34,7 +51,7 @@ def load_sample(image_path: Path, caption: Path | str, *, empty_ok: bool = False
     try:
         if image_path.stat().st_size > MAX_FILE_BYTES:
             raise BadSample(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-        return normalise(image_path.read_bytes()), caption
+        return Sample(normalise(image_path.read_bytes()), caption)
     except OSError as error:
         raise BadSample(f"cannot be read: {error.strerror or error}") from None
 
@@ -62,7 +79,7 @@ def clean(text: str, *, empty_ok: bool = False) -> str:
     return text
 
 
-def normalise(data: bytes) -> bytes:
+def normalise(data: bytes) -> Picture:
     """Decode a picture in full and return it as upright RGB, encoded: `data` itself if it is that, else a PNG. Raises BadSample."""
     try:
         with warnings.catch_warnings():
@@ -74,9 +91,11 @@ def normalise(data: bytes) -> bytes:
                 if max(image.size) > MAX_SIDE_PIXELS:
                     raise BadSample(f"{image.width}x{image.height}: a side is longer than {MAX_SIDE_PIXELS:,} pixels")
                 image.load()
-                if _is_plain(image):
-                    return data
-                return _as_png(_to_rgb(ImageOps.exif_transpose(image)))
+                changes = _changes(image)
+                if not changes:
+                    return Picture(data, *image.size)
+                rgb = _to_rgb(ImageOps.exif_transpose(image))
+                return Picture(_as_png(rgb), *rgb.size, ", ".join(changes))
     except BadSample:
         raise
     except UnidentifiedImageError:
@@ -87,14 +106,20 @@ def normalise(data: bytes) -> bytes:
         raise BadSample(f"cannot be decoded: {error or type(error).__name__}") from None
 
 
-def _is_plain(image: Image.Image) -> bool:
-    return (
-        image.format in ("PNG", "JPEG")
-        and image.mode == "RGB"
-        and getattr(image, "n_frames", 1) == 1
-        and "transparency" not in image.info
-        and image.getexif().get(_ORIENTATION, 1) == 1
-    )
+def _changes(image: Image.Image) -> list[str]:
+    """What must be done to make it an upright RGB PNG or JPEG, in words; nothing for most pictures."""
+    changes = []
+    if image.format not in ("PNG", "JPEG"):
+        changes.append(f"{image.format} written as PNG")
+    if (frames := getattr(image, "n_frames", 1)) > 1:
+        changes.append(f"the first of {frames} frames")
+    if image.mode != "RGB":
+        changes.append(f"{image.mode} made RGB")
+    if image.has_transparency_data:
+        changes.append("put on white")
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        changes.append("turned upright")
+    return changes
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

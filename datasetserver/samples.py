@@ -1,7 +1,7 @@
 """Sets of samples as bit masks per unit (bit i: sample i of the shard), and the keys that peers write for them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from datasetserver.refused import Refused
 
@@ -10,25 +10,25 @@ UnitId = tuple[int, int]
 Masks = dict[UnitId, int]
 
 
-def parse_keys(keys: Iterable[str], shards: Sequence[int]) -> Masks:
-    """Masks per unit; shards: samples of each. Refused (422) for a key that the dataset does not have or that is given twice."""
+def parse_keys(keys: Iterable[str], samples: Callable[[UnitId], int]) -> Masks:
+    """Masks per unit; samples: of a unit, 0 where there is no such unit. Refused (422) for a key that the dataset does not have or that is given twice."""
     by_unit: dict[str, list[str]] = defaultdict(list)
     for key in keys:
         unit, _, index = key.rpartition(":")
         by_unit[unit].append(index)
     masks: Masks = {}
     for unit, indices in by_unit.items():
-        uid, mask = _parse_unit(unit, list(map(int, indices)), shards)
+        uid, mask = _parse_unit(unit, list(map(int, indices)), samples)
         if masks.get(uid, 0) & mask:  # the same unit, written in two ways
             raise _given_twice(f"{unit}:{indices[0]}")
         masks[uid] = masks.get(uid, 0) | mask
     return masks
 
 
-def _parse_unit(unit: str, indices: list[int], shards: Sequence[int]) -> tuple[UnitId, int]:
+def _parse_unit(unit: str, indices: list[int], samples: Callable[[UnitId], int]) -> tuple[UnitId, int]:
     epoch, shard = map(int, unit.split(":"))
     last = max(indices)
-    if shard >= len(shards) or last >= shards[shard]:
+    if last >= samples((epoch, shard)):
         raise Refused(422, "no_such_sample", f"The dataset has no sample {unit}:{last}.", "Check which run this is.")
     digits = bytearray(b"0") * (last + 1)  # half the time of adding up numbers of 256 bits
     for index in indices:

@@ -85,6 +85,7 @@ def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, config: ServerCo
         return Book(
             db,
             shards=shards,
+            generations=[(generation.from_epoch, generation.shards) for generation in data.manifest.generations],
             seed=run.seed,
             total_samples=run.total_samples,
             lease_seconds=config.lease_seconds,

@@ -8,6 +8,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from datasetserver.samples import Masks, UnitId, full, size, union
 from swarm.protocol import shuffled
@@ -77,10 +78,15 @@ class Unit:
 
 
 class Units:
-    """All units that were ever of interest, by id. shards: samples of each; seed: of the order of shards in every epoch."""
+    """All units that were ever of interest, by id. shards: samples of each; seed: of the order of shards in every epoch.
 
-    def __init__(self, shards: Sequence[int], seed: int):
+    generations: (from epoch, number of shards) of a dataset that grew, ascending: from that epoch on, an epoch has the first so many shards.
+    """
+
+    def __init__(self, shards: Sequence[int], seed: int, generations: Sequence[tuple[int, int]] = ()):
         self.shards, self._seed = shards, seed
+        self._generations = tuple(generations) or ((0, len(shards)),)
+        self._sums = [0, *accumulate(shards)]
         self._units: dict[UnitId, Unit] = {}
         self._orders: dict[int, _Order] = {}
         self.freed: list[tuple[int, int]] = []
@@ -119,7 +125,7 @@ class Units:
         while True:
             unit = self._at(self.frontier)
             epoch, position = self.frontier
-            self.frontier = (epoch, position + 1) if position + 1 < len(self.shards) else (epoch + 1, 0)
+            self.frontier = (epoch, position + 1) if position + 1 < self._count(epoch) else (epoch + 1, 0)
             if unit.available:
                 yield unit, unit.available
 
@@ -134,7 +140,7 @@ class Units:
             for state in ("leased", "pending", "counted"):
                 totals[state] += getattr(unit, state).bit_count()
         return {
-            "available": (self.last_epoch + 1) * sum(self.shards) - totals.total(),
+            "available": sum(map(self.epoch_samples, range(self.last_epoch + 1))) - totals.total(),
             **{s: totals[s] for s in ("leased", "pending", "counted")},
         }
 
@@ -144,9 +150,21 @@ class Units:
         for (epoch, _), unit in self._units.items():
             counted[epoch] += unit.counted.bit_count()
         epoch = 0
-        while counted[epoch] == sum(self.shards):
+        while counted[epoch] == self.epoch_samples(epoch):
             epoch += 1
         return epoch, counted[epoch]
+
+    def samples(self, uid: UnitId) -> int:
+        """Of a unit; 0 where the epoch has no such shard."""
+        epoch, shard = uid
+        return self.shards[shard] if shard < self._count(epoch) else 0
+
+    def epoch_samples(self, epoch: int) -> int:
+        return self._sums[self._count(epoch)]
+
+    def _count(self, epoch: int) -> int:
+        """How many shards the epoch has."""
+        return next(count for first, count in reversed(self._generations) if first <= epoch)
 
     def _at(self, place: tuple[int, int]) -> Unit:
         epoch, position = place
@@ -154,7 +172,7 @@ class Units:
 
     def _order(self, epoch: int) -> "_Order":
         if epoch not in self._orders:
-            self._orders[epoch] = _Order(shuffled(len(self.shards), self._seed, "units", epoch))
+            self._orders[epoch] = _Order(shuffled(self._count(epoch), self._seed, "units", epoch))
         return self._orders[epoch]
 
 

@@ -3,16 +3,21 @@
 Server and client parse with these same models. A *unit* is one shard in one epoch; a sample's key is "epoch:shard:index".
 """
 
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_validator
 
 PROTOCOL_VERSION = 1
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
 MAX_BODY_BYTES = 8 << 20  # holds MAX_KEYS keys
 MAX_MEMBERS = 4096
 MAX_SHARDS = 1_000_000
+MAX_SHARD_SAMPLES = 1_000_000
+MAX_GENERATIONS = 1000
 MAX_RUN_BYTES = 2048  # a run's configuration as JSON: with its head it must fit in one record of the DHT
 _MAX_COUNT = 2**53  # exact in every JSON reader
 
@@ -26,6 +31,12 @@ Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 RunState = Literal["running", "paused", "ended"]
+Column = Annotated[
+    Sequence[Annotated[int, Field(ge=1, le=2**32 - 1)]],
+    Field(max_length=MAX_SHARD_SAMPLES),
+    AfterValidator(lambda numbers: array("I", numbers)),  # 4 bytes a number: a million samples' fit beside everything else
+    PlainSerializer(list, return_type=list[int]),
+]
 Keys = Annotated[list[SampleKey], Field(max_length=MAX_KEYS)]
 
 
@@ -48,19 +59,66 @@ class ErrorAnswer(Message):
 
 
 class Shard(Message):
+    """A tar of `samples` pictures and captions; the columns have one number for each of them, in the tar's order."""
+
     index: Count
     digest: Digest
     bytes: Positive
-    samples: Annotated[int, Field(ge=1, le=1_000_000)]
+    samples: Annotated[int, Field(ge=1, le=MAX_SHARD_SAMPLES)]
+    widths: Column
+    """Pixels."""
+    heights: Column
+    image_bytes: Column
+    """Of the encoded picture."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Shard":
+        if {len(self.widths), len(self.heights), len(self.image_bytes)} != {self.samples}:
+            raise ValueError("a column has not one number per sample")
+        return self
+
+
+class Generation(Message):
+    """From epoch `from_epoch` on, an epoch has the first `shards` of the dataset's shards."""
+
+    from_epoch: Count
+    shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)]
 
 
 class Manifest(Message):
-    """The dataset: its shards, in the order of their indices. The digest of its canonical JSON names the dataset."""
+    """The dataset: its shards, in the order of their indices, and from which epoch on each of them is trained.
 
-    version: Annotated[int, Field(ge=1, le=1)] = 1
-    generation: Positive = 1
+    The digest of its canonical JSON names it. A dataset that grows keeps its shards: `first()` of every later manifest is the one that
+    the run began with, whose digest is the run's `dataset_digest`.
+    """
+
+    version: Annotated[int, Field(ge=2, le=2)] = 2
+    generations: Annotated[list[Generation], Field(min_length=1, max_length=MAX_GENERATIONS)]
     total: Positive
     shards: Annotated[list[Shard], Field(min_length=1, max_length=MAX_SHARDS)]
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Manifest":
+        first, last = self.generations[0], self.generations[-1]
+        if first.from_epoch != 0 or last.shards != len(self.shards):
+            raise ValueError("the generations must begin with epoch 0 and end with all shards")
+        if any(new.from_epoch < old.from_epoch or new.shards <= old.shards for old, new in pairwise(self.generations)):
+            raise ValueError("a generation must have more shards than the one before, and begin no earlier")
+        if [shard.index for shard in self.shards] != list(range(len(self.shards))):
+            raise ValueError("the shards' indices must count from 0")
+        if self.total != sum(shard.samples for shard in self.shards):
+            raise ValueError("total must be the samples of all shards")
+        return self
+
+    @classmethod
+    def of(cls, shards: "Sequence[Shard]", generations: "Sequence[Generation]" = ()) -> "Manifest":
+        """The manifest of these shards; without generations, all of them from the beginning."""
+        generations = list(generations) or [Generation(from_epoch=0, shards=len(shards))]
+        return cls(generations=generations, total=sum(shard.samples for shard in shards), shards=list(shards))
+
+    def first(self) -> "Manifest":
+        """The manifest of the first generation."""
+        return Manifest.of(self.shards[: self.generations[0].shards])
 
 
 class Head(Message):

@@ -394,3 +394,20 @@ def test_a_restart_keeps_everything_and_gives_leases_a_full_period(db, clock, bo
     again.renew(grant.lease_id, "alice")
     assert again.tree.head.reporters == ["alice"]
     assert again.samples_by_peer() == {"alice": 3}
+
+
+def test_a_dataset_that_grew_has_its_new_shards_from_the_next_epoch_on(db, clock):
+    book = open_book(db, clock)
+    for _ in range(2):
+        book.lease("alice", 1)
+    book.save()
+    shards = (*SHARDS, 5)
+    book = Book(db, shards=shards, generations=[(0, 3), (1, 4)], seed=7, clock=clock)
+    rest = [book.lease("alice", 1).units for _ in range(5)]
+    assert rest[0][0][0][0] == 0, "the last unit of the epoch that was begun"
+    assert sorted(uid for units in rest for uid, _ in units)[1:] == [(1, shard) for shard in range(4)]
+    assert book.units.totals() == {"available": 0, "leased": 11 + 16, "pending": 0, "counted": 0}
+    with refusal("no_such_sample"):
+        book.contribute("alice", 1, ["0:3:0"])
+    book.contribute("alice", 1, [sample_key(1, 3, index) for index in range(5)])
+    assert book.units.last_epoch == 1

@@ -9,11 +9,13 @@ import zlib
 
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
 from datasetserver.ingest import Policy, find_pairs, ingest, shard_path
 from datasetserver.pictures import BadSample, load_sample, normalise
 from swarm.digest import canonical_json, digest_bytes
 from swarm.errors import UserError
+from swarm.protocol import Manifest
 from tests.datasetserver.hosting import write_dataset
 
 
@@ -154,7 +156,7 @@ def test_a_folder_without_anything_to_train_on_is_a_users_error(tmp_path, make):
 def test_a_fine_rgb_picture_keeps_its_bytes():
     picture = Image.effect_noise((16, 16), 50).convert("RGB")
     for data in (encoded(picture), encoded(picture, "JPEG")):
-        assert normalise(data) == data
+        assert normalise(data) == (data, 16, 16, "")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_a_fine_rgb_picture_keeps_its_bytes():
     ],
 )
 def test_other_pictures_become_rgb_with_alpha_on_white(picture, pixel):
-    result = decoded(normalise(encoded(picture)))
+    result = decoded(normalise(encoded(picture)).data)
     assert (result.format, result.mode, result.size) == ("PNG", "RGB", (4, 4))
     assert pixel is None or result.getpixel((0, 0)) == pixel
 
@@ -177,7 +179,7 @@ def test_other_pictures_become_rgb_with_alpha_on_white(picture, pixel):
 def test_a_picture_on_its_side_is_turned():
     exif = Image.Exif()
     exif[0x0112] = 6
-    result = decoded(normalise(encoded(Image.new("RGB", (8, 4)), "JPEG", exif=exif)))
+    result = decoded(normalise(encoded(Image.new("RGB", (8, 4)), "JPEG", exif=exif)).data)
     assert result.size == (4, 8)
     assert not result.getexif()
 
@@ -191,7 +193,7 @@ def test_any_damage_to_a_picture_is_a_bad_sample_or_a_good_picture():
     data = encoded(Image.effect_noise((32, 32), 50).convert("RGB"), "JPEG")
     for cut in range(0, len(data), 97):
         with contextlib.suppress(BadSample):
-            assert decoded(normalise(data[:cut] + bytes(8) + data[cut + 8 :])).mode == "RGB"
+            assert decoded(normalise(data[:cut] + bytes(8) + data[cut + 8 :]).data).mode == "RGB"
 
 
 def test_metadata_jsonl_gives_captions_where_no_file_does_and_its_faults_are_listed(tmp_path):
@@ -329,3 +331,57 @@ def test_sides_of_fifty_thousand_pixels_do_not_get_through(size):
     if min(size) == 1:
         with pytest.raises(BadSample, match="a side"):
             normalise(encoded(Image.new("RGB", size)))
+
+
+def test_the_manifest_tells_the_size_of_every_sample(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(6):
+        Image.new("RGB", (8 + number, 20 - number), (number, 0, 0)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"{8 + number}x{20 - number}")
+    manifest = ingest(folder, tmp_path / "work", workers=0, shard_samples=4).manifest
+    stored = Manifest.model_validate_json((tmp_path / "work" / "manifest.json").read_bytes())
+    assert stored == manifest and stored.total == 6
+    told = [
+        (f"{width}x{height}", size)
+        for shard in stored.shards
+        for width, height, size in zip(shard.widths, shard.heights, shard.image_bytes, strict=True)
+    ]
+    assert told == [(caption, len(image)) for image, caption in samples_of(tmp_path / "work", manifest)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"total": 7},
+        {"version": 1},
+        {"generations": []},
+        {"generations": [{"from_epoch": 1, "shards": 2}]},
+        {"generations": [{"from_epoch": 0, "shards": 1}]},
+        {"generations": [{"from_epoch": 0, "shards": 2}, {"from_epoch": 3, "shards": 2}]},
+        {"generations": [{"from_epoch": 0, "shards": 1}, {"from_epoch": 3, "shards": 1}, {"from_epoch": 2, "shards": 2}]},
+        {"shards": []},
+        {"shards": lambda shards: shards[::-1]},
+        {"shards": lambda shards: [shards[0], {**shards[1], "widths": [1]}]},
+        {"shards": lambda shards: [shards[0], {**shards[1], "widths": [0, 1]}]},
+        {"shards": lambda shards: [shards[0], {**shards[1], "digest": "../manifest"}]},
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_none(tmp_path, change):
+    manifest = ingest(write_dataset(tmp_path / "data", 6), tmp_path / "work", workers=0, shard_samples=4).manifest.model_dump()
+    Manifest.model_validate(manifest)
+    with pytest.raises(ValidationError):
+        Manifest.model_validate(manifest | {key: value(manifest[key]) if callable(value) else value for key, value in change.items()})
+
+
+def test_outsiders_read_the_shards_with_datasets_and_with_webdataset(tmp_path):
+    import datasets
+    import webdataset
+
+    manifest = ingest(write_dataset(tmp_path / "data", 10), tmp_path / "work", workers=0, shard_samples=4).manifest
+    expected = sorted((caption, decoded(image).getpixel((0, 0))) for image, caption in samples_of(tmp_path / "work", manifest))
+    files = [str(shard_path(tmp_path / "work", shard.digest)) for shard in manifest.shards]
+    rows = datasets.load_dataset("webdataset", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache"))
+    assert sorted((row["txt"], row["jpg"].getpixel((0, 0))) for row in rows) == expected
+    samples = webdataset.WebDataset(files, shardshuffle=False).decode("pil").to_tuple("txt", "jpg")
+    assert sorted((caption, picture.getpixel((0, 0))) for caption, picture in samples) == expected
