@@ -37,16 +37,15 @@ def _main(argv: Sequence[str]) -> None:
     from swarm.logs import setup_logging
 
     setup_logging(debug=config.debug)
-    folder = Path(config.dataset)
     work_dir = config.work_folder()
-    if not folder.is_dir():
-        raise UserError(f"There is no folder {folder}.", fix="Check --dataset.")
+    if config.dataset and not Path(config.dataset).is_dir():
+        raise UserError(f"There is no folder {config.dataset}.", fix="Check --dataset.")
     if config.dry_run:
-        _ingest(folder, work_dir, config)
+        _ingest(work_dir, config)
         return
     guard = server.guard(config)
     with server.listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
-        data = _ingest(folder, work_dir, config)
+        data = _ingest(work_dir, config)
         run = run_to_serve(run_values, stored_run(work_dir / server.LEDGER), data.first)
         uvloop.run(server.serve(config, run, data, work_dir, sock, guard))
 
@@ -56,30 +55,40 @@ def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
     parser = argparse.ArgumentParser("python -m datasetserver", description=__doc__, allow_abbrev=False)
     server_flags, run_flags, _ = parse_flags(parser, argv, ServerConfig, RunConfig)
     config = build(ServerConfig, server_flags)
-    if not config.dataset:
-        raise UserError("No dataset is given.", fix="Add --dataset DIR, a folder of pictures with a .txt beside each.")
     return config, {**(read_toml(Path(config.run), RunConfig) if config.run else {}), **run_flags}
 
 
-def _ingest(folder: Path, work_dir: Path, config: ServerConfig):
+def _ingest(work_dir: Path, config: ServerConfig):
+    """The dataset to serve, made anew where it is not up to date; what became of it is printed."""
     from tqdm import tqdm
 
-    from datasetserver.ingest import Policy, find_pairs, ingest
+    from datasetserver.ingest import Policy, ingest, ingested
+    from datasetserver.ledger import epochs_begun
+    from datasetserver.server import LEDGER
 
-    total = len(find_pairs(folder))
+    source = config.source()
+    if source is None:
+        data = ingested(work_dir)
+        if data is None:
+            raise UserError(f"No dataset is ready in {work_dir}.", fix="Add --dataset DIR or --dataset_name.")
+        print(f"dataset in {work_dir}: {data.manifest.total} samples in {len(data.manifest.shards)} shards", flush=True)
+        return data
+    begun = epochs_begun(work_dir / LEDGER)
     data = ingest(
-        folder,
+        source,
         work_dir,
         shard_samples=config.shard_samples,
         workers=None if config.ingest_workers < 0 else config.ingest_workers,
         policy=Policy(config.missing_captions, config.duplicates),
         dry=config.dry_run,
+        grow_from=(begun or 0) if config.grow else None,
+        frozen=begun is not None,
         # disable=None: no bar where nobody sees it
-        show=lambda samples: tqdm(samples, total=total, desc="checking pictures", unit="", disable=None),
+        show=lambda samples, count: tqdm(samples, total=count, desc="checking pictures", unit="", disable=None),
     )
     shards = len(data.manifest.shards)
     what = "checked" if data.fresh else "unchanged"
-    print(f"dataset {folder}: {data.manifest.total} samples in {shards} shards ({what}), {len(data.rejected)} files left out", flush=True)
+    print(f"dataset {source}: {data.manifest.total} samples in {shards} shards ({what}), {len(data.rejected)} files left out", flush=True)
     for name, reason in data.rejected[:_LISTED]:
         print(f"  left out {os.fsencode(name).decode(errors='backslashreplace')}: {reason}", flush=True)
     if len(data.rejected) > _LISTED:

@@ -4,6 +4,8 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from datasetserver.hub import HubDataset
+from datasetserver.sources import Folder, Source
 from swarm.errors import UserError
 from swarm.options import option
 
@@ -12,7 +14,17 @@ from swarm.options import option
 class ServerConfig:
     """This server (the host's own choice)."""
 
-    dataset: str = option("", "Folder of pictures with a .txt or .caption beside each.")
+    dataset: str = option("", "Folder of pictures with a .txt or .caption beside each, of WebDataset tars, or of both.")
+    dataset_name: str = option(
+        "", "Instead of --dataset: a dataset of the Hugging Face Hub, or a folder that `datasets` can load; streamed."
+    )
+    dataset_config_name: str = option("", "Configuration of --dataset_name.")
+    dataset_split: str = option("train", "Split of --dataset_name.")
+    dataset_revision: str = option("", "Commit, tag or branch of --dataset_name on the Hub.")
+    image_column: str = option("image", "Column of --dataset_name with the pictures.")
+    caption_column: str = option("text", "Column of --dataset_name with the captions; of several in a row, the first is taken.")
+    max_train_samples: int = option(0, "Take only so many rows of --dataset_name; 0: all.")
+    grow: bool = option(False, "The dataset has grown: train what is new in it from the run's next epoch on.")
     run: str = option("", "TOML file with the run's options; flags win over it.")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for peers on other machines, together with --tokens or --open.")
     port: int = option(9090, "Port to listen on; 0: any free one.")
@@ -24,7 +36,10 @@ class ServerConfig:
     tls_cert: str = option("", "Certificate chain (PEM): serve https, together with --tls_key.")
     tls_key: str = option("", "The certificate's key (PEM).")
     max_requests_per_second: float = option(50.0, "Requests of one address; a burst may have ten seconds' worth; 0: no limits per address.")
-    work_dir: str = option("", "Where shards, ledger and identity are kept; default: DATASET.datasetserver beside the dataset.")
+    work_dir: str = option(
+        "",
+        "Where shards, ledger and identity are kept; default: DATASET.datasetserver beside the dataset. Without a dataset: serve what is ready there.",
+    )
     shard_samples: int = option(256, "Samples per shard; a shard is what a peer leases, and what another repeats when it dies.")
     ingest_workers: int = option(-1, "Processes that check pictures; -1: one per core, 0: none.")
     missing_captions: str = option("reject", "Pictures without a caption: 'reject', or 'empty' to train them without words.")
@@ -42,6 +57,13 @@ class ServerConfig:
     debug: bool = option(False, "Log more, and show tracebacks.")
 
     def __post_init__(self) -> None:
+        if bool(self.dataset) + bool(self.dataset_name) != 1 and (self.dataset or not self.work_dir or self.grow or self.dry_run):
+            raise UserError(
+                "Two datasets are given." if self.dataset else "No dataset is given.",
+                fix="Add --dataset DIR, a folder of pictures with a .txt beside each; or --dataset_name; or --work_dir with one that is ready.",
+            )
+        if self.max_train_samples < 0:
+            raise UserError(f"max_train_samples is {self.max_train_samples}.", fix="Use how many rows to take, or 0 for all.")
         if not 0 <= self.port <= 65535:
             raise UserError(f"port is {self.port}.", fix="Use 0 to 65535.")
         if self.shard_samples < 1 or self.shard_samples > 100_000:
@@ -74,8 +96,17 @@ class ServerConfig:
         except ValueError:
             return self.host == "localhost"
 
+    def source(self) -> Source | None:
+        """Where the samples come from; None for what is ready in the work folder."""
+        if self.dataset_name:
+            columns = self.image_column, self.caption_column
+            return HubDataset(
+                self.dataset_name, self.dataset_config_name, self.dataset_split, self.dataset_revision, *columns, self.max_train_samples
+            )
+        return Folder(Path(self.dataset)) if self.dataset else None
+
     def work_folder(self) -> Path:
-        folder = Path(self.dataset).resolve()
+        folder = Path(self.dataset or self.dataset_name.replace("/", "--")).resolve()
         return Path(self.work_dir) if self.work_dir else folder.with_name(folder.name + ".datasetserver")
 
     def listen_maddrs(self) -> list[str]:

@@ -1,6 +1,6 @@
-"""From a folder of captioned pictures to shards: checked once, deterministic, and every file left out is listed with its reason.
+"""From captioned pictures to shards: checked once, deterministic, and everything left out is listed with its reason.
 
-Samples are shuffled once, so that every shard is an unbiased draw of the dataset. Equal folders give equal digests.
+Samples are shuffled once, so that every shard is an unbiased draw of the dataset. Equal datasets give equal digests.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,48 +24,33 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from datasetserver.pictures import BadSample, Picture, Sample, load_sample
+from datasetserver.sources import Folder, Pair, Source
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
 from swarm.lifeline import die_with_parent
-from swarm.protocol import Manifest, Shard
+from swarm.protocol import Generation, Manifest, Shard
 
 log = logging.getLogger(__name__)
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-CAPTION_SUFFIXES = (".txt", ".caption")
 SHARD_SAMPLES = 256
 SHARD_BYTES = 48 << 20
-METADATA = "metadata.jsonl"
-_CAPTION_FIELDS = ("text", "caption", "prompt")
-_MAX_LINE_BYTES = 1 << 20
-_FORMAT = 3  # of the shards: raise it when the same folder would give other bytes
+_FORMAT = 3  # of the shards: raise it when the same dataset would give other bytes
 _JOURNAL = "ingest.journal"
+_SAMPLES = "samples.csv"
 _WORKER_MEMORY_BYTES = 4 << 30
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A picture of the folder; `name` is its path within it.
-
-    caption: the file that has its stem, or what `metadata.jsonl` says of it; None where there is neither. empty_ok: it may be empty.
-    """
-
-    name: str
-    image: Path
-    caption: Path | str | None
-    empty_ok: bool = False
 
 
 @dataclass(frozen=True)
 class Ingested:
     """A dataset ready to be served. The lists are known only when it was checked anew (`fresh`).
 
-    digest: of the manifest; first: of its first generation, by which a run names its dataset. rejected: (name, reason).
+    digest: of the manifest; first: of its first generation, by which a run names its dataset; source: of what it was made of. rejected: (name, reason).
     duplicates: (name, name of the first picture with the same bytes). changed: (name, what was done to make it an RGB picture).
     """
 
     manifest: Manifest
     digest: str
     first: str
+    source: str
     rejected: list[tuple[str, str]]
     fresh: bool
     duplicates: list[tuple[str, str]] = field(default_factory=list)
@@ -80,111 +66,112 @@ class Policy:
 
 
 def ingest(
-    folder: Path,
+    source: Source | Path,
     work_dir: Path,
     *,
     shard_samples: int = SHARD_SAMPLES,
     workers: int | None = None,
     policy: Policy = Policy(),
     dry: bool = False,
-    show: Callable = lambda pairs: pairs,
+    grow_from: int | None = None,
+    frozen: bool = False,
+    show: Callable = lambda pairs, count: pairs,
 ) -> Ingested:
-    """Check `folder` and write its shards and manifest into `work_dir`; nothing is done when they are there and up to date.
+    """Check `source` and write its shards and manifest into `work_dir`; nothing is done when they are there and up to date.
 
     An ingest that was cut off goes on after the last shard that it wrote. workers: processes, 0 for none, None for one per core.
-    dry: check everything and write nothing. show: wraps the iterable of samples, for a progress bar.
-    Raises UserError for a folder that is missing or has no sample that can be trained on.
+    dry: check everything and write nothing. grow_from: keep the shards that are there, and add those of new samples as a generation that
+    begins with this epoch. frozen: a run is under way, so that what is there may not be replaced. show: wraps the iterable of samples,
+    given how many there are or None, for a progress bar.
+    Raises UserError for a source that is missing, has no sample that can be trained on, or changed though it is frozen.
     """
-    rejected: list[tuple[str, str]] = []
-    pairs = find_pairs(folder, rejected)
-    source = digest_json([_FORMAT, shard_samples, SHARD_BYTES, asdict(policy), [_fingerprint(pair) for pair in pairs]])
-    known = None if dry else _up_to_date(work_dir, source)
-    if known:
-        return known
+    if isinstance(source, Path):
+        source = Folder(source)
+    listing = source.list()
+    identity = digest_json([_FORMAT, shard_samples, SHARD_BYTES, asdict(policy), listing.identity])
+    old = None if dry and grow_from is None else ingested(work_dir)
+    if old and not dry and old.source == identity:
+        return old
+    if old and frozen and grow_from is None:
+        raise UserError(
+            f"{source} or how to read it has changed since the run in {work_dir} began.",
+            fix="Add --grow to train what is new from the next epoch on, or another --work_dir for a new run.",
+        )
+    grown = old if grow_from is not None else None
+    known = _samples_of(work_dir) if grown else []
+    names = {name for name, _ in known}
+    pairs = (pair for pair in listing.pairs if pair.name not in names)
     if policy.missing_captions == "empty":
-        pairs = [replace(pair, caption="" if pair.caption is None else pair.caption, empty_ok=True) for pair in pairs]
-    rejected += [(pair.name, "no caption: there is no .txt or .caption file of that name") for pair in pairs if pair.caption is None]
-    complete = [pair for pair in pairs if pair.caption is not None]
-    # Shuffled by name: the order depends on nothing but the folder's content.
-    complete.sort(key=lambda pair: blake3(os.fsencode(pair.name)).digest())
+        pairs = (replace(pair, empty_ok=True) for pair in pairs)
     with contextlib.ExitStack() as closing:
-        keeper = _NoKeeper() if dry else closing.enter_context(Keeper(work_dir, source))
-        batches = Batches(shard_samples, policy, keeper.done)
-        for pair, result in show(_load_all(complete[batches.taken :], workers)):
+        keeper = _NoKeeper() if dry else closing.enter_context(Keeper(work_dir, identity))
+        batches = Batches(shard_samples, policy, keeper.done, first_index=len(grown.manifest.shards) if grown else 0, known=known)
+        count = None if listing.count is None else max(0, listing.count - len(names))
+        rest = islice(pairs, batches.taken, None)
+        for pair, result in show(_load_all(rest, workers, listing.count), count):
             batches.add(pair.name, result, keeper)
         batches.end(keeper)
-    rejected = sorted(rejected + batches.rejected)
-    if not batches.shards:
+    rejected = sorted(listing.faults + batches.rejected)
+    if not batches.shards and not grown:
         first = f" (the first: {rejected[0][0]}: {rejected[0][1]})" if rejected else ""
         if not dry:
             _write_table(work_dir / "rejected.csv", ["file", "reason"], rejected)
         raise UserError(
-            f"{folder} holds no picture that can be trained on; {len(rejected)} were left out{first}.",
+            f"{source} holds no picture that can be trained on; {len(rejected)} were left out{first}.",
             fix="Put pictures and a .txt with each picture's caption, of the same name, into it.",
         )
-    manifest = Manifest.of(batches.shards)
+    manifest = _grown(grown.manifest, batches.shards, grow_from or 0) if grown else Manifest.of(batches.shards)
     data = canonical_json(manifest.model_dump())
     digest = digest_bytes(data)
+    result = Ingested(manifest, digest, grown.first if grown else digest, identity, rejected, True, batches.duplicates, batches.changed)
     if not dry:
-        _write_table(work_dir / "rejected.csv", ["file", "reason"], rejected)
-        _write_table(work_dir / "duplicates.csv", ["file", "same picture as"], batches.duplicates)
-        _write_table(work_dir / "changed.csv", ["file", "change"], batches.changed)
-        _replace(manifest_path(work_dir), data)
-        _replace(work_dir / "ingest.json", canonical_json({"source": source, "manifest": digest, "first": digest}))
-        _forget_others(work_dir / "shards", manifest)
-        (work_dir / _JOURNAL).unlink(missing_ok=True)
-    return Ingested(manifest, digest, digest, rejected, fresh=True, duplicates=batches.duplicates, changed=batches.changed)
+        _write_result(work_dir, result, data, known + batches.samples)
+    return result
 
 
-def find_pairs(folder: Path, faults: list[tuple[str, str]] | None = None) -> list[Pair]:
-    """The pictures below `folder` by name, links and hidden files left out. Raises UserError when it is missing or has none.
-
-    faults: gets (name, reason) of lines of a `metadata.jsonl` that cannot be read or name no picture.
-    """
-    if not folder.is_dir():
-        raise UserError(f"There is no folder {folder}.", fix="Check --dataset.")
-    faults = [] if faults is None else faults
-    pairs, told = [], {}
-    for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files = [name for name in files if not name.startswith(".")]
-        captions = {Path(name).stem: name for suffix in CAPTION_SUFFIXES[::-1] for name in sorted(files) if name.lower().endswith(suffix)}
-        if METADATA in files:
-            told.update(_read_metadata(folder, Path(root, METADATA), faults))
-        for name in files:
-            if name.lower().endswith(IMAGE_SUFFIXES):
-                path = Path(root, name)
-                caption = captions.get(path.stem)
-                pairs.append(Pair(path.relative_to(folder).as_posix(), path, Path(root, caption) if caption else None))
-    if not pairs:
-        raise UserError(f"{folder} holds no picture.", fix=f"Put pictures ({', '.join(IMAGE_SUFFIXES)}) with captions (.txt) into it.")
-    pairs = [replace(pair, caption=told.get(pair.name, (None, ""))[0]) if pair.caption is None else pair for pair in pairs]
-    names = {pair.name for pair in pairs}
-    faults += [(where, f"there is no picture {name}") for name, (_, where) in told.items() if name not in names]
-    return sorted(pairs, key=lambda pair: pair.name)
+def ingested(work_dir: Path) -> Ingested | None:
+    """The dataset that is ready in `work_dir`; None when there is none, or not all of it."""
+    try:
+        data = manifest_path(work_dir).read_bytes()
+        digest, known = digest_bytes(data), json.loads((work_dir / "ingest.json").read_bytes())
+        if known["manifest"] != digest:
+            return None
+        manifest = Manifest.model_validate_json(data)
+        if not all(shard_path(work_dir, shard.digest).stat().st_size == shard.bytes for shard in manifest.shards):
+            return None
+        return Ingested(manifest, digest, known["first"], known["source"], [], fresh=False)
+    except (OSError, ValueError, ValidationError, KeyError, TypeError):
+        return None
 
 
-def _read_metadata(folder: Path, path: Path, faults: list[tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    """(caption, where it is said) by picture, of lines such as {"file_name": "0001.png", "text": "a red square"}."""
-    found = {}
-    if not path.is_file():  # a pipe
-        return found
-    with path.open("rb") as lines:
-        number = 0
-        while line := lines.readline(_MAX_LINE_BYTES):
-            number += 1
-            where = f"{path.relative_to(folder).as_posix()}, line {number}"
-            try:
-                values = json.loads(line) if line.strip() else None
-                if values is not None:
-                    text = next(values[name] for name in _CAPTION_FIELDS if isinstance(values.get(name), str))
-                    picture = Path(os.path.normpath(path.parent / values["file_name"]))
-                    found[picture.relative_to(folder).as_posix()] = text, where
-            except StopIteration:
-                faults.append((where, f"no caption: none of {', '.join(_CAPTION_FIELDS)} is a text"))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                faults.append((where, "not a JSON object with the file_name of a picture in this folder"))
-    return found
+def _grown(old: Manifest, new: Sequence[Shard], from_epoch: int) -> Manifest:
+    """`old` with further shards, if there are any, of a generation that begins with `from_epoch`."""
+    if not new:
+        return old
+    begins = max(from_epoch, old.generations[-1].from_epoch)
+    return Manifest.of([*old.shards, *new], [*old.generations, Generation(from_epoch=begins, shards=len(old.shards) + len(new))])
+
+
+def _write_result(work_dir: Path, result: Ingested, manifest: bytes, samples: Sequence[tuple[str, str]]) -> None:
+    _write_table(work_dir / "rejected.csv", ["file", "reason"], result.rejected)
+    _write_table(work_dir / "duplicates.csv", ["file", "same picture as"], result.duplicates)
+    _write_table(work_dir / "changed.csv", ["file", "change"], result.changed)
+    _write_table(work_dir / _SAMPLES, ["file", "digest"], samples, errors="surrogateescape")  # read again: names must come back as they are
+    _replace(manifest_path(work_dir), manifest)
+    state = {"source": result.source, "manifest": result.digest, "first": result.first}
+    _replace(work_dir / "ingest.json", canonical_json(state))
+    _forget_others(work_dir / "shards", result.manifest)
+    (work_dir / _JOURNAL).unlink(missing_ok=True)
+
+
+def _samples_of(work_dir: Path) -> list[tuple[str, str]]:
+    """(name, digest of the picture) of all samples of the shards that are there. Raises UserError."""
+    path = work_dir / _SAMPLES
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as lines:
+            return [(name, digest) for name, digest in list(csv.reader(lines))[1:]]
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot read {path}: {error}.", fix="Without it, --grow cannot tell which pictures are new.") from None
 
 
 def shard_path(work_dir: Path, digest: str) -> Path:
@@ -195,43 +182,15 @@ def manifest_path(work_dir: Path) -> Path:
     return work_dir / "manifest.json"
 
 
-def _fingerprint(pair: Pair) -> list:
-    """Changes with the pair's files; names as bytes, since a file's name may be no text."""
-    caption = pair.caption
-    told = _version(caption) if isinstance(caption, Path) else caption and digest_bytes(caption.encode(errors="surrogatepass"))
-    return [os.fsencode(pair.name).hex(), _version(pair.image), told]
-
-
-def _version(path: Path) -> list | None:
-    try:
-        status = path.stat()
-    except OSError:  # a link that leads nowhere: loading it says so
-        return None
-    return [os.fsencode(path.name).hex(), status.st_size, status.st_mtime_ns]
-
-
-def _up_to_date(work_dir: Path, source: str) -> Ingested | None:
-    try:
-        data = manifest_path(work_dir).read_bytes()
-        digest, known = digest_bytes(data), json.loads((work_dir / "ingest.json").read_bytes())
-        if (known["source"], known["manifest"]) != (source, digest):
-            return None
-        manifest = Manifest.model_validate_json(data)
-        whole = all(shard_path(work_dir, shard.digest).stat().st_size == shard.bytes for shard in manifest.shards)
-    except (OSError, ValueError, ValidationError, KeyError, TypeError):
-        return None
-    return Ingested(manifest, digest, known["first"], [], fresh=False) if whole else None
-
-
 # -- loading
 
 
-def _load_all(pairs: list[Pair], workers: int | None) -> Iterator[tuple[Pair, Sample | str]]:
+def _load_all(pairs: Iterable[Pair], workers: int | None, total: int | None) -> Iterator[tuple[Pair, Sample | str]]:
     """Each pair, in order, with its sample or the reason why it has none."""
     if workers == 0:
         yield from ((pair, _load(pair)) for pair in pairs)
         return
-    count = workers or max(1, min(len(os.sched_getaffinity(0)), 16, len(pairs) // 16))
+    count = workers or max(1, min(len(os.sched_getaffinity(0)), 16, 16 if total is None else total // 16))
     waiting, pool, rest = deque(), _pool(count), iter(pairs)
     try:
         while True:
@@ -292,27 +251,38 @@ class Batches:
     Its state before any shard's first sample depends only on what was in the shards before: that is what `done` brings back.
     """
 
-    def __init__(self, shard_samples: int, policy: Policy, done: Iterable[dict] = ()):
-        self._most, self._policy = shard_samples, policy
+    def __init__(
+        self, shard_samples: int, policy: Policy, done: Iterable[dict] = (), *, first_index: int = 0, known: Iterable[tuple[str, str]] = ()
+    ):
+        """first_index: of the first shard. known: (name, digest) of the pictures of the shards before it."""
+        self._most, self._policy, self._first_index = shard_samples, policy, first_index
         self.shards: list[Shard] = []
         self.rejected: list[tuple[str, str]] = []
         self.duplicates: list[tuple[str, str]] = []
         self.changed: list[tuple[str, str]] = []
+        self.samples: list[tuple[str, str]] = []
         self.taken = 0
         self._first: dict[bytes, str] = {}
+        for name, digest in known:
+            self._first.setdefault(bytes.fromhex(digest), name)
         self._clear()
         for entry in done:
             self.shards.append(Shard.model_validate(entry["shard"]))
-            self.rejected += map(tuple, entry["rejected"])
-            self.duplicates += map(tuple, entry["duplicates"])
-            self.changed += map(tuple, entry["changed"])
-            self._first.update((bytes.fromhex(digest), name) for digest, name in entry["first"])
-            self.taken += entry["taken"]
+            self._take_over(entry)
+            for name, digest in entry["samples"]:
+                self._first.setdefault(bytes.fromhex(digest), name)
+
+    def _take_over(self, news: Mapping[str, Any]) -> None:
+        self.rejected += map(tuple, news["rejected"])
+        self.duplicates += map(tuple, news["duplicates"])
+        self.changed += map(tuple, news["changed"])
+        self.samples += map(tuple, news["samples"])
+        self.taken += news["taken"]
 
     def _clear(self) -> None:
         self._samples: list[Sample] = []
         self._bytes = 0
-        self._news: dict[str, Any] = {"rejected": [], "duplicates": [], "changed": [], "first": [], "taken": 0}
+        self._news: dict[str, Any] = {"rejected": [], "duplicates": [], "changed": [], "samples": [], "taken": 0}
 
     def add(self, name: str, result: Sample | str, keeper: "Keeper") -> None:
         """The next pair's sample, or why it has none."""
@@ -339,19 +309,15 @@ class Batches:
         if picture.change:
             self._news["changed"].append((name, picture.change))
         digest = blake3(picture.data).digest()
+        self._news["samples"].append((name, digest.hex()))
         first = self._first.setdefault(digest, name)
-        if first == name:
-            self._news["first"].append((digest.hex(), name))
-        else:
+        if first != name:
             self._news["duplicates"].append((name, first))
 
     def _cut(self, keeper: "Keeper") -> None:
-        shard, data = make_shard(len(self.shards), self._samples)
+        shard, data = make_shard(self._first_index + len(self.shards), self._samples)
         self.shards.append(shard)
-        self.rejected += self._news["rejected"]
-        self.duplicates += self._news["duplicates"]
-        self.changed += self._news["changed"]
-        self.taken += self._news["taken"]
+        self._take_over(self._news)
         keeper.keep(shard, data, self._news)
         self._clear()
 
@@ -455,12 +421,12 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(f"Cannot write {path}: {error.strerror}.", fix="Free some space, or choose another --work_dir.", code=ExitCode.DISK)
 
 
-def _write_table(path: Path, head: list[str], rows: Sequence[tuple[str, str]]) -> None:
+def _write_table(path: Path, head: list[str], rows: Sequence[tuple[str, str]], errors: str = "backslashreplace") -> None:
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(head)
     writer.writerows(rows)
-    _replace(path, out.getvalue().encode("utf-8", "backslashreplace"))
+    _replace(path, out.getvalue().encode("utf-8", errors))
 
 
 def _forget_others(folder: Path, manifest: Manifest) -> None:

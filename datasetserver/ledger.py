@@ -124,6 +124,15 @@ def stored_run(path: Path) -> RunConfig | None:
     return RunConfig.from_mapping(json.loads(values), where=str(path)) if values else None
 
 
+def epochs_begun(path: Path) -> int | None:
+    """The first epoch of which this ledger has leased nothing yet; None where no run has begun. Raises UserError for a file that is none."""
+    if stored_run(path) is None:
+        return None
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
+        last = [db.execute(f"SELECT max(epoch) FROM {table}").fetchone()[0] for table in ("lease", "contribution_unit")]
+    return max((epoch + 1 for epoch in last if epoch is not None), default=0)
+
+
 def _cannot_be_opened(path: Path, error: sqlite3.Error) -> UserError:
     return UserError(
         f"The ledger {path} cannot be opened: {error}.",

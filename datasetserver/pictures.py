@@ -6,6 +6,7 @@ Pictures are fully decoded here, once, so that no peer meets a truncated file in
 import io
 import unicodedata
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,15 @@ class Picture(NamedTuple):
     change: str = ""
 
 
+@dataclass(frozen=True)
+class Piece:
+    """`size` bytes of a file from `offset` on: a member of a tar."""
+
+    path: Path
+    offset: int
+    size: int
+
+
 class Sample(NamedTuple):
     """A picture and its caption, ready for a shard."""
 
@@ -39,33 +49,46 @@ class Sample(NamedTuple):
     caption: str
 
 
-def load_sample(image_path: Path, caption: Path | str, *, empty_ok: bool = False) -> Sample:
-    """The picture with the file's own bytes where they are upright RGB already, else as a PNG. Raises BadSample.
+def load_sample(image: Path | Piece | bytes, caption: Path | Piece | str | None, *, empty_ok: bool = False) -> Sample:
+    """The picture with the bytes that it has where they are upright RGB already, else as a PNG. Raises BadSample.
 
-    caption: itself or its file. empty_ok: take a caption that is empty, too.
+    image, caption: itself or where it is. empty_ok: take a caption that is empty or missing (None), too.
     """
-    for path in (image_path, *([caption] if isinstance(caption, Path) else [])):
-        if not path.is_file():  # reading a pipe would wait for ever
-            raise BadSample("no file, or a link that leads nowhere")
-    caption = clean(read_text(caption) if isinstance(caption, Path) else caption, empty_ok=empty_ok)
+    if caption is None and not empty_ok:
+        raise BadSample("no caption: there is no .txt or .caption file of that name")
+    text = clean(read_text(caption) if isinstance(caption, Path | Piece) else caption or "", empty_ok=empty_ok)
+    return Sample(normalise(_read(image, MAX_FILE_BYTES, "larger than")), text)
+
+
+def read_text(place: Path | Piece) -> str:
+    """Raises BadSample for a file that is too long or not UTF-8."""
     try:
-        if image_path.stat().st_size > MAX_FILE_BYTES:
-            raise BadSample(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-        return Sample(normalise(image_path.read_bytes()), caption)
+        return _read(place, MAX_CAPTION_BYTES, "caption is longer than").decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadSample(f"caption is not UTF-8 (byte {error.start})") from None
+
+
+def _read(place: Path | Piece | bytes, most: int, too_long: str) -> bytes:
+    """Its bytes; BadSample when there are more than `most` or they cannot be had."""
+    try:
+        if isinstance(place, Path):
+            if not place.is_file():  # reading a pipe would wait for ever
+                raise BadSample("no file, or a link that leads nowhere")
+            place = Piece(place, 0, place.stat().st_size)
+        if (len(place) if isinstance(place, bytes) else place.size) > most:
+            raise BadSample(f"{too_long} {most >> 10} KiB")
+        return place if isinstance(place, bytes) else _piece(place)
     except OSError as error:
         raise BadSample(f"cannot be read: {error.strerror or error}") from None
 
 
-def read_text(path: Path) -> str:
-    """Raises BadSample for a file that is too long or not UTF-8."""
-    try:
-        if path.stat().st_size > MAX_CAPTION_BYTES:
-            raise BadSample(f"caption is longer than {MAX_CAPTION_BYTES >> 10} KiB")
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise BadSample(f"caption cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise BadSample(f"caption is not UTF-8 (byte {error.start})") from None
+def _piece(piece: Piece) -> bytes:
+    with piece.path.open("rb") as file:
+        file.seek(piece.offset)
+        data = file.read(piece.size)
+    if len(data) < piece.size:
+        raise BadSample("became shorter while it was read")
+    return data
 
 
 def clean(text: str, *, empty_ok: bool = False) -> str:

@@ -87,7 +87,7 @@ def test_a_founded_run_survives_kill_9_and_goes_on_as_if_the_host_had_given_it(h
     assert code == ExitCode.CONFIG and "has learning_rate = 0.001" in line
     (host.dataset / "0000.txt").write_text("another caption")
     code, line = complaint(capsys, *host.flags, "--port", "0")
-    assert code == ExitCode.CONFIG and "The run's dataset is" in line and "--work_dir" in line
+    assert code == ExitCode.CONFIG and "has changed since the run" in line and "--work_dir" in line
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from datasetserver.ingest import Policy, find_pairs, ingest, shard_path
+from datasetserver.ingest import Policy, ingest, shard_path
 from datasetserver.pictures import BadSample, load_sample, normalise
+from datasetserver.sources import find_pairs
 from swarm.digest import canonical_json, digest_bytes
 from swarm.errors import UserError
 from swarm.protocol import Manifest
@@ -282,7 +283,7 @@ def test_an_ingest_that_was_cut_off_goes_on_after_its_last_shard(tmp_path, after
         (folder / f"{number:04d}.png").write_bytes(b"no picture")
     looked_at = []
 
-    def show(pairs, stop=None):
+    def show(pairs, count=None, stop=None):
         for number, pair in enumerate(pairs):
             if number == stop:
                 raise Interrupted
@@ -292,7 +293,7 @@ def test_an_ingest_that_was_cut_off_goes_on_after_its_last_shard(tmp_path, after
     whole = ingest(folder, tmp_path / "whole", workers=0, shard_samples=4, show=show)
     looked_at.clear()
     with pytest.raises(Interrupted):
-        ingest(folder, tmp_path / "work", workers=0, shard_samples=4, show=lambda pairs: show(pairs, after))
+        ingest(folder, tmp_path / "work", workers=0, shard_samples=4, show=lambda pairs, count: show(pairs, count, after))
     first = list(looked_at)
     with (tmp_path / "work" / "ingest.journal").open("ab") as journal:
         journal.write(b'{"shard": {"index"')  # as a power cut leaves it
@@ -308,7 +309,7 @@ def test_a_shard_that_vanished_after_the_cut_is_written_again(tmp_path):
     folder = write_dataset(tmp_path / "data", 20)
     whole = ingest(folder, tmp_path / "whole", workers=0, shard_samples=4)
 
-    def show(pairs):
+    def show(pairs, count):
         for number, pair in enumerate(pairs):
             if number == 15:
                 raise Interrupted
@@ -374,6 +375,7 @@ def test_a_manifest_that_contradicts_itself_is_none(tmp_path, change):
         Manifest.model_validate(manifest | {key: value(manifest[key]) if callable(value) else value for key, value in change.items()})
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # webdataset leaves its files for the collector to close
 def test_outsiders_read_the_shards_with_datasets_and_with_webdataset(tmp_path):
     import datasets
     import webdataset

@@ -1,0 +1,129 @@
+"""A dataset that grows while a run is under way."""
+
+import json
+
+import pytest
+
+from datasetserver.ingest import Policy, ingest, ingested, shard_path
+from swarm.digest import canonical_json, digest_bytes
+from swarm.errors import ExitCode, UserError
+from swarm.protocol import Manifest
+from tests.datasetserver.hosting import Host, write_dataset
+from tests.datasetserver.test_http import call, get_run, lease
+from tests.datasetserver.test_ingest import Interrupted, samples_of
+from tests.datasetserver.test_program import complaint
+
+
+def test_what_is_new_becomes_a_generation_and_what_was_there_stays(tmp_path):
+    folder, work = write_dataset(tmp_path / "data", 10), tmp_path / "work"
+    (folder / "bad.png").write_bytes(b"no picture")
+    (folder / "bad.txt").write_text("later repaired")
+    first = ingest(folder, work, workers=0, shard_samples=4)
+    write_dataset(folder, 15)
+    (folder / "bad.png").write_bytes((folder / "0012.png").read_bytes())
+    (folder / "0003.png").unlink()
+    (folder / "0004.txt").write_text("another caption")
+    grown = ingest(folder, work, workers=0, shard_samples=4, grow_from=2)
+    assert grown.manifest.shards[:3] == first.manifest.shards
+    assert [(g.from_epoch, g.shards) for g in grown.manifest.generations] == [(0, 3), (2, 5)]
+    assert (grown.first, grown.digest == first.digest) == (first.digest, False)
+    assert digest_bytes(canonical_json(grown.manifest.first().model_dump())) == first.digest
+    assert sorted(c for _, c in samples_of(work, grown.manifest)) == sorted(["later repaired", *(f"picture {n}" for n in range(15))])
+    assert [set(pair) for pair in grown.duplicates] == [{"bad.png", "0012.png"}]
+    assert ingested(work) == ingest(folder, work, workers=0, shard_samples=4, frozen=True)
+    again = ingest(folder, work, workers=0, shard_samples=4, grow_from=5)
+    assert (again.digest, again.fresh) == (grown.digest, False)
+    write_dataset(folder, 16)
+    third = ingest(folder, work, workers=0, shard_samples=4, grow_from=1, policy=Policy(duplicates="drop"))
+    assert [(g.from_epoch, g.shards) for g in third.manifest.generations] == [(0, 3), (2, 5), (2, 6)], "no earlier than the one before"
+    assert third.first == first.digest
+
+
+def test_nothing_new_is_no_generation_and_equal_pictures_are_found_across_generations(tmp_path):
+    folder, work = write_dataset(tmp_path / "data", 4), tmp_path / "work"
+    first = ingest(folder, work, workers=0)
+    (folder / "twin.png").write_bytes((folder / "0001.png").read_bytes())
+    (folder / "twin.txt").write_text("again")
+    grown = ingest(folder, work, workers=0, policy=Policy(duplicates="drop"), grow_from=1)
+    assert (grown.digest, grown.manifest, grown.rejected) == (first.digest, first.manifest, [("twin.png", "the same picture as 0001.png")])
+
+
+def test_names_that_are_no_text_are_known_again(tmp_path):
+    folder, work = write_dataset(tmp_path / "data", 2), tmp_path / "work"
+    for suffix in (".png", ".txt"):
+        (folder / f"0001{suffix}").rename(f'{folder}/\udcff,\n"{suffix}')
+    first = ingest(folder, work, workers=0)
+    assert first.manifest.total == 2
+    write_dataset(folder, 3)
+    assert ingest(folder, work, workers=0, grow_from=1).manifest.total == 4, "0001 and 0002 are new"
+
+
+def test_a_growth_that_was_cut_off_goes_on_and_gives_what_it_would_have_given(tmp_path):
+    def cut(pairs, count):
+        for number, pair in enumerate(pairs):
+            if number == 9:
+                raise Interrupted
+            yield pair
+
+    results = {}
+    for name in ("whole", "work"):
+        ingest(write_dataset(tmp_path / "data", 6), tmp_path / name, workers=0, shard_samples=4)
+    folder = write_dataset(tmp_path / "data", 20)
+    with pytest.raises(Interrupted):
+        ingest(folder, tmp_path / "work", workers=0, shard_samples=4, grow_from=1, show=cut)
+    for name in ("whole", "work"):
+        results[name] = ingest(folder, tmp_path / name, workers=0, shard_samples=4, grow_from=1)
+    assert results["whole"] == results["work"]
+    samples_of(tmp_path / "work", results["work"].manifest)
+
+
+def test_a_run_under_way_keeps_its_dataset_until_it_is_told_to_grow(tmp_path, capsys):
+    host = Host(tmp_path, samples=16, shard_samples=8).start()
+    before = get_run(host)
+    units = [lease(host).units[0] for _ in range(2)]
+    assert host.stop() == 0
+    write_dataset(host.dataset, 24)
+    code, line = complaint(capsys, *host.flags, "--port", "0")
+    assert code == ExitCode.CONFIG and "--grow" in line
+    assert shard_path(host.dataset.with_name("data.datasetserver"), units[0].digest).exists()
+    host.flags.append("--grow")
+    host.start()
+    try:
+        after = get_run(host)
+        assert (after.run, after.run_id) == (before.run, before.run_id) and after.manifest != before.manifest
+        manifest = Manifest.model_validate_json(call(host, f"/v1/manifest/{after.manifest}")[2])
+        assert [(g.from_epoch, g.shards) for g in manifest.generations] == [(0, 2), (1, 3)]
+        units += [lease(host).units[0] for _ in range(3)]
+        assert sorted((unit.epoch, unit.shard) for unit in units) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+        for unit in units:
+            assert call(host, f"/v1/blobs/{unit.digest}.tar")[0] == 200
+    finally:
+        host.stop()
+    host.flags.remove("--grow")
+    host.start()
+    assert get_run(host).manifest == after.manifest, "nothing has changed since"
+    assert host.stop() == 0
+
+
+def test_growing_without_the_list_of_what_is_known_is_a_users_error(tmp_path):
+    folder, work = write_dataset(tmp_path / "data", 4), tmp_path / "work"
+    ingest(folder, work, workers=0)
+    (work / "samples.csv").unlink()
+    write_dataset(folder, 5)
+    with pytest.raises(UserError, match=r"samples\.csv"):
+        ingest(folder, work, workers=0, grow_from=1)
+
+
+def test_what_is_ready_is_served_without_the_pictures(tmp_path, capsys):
+    host = Host(tmp_path).start()
+    before = get_run(host)
+    assert host.stop() == 0
+    work = host.dataset.with_name("data.datasetserver")
+    host.dataset.rename(tmp_path / "gone")
+    host.flags = ["--work_dir", str(work), "--no_dht"]
+    host.start()
+    assert get_run(host).run == before.run
+    assert host.stop() == 0
+    (work / "ingest.json").write_text(json.dumps({}))
+    code, line = complaint(capsys, *host.flags)
+    assert code == ExitCode.CONFIG and "No dataset is ready" in line
