@@ -393,7 +393,7 @@ class Keeper:
 def make_shard(index: int, samples: Sequence[Sample]) -> tuple[Shard, bytes]:
     """A shard and its bytes; equal samples give equal bytes."""
     # One name for all pictures: `datasets` silently gives None for those whose extension differs from the first ones'.
-    # Whoever decodes looks at the bytes, JPEG or PNG, and not at the name.
+    # Whoever decodes looks at the bytes, JPEG, PNG or WEBP, and not at the name.
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, sample in enumerate(samples):

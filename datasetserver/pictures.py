@@ -130,10 +130,10 @@ def normalise(data: bytes) -> Picture:
 
 
 def _changes(image: Image.Image) -> list[str]:
-    """What must be done to make it an upright RGB PNG or JPEG, in words; nothing for most pictures."""
+    """What must be done to make it upright RGB in a format that compresses, in words; nothing for most pictures."""
     changes = []
-    if image.format not in ("PNG", "JPEG"):
-        changes.append(f"{image.format} written as PNG")
+    if image.format == "BMP":
+        changes.append("BMP written as PNG")
     if (frames := getattr(image, "n_frames", 1)) > 1:
         changes.append(f"the first of {frames} frames")
     if image.mode != "RGB":
@@ -159,5 +159,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def _as_png(image: Image.Image) -> bytes:
     out = io.BytesIO()
-    Image.frombytes("RGB", image.size, image.tobytes()).save(out, "PNG")  # pixels only: no EXIF, profiles or comments
+    # Pixels only: no EXIF, profiles or comments. Level 4 takes a third to all of the time of 6, and 0 to 4 % more bytes.
+    Image.frombytes("RGB", image.size, image.tobytes()).save(out, "PNG", compress_level=4)
     return out.getvalue()
