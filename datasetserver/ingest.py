@@ -125,6 +125,12 @@ def ingest(
     data = canonical_json(manifest.model_dump())
     digest = digest_bytes(data)
     result = Ingested(manifest, digest, grown.first if grown else digest, identity, rejected, True, batches.duplicates, batches.changed)
+    if frozen and not grown and not dry and _first(work_dir) not in (None, digest):
+        raise UserError(
+            f"Shards of the run in {work_dir} are missing, and {source} does not give them again.",
+            fix="Restore that folder from a copy; or give another --work_dir for a new run.",
+            code=ExitCode.DISK,
+        )
     if not dry:
         _write_result(work_dir, result, data, known + batches.samples)
     return result
@@ -142,6 +148,14 @@ def ingested(work_dir: Path) -> Ingested | None:
             return None
         return Ingested(manifest, digest, known["first"], known["source"], [], fresh=False)
     except (OSError, ValueError, ValidationError, KeyError, TypeError):
+        return None
+
+
+def _first(work_dir: Path) -> str | None:
+    """The digest of the first generation of what was ready here once, whether or not all of it is there."""
+    try:
+        return json.loads((work_dir / "ingest.json").read_bytes())["first"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

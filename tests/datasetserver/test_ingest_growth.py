@@ -127,3 +127,18 @@ def test_what_is_ready_is_served_without_the_pictures(tmp_path, capsys):
     (work / "ingest.json").write_text(json.dumps({}))
     code, line = complaint(capsys, *host.flags)
     assert code == ExitCode.CONFIG and "No dataset is ready" in line
+
+
+def test_lost_shards_of_a_run_are_made_again_or_nothing_is_replaced(tmp_path):
+    folder, work = write_dataset(tmp_path / "data", 8), tmp_path / "work"
+    first = ingest(folder, work, workers=0, shard_samples=4)
+    shard_path(work, first.manifest.shards[1].digest).unlink()
+    assert ingest(folder, work, workers=0, shard_samples=4, frozen=True).digest == first.digest
+    write_dataset(folder, 12)
+    grown = ingest(folder, work, workers=0, shard_samples=4, grow_from=1)
+    shard_path(work, grown.manifest.shards[1].digest).unlink()
+    before = (work / "manifest.json").read_bytes()
+    with pytest.raises(UserError, match="missing") as error:
+        ingest(folder, work, workers=0, shard_samples=4, frozen=True)
+    assert error.value.code == ExitCode.DISK
+    assert (work / "manifest.json").read_bytes() == before and shard_path(work, grown.manifest.shards[2].digest).exists()
