@@ -5,9 +5,10 @@ No path, header or body of a user ever reaches the file system: a shard is found
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from aiohttp import web
@@ -28,9 +29,10 @@ from datasetserver.rendezvous import Rendezvous
 from datasetserver.tokens import Tokens
 from datasetserver.tree import State
 from swarm import protocol
-from swarm.digest import canonical_json
+from swarm.digest import canonical_json, digest_json
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from swarm.signing import SIGNATURE_HEADER, HostKey
 
 log = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=BaseModel)
@@ -38,7 +40,7 @@ Request = TypeVar("Request", bound=BaseModel)
 
 @dataclass
 class Service:
-    """All that the handlers need. `url`: how peers reach this server; `rendezvous`: None without a DHT.
+    """All that the handlers need. `url`: how peers reach this server; `key`: what its host signs with; `rendezvous`: None without a DHT.
 
     `run` and `ledger` are None until there is a run: the host's, or that of the first peer that founds one. `tokens`: None where
     whoever reaches the server may use it.
@@ -47,6 +49,7 @@ class Service:
     data: Ingested
     work_dir: Path
     url: str
+    key: HostKey
     open_ledger: Callable[[RunConfig], Ledger]
     rendezvous: Rendezvous | None = None
     run: RunConfig | None = None
@@ -104,16 +107,19 @@ async def get_run(request: web.Request) -> web.Response:
 
 async def _run_answer(service: Service, asker: str, status: int = 200) -> web.Response:
     maddrs = service.rendezvous.maddrs if service.rendezvous else []
+    run = asdict(service.run)
     return answers.answer(
         protocol.RunAnswer(
             protocol=protocol.PROTOCOL_VERSION,
-            run=asdict(service.run),
+            run=run,
             run_id=service.run.run_id,
             url=service.url,
             initial_peers=visible_maddrs(maddrs, asker)[:64],
             manifest=service.data.digest,
             head=await service.ledger.call(_head),
             server_time=time.time(),
+            host_key=service.key.public,
+            signature=service.key.sign("run", digest_json(run)),
         ),
         status,
     )
@@ -127,8 +133,11 @@ async def get_manifest(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     if request.match_info["digest"] != service.data.digest:
         raise Refused(404, "no_such_manifest", "This server has another dataset.", f"Its manifest is {service.data.digest}.")
-    path = manifest_path(service.work_dir)
-    return await _send_file(request, path, digest=service.data.digest, size=service.manifest_bytes, content_type="application/json")
+    path, digest = manifest_path(service.work_dir), service.data.digest
+    signature = {SIGNATURE_HEADER: service.key.sign("manifest", digest)}
+    return await _send_file(
+        request, path, digest=digest, size=service.manifest_bytes, content_type="application/json", further_headers=signature
+    )
 
 
 async def get_blob(request: web.Request) -> web.StreamResponse:
@@ -140,11 +149,19 @@ async def get_blob(request: web.Request) -> web.StreamResponse:
     return await _send_file(request, path, digest=shard.digest, size=shard.bytes, content_type="application/x-tar")
 
 
-async def _send_file(request: web.Request, path: Path, *, digest: str, size: int, content_type: str) -> web.StreamResponse:
+async def _send_file(
+    request: web.Request,
+    path: Path,
+    *,
+    digest: str,
+    size: int,
+    content_type: str,
+    further_headers: Mapping[str, str] = MappingProxyType({}),
+) -> web.StreamResponse:
     """The file at `path` of `size` bytes with that digest, or the part of it that the request asks for."""
     wanted = {name: ", ".join(request.headers.getall(name)) for name in _CONDITIONS if name in request.headers}
     selected = blobs.select(request.method, wanted, digest=digest, size=size)
-    headers = {**_immutable(digest), "Accept-Ranges": "bytes"}
+    headers = {**_immutable(digest), "Accept-Ranges": "bytes", **further_headers}
     if selected.status == 304:
         return web.Response(status=304, headers=headers)
     if selected.status == 412:
@@ -345,7 +362,14 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/run", get_run, "All that a newcomer needs.", protocol.RunAnswer),
     Endpoint("PUT", "/v1/run", put_run, "Found the run at a server that has none.", protocol.RunAnswer, protocol.FoundRequest, also=(201,)),
     Endpoint("GET", "/v1/peers", get_peers, "Live peers; with the addresses that it can dial for who holds a token.", protocol.PeersAnswer),
-    Endpoint("GET", "/v1/manifest/{digest}", get_manifest, "The dataset's shards.", protocol.Manifest, also=(206, 304)),
+    Endpoint(
+        "GET",
+        "/v1/manifest/{digest}",
+        get_manifest,
+        "The dataset's shards, signed in a header by the host.",
+        protocol.Manifest,
+        also=(206, 304),
+    ),
     Endpoint("GET", "/v1/blobs/{digest}.tar", get_blob, "A shard, a WebDataset tar.", "application/x-tar", also=(206, 304)),
     Endpoint("GET", "/v1/progress", get_progress, "How the run is doing.", protocol.Progress),
     Endpoint(

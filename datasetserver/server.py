@@ -28,9 +28,11 @@ from datasetserver.rendezvous import Rendezvous
 from datasetserver.tokens import Tokens
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
+from swarm.signing import HostKey
 
 log = logging.getLogger(__name__)
 LEDGER = "ledger.sqlite"
+HOST_KEY = "host.key"
 DRAIN_SECONDS = 8.0
 """For answers on their way when the server is told to end; a shard that takes longer is resumed by its peer."""
 _LAST_SECONDS = 1.0  # for what is then still on its way to notice that it was cut off
@@ -123,7 +125,8 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
     url = config.public_url or here
     rendezvous = _rendezvous(config, work_dir, url)
     open_ = partial(open_ledger, work_dir, data, config=config)
-    service = Service(data, work_dir, url, open_, rendezvous, tokens=guard.tokens, limits=Limits(config.max_requests_per_second))
+    key = HostKey(work_dir / HOST_KEY)
+    service = Service(data, work_dir, url, key, open_, rendezvous, tokens=guard.tokens, limits=Limits(config.max_requests_per_second))
     runner = web.AppRunner(make_app(service), access_log=None, shutdown_timeout=_LAST_SECONDS)
     server: asyncio.AbstractServer | None = None
     try:
@@ -135,6 +138,7 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
             await _first_sign(rendezvous, stop)
         server = await connections.accept(runner, sock, service.metrics, guard.tls)
         if not stop.is_set():
+            print(f"host key {key.public} (a peer given it as --host_key takes no other host's word)", flush=True)
             which = f"run={run.run_id}" if run else "run=none, waiting for a peer that founds one;"
             print(f"serving {here} {which} samples={data.manifest.total} shards={len(data.manifest.shards)}", flush=True)
         await stop.wait()

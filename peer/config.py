@@ -1,5 +1,6 @@
 """What each machine may choose for itself. Whatever all peers must agree on is in `swarm.run_config.RunConfig`."""
 
+import re
 from dataclasses import dataclass
 
 from swarm.errors import UserError
@@ -12,6 +13,9 @@ class PeerConfig:
 
     datasetserver: str = option("", "URL of the run's dataset server; alone enough to join.")
     token: str = option("", "What the host gave you for --datasetserver; other users of this machine see flags, not the variable DD_TOKEN.")
+    host_key: str = option(
+        "", "The key that the host's server prints at its start: one that shows another is refused. Default: the key it showed first."
+    )
     peers: tuple[str, ...] = option((), "Multiaddrs of peers that are in the run; alone enough to join.", aliases=("initial_peers",))
     found: bool = option(False, "Found a run: listen for peers, with this peer's flags as the run's.", aliases=("hivemind",))
     run_id: str = option("", "Which run to join, when the peers given serve several.")
@@ -50,6 +54,10 @@ class PeerConfig:
     def __post_init__(self) -> None:
         if self.token and not (self.token.isascii() and self.token.isprintable() and " " not in self.token):
             raise UserError("token has characters that no token has.", fix="Give it as the host gave it, without spaces.")
+        if self.host_key and not re.fullmatch("[0-9a-f]{64}", self.host_key):
+            raise UserError(
+                "host_key is no key of a host.", fix="Copy it whole: 64 digits and small letters a to f, which the server prints."
+            )
         for name in (
             "train_batch_size",
             "gradient_accumulation_steps",

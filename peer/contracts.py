@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from peer.config import PeerConfig
 from swarm.run_config import RunConfig
+from swarm.signing import KnownHosts
 
 Params = dict[str, nn.Parameter]
 
@@ -175,6 +176,8 @@ class SourceContext:
     """What it asks of us, '' without one."""
     folder: Path | None = None
     """`--train_data_dir`."""
+    known_hosts: KnownHosts | None = None
+    """Which host's word to take; None: any that is signed."""
     peer_id: str
     cache_dir: Path
     cache_gib: float = 20.0

@@ -28,6 +28,7 @@ from swarm.lifeline import die_with_parent  # noqa: E402
 from swarm.logs import setup_logging  # noqa: E402
 from swarm.options import build, parse_flags, read_toml  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
+from swarm.signing import KnownHosts  # noqa: E402
 
 if TYPE_CHECKING:
     from peer.contracts import Method, Model, Params, Source, Sync
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from peer.train import Trainer
 
 log = logging.getLogger("peer.finetune")
+_KNOWN_HOSTS = "known_hosts.json"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,13 +114,19 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
 def ask_server(peer: PeerConfig, url: str, run_id: str) -> Any:
     from peer.data.dataset_server import fetch_run
 
-    return fetch_run(url, run_id=run_id, token=token_for(url, peer))
+    return fetch_run(url, run_id=run_id, token=token_for(url, peer), known_hosts=known_hosts(peer))
 
 
 def found_at_server(peer: PeerConfig, url: str, run: RunConfig) -> Any:
     from peer.data.dataset_server import found_run
 
-    return found_run(url, run, token=token_for(url, peer))
+    return found_run(url, run, token=token_for(url, peer), known_hosts=known_hosts(peer))
+
+
+def known_hosts(peer: PeerConfig) -> KnownHosts:
+    """The hosts' keys that this peer was given or has seen, kept beside its own."""
+    path = Path(peer.identity_path).with_name(_KNOWN_HOSTS) if peer.identity_path else Path(peer.output_dir) / _KNOWN_HOSTS
+    return KnownHosts(path, peer.host_key, remember=not peer.dry_run)
 
 
 def token_for(url: str, peer: PeerConfig) -> str:
@@ -244,6 +252,7 @@ def build_source(joined: Joined, peer: PeerConfig, group: "RankGroup", output: P
         run=joined.run,
         url=joined.server_url,
         token=token_for(joined.server_url, peer),
+        known_hosts=known_hosts(peer),
         folder=Path(peer.train_data_dir) if peer.train_data_dir else None,
         peer_id=own_id,
         cache_dir=Path(peer.cache_dir) if peer.cache_dir else output / "cache",

@@ -22,6 +22,7 @@ MAX_RUN_BYTES = 2048  # a run's configuration as JSON: with its head it must fit
 _MAX_COUNT = 2**53  # exact in every JSON reader
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Signature = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{128})?$")]
 RunId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 LeaseId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 PeerId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -131,7 +132,10 @@ class Head(Message):
 
 
 class RunAnswer(Message):
-    """GET /v1/run: all that a newcomer needs. `run` are the values of RunConfig, whose digest begins with `run_id`."""
+    """GET /v1/run: all that a newcomer needs. `run` are the values of RunConfig, whose digest begins with `run_id`.
+
+    `signature`: that of `host_key` for the digest of `run`'s canonical JSON; see `swarm.signing`.
+    """
 
     protocol: Annotated[int, Field(ge=1, le=1_000_000)]
     run: dict[str, Any]
@@ -141,6 +145,8 @@ class RunAnswer(Message):
     manifest: Digest
     head: Head | None
     server_time: Number
+    host_key: Digest
+    signature: Signature
 
 
 RunValue = (

@@ -26,8 +26,10 @@ from peer.contracts import LeaseLost, Sample, Settlement, SourceContext
 from peer.data.shards import ShardCache, read_shard
 from peer.data.unsaid import Unsaid
 from swarm import protocol
+from swarm.digest import digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
+from swarm.signing import SIGNATURE_HEADER, BadSignature, KnownHosts, check_signature
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -69,22 +71,27 @@ def build(context: SourceContext) -> "DatasetServer":
         cache_dir=context.cache_dir,
         cache_bytes=int(context.cache_gib * 2**30),
         batch_samples=context.batch_samples,
+        known_hosts=context.known_hosts,
     )
 
 
-def fetch_run(url: str, timeout: float = 10.0, *, run_id: str = "", token: str = "") -> protocol.RunAnswer | None:
+def fetch_run(
+    url: str, timeout: float = 10.0, *, run_id: str = "", token: str = "", known_hosts: KnownHosts | None = None
+) -> protocol.RunAnswer | None:
     """Ask a server what it serves, None if nothing was founded there yet; tries again for `timeout` seconds while nobody answers.
 
     Raises UserError (exit code NETWORK) when nobody answers, it is no dataset server, of another version, or has another run; with code
-    AUTH when it wants another token.
+    AUTH when it wants another token, or what it says is not signed by its host, or by another host than `known_hosts` has.
     """
     status, body = asyncio.run(_ask("GET", url, None, timeout, token))
     if status == 404 and _code(body) == "no_run":
         return None
-    return _check_run(url, status, body, run_id)
+    return check_run(url, status, body, run_id, known_hosts)
 
 
-def found_run(url: str, run: RunConfig, timeout: float = 10.0, *, token: str = "") -> protocol.RunAnswer:
+def found_run(
+    url: str, run: RunConfig, timeout: float = 10.0, *, token: str = "", known_hosts: KnownHosts | None = None
+) -> protocol.RunAnswer:
     """Offer `run` to a server that has none. The answer is what it serves from now on: this run, or that of a founder who was faster.
 
     Raises UserError as `fetch_run` does, and when the server finds fault with `run`.
@@ -95,7 +102,7 @@ def found_run(url: str, run: RunConfig, timeout: float = 10.0, *, token: str = "
     elif _code(body):
         error = protocol.ErrorAnswer.model_validate_json(body).error
         raise UserError(f"{url} does not take this run: {error.message}", fix=error.fix)
-    return _check_run(url, status, body, run_id="")
+    return check_run(url, status, body, known_hosts=known_hosts)
 
 
 def report_round(url: str, run: RunConfig, peer_id: str, settlement: Settlement, timeout: float = 10.0, *, token: str = "") -> None:
@@ -178,7 +185,9 @@ def _distrusted(url: str, error: aiohttp.ClientConnectorCertificateError) -> Use
     )
 
 
-def _check_run(url: str, status: int, body: bytes, run_id: str) -> protocol.RunAnswer:
+def check_run(url: str, status: int, body: bytes, run_id: str = "", known_hosts: KnownHosts | None = None) -> protocol.RunAnswer:
+    """What a server answered to GET /v1/run. Raises UserError as `fetch_run` does."""
+
     def wrong(what: str, fix: str) -> UserError:
         return UserError(f"{url} {what}.", fix=fix, code=ExitCode.NETWORK)
 
@@ -195,11 +204,22 @@ def _check_run(url: str, status: int, body: bytes, run_id: str) -> protocol.RunA
     except (ValidationError, UserError) as error:
         first = str(error).splitlines()[0]
         raise wrong(f"describes its run in a way this program does not know: {first}", "Use the same version on both.") from None
+    try:
+        check_signature("run", digest_json(answer.run), answer.signature, answer.host_key)
+    except BadSignature as error:
+        raise _unsigned(url, "a run", error) from None
     if run.run_id != answer.run_id:
         raise wrong(f"calls its run {answer.run_id}, but its configuration makes it {run.run_id}", "Use the same version on both.")
     if run_id not in ("", answer.run_id):
         raise wrong(f"serves run {answer.run_id} ('{run.run_name}'), not {run_id}", "Check the URL, or remove --run_id.")
+    if known_hosts:
+        known_hosts.check(url, answer.run_id, answer.host_key)
     return answer
+
+
+def _unsigned(url: str, what: str, error: BadSignature) -> UserError:
+    fix = "Somebody may have changed it on its way: use https, or ask the host."
+    return UserError(f"{url} serves {what} that its host does not vouch for: {error}.", fix=fix, code=ExitCode.AUTH)
 
 
 def _join(url: str, path: str) -> str:
@@ -250,7 +270,20 @@ class _Letter:
 class DatasetServer:
     """The source; see `build`. Its methods are for one training thread."""
 
-    def __init__(self, url: str, run: RunConfig, *, peer_id: str, token: str = "", cache_dir: Path, cache_bytes: int, batch_samples: int):
+    def __init__(
+        self,
+        url: str,
+        run: RunConfig,
+        *,
+        peer_id: str,
+        token: str = "",
+        cache_dir: Path,
+        cache_bytes: int,
+        batch_samples: int,
+        known_hosts: KnownHosts | None = None,
+    ):
+        self._known_hosts = known_hosts
+        self._shards: dict[int, protocol.Shard] = {}  # those that the host has signed
         self._url, self._run, self._peer_id, self._token, self._batch = url, run, peer_id, token, batch_samples
         self._cache = ShardCache(cache_dir, cache_bytes, pinned=self._pinned)
         self._changed = threading.Condition()  # guards all below; notified when a unit is ready or there will be none
@@ -476,6 +509,7 @@ class DatasetServer:
         if answer.renew_every < self._renew_every:
             self._wake_renew.set()
         self._renew_every = answer.renew_every
+        await self._check_shards(answer.units)
         lease = _Lease(answer.lease_id)
         units = [_Unit(lease, shard, self._order_of(shard)) for shard in answer.units]
         lease.keys = {unit.key(index) for unit in units for index in unit.left}
@@ -493,6 +527,62 @@ class DatasetServer:
         for unit in units:
             if not lease.lost:
                 await self._fetch(unit)
+
+    async def _check_shards(self, units: Sequence[protocol.LeasedUnit]) -> None:
+        """Raise UserError (AUTH) unless every one of `units` is a shard that the host has signed, as it has signed it."""
+        if all(map(self._is_signed, units)):
+            return
+        await self._learn_shards()  # the first time, or when the dataset has grown
+        if not all(map(self._is_signed, units)):
+            raise _unsigned(self._url, "shards", BadSignature("they are not in its manifest"))
+
+    def _is_signed(self, unit: protocol.LeasedUnit) -> bool:
+        shard = self._shards.get(unit.shard)
+        return shard is not None and (shard.digest, shard.bytes, shard.samples) == (unit.digest, unit.bytes, unit.samples)
+
+    async def _learn_shards(self) -> None:
+        """Read the manifest. Raises UserError when it, or the run, is not signed by the host that we know."""
+        status, body, _ = await self._insist_get("/v1/run")
+        answer = check_run(self._url, status, body, self._run.run_id, self._known_hosts)
+        _, body, headers = await self._insist_get(f"/v1/manifest/{answer.manifest}")
+        try:
+            if digest_bytes(body) != answer.manifest:
+                raise BadSignature("it is another manifest than it says")
+            check_signature("manifest", answer.manifest, headers.get(SIGNATURE_HEADER, ""), answer.host_key)
+            manifest = protocol.Manifest.model_validate_json(body)
+        except BadSignature as error:
+            raise _unsigned(self._url, "a manifest", error) from None
+        except ValidationError as error:
+            first = str(error).splitlines()[0]
+            message = f"{self._url} describes its dataset in a way this program does not know: {first}."
+            raise UserError(message, fix="Use the same version on both.", code=ExitCode.NETWORK) from None
+        self._shards = {shard.index: shard for shard in manifest.shards}
+
+    async def _insist_get(self, path: str) -> tuple[int, bytes, Mapping[str, str]]:
+        """Get until the server answers; (status, body, headers). Raises Refusal, and UserError when it no longer takes our token."""
+        pause = 1.0
+        while True:
+            try:
+                return await self._get(path)
+            except ServerAway as away:
+                pause = await self._pause(pause, path, away)
+
+    async def _get(self, path: str) -> tuple[int, bytes, Mapping[str, str]]:
+        try:
+            async with self._session.get(_join(self._url, path)) as response:
+                status, body, wait = response.status, await _read(response), _retry_after(response)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise ServerAway(str(error) or type(error).__name__) from None
+        _refuse_stranger(self._url, status, body)
+        if status == 200:
+            return status, body, response.headers
+        try:
+            error = protocol.ErrorAnswer.model_validate_json(body).error
+        except ValidationError:
+            raise ServerAway(f"status {status}, not as a dataset server answers", wait) from None
+        if status >= 500 or status == 429:
+            raise ServerAway(f"status {status} ({error.code})", wait)
+        raise Refusal(status, error)
 
     def _order_of(self, shard: protocol.LeasedUnit) -> deque[int]:
         skip = set(shard.skip)

@@ -25,6 +25,12 @@ from tests.datasetserver.hosting import Host
 HEAD = {"digest": "d" * 64, "round": 3, "samples": 300, "peers": ["alice"]}
 
 
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path, monkeypatch):
+    """A peer keeps its hosts' keys in its --output_dir, by default inside the folder that it is started in."""
+    monkeypatch.chdir(tmp_path)
+
+
 def resolve(*argv):
     """What a peer started with these flags joins: through its own wiring."""
     return resolve_run(*parse([str(argument) for argument in argv]))

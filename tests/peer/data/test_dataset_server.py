@@ -22,8 +22,10 @@ from peer.data.unsaid import Unsaid
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
+from swarm.signing import SIGNATURE_HEADER
 from tests.datasetserver.hosting import ROOT, Host
 from tests.datasetserver.test_blobs import certificate  # noqa: F401 (a fixture)
+from tests.peer.data.meddler import Meddler
 
 BASE = "0" * 64
 
@@ -297,53 +299,6 @@ def test_a_damaged_shard_in_the_cache_is_fetched_again(serve, join, tmp_path):
     assert cached.read_bytes() == good
 
 
-class Meddler(http.server.ThreadingHTTPServer):
-    """A proxy that does to the first blob transfers what `faults` says: cuts them in the middle, or flips a bit."""
-
-    daemon_threads = True
-
-    def __init__(self, target, *faults):
-        super().__init__(("127.0.0.1", 0), _MeddlerHandler)
-        self.target, self.faults, self.ranges, self.sent = target, list(faults), [], 0
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class _MeddlerHandler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self._forward(None)
-
-    def do_POST(self):
-        self._forward(self.rfile.read(int(self.headers["Content-Length"])))
-
-    def _forward(self, body):
-        headers = {name: self.headers[name] for name in ("Range", "Content-Type") if name in self.headers}
-        request = urllib.request.Request(self.server.target + self.path, data=body, headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=20) as response:
-                status, data = response.status, response.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                status, data = error.code, error.read()
-        blob, size = "/blobs/" in self.path, len(data)
-        if blob:
-            self.server.ranges.append(self.headers.get("Range"))
-            fault = self.server.faults.pop(0) if self.server.faults else None
-            if fault == "cut":
-                data = data[: size // 2]
-            elif fault == "flip":
-                data = data[:600] + bytes([data[600] ^ 1]) + data[601:]
-            self.server.sent += len(data)
-        self.send_response(status)
-        self.send_header("Content-Length", str(size))
-        self.end_headers()
-        self.wfile.write(data)
-        self.close_connection = True
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def meddle():
     servers = []
@@ -507,7 +462,8 @@ class Busy(http.server.BaseHTTPRequestHandler):
         else:
             request = urllib.request.Request(kind.real + path, body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=60) as response:
-                headers, status, data = {}, 200, response.read()
+                signature = response.headers.get(SIGNATURE_HEADER)
+                headers, status, data = {SIGNATURE_HEADER: signature} if signature else {}, 200, response.read()
         kind.asked.append((time.monotonic(), path, status))
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():

@@ -1,0 +1,90 @@
+"""The host's key: what it signs, and which keys a peer takes."""
+
+import stat
+
+import pytest
+
+from swarm.digest import digest_bytes
+from swarm.errors import ExitCode, UserError
+from swarm.signing import BadSignature, HostKey, KnownHosts, check_signature
+
+DIGEST = digest_bytes(b"a run")
+URL, OTHER_URL, RUN, OTHER_RUN = "http://203.0.113.7:9090", "http://203.0.113.8:9090", "1" * 16, "2" * 16
+
+
+def test_a_host_keeps_its_key_where_only_it_can_read_it(tmp_path):
+    key = HostKey(tmp_path / "host.key")
+    assert HostKey(tmp_path / "host.key").public == key.public and len(key.public) == 64
+    assert stat.S_IMODE((tmp_path / "host.key").stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["host.key"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
+def test_a_file_that_is_no_key_is_named_and_left_alone(tmp_path, content):
+    (tmp_path / "host.key").write_bytes(content)
+    with pytest.raises(UserError, match=r"host\.key is no Ed25519 key"):
+        HostKey(tmp_path / "host.key")
+    assert (tmp_path / "host.key").read_bytes() == content
+
+
+def test_a_key_that_cannot_be_written_is_a_users_error(tmp_path):
+    with pytest.raises(UserError, match=r"Cannot use the host's key") as raised:
+        HostKey(tmp_path / "missing" / "host.key")
+    assert raised.value.code == ExitCode.DISK
+
+
+def flipped(text, position):
+    digit = int(text[position], 16) ^ 1
+    return f"{text[:position]}{digit:x}{text[position + 1 :]}"
+
+
+def test_a_signature_is_of_one_key_for_one_digest_in_one_role(tmp_path):
+    key, other = HostKey(tmp_path / "host.key"), HostKey(tmp_path / "other.key")
+    signature = key.sign("run", DIGEST)
+    check_signature("run", DIGEST, signature, key.public)
+    with pytest.raises(BadSignature, match="not signed"):
+        check_signature("run", DIGEST, "", key.public)
+    forged = [("manifest", DIGEST, signature, key.public), ("run", DIGEST, signature, other.public), ("run", DIGEST, "00" * 64, key.public)]
+    forged += [("run", flipped(DIGEST, i), signature, key.public) for i in range(64)]
+    forged += [("run", DIGEST, flipped(signature, i), key.public) for i in range(128)]
+    forged += [("run", DIGEST, signature, "00"), ("run", DIGEST, "no hex", key.public), ("run", DIGEST, signature, "")]
+    for arguments in forged:
+        with pytest.raises(BadSignature, match="not that of the key"):
+            check_signature(*arguments)
+
+
+def test_the_key_seen_first_at_a_url_and_for_a_run_is_the_only_one_taken_there(tmp_path):
+    path = tmp_path / "known" / "hosts.json"
+    KnownHosts(path).check(URL + "/", RUN, "a" * 64)
+    KnownHosts(path).check(URL, RUN, "a" * 64)
+    for url, run in [(URL, RUN), (URL, OTHER_RUN), (OTHER_URL, RUN)]:
+        with pytest.raises(UserError, match="not the same host") as raised:
+            KnownHosts(path).check(url, run, "b" * 64)
+        assert raised.value.code == ExitCode.AUTH and "--host_key" in raised.value.fix and str(path) in raised.value.message
+    KnownHosts(path).check(OTHER_URL, OTHER_RUN, "b" * 64)
+    KnownHosts(path).check(URL, OTHER_RUN + "x", "a" * 64)
+
+
+def test_a_key_that_was_given_overrules_what_was_seen_and_is_known_from_then_on(tmp_path):
+    path = tmp_path / "hosts.json"
+    KnownHosts(path).check(URL, RUN, "a" * 64)
+    with pytest.raises(UserError, match="as --host_key says"):
+        KnownHosts(path, "b" * 64).check(URL, RUN, "a" * 64)
+    KnownHosts(path, "b" * 64).check(URL, RUN, "b" * 64)
+    KnownHosts(path).check(URL, RUN, "b" * 64)
+    with pytest.raises(UserError):
+        KnownHosts(path).check(URL, RUN, "a" * 64)
+
+
+def test_who_only_looks_remembers_nothing(tmp_path):
+    KnownHosts(tmp_path / "hosts.json", remember=False).check(URL, RUN, "a" * 64)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_hosts_that_is_damaged_or_cannot_be_written_is_a_users_error(tmp_path):
+    (tmp_path / "hosts.json").write_text("{")
+    with pytest.raises(UserError, match="Cannot read"):
+        KnownHosts(tmp_path / "hosts.json").check(URL, RUN, "a" * 64)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"Cannot (read|write)"):
+        KnownHosts(tmp_path / "file" / "hosts.json").check(URL, RUN, "a" * 64)
