@@ -14,7 +14,7 @@ HOMES = {  # a library: the files and folders that may import it
     "diffusers": ("peer/models/", "peer/methods/", "peer/export", "peer/generate.py", "peer/schedule.py"),
     "transformers": ("peer/models/", "peer/methods/", "peer/export"),
     "peft": ("peer/methods/", "peer/export"),
-    "aiohttp": ("datasetserver/", "peer/data/dataset_server.py"),
+    "aiohttp": ("datasetserver/", "peer/data/client/"),
     "bitsandbytes": ("peer/optim.py",),
     "PIL": ("peer/pictures.py", "peer/data/", "datasetserver/"),
 }

@@ -39,6 +39,10 @@ class ShardCache:
         os.utime(path)  # the age that eviction goes by
         return path
 
+    def has(self, digest: str) -> bool:
+        """Whether the shard's file is here, damaged or not."""
+        return (self._folder / f"{digest}.tar").exists()
+
     def part(self, digest: str) -> Path:
         """Where the bytes of a shard gather, also over several runs of this program."""
         return self._folder / f"{digest}.tar.part"

@@ -189,7 +189,8 @@ def killed(source):
     """As after SIGKILL: nothing of it runs on, and nothing is released."""
     source._loop.call_soon_threadsafe(source._stop.set)
     source._thread.join()
-    source._closed = True
+    source._loop.close()
+    source._work.close()
 
 
 def test_a_peer_killed_while_the_server_is_away_says_afterwards_what_it_had_offered(serve, join, tmp_path, monkeypatch):
@@ -522,6 +523,22 @@ def test_the_cache_forgets_what_was_not_used_for_longest_and_nothing_that_is_not
     cache.make_room(100)
     assert [cache.get(digest) is not None for digest in digests] == [True, False, True]
     assert (tmp_path / "shards" / "holiday.tar").exists()
+
+
+def test_a_small_cache_stays_small_while_shards_come_and_go_and_touches_nothing_else(serve, join, tmp_path):
+    host = serve(samples=40, shard_samples=4)
+    size = manifest(host)["shards"][0]["bytes"]
+    (tmp_path / "cache-alice" / "shards").mkdir(parents=True)
+    for name in ("holiday.tar", "0.tar.part", f"{BASE}.zip"):
+        (tmp_path / "cache-alice" / "shards" / name).write_bytes(bytes(10 * size))
+    source = join(host.url, "alice", cache_gib=5.5 * size / 2**30)
+    source._work.wanted = lambda wanted=source._work.wanted: min(wanted(), 4)  # as at a low speed: what is pinned is no excuse
+    for sample in islice(source, 80):
+        source.acknowledge([sample.key])
+    files = {path.name: path.stat().st_size for path in (tmp_path / "cache-alice" / "shards").iterdir()}
+    foreign = [files.pop(name) for name in ("holiday.tar", "0.tar.part", f"{BASE}.zip")]
+    assert foreign == [10 * size] * 3
+    assert len(files) >= 2 and sum(files.values()) <= 5.5 * size
 
 
 def test_the_cache_admits_only_what_its_name_says(tmp_path):

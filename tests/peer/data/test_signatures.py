@@ -82,7 +82,7 @@ def test_a_run_with_any_byte_of_it_its_key_or_its_signature_flipped_is_refused(h
     check_run(host.url, 200, body)
     assert len(positions) > 64 + 128 + 500
     for position in positions:
-        error = refused("", check_run, host.url, 200, flip(body, position))
+        error = refused(".", check_run, host.url, 200, flip(body, position))
         assert error.code in (ExitCode.AUTH, ExitCode.NETWORK)
 
 

@@ -1,0 +1,89 @@
+"""What there is to report to the dataset server: kept in order until it has heard it, however long it is away."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+from peer.data.client.transport import Refusal, Transport
+from peer.data.unsaid import Unsaid
+
+log = logging.getLogger(__name__)
+CONTRIBUTIONS = "/v1/contributions"
+
+
+@dataclass(eq=False)
+class Letter:
+    """Something to report, kept until the server has it. `answer`: its result is None, or it raises Refusal."""
+
+    path: str
+    body: dict[str, Any]
+    answer: Future = field(default_factory=Future)
+
+
+class Outbox:
+    """Letters in their order. unsaid: where contributions are kept that were offered before the server knew of them.
+
+    news: called after a letter was put in, in the thread that put it.
+    """
+
+    def __init__(self, unsaid: Unsaid, news: Callable[[], None]):
+        self._unsaid, self._news, self._lock = unsaid, news, threading.Lock()
+        self._letters: deque[Letter] = deque(Letter(CONTRIBUTIONS, body) for body in unsaid.letters())
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def letters(self) -> list[Letter]:
+        with self._lock:
+            return list(self._letters)
+
+    def put(self, path: str, body: dict[str, Any]) -> Letter:
+        letter = Letter(path, body)
+        with self._lock:
+            self._letters.append(letter)
+        self._news()
+        return letter
+
+    def answered(self, letter: Letter, seconds: float) -> bool:
+        """Wait so long for the answer to a contribution; raises Refusal.
+
+        False when there is none: then it is offered to the swarm nevertheless, and the server will hear of it, as of one that was, even
+        when this peer is killed before it is back. Raises UserError when the disk does not take it.
+        """
+        try:
+            letter.answer.result(seconds)
+            return True
+        except FutureTimeout:
+            with self._lock:  # a body that is on its way is refused or taken as it is, and sent again as this one if it is refused
+                letter.body = {**letter.body, "offered": True}
+            self._unsaid.keep(letter.body)
+            if letter.answer.done():  # meanwhile
+                self._unsaid.said(letter.body)
+            return False
+
+    async def deliver(self, transport: Transport) -> None:
+        """Bring the letters that are there to the server, one after the other. Raises UserError when it no longer takes our token."""
+        while self._letters:
+            letter = self._letters[0]
+            body, refusal = letter.body, None
+            try:
+                await transport.insist(letter.path, body)
+            except Refusal as error:
+                if body is not letter.body:  # offered meanwhile, which is another question
+                    continue
+                # Old news to a server that knows better is no fault; what is refused will be refused again.
+                log.warning("the dataset server refused %s: %s", letter.path.rpartition("/")[2], error)
+                refusal = error
+            with self._lock:
+                self._letters.popleft()
+            if refusal:
+                letter.answer.set_exception(refusal)
+            else:
+                letter.answer.set_result(None)
+            if letter.path == CONTRIBUTIONS:
+                self._unsaid.said(letter.body)

@@ -1,0 +1,138 @@
+"""Asking a dataset server, once, which run it has, offering it one, and telling it of a round: for who does not stay connected to it."""
+
+import asyncio
+import json
+import logging
+import time
+from dataclasses import asdict
+from typing import Any
+
+import aiohttp
+from pydantic import ValidationError
+
+from peer.contracts import Settlement
+from peer.data.client.transport import Reply, ServerAway, exchange, join_url, retry_after
+from swarm import protocol
+from swarm.digest import digest_json
+from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
+from swarm.signing import BadSignature, KnownHosts, check_signature
+
+log = logging.getLogger(__name__)
+
+
+def fetch_run(
+    url: str, timeout: float = 10.0, *, run_id: str = "", token: str = "", known_hosts: KnownHosts | None = None
+) -> protocol.RunAnswer | None:
+    """Ask a server what it serves, None if nothing was founded there yet; tries again for `timeout` seconds while nobody answers.
+
+    Raises UserError (exit code NETWORK) when nobody answers, it is no dataset server, of another version, or has another run; with code
+    AUTH when it wants another token, or what it says is not signed by its host, or by another host than `known_hosts` has.
+    """
+    reply = asyncio.run(_ask("GET", url, "/v1/run", None, timeout, token))
+    if reply.status == 404 and reply.code == "no_run":
+        return None
+    return check_run(url, reply.status, reply.body, run_id, known_hosts)
+
+
+def found_run(
+    url: str, run: RunConfig, timeout: float = 10.0, *, token: str = "", known_hosts: KnownHosts | None = None
+) -> protocol.RunAnswer:
+    """Offer `run` to a server that has none. The answer is what it serves from now on: this run, or that of a founder who was faster.
+
+    Raises UserError as `fetch_run` does, and when the server finds fault with `run`.
+    """
+    reply = asyncio.run(_ask("PUT", url, "/v1/run", {"run": asdict(run)}, timeout, token))
+    if reply.status == 409 and reply.code == "run_exists":
+        reply = asyncio.run(_ask("GET", url, "/v1/run", None, timeout, token))
+    elif reply.error:
+        raise UserError(f"{url} does not take this run: {reply.error.message}", fix=reply.error.fix)
+    return check_run(url, reply.status, reply.body, known_hosts=known_hosts)
+
+
+def report_round(url: str, run: RunConfig, peer_id: str, settlement: Settlement, timeout: float = 10.0, *, token: str = "") -> None:
+    """Tell the server of a settled round, once; for who takes no samples. Raises UserError (NETWORK) when it does not answer."""
+    body = {"run_id": run.run_id, "peer": peer_id, **round_body(settlement)}
+    reply = asyncio.run(_ask("POST", url, "/v1/rounds", body, timeout, token))
+    if reply.status >= 300:  # old news to a server that knows better is no fault
+        log.warning("the dataset server did not take round %d: status %d %s", settlement.round, reply.status, reply.code)
+
+
+def round_body(settlement: Settlement) -> dict[str, Any]:
+    members = [{"peer": member.peer, "number": member.number, "samples": member.samples} for member in settlement.members]
+    return {**{name: getattr(settlement, name) for name in ("digest", "parent", "round", "samples")}, "members": members}
+
+
+def check_run(url: str, status: int, body: bytes, run_id: str = "", known_hosts: KnownHosts | None = None) -> protocol.RunAnswer:
+    """What a server answered to GET /v1/run. Raises UserError as `fetch_run` does."""
+
+    def wrong(what: str, fix: str) -> UserError:
+        return UserError(f"{url} {what}.", fix=fix, code=ExitCode.NETWORK)
+
+    try:
+        values = json.loads(body)
+        version = values["protocol"]
+    except (ValueError, KeyError, TypeError):
+        raise wrong(f"answers, but is no dataset server (status {status}, {body[:40]!r})", "Check the URL and the port.") from None
+    if version != protocol.PROTOCOL_VERSION:
+        raise wrong(f"speaks protocol {version}, this program {protocol.PROTOCOL_VERSION}", "Use the same version of the program on both.")
+    try:
+        answer = protocol.RunAnswer.model_validate(values)
+        run = RunConfig.from_mapping(answer.run, where=url)
+    except (ValidationError, UserError) as error:
+        first = str(error).splitlines()[0]
+        raise wrong(f"describes its run in a way this program does not know: {first}", "Use the same version on both.") from None
+    try:
+        check_signature("run", digest_json(answer.run), answer.signature, answer.host_key)
+    except BadSignature as error:
+        raise unsigned(url, "a run", error) from None
+    if run.run_id != answer.run_id:
+        raise wrong(f"calls its run {answer.run_id}, but its configuration makes it {run.run_id}", "Use the same version on both.")
+    if run_id not in ("", answer.run_id):
+        raise wrong(f"serves run {answer.run_id} ('{run.run_name}'), not {run_id}", "Check the URL, or remove --run_id.")
+    if known_hosts:
+        known_hosts.check(url, answer.run_id, answer.host_key)
+    return answer
+
+
+def unsigned(url: str, what: str, error: BadSignature) -> UserError:
+    fix = "Somebody may have changed it on its way: use https, or ask the host."
+    return UserError(f"{url} serves {what} that its host does not vouch for: {error}.", fix=fix, code=ExitCode.AUTH)
+
+
+async def _ask(method: str, url: str, path: str, body: Any, timeout: float, token: str) -> Reply:
+    """The server's answer. Raises UserError when nobody answers within `timeout` seconds, or the token opens nothing."""
+    deadline, pause = time.monotonic() + timeout, 0.2
+    async with aiohttp.ClientSession() as session:
+        while True:
+            left = max(0.1, deadline - time.monotonic())
+            try:
+                reply = await exchange(session, method, join_url(url, path), body, seconds=left, token=token)
+                if reply.status != 429 and not (reply.status >= 500 and reply.code):
+                    return reply
+                raise ServerAway(f"status {reply.status} ({reply.code or 'try later'})", retry_after(reply.headers))
+            except ServerAway as away:
+                _refuse_hopeless(url, away.__cause__)
+                pause = max(pause, away.wait_seconds)
+                if time.monotonic() + pause > deadline:
+                    reason = str(away) or "no answer in time"
+                    raise UserError(
+                        f"The dataset server {url} does not answer: {reason}.",
+                        fix="Check the URL, that the server runs, and that its port is open.",
+                        code=ExitCode.NETWORK,
+                    ) from None
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 2.0)
+
+
+def _refuse_hopeless(url: str, error: BaseException | None) -> None:
+    """Raise UserError for what trying again cannot mend."""
+    if isinstance(error, aiohttp.InvalidURL):
+        raise UserError(f"'{url}' is no URL.", fix="It looks like http://203.0.113.7:9090.", code=ExitCode.NETWORK) from None
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        reason = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
+        raise UserError(
+            f"{url} shows a certificate that is not trusted: {reason}.",
+            fix="Use the name that the certificate is for; where the host signed it itself, get the file and set SSL_CERT_FILE to it.",
+            code=ExitCode.NETWORK,
+        ) from None

@@ -1,0 +1,210 @@
+"""Requests to a dataset server: with a token, tried again with back-off and jitter, and never sooner than Retry-After says."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+
+from swarm import protocol
+from swarm.errors import ExitCode, UserError
+
+log = logging.getLogger(__name__)
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
+JITTER = 0.25
+"""A pause is so much longer or shorter at random, that a swarm does not come back as one."""
+_MAX_ANSWER_BYTES = 64 << 20
+_LONGEST_WAIT_SECONDS = 3600
+_NO_TOTAL = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
+
+
+class ServerAway(Exception):
+    """No answer, or one that says to try later: not before `wait_seconds` have passed, where it says when.
+
+    busy: the server is there and well, and wants us to wait.
+    """
+
+    def __init__(self, message: str, wait_seconds: float = 0.0, *, busy: bool = False):
+        super().__init__(message)
+        self.wait_seconds, self.busy = wait_seconds, busy
+
+
+class Refusal(Exception):
+    """The server understood and said no."""
+
+    def __init__(self, status: int, error: protocol.ErrorBody):
+        super().__init__(f"{error.message} {error.fix}")
+        self.status, self.code, self.error = status, error.code, error
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Whatever a server answered. error: what it says went wrong, None when it does not say so as a dataset server would."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+    @property
+    def error(self) -> protocol.ErrorBody | None:
+        try:
+            return protocol.ErrorAnswer.model_validate_json(self.body).error
+        except ValidationError:
+            return None
+
+    @property
+    def code(self) -> str:
+        return self.error.code if self.error else ""
+
+
+async def exchange(
+    session: aiohttp.ClientSession, method: str, url: str, body: Any = None, *, seconds: float | None = None, token: str = ""
+) -> Reply:
+    """One request and its answer. Raises ServerAway without one in `seconds`, and UserError (AUTH) when the server wants another token."""
+    timeout = aiohttp.ClientTimeout(total=seconds) if seconds else _NO_TOTAL
+    try:
+        async with session.request(method, url, json=body, timeout=timeout, headers=_authorization(token)) as response:
+            reply = Reply(response.status, await _read(response), response.headers)
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        raise ServerAway(str(error) or type(error).__name__) from error
+    _refuse_stranger(url, reply)
+    return reply
+
+
+def checked(reply: Reply) -> Reply:
+    """`reply`, which is a good one. Raises ServerAway when it says to try later or is no dataset server's, Refusal when it says no."""
+    if reply.status < 300:
+        return reply
+    error, wait = reply.error, retry_after(reply.headers)
+    if error is None:
+        raise ServerAway(f"status {reply.status} and something that is no answer of a dataset server", wait)
+    if reply.status >= 500 or reply.status == 429:
+        raise ServerAway(f"status {reply.status}: {error.message}", wait, busy=reply.status == 429 or error.code == "run_paused")
+    raise Refusal(reply.status, error)
+
+
+def join_url(url: str, path: str) -> str:
+    return url.rstrip("/") + path
+
+
+def retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that the server asks us to wait, at most an hour; 0 when it does not say. A date, RFC 9110's other form, is said as a minute."""
+    said = headers.get("Retry-After", "").strip()
+    return float(min(int(said), _LONGEST_WAIT_SECONDS)) if said.isdecimal() and len(said) < 10 else 60.0 if said else 0.0
+
+
+class Backoff:
+    """Pauses between tries: 1, 2, 4 .. 30 seconds, each with jitter, and at least what the server asks for."""
+
+    def __init__(self, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep, uniform: Callable[[float, float], float] = random.uniform):
+        self._sleep, self._uniform, self._seconds = sleep, uniform, FIRST_PAUSE_SECONDS
+
+    async def wait(self, what: str, away: ServerAway) -> None:
+        first = self._seconds == FIRST_PAUSE_SECONDS
+        log.log(logging.WARNING if first else logging.DEBUG, "the dataset server is away (%s): %s", what, away)
+        pause = self._seconds * self._uniform(1 - JITTER, 1 + JITTER)
+        await self._sleep(max(pause, away.wait_seconds * self._uniform(1.0, 1 + JITTER)))
+        self._seconds = min(2 * self._seconds, LONGEST_PAUSE_SECONDS)
+
+
+class Transport:
+    """Talks to one server in one event loop; open it with `async with`. away_since: when it was first found away; None while it is there."""
+
+    def __init__(self, url: str, token: str = "", *, clock: Callable[[], float] = time.monotonic):
+        self.url, self._token, self._clock = url, token, clock
+        self.away_since: float | None = None
+
+    async def __aenter__(self) -> "Transport":
+        self._session = aiohttp.ClientSession()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def post(self, path: str, body: Mapping[str, Any], model: type[BaseModel] | None = None) -> Any:
+        """The answer as `model`. Raises ServerAway, Refusal, and UserError (AUTH) when the server no longer takes our token."""
+        return await self._call("POST", path, body, model, 30.0)
+
+    async def insist(self, path: str, body: Mapping[str, Any], model: type[BaseModel] | None = None) -> Any:
+        """`post` until the server answers. Raises Refusal and UserError."""
+        return await self._until_there(lambda: self.post(path, body, model), path)
+
+    async def insist_get(self, path: str) -> Reply:
+        return await self._until_there(lambda: self._call("GET", path, None, None, None), path)
+
+    @asynccontextmanager
+    async def stream(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A GET whose body is read by the caller; its status is 200 or 206. Raises ServerAway, also when it breaks off."""
+        try:
+            url = join_url(self.url, path)
+            async with self._session.get(url, headers={**headers, **_authorization(self._token)}, timeout=_NO_TOTAL) as response:
+                if response.status not in (200, 206):
+                    reply = Reply(response.status, await _read(response), response.headers)
+                    _refuse_stranger(self.url, reply)
+                    raise ServerAway(f"status {reply.status}", retry_after(reply.headers), busy=reply.status == 429)
+                self.away_since = None
+                yield response
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
+            raise self._away(ServerAway(str(error) or type(error).__name__)) from None
+        except ServerAway as away:
+            raise self._away(away) from None
+
+    def away_seconds(self) -> float:
+        """For how long nothing has been heard of the server; 0 while it is there."""
+        return self._clock() - self.away_since if self.away_since is not None else 0.0
+
+    async def _call(self, method: str, path: str, body: Any, model: type[BaseModel] | None, seconds: float | None) -> Any:
+        try:
+            reply = checked(await exchange(self._session, method, join_url(self.url, path), body, seconds=seconds, token=self._token))
+            answer = model.model_validate_json(reply.body) if model else reply
+        except ServerAway as away:
+            raise self._away(away) from None
+        except ValidationError:
+            raise self._away(ServerAway("something that is no answer of a dataset server")) from None
+        except Refusal:
+            self.away_since = None
+            raise
+        self.away_since = None
+        return answer
+
+    async def _until_there(self, call: Callable[[], Awaitable[Any]], what: str) -> Any:
+        backoff = Backoff()
+        while True:
+            try:
+                return await call()
+            except ServerAway as away:
+                await backoff.wait(what, away)
+
+    def _away(self, away: ServerAway) -> ServerAway:
+        if away.busy:
+            self.away_since = None
+        elif self.away_since is None:
+            self.away_since = self._clock()
+        return away
+
+
+def _authorization(token: str) -> dict[str, str]:
+    """The header that shows a token; none without one. aiohttp drops it when it is sent on to another host."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _refuse_stranger(url: str, reply: Reply) -> None:
+    """Raise UserError (exit code AUTH) when the server wants a token, or another one."""
+    if reply.status == 401 and reply.error:
+        raise UserError(f"{url}: {reply.error.message}", fix=reply.error.fix, code=ExitCode.AUTH)
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The whole body, which may not be endless. Raises ServerAway for one that is too long."""
+    body = bytearray()
+    async for piece in response.content.iter_chunked(1 << 16):
+        body += piece
+        if len(body) > _MAX_ANSWER_BYTES:
+            raise ServerAway(f"an answer of more than {_MAX_ANSWER_BYTES >> 20} MiB")
+    return bytes(body)

@@ -1,0 +1,270 @@
+"""What a peer holds: leases, the shards of them still to be trained, and which samples are in work. One lock guards all of it.
+
+The training thread takes samples out, the thread that talks to the server puts leases in. How much is leased ahead goes by time, measured.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swarm import protocol
+from swarm.errors import UserError
+
+AHEAD_SECONDS = 10.0
+"""Lease so much work ahead, by the measured speed, and at least two batches."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """keys: samples of it that are neither done with nor given back. lost: the server may have given them to others."""
+
+    id: str
+    keys: set[str] = field(default_factory=set)
+    lost: bool = False
+
+
+@dataclass(eq=False)
+class Unit:
+    """A shard in an epoch; `left`: indices not yielded yet, in the order to train them. path: None until it is fetched.
+
+    lease: None for a shard of our own choice, while the server is away.
+    """
+
+    lease: Lease | None
+    shard: protocol.LeasedUnit
+    left: deque[int]
+    path: Path | None = None
+
+    def key(self, index: int) -> str:
+        return protocol.sample_key(self.shard.epoch, self.shard.shard, index)
+
+    def keys_left(self) -> list[str]:
+        return [self.key(index) for index in self.left]
+
+    @property
+    def lost(self) -> bool:
+        return self.lease is not None and self.lease.lost
+
+
+class Work:
+    """See the module. paused: by the host: no samples come, and what is held is kept. clock: in seconds."""
+
+    def __init__(self, batch_samples: int, clock: Callable[[], float] = time.monotonic):
+        self._batch, self._speed = batch_samples, _Speed(clock)
+        self._changed = threading.Condition()  # notified when a unit is ready or there will be none
+        self._leases: dict[str, Lease] = {}
+        self._lease_of: dict[str, Lease] = {}
+        self._in_work: set[str] = set()  # yielded, and neither done with nor given back
+        self._own: set[str] = set()  # those in work that we never leased
+        self._units: deque[Unit] = deque()
+        self._ended = self._closed = self.paused = False
+        self._failure: UserError | None = None
+
+    # -- for the training thread
+
+    def samples(self, rows: Callable[[Path], Sequence[Any]]) -> Iterator[tuple[str, Any]]:
+        """(key, row) of one sample after the other; blocks while there is none, ends with the run or with `close`. Raises UserError.
+
+        rows(path): all rows of a shard's file.
+        """
+        while (unit := self._next_unit()) is not None:
+            content = rows(unit.path)
+            while (index := self._next_index(unit)) is not None:
+                yield unit.key(index), content[index]
+
+    def forget(self, keys: Sequence[str]) -> list[str]:
+        """These samples are done with; the leases that have no others are, too: their ids."""
+        done = []
+        with self._changed:
+            self._in_work.difference_update(keys)
+            self._own.difference_update(keys)
+            for key in keys:
+                lease = self._lease_of.pop(key, None)
+                if lease is None:
+                    continue
+                lease.keys.discard(key)
+                if not lease.keys and self._leases.pop(lease.id, None):
+                    done.append(lease.id)
+        return done
+
+    def any_own(self, keys: Sequence[str]) -> bool:
+        """Whether a sample among `keys`, which are in work, was never leased to us."""
+        with self._changed:
+            return not self._own.isdisjoint(keys)
+
+    def close(self) -> list[str] | None:
+        """Iteration ends. The ids of the leases that are left; None when it was closed before."""
+        with self._changed:
+            if self._closed:
+                return None
+            self._closed = True
+            self._units.clear()
+            self._changed.notify_all()
+            return list(self._leases)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which samples are held: those yielded and in work by lease, those of our own choice, and those never yielded."""
+        with self._changed:
+            untouched = {key for unit in self._units if unit.lease for key in unit.keys_left()}
+            return {
+                "leases": {lease.id: sorted(lease.keys - untouched) for lease in self._leases.values()},
+                "own": sorted(self._own),
+                "untouched": sorted(untouched),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold the samples that were in work again."""
+        with self._changed:
+            for lease_id, keys in state["leases"].items():
+                lease = self._leases[lease_id] = Lease(lease_id, set(keys))
+                self._lease_of.update(dict.fromkeys(keys, lease))
+                self._in_work.update(keys)
+            self._own.update(state.get("own", ()))
+            self._in_work.update(self._own)
+
+    # -- for the thread that talks to the server
+
+    def wanted(self) -> int:
+        """How many samples to lease now: what is missing to AHEAD_SECONDS of leased work, and to two batches; 0 or less: none."""
+        with self._changed:
+            if self._closed:
+                return 0
+            ahead = sum(len(unit.left) for unit in self._units if unit.lease and not unit.lost)
+            return min(int(max(2 * self._batch, AHEAD_SECONDS * self._speed.rate)) - ahead, protocol.MAX_KEYS)
+
+    def short(self) -> bool:
+        """Whether less than two batches are here to be trained."""
+        with self._changed:
+            here = sum(len(unit.left) for unit in self._units if unit.path and not unit.lost)
+            return not self._closed and here < 2 * self._batch
+
+    def add(self, lease: Lease, units: Sequence[Unit]) -> bool:
+        """Units of a new lease, to be fetched; False when we are leaving and it is to be released."""
+        with self._changed:
+            lease.keys = {key for unit in units for key in unit.keys_left()}
+            self._leases[lease.id] = lease
+            self._lease_of.update(dict.fromkeys(lease.keys, lease))
+            self._own.difference_update(lease.keys)
+            for unit in units:  # ours to finish, by this lease, if they are in work by an earlier one that was lost, or by our own choice
+                unit.left = deque(index for index in unit.left if unit.key(index) not in self._in_work)
+            if not self._closed:
+                self._units.extend(units)
+            return not self._closed
+
+    def add_own(self, unit: Unit) -> None:
+        """A shard of our own choice, which is on the disk."""
+        with self._changed:
+            unit.left = deque(index for index in unit.left if unit.key(index) not in self._in_work)
+            if not self._closed:
+                self._units.append(unit)
+            self._changed.notify_all()
+
+    def drop_own(self) -> None:
+        """The server is back: what is left of shards of our own choice is not trained any more."""
+        with self._changed:
+            for unit in self._units:
+                if unit.lease is None:
+                    unit.left.clear()
+
+    def ready(self, unit: Unit, path: Path) -> None:
+        with self._changed:
+            unit.path = path
+            self._changed.notify_all()
+
+    def skip(self, unit: Unit) -> list[str]:
+        """The rest of this unit cannot be trained; its keys."""
+        with self._changed:
+            keys = unit.keys_left()
+            unit.left.clear()
+            self._changed.notify_all()
+            return keys
+
+    def leases(self) -> list[Lease]:
+        with self._changed:
+            return list(self._leases.values())
+
+    def lose(self, lease: Lease) -> bool:
+        """The server may have given its samples to others; False when we were done with it."""
+        with self._changed:
+            if self._leases.pop(lease.id, None) is None:
+                return False
+            lease.lost = True
+            for key in lease.keys:
+                self._lease_of.pop(key, None)
+            self._changed.notify_all()
+            return True
+
+    def pause(self, paused: bool) -> None:
+        """What the host has ordered."""
+        with self._changed:
+            self.paused = paused
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """The run has ended: no more samples."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def fail(self, error: UserError) -> None:
+        """The training thread raises `error` instead of waiting for samples."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def pinned(self) -> set[str]:
+        """Digests of the shards that are needed."""
+        with self._changed:
+            return {unit.shard.digest for unit in self._units}
+
+    # -- inside
+
+    def _next_unit(self) -> Unit | None:
+        """The first unit with samples left that is fetched; None when closed or when the run has ended."""
+        with self._changed:
+            while True:
+                self._units = deque(unit for unit in self._units if unit.left and not unit.lost)
+                if self._failure:
+                    raise self._failure
+                if self._closed or self._ended:
+                    return None
+                for unit in self._units if not self.paused else ():
+                    if unit.path:
+                        return unit
+                self._speed.pause()
+                self._changed.wait()
+
+    def _next_index(self, unit: Unit) -> int | None:
+        with self._changed:
+            if self._closed or self._ended or self.paused or self._failure or unit.lost or not unit.left:
+                return None
+            self._speed.count()
+            index = unit.left.popleft()
+            self._in_work.add(unit.key(index))
+            if unit.lease is None:
+                self._own.add(unit.key(index))
+            return index
+
+
+class _Speed:
+    """Samples per second that the training takes, while it has some to take."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.rate, self._count, self._since, self._clock = 0.0, 0, None, clock
+
+    def count(self) -> None:
+        now = self._clock()
+        if self._since is None:
+            self._count, self._since = 0, now
+            return
+        self._count += 1
+        if now - self._since >= 2.0:
+            self.rate, self._since = self._count / (now - self._since), None
+
+    def pause(self) -> None:
+        """The training waits for samples: the time it waits says nothing of its speed."""
+        self._since = None

@@ -1,0 +1,127 @@
+"""The parts of the source that leases: what is leased ahead, pauses between tries, which shards are chosen in an outage."""
+
+import asyncio
+import itertools
+import random
+from collections import deque
+
+import pytest
+
+from peer.data.client.outage import Seen, choose
+from peer.data.client.transport import Backoff, ServerAway, retry_after
+from peer.data.client.work import Lease, Unit, Work
+from swarm.digest import digest_bytes
+from swarm.protocol import LeasedUnit, Shard
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def leased(shard, samples=100, epoch=0):
+    return LeasedUnit(epoch=epoch, shard=shard, digest=digest_bytes(bytes([shard])), bytes=10, samples=samples, skip=[])
+
+
+def unit(lease, shard, samples=100):
+    return Unit(lease, leased(shard, samples), deque(range(samples)), path="here")
+
+
+def test_what_is_leased_ahead_is_ten_seconds_of_work_by_the_measured_speed_and_two_batches_at_least():
+    clock = Clock()
+    work, lease = Work(4, clock), Lease("1" * 32)
+    assert work.wanted() == 8, "its speed is not known yet"
+    units = [unit(lease, shard) for shard in range(10)]
+    work.add(lease, units)
+    taken = work.samples(lambda path: range(100))
+    for samples_per_second in (8, 64):
+        for _ in range(4 * samples_per_second):
+            next(taken)
+            clock.now += 1 / samples_per_second
+        assert work.wanted() + sum(len(unit.left) for unit in units) == 10 * samples_per_second
+    work.lose(lease)
+    assert work.wanted() == 640
+    work.close()
+    assert work.wanted() == 0
+
+
+def test_pauses_grow_to_half_a_minute_differ_from_peer_to_peer_and_are_never_shorter_than_the_server_asks():
+    def pauses(uniform, wait=0.0, tries=8):
+        slept = []
+
+        async def sleep(seconds):
+            slept.append(seconds)
+
+        async def fail():
+            backoff = Backoff(sleep, uniform)
+            for _ in range(tries):
+                await backoff.wait("a question", ServerAway("no answer", wait))
+
+        asyncio.run(fail())
+        return slept
+
+    assert pauses(lambda low, high: (low + high) / 2) == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert pauses(lambda low, high: low) == [0.75 * pause for pause in (1, 2, 4, 8, 16, 30, 30, 30)]
+    assert max(pauses(lambda low, high: high)) == 37.5
+    assert len({tuple(pauses(random.Random(seed).uniform)) for seed in range(10)}) == 10
+    for seed in range(10):
+        assert min(pauses(random.Random(seed).uniform, wait=17.0)) >= 17
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        (None, 0),
+        ("", 0),
+        ("7", 7),
+        (" 7 ", 7),
+        ("0", 0),
+        ("99999", 3600),
+        ("9" * 50, 60),
+        ("-1", 60),
+        ("Fri, 31 Dec 2027 23:59:59 GMT", 60),
+    ],
+)
+def test_retry_after_is_read_as_seconds_within_bounds(said, seconds):
+    assert retry_after({} if said is None else {"Retry-After": said}) == seconds
+
+
+def shards(count):
+    sides = {name: [8] * 4 for name in ("widths", "heights", "image_bytes")}
+    return [Shard(index=index, digest=digest_bytes(bytes([index])), bytes=10, samples=4, **sides) for index in range(count)]
+
+
+def test_in_an_outage_a_peer_chooses_what_is_on_its_disk_and_it_has_not_had_each_peer_in_an_order_of_its_own():
+    known, here = lambda epoch: shards(8), {digest_bytes(bytes([index])) for index in range(6)}
+    orders = []
+    for peer in ("alice", "bob"):
+        seen = Seen()
+        for index in (0, 1, 2):
+            seen.lease(leased(index, epoch=3))
+        chosen = [(unit.epoch, unit.shard) for unit in itertools.islice(choose(known, seen, here.__contains__, peer), 9)]
+        assert {(3, 3), (3, 4), (3, 5)} == set(chosen[:3]) and {(4, index) for index in range(6)} == set(chosen[3:])
+        orders.append(chosen)
+    assert orders[0] != orders[1]
+
+
+def test_an_epoch_that_a_grown_dataset_begins_with_more_shards_is_chosen_from_with_all_of_them():
+    seen = Seen()
+    seen.lease(leased(0, epoch=0))
+    chosen = choose(lambda epoch: shards(2 if epoch < 1 else 4), seen, lambda digest: True, "alice")
+    assert sorted((unit.epoch, unit.shard) for unit in itertools.islice(chosen, 5)) == [(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_nothing_is_chosen_when_nothing_is_on_the_disk_or_no_epoch_is_known():
+    seen = Seen()
+    assert list(choose(lambda epoch: shards(4), seen, lambda digest: True, "alice")) == []
+    seen.lease(leased(0))
+    assert list(choose(lambda epoch: shards(4), seen, lambda digest: False, "alice")) == []
+
+
+def test_only_the_epochs_that_still_matter_are_remembered():
+    seen = Seen()
+    for epoch in range(5):
+        seen.lease(leased(0, epoch=epoch))
+    assert [(epoch, 0) in seen for epoch in range(6)] == [False, False, False, True, True, False]

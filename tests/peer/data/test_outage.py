@@ -1,0 +1,145 @@
+"""Half an hour without the dataset server, by the peers' clock: they train on, and in the end every sample is counted once and none is lost."""
+
+import itertools
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from datasetserver.orders import give
+from peer.contracts import Member, Settlement
+from peer.data import dataset_server
+from peer.data.client import transport
+from peer.data.dataset_server import DatasetServer, fetch_run
+from swarm.run_config import RunConfig
+from tests.datasetserver.hosting import Host, until
+
+SAMPLES, SHARD, BATCH = 80, 4, 4
+
+
+class Clock:
+    """Stands still, so that no speed is measured and two batches are leased ahead, no more."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def host(tmp_path):
+    host = Host(tmp_path / "host", samples=SAMPLES, shard_samples=SHARD).start()
+    yield host
+    host.stop()
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Real seconds are short; those that the outage lasts are the clock's."""
+    monkeypatch.setattr(dataset_server, "REGISTER_SECONDS", 0.2)
+    monkeypatch.setattr(dataset_server, "OUTAGE_SECONDS", 1.0)
+    monkeypatch.setattr(transport, "FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(transport, "LONGEST_PAUSE_SECONDS", 0.5)
+
+
+class Peer:
+    """What a peer's trainer does with its source."""
+
+    def __init__(self, name, url, folder, clock):
+        run = RunConfig.from_mapping(fetch_run(url, 20).run, where=url)
+        cache = folder / name
+        self.name, self.number, self.keys = name, 0, []
+        self.source = DatasetServer(url, run, peer_id=name, cache_dir=cache, cache_bytes=2**30, batch_samples=BATCH, clock=clock)
+        self.stream = iter(self.source)
+
+    def contribute(self):
+        """Train a batch and register it; its member in the round."""
+        self.offered = [sample.key for sample in itertools.islice(self.stream, BATCH)]
+        self.number += 1
+        self.source.register(self.number, self.offered)
+        return Member(self.name, self.number, len(self.offered))
+
+    def settle(self, settlement):
+        self.source.settle(settlement)
+        self.source.acknowledge(self.offered)
+        self.keys += self.offered
+
+
+class Swarm:
+    def __init__(self, *peers):
+        self.peers, self.round, self.samples, self.digest = peers, 0, 0, "0" * 64
+
+    def rounds(self, count):
+        for _ in range(count):
+            members = tuple(peer.contribute() for peer in self.peers)
+            self.round, parent = self.round + 1, self.digest
+            self.samples += sum(member.samples for member in members)
+            self.digest = f"{self.round:064x}"
+            for peer in self.peers:
+                peer.settle(Settlement(self.digest, parent, self.round, self.samples, members))
+
+
+def progress(host):
+    with urllib.request.urlopen(host.url + "/v1/progress", timeout=20) as response:
+        return json.loads(response.read())
+
+
+def test_peers_train_through_half_an_hour_without_their_server_and_every_sample_counts_once(host, hasty, tmp_path):
+    clock = Clock()
+    peers = [Peer(name, host.url, tmp_path, clock) for name in ("alice", "bob")]
+    swarm = Swarm(*peers)
+    try:
+        swarm.rounds(6)
+        before = {key for peer in peers for key in peer.keys}
+        host.kill()
+        swarm.rounds(1)  # what was leased before
+        until(lambda: all(peer.source._transport.away_since is not None for peer in peers))
+        clock.now += 1801
+        swarm.rounds(5)  # far more than was leased
+        own = {key for peer in peers for key in peer.keys} - before
+        assert any(key.startswith("1:") for key in own), "of the next epoch, which nobody has leased"
+        host.start()
+        until(lambda: not any(peer.source._outbox for peer in peers))
+        swarm.rounds(3)
+        until(lambda: progress(host)["samples"] == swarm.samples and not progress(host)["ledger"]["pending"])
+    finally:
+        for peer in peers:
+            peer.source.close()
+    trained = {key for peer in peers for key in peer.keys}
+    assert {key.partition(":")[0] for key in trained} == {"0", "1"}
+    figures = progress(host)
+    assert figures["ledger"]["counted"] == sum(figures["samples_by_peer"].values()) == len(trained)
+    assert figures["ledger"]["leased"] == 0
+    carol = Peer("carol", host.url, tmp_path, clock)
+    try:
+        rest = list(itertools.takewhile(lambda key: not key.startswith("2:"), (sample.key for sample in carol.stream)))
+    finally:
+        carol.source.close()
+    everything = {f"{epoch}:{shard}:{index}" for epoch in (0, 1) for shard in range(SAMPLES // SHARD) for index in range(SHARD)}
+    assert not trained & set(rest), "counted, and trained again"
+    assert trained | set(rest) == everything, "lost"
+    assert len(rest) == len(set(rest))
+
+
+def test_a_paused_run_gives_no_samples_and_takes_none_away_and_an_ended_one_ends(tmp_path):
+    host = Host(tmp_path / "host", "--lease_seconds", "3", samples=8, shard_samples=4).start()
+    work_dir = host.dataset.with_name(host.dataset.name + ".datasetserver")
+    peer = Peer("alice", host.url, tmp_path, Clock())
+    try:
+        first = next(peer.stream).key
+        give(work_dir, "paused")
+        until(lambda: peer.source._work.paused)
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(lambda: next(peer.stream).key)
+            until(lambda: progress(host)["state"] == "paused")
+            assert not second.done()
+            peer.source.register(1, [first])
+            give(work_dir, "running")
+            assert second.result(120) != first
+        give(work_dir, "ended")
+        until(lambda: progress(host)["finished"])
+        assert len(list(peer.stream)) <= 8
+    finally:
+        peer.source.close()
+        assert host.stop() == 0
