@@ -10,15 +10,11 @@ Pictures are synthetic JPEGs of 1024x768.
 """
 
 import argparse
-import contextlib
-import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -29,6 +25,7 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.hosting import dataset_server  # noqa: E402
 from peer.batches import Decoder  # noqa: E402
 from peer.contracts import SourceContext  # noqa: E402
 from peer.data.dataset_server import build, fetch_run  # noqa: E402
@@ -37,10 +34,8 @@ from peer.feed import Feed  # noqa: E402
 from peer.pictures import decode_square  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
-from tests.datasetserver.hosting import write_model  # noqa: E402
 
 BATCH, RESOLUTION, WARM_STEPS = 4, 512, 4
-END_SECONDS = 60.0
 
 
 def main() -> int:
@@ -62,7 +57,7 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="loader-") as name:
         folder = Path(name)
         write_dataset(folder / "data", options.pictures)
-        with server(folder) as url:
+        with dataset_server(folder, "--resolution", str(RESOLUTION), "--shard_samples", "64") as url:
             step = BATCH / options.rate
             trained, waited, total = take(url, folder / "one", options.workers, options.seconds, step)
             print(f"waited {waited:.2f} of {total:.1f} s for {trained} samples", file=sys.stderr, flush=True)
@@ -89,23 +84,6 @@ def write_dataset(folder: Path, count: int) -> None:
         coarse = Image.frombytes("RGB", (32, 24), rng.randbytes(32 * 24 * 3)).resize((1024, 768), Image.Resampling.BICUBIC)
         Image.blend(coarse, grain, 0.2).save(folder / f"{number}.jpg", quality=90)
         (folder / f"{number}.txt").write_text(f"picture {number}")
-
-
-@contextlib.contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """A dataset server in a process of its own; its URL."""
-    command = [sys.executable, "-m", "datasetserver", "--dataset", str(folder / "data"), "--model", str(write_model(folder / "model"))]
-    command += ["--resolution", str(RESOLUTION), "--shard_samples", "64", "--port", "0", "--no_dht", "--ingest_workers", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    try:
-        ready = next((line for line in process.stdout if line.startswith("serving ")), None)
-        if ready is None:
-            raise UserError("The dataset server did not start.", fix="See its messages above.")
-        yield ready.split()[1]
-    finally:
-        process.terminate()
-        process.wait(END_SECONDS)
-        process.stdout.close()
 
 
 def take(url: str, cache: Path, workers: int, seconds: float, step_seconds: float) -> tuple[int, float, float]:
