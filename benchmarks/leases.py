@@ -114,6 +114,7 @@ def measure(options: argparse.Namespace) -> None:
         ledger = uvloop.run(at_the_ledger(folder / "ledger.sqlite", options))
         os.sched_setaffinity(0, cores[1:2])
         http = through_http(folder, options, cores[0])
+        os.sched_setaffinity(0, cores)
     print_table([ledger, http])
     print(f"disk: an fsync takes {disk:.2f} ms (median)")
     print_result(
@@ -157,13 +158,13 @@ async def run_clients(
 
 async def at_the_ledger(path: Path, options: argparse.Namespace) -> dict:
     shards = [options.shard_samples] * 100_000
-    # Far more than a second goes without a sweep of expired leases: nothing expires here.
     ledger = Ledger(path, run=RunConfig(), make_book=lambda db: Book(db, shards=shards, seed=1, clock=time.monotonic))
     indices = [f":{index}" for index in range(options.shard_samples)]
 
     async def lease(peer: str) -> list[str]:
         grant = await ledger.call(lambda book: book.lease(peer, 1))
-        return [f"{epoch}:{shard}{index}" for (epoch, shard), _ in grant.units for index in indices]
+        units = [f"{epoch}:{shard}" for (epoch, shard), _ in grant.units]
+        return [unit + index for unit in units for index in indices]
 
     async def register(peer: str, number: int, keys: list[str]) -> None:
         await ledger.call(lambda book: book.contribute(peer, number, keys))
@@ -228,7 +229,8 @@ async def clients(url: str, server: psutil.Process, options: argparse.Namespace)
 
         async def lease(peer: str) -> list[str]:
             answer = await ask("POST", "/v1/leases", {**envelope, "want_samples": 1})
-            return [f"{unit['epoch']}:{unit['shard']}{index}" for unit in answer["units"] for index in indices]
+            units = [f"{unit['epoch']}:{unit['shard']}" for unit in answer["units"]]
+            return [unit + index for unit in units for index in indices]
 
         async def register(peer: str, number: int, keys: list[str]) -> None:
             await ask("POST", "/v1/contributions", {**envelope, "number": number, "keys": keys})
