@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.hosting import write_model  # noqa: E402
 from datasetserver.ingest import manifest_path, shard_path  # noqa: E402
 from swarm.digest import canonical_json, digest_bytes  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.protocol import LeaseAnswer, LeaseRequest, Manifest, RunAnswer, Shard  # noqa: E402
-from tests.datasetserver.hosting import write_model  # noqa: E402
 
 SHARD_SAMPLES, LEASES = 256, 50
 CALL_SECONDS = 60.0
