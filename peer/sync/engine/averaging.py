@@ -22,6 +22,7 @@ from peer.sync.engine import points
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, square_norm
 from peer.sync.engine.groups import Group
 from peer.sync.engine.streams import CONNECT_SECONDS, Channel, PeerLost, Streams
+from peer.sync.engine.vectors import fresh
 from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Averager:
         """
         assert (mine is not None) == any(member.peer == self._peer_id for member in group.members)
         began = time.monotonic()
-        run = _Run(group, mine, torch.empty(self._wire.num_bytes, dtype=torch.uint8), [0.0] * len(self._wire.parts))
+        run = _Run(group, mine, fresh(self._wire.num_bytes), [0.0] * len(self._wire.parts))
         shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
         own, reduction, reason = shares.pop(self._peer_id, []), None, "it left"
         tasks = [asyncio.create_task(self._exchange(reducer, share, run)) for reducer, share in shares.items() if share]
@@ -108,9 +109,7 @@ class Averager:
             self._announced.notify_all()
         for index, part in enumerate(reduction.parts):
             if run.mine is not None:
-                data = part.bytes_of(run.mine)
-                part.check(data)
-                reduction.add(self._peer_id, index, data)
+                reduction.add(self._peer_id, index, part.bytes_of(run.mine))
             await reduction.mean(index)
 
     async def _exchange(self, reducer: str, share: Sequence[int], run: "_Run") -> None:
@@ -147,8 +146,10 @@ class Averager:
         reduction.came(channel.peer)
 
         async def take() -> None:
+            # The same memory again and again: at any time, at most so many parts wait for those of others.
+            room = torch.empty(_WINDOW + 1, max(part.num_bytes for part in reduction.parts), dtype=torch.uint8)
             for index, part in enumerate(reduction.parts if channel.peer in reduction.senders else ()):
-                data = torch.empty(part.num_bytes, dtype=torch.uint8)
+                data = room[index % len(room)][: part.num_bytes]
                 await _receive(channel, part, data, PART_SECONDS)
                 reduction.add(channel.peer, index, data)
                 if index >= _WINDOW:
@@ -262,7 +263,7 @@ class _Reduction:
         total, values = self._scratch[:, : part.end - part.start]
         for count, peer in enumerate(sorted(self.senders)):
             into = values if count else total
-            part.codec.decode(self._received[index][peer], into)
+            part.decode(self._received[index][peer], into)
             into.mul_(self._weights[peer])
             if count:
                 total.add_(into)

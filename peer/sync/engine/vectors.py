@@ -4,6 +4,7 @@ Everything here is elementwise, so every CPU gives the same bits; a sum would di
 """
 
 import bisect
+import contextlib
 import itertools
 import math
 import mmap
@@ -130,6 +131,14 @@ def _indices(tensor: Tensor, span: slice) -> Tensor:
 
 def _shares(values: Tensor, tensor: Tensor) -> bool:
     return values.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def fresh(num_bytes: int) -> Tensor:
+    """(num_bytes,) uint8 of new memory, in huge pages where the kernel gives them: the first touch of each small one takes 1.5 us."""
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 class SharedBuffer:

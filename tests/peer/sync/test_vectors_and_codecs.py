@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, square_norm
-from peer.sync.engine.vectors import BIG_ELEMENTS, Flat, Schema, SharedBuffer, flatten
+from peer.sync.engine.vectors import BIG_ELEMENTS, Flat, Schema, SharedBuffer, flatten, fresh
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import shared_copy
 
@@ -219,3 +219,14 @@ def test_slices_of_tensors_are_those_of_the_flat_vector_whatever_their_strides(s
     assert torch.equal(flat.read(start, end), moved), "in place or not, the same bits"
     vector[start:end] = moved
     assert torch.equal(flatten(params, torch.empty(size)), vector)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 5 << 20])
+def test_fresh_memory_is_as_long_as_asked_for_and_can_be_written(num_bytes):
+    memory = fresh(num_bytes)
+    assert memory.shape == (num_bytes,) and bool((memory.fill_(7) == 7).all())
+
+
+def test_halves_whose_sum_no_half_holds_are_encoded_all_the_same():
+    vector = torch.full((300,), 60_000.0)
+    assert torch.equal(there_and_back("fp16", vector), vector.half().float())
