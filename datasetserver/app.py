@@ -3,6 +3,7 @@
 No path, header or body of a user ever reaches the file system: a shard is found by its digest in the manifest.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -174,8 +175,9 @@ async def _send_file(
     headers["Content-Type"] = content_type
     try:
         return await blobs.send(request, path, selected, headers, request.app[SERVICE].metrics.sent)
-    except ConnectionError:
-        raise
+    except ConnectionError as error:
+        log.debug("a client left before it had all of %s: %s", path.name[:20], error)
+        raise asyncio.CancelledError from None  # what aiohttp expects of a request that nobody waits for; it logs all else as our fault
     except OSError as error:
         log.error("%s cannot be read: %s", path.name[:20], error)
         raise Refused(503, "file_unreadable", "The file cannot be read.", "Try again later; the host must look at its disk.") from None

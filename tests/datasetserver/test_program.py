@@ -4,12 +4,14 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 import urllib.request
 
 import pytest
+from PIL import Image
 
 from datasetserver.__main__ import cli
 from swarm.errors import ExitCode
@@ -294,3 +296,17 @@ def test_a_dry_run_says_what_would_be_left_out_and_leaves_nothing(tmp_path, caps
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
     assert cli(["--dataset", str(folder), "--missing_captions", "guess"]) == ExitCode.CONFIG
     assert "reject or empty" in capsys.readouterr().err
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_shard_is_no_error_of_the_servers(tmp_path):
+    host = Host(tmp_path, samples=1)
+    Image.frombytes("RGB", (2000, 2000), os.urandom(12_000_000)).save(host.dataset / "0000.png", compress_level=0)
+    host.start()
+    (unit,) = lease(host).units
+    with socket.create_connection(("127.0.0.1", host.port), 20) as client:
+        client.sendall(f"GET /v1/blobs/{unit.digest}.tar HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert client.recv(12) == b"HTTP/1.1 200"
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert call(host, "/healthz")[0] == 200
+    assert host.stop() == 0
+    assert "Traceback" not in host.stderr and " E " not in host.stderr, host.stderr
