@@ -147,7 +147,9 @@ async def get_blob(request: web.Request) -> web.StreamResponse:
     if shard is None:
         raise Refused(404, "no_such_shard", "This dataset has no such shard.", f"See /v1/manifest/{service.data.digest}.")
     path = shard_path(service.work_dir, shard.digest)
-    return await _send_file(request, path, digest=shard.digest, size=shard.bytes, content_type="application/x-tar")
+    return await _send_file(
+        request, path, digest=shard.digest, size=shard.bytes, content_type="application/x-tar", sent=service.metrics.sent
+    )
 
 
 async def _send_file(
@@ -158,8 +160,9 @@ async def _send_file(
     size: int,
     content_type: str,
     further_headers: Mapping[str, str] = MappingProxyType({}),
+    sent: Callable[[int], None] = lambda count: None,
 ) -> web.StreamResponse:
-    """The file at `path` of `size` bytes with that digest, or the part of it that the request asks for."""
+    """The file at `path` of `size` bytes with that digest, or the part of it that the request asks for; sent(bytes) is told how many left."""
     wanted = {name: ", ".join(request.headers.getall(name)) for name in _CONDITIONS if name in request.headers}
     selected = blobs.select(request.method, wanted, digest=digest, size=size)
     headers = {**_immutable(digest), "Accept-Ranges": "bytes", **further_headers}
@@ -174,7 +177,7 @@ async def _send_file(
         headers["Content-Range"] = f"bytes {selected.start}-{selected.start + selected.count - 1}/{size}"
     headers["Content-Type"] = content_type
     try:
-        return await blobs.send(request, path, selected, headers, request.app[SERVICE].metrics.sent)
+        return await blobs.send(request, path, selected, headers, sent)
     except ConnectionError as error:
         log.debug("a client left before it had all of %s: %s", path.name[:20], error)
         raise asyncio.CancelledError from None  # what aiohttp expects of a request that nobody waits for; it logs all else as our fault
