@@ -14,6 +14,7 @@ ARGS = Namespace(
     rate=0.01,
     beta2=0.999,
     warmup=0,
+    horizon=0,
     sync="parameters",
     outer_rate=1.0,
     outer_momentum=0.0,
@@ -67,3 +68,9 @@ def test_averaged_moments_are_equal_and_lie_between_what_they_were():
     second[0]["exp_avg"].fill_(3.0)
     simulated_swarm.average_moments(swarm._optimizers)
     assert first[0]["exp_avg"].unique().tolist() == second[0]["exp_avg"].unique().tolist() == [2.0]
+
+
+def test_the_rate_rises_and_falls_along_lines_and_stays_at_nothing():
+    assert [simulated_swarm.scheduled(samples, 0, 0) for samples in (0, 99)] == [1, 1]
+    assert [simulated_swarm.scheduled(samples, 4, 0) for samples in (0, 1, 3, 50)] == [0.25, 0.5, 1, 1]
+    assert [simulated_swarm.scheduled(samples, 0, 8) for samples in (0, 2, 8, 9)] == [1, 0.75, 0, 0]
