@@ -33,7 +33,7 @@ from PIL import Image  # noqa: E402
 
 from benchmarks.common import print_result, print_table  # noqa: E402
 from datasetserver.book import Book  # noqa: E402
-from datasetserver.ledger import Ledger  # noqa: E402
+from datasetserver.ledger import Ledger, collect_seldom  # noqa: E402
 from datasetserver.tree import State  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
@@ -110,6 +110,7 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="leases-") as name:
         folder = Path(name)
         disk = fsync_ms(folder)
+        collect_seldom()
         os.sched_setaffinity(0, cores[:1])
         ledger = uvloop.run(at_the_ledger(folder / "ledger.sqlite", options))
         os.sched_setaffinity(0, cores[1:2])

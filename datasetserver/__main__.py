@@ -33,10 +33,11 @@ def _main(argv: Sequence[str]) -> None:
 
     from datasetserver import server
     from datasetserver.founding import run_to_serve
-    from datasetserver.ledger import stored_run
+    from datasetserver.ledger import collect_seldom, stored_run
     from swarm.logs import setup_logging
 
     setup_logging(debug=config.debug)
+    collect_seldom()
     work_dir = config.work_folder()
     if config.dataset and not Path(config.dataset).is_dir():
         raise UserError(f"There is no folder {config.dataset}.", fix="Check --dataset.")

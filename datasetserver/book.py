@@ -22,6 +22,7 @@ from swarm.protocol import MAX_KEYS, RunState
 MOST_LEASED = 2 * MAX_KEYS
 """A peer that trains holds what one contribution may have, and what it leased ahead; one that holds more trains nothing."""
 _MOST_REPORTERS = 64
+_NAMES = 256
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Book:
         self.lease_seconds, self.grace_seconds = lease_seconds, grace_seconds
         self._most_leased, self._copy_seconds, self._order = most_leased, copy_seconds, order
         self._seen: dict[str, float] = {}
+        self._names = _unguessable()
         self.tree = StateTree()
         self._load()
         self._rebuild()
@@ -77,7 +79,7 @@ class Book:
         if self._held_by[peer] >= self._most_leased:
             message = f"{peer} holds {self._held_by[peer]} samples by leases."
             raise Refused(429, "too_many_leased", message, "Register or release some of them, and ask again.")
-        lease = Lease(secrets.token_hex(16), peer, self._clock() + self.lease_seconds, self._clock())
+        lease = Lease(next(self._names), peer, self._clock() + self.lease_seconds, self._clock())
         for unit, mask in chain(self.units.returned(), self._late(peer), self.units.ahead()):
             lease.units[unit.uid] = mask
             unit.holders.append(lease)
@@ -363,6 +365,13 @@ class Book:
 
     def _live_of(self, peer: str) -> list[Contribution]:
         return [self._contributions[pair] for pair in sorted(self._pending) if pair[0] == peer]
+
+
+def _unguessable() -> Iterator[str]:
+    """Names of 128 random bits; many at once, for each call of the system lets go of the interpreter's lock."""
+    while True:
+        block = secrets.token_hex(16 * _NAMES)
+        yield from (block[at : at + 32] for at in range(0, len(block), 32))
 
 
 def _same(known: Contribution, masks: Masks) -> Contribution:
