@@ -32,6 +32,7 @@ import psutil  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.hosting import serving  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.protocol import Manifest  # noqa: E402
 
@@ -109,19 +110,9 @@ def certificate(folder: Path) -> None:
 @contextlib.contextmanager
 def ours(folder: Path, tls: bool) -> Iterator[Target]:
     flags = ["--tls_cert", str(folder / "cert.pem"), "--tls_key", str(folder / "key.pem")] if tls else []
-    command = [sys.executable, "-m", "datasetserver", "--dataset", str(folder / "data"), "--work_dir", str(folder / "work"), "--port", "0"]
-    command += ["--no_dht", "--ingest_workers", "0", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    try:
-        ready = next((line for line in process.stdout if line.startswith("serving ")), None)
-        if ready is None:
-            raise UserError("The dataset server did not start.", fix="See its messages above.")
+    with serving("--dataset", folder / "data", "--work_dir", folder / "work", "--ingest_workers", "0", *flags) as server:
         (shard,) = Manifest.model_validate_json((folder / "work" / "manifest.json").read_bytes()).shards
-        yield Target("ours", f"{ready.split()[1]}/v1/blobs/{shard.digest}.tar", psutil.Process(process.pid))
-    finally:
-        process.terminate()
-        process.wait(START_SECONDS)
-        process.stdout.close()
+        yield Target("ours", f"{server.url}/v1/blobs/{shard.digest}.tar", server.process)
 
 
 @contextlib.contextmanager

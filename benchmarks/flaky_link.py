@@ -59,10 +59,10 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="flaky-") as name:
         folder = Path(name)
         write_dataset(folder / "data", options.pictures * options.shards)
-        with dataset_server(folder, "--shard_samples", str(options.pictures)) as url:
+        with dataset_server(folder, "--shard_samples", str(options.pictures)) as server:
             manifest = Manifest.model_validate_json((folder / "work" / "manifest.json").read_bytes())
             for shard in manifest.shards:
-                rows.append(take(url, shard, folder / "cache", options.drops, options.megabits))
+                rows.append(take(server.url, shard, folder / "cache", options.drops, options.megabits))
                 print(f"{rows[-1]['wire bytes']} of {shard.bytes} bytes, {rows[-1]['drops']} drops", file=sys.stderr, flush=True)
     print_table(rows)
     wire, size = (sum(row[key] for row in rows) for key in ("wire bytes", "shard bytes"))

@@ -4,10 +4,12 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 from safetensors.numpy import save_file
 
 from benchmarks.common import ROOT
@@ -16,21 +18,37 @@ from swarm.errors import UserError
 END_SECONDS = 60.0
 
 
+@dataclass(frozen=True)
+class Serving:
+    """A server that serves."""
+
+    url: str
+    process: psutil.Process
+
+
 @contextlib.contextmanager
-def dataset_server(folder: Path, *flags: str) -> Iterator[str]:
-    """Serves `folder`/data, works in `folder`/work; its URL, once it serves. Raises UserError."""
-    command = [sys.executable, "-m", "datasetserver", "--dataset", str(folder / "data"), "--work_dir", str(folder / "work"), "--port", "0"]
-    command += ["--model", str(write_model(folder / "model")), "--no_dht", "--ingest_workers", "0", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+def serving(*flags: str | Path, prefix: Sequence[str] = ()) -> Iterator[Serving]:
+    """`python -m datasetserver` with these flags; prefix: what goes before the command. Raises UserError."""
+    command = [*prefix, sys.executable, "-m", "datasetserver", *map(str, flags), "--port", "0", "--no_dht"]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
     try:
         ready = next((line for line in process.stdout if line.startswith("serving ")), None)
         if ready is None:
             raise UserError("The dataset server did not start.", fix="See its messages above.")
-        yield ready.split()[1]
+        yield Serving(ready.split()[1], psutil.Process(process.pid))
     finally:
         process.terminate()
         process.wait(END_SECONDS)
         process.stdout.close()
+
+
+@contextlib.contextmanager
+def dataset_server(folder: Path, *flags: str | Path, prefix: Sequence[str] = ()) -> Iterator[Serving]:
+    """Serves `folder`/data for a run of its own, works in `folder`/work; prefix: as in `serving`."""
+    own = ("--dataset", folder / "data", "--work_dir", folder / "work", "--model", write_model(folder / "model"), "--ingest_workers", "0")
+    with serving(*own, *flags, prefix=prefix) as server:
+        yield server
 
 
 def write_model(folder: Path) -> Path:

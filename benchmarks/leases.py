@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,13 +31,13 @@ import uvloop  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.hosting import dataset_server  # noqa: E402
 from datasetserver.book import Book  # noqa: E402
 from datasetserver.ledger import Ledger, collect_seldom  # noqa: E402
 from datasetserver.tree import State  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
 
-START_SECONDS = 120.0
 ROUND_CLIENTS = 50
 Lease = Callable[[str], Awaitable[list[str]]]
 Register = Callable[[str, int, list[str]], Awaitable[None]]
@@ -187,29 +186,9 @@ def through_http(folder: Path, options: argparse.Namespace, core: int) -> dict:
     for number in range(16 * options.shard_samples):  # 16 shards; the epochs roll over
         (dataset / f"{number}.txt").write_text(f"picture {number}")
         Image.new("L", (8, 8), number % 256).save(dataset / f"{number}.png")
-    command = [sys.executable, "-m", "datasetserver", "--dataset", dataset, "--port", "0", "--shard_samples", str(options.shard_samples)]
-    command += ["--no_dht", "--ingest_workers", "0", "--work_dir", folder / "work"]
-    command += ["--model", write_model(folder / "model")]
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(["taskset", "-c", str(core), *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        url = next((line.split()[1] for line in server.stdout if line.startswith("serving ")), None)
-        if url is None:
-            raise UserError("The server did not start.", fix=(folder / "server.log").read_text()[-2000:])
-        return uvloop.run(clients(url, psutil.Process(server.pid), options))
-    finally:
-        server.terminate()
-        server.wait(START_SECONDS)
-        server.stdout.close()
-
-
-def write_model(folder: Path) -> Path:
-    """The least that has a model's digest: the server never loads one."""
-    (folder / "unet").mkdir(parents=True)
-    (folder / "model_index.json").write_text("{}")
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    return folder
+    pinned = ("taskset", "-c", str(core))
+    with dataset_server(folder, "--shard_samples", str(options.shard_samples), prefix=pinned) as server:
+        return uvloop.run(clients(server.url, server.process, options))
 
 
 async def clients(url: str, server: psutil.Process, options: argparse.Namespace) -> dict:

@@ -57,11 +57,11 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="loader-") as name:
         folder = Path(name)
         write_dataset(folder / "data", options.pictures)
-        with dataset_server(folder, "--resolution", str(RESOLUTION), "--shard_samples", "64") as url:
+        with dataset_server(folder, "--resolution", str(RESOLUTION), "--shard_samples", "64") as server:
             step = BATCH / options.rate
-            trained, waited, total = take(url, folder / "one", options.workers, options.seconds, step)
+            trained, waited, total = take(server.url, folder / "one", options.workers, options.seconds, step)
             print(f"waited {waited:.2f} of {total:.1f} s for {trained} samples", file=sys.stderr, flush=True)
-            most, _, fast = take(url, folder / "two", options.workers, options.seconds, 0.0)
+            most, _, fast = take(server.url, folder / "two", options.workers, options.seconds, 0.0)
             print(f"{most} samples in {fast:.1f} s without training", file=sys.stderr, flush=True)
         bare, alone = bare_loop(folder / "data", options.seconds)
     print_table(

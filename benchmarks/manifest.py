@@ -8,10 +8,8 @@ and leases shards. `start_seconds`: from the start of the process until its read
 """
 
 import argparse
-import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from benchmarks.common import print_result, print_table  # noqa: E402
-from benchmarks.hosting import write_model  # noqa: E402
+from benchmarks.hosting import serving, write_model  # noqa: E402
 from datasetserver.ingest import manifest_path, shard_path  # noqa: E402
 from swarm.digest import canonical_json, digest_bytes  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
@@ -47,20 +45,13 @@ def measure(samples: int) -> None:
     with tempfile.TemporaryDirectory(prefix="manifest-") as name:
         folder = Path(name)
         size = write_work_dir(folder / "work", samples)
-        command = [sys.executable, "-m", "datasetserver", "--work_dir", str(folder / "work"), "--model", str(write_model(folder / "model"))]
-        command += ["--port", "0", "--no_dht", "--max_requests_per_second", "0"]
+        flags = ("--work_dir", folder / "work", "--model", write_model(folder / "model"), "--max_requests_per_second", "0")
         begun = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-        try:
-            url = ready(process)
+        with serving(*flags) as server:
             start = time.perf_counter() - begun
-            served = memory(process.pid)["VmRSS"]
-            use(url, samples)
-            after = memory(process.pid)
-        finally:
-            process.terminate()
-            process.wait(CALL_SECONDS)
-            process.stdout.close()
+            served = memory(server.process.pid)["VmRSS"]
+            use(server.url, samples)
+            after = memory(server.process.pid)
     print_table(
         [{"samples": f"{samples:,}", "manifest MB": size / 1e6, "start s": start, "RSS MB": served, "after use MB": after["VmRSS"]}]
     )
@@ -91,14 +82,6 @@ def write_work_dir(work_dir: Path, samples: int) -> int:
     digest = digest_bytes(data)
     (work_dir / "ingest.json").write_bytes(canonical_json({"source": "synthetic", "manifest": digest, "first": digest}))
     return len(data)
-
-
-def ready(process: subprocess.Popen) -> str:
-    """The server's URL, once it serves."""
-    line = next((line for line in process.stdout if line.startswith("serving ")), None)
-    if line is None:
-        raise UserError("The dataset server did not start.", fix="See its messages above.")
-    return line.split()[1]
 
 
 def use(url: str, samples: int) -> None:
