@@ -28,10 +28,12 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from benchmarks import parity  # noqa: E402
 from peer.contracts import LatentBatch, PixelBatch  # noqa: E402
 from peer.models import stable_diffusion  # noqa: E402
+from peer.schedule import build_schedule  # noqa: E402
 from peer.sync.diloco import DiLoCo  # noqa: E402
 from peer.sync.engine.outer import RoundInfo  # noqa: E402
 from peer.sync.parameters import Parameters  # noqa: E402
 from scripts.demo import digits, quickstart, tiny_model  # noqa: E402
+from swarm.run_config import RunConfig  # noqa: E402
 
 
 def main() -> None:
@@ -87,6 +89,12 @@ class Swarm:
         betas = (0.9, args.beta2)
         self._optimizers = [torch.optim.AdamW(one.parameters(), lr=args.rate, betas=betas, fused=True) for one in self._pupils]
         self._lessons = school.lessons(args.batch, torch.Generator().manual_seed(seed))
+        self._rate = build_schedule(
+            RunConfig(
+                learning_rate=args.rate, lr_warmup_samples=args.warmup, target_batch_size=args.round,
+                **({"lr_scheduler": "linear", "total_samples": args.horizon} if args.horizon else {}),
+            )
+        )  # fmt: skip
         self._outer = DiLoCo(args.outer_rate, args.outer_momentum) if args.sync == "diloco" else Parameters()
         anchor = vector(self._pupils[0])
         self.vectors = [anchor, *(torch.zeros_like(anchor) for _ in range(self._outer.slots))]
@@ -97,8 +105,8 @@ class Swarm:
         args, anchor, before = self._args, self.vectors[0], self.samples
         steps = max(1, round(args.round / args.peers / args.batch))
         for pupil, optimizer in zip(self._pupils, self._optimizers, strict=True):
-            for step in range(steps):
-                optimizer.param_groups[0]["lr"] = args.rate * scheduled(before + step * args.batch * args.peers, args.warmup, args.horizon)
+            optimizer.param_groups[0]["lr"] = self._rate(before)
+            for _ in range(steps):
                 self._school.teach(pupil, optimizer, next(self._lessons))
         self.samples, self._number = before + steps * args.batch * args.peers, self._number + 1
         mean = sum(vector(pupil) - anchor for pupil in self._pupils) / args.peers
@@ -107,13 +115,6 @@ class Swarm:
             vector_to_parameters(self.vectors[0].clone(), pupil.parameters())
         if args.moments:
             average_moments(self._optimizers)
-
-
-def scheduled(samples: int, warmup: int, horizon: int) -> float:
-    """The share of the rate after so many samples of the swarm; 0 of either: no such phase."""
-    rising = (samples + 1) / warmup if warmup else 1.0
-    falling = 1 - samples / horizon if horizon else 1.0
-    return max(0.0, min(1.0, rising, falling))
 
 
 def average_moments(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -70,7 +70,13 @@ def test_averaged_moments_are_equal_and_lie_between_what_they_were():
     assert first[0]["exp_avg"].unique().tolist() == second[0]["exp_avg"].unique().tolist() == [2.0]
 
 
-def test_the_rate_rises_and_falls_along_lines_and_stays_at_nothing():
-    assert [simulated_swarm.scheduled(samples, 0, 0) for samples in (0, 99)] == [1, 1]
-    assert [simulated_swarm.scheduled(samples, 4, 0) for samples in (0, 1, 3, 50)] == [0.25, 0.5, 1, 1]
-    assert [simulated_swarm.scheduled(samples, 0, 8) for samples in (0, 2, 8, 9)] == [1, 0.75, 0, 0]
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [({}, [1, 1]), ({"warmup": 64}, [0.25, 0.75, 1, 1]), ({"horizon": 128}, [0.875, 0.625, 0.375, 0.125, 0, 0])],
+)
+def test_the_rate_rises_and_falls_along_lines_and_stays_at_nothing(changes, shares):
+    swarm, seen = after(0, **changes), []
+    for _ in shares:
+        swarm.round()
+        seen.append(swarm._optimizers[1].param_groups[0]["lr"] / ARGS.rate)
+    assert seen == pytest.approx(shares)
