@@ -108,16 +108,12 @@ def _open(path: Path, selected: Selected) -> int:
 @contextlib.contextmanager
 def _corked(connection: socket.socket) -> Iterator[None]:
     """Only full segments meanwhile: each that arrives wakes its receiver, which costs more than the bytes."""
-    cork = getattr(socket, "TCP_CORK", None)
-    if cork is None:  # not Linux
-        yield
-        return
-    connection.setsockopt(socket.IPPROTO_TCP, cork, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):  # it is gone
-            connection.setsockopt(socket.IPPROTO_TCP, cork, 0)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
 
 
 async def _send_plain(transport: asyncio.Transport, file: int, selected: Selected, sent: Callable[[int], None]) -> None:
