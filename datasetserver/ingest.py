@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from datasetserver.pictures import BadSample, Picture, Sample, load_sample
 from datasetserver.sources import Folder, Pair, Source
+from swarm import files
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
 from swarm.lifeline import die_with_parent
@@ -430,14 +431,9 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that it is there in whole or not at all."""
-    part = path.with_name(path.name + ".part")
+    """Raises UserError when the disk is full."""
     try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        files.replace(path, data)
     except OSError as error:
         raise _unwritable(path, error) from None
 

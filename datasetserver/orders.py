@@ -5,12 +5,12 @@ A running server looks at it once a second, one that is started later at once. N
 
 import argparse
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from datasetserver.config import ServerConfig
+from swarm import files
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import RunState
 
@@ -58,14 +58,8 @@ class Orders:
 
 def give(work_dir: Path, state: RunState) -> None:
     """Write the order, for good. Raises UserError when it cannot be written."""
-    path = work_dir / _FILE
-    new = path.with_name(f"{_FILE}.new")
     try:
-        with new.open("w", encoding="ascii") as file:
-            file.write(f"{state}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+        files.replace(work_dir / _FILE, f"{state}\n".encode("ascii"))
     except OSError as error:
         raise UserError(f"Cannot write in {work_dir}: {error.strerror}.", fix="Check --work_dir.", code=ExitCode.DISK) from None
 

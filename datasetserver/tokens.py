@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from datasetserver.refused import Refused
+from swarm import files
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
 
@@ -143,13 +144,7 @@ def _read(path: Path) -> dict[str, str]:
 
 def _write(path: Path, names: dict[str, str]) -> None:
     """Replace the file at once, for its owner's eyes only."""
-    new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-        file.writelines(f"{name} {digest}\n" for digest, name in names.items())
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    files.replace(path, "".join(f"{name} {digest}\n" for digest, name in names.items()).encode("ascii"), mode=0o600)
 
 
 @contextlib.contextmanager

@@ -11,3 +11,15 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write a file so that it is there in whole or not at all, durably. mode: less the umask. Raises OSError, and leaves what was there."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    flush(path.parent)

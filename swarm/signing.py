@@ -5,7 +5,6 @@ in the signed manifest). Not promised: that the host is who it says; a peer comp
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +12,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from swarm import files
 from swarm.errors import ExitCode, UserError
-from swarm.files import flush
 
 SIGNATURE_HEADER = "X-Host-Signature"
 """Of the answer to GET /v1/manifest; the run's is in its answer itself."""
@@ -97,9 +96,7 @@ class KnownHosts:
     def _write(self, known: dict[str, str]) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self._path.with_suffix(".tmp")
-            draft.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            draft.replace(self._path)
+            files.replace(self._path, (json.dumps(known, indent=2, sort_keys=True) + "\n").encode())
         except OSError as error:
             raise UserError(f"Cannot write {self._path}: {error.strerror}.", fix="Free some space, or choose another folder.") from None
 
@@ -113,10 +110,4 @@ def _write_new_key(path: Path) -> None:
     pem = Ed25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    draft = path.with_suffix(".tmp")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(pem)
-    flush(draft)
-    draft.replace(path)
-    flush(path.parent)
+    files.replace(path, pem, mode=0o600)

@@ -4,13 +4,12 @@ even when this peer is killed before it is back. Otherwise the swarm would have 
 
 import json
 import logging
-import os
 import threading
 from pathlib import Path
 from typing import Any
 
+from swarm import files
 from swarm.errors import ExitCode, UserError
-from swarm.files import flush
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +65,4 @@ class Unsaid:
         return [letter for letter in letters if isinstance(letter, dict)]
 
     def _write(self, letters: list[Letter]) -> None:
-        draft = self._path.with_suffix(".tmp")
-        draft.write_text("".join(json.dumps(letter) + "\n" for letter in letters), encoding="utf-8")
-        flush(draft)
-        os.replace(draft, self._path)
-        flush(self._path.parent)
+        files.replace(self._path, "".join(json.dumps(letter) + "\n" for letter in letters).encode())

@@ -26,7 +26,7 @@ from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.port import Port, PortClosed
 from peer.sync.engine.state import Header, first_state
 from peer.sync.engine.vectors import Schema, SharedBuffer, flatten
-from swarm import advice
+from swarm import advice, files
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
@@ -281,13 +281,8 @@ class SwarmSync:
         with contextlib.suppress(OSError, ValueError):
             self._number = max(self._number, int(path.read_text()))
         self._number = max(self._number, self._work.state.header.included.get(self._peer_id, 0)) + 1
-        temporary = path.with_suffix(".tmp")
         try:
-            with temporary.open("w") as file:
-                file.write(str(self._number))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            files.replace(path, str(self._number).encode())
         except OSError as error:
             raise UserError(f"Cannot write {path}: {error.strerror}.", fix="Free some space.", code=ExitCode.DISK) from None
         return self._number

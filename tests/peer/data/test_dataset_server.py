@@ -219,7 +219,7 @@ def test_what_is_said_in_time_is_not_kept_and_what_the_disk_does_not_take_ends_t
     assert not list((tmp_path / "cache-alice").glob("unsaid*"))
     host.kill()
     monkeypatch.setattr(dataset_server, "REGISTER_SECONDS", 0.2)
-    monkeypatch.setattr("peer.data.unsaid.flush", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr("peer.data.unsaid.files.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(UserError, match="No space left") as caught:
         source.register(2, [next(stream).key])
     assert caught.value.code == ExitCode.DISK
