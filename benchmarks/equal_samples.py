@@ -22,6 +22,7 @@ sys.path[0] = str(ROOT)
 import torch  # noqa: E402
 
 from peer.contracts import PixelBatch  # noqa: E402
+from peer.encoding import Encoder  # noqa: E402
 from peer.models import stable_diffusion  # noqa: E402
 from scripts.demo import digits, quickstart, results, swarm_run, tiny_model  # noqa: E402
 from scripts.demo.display import Display  # noqa: E402
@@ -61,9 +62,9 @@ def loss(folder: Path) -> float:
     ink, labels = digits.load()
     unseen = slice(digits.TRAIN_COUNT, None)
     pixels = tiny_model.to_pixels(digits.pictures(ink[unseen]))
-    torch.manual_seed(0)
-    latents = model.encode(PixelBatch(pixels, [digits.caption(digit) for digit in labels[unseen]]))
+    batch = PixelBatch(pixels, [digits.caption(digit) for digit in labels[unseen]])
     rng = torch.Generator().manual_seed(1234)
+    latents = Encoder(model)(batch, rng)
     return sum(float(model.loss(latents, rng).mean()) for _ in range(NOISES)) / NOISES
 
 

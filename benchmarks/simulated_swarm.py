@@ -26,7 +26,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters  # noqa: E402
 
 from benchmarks import parity  # noqa: E402
-from peer.contracts import LatentBatch, PixelBatch  # noqa: E402
+from peer.contracts import LatentBatch  # noqa: E402
 from peer.models import stable_diffusion  # noqa: E402
 from peer.schedule import build_schedule  # noqa: E402
 from peer.sync.diloco import DiLoCo  # noqa: E402
@@ -150,13 +150,11 @@ class School:
         model = stable_diffusion.load(base, torch.device("cpu"))
         ink, labels = digits.load()
         pixels = tiny_model.to_pixels(digits.pictures(ink[: digits.TRAIN_COUNT]))
-        posterior, scale = model.vae.encode(pixels).latent_dist, model.vae.config.scaling_factor
+        mean, std = model.encode_pixels(pixels).chunk(2, dim=1)
         captions = [digits.caption(digit) for digit in range(10)] + [""]
-        text = model.encode(PixelBatch(pixels[: len(captions)], captions)).text
+        text = model.encode_text(captions)["states"]
         known = torch.from_numpy(labels[: digits.TRAIN_COUNT])
-        return cls(
-            model, posterior.mean * scale, posterior.std * scale, text, known, digits.Judge.from_real_digits(), copy.deepcopy(model.unet)
-        )
+        return cls(model, mean, std, text, known, digits.Judge.from_real_digits(), copy.deepcopy(model.unet))
 
     def pupil(self) -> nn.Module:
         return copy.deepcopy(self.fresh).train()
@@ -170,7 +168,7 @@ class School:
             some, order = order[:batch], order[batch:]
             latents = self.mean[some] + self.std[some] * torch.randn(self.mean[some].shape, generator=rng)
             asked = torch.where(torch.rand(batch, generator=rng) < ucg, 10, self.labels[some])
-            yield LatentBatch(latents, self.text[asked]), rng
+            yield LatentBatch(latents, {"states": self.text[asked]}), rng
 
     @torch.enable_grad()
     def teach(self, pupil: nn.Module, optimizer: torch.optim.Optimizer, lesson: tuple[LatentBatch, torch.Generator]) -> None:

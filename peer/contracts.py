@@ -18,6 +18,9 @@ from swarm.signing import KnownHosts
 
 Params = dict[str, nn.Parameter]
 
+Text = dict[str, Tensor]
+"""What a denoiser is told of B captions: tensors whose first dimension is B, under names that the family chooses."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -34,24 +37,37 @@ class PixelBatch:
 
     pixels: Tensor
     captions: Sequence[str]
+    geometry: Tensor | None = None
+    """(B, 6) int64, what SDXL is told of each picture: its height and width, where the crop began (top, left), and the crop's height and width."""
 
 
 @dataclass(frozen=True)
 class LatentBatch:
-    """latents: (B, C, h, w), scaled by the VAE's factor; text: (B, tokens, width) states of the text encoder."""
+    """latents: (B, C, h, w) float32, one draw for each picture in the denoiser's scale; text and geometry: of the same B."""
 
     latents: Tensor
-    text: Tensor
+    text: Text
+    geometry: Tensor | None = None
 
 
 class Model(Protocol):
     """A family's module offers `load(source: Path, device: torch.device) -> Model`."""
 
+    pipeline: Any
+    """The diffusers pipeline that the parts belong to; exporters and validation use it."""
     parts: dict[str, nn.Module]
+    """`unet` or `transformer`, `vae`, `text_encoder` and, where the family has them, `text_encoder_2`."""
     resolution_multiple: int
 
-    def encode(self, pixels: PixelBatch) -> LatentBatch:
-        """Frozen parts only, no gradient; cacheable."""
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """(B, 2C, h, w) float32: mean and standard deviation of the latents of (B, 3, H, W) pixels, in the denoiser's scale.
+
+        Without gradient and without chance, so cacheable.
+        """
+        ...
+
+    def encode_text(self, captions: Sequence[str]) -> Text:
+        """What the denoiser is told of the captions: with a gradient where something in a text encoder is trained, cacheable where not."""
         ...
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:

@@ -148,6 +148,7 @@ def assemble(
     from peer.batches import Decoder
     from peer.checkpoint import Checkpoints
     from peer.device import choose_precision
+    from peer.encoding import Encoder
     from peer.feed import Feed
     from peer.metrics import Progress
     from peer.optim import build_optimizer
@@ -182,6 +183,7 @@ def assemble(
     checkpoints = Checkpoints(output, peer.checkpoints_total_limit)
     trainer = Trainer(
         model=model,
+        encode=Encoder(model),
         params=params,
         optimizer=build_optimizer(run, params, device),
         learning_rate=build_schedule(run),

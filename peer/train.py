@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from peer.contracts import Model, Params, PixelBatch, Sync, SyncReport
+from peer.contracts import LatentBatch, Model, Params, PixelBatch, Sync, SyncReport
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
 
@@ -32,6 +32,8 @@ class Trainer:
     """
 
     model: Model
+    encode: Callable[[PixelBatch, torch.Generator], LatentBatch]
+    """With the model's frozen parts, and with those of its text encoders that are trained."""
     params: Params
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
@@ -120,13 +122,11 @@ class Trainer:
 
     def _losses(self, pixels: PixelBatch, number: int) -> Tensor:
         """(B,); every random number in it follows from the peer, the step and the micro-batch, so a resumed run repeats them."""
-        torch.manual_seed(self._seed("encode", number))
-        rng = torch.Generator(self.precision.device).manual_seed(self._seed("loss", number))
+        seed = int(digest_bytes(f"{self.noise_seed}:{self.step}:{number}".encode())[:15], 16)
+        torch.manual_seed(seed)  # for whatever draws without being handed a generator: dropout
+        rng = torch.Generator(self.precision.device).manual_seed(seed)
         with self.precision.autocast():
-            return self.model.loss(self.model.encode(pixels), rng)
-
-    def _seed(self, purpose: str, number: int) -> int:
-        return int(digest_bytes(f"{self.noise_seed}:{purpose}:{self.step}:{number}".encode())[:15], 16)
+            return self.model.loss(self.encode(pixels, rng), rng)
 
     def _use_gradients(self, samples: int) -> bool:
         """Hand the step's gradients to the strategy, or step the optimizer; False when they are not finite and nothing was changed."""
@@ -180,13 +180,16 @@ class Trainer:
     def _checkpoint_due(self) -> bool:
         rounds, samples = self.sync.round - self._saved[0], self.trained - self._saved[1]
         return bool(
-            (self.save_every_rounds and rounds >= self.save_every_rounds) or (self.save_every_samples and samples >= self.save_every_samples)
+            (self.save_every_rounds and rounds >= self.save_every_rounds)
+            or (self.save_every_samples and samples >= self.save_every_samples)
         )
 
     def checkpoint(self) -> None:
         self._saved = (self.sync.round, self.trained)
         if self.group.is_main:
-            self.save(self.state_dict(), {"round": self.sync.round, "samples": self.sync.samples, "step": self.step, "trained": self.trained})
+            self.save(
+                self.state_dict(), {"round": self.sync.round, "samples": self.sync.samples, "step": self.step, "trained": self.trained}
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later run needs to go on as if this one had never stopped. Rank 0 only."""

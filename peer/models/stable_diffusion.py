@@ -1,19 +1,16 @@
 """Stable Diffusion 1.x (and 2.x: the scheduler's prediction type decides): one text encoder, a VAE and a UNet."""
 
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from peer.contracts import LatentBatch, PixelBatch
+from peer.contracts import LatentBatch, Text
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
-
-_TEXT_CACHE_BYTES = 64 << 20
 
 
 def locate(source: str) -> Path:
@@ -43,7 +40,9 @@ def load(source: Path, device: torch.device) -> "StableDiffusion":
     """The model from a diffusers folder or a Hub id, in float32. Raises UserError when it is no Stable Diffusion pipeline."""
     folder = locate(str(source))
     if not (folder / "model_index.json").is_file():
-        raise UserError(f"{folder} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote.")
+        raise UserError(
+            f"{folder} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote."
+        )
     _quiet()
     from diffusers import DDPMScheduler, StableDiffusionPipeline
 
@@ -70,32 +69,21 @@ class StableDiffusion:
         factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
         # The UNet halves the latents once per level; sides that do not divide evenly fail at its skip connections.
         self.resolution_multiple = factor * 2 ** (len(self.unet.config.block_out_channels) - 1)
-        self._text_states: OrderedDict[str, Tensor] = OrderedDict()
 
     def enable_gradient_checkpointing(self) -> None:
         self.unet.enable_gradient_checkpointing()
 
     @torch.no_grad()
-    def encode(self, pixels: PixelBatch) -> LatentBatch:
-        posterior = self.vae.encode(pixels.pixels.to(self._device)).latent_dist
-        latents = posterior.sample() * self.vae.config.scaling_factor
-        return LatentBatch(latents.float(), self._encode_text(pixels.captions))
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        posterior = self.vae.encode(pixels.to(self._device)).latent_dist
+        return torch.cat([posterior.mean, posterior.std], dim=1).float() * self.vae.config.scaling_factor
 
-    def _encode_text(self, captions: Sequence[str]) -> Tensor:
-        """(B, 77, width). The text encoder is frozen, so the states of captions that repeat are kept, the least used dropped."""
-        known = {caption: self._text_states.pop(caption) for caption in set(captions) if caption in self._text_states}
-        fresh = sorted(set(captions) - known.keys())
-        if fresh:
-            ids = self.tokenizer(
-                fresh, padding="max_length", max_length=self.tokenizer.model_max_length, truncation=True, return_tensors="pt"
-            ).input_ids
-            known.update(zip(fresh, self.text_encoder(ids.to(self._device))[0].float(), strict=True))
-        self._text_states.update(known)
-        states = torch.stack([known[caption] for caption in captions])
-        limit = max(1, _TEXT_CACHE_BYTES // states[0].nbytes)
-        while len(self._text_states) > limit:
-            self._text_states.popitem(last=False)
-        return states
+    def encode_text(self, captions: Sequence[str]) -> Text:
+        """{"states": (B, 77, width) float32}, the text encoder's last states."""
+        ids = self.tokenizer(
+            list(captions), padding="max_length", max_length=self.tokenizer.model_max_length, truncation=True, return_tensors="pt"
+        ).input_ids
+        return {"states": self.text_encoder(ids.to(self._device))[0].float()}
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
         """(B,) float32: mean squared error of the predicted noise, or of the velocity, as the scheduler's config says."""
@@ -103,7 +91,7 @@ class StableDiffusion:
         noise = torch.randn(latents.shape, generator=rng, device=latents.device)
         steps = scheduler.config.num_train_timesteps
         timesteps = torch.randint(0, steps, (len(latents),), generator=rng, device=latents.device)
-        predicted = self.unet(scheduler.add_noise(latents, noise, timesteps), timesteps, batch.text, return_dict=False)[0]
+        predicted = self.unet(scheduler.add_noise(latents, noise, timesteps), timesteps, batch.text["states"], return_dict=False)[0]
         target = {
             "epsilon": lambda: noise,
             "v_prediction": lambda: scheduler.get_velocity(latents, noise, timesteps),

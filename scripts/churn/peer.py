@@ -33,14 +33,11 @@ PARAMETERS = 65_536
 class Sleep:
     """A model without parts: its loss takes as long as it is told to, and pulls the parameters at random."""
 
-    parts: dict[str, nn.Module] = {}  # noqa: RUF012 (the contract's)
-    resolution_multiple = 8
-
     def __init__(self, weight: nn.Parameter, sample_seconds: float):
         self._weight, self._seconds = weight, sample_seconds
 
-    def encode(self, pixels: PixelBatch) -> LatentBatch:
-        return LatentBatch(pixels.pixels, torch.zeros(len(pixels.captions), 1, 1))
+    def encode(self, batch: PixelBatch, rng: torch.Generator) -> LatentBatch:
+        return LatentBatch(batch.pixels, {})
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
         count = len(batch.latents)
@@ -71,8 +68,10 @@ def main(argv: Sequence[str]) -> None:
         closing.callback(feed.close)
         progress = Progress(output / "metrics.jsonl", total_samples=joined.run.total_samples)
         closing.callback(progress.close)
+        model = Sleep(params["weight"], sample_seconds)
         Trainer(
-            model=Sleep(params["weight"], sample_seconds),
+            model=model,
+            encode=model.encode,
             params=params,
             optimizer=torch.optim.SGD(params.values(), lr=1.0),
             learning_rate=lambda samples: 1.0,

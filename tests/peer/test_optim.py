@@ -11,7 +11,7 @@ from peer.optim import build_optimizer
 from peer.schedule import build_schedule
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
-from tests.peer.test_stable_diffusion import batch
+from tests.peer.test_stable_diffusion import encode
 
 CPU = torch.device("cpu")
 
@@ -21,8 +21,7 @@ def learn(tiny_model, kind, steps, optimizer_state=None):
     model = stable_diffusion.load(tiny_model, CPU)
     params = full.build(RunConfig()).attach(model)
     optimizer = build_optimizer(RunConfig(optimizer=kind, learning_rate=2e-3), params, CPU)
-    torch.manual_seed(0)
-    encoded, rng, losses = model.encode(batch()), torch.Generator().manual_seed(0), []
+    encoded, rng, losses = encode(model), torch.Generator().manual_seed(0), []
     for _ in range(steps):
         loss = model.loss(encoded, rng).mean()
         optimizer.zero_grad()
