@@ -31,7 +31,7 @@ from peer.contracts import SourceContext  # noqa: E402
 from peer.data.dataset_server import build, fetch_run  # noqa: E402
 from peer.device import Rank, RankGroup  # noqa: E402
 from peer.feed import Feed  # noqa: E402
-from peer.pictures import decode_square  # noqa: E402
+from peer.pictures import Frame, decode  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
 
@@ -116,7 +116,7 @@ def bare_loop(folder: Path, seconds: float) -> tuple[int, float]:
     files, samples, begun = sorted(folder.glob("*.jpg")), 0, time.perf_counter()
     while time.perf_counter() - begun < seconds:
         for file in files:
-            decode_square(file.read_bytes(), RESOLUTION, center_crop=False, random_flip=True, seed=file.name)
+            decode(file.read_bytes(), Frame(RESOLUTION, RESOLUTION, center_crop=False, seed=file.name))
             samples += 1
     return samples, time.perf_counter() - begun
 

@@ -28,7 +28,8 @@ class Sample:
 
     key: str
     image: bytes
-    caption: str
+    caption: str | Sequence[str]
+    """Or several captions, one of which is taken by chance."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class PixelBatch:
     captions: Sequence[str]
     geometry: Tensor | None = None
     """(B, 6) int64, what SDXL is told of each picture: its height and width, where the crop began (top, left), and the crop's height and width."""
+    weights: Tensor | None = None
+    """(B,) float32, what each picture's loss is multiplied with; None: 1."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""From the bytes of a picture to a square of pixels. No torch here, so that decoding processes start fast and stay small."""
+"""From the bytes of a picture to pixels of the size asked for. No torch here, so that decoding processes start fast and stay small."""
 
 import io
 import random
 import signal
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
@@ -17,40 +18,73 @@ class BadPicture(Exception):
     """The bytes are no picture that we read, and why."""
 
 
-def try_square(data: bytes, side: int, **options) -> "np.ndarray | BadPicture":
-    """`decode_square`, or why it could not be done: an answer that travels between processes."""
+@dataclass(frozen=True)
+class Frame:
+    """What a picture is fitted into: resized until it covers width x height, cropped to that, and mirrored if asked."""
+
+    width: int
+    height: int
+    center_crop: bool = True
+    seed: str = ""
+    """Where a crop that is not of the centre lies, whoever decodes and whenever."""
+    mirrored: bool = False
+    interpolation: str = "lanczos"
+
+
+@dataclass(frozen=True)
+class Framed:
+    """pixels: (height, width, 3) uint8."""
+
+    pixels: np.ndarray
+    geometry: tuple[int, ...]
+    """The file's height and width; top and left of the crop in the resized (and mirrored) picture; the crop's height and width."""
+
+
+def try_decode(data: bytes, frame: Frame) -> "Framed | BadPicture":
+    """`decode`, or why it could not be done: an answer that travels between processes."""
     try:
-        return decode_square(data, side, **options)
+        return decode(data, frame)
     except BadPicture as error:
         return error
 
 
-def decode_square(data: bytes, side: int, *, center_crop: bool, random_flip: bool, seed: str) -> np.ndarray:
-    """(side, side, 3) uint8: the picture's short side is resized to `side`, a square is cropped, half are mirrored if asked.
-
-    seed: decides crop and flip, whoever decodes and whenever. Raises BadPicture.
-    """
-    rng = random.Random(seed)
-    picture = _open(data, side)
-    scale = side / min(picture.size)
+def decode(data: bytes, frame: Frame) -> Framed:
+    """The picture in its frame. Raises BadPicture."""
+    rng = random.Random(frame.seed)
+    picture, original = _open(data, (frame.width, frame.height))
+    target = (frame.width, frame.height)
+    scale = max(side / length for side, length in zip(target, picture.size, strict=True))
     if scale != 1:
-        size = tuple(max(side, round(length * scale)) for length in picture.size)
-        picture = picture.resize(size, Image.Resampling.LANCZOS)
-    space = [length - side for length in picture.size]
-    left, top = (length // 2 if center_crop else rng.randint(0, length) for length in space)
+        size = tuple(max(side, round(length * scale)) for side, length in zip(target, picture.size, strict=True))
+        picture = picture.resize(size, Image.Resampling[frame.interpolation.upper()])
+    space = [length - side for side, length in zip(target, picture.size, strict=True)]
+    left, top = (length // 2 if frame.center_crop else rng.randint(0, length) for length in space)
     if space != [0, 0]:
-        picture = picture.crop((left, top, left + side, top + side))
+        picture = picture.crop((left, top, left + frame.width, top + frame.height))
     pixels = np.asarray(picture)
-    return pixels[:, ::-1] if random_flip and rng.random() < 0.5 else pixels
+    if frame.mirrored:
+        pixels, left = pixels[:, ::-1], space[0] - left
+    return Framed(pixels, (original[1], original[0], top, left, frame.height, frame.width))
 
 
-def _open(data: bytes, side: int) -> Image.Image:
+def size_of(data: bytes) -> tuple[int, int] | None:
+    """(width, height) as the file's header says; None when it is no picture of ours."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+            return picture.size
+    except Exception:  # as below
+        return None
+
+
+def _open(data: bytes, covering: tuple[int, int]) -> tuple[Image.Image, tuple[int, int]]:
+    """The picture in RGB, perhaps smaller than in the file but not than `covering`, and its (width, height) in the file."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+            size = picture.size
             if picture.width * picture.height > MAX_PIXELS:
                 raise BadPicture(f"{picture.width}x{picture.height} pixels are more than {MAX_PIXELS}")
-            picture.draft("RGB", (side, side))  # decodes a large JPEG at a half, quarter or eighth that still covers `side`
-            return _on_white(picture) if picture.has_transparency_data else picture.convert("RGB")
+            picture.draft("RGB", covering)  # decodes a large JPEG at a half, quarter or eighth that still covers
+            return (_on_white(picture) if picture.has_transparency_data else picture.convert("RGB")), size
     except BadPicture:
         raise
     except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, DecompressionBombError, ... on hostile bytes

@@ -126,7 +126,8 @@ class Trainer:
         torch.manual_seed(seed)  # for whatever draws without being handed a generator: dropout
         rng = torch.Generator(self.precision.device).manual_seed(seed)
         with self.precision.autocast():
-            return self.model.loss(self.encode(pixels, rng), rng)
+            losses = self.model.loss(self.encode(pixels, rng), rng)
+        return losses if pixels.weights is None else losses * pixels.weights.to(losses.device)
 
     def _use_gradients(self, samples: int) -> bool:
         """Hand the step's gradients to the strategy, or step the optimizer; False when they are not finite and nothing was changed."""

@@ -48,6 +48,12 @@ class RunConfig:
     random_flip: bool = option(False, "Mirror half of the pictures.")
     ucg: float = option(0.1, "Share of samples whose caption is dropped.", aliases=("proportion_empty_prompts",))
     seed: int = option(42, "Seed of data order and fresh weights; noise is seeded per peer as well.")
+    # sources: what pictures and captions become before the model sees them
+    shuffle_tags: bool = option(False, "Captions are tags between commas: put them in another order each time.")
+    keep_tokens: int = option(0, "With --shuffle_tags: so many of the first tags keep their places.")
+    image_interpolation_mode: str = option(
+        "lanczos", "How pictures are resized.", choices=("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -58,6 +64,7 @@ class RunConfig:
         _at_least("total_samples", self.total_samples, 0)
         _at_least("resolution", self.resolution, 8)
         _at_least("lr_warmup_samples", self.lr_warmup_samples, 0)
+        _at_least("keep_tokens", self.keep_tokens, 0)
         if not 0 < self.learning_rate < 10:
             raise UserError(f"learning_rate is {self.learning_rate}.", fix="Use a value in (0, 10); 5e-6 suits a full fine-tune.")
         for name in ("adam_beta1", "adam_beta2", "outer_momentum"):

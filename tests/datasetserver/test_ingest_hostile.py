@@ -202,13 +202,13 @@ def test_only_plain_pictures_get_through(result):
 def test_what_the_peers_read_is_what_was_checked(result):
     from datasetserver.ingest import shard_path
     from peer.data.shards import read_shard
-    from peer.pictures import decode_square
+    from peer.pictures import Frame, decode
 
     for shard in result[0].manifest.shards:
         rows = list(read_shard(shard_path(result[1], shard.digest)))
         assert len(rows) == shard.samples
         for image, _ in rows:
-            assert decode_square(image, 8, center_crop=True, random_flip=False, seed="").shape == (8, 8, 3)
+            assert decode(image, Frame(8, 8)).pixels.shape == (8, 8, 3)
 
 
 def test_equal_pictures_under_other_names_are_found(result):

@@ -138,6 +138,14 @@ def norm(params):
     return float(torch.cat([parameter.grad.flatten() for parameter in params.values()]).norm())
 
 
+def test_a_pictures_weight_multiplies_its_loss(start):
+    trainer = start().trainer
+    (batch,) = next(iter(trainer.feed)).batches
+    plain = trainer._losses(batch, 0)
+    weighted = trainer._losses(dataclasses.replace(batch, weights=torch.tensor([1.0, 0.0, 0.5, 2.0])), 0)
+    assert torch.equal(weighted, plain * torch.tensor([1.0, 0.0, 0.5, 2.0]))
+
+
 def test_bf16_autocast_trains_almost_as_float32_does(start):
     full, half = start("full", mixed_precision="no").run(), start("half", mixed_precision="bf16").run()
     assert half.losses != full.losses

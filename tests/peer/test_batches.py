@@ -5,9 +5,9 @@ import pytest
 import torch
 from PIL import Image
 
-from peer.batches import Decoder, dropped, to_pixels
+from peer.batches import Decoder, to_pixels
 from peer.contracts import Sample
-from peer.pictures import BadPicture, decode_square
+from peer.pictures import BadPicture, Frame, decode, size_of
 from swarm.run_config import RunConfig
 
 
@@ -23,8 +23,8 @@ def ramp(width, height):
     return Image.fromarray(np.stack([x, y, np.zeros_like(x)], axis=-1).astype(np.uint8))
 
 
-def square(data, side=16, center_crop=True, random_flip=False, seed="s"):
-    return decode_square(data, side, center_crop=center_crop, random_flip=random_flip, seed=seed)
+def square(data, side=16, **options):
+    return decode(data, Frame(side, side, **options)).pixels
 
 
 def test_a_picture_of_the_right_size_passes_unchanged():
@@ -45,9 +45,36 @@ def test_the_short_side_is_resized_to_the_resolution():
 
 
 def test_half_of_the_pictures_are_mirrored():
-    data = png(ramp(16, 16))
-    mirrored = sum(square(data, random_flip=True, seed=str(i))[0, 0, 0] == 15 for i in range(400))
-    assert 150 < mirrored < 250
+    batch = [Sample(f"0:{i}", png(ramp(16, 16)), "") for i in range(400)]
+    decoder = Decoder(run(random_flip=True))
+    pixels = decoder.finish(batch, decoder.start(batch)).pixels.pixels
+    assert 150 < int((pixels[:, 0, 0, 0] > pixels[:, 0, 0, 15]).sum()) < 250
+
+
+def test_a_picture_is_cropped_to_a_frame_that_is_no_square():
+    framed = decode(png(ramp(40, 16)), Frame(32, 16))
+    assert framed.pixels.shape == (16, 32, 3) and np.array_equal(framed.pixels[0, :, 0], np.arange(4, 36))
+    assert decode(png(Image.new("RGB", (30, 100))), Frame(24, 8)).pixels.shape == (8, 24, 3)
+
+
+def test_the_geometry_says_how_large_the_file_was_and_what_was_cropped_of_it():
+    """As diffusers' script for SDXL has it: (height, width) of the file, (top, left) of the crop, (height, width) of the result."""
+    assert decode(png(ramp(40, 16)), Frame(16, 16)).geometry == (16, 40, 0, 12, 16, 16)
+    assert decode(png(ramp(40, 80)), Frame(8, 8)).geometry == (80, 40, 4, 0, 8, 8)
+    framed = decode(png(ramp(40, 16)), Frame(16, 16, center_crop=False, seed="3", mirrored=True))
+    assert framed.geometry[3] == 39 - framed.pixels[0, 0, 0]  # counted in the mirrored picture
+    large = png(Image.new("RGB", (400, 800)), "JPEG")
+    assert decode(large, Frame(16, 16)).geometry == (800, 400, 8, 0, 16, 16)  # though decoded at an eighth
+
+
+def test_a_pictures_size_is_read_from_its_header():
+    assert size_of(png(ramp(40, 16))) == (40, 16) and size_of(png(ramp(40, 16))[:60]) == (40, 16)
+    assert size_of(b"no picture") is None and size_of(png(ramp(4, 4), "GIF")) is None
+
+
+def test_pictures_are_resized_as_asked():
+    data = png(Image.effect_noise((40, 40), 80))
+    assert not np.array_equal(square(data, interpolation="nearest"), square(data, interpolation="lanczos"))
 
 
 def test_transparent_pixels_are_white_and_grey_pictures_become_rgb():
@@ -84,14 +111,6 @@ def test_samples_that_cannot_be_decoded_are_left_out_counted_and_warned_of(caplo
     assert "0:1" in caplog.text
     decoded = decoder.finish(batch[1:2], decoder.start(batch[1:2]))
     assert decoded.pixels is None and decoder.num_bad == 3
-
-
-def test_captions_are_dropped_at_the_rate_asked_for_and_always_for_the_same_samples():
-    keys = [f"0:{i}" for i in range(2000)]
-    share = sum(dropped(key, run(ucg=0.1)) for key in keys) / len(keys)
-    assert 0.08 < share < 0.12
-    assert [dropped(key, run(ucg=0.1)) for key in keys] == [dropped(key, run(ucg=0.1)) for key in keys]
-    assert all(dropped(key, run(ucg=1.0)) for key in keys) and not any(dropped(key, run(ucg=0.0)) for key in keys)
 
 
 def test_decoding_processes_give_the_same_batch_and_are_gone_when_closed():
