@@ -26,6 +26,7 @@ from peer.encoding import Encoder  # noqa: E402
 from peer.models import stable_diffusion  # noqa: E402
 from scripts.demo import digits, quickstart, results, swarm_run, tiny_model  # noqa: E402
 from scripts.demo.display import Display  # noqa: E402
+from swarm.run_config import RunConfig  # noqa: E402
 
 NOISES = 16
 TARGET = 2048
@@ -58,7 +59,7 @@ def judge(model: Path) -> dict:
 @torch.no_grad()
 def loss(folder: Path) -> float:
     """Mean loss over the digits no run saw, NOISES draws of noise and timestep each, the same for every model."""
-    model = stable_diffusion.load(folder, torch.device("cpu"))
+    model = stable_diffusion.load(folder, torch.device("cpu"), RunConfig())
     ink, labels = digits.load()
     unseen = slice(digits.TRAIN_COUNT, None)
     pixels = tiny_model.to_pixels(digits.pictures(ink[unseen]))

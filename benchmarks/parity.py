@@ -164,9 +164,10 @@ def judge(base: Path, run: Run) -> Learned:
     from peer.models import stable_diffusion
     from peer.train import load_params
     from scripts.demo.digits import Judge
+    from swarm.run_config import RunConfig
 
     torch.set_num_threads(1)
-    model = stable_diffusion.load(base / "base", torch.device("cpu"))
+    model = stable_diffusion.load(base / "base", torch.device("cpu"), RunConfig())
     params = full.Full().attach(model)
     the_judge, seen, due = Judge.from_real_digits(), [], JUDGED_FROM
     for path in checkpoint.Checkpoints(base / slug(run) / "peer-1", 1000).paths():

@@ -147,7 +147,7 @@ class School:
     @classmethod
     @torch.no_grad()
     def open(cls, base: Path) -> "School":
-        model = stable_diffusion.load(base, torch.device("cpu"))
+        model = stable_diffusion.load(base, torch.device("cpu"), RunConfig())
         ink, labels = digits.load()
         pixels = tiny_model.to_pixels(digits.pictures(ink[: digits.TRAIN_COUNT]))
         mean, std = model.encode_pixels(pixels).chunk(2, dim=1)

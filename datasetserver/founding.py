@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasetserver.refused import Refused
+from swarm.base_model import AUTO, family_of
 from swarm.digest import canonical_json, digest_model
 from swarm.errors import ExitCode, UserError
 from swarm.options import build
@@ -52,7 +53,7 @@ def _founded_by_host(values: Mapping[str, Any], dataset_digest: str) -> RunConfi
     """
     run = build(RunConfig, values)
     _check_dataset(run, dataset_digest)
-    return replace(run, dataset_digest=dataset_digest, model_digest=_model_digest(run))
+    return _complete(replace(run, dataset_digest=dataset_digest))
 
 
 def _check_dataset(run: RunConfig, dataset_digest: str) -> None:
@@ -63,23 +64,24 @@ def _check_dataset(run: RunConfig, dataset_digest: str) -> None:
         )
 
 
-def _model_digest(run: RunConfig) -> str:
+def _complete(run: RunConfig) -> RunConfig:
+    """The run with the digest of its base model and with its family."""
     if not run.model:
         raise UserError(
             "No model is given.", fix="Add --model with a diffusers folder or a Hub id; or give no option of the run, and a peer founds it."
         )
-    folder = Path(run.model)
-    if not folder.is_dir():
-        if run.model_digest:
-            return run.model_digest
-        folder = _download(run.model)
-    found = digest_model(folder)
+    source = Path(run.model)
+    if not source.exists():
+        if run.model_digest and run.family != AUTO:
+            return run
+        source = _download(run.model)
+    found = digest_model(source)
     if run.model_digest not in ("", found):
         raise UserError(
             f"The weights of {run.model} have digest {found[:16]}, not {run.model_digest[:16]}.",
             fix="Give the model that the run began with.",
         )
-    return found
+    return replace(run, model_digest=found, family=family_of(source) if run.family == AUTO else run.family)
 
 
 def _download(model: str) -> Path:

@@ -54,7 +54,7 @@ class LatentBatch:
 
 
 class Model(Protocol):
-    """A family's module offers `load(source: Path, device: torch.device) -> Model`."""
+    """A family's module offers `load(source: Path, device: torch.device, run: RunConfig) -> Model`; raises UserError for an option it cannot have."""
 
     pipeline: Any
     """The diffusers pipeline that the parts belong to; exporters and validation use it."""

@@ -22,6 +22,7 @@ if sys.path and os.path.realpath(sys.path[0] or ".") == os.path.join(_ROOT, "pee
 from peer.config import PeerConfig  # noqa: E402
 from peer.joining import Joined, join  # noqa: E402
 from peer.rooms import load_part  # noqa: E402
+from swarm.base_model import AUTO, family_of  # noqa: E402
 from swarm.digest import digest_model  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 from swarm.lifeline import die_with_parent  # noqa: E402
@@ -98,7 +99,7 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
     """The run: the swarm's, or alone what was given, and no sync."""
     if peer.swarming:
         ask, found = partial(ask_server, peer), partial(found_at_server, peer)
-        return join(peer, given, ask, found, lambda run: load_part("models", run.family).locate(run.model))
+        return join(peer, given, ask, found, partial(complete, digest=True))
     if given.get("sync", "none") != "none":
         raise UserError(
             f"--sync {given['sync']} needs a swarm, and none was named.", fix="Add --datasetserver, --peers or --found, or remove --sync."
@@ -108,7 +109,18 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
         raise UserError("No model was given.", fix="Give --model a diffusers folder or a Hub id.")
     if not peer.train_data_dir:
         raise UserError("No data was given.", fix="Give --train_data_dir a folder of pictures with a .txt beside each, or --datasetserver.")
-    return Joined(run)
+    return Joined(complete(run))
+
+
+def complete(run: RunConfig, *, digest: bool = False) -> RunConfig:
+    """The run with all that its founder works out for the others. Raises UserError when its base model is not there or of no known family."""
+    from peer.models.diffusion.source import locate
+
+    source = locate(run.model)
+    if run.family == AUTO:
+        run = dataclasses.replace(run, family=family_of(source))
+        log.info("the model %s is of family=%s", run.model, run.family)
+    return dataclasses.replace(run, model_digest=digest_model(source)) if digest else run
 
 
 def ask_server(peer: PeerConfig, url: str, run_id: str) -> Any:
@@ -216,14 +228,17 @@ def prepare_output(peer: PeerConfig) -> Path:
 
 def load_model(run: RunConfig, given: Mapping[str, Any], device: Any) -> "Model":
     """The run's base model, or this peer's copy of it elsewhere (`--model`). Raises UserError when the weights are others."""
-    family = load_part("models", run.family)
-    folder = family.locate(given.get("model") or run.model)
-    if run.model_digest and digest_model(folder) != run.model_digest:
+    from peer.models.diffusion.source import locate
+
+    run = dataclasses.replace(run, **{name: given[name] for name in ("model", "model_config") if given.get(name)})
+    source = locate(run.model)
+    if run.model_digest and digest_model(source) != run.model_digest:
         raise UserError(
-            f"{folder} is not the base model of the run '{run.run_name}': its weights have another digest than {run.model_digest[:16]}.",
+            f"{source} is not the base model of the run '{run.run_name}': its weights have another digest than {run.model_digest[:16]}.",
             fix=f"Fetch {run.model or 'the model'} as the founder has it, or give its folder with --model.",
         )
-    return family.load(folder, device)
+    family = family_of(source) if run.family == AUTO else run.family
+    return load_part("models", family).load(source, device, run)
 
 
 def check_resolution(run: RunConfig, model: "Model") -> None:

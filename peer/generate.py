@@ -50,12 +50,14 @@ def load(config: GenerateConfig):
     from diffusers import DDIMScheduler
 
     from peer.models import stable_diffusion
+    from peer.models.diffusion.source import locate
+    from swarm.run_config import RunConfig
 
-    folder = stable_diffusion.locate(config.model)
+    folder = locate(config.model)
     if (folder / "model" / "model_index.json").is_file():
         folder = folder / "model"
     name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    pipeline = stable_diffusion.load(folder, torch.device(name)).pipeline
+    pipeline = stable_diffusion.load(folder, torch.device(name), RunConfig()).pipeline
     pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
     if name != "cpu":
         pipeline.to(dtype=torch.float16)
@@ -71,7 +73,9 @@ def draw(pipeline, prompt: str, config: GenerateConfig) -> list[Path]:
     paths: list[Path] = []
     for first in range(0, config.num_images, config.batch_size):
         numbers = range(first, min(first + config.batch_size, config.num_images))
-        pipeline.set_progress_bar_config(desc=f"{prompt[:40]} {numbers[0] + 1}-{numbers[-1] + 1}/{config.num_images}", disable=not sys.stderr.isatty())
+        pipeline.set_progress_bar_config(
+            desc=f"{prompt[:40]} {numbers[0] + 1}-{numbers[-1] + 1}/{config.num_images}", disable=not sys.stderr.isatty()
+        )
         images = pipeline(
             [prompt] * len(numbers),
             num_inference_steps=config.steps,

@@ -4,11 +4,9 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from peer.config import PeerConfig
-from swarm.digest import digest_model
 from swarm.errors import ExitCode, UserError
 from swarm.options import build
 from swarm.run_config import RunConfig
@@ -31,20 +29,20 @@ def join(
     given: Mapping[str, Any],
     ask_server: Callable[..., Any],
     found_at_server: Callable[[str, RunConfig], Any],
-    locate: Callable[[RunConfig], Path],
+    complete: Callable[[RunConfig], RunConfig],
 ) -> Joined:
     """The run of the server or of the DHT, or one founded from `given`, this peer's own words about the run.
 
     ask_server(url, run_id=...) answers what a server serves, None when nothing was founded there yet. found_at_server(url, run) founds a
-    run there and answers what it serves then, which is another founder's run if that one was faster. locate(run) is the folder of a run's
-    base model. Raises UserError when nobody answers, when `given` disagrees with the run, or when there is no run and this peer may not found one.
+    run there and answers what it serves then, which is another founder's run if that one was faster. complete(run) is a run
+    that is founded here with all that its founder works out for the others. Raises UserError when nobody answers, when `given` disagrees with the run, or when there is no run and this peer may not found one.
     """
     if peer.datasetserver:
-        joined = _from_server(peer, given, ask_server) or _founded_at_server(peer, given, found_at_server, locate)
+        joined = _from_server(peer, given, ask_server) or _founded_at_server(peer, given, found_at_server, complete)
     elif peer.peers:
-        joined = _from_dht(peer, given, ask_server) or _founded(peer, given, locate)
+        joined = _from_dht(peer, given, ask_server) or _founded(peer, given, complete)
     else:
-        joined = _founded(peer, given, locate)
+        joined = _founded(peer, given, complete)
     if not joined.server_url and not peer.train_data_dir and not peer.assist:
         raise UserError(
             "This run has no dataset server, and this peer no data.", fix="Give --train_data_dir a folder of pictures with captions."
@@ -67,9 +65,9 @@ def _from_server(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callabl
 
 
 def _founded_at_server(
-    peer: PeerConfig, given: Mapping[str, Any], found_at_server: Callable[[str, RunConfig], Any], locate: Callable[[RunConfig], Path]
+    peer: PeerConfig, given: Mapping[str, Any], found_at_server: Callable[[str, RunConfig], Any], complete: Callable[[RunConfig], RunConfig]
 ) -> Joined:
-    run = _run_of(given, locate)
+    run = _run_of(given, complete)
     if peer.dry_run:  # looks, and founds nothing
         return Joined(run, peer.datasetserver, peer.peers)
     joined = _joined(peer, given, found_at_server(peer.datasetserver, run))
@@ -117,15 +115,15 @@ def _from_dht(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[.
     return dataclasses.replace(from_server, last_known=max(known, key=lambda head: head["samples"], default=None))
 
 
-def _founded(peer: PeerConfig, given: Mapping[str, Any], locate: Callable[[RunConfig], Path]) -> Joined:
-    run = _run_of(given, locate)
+def _founded(peer: PeerConfig, given: Mapping[str, Any], complete: Callable[[RunConfig], RunConfig]) -> Joined:
+    run = _run_of(given, complete)
     log.info("founding the run '%s' (%s)", run.run_name, run.run_id)
     return Joined(run, "", peer.peers, None)
 
 
-def _run_of(given: Mapping[str, Any], locate: Callable[[RunConfig], Path]) -> RunConfig:
-    """The run that `given` describes, with the digest of its model's weights."""
+def _run_of(given: Mapping[str, Any], complete: Callable[[RunConfig], RunConfig]) -> RunConfig:
+    """The run that `given` describes, complete."""
     run = build(RunConfig, given)
     if not run.model:
         raise UserError("A run needs a base model, and none was given.", fix="Add --model with a diffusers folder or a Hub id.")
-    return dataclasses.replace(run, model_digest=digest_model(locate(run)))
+    return complete(run)

@@ -1,9 +1,9 @@
-"""Digests: BLAKE3, in hex, of bytes, of canonical JSON, and of a model folder's weights."""
+"""Digests: BLAKE3, in hex, of bytes, of canonical JSON, and of a base model's weights."""
 
 import json
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 
@@ -26,40 +26,61 @@ def digest_json(value: Any) -> str:
     return digest_bytes(canonical_json(value))
 
 
-def digest_model(folder: Path) -> str:
-    """Digest of a diffusers folder's weights: names, dtypes, shapes and bytes of its tensors, whatever the files' metadata.
+def digest_model(source: Path) -> str:
+    """Digest of a base model's weights: names, dtypes, shapes and bytes of its tensors, whatever the files' metadata.
 
-    Reads `<part>/*.safetensors` of the parts that exist, precision variants (`model.fp16.safetensors`) left out.
+    source: a diffusers folder, of which `<part>/*.safetensors` of the parts that exist are read, precision variants
+    (`model.fp16.safetensors`) only where there is nothing else; or a single .safetensors file.
     Raises UserError when the folder is no pipeline or a file is damaged.
     """
-    if not (folder / "model_index.json").is_file():
-        raise UserError(
-            f"{folder} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote."
-        )
     hasher = blake3()
-    files = [path for part in WEIGHT_PARTS for path in sorted((folder / part).glob("*.safetensors")) if path.name.count(".") == 1]
+    if source.is_file():
+        _hash_safetensors(source, hasher)
+        return hasher.hexdigest()
+    if not (source / "model_index.json").is_file():
+        raise UserError(
+            f"{source} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote."
+        )
+    files = [path for part in WEIGHT_PARTS for path in _weights(source / part)]
     if not files:
-        raise UserError(f"{folder} holds no .safetensors weights.", fix="Save it again with safe_serialization=True.")
+        raise UserError(f"{source} holds no .safetensors weights.", fix="Save it again with safe_serialization=True.")
     for path in files:
         hasher.update(f"{path.parent.name}\0".encode())
         _hash_safetensors(path, hasher)
     return hasher.hexdigest()
 
 
-def _hash_safetensors(path: Path, hasher: Any) -> None:
-    size = path.stat().st_size
+def read_header(path: Path) -> dict[str, Any]:
+    """A .safetensors file's tensors by name: {"dtype", "shape", "data_offsets"}. Raises UserError when the file is damaged."""
     with path.open("rb") as file:
-        try:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(_MAX_HEADER_BYTES, size):
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            end = max(entry["data_offsets"][1] for entry in header.values())
-            if 8 + length + end != size:
-                raise ValueError(f"{size} bytes instead of {8 + length + end}")
-        except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is damaged: {error}.", fix="Fetch the model again.") from None
-        hasher.update(canonical_json(header))
+        return _read_header(path, file)
+
+
+def _weights(part: Path) -> list[Path]:
+    """A part's files in the order of their names; those of a precision variant (a second dot in the name) only where it has no others."""
+    files = sorted(part.glob("*.safetensors"))
+    return [path for path in files if path.name.count(".") == 1] or files
+
+
+def _hash_safetensors(path: Path, hasher: Any) -> None:
+    with path.open("rb") as file:
+        hasher.update(canonical_json(_read_header(path, file)))
         for piece in iter(lambda: file.read(16 << 20), b""):
             hasher.update(piece)
+
+
+def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:
+    """Leaves `file` where the tensors' bytes begin."""
+    size = path.stat().st_size
+    try:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(_MAX_HEADER_BYTES, size):
+            raise ValueError(f"header of {length} bytes")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = max(entry["data_offsets"][1] for entry in header.values())
+        if 8 + length + end != size:
+            raise ValueError(f"{size} bytes instead of {8 + length + end}")
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged: {error}.", fix="Fetch the model again.") from None
+    return header

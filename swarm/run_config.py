@@ -11,15 +11,20 @@ from swarm.digest import digest_json
 from swarm.errors import UserError
 from swarm.options import build, check_keys, option
 
+_PLACES = ("model", "model_config")
+"""Where a peer has the base model: one on its disk, another one on the Hub."""
+_FOUND_OUT = {"family": "auto"}
+"""Values that leave it to the founder; a peer that gives one agrees with any run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The run (the same for every peer; taken from the server or the DHT when joining)."""
 
     run_name: str = option("distributed-diffusion", "Name of the run, for people.")
-    model: str = option("", "Base model: a diffusers folder or a Hub id.", aliases=("pretrained_model_name_or_path",))
+    model: str = option("", "Base model: a diffusers folder, a Hub id or a .safetensors file.", aliases=("pretrained_model_name_or_path",))
     model_digest: str = option("", "Digest of the base model's weights; worked out by the founder.")
-    family: str = option("stable_diffusion", "What is trained: a module of peer/models.")
+    family: str = option("auto", "What is trained: a module of peer/models; auto: the founder reads it from the model.")
     method: str = option("full", "Which tensors are trained: a module of peer/methods.")
     sync: str = option("parameters", "How peers agree: a module of peer/sync.")
     wire: str = option(
@@ -55,6 +60,12 @@ class RunConfig:
         "lanczos", "How pictures are resized.", choices=("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
     )
 
+    # families: what the model is told, and what it is to predict
+    model_config: str = option(
+        "",
+        "For a .safetensors --model: diffusers folder or Hub id whose configs and tokenizers it is read with; default: its family's own on the Hub.",
+    )
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -75,10 +86,8 @@ class RunConfig:
 
     @functools.cached_property  # a server compares it at every request
     def digest(self) -> str:
-        """Hash of every field but `model`, which `model_digest` stands for; peers whose digests differ never average with each other."""
-        values = dataclasses.asdict(self)
-        del values["model"]  # one peer has it on its disk, another one on the Hub
-        return digest_json(values)
+        """Hash of every field but the model's place, which `model_digest` stands for; peers whose digests differ never average together."""
+        return digest_json({name: value for name, value in dataclasses.asdict(self).items() if name not in _PLACES})
 
     @property
     def run_id(self) -> str:
@@ -95,7 +104,7 @@ class RunConfig:
         """Raise UserError naming the first flag of this peer that disagrees with the run it joins."""
         for name, ours in flags.items():
             theirs = getattr(self, name)
-            if name != "model" and ours != theirs:
+            if name not in _PLACES and ours != theirs and ours != _FOUND_OUT.get(name):
                 raise UserError(
                     f"The run '{self.run_name}' ({self.run_id}) has {name} = {theirs}, but this peer was started with {ours}.",
                     fix=f"Remove --{name} to take the run's value, or found a run of your own.",

@@ -1,5 +1,6 @@
 """What many tests share: a tiny real model, a folder of captioned pictures, one thread of torch and no network."""
 
+import functools
 import logging
 import os
 
@@ -43,6 +44,12 @@ def loggers_as_before():
 def tiny_model(tmp_path_factory) -> Path:
     """A diffusers folder of a Stable Diffusion of about 250 k parameters; shared, so do not change it."""
     return tiny.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_family(tmp_path_factory):
+    """`tiny_family("sdxl")`: a diffusers folder of one of `tiny.FAMILIES`, built once; shared, so do not change it."""
+    return functools.cache(lambda family: tiny.write_family(tmp_path_factory.mktemp(family) / "tiny", family))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def write_dataset(folder: Path, count: int) -> Path:
 def write_model(folder: Path) -> Path:
     """The least that has a model's digest: the server never loads one."""
     (folder / "unet").mkdir(parents=True, exist_ok=True)
-    (folder / "model_index.json").write_text("{}")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     return folder

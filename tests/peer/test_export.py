@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def helper(tmp_path, tiny_model):
     """The folder of an assisting peer with two settled states; the newest adds 0.25 to all parameters of the model."""
     run = RunConfig(model=str(tiny_model), sync="diloco", model_digest=digest_model(tiny_model), target_batch_size=8)
-    params = full.build(run).attach(stable_diffusion.load(tiny_model, CPU))
+    params = full.build(run).attach(stable_diffusion.load(tiny_model, CPU, RunConfig()))
     schema = Schema.of(params)
     vector = flatten(params, torch.empty(schema.size))
     folder = tmp_path / "helper"
@@ -47,7 +47,7 @@ def test_the_newest_kept_state_becomes_a_diffusers_folder(helper, tmp_path, tiny
     monkeypatch.setattr("sys.argv", ["dd-export", "--state", str(helper), "--out", str(tmp_path / "out" / "model")])
     assert export.cli() == ExitCode.OK
     assert "exported round=2 samples=16" in capsys.readouterr().err
-    base, result = (stable_diffusion.load(folder, CPU).parts for folder in (tiny_model, tmp_path / "out" / "model"))
+    base, result = (stable_diffusion.load(folder, CPU, RunConfig()).parts for folder in (tiny_model, tmp_path / "out" / "model"))
     trained = result["unet"].state_dict()
     for name, tensor in base["unet"].state_dict().items():
         assert torch.equal(trained[name].float(), tensor.float() + 0.25)
@@ -59,8 +59,8 @@ def test_any_kept_state_can_be_named_and_the_model_may_lie_elsewhere(helper, tmp
     first = sorted((helper / "settled").iterdir())[0]
     shutil.copytree(tiny_model, tmp_path / "elsewhere")
     export.main(["--state", str(first), "--out", str(tmp_path / "out"), "--model", str(tmp_path / "elsewhere")])
-    name, base = next(iter(stable_diffusion.load(tiny_model, CPU).parts["unet"].named_parameters()))
-    assert torch.equal(dict(stable_diffusion.load(tmp_path / "out", CPU).parts["unet"].named_parameters())[name], base + 9.0)
+    name, base = next(iter(stable_diffusion.load(tiny_model, CPU, RunConfig()).parts["unet"].named_parameters()))
+    assert torch.equal(dict(stable_diffusion.load(tmp_path / "out", CPU, RunConfig()).parts["unet"].named_parameters())[name], base + 9.0)
 
 
 def damage(helper, tmp_path):

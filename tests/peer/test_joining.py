@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from peer.config import PeerConfig
-from peer.finetune import load_model, parse, resolve_run
+from peer.finetune import complete, load_model, parse, resolve_run
 from peer.joining import join
 from swarm.digest import digest_model
 from swarm.errors import ExitCode, UserError
@@ -171,7 +171,7 @@ def test_of_two_founders_at_once_both_end_in_one_run_or_the_slower_one_is_told_w
     def found(seed):
         peer = PeerConfig(datasetserver=open_host.url, found=True)
         try:
-            return join(peer, {"model": str(open_host.model), "seed": seed}, ask, found_run, lambda run: open_host.model)
+            return join(peer, {"model": str(open_host.model), "seed": seed}, ask, found_run, functools.partial(complete, digest=True))
         except UserError as error:
             return error
 

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def learn(tiny_model, kind, steps, optimizer_state=None):
     """Train the tiny UNet on three fixed latents; returns the last losses' mean, the optimizer and the parameters."""
-    model = stable_diffusion.load(tiny_model, CPU)
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     params = full.build(RunConfig()).attach(model)
     optimizer = build_optimizer(RunConfig(optimizer=kind, learning_rate=2e-3), params, CPU)
     encoded, rng, losses = encode(model), torch.Generator().manual_seed(0), []

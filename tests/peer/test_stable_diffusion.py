@@ -25,7 +25,7 @@ def encode(model, captions=("a red square", "", "a red square")):
 
 
 def test_a_batch_becomes_latents_and_text_states(tiny_model):
-    model = stable_diffusion.load(tiny_model, CPU)
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     full.build(RunConfig()).attach(model)
     encoded = encode(model)
     states = encoded.text["states"]
@@ -35,7 +35,7 @@ def test_a_batch_becomes_latents_and_text_states(tiny_model):
 
 
 def test_latents_are_drawn_as_the_vae_draws_them(tiny_model):
-    model = stable_diffusion.load(tiny_model, CPU)
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     with torch.no_grad():
         posterior = model.vae.encode(batch().pixels).latent_dist
     expected = posterior.sample(torch.Generator().manual_seed(0)) * model.vae.config.scaling_factor
@@ -43,7 +43,7 @@ def test_latents_are_drawn_as_the_vae_draws_them(tiny_model):
 
 
 def test_text_states_match_the_pipelines_own(tiny_model):
-    model = stable_diffusion.load(tiny_model, CPU)
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     pipeline = StableDiffusionPipeline.from_pretrained(tiny_model)
     with torch.no_grad():
         expected, _ = pipeline.encode_prompt(["a red square", ""], CPU, 1, False)
@@ -52,7 +52,7 @@ def test_text_states_match_the_pipelines_own(tiny_model):
 
 def test_captions_that_repeat_are_encoded_once_and_few_are_kept(tiny_model, monkeypatch):
     monkeypatch.setattr(encoding, "_TEXT_CACHE_BYTES", 2 * 77 * 16 * 4)
-    model = stable_diffusion.load(tiny_model, CPU)
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     full.build(RunConfig()).attach(model)
     asked, encode_text = [], model.encode_text
     monkeypatch.setattr(model, "encode_text", lambda captions: asked.append(list(captions)) or encode_text(captions))
@@ -63,7 +63,7 @@ def test_captions_that_repeat_are_encoded_once_and_few_are_kept(tiny_model, monk
 
 
 def test_text_that_is_trained_is_encoded_every_time_and_has_a_gradient(tiny_model):
-    model = stable_diffusion.load(tiny_model, CPU)
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     full.build(RunConfig()).attach(model)
     weight = model.text_encoder.get_input_embeddings().weight.requires_grad_(True)
     encoder, states = Encoder(model), []
@@ -79,7 +79,7 @@ def test_text_that_is_trained_is_encoded_every_time_and_has_a_gradient(tiny_mode
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 def test_the_loss_is_the_schedulers_target_for_each_sample(tmp_path, prediction_type):
     folder = tiny.write_model(tmp_path / "model", prediction_type=prediction_type)
-    model = stable_diffusion.load(folder, CPU)
+    model = stable_diffusion.load(folder, CPU, RunConfig())
     encoded = encode(model)
     losses = model.loss(encoded, torch.Generator().manual_seed(5))
 
@@ -94,7 +94,7 @@ def test_the_loss_is_the_schedulers_target_for_each_sample(tmp_path, prediction_
 
 
 def test_full_trains_the_unet_alone_and_under_stable_names(tiny_model):
-    model = stable_diffusion.load(tiny_model, CPU)
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     params = full.build(RunConfig()).attach(model)
     assert list(params) == [f"unet.{name}" for name, _ in model.unet.named_parameters()]
     assert all(p.requires_grad and p.dtype == torch.float32 for p in params.values())
@@ -106,7 +106,7 @@ def test_full_trains_the_unet_alone_and_under_stable_names(tiny_model):
 def test_gradient_checkpointing_gives_the_same_gradients(tiny_model):
     gradients = []
     for checkpointing in (False, True):
-        model = stable_diffusion.load(tiny_model, CPU)
+        model = stable_diffusion.load(tiny_model, CPU, RunConfig())
         params = full.build(RunConfig()).attach(model)
         if checkpointing:
             model.enable_gradient_checkpointing()
@@ -116,7 +116,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny_model):
 
 
 def test_the_export_loads_as_a_plain_pipeline_with_the_trained_weights_and_the_frozen_ones(tiny_model, tmp_path):
-    model = stable_diffusion.load(tiny_model, CPU)
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     method = full.build(RunConfig())
     params = method.attach(model)
     with torch.no_grad():
@@ -134,17 +134,17 @@ def test_the_export_loads_as_a_plain_pipeline_with_the_trained_weights_and_the_f
 def test_the_export_keeps_the_text_encoders_old_key_names(tiny_model, tmp_path):
     from safetensors import safe_open
 
-    stable_diffusion.load(tiny_model, CPU).save(tmp_path / "out")
+    stable_diffusion.load(tiny_model, CPU, RunConfig()).save(tmp_path / "out")
     with safe_open(tmp_path / "out/text_encoder/model.safetensors", "pt") as file:
         assert all(name.startswith("text_model.") for name in file.keys())  # noqa: SIM118
 
 
 def test_a_folder_that_is_no_pipeline_is_a_one_line_error(tmp_path, tiny_model):
     with pytest.raises(UserError, match=r"no model_index\.json"):
-        stable_diffusion.load(tmp_path, CPU)
-    with pytest.raises(UserError, match="no model folder"):
-        stable_diffusion.load(tmp_path / "missing", CPU)
+        stable_diffusion.load(tmp_path, CPU, RunConfig())
+    with pytest.raises(UserError, match="There is no model"):
+        stable_diffusion.load(tmp_path / "missing", CPU, RunConfig())
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(UserError, match="does not load") as error:
-        stable_diffusion.load(tmp_path, CPU)
+        stable_diffusion.load(tmp_path, CPU, RunConfig())
     assert "\n" not in str(error.value)

@@ -1,0 +1,52 @@
+"""Where a base model is: a diffusers folder, a single .safetensors file, or what the Hub has under an id."""
+
+import logging
+from pathlib import Path
+
+from swarm.errors import ExitCode, UserError
+
+_UNUSED = {"safety_checker": None, "feature_extractor": None, "image_encoder": None}
+"""Components of pipelines that training has no use for: 1.2 GB of SD 1.5 are its safety checker."""
+
+
+def locate(source: str) -> Path:
+    """The folder or file of a model: `source` itself, or the Hub's copy of it, of which only what is missing and needed is fetched.
+
+    Raises UserError when there is neither such a folder or file nor such a model.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
+        return path
+    if path.exists():
+        raise UserError(f"{path} is neither a folder nor a .safetensors file.", fix="Convert it to .safetensors, which cannot hold code.")
+    if source.count("/") > 1 or source.startswith((".", "/", "~")) or source.endswith(".safetensors"):
+        raise UserError(f"There is no model {source}.", fix="Give a diffusers folder, a .safetensors file, or a Hub id such as owner/name.")
+    quiet()
+    from diffusers import DiffusionPipeline
+
+    try:
+        return Path(DiffusionPipeline.download(source, use_safetensors=True, **_UNUSED))
+    except Exception as error:  # OSError, ValueError, huggingface_hub's and httpx's own
+        raise UserError(
+            f"'{source}' is no model here, and the Hub did not give it: {first_line(error)}",
+            fix="Check the name and the network, or give a folder.",
+            code=ExitCode.NETWORK,
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says, on one line."""
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def quiet() -> None:
+    """No bars for files that are read in milliseconds, no notes on libraries that we do not use; errors are raised anyway."""
+    for name in ("bitsandbytes", "transformers", "diffusers"):  # before their import, which is when they speak
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import diffusers
+    import transformers
+
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()

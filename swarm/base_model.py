@@ -1,0 +1,52 @@
+"""Which family a base model is of, read from its model_index.json or from a single file's keys; no weights are loaded."""
+
+import json
+from pathlib import Path
+
+from swarm.digest import read_header
+from swarm.errors import UserError
+
+AUTO = "auto"
+"""`--family auto`: whoever founds the run finds out, so that nobody who joins has to guess."""
+PIPELINES = {
+    "StableDiffusionPipeline": "stable_diffusion",
+    "StableDiffusionXLPipeline": "sdxl",
+    "FluxPipeline": "flux",
+}
+"""The class that model_index.json names: its family, a module of peer/models."""
+
+
+def family_of(source: Path) -> str:
+    """The family of a diffusers folder or a .safetensors file. Raises UserError when it is of none that is known."""
+    return _family_of_file(source) if source.is_file() else _family_of_folder(source)
+
+
+def _family_of_folder(folder: Path) -> str:
+    try:
+        name = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{folder / 'model_index.json'} does not say what pipeline it is of.", fix="Fetch the model again, or say it with --family."
+        ) from None
+    if name not in PIPELINES:
+        raise UserError(f"{folder} is a {name}, which cannot be trained.", fix=f"Use a {', '.join(PIPELINES)}.")
+    return PIPELINES[name]
+
+
+def _family_of_file(path: Path) -> str:
+    """By names that only one of the original layouts has."""
+    keys = read_header(path).keys()
+    if any(key.endswith("double_blocks.0.img_attn.norm.key_norm.scale") for key in keys):
+        return "flux"
+    if any(key.startswith("conditioner.embedders.1.") for key in keys):
+        return "sdxl"
+    if any(key.startswith("cond_stage_model.") for key in keys) and "model.diffusion_model.input_blocks.0.0.weight" in keys:
+        return "stable_diffusion"
+    raise UserError(
+        f"{path} holds no Stable Diffusion, SDXL or FLUX checkpoint.",
+        fix="Give the whole checkpoint in one file, as A1111 and ComfyUI read it, or a diffusers folder.",
+    )
