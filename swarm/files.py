@@ -1,6 +1,7 @@
 """Writing that survives a power cut."""
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -15,7 +16,7 @@ def flush(path: Path) -> None:
 
 def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write a file so that it is there in whole or not at all, durably. mode: less the umask. Raises OSError, and leaves what was there."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     part.unlink(missing_ok=True)
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
         file.write(data)
