@@ -124,7 +124,7 @@ def alone(base: Path, run: Run) -> None:
     folder.mkdir()
     (folder / "run.toml").write_text(swarm_run.run_settings(swarm_run.Plan(base, total_samples=run.total, settings=run.settings)))
     flags = ["--config", folder / "run.toml", "--train_data_dir", base / "dataset", "--output_dir", folder / "peer-1", "--num_threads", 1]
-    flags += ["--train_batch_size", run.batch, "--checkpointing_samples", EVERY, "--checkpoints_total_limit", 1000]
+    flags += ["--train_batch_size", run.batch, "--checkpointing_steps", EVERY // run.batch, "--checkpoints_total_limit", 1000]
     command = [str(part) for part in (sys.executable, ROOT / "peer" / "finetune.py", *flags)]
     with (folder / "log").open("wb") as log:
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)

@@ -32,8 +32,6 @@ class PeerConfig:
     dataloader_num_workers: int = option(0, "Processes that decode pictures; 0: in the training process.")
     cache_dir: str = option("", "Where shards are kept; default: inside --output_dir.")
     cache_gib: float = option(20.0, "Limit of that cache in GiB.")
-    checkpointing_rounds: int = option(1, "Save a resumable checkpoint every so many committed rounds.")
-    checkpointing_samples: int = option(10_000, "Save one every so many samples when training without a swarm.")
     assist: bool = option(
         False,
         "Train nothing, but reduce, lead, relay and keep the run's states, for peers that nobody can dial; needs no GPU, model or data.",
@@ -48,6 +46,25 @@ class PeerConfig:
         None, "Open no port: others cannot dial this peer, it dials them. auto: exactly when those it asks cannot dial it."
     )
     min_peers: int = option(1, "Wait at the start until so many peers are live, this one included.")
+
+    # loop: lengths in global steps, which are optimizer steps alone and rounds of target_batch_size samples in a swarm
+    max_train_steps: int = option(0, "End the run after so many global steps: another way to say --total_samples.")
+    lr_warmup_steps: float = option(
+        0.0,
+        "Global steps over which the learning rate rises, below 1 the share of the run: another way to say --lr_warmup_samples.",
+        aliases=("lr_scheduler_warmup",),
+    )
+    scale_lr: bool = option(False, "Multiply --learning_rate by the samples of a global step, once, when the run begins.")
+    checkpointing_steps: int = option(
+        0,
+        "Save a resumable checkpoint every so many global steps; 0: every round of a swarm, alone every 10,000 samples.",
+        aliases=("checkpointing_rounds",),
+    )
+    save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-N every so many global steps; 0: at the end only.")
+    lease_samples: int = option(
+        0, "Lease at least so many samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",)
+    )
+
     dry_run: bool = option(False, "Print the resolved configuration and end.")
     debug: bool = option(False, "Log more, and show tracebacks.")
 
@@ -63,12 +80,13 @@ class PeerConfig:
             "gradient_accumulation_steps",
             "num_train_epochs",
             "checkpoints_total_limit",
-            "checkpointing_rounds",
-            "checkpointing_samples",
             "min_peers",
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more.")
+        for name in ("max_train_steps", "lr_warmup_steps", "checkpointing_steps", "save_steps", "lease_samples"):
+            if not 0 <= getattr(self, name) < 2**40:
+                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more, or 0 for the default.")
 
         if self.states_total_limit < 0:
             raise UserError(f"states_total_limit is {self.states_total_limit}.", fix="Use 1 or more, or 0 to keep all of them.")

@@ -22,6 +22,8 @@ if sys.path and os.path.realpath(sys.path[0] or ".") == os.path.join(_ROOT, "pee
 from peer.config import PeerConfig  # noqa: E402
 from peer.joining import Joined, join  # noqa: E402
 from peer.rooms import load_part  # noqa: E402
+from peer.spellings import Spellings, names_in, refuse_gone, spelled_out  # noqa: E402
+from peer.units import SAID_TWICE, of_founder, refuse_both, step_samples, warm_up  # noqa: E402
 from swarm.base_model import AUTO, family_of  # noqa: E402
 from swarm.digest import digest_model  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("peer.finetune")
 _KNOWN_HOSTS = "known_hosts.json"
+_CHECKPOINT_SAMPLES = 10_000
+"""Alone and without --checkpointing_steps, a checkpoint is saved every so many samples."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,15 +88,36 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[PeerConfig, dict[str, Any]]:
     """This peer's configuration, and what was said of the run: the keys of `--config`, overruled by flags. DD_TOKEN stands for `--token`."""
-    parser = argparse.ArgumentParser(prog="finetune.py", description="Train a diffusion model, alone or together with other peers.")
-    parser.add_argument("--config", default="", metavar="RUN.toml", help="File with options of the run; flags overrule it.")
-    run_flags, peer_flags, rest = parse_flags(parser, argv, RunConfig, PeerConfig)
-    from_file = read_toml(Path(rest["config"]), RunConfig) if rest["config"] else {}
-    if "token" in peer_flags and not peer_flags.get("datasetserver"):
+    classes = (RunConfig, PeerConfig, Spellings)
+    refuse_gone(names_in(argv))
+    parser = argparse.ArgumentParser(
+        prog="finetune.py", description="Train a diffusion model, alone or together with other peers.", allow_abbrev=False
+    )
+    parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
+    *parts, rest = parse_flags(parser, argv, *classes)
+    flags = spelled_out({name: value for part in parts for name, value in part.items()})
+    from_file = spelled_out(read_toml(Path(rest["config"]), *classes)) if rest["config"] else {}
+    for layer in (flags, from_file):
+        refuse_both(layer)
+    said = overrule(from_file, flags)
+    if "token" in said and not said.get("datasetserver"):
         raise UserError(
             "--token is for a dataset server, and none is named.", fix="Add --datasetserver URL: a token goes to that URL only."
         )
-    return build(PeerConfig, {"token": environ.get("DD_TOKEN", "").strip()}, peer_flags), {**from_file, **run_flags}
+    own = {field.name for field in dataclasses.fields(PeerConfig)}
+    peer = build(PeerConfig, {"token": environ.get("DD_TOKEN", "").strip()}, {name: said[name] for name in own & said.keys()})
+    if peer.swarming and "num_train_epochs" in said:
+        raise UserError(
+            "A swarm counts no epochs.", fix="Give --max_train_steps (rounds) or --total_samples instead of --num_train_epochs."
+        )
+    return peer, {name: value for name, value in said.items() if name not in own}
+
+
+def overrule(from_file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags win over the file, also where they say the same thing in another unit."""
+    twins = SAID_TWICE | {samples: steps for steps, samples in SAID_TWICE.items()}
+    hidden = {twins[name] for name in flags if name in twins}
+    return {name: value for name, value in from_file.items() if name not in hidden} | dict(flags)
 
 
 def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
@@ -104,7 +129,9 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
         raise UserError(
             f"--sync {given['sync']} needs a swarm, and none was named.", fix="Add --datasetserver, --peers or --found, or remove --sync."
         )
-    run = build(RunConfig, given, {"sync": "none"})
+    from peer.device import Rank
+
+    run = build(RunConfig, of_founder(given, peer, Rank.from_environment().world), {"sync": "none"})
     if not run.model:
         raise UserError("No model was given.", fix="Give --model a diffusers folder or a Hub id.")
     if not peer.train_data_dir:
@@ -163,6 +190,7 @@ def assemble(
     from peer.encoding import Encoder
     from peer.feed import Feed
     from peer.metrics import Progress
+    from peer.occasions import Occasion, Occasions
     from peer.optim import build_optimizer
     from peer.ranked import RankedSync
     from peer.schedule import build_schedule
@@ -193,6 +221,7 @@ def assemble(
     closing.callback(progress.close)
 
     checkpoints = Checkpoints(output, peer.checkpoints_total_limit)
+    occasions: list[Occasion] = []
     trainer = Trainer(
         model=model,
         encode=Encoder(model),
@@ -201,17 +230,26 @@ def assemble(
         learning_rate=build_schedule(run),
         max_grad_norm=run.max_grad_norm,
         precision=choose_precision(peer.mixed_precision, device, sum(parameter.numel() for parameter in params.values())),
-        sync=RankedSync(sync, group, params),
+        sync=RankedSync(sync, group, params, moves=run.sync != "none"),
         feed=feed,
         accounts=Accounts(source),
         group=group,
         progress=progress,
         stopping=stop,
         save=checkpoints.save,
-        save_every_rounds=peer.checkpointing_rounds if peer.swarming else 0,
-        save_every_samples=0 if peer.swarming else peer.checkpointing_samples,
+        occasions=Occasions(occasions),
+        by_rounds=peer.swarming,
         noise_seed=f"{run.seed}:{own_id}",
     )
+    step = step_samples(peer, run.target_batch_size, group.world)
+    occasions += [
+        Occasion(peer.save_steps, partial(save_result, method, trainer, output)),
+        Occasion(
+            peer.checkpointing_steps or (1 if peer.swarming else max(1, _CHECKPOINT_SAMPLES // step)),
+            lambda _: trainer.checkpoint(),
+            at_end=False,
+        ),
+    ]
     if peer.resume_from_checkpoint:
         resume(trainer, checkpoints, peer.resume_from_checkpoint, group)
     return trainer, method
@@ -250,8 +288,12 @@ def check_resolution(run: RunConfig, model: "Model") -> None:
         )
 
 
+def samples_of_a_local_step(peer: PeerConfig, world: int) -> int:
+    return peer.train_batch_size * peer.gradient_accumulation_steps * world
+
+
 def check_batch(run: RunConfig, peer: PeerConfig, world: int) -> None:
-    step = peer.train_batch_size * peer.gradient_accumulation_steps * world
+    step = samples_of_a_local_step(peer, world)
     if peer.swarming and step > run.target_batch_size:
         raise UserError(
             f"One step of this peer takes {step} samples, more than a round of the whole swarm ({run.target_batch_size}).",
@@ -274,7 +316,7 @@ def build_source(joined: Joined, peer: PeerConfig, group: "RankGroup", output: P
         peer_id=own_id,
         cache_dir=Path(peer.cache_dir) if peer.cache_dir else output / "cache",
         cache_gib=peer.cache_gib,
-        batch_samples=peer.train_batch_size * peer.gradient_accumulation_steps * group.world,
+        batch_samples=max(samples_of_a_local_step(peer, group.world), peer.lease_samples // 2),  # a source asks for two at a time
         epochs=None if joined.run.total_samples or peer.swarming else peer.num_train_epochs,
     )
     return load_part("data", "directory" if peer.train_data_dir else "dataset_server").build(context)
@@ -285,7 +327,9 @@ def with_end(run: RunConfig, peer: PeerConfig, source: "Source | None", group: "
     if run.total_samples or peer.swarming:
         return run
     total = group.broadcast_object(len(source) * peer.num_train_epochs if source else None)
-    return dataclasses.replace(run, total_samples=total)
+    share = peer.lr_warmup_steps if peer.lr_warmup_steps < 1 else 0
+    warm = {"lr_warmup_samples": warm_up(share, total)} if share else {}
+    return dataclasses.replace(run, total_samples=total, **warm)
 
 
 def build_sync(joined: Joined, peer: PeerConfig, params: "Params", group: "RankGroup", output: Path) -> "Sync | None":
@@ -327,6 +371,13 @@ def resume(trainer: "Trainer", checkpoints: Any, wanted: str, group: "RankGroup"
     trainer.load_state_dict(state)
     if found:
         log.info("resumed checkpoint=%s step=%d samples=%d", found[0], trainer.step, trainer.sync.samples)
+
+
+def save_result(method: Any, trainer: "Trainer", output: Path, step: int) -> None:
+    """The result as it is after so many global steps, beside those of other steps."""
+    if trainer.group.is_main:
+        export(method, trainer.model, trainer.params, output / f"model-steps-{step}")
+    trainer.group.barrier()
 
 
 def export(method: Any, model: "Model", params: "Params", target: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peer.config import PeerConfig
+from peer.units import of_founder, of_joiner
 from swarm.errors import ExitCode, UserError
 from swarm.options import build
 from swarm.run_config import RunConfig
@@ -67,7 +68,7 @@ def _from_server(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callabl
 def _founded_at_server(
     peer: PeerConfig, given: Mapping[str, Any], found_at_server: Callable[[str, RunConfig], Any], complete: Callable[[RunConfig], RunConfig]
 ) -> Joined:
-    run = _run_of(given, complete)
+    run = _run_of(peer, given, complete)
     if peer.dry_run:  # looks, and founds nothing
         return Joined(run, peer.datasetserver, peer.peers)
     joined = _joined(peer, given, found_at_server(peer.datasetserver, run))
@@ -78,7 +79,7 @@ def _founded_at_server(
 def _joined(peer: PeerConfig, given: Mapping[str, Any], answer: Any) -> Joined:
     """What a server answered, once it is known that `given` agrees with it."""
     run = RunConfig.from_mapping(answer.run, where=peer.datasetserver)
-    run.refuse_differences(given)
+    run.refuse_differences(of_joiner(given, peer, run))
     head = answer.head and {
         "digest": answer.head.digest,
         "round": answer.head.round,
@@ -102,7 +103,7 @@ def _from_dht(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[.
             code=ExitCode.NETWORK,
         )
     run = RunConfig.from_mapping(record.run, where="the peers' description of their run")
-    run.refuse_differences(given)
+    run.refuse_differences(of_joiner(given, peer, run))
     joined = Joined(run, record.server_url, peer.peers, record.head)
     if not record.server_url:
         return joined
@@ -116,14 +117,14 @@ def _from_dht(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[.
 
 
 def _founded(peer: PeerConfig, given: Mapping[str, Any], complete: Callable[[RunConfig], RunConfig]) -> Joined:
-    run = _run_of(given, complete)
+    run = _run_of(peer, given, complete)
     log.info("founding the run '%s' (%s)", run.run_name, run.run_id)
     return Joined(run, "", peer.peers, None)
 
 
-def _run_of(given: Mapping[str, Any], complete: Callable[[RunConfig], RunConfig]) -> RunConfig:
+def _run_of(peer: PeerConfig, given: Mapping[str, Any], complete: Callable[[RunConfig], RunConfig]) -> RunConfig:
     """The run that `given` describes, complete."""
-    run = build(RunConfig, given)
+    run = build(RunConfig, of_founder(given, peer))
     if not run.model:
         raise UserError("A run needs a base model, and none was given.", fix="Add --model with a diffusers folder or a Hub id.")
     return complete(run)

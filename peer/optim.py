@@ -10,11 +10,17 @@ from swarm.run_config import RunConfig
 
 
 def build_optimizer(run: RunConfig, params: Params, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW as the run wants it; `auto` is 8-bit (bitsandbytes) on a GPU and torch's fused one on a CPU.
+    """What the run wants; `auto` is 8-bit AdamW (bitsandbytes) on a GPU and torch's fused one on a CPU.
 
-    On a CPU 8-bit Adam is right to 1 % and needs a quarter of the memory, but takes about 30 times as long.
+    On a CPU 8-bit Adam is right to 1 % and needs a quarter of the memory, but takes about 30 times as long. Adafactor keeps a row and a
+    column of sums for each matrix instead of two numbers for each parameter; its rate is the schedule's, not one of its own.
     """
     kind = run.optimizer if run.optimizer != "auto" else ("adamw8bit" if device.type == "cuda" else "adamw")
+    if kind == "adafactor":
+        from transformers.optimization import Adafactor
+
+        own = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
+        return Adafactor(params.values(), lr=run.learning_rate, weight_decay=run.adam_weight_decay, **own)
     options = {
         "lr": run.learning_rate,
         "betas": (run.adam_beta1, run.adam_beta2),

@@ -10,8 +10,10 @@ from peer.device import RankGroup
 class RankedSync:
     """A Sync whose every method is called by all ranks together; only rank 0 has the `inner` one and talks to the swarm."""
 
-    def __init__(self, inner: Sync | None, group: RankGroup, params: Params):
+    def __init__(self, inner: Sync | None, group: RankGroup, params: Params, *, moves: bool = True):
+        """moves: whether the strategy ever changes the parameters; alone, all ranks have the same ones anyway."""
         assert (inner is not None) == group.is_main
+        self._moves = moves
         self._inner, self._group, self._params = inner, group, params
         self.round = self.samples = 0
         self.peers = 1
@@ -42,7 +44,7 @@ class RankedSync:
             report = ask()
             told = (report, self._inner.round, self._inner.samples, self._inner.peers)
         report, self.round, self.samples, self.peers = self._group.broadcast_object(told)
-        if report != SyncReport() or (self.round, self.samples) != before:
+        if self._moves and (report != SyncReport() or (self.round, self.samples) != before):
             self._group.broadcast_(list(self._params.values()))
         return report
 

@@ -20,11 +20,20 @@ def build_schedule(run: RunConfig) -> Callable[[int], float]:
     if run.lr_scheduler not in names:
         raise UserError(f"lr_scheduler is '{run.lr_scheduler}'.", fix=f"Use one of {', '.join(names)}.")
     if not run.total_samples and not run.lr_scheduler.startswith("constant"):
-        raise UserError(f"lr_scheduler '{run.lr_scheduler}' must know where the run ends.", fix="Give --total_samples.")
+        raise UserError(
+            f"lr_scheduler '{run.lr_scheduler}' must know where the run ends.", fix="Give --max_train_steps or --total_samples."
+        )
     # With warm-up, 'constant' means what diffusers calls 'constant_with_warmup': asking for warm-up and getting none is no use.
     name = "constant_with_warmup" if run.lr_scheduler == "constant" and run.lr_warmup_samples else run.lr_scheduler
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=run.lr_warmup_samples, num_training_steps=run.total_samples or None)
+    scheduler = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=run.lr_warmup_samples,
+        num_training_steps=run.total_samples or None,
+        num_cycles=run.lr_num_cycles,
+        power=run.lr_power,
+    )
     factor = scheduler.lr_lambdas[0]
 
     def learning_rate(samples: int) -> float:

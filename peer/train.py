@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peer.device import Precision, RankGroup
     from peer.feed import Feed, Work
     from peer.metrics import Progress
+    from peer.occasions import Occasions
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +49,16 @@ class Trainer:
     stopping: Callable[[], bool]
     save: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
     """Writes a checkpoint of (state, what to say about it); may raise UserError when the disk is full."""
-    save_every_rounds: int = 0
-    save_every_samples: int = 0
-    """0: not by this count."""
+    occasions: "Occasions"
+    """What else is done every so many global steps."""
+    by_rounds: bool
+    """Whether a global step is a committed round, as in a swarm, or an optimizer step of ours."""
     noise_seed: str
     """Differs between peers: equal noise would correlate their gradients."""
     step: int = 0
     trained: int = 0
     """Samples of this peer's counted steps."""
     _bad_steps: int = 0
-    _saved: tuple[int, int] = (0, 0)
     _scaler: torch.amp.GradScaler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,8 +66,8 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end, leave the swarm and save. Raises UserError when training cannot go on."""
-        self._saved = (self.sync.round, self.trained)
         done = self._follow(self.sync.catch_up())
+        self.occasions.start(self.global_step)
         for work in self.feed if not done else ():
             loss = self._train(work)
             samples = len(work.keys) if loss is not None else 0
@@ -81,13 +82,16 @@ class Trainer:
                 committed=self.sync.samples,
                 peers=self.sync.peers,
             )
+            self.occasions.reach(self.global_step, end=done)
             if done:
                 break
-            if self._checkpoint_due():
-                self.checkpoint()
         self._leave()
         self.checkpoint()
         self.accounts.give_back_aside()
+
+    @property
+    def global_step(self) -> int:
+        return self.sync.round if self.by_rounds else self.step
 
     def _train(self, work: "Work") -> float | None:
         """One local step: forward, backward and, when the strategy says so, the optimizer. Returns the mean loss, None if it did not count."""
@@ -178,15 +182,7 @@ class Trainer:
         self.accounts.apply(report)
         return report
 
-    def _checkpoint_due(self) -> bool:
-        rounds, samples = self.sync.round - self._saved[0], self.trained - self._saved[1]
-        return bool(
-            (self.save_every_rounds and rounds >= self.save_every_rounds)
-            or (self.save_every_samples and samples >= self.save_every_samples)
-        )
-
     def checkpoint(self) -> None:
-        self._saved = (self.sync.round, self.trained)
         if self.group.is_main:
             self.save(
                 self.state_dict(), {"round": self.sync.round, "samples": self.sync.samples, "step": self.step, "trained": self.trained}

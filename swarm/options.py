@@ -59,21 +59,32 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], *classes: 
     return [*result, {name: value for name, value in given.items() if not any(name in group for group in names)}]
 
 
-def read_toml(path: Path, cls: type[Config]) -> dict[str, Any]:
-    """The options of `cls` that a TOML file sets. Raises UserError for an unreadable file or an unknown key."""
+def read_toml(path: Path, *classes: type) -> dict[str, Any]:
+    """The options of `classes` that a TOML file sets, under their own names or aliases, by their own names.
+
+    Raises UserError for an unreadable file, an unknown key, or an option that is set under two of its names.
+    """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.", fix="Check the path.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}.", fix="Correct that line.") from None
-    check_keys(values, cls, where=str(path))
-    return values
+    names = {alias: f.name for cls in classes for f in dataclasses.fields(cls) for alias in (f.name, *f.metadata["aliases"])}
+    check_names(values, names, where=str(path))
+    for key in values:
+        if key != names[key] and names[key] in values:
+            raise UserError(f"{path}: '{key}' and '{names[key]}' are one option.", fix="Remove one of them.")
+    return {names[key]: value for key, value in values.items()}
 
 
 def check_keys(values: Mapping[str, Any], cls: type, *, where: str) -> None:
     """Raise UserError when `values` has a key that `cls` lacks, naming the nearest right one."""
-    known = [field.name for field in dataclasses.fields(cls)]
+    check_names(values, [field.name for field in dataclasses.fields(cls)], where=where)
+
+
+def check_names(values: Iterable[str], known: Iterable[str], *, where: str) -> None:
+    known = list(known)
     for key in values:
         if key not in known:
             raise UserError(f"{where}: there is no option '{key}'.{nearest(key, known)}", fix="Correct or remove it.")

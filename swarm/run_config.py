@@ -38,14 +38,18 @@ class RunConfig:
     total_samples: int = option(0, "The run ends when this many samples are in committed rounds; 0: no end.")
     target_batch_size: int = option(2048, "Samples of the whole swarm per round.")
     optimizer: str = option(
-        "auto", "Local optimizer; auto: 8-bit AdamW on a GPU, fused AdamW on a CPU.", choices=("auto", "adamw", "adamw8bit")
+        "auto",
+        "Local optimizer; auto: 8-bit AdamW on a GPU, fused AdamW on a CPU; adafactor: the least memory.",
+        choices=("auto", "adamw", "adamw8bit", "adafactor"),
     )
     learning_rate: float = option(5e-6, "Peak learning rate of the local optimizer.", aliases=("lr",))
     lr_scheduler: str = option("constant", "Schedule over committed samples: a name diffusers' get_scheduler knows.")
     lr_warmup_samples: int = option(0, "Samples of the swarm over which the learning rate rises from 0.")
+    lr_num_cycles: int = option(1, "Hard restarts of --lr_scheduler cosine_with_restarts.")
+    lr_power: float = option(1.0, "Power of --lr_scheduler polynomial.")
     adam_beta1: float = option(0.9, "AdamW's first decay.")
     adam_beta2: float = option(0.999, "AdamW's second decay.")
-    adam_weight_decay: float = option(1e-2, "AdamW's decoupled weight decay.")
+    adam_weight_decay: float = option(1e-2, "The optimizer's decoupled weight decay.")
     adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
     max_grad_norm: float = option(1.0, "Clip each step's gradient to this norm, with --sync gradients the round's; 0: never.")
     resolution: int = option(512, "Side of the training square in pixels.")
@@ -76,6 +80,7 @@ class RunConfig:
         _at_least("resolution", self.resolution, 8)
         _at_least("lr_warmup_samples", self.lr_warmup_samples, 0)
         _at_least("keep_tokens", self.keep_tokens, 0)
+        _at_least("lr_num_cycles", self.lr_num_cycles, 1)
         if not 0 < self.learning_rate < 10:
             raise UserError(f"learning_rate is {self.learning_rate}.", fix="Use a value in (0, 10); 5e-6 suits a full fine-tune.")
         for name in ("adam_beta1", "adam_beta2", "outer_momentum"):

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from peer.checkpoint import Checkpoints
 from peer.config import PeerConfig
@@ -84,7 +85,7 @@ def test_two_runs_with_the_same_seed_are_equal_to_the_bit(start):
     assert torch.equal(flat(one.trainer.params), flat(two.trainer.params))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
 @pytest.mark.parametrize("stop_after", [1, 7])
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(start, stop_after, optimizer):
     run = dataclasses.replace(RUN, optimizer=optimizer)
@@ -116,9 +117,16 @@ def test_a_checkpoint_of_another_model_is_refused(start, tmp_path):
         trainer.load_state_dict(state)
 
 
-def test_checkpoints_are_saved_every_so_many_samples(start, tmp_path):
-    start(checkpointing_samples=16, checkpoints_total_limit=9).run()
-    assert len(Checkpoints(tmp_path / "out", keep=9).paths()) == 4  # at 16, 32 and 48 samples, and at the end
+def test_checkpoints_are_saved_every_so_many_steps(start, tmp_path):
+    start(checkpointing_steps=4, checkpoints_total_limit=9).run()
+    assert len(Checkpoints(tmp_path / "out", keep=9).paths()) == 4  # after 4, 8 and 12 steps, and at the end
+
+
+def test_the_result_so_far_is_written_every_so_many_steps(start, tmp_path):
+    done = start(save_steps=6, run=dataclasses.replace(RUN, total_samples=48)).run()
+    assert sorted(path.name for path in (tmp_path / "out").glob("model*")) == ["model-steps-12", "model-steps-6"]
+    saved, own = load_file(tmp_path / "out" / "model-steps-12" / "unet" / "diffusion_pytorch_model.safetensors"), done.trainer.params
+    assert all(torch.equal(saved[name.removeprefix("unet.")], parameter) for name, parameter in own.items())
 
 
 def test_accumulated_micro_batches_make_the_step_of_one_large_batch_in_expectation(start):

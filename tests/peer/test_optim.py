@@ -42,7 +42,14 @@ def test_auto_is_fused_adamw_on_a_cpu(tiny_model):
     assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_adafactor_learns_with_the_rate_of_the_schedule(tiny_model):
+    loss, optimizer, params = learn(tiny_model, "adafactor", 100)
+    numbers = sum(tensor.numel() for tensor in tensors(optimizer.state_dict()["state"]))
+    assert loss < 0.9 and numbers < 0.6 * sum(parameter.numel() for parameter in params.values())
+    assert {group["lr"] for group in optimizer.param_groups} == {2e-3} and not optimizer.defaults["relative_step"]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "adafactor"])
 def test_an_optimizers_state_survives_save_and_load_to_the_bit(tiny_model, tmp_path, kind):
     _, optimizer, params = learn(tiny_model, kind, 3)
     Checkpoints(tmp_path, keep=1).save({"optimizer": optimizer.state_dict()}, {})
@@ -90,7 +97,7 @@ def test_the_learning_rate_is_diffusers_schedule_read_in_the_middle_of_the_round
 
 def test_without_an_end_only_a_constant_rate_makes_sense():
     assert build_schedule(RunConfig(learning_rate=0.5))(10**9) == 0.5
-    with pytest.raises(UserError, match=r"must know where the run ends\. Give --total_samples"):
+    with pytest.raises(UserError, match=r"must know where the run ends\. Give --max_train_steps or --total_samples"):
         build_schedule(RunConfig(lr_scheduler="cosine"))
     with pytest.raises(UserError, match=r"lr_scheduler is 'cosin'\. Use one of linear, cosine"):
         build_schedule(dataclasses.replace(RunConfig(), lr_scheduler="cosin"))

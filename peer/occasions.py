@@ -1,0 +1,32 @@
+"""What is done every so many global steps: an average of the weights, pictures, results, checkpoints."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """`do(step)` whenever a multiple of `every` global steps was reached or passed; 0: never. at_end: also when that ends the run."""
+
+    every: int
+    do: Callable[[int], None]
+    at_end: bool = True
+
+
+class Occasions:
+    """Those of one run, in their order. Due by multiples, so a resumed run does everything where an uninterrupted one does."""
+
+    def __init__(self, occasions: Sequence[Occasion] = ()):
+        self._occasions = occasions
+        self._reached = 0
+
+    def start(self, step: int) -> None:
+        """The run begins, or goes on, at this global step."""
+        self._reached = step
+
+    def reach(self, step: int, *, end: bool = False) -> None:
+        """A swarm's step may be several after the one before, or the same; end: this is the run's last."""
+        before, self._reached = self._reached, step
+        for occasion in self._occasions:
+            if occasion.every and step // occasion.every > before // occasion.every and (occasion.at_end or not end):
+                occasion.do(step)

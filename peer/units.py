@@ -1,0 +1,73 @@
+"""Lengths in global steps, as other trainers count them, in the run's own unit: samples. Converted once, when the run is known, and printed.
+
+A global step is one optimizer step of a fixed world (`train_batch_size` x `gradient_accumulation_steps` x ranks samples), and one round
+(`target_batch_size` samples) of a swarm, whose size is not fixed.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from peer.config import PeerConfig
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+log = logging.getLogger(__name__)
+
+SAID_TWICE = {"max_train_steps": "total_samples", "lr_warmup_steps": "lr_warmup_samples"}
+"""An option in steps: the run's option that says the same in samples."""
+
+
+def step_samples(peer: PeerConfig, target_batch_size: int, world: int = 1) -> int:
+    """Samples of one global step; world: ranks of this launch."""
+    return target_batch_size if peer.swarming else peer.train_batch_size * peer.gradient_accumulation_steps * world
+
+
+def of_joiner(given: Mapping[str, Any], peer: PeerConfig, run: RunConfig) -> dict[str, Any]:
+    """What this peer says of a run that there is, in that run's units, so that it can be compared."""
+    return in_samples(given, peer, run.target_batch_size, run.total_samples)
+
+
+def of_founder(given: Mapping[str, Any], peer: PeerConfig, world: int = 1) -> dict[str, Any]:
+    """What this peer says of a run that begins with it, in samples; alone, a round is one optimizer step. Says in the log what was converted."""
+    step = step_samples(peer, given.get("target_batch_size", RunConfig.target_batch_size), world)
+    said = {**given, "target_batch_size": given.get("target_batch_size", step)}
+    converted = in_samples(said, peer, step)
+    changed = {name: value for name, value in converted.items() if said.get(name) != value}
+    if changed:
+        log.info("one step is %d samples: %s", step, " ".join(f"{name}={value:g}" for name, value in changed.items()))
+    return converted
+
+
+def in_samples(said: Mapping[str, Any], peer: PeerConfig, step: int, total_samples: int = 0) -> dict[str, Any]:
+    """`said`, of a run whose global step has `step` samples, with this peer's lengths in steps and its scaled learning rate in it.
+
+    total_samples: the run's, where `said` is silent on it. Alone, a warm-up's share may wait until the data's size is known.
+    """
+    converted = dict(said)
+    if peer.max_train_steps:
+        converted["total_samples"] = peer.max_train_steps * step
+    total = converted.get("total_samples") or total_samples
+    if peer.lr_warmup_steps >= 1:
+        converted["lr_warmup_samples"] = round(peer.lr_warmup_steps) * step
+    elif peer.lr_warmup_steps and (total or peer.swarming):
+        converted["lr_warmup_samples"] = warm_up(peer.lr_warmup_steps, total)
+    if peer.scale_lr and said.get("learning_rate"):
+        converted["learning_rate"] = said["learning_rate"] * step
+    return converted
+
+
+def warm_up(share: float, total_samples: int) -> int:
+    """Samples of a warm-up that takes this share of the run. Raises UserError where nobody knows the run's end."""
+    if not total_samples:
+        raise UserError(
+            f"--lr_warmup_steps {share} is a share of a run that has no end.", fix="Give whole steps, or --max_train_steps as well."
+        )
+    return round(share * total_samples)
+
+
+def refuse_both(said: Mapping[str, Any]) -> None:
+    """Raise UserError when the same length is given in steps and in samples."""
+    for steps, samples in SAID_TWICE.items():
+        if said.get(steps) and said.get(samples):
+            raise UserError(f"--{steps} and --{samples} say the same in two units.", fix="Give one of them.")
