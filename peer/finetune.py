@@ -76,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
         closing.callback(group.close)
         joined = group.broadcast_object(resolve_run(peer, given) if group.is_main else None)
         trainer, method = assemble(joined, peer, given, group, device, stop, closing)
-        log.info("training %s %s", joined.run.run_name, describe(rank, trainer.precision, threads, trainer.params))
+        about = f"method={joined.run.method} learning_rate={joined.run.learning_rate:g}"
+        log.info("training %s %s %s", joined.run.run_name, about, describe(rank, trainer.precision, threads, trainer.params))
         trainer.run()
         if group.is_main:
             result = Path(peer.output_dir) / "model"

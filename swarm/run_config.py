@@ -13,8 +13,16 @@ from swarm.options import build, check_keys, option
 
 _PLACES = ("model", "model_config")
 """Where a peer has the base model: one on its disk, another one on the Hub."""
-_FOUND_OUT = {"family": "auto"}
-"""Values that leave it to the founder; a peer that gives one agrees with any run."""
+_FOUND_OUT = {"family": "auto", "method": "auto", "learning_rate": 0.0}
+"""Values that leave it to the program; a peer that gives one agrees with any run."""
+
+LEARNING_RATES = {"full": 5e-6, "lora": 1e-4, "textual_inversion": 5e-4}
+"""What learning_rate 0 stands for: the original's for a full fine-tune (diffusers' 1e-4 wrecks it), diffusers' usual ones for the others."""
+
+OPTIONS_OF_METHOD = {
+    "lora": ("rank", "lora_alpha"),
+    "textual_inversion": ("placeholder_token", "initializer_token", "learnable_property", "num_vectors"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +33,9 @@ class RunConfig:
     model: str = option("", "Base model: a diffusers folder, a Hub id or a .safetensors file.", aliases=("pretrained_model_name_or_path",))
     model_digest: str = option("", "Digest of the base model's weights; worked out by the founder.")
     family: str = option("auto", "What is trained: a module of peer/models; auto: the founder reads it from the model.")
-    method: str = option("full", "Which tensors are trained: a module of peer/methods.")
+    method: str = option(
+        "auto", "Which tensors are trained: full, lora or textual_inversion; auto: textual_inversion with a --placeholder_token, else full."
+    )
     sync: str = option("parameters", "How peers agree: a module of peer/sync.")
     wire: str = option(
         "fp16",
@@ -42,7 +52,11 @@ class RunConfig:
         "Local optimizer; auto: 8-bit AdamW on a GPU, fused AdamW on a CPU; adafactor: the least memory.",
         choices=("auto", "adamw", "adamw8bit", "adafactor"),
     )
-    learning_rate: float = option(5e-6, "Peak learning rate of the local optimizer.", aliases=("lr",))
+    learning_rate: float = option(
+        0.0,
+        "Peak learning rate of the local optimizer; 0: the method's own, 5e-6 for full, 1e-4 for lora, 5e-4 for textual_inversion.",
+        aliases=("lr",),
+    )
     lr_scheduler: str = option("constant", "Schedule over committed samples: a name diffusers' get_scheduler knows.")
     lr_warmup_samples: int = option(0, "Samples of the swarm over which the learning rate rises from 0.")
     lr_num_cycles: int = option(1, "Hard restarts of --lr_scheduler cosine_with_restarts.")
@@ -63,6 +77,23 @@ class RunConfig:
     image_interpolation_mode: str = option(
         "lanczos", "How pictures are resized.", choices=("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
     )
+    # methods: what they need
+    train_text_encoder: bool = option(
+        False,
+        "With full and lora: train the CLIP text encoders too, all that the family has; a T5 stays as it is, as in diffusers' scripts.",
+    )
+    rank: int = option(4, "lora: rank of the two matrices of each layer.")
+    lora_alpha: float = option(0.0, "lora: what the layers add is scaled by lora_alpha / rank; 0: the rank, so by 1.")
+    placeholder_token: str = option(
+        "", "textual_inversion: the new word that is learned, such as <dicoo>; the tokenizer must not know it yet."
+    )
+    initializer_token: str = option("", "textual_inversion: a word of one token whose meaning the new one starts from.")
+    learnable_property: str = option(
+        "object", "textual_inversion: what the word stands for; chooses the captions of bare pictures.", choices=("object", "style")
+    )
+    num_vectors: int = option(
+        1, "textual_inversion: how many vectors the word has; more say more, and take more of the prompt's 77 tokens."
+    )
 
     # families: what the model is told, and what it is to predict
     model_config: str = option(
@@ -71,6 +102,7 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
+        self._resolve_method()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
@@ -88,6 +120,37 @@ class RunConfig:
                 raise UserError(f"{name} is {getattr(self, name)}.", fix="Use a value in [0, 1).")
         if not 0 <= self.ucg <= 1:
             raise UserError(f"ucg is {self.ucg}.", fix="Use a share in [0, 1]; 0.1 is usual.")
+        self._check_method()
+
+    def _resolve_method(self) -> None:
+        """What was left to the program is decided at once: whoever founds, serves or joins a run sees the same values."""
+        if self.method == "auto":
+            object.__setattr__(self, "method", "textual_inversion" if self.placeholder_token else "full")
+        if self.learning_rate == 0:
+            object.__setattr__(self, "learning_rate", LEARNING_RATES.get(self.method, LEARNING_RATES["full"]))
+
+    def _check_method(self) -> None:
+        """Raise UserError for an option that the run's method has no use for: whoever gave it meant another method."""
+        _at_least("rank", self.rank, 1)
+        _at_least("num_vectors", self.num_vectors, 1)
+        for method, names in OPTIONS_OF_METHOD.items():
+            for name in names:
+                if method != self.method and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise UserError(
+                        f"{name} is for --method {method}, but this run's method is {self.method}.",
+                        fix=f"Add --method {method}, or remove --{name}.",
+                    )
+        if self.method != "textual_inversion":
+            return
+        if self.train_text_encoder:
+            raise UserError(
+                "textual_inversion trains nothing of the text encoders but the new word.",
+                fix="Remove --train_text_encoder, or choose full or lora.",
+            )
+        for name, example in (("placeholder_token", "<dicoo>"), ("initializer_token", "toy")):
+            value = getattr(self, name)
+            if not value or value != value.strip() or len(value.split()) > 1:
+                raise UserError(f"{name} is '{value}', but must be one word.", fix=f"For example: --{name} '{example}'.")
 
     @functools.cached_property  # a server compares it at every request
     def digest(self) -> str:

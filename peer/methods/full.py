@@ -1,29 +1,28 @@
-"""`--method full`: every parameter of the denoiser is trained; the VAE and the text encoder stay as they are."""
+"""`--method full`: every parameter of the denoiser is trained, and with `--train_text_encoder` of the CLIP text encoders; the rest stays."""
 
 from pathlib import Path
 
-from torch import nn
-
 from peer.contracts import Model, Params
+from peer.methods.shared.parts import clip_encoders, denoiser, freeze, plain
 from swarm.run_config import RunConfig
 
 
 def build(run: RunConfig) -> "Full":
-    return Full()
+    return Full(run)
 
 
 class Full:
     """All of the UNet (or of a family's transformer), under the names that its state_dict gives them."""
 
+    def __init__(self, run: RunConfig):
+        self._run = run
+
     def attach(self, model: Model) -> Params:
-        name = next(name for name in ("unet", "transformer") if name in model.parts)
-        for part in model.parts.values():
-            part.requires_grad_(False)
-            part.eval()
-        denoiser = model.parts[name].float().train().requires_grad_(True)
-        params: Params = {f"{name}.{key}": parameter for key, parameter in denoiser.named_parameters()}
-        assert all(isinstance(parameter, nn.Parameter) for parameter in params.values())
-        return params
+        freeze(model)
+        names = [denoiser(model), *(clip_encoders(model) if self._run.train_text_encoder else ())]
+        for name in names:
+            model.parts[name].float().train().requires_grad_(True)
+        return {f"{name}.{plain(key)}": parameter for name in names for key, parameter in model.parts[name].named_parameters()}
 
     def export(self, model: Model, params: Params, folder: Path) -> None:
         """A diffusers folder of the whole pipeline; `params` are the model's own, so nothing is copied."""

@@ -3,14 +3,17 @@ import dataclasses
 import pytest
 
 from swarm.errors import UserError
-from swarm.run_config import RunConfig
+from swarm.run_config import OPTIONS_OF_METHOD, RunConfig
 
 
 def test_every_field_but_the_models_place_changes_the_digest():
-    run = RunConfig(model="a")
+    runs = {method: RunConfig(model="a", method=method) for method in ("full", "lora")}
+    runs["textual_inversion"] = RunConfig(model="a", placeholder_token="<cat>", initializer_token="cat")
+    owner = {name: method for method, names in OPTIONS_OF_METHOD.items() for name in names}
     others = {int: lambda v: v + 1, float: lambda v: v / 2 + 0.01, bool: lambda v: not v, str: lambda v: v + "x"}
 
     for field in dataclasses.fields(RunConfig):
+        run = runs[owner.get(field.name, "full")]
         value = getattr(run, field.name)
         changed = dataclasses.replace(run, **{field.name: others[type(value)](value)})
         assert (changed.digest != run.digest) == (field.name not in ("model", "model_config")), field.name
@@ -33,7 +36,7 @@ def test_an_unknown_key_is_refused():
         {"target_batch_size": 0},
         {"total_samples": -1},
         {"resolution": 0},
-        {"learning_rate": 0.0},
+        {"learning_rate": 10.0},
         {"learning_rate": float("nan")},
         {"ucg": 2.0},
         {"adam_epsilon": float("inf")},
@@ -62,3 +65,41 @@ def test_a_run_that_knows_its_digest_is_written_down_as_one_that_does_not():
     before = dataclasses.asdict(run)
     assert run.digest == RunConfig.from_mapping(before, where="here").digest
     assert dataclasses.asdict(run) == before
+
+
+@pytest.mark.parametrize(
+    ("values", "method", "rate"),
+    [
+        ({}, "full", 5e-6),
+        ({"method": "lora"}, "lora", 1e-4),
+        ({"placeholder_token": "<cat>", "initializer_token": "cat"}, "textual_inversion", 5e-4),
+        ({"method": "lora", "learning_rate": 3e-3}, "lora", 3e-3),
+    ],
+)
+def test_what_is_left_open_is_decided_when_the_run_is_made(values, method, rate):
+    run = RunConfig(**values)
+    assert (run.method, run.learning_rate) == (method, rate)
+    assert RunConfig.from_mapping(dataclasses.asdict(run), where="here").digest == run.digest
+    assert RunConfig(**values | {"method": method, "learning_rate": rate}).digest == run.digest
+    run.refuse_differences({"method": "auto", "learning_rate": 0.0})
+    with pytest.raises(UserError, match="method = "):
+        run.refuse_differences({"method": "another"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rank": 8}, r"rank is for --method lora, but this run's method is full\. Add --method lora"),
+        ({"method": "lora", "placeholder_token": "<cat>"}, "placeholder_token is for --method textual_inversion"),
+        ({"learnable_property": "style"}, "learnable_property is for --method textual_inversion"),
+        ({"method": "lora", "rank": 0}, r"rank is 0\. Use 1 or more"),
+        ({"placeholder_token": "<cat>"}, r"initializer_token is '', but must be one word\. For example: --initializer_token 'toy'"),
+        ({"placeholder_token": "a cat", "initializer_token": "cat"}, "placeholder_token is 'a cat', but must be one word"),
+        ({"method": "textual_inversion", "initializer_token": "cat"}, "placeholder_token is ''"),
+        ({"placeholder_token": "<cat>", "initializer_token": "cat", "num_vectors": 0}, "num_vectors is 0"),
+        ({"placeholder_token": "<cat>", "initializer_token": "cat", "train_text_encoder": True}, "Remove --train_text_encoder"),
+    ],
+)
+def test_what_the_method_cannot_use_is_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        RunConfig(**values)

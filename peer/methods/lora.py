@@ -1,0 +1,101 @@
+"""`--method lora`: beside each of the attention's linear layers two narrow matrices are trained (Hu et al. 2021, arXiv:2106.09685).
+
+The layers are peft's, under the names it gives them; the result is what diffusers' `load_lora_weights` reads.
+"""
+
+import logging
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from peer.contracts import Model, Params
+from peer.methods.shared.parts import clip_encoders, denoiser, freeze, plain
+from swarm.digest import digest_bytes
+from swarm.run_config import RunConfig
+
+# As diffusers' train_text_to_image_lora.py and train_dreambooth_lora_flux.py have them.
+_TARGETS = {
+    "unet": ("to_k", "to_q", "to_v", "to_out.0"),
+    "transformer": (
+        *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    ),
+    "text_encoder": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "text_encoder_2": ("q_proj", "k_proj", "v_proj", "out_proj"),
+}
+
+
+def build(run: RunConfig) -> "Lora":
+    return Lora(run)
+
+
+class Lora:
+    """LoRA on the denoiser, and with `--train_text_encoder` on the CLIP text encoders."""
+
+    def __init__(self, run: RunConfig):
+        self._run = run
+
+    def attach(self, model: Model) -> Params:
+        from peft import LoraConfig
+
+        logging.getLogger("peft").setLevel(logging.ERROR)
+        freeze(model)
+        params: Params = {}
+        for name in self._names(model):
+            config = LoraConfig(r=self._run.rank, lora_alpha=self._alpha, target_modules=list(_TARGETS[name]))
+            with torch.random.fork_rng(devices=[]):  # peft draws weights, which are drawn again below
+                model.parts[name].add_adapter(config)
+            model.parts[name].train()
+            params.update((f"{name}.{plain(key)}", p) for key, p in model.parts[name].named_parameters() if p.requires_grad)
+        for key, parameter in params.items():
+            parameter.data = parameter.data.float()
+            _initialise(key, parameter, self._run.seed)
+        return params
+
+    def export(self, model: Model, params: Params, folder: Path) -> None:
+        """`pytorch_lora_weights.safetensors`, with rank and alpha in its header."""
+        from diffusers.utils import convert_state_dict_to_diffusers
+        from peft.utils import get_peft_model_state_dict
+
+        options = {}
+        for name in self._names(model):
+            part = model.parts[name]
+            layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(part))
+            options[f"{name}_lora_layers"] = _with_text_model(layers) if name.startswith("text_encoder") else layers
+            options[f"{name}_lora_adapter_metadata"] = _shown(part.peft_config["default"])
+        type(model.pipeline).save_lora_weights(folder, **options)
+
+    @property
+    def _alpha(self) -> float:
+        return self._run.lora_alpha or self._run.rank
+
+    def _names(self, model: Model) -> list[str]:
+        return [denoiser(model), *(clip_encoders(model) if self._run.train_text_encoder else ())]
+
+
+@torch.no_grad()
+def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
+    """B is 0, so that training starts from the base model; A is uniform in +-1/sqrt(inputs), peft's own default.
+
+    Every peer must have the same bits whatever its device, release and processor, so whole numbers are drawn for each tensor by
+    its name, and each is rounded once.
+    """
+    if "lora_B" in name:
+        parameter.zero_()
+        return
+    rng = torch.Generator().manual_seed(int(digest_bytes(f"{seed}:{name}".encode())[:15], 16))
+    drawn = torch.randint(-(2**23), 2**23, parameter.shape, generator=rng)
+    parameter.copy_(drawn.float() * 2.0**-23 * (1 / math.sqrt(parameter.shape[1])))
+
+
+def _with_text_model(layers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """CLIP's keys as `text_model.*`, with which every release of diffusers and other tools read them."""
+    return {f"text_model.{plain(key)}": tensor for key, tensor in layers.items()}
+
+
+def _shown(config: object) -> dict:
+    """peft's configuration as diffusers writes it into the file: without the sets, which JSON lacks."""
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}

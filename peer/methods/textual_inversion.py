@@ -1,0 +1,116 @@
+"""`--method textual_inversion`: one new word is learned, as a few rows of the text encoders' embeddings (Gal et al. 2022, arXiv:2208.01618).
+
+Nothing else moves: the rows are tensors of their own, laid over the frozen embedding, so neither a gradient nor an optimizer state of
+the whole table exists, and in a swarm 3 KB travel (768 numbers for SD 1.x).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peer.contracts import Model, Params
+from peer.methods.shared.parts import TOKENIZERS, freeze, text_encoders
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+FILES = {"text_encoder": "learned_embeds.safetensors", "text_encoder_2": "learned_embeds_2.safetensors"}
+"""As diffusers' textual_inversion.py and textual_inversion_sdxl.py call them; in each the placeholder is the only key."""
+
+
+def build(run: RunConfig) -> "TextualInversion":
+    return TextualInversion(run)
+
+
+class TextualInversion:
+    """The word's vectors, (num_vectors, width) for each text encoder."""
+
+    def __init__(self, run: RunConfig):
+        self._run = run
+        more = range(1, run.num_vectors)
+        self._tokens = [run.placeholder_token, *(f"{run.placeholder_token}_{number}" for number in more)]
+
+    def attach(self, model: Model) -> Params:
+        """Raises UserError when the placeholder is known already, or the initializer is not one token."""
+        freeze(model)
+        tokenizers = {name: getattr(model.pipeline, TOKENIZERS[name]) for name in text_encoders(model)}
+        for tokenizer in tokenizers.values():
+            self._check(tokenizer)
+        params: Params = {}
+        for name, encoder in text_encoders(model).items():
+            tokenizer = tokenizers[name]
+            start = encoder.get_input_embeddings().weight[self._ids(tokenizer)[0]].detach().float()
+            tokenizer.add_tokens(self._tokens)
+            vectors = nn.Parameter(start.repeat(self._run.num_vectors, 1))
+            _lay_over(encoder, tokenizer.convert_tokens_to_ids(self._tokens), vectors, len(tokenizer))
+            params[f"{name}.learned_embeds"] = vectors
+        _say_every_vector(model, tokenizers)
+        return params
+
+    def export(self, model: Model, params: Params, folder: Path) -> None:
+        """A file for each text encoder that `load_textual_inversion` reads."""
+        from safetensors.torch import save_file
+
+        for name, vectors in self.vectors(params).items():
+            save_file({self._run.placeholder_token: vectors}, folder / FILES[name], metadata={"format": "pt"})
+
+    @torch.no_grad()
+    def complete(self, model: Model, params: Params) -> None:
+        """Put the learned vectors into the tables: what `model.save` then writes is a pipeline that knows the word."""
+        for name, encoder in text_encoders(model).items():
+            ids = getattr(model.pipeline, TOKENIZERS[name]).convert_tokens_to_ids(self._tokens)
+            encoder.get_input_embeddings().weight[ids] = params[f"{name}.learned_embeds"].to(encoder.dtype)
+
+    def vectors(self, params: Params) -> dict[str, Tensor]:
+        """Each text encoder's (num_vectors, width)."""
+        return {name: params[f"{name}.learned_embeds"].detach().cpu().contiguous() for name in FILES if f"{name}.learned_embeds" in params}
+
+    def _check(self, tokenizer: Any) -> None:
+        known = [token for token in self._tokens if token in tokenizer.get_vocab()]
+        if known:
+            raise UserError(f"The model's tokenizer knows {known[0]} already.", fix="Choose another --placeholder_token.")
+        count = len(self._ids(tokenizer))
+        if count != 1:
+            raise UserError(
+                f"The initializer token '{self._run.initializer_token}' is {count} tokens to this model's tokenizer, not one.",
+                fix="Choose a simpler --initializer_token, a common word.",
+            )
+
+    def _ids(self, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(self._run.initializer_token, add_special_tokens=False)
+
+
+def _lay_over(encoder: Any, ids: Sequence[int], vectors: nn.Parameter, size: int) -> None:
+    """Make `encoder` read `vectors` (N, width) wherever its input has one of `ids`, N numbers in a row; `size`: of the vocabulary.
+
+    The table gets rows for them, which keep the start value: it is what pipelines are saved with, once `complete` has filled them in.
+    """
+    table = encoder.get_input_embeddings()
+    if table.num_embeddings < size:
+        with torch.random.fork_rng(devices=[]):
+            encoder.resize_token_embeddings(size, mean_resizing=False)
+        encoder.requires_grad_(False)
+        table = encoder.get_input_embeddings()
+    first, count = ids[0], len(ids)
+    assert list(ids) == list(range(first, first + count))
+    vectors.data = vectors.data.to(table.weight.device)
+    table.weight.data[first : first + count] = vectors.data
+
+    def overlay(_table: nn.Module, inputs: tuple[Tensor], embedded: Tensor) -> Tensor:
+        rows = inputs[0] - first
+        ours = (rows >= 0) & (rows < count)
+        return torch.where(ours[..., None], vectors.to(embedded.dtype)[rows.clamp(0, count - 1)], embedded)
+
+    # T5 reads its table by a second name: another module with the same weight in some releases of transformers.
+    for module in {id(module): module for module in encoder.modules() if isinstance(module, nn.Embedding)}.values():
+        if module is table or module.weight is table.weight:
+            module.register_forward_hook(overlay)
+
+
+def _say_every_vector(model: Model, tokenizers: dict[str, Any]) -> None:
+    """Captions name the word once; the encoders are to read all of its vectors, as they will when pictures are drawn."""
+    encode, convert = model.encode_text, model.pipeline.maybe_convert_prompt
+    (tokenizer, *_) = tokenizers.values()
+    model.encode_text = lambda captions: encode(convert(list(captions), tokenizer))
