@@ -11,6 +11,7 @@ from peer.finetune import load_model
 from peer.rooms import load_part, parts
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from tests import tiny
 
 CPU = torch.device("cpu")
 WORD = {"placeholder_token": "<dicoo>", "initializer_token": "a"}
@@ -49,13 +50,21 @@ def test_every_method_of_the_room_is_tried():
     assert set(parts("methods")) == {name.split()[0] for name in METHODS}
 
 
+FAMILIES = [family for family, module in tiny.FAMILIES.items() if module in parts("models") and family != "sd2v"]  # for methods, sd again
+
+
 @pytest.fixture(params=METHODS)
 def name(request):
     return request.param
 
 
-def test_what_a_method_trains_has_gradients_and_all_else_stays(tiny_model, name):
-    model, _, params = attached(run_of(name, tiny_model))
+@pytest.fixture(params=FAMILIES)
+def base(request, tiny_family):
+    return tiny_family(request.param)
+
+
+def test_what_a_method_trains_has_gradients_and_all_else_stays(base, name):
+    model, _, params = attached(run_of(name, base))
     before = everything(model)
     own = {parameter.data_ptr() for parameter in params.values()}
     losses(model).mean().backward()
@@ -74,8 +83,8 @@ def test_what_a_method_trains_has_gradients_and_all_else_stays(tiny_model, name)
     assert untrained == []
 
 
-def test_the_loss_at_fixed_noise_falls_by_what_the_optimizer_does(tiny_model, name):
-    run = run_of(name, tiny_model)
+def test_the_loss_at_fixed_noise_falls_by_what_the_optimizer_does(base, name):
+    run = run_of(name, base)
     model, _, params = attached(run)
     optimizer = torch.optim.AdamW(params.values(), lr=2e-3 if run.method == "full" else 3e-2)
     with torch.no_grad():
@@ -88,8 +97,8 @@ def test_the_loss_at_fixed_noise_falls_by_what_the_optimizer_does(tiny_model, na
         assert losses(model).mean() < before - 1e-5
 
 
-def test_two_peers_start_from_the_same_bits_and_names_and_another_seed_from_others(tiny_model, name):
-    run = run_of(name, tiny_model)
+def test_two_peers_start_from_the_same_bits_and_names_and_another_seed_from_others(base, name):
+    run = run_of(name, base)
     (_, _, one), (_, _, two) = attached(run), attached(run)
     assert list(one) == list(two) and all(torch.equal(one[key], two[key]) for key in one)
     assert not any("text_model." in key for key in one)
