@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import tiny
+from tests.datasetserver.hosting import Host
 
 # By default an example may take 0.2 s, which on a busy machine any may take.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,3 +57,17 @@ def tiny_family(tmp_path_factory):
 def pictures(tmp_path) -> Path:
     """A folder of 12 PNGs of 16x16 pixels with captions; this test's own."""
     return tiny.write_pictures(tmp_path / "pictures")
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """`serve(*flags, samples=40)`: a dataset server's program, started; all are stopped in the end."""
+    hosts: list[Host] = []
+
+    def start(*flags, **options) -> Host:
+        hosts.append(Host(tmp_path / f"host{len(hosts)}", *flags, **options))
+        return hosts[-1].start()
+
+    yield start
+    for host in hosts:
+        host.stop()

@@ -25,24 +25,11 @@ from datasetserver.tokens import add, remove
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import ErrorAnswer, Manifest
 from swarm.status import fetch
-from tests.datasetserver.hosting import Host, write_dataset
+from tests.datasetserver.hosting import write_dataset
 from tests.datasetserver.test_blobs import certificate  # noqa: F401 (a fixture)
 from tests.datasetserver.test_http import call, envelope, refused
 
 STRANGER = {"X-Forwarded-For": "198.51.100.7"}  # believed from this machine, as from a proxy on it
-
-
-@pytest.fixture
-def start(tmp_path):
-    hosts = []
-
-    def start_(*flags, **kwargs):
-        hosts.append(Host(tmp_path / f"host{len(hosts)}", *flags, **kwargs).start())
-        return hosts[-1]
-
-    yield start_
-    for host in hosts:
-        host.stop()
 
 
 def bearer(token):
@@ -58,9 +45,9 @@ def answer(connection):
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def test_with_tokens_nobody_else_gets_in(start, tmp_path):
+def test_with_tokens_nobody_else_gets_in(serve, tmp_path):
     alice = add(tmp_path / "tokens", "alice")
-    host = start("--tokens", str(tmp_path / "tokens"))
+    host = serve("--tokens", str(tmp_path / "tokens"))
     described = json.loads(call(host, "/v1/openapi.json")[2])
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
@@ -112,16 +99,16 @@ def test_a_server_for_other_machines_must_say_for_whom(tmp_path, capsys, certifi
         assert line.startswith("error: ") and what in line and line.count("\n") == 1, line
 
 
-def test_an_open_server_listens_on_all_addresses_and_says_so(start):
-    host = start("--host", "0.0.0.0", "--open")
+def test_an_open_server_listens_on_all_addresses_and_says_so(serve):
+    host = serve("--host", "0.0.0.0", "--open")
     assert call(host, "/v1/run")[0] == 200
     host.stop()
     assert "whoever can reach" in host.stderr
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
-def test_tls_serves_shards_and_refuses_the_rest(start, certificate):  # noqa: F811
-    host = start("--tls_cert", str(certificate / "cert.pem"), "--tls_key", str(certificate / "key.pem"))
+def test_tls_serves_shards_and_refuses_the_rest(serve, certificate):  # noqa: F811
+    host = serve("--tls_cert", str(certificate / "cert.pem"), "--tls_key", str(certificate / "key.pem"))
     assert host.url.startswith("https://")
     context = ssl.create_default_context(cafile=certificate / "cert.pem")
 
@@ -146,8 +133,8 @@ def test_tls_serves_shards_and_refuses_the_rest(start, certificate):  # noqa: F8
     assert json.loads(get("/healthz")) == {"status": "ok"}
 
 
-def test_one_address_is_slowed_down_and_told_when_to_come_back(start):
-    host = start("--max_requests_per_second", "1")
+def test_one_address_is_slowed_down_and_told_when_to_come_back(serve):
+    host = serve("--max_requests_per_second", "1")
     answers = [call(host, "/healthz", headers=STRANGER) for _ in range(30)]
     statuses = [status for status, *_ in answers]
     assert statuses.count(200) >= 10 and statuses.count(429) >= 5 and set(statuses) == {200, 429}
@@ -158,8 +145,8 @@ def test_one_address_is_slowed_down_and_told_when_to_come_back(start):
     assert call(host, "/healthz")[0] == 200
 
 
-def test_bodies_that_are_late_compressed_or_broken_are_the_callers_fault(start):
-    host = start()
+def test_bodies_that_are_late_compressed_or_broken_are_the_callers_fault(serve):
+    host = serve()
     good = json.dumps(envelope(host, want_samples=1)).encode()
     refused(call(host, "/v1/leases", raw=good, headers={"Content-Encoding": "gzip"}), 415, "unsupported_media_type")
     for head in (b"Content-Length: 9000000000", b"Content-Length: 8388609"):
@@ -174,8 +161,8 @@ def test_bodies_that_are_late_compressed_or_broken_are_the_callers_fault(start):
     assert call(host, "/v1/leases", raw=good)[0] == 201
 
 
-def test_what_is_no_http_is_answered_in_the_form_of_every_error(start):
-    host = start()
+def test_what_is_no_http_is_answered_in_the_form_of_every_error(serve):
+    host = serve()
     for sent, status in [
         (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
         (b"GET / HTTP/9.9\r\n\r\n", 400),
@@ -190,8 +177,8 @@ def test_what_is_no_http_is_answered_in_the_form_of_every_error(start):
     assert "Traceback" not in host.stderr
 
 
-def test_metrics_count_what_happened_without_naming_anybody(start):
-    host = start()
+def test_metrics_count_what_happened_without_naming_anybody(serve):
+    host = serve()
     shard = Manifest.model_validate_json(call(host, f"/v1/manifest/{envelope_manifest(host)}")[2]).shards[0]
     call(host, f"/v1/blobs/{shard.digest}.tar", headers={"Range": "bytes=0-99"})
     call(host, "/nowhere/at/all")
@@ -211,7 +198,7 @@ def envelope_manifest(host):
     return json.loads(call(host, "/v1/run")[2])["manifest"]
 
 
-def test_peers_addresses_are_for_token_holders_and_for_this_machine(start, tmp_path):
+def test_peers_addresses_are_for_token_holders_and_for_this_machine(serve, tmp_path):
     from datasetserver.app import _shown
     from swarm.protocol import PeerInfo
 
@@ -226,13 +213,13 @@ def test_peers_addresses_are_for_token_holders_and_for_this_machine(start, tmp_p
 
     assert _shown(peer, Asked()).maddrs == []
     assert _shown(peer, Asked(holder="alice")).maddrs == _shown(peer, AskedHere()).maddrs == peer.maddrs
-    host = start("--tokens", str(tmp_path / "tokens"))
+    host = serve("--tokens", str(tmp_path / "tokens"))
     refused(call(host, "/v1/peers"), 401, "token_needed")
     assert call(host, "/v1/peers", headers=bearer(token))[0] == 200
 
 
-def test_on_sigterm_answers_on_their_way_arrive_and_nobody_new_gets_in(start):
-    host = start(samples=400, shard_samples=400)
+def test_on_sigterm_answers_on_their_way_arrive_and_nobody_new_gets_in(serve):
+    host = serve(samples=400, shard_samples=400)
     body = json.dumps(envelope(host, want_samples=1)).encode()
     with connect(host) as idle, connect(host) as busy:
         idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -254,12 +241,12 @@ def test_on_sigterm_answers_on_their_way_arrive_and_nobody_new_gets_in(start):
     assert "Traceback" not in host.stderr
 
 
-def test_a_client_that_never_takes_its_shard_does_not_keep_the_server_from_ending(start, tmp_path):
+def test_a_client_that_never_takes_its_shard_does_not_keep_the_server_from_ending(serve, tmp_path):
     data = write_dataset(tmp_path / "host0" / "data", 1)
     for number in range(12):
         Image.frombytes("RGB", (1024, 1024), os.urandom(3 << 20)).save(data / f"noise{number}.png", compress_level=0)
         (data / f"noise{number}.txt").write_text("noise")
-    host = start(samples=1, shard_samples=100)
+    host = serve(samples=1, shard_samples=100)
     shard = Manifest.model_validate_json(call(host, f"/v1/manifest/{envelope_manifest(host)}")[2]).shards[0]
     assert shard.bytes > 24 << 20, "more than sockets hold"
     with connect(host) as stuck:

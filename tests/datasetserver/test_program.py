@@ -217,9 +217,9 @@ def listening(host: str, port: int) -> bool:
 
 @pytest.mark.swarm
 @pytest.mark.parametrize("deadly", [signal.SIGTERM, signal.SIGKILL])
-def test_the_dht_node_serves_restarts_and_leaves_nothing_behind(tmp_path, deadly):
+def test_the_dht_node_serves_restarts_and_leaves_nothing_behind(serve, deadly):
     pytest.importorskip("hivemind")
-    host = Host(tmp_path, "--dht").start()
+    host = serve("--dht")
     first = json.loads(urllib.request.urlopen(host.url + "/v1/run", timeout=20).read())["initial_peers"]
     assert first and all(maddr.startswith("/ip4/127.0.0.1/tcp/") for maddr in first)
     import psutil

@@ -23,24 +23,11 @@ from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from swarm.signing import SIGNATURE_HEADER
-from tests.datasetserver.hosting import ROOT, Host
+from tests.datasetserver.hosting import ROOT
 from tests.datasetserver.test_blobs import certificate  # noqa: F401 (a fixture)
 from tests.peer.data.meddler import Meddler
 
 BASE = "0" * 64
-
-
-@pytest.fixture
-def serve(tmp_path):
-    hosts = []
-
-    def start(*flags, **options):
-        hosts.append(Host(tmp_path / f"host{len(hosts)}", *flags, **options).start())
-        return hosts[-1]
-
-    yield start
-    for host in hosts:
-        host.stop()
 
 
 @pytest.fixture
