@@ -61,6 +61,19 @@ class PeerConfig:
         aliases=("checkpointing_rounds",),
     )
     save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-N every so many global steps; 0: at the end only.")
+    use_ema: bool = option(False, "Keep a moving average of the weights by global steps; it is what is exported and drawn.")
+    ema_decay: float = option(0.9999, "Its decay, which it rises to: (1 + n) / (10 + n) after n steps.")
+    validation_prompts: tuple[str, ...] = option(
+        (), "Draw these while training, into OUTPUT_DIR/validation and --report_to.", aliases=("validation_prompt",)
+    )
+    num_validation_images: int = option(4, "Pictures of each prompt, always from the same seeds.", aliases=("image_log_amount",))
+    validation_steps: int = option(
+        0, "Draw every so many global steps; 0: every round of a swarm, alone every 100 steps.", aliases=("image_log_steps",)
+    )
+    validation_inference_steps: int = option(25, "Denoising steps of these pictures.", aliases=("image_log_inference_steps",))
+    report_to: str = option("none", "Also show metrics and pictures there.", choices=("none", "tensorboard", "wandb", "all"))
+    logging_dir: str = option("logs", "Where trackers keep their files, inside --output_dir.")
+    tracker_project_name: str = option("distributed-diffusion", "Name of the project in the tracker.", aliases=("project_id",))
     lease_samples: int = option(
         0, "Lease at least so many samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",)
     )
@@ -81,13 +94,17 @@ class PeerConfig:
             "num_train_epochs",
             "checkpoints_total_limit",
             "min_peers",
+            "num_validation_images",
+            "validation_inference_steps",
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more.")
-        for name in ("max_train_steps", "lr_warmup_steps", "checkpointing_steps", "save_steps", "lease_samples"):
+        for name in ("max_train_steps", "lr_warmup_steps", "checkpointing_steps", "save_steps", "validation_steps", "lease_samples"):
             if not 0 <= getattr(self, name) < 2**40:
                 raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more, or 0 for the default.")
 
+        if not 0 <= self.ema_decay < 1:
+            raise UserError(f"ema_decay is {self.ema_decay}.", fix="Use a value in [0, 1); 0.9999 is usual, 0.99 for short runs.")
         if self.states_total_limit < 0:
             raise UserError(f"states_total_limit is {self.states_total_limit}.", fix="Use 1 or more, or 0 to keep all of them.")
         if self.assist and (self.found or not (self.datasetserver or self.peers)):

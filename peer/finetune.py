@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from swarm.signing import KnownHosts  # noqa: E402
 if TYPE_CHECKING:
     from peer.contracts import Method, Model, Params, Source, Sync
     from peer.device import RankGroup
+    from peer.trackers import Trackers
     from peer.train import Trainer
 
 log = logging.getLogger("peer.finetune")
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         trainer.run()
         if group.is_main:
             result = Path(peer.output_dir) / "model"
-            export(method, trainer.model, trainer.params, result)
+            export(method, trainer, result)
             log.info("finished samples=%d round=%d result=%s", trainer.trained, trainer.sync.round, result)
         group.barrier()
     return ExitCode.OK
@@ -188,6 +189,7 @@ def assemble(
     from peer.batches import Decoder
     from peer.checkpoint import Checkpoints
     from peer.device import choose_precision
+    from peer.ema import Ema
     from peer.encoding import Encoder
     from peer.feed import Feed
     from peer.metrics import Progress
@@ -196,6 +198,7 @@ def assemble(
     from peer.ranked import RankedSync
     from peer.schedule import build_schedule
     from peer.train import Trainer
+    from peer.validation import Validation
 
     run, output = joined.run, prepare_output(peer)
     own_id = group.broadcast_object(peer_id(peer, output) if group.is_main else None)
@@ -218,10 +221,13 @@ def assemble(
     micro = {"batch_samples": peer.train_batch_size, "accumulation": peer.gradient_accumulation_steps}
     feed = Feed(source, Decoder(run, peer.dataloader_num_workers), group, stopping=stop, **micro)
     closing.callback(feed.close)
-    progress = Progress(output / "metrics.jsonl" if group.is_main else None, total_samples=run.total_samples)
+    trackers = build_trackers(run, peer, output, group)
+    closing.callback(trackers.close)
+    progress = Progress(output / "metrics.jsonl" if group.is_main else None, total_samples=run.total_samples, tell=trackers.log)
     closing.callback(progress.close)
 
     checkpoints = Checkpoints(output, peer.checkpoints_total_limit)
+    average = Ema(params, peer.ema_decay) if peer.use_ema and group.is_main else None
     occasions: list[Occasion] = []
     trainer = Trainer(
         model=model,
@@ -240,10 +246,26 @@ def assemble(
         save=checkpoints.save,
         occasions=Occasions(occasions),
         by_rounds=peer.swarming,
+        average=average,
         noise_seed=f"{run.seed}:{own_id}",
     )
     step = step_samples(peer, run.target_batch_size, group.world)
-    occasions += [
+    validation = Validation(
+        model=model,
+        group=group,
+        precision=trainer.precision,
+        prompts=peer.validation_prompts,
+        images=peer.num_validation_images,
+        denoising_steps=peer.validation_inference_steps,
+        side=run.resolution,
+        seed=run.seed,
+        folder=output / "validation",
+        weights=partial(result_weights, trainer),
+        show=lambda step, grid: trackers.picture(trainer.step, "validation", grid),
+    )
+    occasions += [  # the average first: what follows uses it
+        Occasion(1 if average else 0, lambda step: average.follow(step)),
+        Occasion((peer.validation_steps or (1 if peer.swarming else 100)) if peer.validation_prompts else 0, validation.draw),
         Occasion(peer.save_steps, partial(save_result, method, trainer, output)),
         Occasion(
             peer.checkpointing_steps or (1 if peer.swarming else max(1, _CHECKPOINT_SAMPLES // step)),
@@ -374,19 +396,32 @@ def resume(trainer: "Trainer", checkpoints: Any, wanted: str, group: "RankGroup"
         log.info("resumed checkpoint=%s step=%d samples=%d", found[0], trainer.step, trainer.sync.samples)
 
 
+def build_trackers(run: RunConfig, peer: PeerConfig, output: Path, group: "RankGroup") -> "Trackers":
+    """Rank 0's; on other ranks, trackers of nothing."""
+    from peer.trackers import Trackers
+
+    report_to = peer.report_to if group.is_main else "none"
+    return Trackers(report_to, output / peer.logging_dir, peer.tracker_project_name, dataclasses.asdict(run))
+
+
+def result_weights(trainer: "Trainer") -> AbstractContextManager:
+    """Within it the parameters are those to export and to draw with: their average where one is kept."""
+    return trainer.average.applied() if trainer.average else nullcontext()
+
+
 def save_result(method: Any, trainer: "Trainer", output: Path, step: int) -> None:
     """The result as it is after so many global steps, beside those of other steps."""
     if trainer.group.is_main:
-        export(method, trainer.model, trainer.params, output / f"model-steps-{step}")
+        export(method, trainer, output / f"model-steps-{step}")
     trainer.group.barrier()
 
 
-def export(method: Any, model: "Model", params: "Params", target: Path) -> None:
+def export(method: Any, trainer: "Trainer", target: Path) -> None:
     """Write the result; the one before stays until the new one is whole."""
     from peer.checkpoint import replacing
 
-    with replacing(target) as folder:
-        method.export(model, params, folder)
+    with result_weights(trainer), replacing(target) as folder:
+        method.export(trainer.model, trainer.params, folder)
 
 
 def die_with_launcher() -> None:

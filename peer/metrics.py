@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,11 +27,14 @@ class Progress:
         every_seconds: float = 10,
         stream: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
     ):
-        """path: None writes and shows nothing (ranks other than 0); every_seconds: between plain lines, where `stream` is no terminal."""
+        """tell: is handed each line as well: the local step, and all else but the time.
+
+        path: None writes and shows nothing (ranks other than 0); every_seconds: between plain lines, where `stream` is no terminal."""
         self._file = path.open("a", encoding="utf-8") if path else None
         self._every_steps, self._every_seconds, self._clock = every_steps, every_seconds, clock
-        self._total = total_samples
+        self._total, self._tell = total_samples, tell
         self._bar = _bar(stream or sys.stderr, total_samples) if path else None
         self._samples = self._steps = 0
         self._window_samples, self._window_loss, self._window_began = 0, 0.0, clock()
@@ -58,6 +61,7 @@ class Progress:
         line = {"time": round(time.time(), 3), "step": step, "samples": self._samples, "loss": loss, "samples_per_second": round(speed, 2)}
         self._file.write(json.dumps(line | position) + "\n")
         self._file.flush()
+        self._tell(step, {name: value for name, value in (line | position).items() if name not in ("time", "step")})
         self._show(now, step, loss, speed, position)
         self._window_samples, self._window_loss, self._window_began = 0, 0.0, now
 

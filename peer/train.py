@@ -16,6 +16,7 @@ from swarm.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from peer.accounts import Accounts
     from peer.device import Precision, RankGroup
+    from peer.ema import Ema
     from peer.feed import Feed, Work
     from peer.metrics import Progress
     from peer.occasions import Occasions
@@ -53,6 +54,8 @@ class Trainer:
     """What else is done every so many global steps."""
     by_rounds: bool
     """Whether a global step is a committed round, as in a swarm, or an optimizer step of ours."""
+    average: "Ema | None" = None
+    """Of the weights, where one is kept: rank 0 alone."""
     noise_seed: str
     """Differs between peers: equal noise would correlate their gradients."""
     step: int = 0
@@ -199,6 +202,7 @@ class Trainer:
             "sync": self.sync.state_dict(),
             "feed": self.feed.state_dict(),
             "accounts": self.accounts.state_dict(),
+            "average": self.average.state_dict() if self.average else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,6 +214,8 @@ class Trainer:
         self.sync.load_state_dict(state["sync"])
         self.feed.load_state_dict(state["feed"])
         self.accounts.load_state_dict(state["accounts"])
+        if self.average and state.get("average"):
+            self.average.load_state_dict(state["average"])
 
 
 @torch.no_grad()

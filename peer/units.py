@@ -10,6 +10,7 @@ from typing import Any
 
 from peer.config import PeerConfig
 from swarm.errors import UserError
+from swarm.options import build
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ def of_founder(given: Mapping[str, Any], peer: PeerConfig, world: int = 1) -> di
     """What this peer says of a run that begins with it, in samples; alone, a round is one optimizer step. Says in the log what was converted."""
     step = step_samples(peer, given.get("target_batch_size", RunConfig.target_batch_size), world)
     said = {**given, "target_batch_size": given.get("target_batch_size", step)}
+    if peer.scale_lr:
+        said["learning_rate"] = build(RunConfig, given).learning_rate  # also where it is left to its default
     converted = in_samples(said, peer, step)
     changed = {name: value for name, value in converted.items() if said.get(name) != value}
     if changed:

@@ -11,11 +11,12 @@ ROOMS = ("models", "methods", "data", "sync")
 
 HOMES = {  # a library: the files and folders that may import it
     "hivemind": ("swarm/daemon.py", "swarm/dht.py", "swarm/ports.py", "swarm/reachability.py", "swarm/records.py", "peer/sync/"),
-    "diffusers": ("peer/models/", "peer/methods/", "peer/export", "peer/generate.py", "peer/schedule.py"),
+    "diffusers": ("peer/models/", "peer/methods/", "peer/export", "peer/generate.py", "peer/schedule.py", "peer/ema.py", "peer/validation.py"),
     "transformers": ("peer/models/", "peer/methods/", "peer/export", "peer/optim.py"),
     "peft": ("peer/methods/", "peer/export"),
     "aiohttp": ("datasetserver/", "peer/data/client/"),
     "bitsandbytes": ("peer/optim.py",),
+    "wandb": ("peer/trackers.py",),
     "PIL": ("peer/pictures.py", "peer/data/", "datasetserver/"),
 }
 
