@@ -10,6 +10,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,9 +24,16 @@ else:
 Config = TypeVar("Config")
 
 
-def option(default: Any, help: str, *, aliases: Sequence[str] = (), choices: Sequence[str] | None = None) -> Any:
-    """Declare one option of a frozen dataclass; `aliases` are further flag names, without the dashes."""
-    metadata = {"help": help, "aliases": tuple(aliases), "choices": choices}
+def option(
+    default: Any,
+    help: str,
+    *,
+    aliases: Sequence[str] = (),
+    choices: Sequence[str] | None = None,
+    switches: Mapping[str, Any] | None = None,
+) -> Any:
+    """Declare one option of a frozen dataclass; `aliases` are further flag names, without the dashes, `switches` flags that stand for a value."""
+    metadata = {"help": help, "aliases": tuple(aliases), "choices": choices, "switches": dict(switches or {})}
     if isinstance(default, list | tuple):
         return dataclasses.field(default_factory=lambda: tuple(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -151,6 +159,13 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: An
         group.add_argument(*flags, metavar="{" + ",".join(meta["choices"]) + "}", **common)
     else:
         group.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **common)
+    for name, value in meta["switches"].items():
+        told = {"const": value, "type": partial(_switch, value, field.default), "metavar": "BOOL"}
+        group.add_argument(f"--{name}", nargs="?", **told, **common | {"help": f"The same as --{field.name} {value}."})
+
+
+def _switch(on: Any, off: Any, text: str) -> Any:
+    return on if _boolean(text) else off
 
 
 def _boolean_or_auto(text: str) -> bool | None:

@@ -100,16 +100,52 @@ class RunConfig:
         "",
         "For a .safetensors --model: diffusers folder or Hub id whose configs and tokenizers it is read with; default: its family's own on the Hub.",
     )
+    clip_skip: int = option(
+        0, "Read CLIP this many layers below the one that the family reads, 1: penultimate; not FLUX.", switches={"clip_penultimate": 1}
+    )
+    max_token_chunks: int = option(
+        1,
+        "Chunks of 75 tokens of a caption that are read, each with its own begin and end; not FLUX.",
+        aliases=("extended_mode_chunks", "extended_chunks"),
+    )
+    max_sequence_length: int = option(512, "Tokens of a caption that T5 reads; FLUX.")
+    prediction_type: str = option(
+        "auto",
+        "What the UNet predicts; auto: what the model's scheduler says; not FLUX.",
+        choices=("auto", "epsilon", "v_prediction", "sample"),
+    )
+    rescale_betas_zero_snr: bool | None = option(
+        None, "Noise that leaves nothing of the picture at the last step; auto: as the model's scheduler has it; not FLUX."
+    )
+    snr_gamma: float = option(0.0, "Weight the loss by min-SNR with this gamma, 5 is usual; 0: not; not FLUX.")
+    noise_offset: float = option(
+        0.0, "Add so much noise that is the same in all of a channel, for very dark and bright pictures; not FLUX."
+    )
+    input_perturbation: float = option(0.0, "Add so much further noise to what the UNet sees, but not to its target; not FLUX.")
+    weighting_scheme: str = option(
+        "none",
+        "FLUX: how points between picture and noise are drawn (logit_normal, mode) or weighted (sigma_sqrt, cosmap).",
+        choices=("none", "logit_normal", "mode", "sigma_sqrt", "cosmap"),
+    )
+    logit_mean: float = option(0.0, "Mean of --weighting_scheme logit_normal.")
+    logit_std: float = option(1.0, "Its standard deviation.")
+    mode_scale: float = option(1.29, "Scale of --weighting_scheme mode.")
+    guidance_scale: float = option(
+        3.5, "FLUX: what the transformer's guidance embedding is told; 1 for checkpoints that were not distilled."
+    )
 
     def __post_init__(self) -> None:
         self._resolve_method()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+            if isinstance(value, float) and not (math.isfinite(value) and (value >= 0 or field.name == "logit_mean")):
                 raise UserError(f"{field.name} is {value}.", fix="Use a finite number, 0 or more.")
         _at_least("target_batch_size", self.target_batch_size, 1)
         _at_least("total_samples", self.total_samples, 0)
         _at_least("resolution", self.resolution, 8)
+        _at_least("clip_skip", self.clip_skip, 0)
+        _at_least("max_token_chunks", self.max_token_chunks, 1)
+        _at_least("max_sequence_length", self.max_sequence_length, 1)
         _at_least("lr_warmup_samples", self.lr_warmup_samples, 0)
         _at_least("keep_tokens", self.keep_tokens, 0)
         _at_least("lr_num_cycles", self.lr_num_cycles, 1)

@@ -1,0 +1,113 @@
+"""Noise, targets and weights of denoisers that were trained with DDPM's discrete steps."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Noised:
+    """noisy: (B, C, h, w), what the denoiser sees; target: of the same shape, what it is to answer; timesteps, weights: (B,)."""
+
+    noisy: Tensor
+    timesteps: Tensor
+    target: Tensor
+    weights: Tensor
+
+
+class Noising:
+    """The scheduler's noise with the run's changes to it."""
+
+    def __init__(self, scheduler: Any, run: RunConfig):
+        """scheduler: the pipeline's, of which only the config counts. Raises UserError for options that do not go together."""
+        from diffusers import DDPMScheduler
+
+        self._scheduler = DDPMScheduler.from_config(scheduler.config, **changes(run))
+        self._run = run
+        config = self._scheduler.config
+        if run.rescale_betas_zero_snr and config.prediction_type == "epsilon":
+            raise UserError(
+                "rescale_betas_zero_snr needs a model that does not predict the noise: at the last step there is nothing else to see.",
+                fix="Add --prediction_type v_prediction, or remove --rescale_betas_zero_snr.",
+            )
+
+    @property
+    def prediction_type(self) -> str:
+        return self._scheduler.config.prediction_type
+
+    def __call__(self, latents: Tensor, rng: torch.Generator) -> Noised:
+        """Draw noise and a timestep for each of (B, C, h, w) latents; all of chance is from rng."""
+        scheduler, run = self._scheduler, self._run
+        noise = normal(latents.shape, rng).to(latents.device)
+        timesteps = torch.randint(0, scheduler.config.num_train_timesteps, (len(latents),), generator=rng, device=rng.device)
+        timesteps = timesteps.to(latents.device)
+        if run.noise_offset:
+            noise = noise + run.noise_offset * normal((*latents.shape[:2], 1, 1), rng).to(latents.device)
+        seen = noise
+        if run.input_perturbation:
+            seen = noise + run.input_perturbation * normal(latents.shape, rng).to(latents.device)
+        target = {
+            "epsilon": lambda: noise,
+            "v_prediction": lambda: scheduler.get_velocity(latents, noise, timesteps),
+            "sample": lambda: latents,
+        }[self.prediction_type]()
+        return Noised(scheduler.add_noise(latents, seen, timesteps), timesteps, target, self.weights(timesteps))
+
+    def weights(self, timesteps: Tensor) -> Tensor:
+        """(B,): ones, or min-SNR's weights for what is predicted; finite also where the signal-to-noise ratio is 0.
+
+        Source: Hang et al. 2023, arXiv:2303.09556, section 3.4.
+        """
+        from diffusers.training_utils import compute_snr
+
+        gamma = self._run.snr_gamma
+        if not gamma:
+            return torch.ones(len(timesteps), device=timesteps.device)
+        snr = compute_snr(self._scheduler, timesteps)
+        return {
+            "epsilon": lambda: (gamma / snr).clamp(max=1.0),  # min(snr, gamma) / snr, which is 1 at an SNR of 0
+            "v_prediction": lambda: snr.clamp(max=gamma) / (snr + 1),
+            "sample": lambda: snr.clamp(max=gamma),
+        }[self.prediction_type]()
+
+
+def normal(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=rng, device=rng.device)
+
+
+def mean_square(predicted: Tensor, noised: Noised) -> Tensor:
+    """(B,) float32: each sample's weighted mean squared error."""
+    return (predicted.float() - noised.target.float()).square().mean(dim=(1, 2, 3)) * noised.weights
+
+
+def changes(run: RunConfig) -> dict[str, Any]:
+    """What the run says otherwise than a scheduler's config."""
+    asked = {
+        "prediction_type": None if run.prediction_type == "auto" else run.prediction_type,
+        "rescale_betas_zero_snr": run.rescale_betas_zero_snr,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def sampler(scheduler: Any, run: RunConfig) -> Any:
+    """The pipeline's scheduler as pictures are to be drawn from what the run trains; the same object where nothing differs.
+
+    With zero-terminal SNR sampling has to begin at the last step (Lin et al. 2023, arXiv:2305.08891); DDIM takes the place of schedulers that cannot.
+    """
+    from diffusers import DDIMScheduler
+
+    asked = {name: value for name, value in changes(run).items() if scheduler.config.get(name, False) != value}
+    if not asked:
+        return scheduler
+    kind = type(scheduler)
+    if asked.get("rescale_betas_zero_snr"):
+        asked["timestep_spacing"] = "trailing"
+        if "rescale_betas_zero_snr" not in inspect.signature(kind.__init__).parameters:
+            kind = DDIMScheduler
+    return kind.from_config(scheduler.config, **asked)

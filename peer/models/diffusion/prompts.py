@@ -1,0 +1,53 @@
+"""Captions as CLIP's text encoders are to see them: in chunks of 75 tokens, and read from a chosen layer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm.errors import UserError
+
+
+def tokenize(pipeline: Any, tokenizer: Any, captions: Sequence[str], chunks: int = 1) -> Tensor:
+    """(B, chunks, 77): each chunk is what the tokenizer makes of its 75 tokens: begin, tokens, end, padding. What is over is cut off.
+
+    An embedding of several vectors is written out, `<m>` as `<m> <m>_1`, by the pipeline.
+    """
+    length = tokenizer.model_max_length
+    room = length - 2
+    captions = pipeline.maybe_convert_prompt(list(captions), tokenizer)
+    if chunks == 1:
+        ids = tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+        return ids.unsqueeze(1)
+    rows = []
+    for tokens in tokenizer(captions, add_special_tokens=False, truncation=False, verbose=False).input_ids:
+        pieces = [tokens[i * room : (i + 1) * room] for i in range(chunks)]
+        filled = [[tokenizer.bos_token_id, *piece, tokenizer.eos_token_id] for piece in pieces]
+        rows.append([piece + [tokenizer.pad_token_id] * (length - len(piece)) for piece in filled])
+    return torch.tensor(rows)
+
+
+def hidden_states(encoder: Any, ids: Tensor, layers_above: int) -> tuple[Tensor, Tensor]:
+    """The states below the last `layers_above` layers, chunks one after the other, and the encoder's first output for the first chunk.
+
+    ids: (B, chunks, 77). Returns (B, chunks * 77, width), not normalised unless it is the last layer, and what the encoder's own forward has first:
+    a CLIPTextModelWithProjection's (B, width) embedding of the whole caption, a CLIPTextModel's last states.
+    """
+    batch, chunks, length = ids.shape
+    output = encoder(ids.flatten(0, 1), output_hidden_states=True)
+    states = output.hidden_states[-1 - layers_above]
+    return states.reshape(batch, chunks * length, -1), output[0].unflatten(0, (batch, chunks))[:, 0]
+
+
+def final_norm(encoder: Any) -> Any:
+    """CLIP's last layer norm; transformers 5 has no `.text_model` around it in a CLIPTextModel."""
+    return getattr(encoder, "text_model", encoder).final_layer_norm
+
+
+def check_clip_skip(clip_skip: int, **encoders: Any) -> None:
+    """Raise UserError when an encoder has no so many layers above which to stop."""
+    for name, encoder in encoders.items():
+        layers = encoder.config.num_hidden_layers
+        if clip_skip >= layers:
+            raise UserError(f"clip_skip is {clip_skip}, but the {name} has {layers} layers.", fix=f"Use {layers - 1} or less.")

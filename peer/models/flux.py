@@ -1,0 +1,92 @@
+"""FLUX.1: a transformer trained by flow matching, told the caption by T5 and by CLIP's embedding of it as a whole."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peer.contracts import LatentBatch, Text
+from peer.models.diffusion.model import DiffusionModel, refuse
+from peer.models.diffusion.noising import Noised, mean_square, normal
+from peer.models.diffusion.pipeline import load_pipeline
+from peer.models.diffusion.prompts import tokenize
+from swarm.run_config import RunConfig
+
+
+def load(source: Path, device: torch.device, run: RunConfig) -> "Flux":
+    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. Raises UserError when it is no FLUX."""
+    return Flux(load_pipeline("FluxPipeline", source, run.model_config), device, run)
+
+
+class Flux(DiffusionModel):
+    """Predicts the way from the picture to the noise, noise - latents, at a point of that way."""
+
+    def __init__(self, pipeline: Any, device: torch.device, run: RunConfig):
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        defaults = RunConfig()
+        for option in ("prediction_type", "rescale_betas_zero_snr", "snr_gamma", "noise_offset", "input_perturbation"):
+            refuse(
+                "FLUX",
+                "is trained by flow matching, which has no such thing",
+                **{option: (getattr(run, option), getattr(defaults, option))},
+            )
+        for option in ("clip_skip", "max_token_chunks"):
+            refuse("FLUX", "reads captions with T5", **{option: (getattr(run, option), getattr(defaults, option))})
+        super().__init__(pipeline, device)
+        self._run = run
+        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)  # drawing pictures sets the pipeline's own
+        self.resolution_multiple = self.vae_factor * 2  # a token is 2x2 latents
+
+    def encode_text(self, captions: Sequence[str]) -> Text:
+        """{"states": (B, T, width of T5), "pooled": (B, width of CLIP)}, float32."""
+        pipeline, tokenizer = self.pipeline, self.pipeline.tokenizer_2
+        ids = tokenize(pipeline, pipeline.tokenizer, captions)[:, 0].to(self.device)
+        ids_2 = tokenizer(
+            pipeline.maybe_convert_prompt(list(captions), tokenizer),
+            padding="max_length",
+            max_length=min(self._run.max_sequence_length, tokenizer.model_max_length),
+            truncation=True,
+            return_tensors="pt",
+        ).input_ids.to(self.device)
+        return {"states": pipeline.text_encoder_2(ids_2)[0].float(), "pooled": pipeline.text_encoder(ids).pooler_output.float()}
+
+    def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
+        """(B,) float32: mean squared error of the flow, weighted by --weighting_scheme."""
+        latents, states = batch.latents, batch.text["states"]
+        noised = self._noised(latents, rng)
+        size, channels, height, width = latents.shape
+        pack, device = self.pipeline._pack_latents, latents.device
+        packed = self.denoiser(
+            hidden_states=pack(noised.noisy, size, channels, height, width),
+            timestep=noised.timesteps / self._scheduler.config.num_train_timesteps,
+            guidance=torch.full((size,), self._run.guidance_scale, device=device) if self.denoiser.config.guidance_embeds else None,
+            pooled_projections=batch.text["pooled"],
+            encoder_hidden_states=states,
+            txt_ids=torch.zeros(states.shape[1], 3, device=device),
+            img_ids=self.pipeline._prepare_latent_image_ids(size, height // 2, width // 2, device, latents.dtype),
+            return_dict=False,
+        )[0]
+        factor = self.vae_factor
+        return mean_square(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor), noised)
+
+    def _noised(self, latents: Tensor, rng: torch.Generator) -> Noised:
+        """A point of the way for each of the latents, its place drawn as --weighting_scheme says (Esser et al. 2024, arXiv:2403.03206)."""
+        from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+
+        run, steps = self._run, self._scheduler.config.num_train_timesteps
+        noise = normal(latents.shape, rng).to(latents.device)
+        place = compute_density_for_timestep_sampling(
+            run.weighting_scheme, len(latents), run.logit_mean, run.logit_std, run.mode_scale, device=rng.device, generator=rng
+        )
+        index = (place * steps).long().clamp(0, steps - 1).cpu()  # 'mode' may answer 1
+        sigmas = self._scheduler.sigmas[index].to(latents.device)
+        at = sigmas.view(-1, 1, 1, 1)
+        return Noised(
+            noisy=(1 - at) * latents + at * noise,
+            timesteps=self._scheduler.timesteps[index].to(latents.device),
+            target=noise - latents,
+            weights=compute_loss_weighting_for_sd3(run.weighting_scheme, sigmas),
+        )

@@ -1,0 +1,49 @@
+"""Stable Diffusion XL: two text encoders, and a UNet that is told the sizes of the picture that it was cut from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peer.contracts import LatentBatch, Text
+from peer.models.diffusion.pipeline import load_pipeline
+from peer.models.diffusion.prompts import check_clip_skip, hidden_states, tokenize
+from peer.models.diffusion.unet import UNetModel
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+
+def load(source: Path, device: torch.device, run: RunConfig) -> "SDXL":
+    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. Raises UserError when it is no SDXL base."""
+    pipeline = load_pipeline("StableDiffusionXLPipeline", source, run.model_config)
+    if pipeline.text_encoder is None:
+        raise UserError(f"{source} is SDXL's refiner, which has one text encoder.", fix="Give the base model.")
+    return SDXL(pipeline, device, run)
+
+
+class SDXL(UNetModel):
+    """Reads both encoders below their last layer, and the second one's embedding of the whole caption."""
+
+    def __init__(self, pipeline: Any, device: torch.device, run: RunConfig):
+        encoders = {"text_encoder": pipeline.text_encoder, "text_encoder_2": pipeline.text_encoder_2}
+        check_clip_skip(run.clip_skip + 1, **encoders)
+        super().__init__(pipeline, device, run)
+        self._encoders = ((pipeline.tokenizer, pipeline.text_encoder), (pipeline.tokenizer_2, pipeline.text_encoder_2))
+        self._skip, self._chunks = run.clip_skip + 1, run.max_token_chunks  # SDXL's own layer is the penultimate one
+
+    def encode_text(self, captions: Sequence[str]) -> Text:
+        """{"states": (B, 77 a chunk, both widths), "pooled": (B, width)}, float32; pooled: of the caption's first chunk."""
+        found = []
+        for tokenizer, encoder in self._encoders:
+            ids = tokenize(self.pipeline, tokenizer, captions, self._chunks).to(self.device)
+            found.append(hidden_states(encoder, ids, self._skip))
+        (states, _), (states_2, pooled) = found
+        return {"states": torch.cat([states, states_2], dim=-1).float(), "pooled": pooled.float()}
+
+    def conditioning(self, batch: LatentBatch) -> dict[str, Any]:
+        height, width = (side * self.vae_factor for side in batch.latents.shape[-2:])
+        whole = torch.tensor([[height, width, 0, 0, height, width]]).expand(len(batch.latents), -1)
+        geometry = whole if batch.geometry is None else batch.geometry
+        time_ids = geometry.to(batch.latents.device, torch.float32)
+        return {**super().conditioning(batch), "added_cond_kwargs": {"text_embeds": batch.text["pooled"], "time_ids": time_ids}}

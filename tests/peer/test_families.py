@@ -1,0 +1,180 @@
+"""What every family promises, and the options that some have: a new module of peer/models adds its name to `tiny.FAMILIES`, and is tested."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from peer.contracts import LatentBatch
+from peer.methods import full
+from peer.rooms import load_part, parts
+from swarm.base_model import family_of
+from swarm.run_config import RunConfig
+from tests import tiny
+
+CPU = torch.device("cpu")
+CAPTIONS = ("a toy", "", "photo of a cat, style")
+RUN = RunConfig()
+FLUX = RunConfig(max_sequence_length=32)
+
+
+def own(family, **options):
+    """A run's configuration that the family takes."""
+    return dataclasses.replace(FLUX if family == "flux" else RUN, **options)
+
+
+@pytest.fixture
+def load(tiny_family):
+    def load(family, folder=None, **options):
+        model = load_part("models", tiny.FAMILIES[family]).load(folder or tiny_family(family), CPU, own(family, **options))
+        full.build(RUN).attach(model)
+        return model
+
+    return load
+
+
+@functools.cache
+def pixels(size=3):
+    return torch.rand(size, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
+
+
+@torch.no_grad()
+def latents(model, size=3):
+    text = model.encode_text(CAPTIONS[:size])
+    return LatentBatch(model.encode_pixels(pixels()[:size]).chunk(2, dim=1)[0], text, None)
+
+
+def plain(folder):
+    return DiffusionPipeline.from_pretrained(folder)
+
+
+def draw(pipeline, **options):
+    pipeline.set_progress_bar_config(disable=True)
+    sizes = {"height": 16, "width": 16, "num_inference_steps": 3, "output_type": "np"}
+    if type(pipeline).__name__ == "FluxPipeline":
+        options["max_sequence_length"] = 32
+    return torch.from_numpy(pipeline("a toy", generator=torch.Generator().manual_seed(3), **sizes, **options).images)
+
+
+every_family = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+def test_every_module_of_the_room_is_tested_here():
+    assert parts("models") == sorted(set(tiny.FAMILIES.values()))
+
+
+@every_family
+def test_a_family_is_read_from_its_folder(tiny_family, family):
+    assert family_of(tiny_family(family)) == tiny.FAMILIES[family]
+
+
+@every_family
+def test_pixels_are_encoded_into_what_the_pipeline_decodes_and_without_a_gradient(load, family):
+    model = load(family)
+    mean, std = model.encode_pixels(pixels().clone().requires_grad_(True)).chunk(2, dim=1)
+    assert mean.shape == std.shape == (3, 4, 8, 8) and mean.dtype == torch.float32 and not mean.requires_grad
+    with torch.no_grad():
+        vae, config = model.pipeline.vae, model.pipeline.vae.config
+        posterior = vae.encode(pixels()).latent_dist
+    torch.testing.assert_close(mean / config.scaling_factor + (config.shift_factor or 0.0), posterior.mean)  # as pipelines do to decode
+    torch.testing.assert_close(std / config.scaling_factor, posterior.std)
+
+
+@every_family
+def test_text_is_what_the_pipeline_makes_of_the_captions(load, tiny_family, family):
+    pipeline, text = plain(tiny_family(family)), load(family).encode_text(CAPTIONS)
+    with torch.no_grad():
+        if family == "flux":
+            states, pooled, _ = pipeline.encode_prompt(list(CAPTIONS), None, CPU, max_sequence_length=32)
+        elif family == "sdxl":
+            states, _, pooled, _ = pipeline.encode_prompt(list(CAPTIONS), device=CPU, do_classifier_free_guidance=False)
+        else:
+            states, pooled = pipeline.encode_prompt(list(CAPTIONS), CPU, 1, False)[0], None
+    torch.testing.assert_close(text["states"], states)
+    assert (pooled is None) == ("pooled" not in text)
+    if pooled is not None:
+        torch.testing.assert_close(text["pooled"], pooled)
+
+
+@every_family
+def test_text_has_a_gradient_when_an_encoder_is_trained_and_only_then(load, family):
+    model = load(family)
+    assert not any(states.requires_grad for states in model.encode_text(CAPTIONS).values())
+    names = [name for name in ("text_encoder", "text_encoder_2") if name in model.parts]
+    weights = [model.parts[name].get_input_embeddings().weight.requires_grad_(True) for name in names]
+    sum(states.square().sum() for states in model.encode_text(CAPTIONS).values()).backward()
+    assert all(weight.grad.abs().sum() > 0 for weight in weights)
+
+
+@every_family
+def test_a_loss_is_each_samples_own_and_does_not_depend_on_the_others(load, family):
+    model = load(family)
+    batch, rng = latents(model), lambda: torch.Generator().manual_seed(4)
+    losses = model.loss(batch, rng())
+    assert losses.shape == (3,) and losses.dtype == torch.float32 and losses.requires_grad
+    others = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(5))
+    changed = dataclasses.replace(
+        batch, latents=torch.cat([batch.latents[:1], others]), text={k: v[[0, 2, 1]] for k, v in batch.text.items()}
+    )
+    again = model.loss(changed, rng())
+    torch.testing.assert_close(again[0], losses[0])
+    assert not torch.isclose(again[1:], losses[1:]).any()
+    assert torch.equal(model.loss(batch, rng()), losses) and not torch.equal(model.loss(batch, rng().manual_seed(6)), losses)
+
+
+@every_family
+def test_the_loss_depends_on_the_caption(load, family):
+    model = load(family)
+    batch, rng = latents(model), lambda: torch.Generator().manual_seed(4)
+    told = dataclasses.replace(batch, text={name: states.flip(0) for name, states in batch.text.items()})
+    assert not torch.allclose(model.loss(batch, rng())[0], model.loss(told, rng())[0], rtol=1e-6)
+
+
+@every_family
+def test_every_parameter_of_the_denoiser_has_a_gradient_and_checkpointing_changes_none(load, family):
+    found = []
+    for checkpointing in (False, True):
+        model = load(family)
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+            assert any(getattr(module, "gradient_checkpointing", False) for module in model.denoiser.modules())
+        model.loss(latents(model), torch.Generator().manual_seed(0)).mean().backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in model.denoiser.parameters()]))
+    torch.testing.assert_close(*found)
+
+
+@every_family
+def test_sides_that_the_resolution_multiple_divides_can_be_trained_and_squares_are_not_needed(load, family):
+    model = load(family)
+    side = model.resolution_multiple
+    oblong = torch.zeros(1, 3, side * 2, side * 3)
+    batch = LatentBatch(model.encode_pixels(oblong).chunk(2, dim=1)[0], model.encode_text(["a"]))
+    assert model.loss(batch, torch.Generator().manual_seed(0)).isfinite().all()
+
+
+@every_family
+def test_what_is_saved_draws_the_same_pictures_in_plain_diffusers(load, family, tiny_family, tmp_path):
+    model = load(family)
+    with torch.no_grad():
+        for parameter in model.denoiser.parameters():
+            parameter.mul_(1.05)
+    model.denoiser.eval()
+    model.save(tmp_path / "out")
+    saved = plain(tmp_path / "out")
+    pictures = draw(saved)
+    assert torch.equal(pictures, draw(model.pipeline)) and not torch.equal(pictures, draw(plain(tiny_family(family))))
+    assert dict(saved.scheduler.config) == dict(plain(tiny_family(family)).scheduler.config)
+
+
+@every_family
+def test_half_precision_weights_become_float32_whether_as_such_or_as_a_variant(load, family, tmp_path, tiny_family):
+    half = plain(tiny_family(family)).to(dtype=torch.float16)
+    half.save_pretrained(tmp_path / "plain")
+    half.save_pretrained(tmp_path / "variant", variant="fp16")
+    kept = [load(family, tmp_path / name) for name in ("plain", "variant")]
+    for model in kept:
+        assert all(parameter.dtype == torch.float32 for part in model.parts.values() for parameter in part.parameters())
+    one, two = (torch.cat([parameter.flatten() for parameter in model.denoiser.parameters()]) for model in kept)
+    assert torch.equal(one, two)
