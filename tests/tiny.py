@@ -37,7 +37,7 @@ def t5_tokenizer(max_length: int = 32):
     """A T5 tokenizer of whole `WORDS` and single characters."""
     from transformers import T5TokenizerFast
 
-    pieces = [("\u2581" + word, -3.0) for word in WORDS if len(word) > 1] + [(chr(code), -8.0) for code in range(33, 127)]
+    pieces = [("\u2581" + word, -3.0) for word in WORDS] + [(chr(code), -8.0) for code in range(33, 127)]
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
     return T5TokenizerFast(vocab=special + pieces, extra_ids=0, model_max_length=max_length)
 

@@ -46,7 +46,6 @@ class TextualInversion:
             vectors = nn.Parameter(start.repeat(self._run.num_vectors, 1))
             _lay_over(encoder, tokenizer.convert_tokens_to_ids(self._tokens), vectors, len(tokenizer))
             params[f"{name}.learned_embeds"] = vectors
-        _say_every_vector(model, tokenizers)
         return params
 
     def export(self, model: Model, params: Params, folder: Path) -> None:
@@ -107,10 +106,3 @@ def _lay_over(encoder: Any, ids: Sequence[int], vectors: nn.Parameter, size: int
     for module in {id(module): module for module in encoder.modules() if isinstance(module, nn.Embedding)}.values():
         if module is table or module.weight is table.weight:
             module.register_forward_hook(overlay)
-
-
-def _say_every_vector(model: Model, tokenizers: dict[str, Any]) -> None:
-    """Captions name the word once; the encoders are to read all of its vectors, as they will when pictures are drawn."""
-    encode, convert = model.encode_text, model.pipeline.maybe_convert_prompt
-    (tokenizer, *_) = tokenizers.values()
-    model.encode_text = lambda captions: encode(convert(list(captions), tokenizer))
