@@ -26,8 +26,8 @@ class SDXL(UNetModel):
     """Reads both encoders below their last layer, and the second one's embedding of the whole caption."""
 
     def __init__(self, pipeline: Any, device: torch.device, run: RunConfig):
-        encoders = {"text_encoder": pipeline.text_encoder, "text_encoder_2": pipeline.text_encoder_2}
-        check_clip_skip(run.clip_skip + 1, **encoders)
+        depths = {name: getattr(pipeline, name).config.num_hidden_layers - 1 for name in ("text_encoder", "text_encoder_2")}
+        check_clip_skip(run.clip_skip, **depths)
         super().__init__(pipeline, device, run)
         self._encoders = ((pipeline.tokenizer, pipeline.text_encoder), (pipeline.tokenizer_2, pipeline.text_encoder_2))
         self._skip, self._chunks = run.clip_skip + 1, run.max_token_chunks  # SDXL's own layer is the penultimate one

@@ -22,7 +22,7 @@ class StableDiffusion(UNetModel):
     """Both generations: the scheduler's config says whether the noise or the velocity is predicted."""
 
     def __init__(self, pipeline: Any, device: torch.device, run: RunConfig):
-        check_clip_skip(run.clip_skip, text_encoder=pipeline.text_encoder)
+        check_clip_skip(run.clip_skip, text_encoder=pipeline.text_encoder.config.num_hidden_layers)
         super().__init__(pipeline, device, run)
         self.text_encoder, self.tokenizer = pipeline.text_encoder, pipeline.tokenizer
         self._skip, self._chunks = run.clip_skip, run.max_token_chunks

@@ -21,7 +21,7 @@ def tokenize(pipeline: Any, tokenizer: Any, captions: Sequence[str], chunks: int
         ids = tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
         return ids.unsqueeze(1)
     rows = []
-    for tokens in tokenizer(captions, add_special_tokens=False, truncation=False, verbose=False).input_ids:
+    for tokens in tokenizer(captions, add_special_tokens=False).input_ids:
         pieces = [tokens[i * room : (i + 1) * room] for i in range(chunks)]
         filled = [[tokenizer.bos_token_id, *piece, tokenizer.eos_token_id] for piece in pieces]
         rows.append([piece + [tokenizer.pad_token_id] * (length - len(piece)) for piece in filled])
@@ -45,9 +45,10 @@ def final_norm(encoder: Any) -> Any:
     return getattr(encoder, "text_model", encoder).final_layer_norm
 
 
-def check_clip_skip(clip_skip: int, **encoders: Any) -> None:
-    """Raise UserError when an encoder has no so many layers above which to stop."""
-    for name, encoder in encoders.items():
-        layers = encoder.config.num_hidden_layers
+def check_clip_skip(clip_skip: int, **layers_read: int) -> None:
+    """Raise UserError when so many layers below the usual one there is none; layers_read: how many of an encoder's layers are read usually."""
+    for name, layers in layers_read.items():
         if clip_skip >= layers:
-            raise UserError(f"clip_skip is {clip_skip}, but the {name} has {layers} layers.", fix=f"Use {layers - 1} or less.")
+            raise UserError(
+                f"clip_skip is {clip_skip}, but of this model's {name} {layers} layers are read.", fix=f"Use {layers - 1} or less."
+            )

@@ -1,0 +1,202 @@
+"""What the denoisers are to predict: noise, targets and weights against the formulas that diffusers' scripts have."""
+
+import dataclasses
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+
+from peer.contracts import LatentBatch
+from peer.models.diffusion.noising import Noising
+from peer.rooms import load_part
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+from tests import tiny
+
+CPU = torch.device("cpu")
+RUN = RunConfig()
+ALL = torch.arange(1000)
+
+
+def rng():
+    return torch.Generator().manual_seed(5)
+
+
+def latents(size=3):
+    return torch.randn(size, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def load(tiny_family):
+    def load(family, **options):
+        sequence = {"max_sequence_length": 32} if family == "flux" else {}
+        return load_part("models", tiny.FAMILIES[family]).load(tiny_family(family), CPU, RunConfig(**sequence, **options))
+
+    return load
+
+
+def batch(model):
+    with torch.no_grad():
+        return LatentBatch(latents(), model.encode_text(["a toy", "", "a cat"]))
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+@torch.no_grad()
+def test_the_target_is_what_the_run_says_and_the_saved_scheduler_says_it_too(load, family, prediction_type, tmp_path):
+    model = load(family, prediction_type=prediction_type)
+    encoded, draw = batch(model), rng()
+    scheduler = DDPMScheduler.from_config(tiny.ddpm(prediction_type).config)
+    noise = torch.randn(3, 4, 8, 8, generator=draw)
+    timesteps = torch.randint(0, 1000, (3,), generator=draw)
+    target = {"epsilon": noise, "v_prediction": scheduler.get_velocity(latents(), noise, timesteps), "sample": latents()}[prediction_type]
+    told = {"text_embeds": encoded.text["pooled"], "time_ids": torch.tensor([[16, 16, 0, 0, 16, 16.0]] * 3)} if family == "sdxl" else None
+    seen = scheduler.add_noise(latents(), noise, timesteps)
+    predicted = model.unet(seen, timesteps, encoded.text["states"], added_cond_kwargs=told).sample
+    torch.testing.assert_close(model.loss(encoded, rng()), (predicted - target).square().mean((1, 2, 3)))
+    model.save(tmp_path / "out")
+    assert DiffusionPipeline.from_pretrained(tmp_path / "out").scheduler.config.prediction_type == prediction_type
+
+
+@torch.no_grad()
+def test_sdxl_is_told_the_geometry_of_each_picture(load):
+    model = load("sdxl")
+    encoded, seen = batch(model), []
+    model.unet.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["added_cond_kwargs"]["time_ids"]), with_kwargs=True)
+    geometry = torch.tensor([[64, 48, 3, 5, 16, 16], [20, 30, 0, 0, 16, 16], [16, 16, 0, 0, 16, 16]])
+    losses = model.loss(dataclasses.replace(encoded, geometry=geometry), rng()), model.loss(encoded, rng())
+    assert torch.equal(seen[0], geometry.float()) and seen[1].tolist() == [[16, 16, 0, 0, 16, 16]] * 3
+    assert not torch.isclose(losses[0], losses[1], rtol=1e-6)[:2].any() and torch.isclose(losses[0], losses[1])[2]
+
+
+def test_with_zero_terminal_snr_nothing_of_the_picture_is_left_at_the_last_step():
+    noising = Noising(tiny.ddpm("v_prediction"), RunConfig(rescale_betas_zero_snr=True))
+    last = torch.tensor([999])
+    assert torch.equal(noising._scheduler.add_noise(latents(1), latents(2)[1:], last), latents(2)[1:])
+    kept = Noising(tiny.ddpm("v_prediction", zero_snr=True), RUN)  # the model's own scheduler says so
+    assert kept._scheduler.alphas_cumprod[-1] == 0 != Noising(tiny.ddpm("v_prediction"), RUN)._scheduler.alphas_cumprod[-1]
+    undone = Noising(tiny.ddpm("v_prediction", zero_snr=True), RunConfig(rescale_betas_zero_snr=False))
+    assert undone._scheduler.alphas_cumprod[-1] > 0
+
+
+def test_zero_terminal_snr_is_refused_where_the_noise_is_predicted():
+    with pytest.raises(UserError, match=r"rescale_betas_zero_snr needs .* Add --prediction_type v_prediction"):
+        Noising(tiny.ddpm(), RunConfig(rescale_betas_zero_snr=True))
+
+
+def test_a_run_that_changes_the_noise_is_saved_with_a_scheduler_that_begins_where_it_ends(load, tmp_path):
+    from diffusers import PNDMScheduler
+
+    for number, scheduler in enumerate((tiny.ddpm(), PNDMScheduler.from_config(tiny.ddpm().config))):
+        pipeline = tiny.build("sd")
+        pipeline.scheduler = scheduler
+        pipeline.save_pretrained(tmp_path / f"base{number}")
+        run = RunConfig(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+        model = load_part("models", "stable_diffusion").load(tmp_path / f"base{number}", CPU, run)
+        model.save(tmp_path / f"out{number}")
+        saved = DiffusionPipeline.from_pretrained(tmp_path / f"out{number}").scheduler
+        saved.set_timesteps(5)
+        assert saved.timesteps[0] == 999 and saved.alphas_cumprod[-1] < 1e-6 and saved.config.prediction_type == "v_prediction"
+        assert type(saved) is (DDPMScheduler, DDIMScheduler)[number]
+
+
+@pytest.mark.parametrize("zero_snr", [False, True])
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+def test_min_snr_weights_are_the_papers_and_finite(prediction_type, zero_snr):
+    noising = Noising(tiny.ddpm(prediction_type, zero_snr), RunConfig(snr_gamma=5.0))
+    weights = noising.weights(ALL)
+    alphas = noising._scheduler.alphas_cumprod.double()
+    snr = alphas / (1 - alphas)
+    least = snr.clamp(max=5.0)
+    expected = {"epsilon": least / snr, "v_prediction": least / (snr + 1), "sample": least}[prediction_type].nan_to_num(1.0)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-4, atol=1e-6)
+    assert weights.isfinite().all() and weights.std() > 0
+    assert Noising(tiny.ddpm(prediction_type, zero_snr), RUN).weights(ALL).eq(1).all()
+
+
+@torch.no_grad()
+def test_min_snr_weighs_each_samples_loss(load):
+    plain, weighted = load("sd2v"), load("sd2v", snr_gamma=5.0)
+    draw = rng()
+    torch.randn(3, 4, 8, 8, generator=draw)
+    weights = weighted.noising.weights(torch.randint(0, 1000, (3,), generator=draw))
+    assert weights.min() < 0.9
+    torch.testing.assert_close(weighted.loss(batch(plain), rng()), plain.loss(batch(plain), rng()) * weights)
+
+
+def test_offset_noise_is_the_same_in_all_of_a_channel_and_part_of_the_target():
+    plain, offset = (Noising(tiny.ddpm(), RunConfig(noise_offset=value))(latents(), rng()) for value in (0.0, 0.1))
+    difference = offset.target - plain.target
+    assert torch.equal(plain.timesteps, offset.timesteps)
+    torch.testing.assert_close(difference, difference[:, :, :1, :1].expand_as(difference), rtol=0, atol=1e-6)
+    assert 0.05 < difference.std() < 0.2 and difference[0, 0, 0, 0] != difference[1, 0, 0, 0] != difference[1, 1, 0, 0]
+    assert not torch.equal(offset.noisy, plain.noisy)
+
+
+def test_input_perturbation_changes_what_is_seen_and_not_what_is_asked():
+    plain, perturbed = (Noising(tiny.ddpm(), RunConfig(input_perturbation=value))(latents(), rng()) for value in (0.0, 0.1))
+    assert torch.equal(plain.target, perturbed.target) and torch.equal(plain.timesteps, perturbed.timesteps)
+    assert not torch.equal(plain.noisy, perturbed.noisy)
+
+
+@pytest.mark.parametrize("scheme", ["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"])
+@torch.no_grad()
+def test_the_loss_of_flux_is_the_weighted_flow_of_diffusers_script(load, scheme):
+    options = {"weighting_scheme": scheme, "logit_mean": 0.5, "logit_std": 0.8, "mode_scale": 1.1, "guidance_scale": 2.0}
+    model = load("flux", **options)
+    encoded, draw = batch(model), rng()
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    noise = torch.randn(3, 4, 8, 8, generator=draw)
+    density = compute_density_for_timestep_sampling(scheme, 3, 0.5, 0.8, 1.1, generator=draw)
+    timesteps = scheduler.timesteps[(density * 1000).long()]
+    sigmas = torch.stack([scheduler.sigmas[scheduler.timesteps == timestep][0] for timestep in timesteps]).view(-1, 1, 1, 1)
+    pack, unpack = model.pipeline._pack_latents, model.pipeline._unpack_latents
+    predicted = model.denoiser(
+        hidden_states=pack((1 - sigmas) * latents() + sigmas * noise, 3, 4, 8, 8),
+        timestep=timesteps / 1000,
+        guidance=torch.full((3,), 2.0),
+        pooled_projections=encoded.text["pooled"],
+        encoder_hidden_states=encoded.text["states"],
+        txt_ids=torch.zeros(32, 3),
+        img_ids=model.pipeline._prepare_latent_image_ids(3, 4, 4, CPU, torch.float32),
+    ).sample
+    weights = compute_loss_weighting_for_sd3(scheme, sigmas)
+    expected = (weights * (unpack(predicted, 16, 16, 2) - (noise - latents())).square()).mean((1, 2, 3))
+    torch.testing.assert_close(model.loss(encoded, rng()), expected)
+    assert not torch.allclose(load("flux", **options | {"guidance_scale": 7.0}).loss(encoded, rng()), expected, rtol=1e-6)
+
+
+def test_a_transformer_without_guidance_is_told_none(tmp_path):
+    pipeline = tiny.build("flux")
+    kind = type(pipeline.transformer)
+    pipeline.register_modules(transformer=kind.from_config({**pipeline.transformer.config, "guidance_embeds": False}))
+    pipeline.save_pretrained(tmp_path / "schnell")
+    model = load_part("models", "flux").load(tmp_path / "schnell", CPU, RunConfig(max_sequence_length=32))
+    assert model.loss(batch(model), rng()).isfinite().all()
+
+
+UNET, FLOW = "is not trained by flow matching", "is trained by flow matching"
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        (family, options, UNET)
+        for family in ("sd", "sdxl")
+        for options in ({"weighting_scheme": "mode"}, {"guidance_scale": 2.0}, {"logit_mean": 1.0})
+    ]
+    + [
+        ("flux", options, FLOW)
+        for options in (
+            {"prediction_type": "epsilon"},
+            {"rescale_betas_zero_snr": True},
+            {"snr_gamma": 5.0},
+            {"noise_offset": 0.1},
+            {"input_perturbation": 0.1},
+        )
+    ],
+)
+def test_an_option_that_a_family_cannot_have_is_refused_by_name(load, family, options, reason):
+    with pytest.raises(UserError, match=rf"{next(iter(options))} is .* {reason}.* Remove --{next(iter(options))}"):
+        load(family, **options)
