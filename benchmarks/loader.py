@@ -27,6 +27,7 @@ from PIL import Image  # noqa: E402
 from benchmarks.common import print_result, print_table  # noqa: E402
 from benchmarks.hosting import dataset_server  # noqa: E402
 from peer.batches import Decoder  # noqa: E402
+from peer.buckets import Buckets  # noqa: E402
 from peer.contracts import SourceContext  # noqa: E402
 from peer.data.dataset_server import build, fetch_run  # noqa: E402
 from peer.device import Rank, RankGroup  # noqa: E402
@@ -91,7 +92,8 @@ def take(url: str, cache: Path, workers: int, seconds: float, step_seconds: floa
     run = RunConfig.from_mapping(fetch_run(url, 60).run, where=url)
     source = build(SourceContext(run=run, url=url, peer_id="benchmark", cache_dir=cache, cache_gib=4.0, batch_samples=BATCH))
     group = RankGroup(Rank(0, 1, 0, 1), torch.device("cpu"))
-    feed = Feed(source, Decoder(run, workers), group, batch_samples=BATCH, accumulation=1, stopping=lambda: False)
+    sizes = {"batch_samples": BATCH, "accumulation": 1, "buckets": Buckets.of(run, 64)}
+    feed = Feed(source, Decoder(run, workers), group, stopping=lambda: False, **sizes)
     samples, waited = 0, 0.0
     try:
         steps = iter(feed)

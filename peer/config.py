@@ -78,6 +78,8 @@ class PeerConfig:
         0, "Lease at least so many samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",)
     )
 
+    # sources: this machine's data
+    output_bucket_info: bool = option(False, "Log the buckets at the start, and at the end how many samples were in each.")
     dry_run: bool = option(False, "Print the resolved configuration and end.")
     debug: bool = option(False, "Log more, and show tracebacks.")
 

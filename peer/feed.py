@@ -1,5 +1,6 @@
 """What every rank trains on next: rank 0 draws samples from the source, every rank gets and decodes its share of them."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from peer.batches import Decoder
+from peer.buckets import Buckets, MicroBatch, Pool, describe
 from peer.contracts import PixelBatch, Sample, Source
 from peer.device import RankGroup
+
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _AHEAD_SECONDS = 0.05
@@ -44,13 +48,21 @@ class Feed:
         batch_samples: int,
         accumulation: int,
         stopping: Callable[[], bool],
+        buckets: Buckets,
+        bucket_info: bool = False,
     ):
-        """source: rank 0's, None elsewhere; batch_samples: of one micro-batch; accumulation: micro-batches per step and rank."""
+        """source: rank 0's, None elsewhere; batch_samples: of one micro-batch; accumulation: micro-batches per step and rank.
+
+        bucket_info: log which buckets there are, and at the end what was in each.
+        """
         self._source = source
         self._decoder, self._group, self._stopping = decoder, group, stopping
-        self._size, self._accumulation = batch_samples, accumulation
-        self._drawer = _Drawer(source, batch_samples * accumulation * group.world) if source is not None else None
+        self._accumulation, self._per_step = accumulation, accumulation * group.world
+        self._pool, self._bucket_info = Pool(buckets, batch_samples), bucket_info
+        self._drawer = _Drawer(source, batch_samples * self._per_step) if source is not None else None
         self._prepared: tuple | None = None
+        if bucket_info:
+            log.info("buckets %s", " ".join(f"{width}x{height}" for width, height in buckets.sizes))
 
     def __iter__(self) -> Iterator[Work]:
         while True:
@@ -64,47 +76,58 @@ class Feed:
             self._prepared = self._prepare(wait=False) if self._decoder.num_workers else None
             yield work
 
+    def _ahead(self) -> list[tuple[int, str]]:
+        """(number of the draw, key) of what was drawn and not handed out, in the order of the draws. Rank 0 only."""
+        prepared = [pair for batch in (self._prepared[0] if self._prepared else ()) for pair in _numbered(batch)]
+        return sorted(prepared + self._pool.held())
+
     def ahead(self) -> list[str]:
-        """Keys that were drawn but not handed out. Rank 0 only."""
-        prepared = [sample.key for sample in self._prepared[0]] if self._prepared else []
-        return prepared + (self._drawer.in_hand() if self._drawer else [])
+        """Keys that were drawn but not handed out, in the order in which they were drawn. Rank 0 only."""
+        return [key for _, key in self._ahead()] + (self._drawer.in_hand() if self._drawer else [])
 
     def state_dict(self) -> dict[str, Any]:
         """Where the source stands, and what it must yield once more. Rank 0 only."""
         assert self._source is not None
-        return {"ahead": self.ahead(), "source": self._source.state_dict()}
+        return {"ahead": self.ahead(), "pool": self._pool.state_dict(self._ahead()), "source": self._source.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._source is not None:
             self._source.load_state_dict(state["source"])
             self._source.give_back(state["ahead"])
+            self._pool.load_state_dict(state["pool"], state["ahead"])
 
     def _prepare(self, *, wait: bool) -> tuple | None:
-        drawn = self._draw(wait) if self._drawer else None
+        drawn = self._draw(wait) if self._drawer else []
         micro = self._group.scatter(self._shares(drawn) if self._drawer else None)
         if micro is None:
             return None
-        return drawn or (), micro, [self._decoder.start(samples) for samples in micro]
+        return drawn, micro, [self._decoder.start(batch.samples, batch.size) for batch in micro]
 
-    def _draw(self, wait: bool) -> list[Sample] | None:
+    def _draw(self, wait: bool) -> list[MicroBatch]:
+        """The micro-batches of one step, fewer when the data end with them; none when they are not here yet, or never will be."""
         assert self._drawer is not None
-        if not wait and not self._stopping():
-            return self._drawer.take(_AHEAD_SECONDS)
-        while not self._stopping():
-            drawn = self._drawer.take(_POLL_SECONDS)
-            if drawn is not None or self._drawer.ended:
-                return drawn
-        return None
+        while self._pool.num_ready < self._per_step:
+            if self._stopping():
+                return []
+            drawn = self._drawer.take(_POLL_SECONDS if wait else _AHEAD_SECONDS)
+            if drawn:
+                self._pool.add(drawn)
+            elif self._drawer.ended:
+                self._pool.flush()
+                break
+            elif not wait:
+                return []
+        return self._pool.take(self._per_step)
 
-    def _shares(self, drawn: Sequence[Sample] | None) -> list[list[list[Sample]] | None]:
+    def _shares(self, drawn: Sequence[MicroBatch]) -> list[list[MicroBatch] | None]:
         """Micro-batches of each rank; a rank is just so many further micro-batches, so the number of ranks changes no result."""
         if not drawn:
             return [None] * self._group.world
-        micro = [list(drawn[i : i + self._size]) for i in range(0, self._size * self._accumulation * self._group.world, self._size)]
+        micro = [*drawn, *[MicroBatch()] * (self._per_step - len(drawn))]
         return [micro[i : i + self._accumulation] for i in range(0, len(micro), self._accumulation)]
 
-    def _finish(self, drawn: Sequence[Sample], micro: list[list[Sample]], started: list) -> Work:
-        decoded = [self._decoder.finish(samples, futures) for samples, futures in zip(micro, started, strict=True)]
+    def _finish(self, drawn: Sequence[MicroBatch], micro: list[MicroBatch], started: list) -> Work:
+        decoded = [self._decoder.finish(batch.samples, futures) for batch, futures in zip(micro, started, strict=True)]
         good = [key for part in decoded for key in part.keys]
         bad = [key for part in decoded for key in part.bad]
         parts = self._group.gather((good, bad))
@@ -119,6 +142,12 @@ class Feed:
         if self._drawer is not None:
             self._drawer.close()
         self._decoder.close()
+        if self._bucket_info:
+            log.info("samples per bucket: %s", describe(self._pool.counts, self._pool.merged))
+
+
+def _numbered(batch: MicroBatch) -> list[tuple[int, str]]:
+    return [(number, sample.key) for number, sample in zip(batch.numbers, batch.samples, strict=True)]
 
 
 class _Drawer:

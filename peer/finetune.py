@@ -187,6 +187,7 @@ def assemble(
     """Build every part and put them together, resumed if asked; `closing` closes them in the right order."""
     from peer.accounts import Accounts
     from peer.batches import Decoder
+    from peer.buckets import Buckets
     from peer.checkpoint import Checkpoints
     from peer.device import choose_precision
     from peer.ema import Ema
@@ -219,7 +220,8 @@ def assemble(
     if sync:
         closing.callback(sync.close)
     micro = {"batch_samples": peer.train_batch_size, "accumulation": peer.gradient_accumulation_steps}
-    feed = Feed(source, Decoder(run, peer.dataloader_num_workers), group, stopping=stop, **micro)
+    sizes = {"buckets": Buckets.of(run, model.resolution_multiple), "bucket_info": peer.output_bucket_info and group.is_main}
+    feed = Feed(source, Decoder(run, peer.dataloader_num_workers), group, stopping=stop, **micro, **sizes)
     closing.callback(feed.close)
     trackers = build_trackers(run, peer, output, group)
     closing.callback(trackers.close)

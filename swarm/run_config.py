@@ -66,7 +66,7 @@ class RunConfig:
     adam_weight_decay: float = option(1e-2, "The optimizer's decoupled weight decay.")
     adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
     max_grad_norm: float = option(1.0, "Clip each step's gradient to this norm, with --sync gradients the round's; 0: never.")
-    resolution: int = option(512, "Side of the training square in pixels.")
+    resolution: int = option(512, "Side of the training square in pixels; with --num_buckets its square is the largest area.")
     center_crop: bool = option(False, "Crop the middle instead of a random square.")
     random_flip: bool = option(False, "Mirror half of the pictures.")
     ucg: float = option(0.1, "Share of samples whose caption is dropped.", aliases=("proportion_empty_prompts",))
@@ -74,6 +74,11 @@ class RunConfig:
     # sources: what pictures and captions become before the model sees them
     shuffle_tags: bool = option(False, "Captions are tags between commas: put them in another order each time.")
     keep_tokens: int = option(0, "With --shuffle_tags: so many of the first tags keep their places.")
+    num_buckets: int = option(
+        0, "Crop pictures not to the square but to the nearest of at most so many ratios, each batch of one; 16 is usual, 0: squares only."
+    )
+    bucket_side_min: int = option(0, "With --num_buckets: shortest side in pixels; 0: half of the resolution.")
+    bucket_side_max: int = option(0, "With --num_buckets: longest side in pixels; 0: one and a half of the resolution.")
     image_interpolation_mode: str = option(
         "lanczos", "How pictures are resized.", choices=("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
     )
@@ -147,8 +152,9 @@ class RunConfig:
         _at_least("max_token_chunks", self.max_token_chunks, 1)
         _at_least("max_sequence_length", self.max_sequence_length, 1)
         _at_least("lr_warmup_samples", self.lr_warmup_samples, 0)
-        _at_least("keep_tokens", self.keep_tokens, 0)
         _at_least("lr_num_cycles", self.lr_num_cycles, 1)
+        for name in ("keep_tokens", "num_buckets", "bucket_side_min", "bucket_side_max"):
+            _at_least(name, getattr(self, name), 0)
         if not 0 < self.learning_rate < 10:
             raise UserError(f"learning_rate is {self.learning_rate}.", fix="Use a value in (0, 10); 5e-6 suits a full fine-tune.")
         for name in ("adam_beta1", "adam_beta2", "outer_momentum"):

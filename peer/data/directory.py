@@ -78,7 +78,7 @@ class Directory:
         """An epoch yields every sample once anyway."""
 
     def give_back(self, keys: Sequence[str]) -> None:
-        self._again.extend(keys)
+        self._again.extendleft(reversed(keys))
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "position": self._position, "again": list(self._again)}

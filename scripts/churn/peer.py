@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from peer import finetune
 from peer.accounts import Accounts
 from peer.batches import Decoder
+from peer.buckets import Buckets
 from peer.contracts import LatentBatch, PixelBatch
 from peer.device import Precision, Rank, RankGroup
 from peer.feed import Feed
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
         sync = finetune.build_sync(joined, peer, params, group, output)
         closing.callback(sync.close)
         micro = {"batch_samples": peer.train_batch_size, "accumulation": peer.gradient_accumulation_steps}
-        feed = Feed(source, Decoder(joined.run), group, stopping=stop, **micro)
+        feed = Feed(source, Decoder(joined.run), group, stopping=stop, buckets=Buckets.of(joined.run, 1), **micro)
         closing.callback(feed.close)
         progress = Progress(output / "metrics.jsonl", total_samples=joined.run.total_samples)
         closing.callback(progress.close)

@@ -3,6 +3,7 @@ import threading
 import pytest
 
 from peer.batches import Decoder
+from peer.buckets import Buckets
 from peer.contracts import Sample
 from peer.device import Rank, RankGroup
 from peer.feed import Feed
@@ -38,7 +39,7 @@ class Shelf:
 
 
 def feed(source, stopping=lambda: False, workers=0, **sizes):
-    sizes = {"batch_samples": 4, "accumulation": 1} | sizes
+    sizes = {"batch_samples": 4, "accumulation": 1, "buckets": Buckets([(16, 16)])} | sizes
     return Feed(source, Decoder(RunConfig(resolution=16), workers), RankGroup(Rank(), device="cpu"), stopping=stopping, **sizes)
 
 
@@ -56,7 +57,7 @@ def test_a_stop_is_heard_while_the_source_has_nothing_and_what_was_drawn_is_give
     source = Shelf(6, ends=False)
     steps = feed(source, stopping=source.empty.is_set)
     assert [work.keys for work in steps] == [tuple("0123")]
-    assert steps.state_dict() == {"ahead": ["4", "5"], "source": {"count": 6}}
+    assert steps.state_dict() == {"ahead": ["4", "5"], "pool": {"drawn": 4, "numbers": []}, "source": {"count": 6}}
     steps.close()
     source.closed.set()
     assert source.back == ["4", "5"]
@@ -84,5 +85,5 @@ def test_a_sources_error_ends_the_feed():
 
 def test_what_was_ahead_at_a_checkpoint_comes_again_after_loading():
     source = Shelf(0)
-    feed(source).load_state_dict({"ahead": ["a"], "source": {"count": 3}})
+    feed(source).load_state_dict({"ahead": ["a"], "pool": {"drawn": 0, "numbers": []}, "source": {"count": 3}})
     assert source.back == ["a"] and source.count == 3
