@@ -80,7 +80,7 @@ def _ingest(work_dir: Path, config: ServerConfig):
         work_dir,
         shard_samples=config.shard_samples,
         workers=None if config.ingest_workers < 0 else config.ingest_workers,
-        policy=Policy(config.missing_captions, config.duplicates),
+        policy=Policy("empty" if config.missing_captions == "none" else config.missing_captions, config.duplicates),
         dry=config.dry_run,
         grow_from=(begun or 0) if config.grow else None,
         frozen=begun is not None,

@@ -42,7 +42,11 @@ class ServerConfig:
     )
     shard_samples: int = option(256, "Samples per shard; a shard is what a peer leases, and what another repeats when it dies.")
     ingest_workers: int = option(-1, "Processes that check pictures; -1: one per core, 0: none.")
-    missing_captions: str = option("reject", "Pictures without a caption: 'reject', or 'empty' to train them without words.")
+    missing_captions: str = option(
+        "reject",
+        "Pictures without a caption: 'reject', or 'empty' (or 'none') to train them without words, or with textual inversion's templates.",
+        aliases=("captions",),
+    )
     duplicates: str = option("keep", "Pictures that are there more than once, byte by byte: 'keep' or 'drop'; they are listed in any case.")
     dry_run: bool = option(False, "Check the pictures, say what would be left out, and end; nothing is written or served.")
     lease_seconds: float = option(60.0, "A lease that is not renewed for so long goes to another peer.")
@@ -73,7 +77,7 @@ class ServerConfig:
         if not 1 <= self.lease_seconds <= 86_400 or not 0 <= self.grace_seconds <= 86_400:
             raise UserError(f"lease_seconds is {self.lease_seconds}, grace_seconds {self.grace_seconds}.", fix="Use 1 to 86400 seconds.")
 
-        for name, choices in (("missing_captions", ("reject", "empty")), ("duplicates", ("keep", "drop"))):
+        for name, choices in (("missing_captions", ("reject", "empty", "none")), ("duplicates", ("keep", "drop"))):
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} is '{getattr(self, name)}'.", fix=f"Use {' or '.join(choices)}.")
         if not 0 <= self.max_requests_per_second <= 1e6:

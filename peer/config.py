@@ -19,9 +19,13 @@ class PeerConfig:
     peers: tuple[str, ...] = option((), "Multiaddrs of peers that are in the run; alone enough to join.", aliases=("initial_peers",))
     found: bool = option(False, "Found a run: listen for peers, with this peer's flags as the run's.", aliases=("hivemind",))
     run_id: str = option("", "Which run to join, when the peers given serve several.")
-    train_data_dir: str = option("", "Folder of pictures with a .txt beside each; needs no server.", aliases=("dataset",))
+    train_data_dir: str = option(
+        "",
+        "Folder of pictures, each with a .txt or .caption beside it, or described in a metadata.jsonl or metadata.csv; folders in it, too.",
+        aliases=("dataset",),
+    )
     output_dir: str = option("output", "Where checkpoints, logs and the result go.", aliases=("output_path",))
-    num_train_epochs: int = option(1, "Passes over --train_data_dir when the run sets no --total_samples.", aliases=("epochs",))
+    num_train_epochs: int = option(1, "Passes over the data when the run sets no --total_samples.", aliases=("epochs",))
     train_batch_size: int = option(1, "Samples per local step and rank.", aliases=("batch_size",))
     gradient_accumulation_steps: int = option(1, "Micro-batches per local optimizer step.")
     mixed_precision: str = option("auto", "Autocast; auto: by device, the reason is printed.", choices=("auto", "no", "fp16", "bf16"))
@@ -79,6 +83,19 @@ class PeerConfig:
     )
 
     # sources: this machine's data
+    dataset_name: str = option(
+        "", "Instead of --train_data_dir: a dataset of the Hugging Face Hub, or a folder that `datasets` can load; streamed.", aliases=("hfstream",)
+    )
+    dataset_config_name: str = option("", "Configuration of --dataset_name.")
+    dataset_split: str = option("train", "Split of --dataset_name.")
+    dataset_part: str = option(
+        "", "This peer's part of --dataset_name, such as 2/3: no row of another part. Default: all of it, in an order of this peer's own."
+    )
+    image_column: str = option("image", "Column of --dataset_name with the pictures.")
+    caption_column: str = option("text", "Column of --dataset_name, or key of a metadata file, with the captions; of several one is taken by chance.")
+    instance_prompt: str = option("", "Caption of the pictures in --train_data_dir or --dataset_name that have none.")
+    max_train_samples: int = option(0, "Use only so many pictures: of a folder a subset that the seed decides, of a stream the first; 0: all.")
+    repeats: int = option(1, "How often a picture of --train_data_dir comes in an epoch; those below a folder 10_NAME ten times as often.")
     output_bucket_info: bool = option(False, "Log the buckets at the start, and at the end how many samples were in each.")
     dry_run: bool = option(False, "Print the resolved configuration and end.")
     debug: bool = option(False, "Log more, and show tracebacks.")
@@ -107,10 +124,23 @@ class PeerConfig:
 
         if not 0 <= self.ema_decay < 1:
             raise UserError(f"ema_decay is {self.ema_decay}.", fix="Use a value in [0, 1); 0.9999 is usual, 0.99 for short runs.")
+        if self.repeats < 1:
+            raise UserError(f"repeats is {self.repeats}.", fix="Use 1 or more.")
+        if self.max_train_samples < 0:
+            raise UserError(f"max_train_samples is {self.max_train_samples}.", fix="Use how many pictures to take, or 0 for all.")
+        if self.train_data_dir and self.dataset_name:
+            raise UserError("Two datasets are given.", fix="Give --train_data_dir or --dataset_name.")
+        if self.dataset_part and not self.dataset_name:
+            raise UserError("dataset_part is a part of --dataset_name, and none is given.", fix="Add --dataset_name, or remove --dataset_part.")
         if self.states_total_limit < 0:
             raise UserError(f"states_total_limit is {self.states_total_limit}.", fix="Use 1 or more, or 0 to keep all of them.")
         if self.assist and (self.found or not (self.datasetserver or self.peers)):
             raise UserError("--assist helps in a run that there is.", fix="Name the run by --datasetserver or --peers, and found none.")
+
+    @property
+    def own_data(self) -> bool:
+        """Whether this peer brings its own pictures."""
+        return bool(self.train_data_dir or self.dataset_name)
 
     @property
     def swarming(self) -> bool:

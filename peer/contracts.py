@@ -195,6 +195,8 @@ class SourceContext:
     """What it asks of us, '' without one."""
     folder: Path | None = None
     """`--train_data_dir`."""
+    peer: PeerConfig = field(default_factory=PeerConfig)
+    """What this machine chose of its data."""
     known_hosts: KnownHosts | None = None
     """Which host's word to take; None: any that is signed."""
     peer_id: str

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from operator import length_hint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,8 +137,11 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
     run = build(RunConfig, of_founder(given, peer, Rank.from_environment().world), {"sync": "none"})
     if not run.model:
         raise UserError("No model was given.", fix="Give --model a diffusers folder or a Hub id.")
-    if not peer.train_data_dir:
-        raise UserError("No data was given.", fix="Give --train_data_dir a folder of pictures with a .txt beside each, or --datasetserver.")
+    if not peer.own_data:
+        raise UserError(
+            "No data was given.",
+            fix="Give --train_data_dir a folder of pictures with a .txt beside each, --dataset_name one of the Hub, or --datasetserver.",
+        )
     return Joined(complete(run))
 
 
@@ -327,13 +331,14 @@ def check_batch(run: RunConfig, peer: PeerConfig, world: int) -> None:
 
 
 def build_source(joined: Joined, peer: PeerConfig, group: "RankGroup", output: Path, own_id: str) -> "Source | None":
-    """Rank 0's source of samples: the folder when one was given, else the dataset server; None on other ranks."""
+    """Rank 0's source of samples: this peer's own when it brings one, else the dataset server; None on other ranks."""
     from peer.contracts import SourceContext
 
     if not group.is_main:
         return None
     context = SourceContext(
         run=joined.run,
+        peer=peer,
         url=joined.server_url,
         token=token_for(joined.server_url, peer),
         known_hosts=known_hosts(peer),
@@ -344,14 +349,18 @@ def build_source(joined: Joined, peer: PeerConfig, group: "RankGroup", output: P
         batch_samples=max(samples_of_a_local_step(peer, group.world), peer.lease_samples // 2),  # a source asks for two at a time
         epochs=None if joined.run.total_samples or peer.swarming else peer.num_train_epochs,
     )
-    return load_part("data", "directory" if peer.train_data_dir else "dataset_server").build(context)
+    own = "directory" if peer.train_data_dir else "huggingface"
+    return load_part("data", own if peer.own_data else "dataset_server").build(context)
 
 
 def with_end(run: RunConfig, peer: PeerConfig, source: "Source | None", group: "RankGroup") -> RunConfig:
-    """Alone and without --total_samples, the run ends after --num_train_epochs: schedules need to know when that is."""
+    """Alone and without --total_samples, the run ends after --num_train_epochs: schedules need to know when that is.
+
+    A stream that does not say how long it is ends with its last row all the same.
+    """
     if run.total_samples or peer.swarming:
         return run
-    total = group.broadcast_object(len(source) * peer.num_train_epochs if source else None)
+    total = group.broadcast_object(length_hint(source) * peer.num_train_epochs if source is not None else None)
     share = peer.lr_warmup_steps if peer.lr_warmup_steps < 1 else 0
     warm = {"lr_warmup_samples": warm_up(share, total)} if share else {}
     return dataclasses.replace(run, total_samples=total, **warm)

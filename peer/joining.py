@@ -44,9 +44,9 @@ def join(
         joined = _from_dht(peer, given, ask_server) or _founded(peer, given, complete)
     else:
         joined = _founded(peer, given, complete)
-    if not joined.server_url and not peer.train_data_dir and not peer.assist:
+    if not joined.server_url and not peer.own_data and not peer.assist:
         raise UserError(
-            "This run has no dataset server, and this peer no data.", fix="Give --train_data_dir a folder of pictures with captions."
+            "This run has no dataset server, and this peer no data.", fix="Give --train_data_dir a folder of pictures with captions, or --dataset_name."
         )
     return joined
 

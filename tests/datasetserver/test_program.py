@@ -299,7 +299,16 @@ def test_a_dry_run_says_what_would_be_left_out_and_leaves_nothing(tmp_path, caps
     assert "5 samples" in said and "0001.png: no caption" in said and "1 pictures are there more than once" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
     assert cli(["--dataset", str(folder), "--missing_captions", "guess"]) == ExitCode.CONFIG
-    assert "reject or empty" in capsys.readouterr().err
+    assert "reject or empty or none" in capsys.readouterr().err
+
+
+def test_bare_pictures_are_admitted_without_captions_under_either_name_of_the_option(tmp_path, capsys):
+    folder = write_dataset(tmp_path / "data", 3)
+    for caption in folder.glob("*.txt"):
+        caption.unlink()
+    options = ["--dataset", str(folder), "--dry_run", "--ingest_workers", "0"]
+    assert cli(options) == ExitCode.CONFIG
+    assert cli([*options, "--captions", "none"]) == cli([*options, "--missing_captions", "empty"]) == ExitCode.OK
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_shard_is_no_error_of_the_servers(tmp_path):

@@ -4,14 +4,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from peer.config import PeerConfig
 from peer.contracts import SourceContext
 from peer.data import directory
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 
 
-def source(folder, epochs=1, seed=42):
-    context = SourceContext(run=RunConfig(seed=seed), folder=folder, peer_id="alone", cache_dir=Path("unused"), epochs=epochs)
+def source(folder, epochs=1, seed=42, **peer):
+    options = PeerConfig(train_data_dir=str(folder), **peer)
+    context = SourceContext(run=RunConfig(seed=seed), peer=options, folder=folder, peer_id="alone", cache_dir=Path("unused"), epochs=epochs)
     return directory.build(context)
 
 
@@ -105,3 +107,122 @@ def test_a_folder_with_nothing_to_train_on_is_an_error_that_says_what_to_do(tmp_
         caption.unlink()
     with pytest.raises(UserError, match=r"none of its 12 pictures can be used \(000.png: no caption"):
         source(pictures)
+
+
+def draw(path, caption=None, suffix=".txt"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (16, 16)).save(path)
+    if caption is not None:
+        path.with_suffix(suffix).write_text(caption)
+
+
+def captions(samples):
+    return {sample.key.partition(":")[2]: sample.caption for sample in samples}
+
+
+def test_captions_come_from_files_beside_the_pictures_in_folders_of_any_depth(tmp_path):
+    draw(tmp_path / "a.png", " a cat\n")
+    draw(tmp_path / "deep" / "er" / "b.png", "\ufeffa dog", ".caption")
+    draw(tmp_path / ".trash" / "c.png", "gone")
+    assert captions(source(tmp_path)) == {"a.png": "a cat", "deep/er/b.png": "a dog"}
+
+
+def test_captions_come_from_metadata_files_of_each_folder(tmp_path, caplog):
+    for name in ("a.png", "sub/b.png", "sub/c.png"):
+        draw(tmp_path / name, "beside")
+    (tmp_path / "metadata.jsonl").write_text(
+        '{"file_name": "a.png", "text": ["one", "two "]}\n\n{"file_name": "sub/c.png", "text": "seen"}\n{"file_name": "no.png", "text": ""}\n'
+    )
+    (tmp_path / "sub" / "metadata.csv").write_text('file_name,text\nb.png,"a, b"\n')
+    assert captions(source(tmp_path)) == {"a.png": ("one", "two"), "sub/b.png": "a, b", "sub/c.png": "seen"}
+    assert "no.png: named by a metadata file, but not there" in caplog.text
+
+
+def test_a_metadata_row_without_a_caption_leaves_it_to_the_file_beside(tmp_path):
+    draw(tmp_path / "a.png", "beside")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "prompt": null}')
+    assert captions(source(tmp_path, caption_column="prompt")) == {"a.png": "beside"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("metadata.jsonl", b"{broken", "line 1 is no JSON"),
+        ("metadata.jsonl", b"[1]", "row 1 has no file_name"),
+        (
+            "metadata.jsonl",
+            b'{"file_name": "a.png", "prompt": "x"}',
+            "row 1 has no 'text'; it has prompt. Give one of them as --caption_column",
+        ),
+        ("metadata.csv", b"picture,text\na.png,x\n", "row 1 has no file_name"),
+        ("metadata.csv", b"file_name,text\na.png,caf\xe9\n", "cannot be read: .*utf-8"),
+    ],
+)
+def test_a_metadata_file_that_cannot_be_read_is_an_error_that_names_the_row(tmp_path, name, content, said):
+    draw(tmp_path / "a.png", "beside")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        source(tmp_path)
+
+
+def test_a_folder_of_kohya_repeats_its_pictures_and_names_those_without_a_caption(tmp_path):
+    draw(tmp_path / "3_sks dog" / "a.png")
+    draw(tmp_path / "3_sks dog" / "b.png", "its own")
+    draw(tmp_path / "2022_trip" / "c.png", "a year is no count")
+    data = source(tmp_path, repeats=2)
+    seen = list(data)
+    names = [sample.key.partition(":")[2] for sample in seen]
+    assert len(data) == len(seen) == len({sample.key for sample in seen}) == 14
+    assert {name: names.count(name) for name in names} == {"3_sks dog/a.png": 6, "3_sks dog/b.png": 6, "2022_trip/c.png": 2}
+    assert captions(seen) == {"3_sks dog/a.png": "sks dog", "3_sks dog/b.png": "its own", "2022_trip/c.png": "a year is no count"}
+
+
+def test_bare_pictures_take_the_instance_prompt(tmp_path):
+    draw(tmp_path / "a.png")
+    draw(tmp_path / "b.png", "its own")
+    assert captions(source(tmp_path, instance_prompt="sks")) == {"a.png": "sks", "b.png": "its own"}
+    assert captions(source(tmp_path)) == {"b.png": "its own"}
+
+
+def test_a_subset_is_decided_by_the_seed(pictures):
+    some = captions(source(pictures, max_train_samples=4))
+    assert len(some) == 4 and some == captions(source(pictures, max_train_samples=4)) != captions(
+        source(pictures, max_train_samples=4, seed=1)
+    )
+    assert len(captions(source(pictures, max_train_samples=99))) == 12
+
+
+def test_a_repeated_source_goes_on_exactly_where_its_state_was_taken(pictures):
+    data = source(pictures, epochs=2, repeats=3)
+    samples = iter(data)
+    keys(islice(samples, 50))
+    other = source(pictures, epochs=2, repeats=3)
+    other.load_state_dict(data.state_dict())
+    assert keys(other) == keys(samples)
+
+
+def test_what_was_ahead_at_a_checkpoint_comes_before_what_was_given_back_earlier(pictures):
+    data = source(pictures)
+    data.give_back(["0:001.png"])
+    data.give_back(["0:002.png", "0:003.png"])
+    assert keys(islice(iter(data), 3)) == ["0:002.png", "0:003.png", "0:001.png"]
+
+
+def test_a_picture_that_is_gone_since_the_start_is_left_out_like_a_broken_one(pictures, caplog):
+    data = source(pictures)
+    (pictures / "003.png").unlink()
+    assert [sample.key for sample in data if not sample.image] == ["0:003.png"] and "cannot read 003.png" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"repeats": 0}, "repeats is 0"),
+        ({"max_train_samples": -1}, "max_train_samples is -1"),
+        ({"train_data_dir": "a", "dataset_name": "b"}, "Two datasets"),
+        ({"train_data_dir": "a", "dataset_part": "1/2"}, "Add --dataset_name"),
+    ],
+)
+def test_options_of_the_data_that_make_no_sense_are_refused(options, said):
+    with pytest.raises(UserError, match=said):
+        PeerConfig(**options)

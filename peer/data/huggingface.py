@@ -1,0 +1,273 @@
+"""A dataset of the Hugging Face Hub, or one that `datasets` reads from a folder, streamed: nothing is downloaded before it is trained on.
+
+Rows are taken in windows of one file each: the files in an order that the seed, the epoch and this peer's part decide, the rows of a
+window shuffled. A window can be read again from where it starts, so that a resumed run goes on at the very sample, and samples that were
+given back come again. What is promised when several peers stream one dataset: with `--dataset_part 1/3`, `2/3` and `3/3` none has a row
+that another one has, in any epoch, and all three together have all rows; without it each goes through all rows, in an order of its own.
+Peers that come and go and shall still train every row exactly once take it from a dataset server (`dd-datasetserver --dataset_name`).
+"""
+
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peer.contracts import Sample, Settlement, SourceContext
+from swarm.errors import ExitCode, UserError
+
+log = logging.getLogger(__name__)
+
+# A file of thousands of pictures is shuffled in pieces that are fetched in some seconds and fit into memory twice.
+WINDOW_ROWS = 256
+WINDOW_BYTES = 64 << 20
+_NOWHERE = ((-1, -1), None, None)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What to read, in the words of diffusers' scripts. part: (index, count), this peer's share. max_samples: 0 for all rows."""
+
+    name: str
+    config: str = ""
+    split: str = "train"
+    image_column: str = "image"
+    caption_column: str = "text"
+    max_samples: int = 0
+    part: tuple[int, int] = (0, 1)
+    bare: bool = False
+    """Whether there need not be captions."""
+
+
+def build(context: SourceContext) -> "HuggingFace":
+    """Raises UserError when the dataset cannot be read, or has no such columns."""
+    peer, run = context.peer, context.run
+    prompt = peer.instance_prompt or ("" if run.method == "textual_inversion" else None)
+    dataset = Dataset(
+        peer.dataset_name,
+        peer.dataset_config_name,
+        peer.dataset_split,
+        peer.image_column,
+        peer.caption_column,
+        peer.max_train_samples,
+        parse_part(peer.dataset_part),
+        bare=prompt is not None,
+    )
+    if peer.swarming and dataset.part == (0, 1):
+        log.info("streaming all of %s in an order of this peer's own; peers with --dataset_part 1/N to N/N never share a row", dataset.name)
+    return HuggingFace(dataset, seed=f"{run.seed}:{context.peer_id}", prompt=prompt, epochs=context.epochs)
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """(0, 3) of '1/3'; all of it for ''. Raises UserError."""
+    first, _, count = (text or "1/1").partition("/")
+    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise UserError(f"dataset_part is '{text}'.", fix="Use 1/3 for the first of three parts, 2/3 and 3/3 for the others.")
+    return int(first) - 1, int(count)
+
+
+class HuggingFace:
+    """The source; see the module. A sample's key is `epoch:file:window:row`, which says where it is found again."""
+
+    def __init__(self, dataset: Dataset, *, seed: str, prompt: str | None, epochs: int | None):
+        self._dataset, self._seed, self._prompt, self._epochs = dataset, seed, prompt, epochs
+        with _told(dataset):
+            self._files, self._num_files, self._size = _open(dataset)
+        self._epoch = self._file = self._window = self._position = 0
+        self._starts: dict[str, Any] = {}
+        """Where each window that was read begins, as `datasets` says it."""
+        self._going: tuple[tuple[int, int], Any, Any] = _NOWHERE
+        self._rows: tuple[str, list[Sample]] = ("", [])
+        self._spare: tuple[str, list[Sample]] = ("", [])
+        self._again: deque[str] = deque()
+        self._any = self._closed = False
+
+    def __length_hint__(self) -> int:
+        """Samples of one epoch; 0 when the dataset does not say."""
+        return self._size
+
+    def __iter__(self) -> Iterator[Sample]:
+        while not self._closed:
+            sample = self._reread(self._again.popleft()) if self._again else self._next()
+            if sample is None:
+                return
+            yield sample
+
+    def _next(self) -> Sample | None:
+        while self._epochs is None or self._epoch < self._epochs:
+            order = list(range(self._num_files))
+            random.Random(f"{self._seed}:{self._epoch}").shuffle(order)
+            while self._file < len(order):
+                rows = self._shuffled(order[self._file], self._window)
+                if self._position < len(rows):
+                    self._any = True
+                    self._position += 1
+                    return rows[self._position - 1]
+                self._window, self._position = (self._window + 1, 0) if rows else (0, 0)
+                self._file += not rows
+            if not self._any:
+                raise UserError(
+                    f"No row of the dataset {self._dataset.name} is this peer's.", fix="Check --dataset_split and --dataset_part."
+                )
+            self._epoch, self._file = self._epoch + 1, 0
+        return None
+
+    def _shuffled(self, file: int, window: int) -> list[Sample]:
+        """The samples of a window in the order of this epoch; none behind the file's last window."""
+        name = f"{self._epoch}:{file}:{window}"
+        if self._rows[0] != name:
+            samples = self._read(name)
+            random.Random(f"{self._seed}:{name}").shuffle(samples)
+            self._rows = name, samples
+        return self._rows[1]
+
+    def _reread(self, key: str) -> Sample:
+        """A sample that was yielded before."""
+        name, _, _ = key.rpartition(":")
+        if name != self._spare[0]:
+            self._spare = name, self._rows[1] if name == self._rows[0] else self._read(name)
+        found = [sample for sample in self._spare[1] if sample.key == key]
+        if not found:
+            raise UserError(
+                f"The dataset {self._dataset.name} has changed: row {key} is gone.", fix="Start afresh, without --resume_from_checkpoint."
+            )
+        return found[0]
+
+    def _read(self, name: str) -> list[Sample]:
+        """The samples of window `epoch:file:window`, in the order of the file."""
+        _, file, window = map(int, name.split(":"))
+        if window and f"{file}:{window}" not in self._starts:
+            return []
+        samples: list[Sample] = []
+        size = 0
+        with _told(self._dataset):
+            data, rows = self._rows_from(file, window)
+            for row in rows:
+                samples.append(self._sample(f"{name}:{len(samples)}", row))
+                size += len(samples[-1].image)
+                if len(samples) == WINDOW_ROWS or size > WINDOW_BYTES:
+                    self._starts[f"{file}:{window + 1}"] = data.state_dict()
+                    self._going = (file, window + 1), data, rows
+                    break
+        return samples
+
+    def _rows_from(self, file: int, window: int) -> tuple[Any, Iterator[dict[str, Any]]]:
+        """The file's stream where the window begins: the one that has come there, or a new one, which must find its way."""
+        (place, data, rows), self._going = self._going, _NOWHERE  # a stream is read once
+        if place == (file, window):
+            return data, rows
+        data = self._files(file)
+        if window:
+            data.load_state_dict(self._starts[f"{file}:{window}"])
+        return data, iter(data)
+
+    def _sample(self, key: str, row: Mapping[str, Any]) -> Sample:
+        """A row without a picture or a caption is one that cannot be decoded: it is left out, and counted, like a broken one."""
+        image, caption = _picture(row[self._dataset.image_column]), _caption(row.get(self._dataset.caption_column), self._prompt)
+        if caption is None:
+            log.warning("row %s has no caption", key)
+        return Sample(key, image if caption is not None else b"", caption or "")
+
+    def register(self, number: int, keys: Sequence[str]) -> None:
+        """There is nobody to tell: which rows are whose is said by --dataset_part."""
+
+    def settle(self, settlement: Settlement) -> None:
+        """No ledger to tell."""
+
+    def acknowledge(self, keys: Sequence[str]) -> None:
+        """An epoch yields every row once anyway."""
+
+    def give_back(self, keys: Sequence[str]) -> None:
+        self._again.extendleft(reversed(keys))
+
+    def state_dict(self) -> dict[str, Any]:
+        place = {"epoch": self._epoch, "file": self._file, "window": self._window, "position": self._position}
+        return {**place, "starts": dict(self._starts), "again": list(self._again)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._epoch, self._file, self._window = state["epoch"], state["file"], state["window"]
+        self._position, self._starts, self._again = state["position"], dict(state["starts"]), deque(state["again"])
+        self._any = bool(self._starts)
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def _open(dataset: Dataset) -> tuple[Callable[[int], Any], int, int]:
+    """This peer's files as streams of rows with pictures not decoded: a function of their number, how many, and all their rows; 0: unknown.
+
+    Raises UserError for a column that is missing, and whatever `datasets` raises.
+    """
+    import datasets
+    from datasets.distributed import split_dataset_by_node
+
+    name = str(Path(dataset.name).expanduser()) if Path(dataset.name).expanduser().is_dir() else dataset.name
+    rows = datasets.load_dataset(name, dataset.config or None, split=dataset.split, streaming=True)
+    features = rows.features or rows._resolve_features().features
+    columns = [dataset.image_column]
+    if not dataset.bare or dataset.caption_column in features:
+        columns.append(dataset.caption_column)
+    for option, column in zip(("image_column", "caption_column"), columns, strict=False):
+        if column not in features:
+            raise UserError(
+                f"{dataset.name} has no column '{column}'; it has {', '.join(features)}.", fix=f"Give one of them as --{option}."
+            )
+    split = rows.info.splits.get(dataset.split) if rows.info.splits else None
+    size = (split.num_examples or 0) if split and dataset.part == (0, 1) else 0
+    rows = rows.select_columns(columns)
+    if isinstance(features[dataset.image_column], datasets.Image):
+        rows = rows.cast_column(dataset.image_column, datasets.Image(decode=False))
+    index, count = dataset.part
+    files = rows.num_shards
+    if dataset.max_samples:
+        return (lambda _: split_dataset_by_node(rows.take(dataset.max_samples), index, count)), 1, min(size, dataset.max_samples)
+    if files >= count:  # whole files, so that nothing is fetched that others train on
+        own = list(range(index, files, count))
+        return (lambda number: rows.shard(files, own[number])), len(own), size
+    return (lambda number: split_dataset_by_node(rows.shard(files, number), index, count)), files, size
+
+
+def _picture(value: Any) -> bytes:
+    """The picture's bytes; none when this row has no picture that can be had."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        return b""
+    from datasets.utils.file_utils import xopen
+
+    try:
+        with xopen(value, "rb") as file:
+            return file.read()
+    except OSError as error:
+        log.warning("cannot fetch %s: %s", value, error)
+        return b""
+
+
+def _caption(value: Any, prompt: str | None) -> str | tuple[str, ...] | None:
+    """The caption, or several of which chance takes one; None when there is none."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+        return tuple(value)
+    return prompt
+
+
+@contextmanager
+def _told(dataset: Dataset) -> Iterator[None]:
+    """`datasets` raises FileNotFoundError, ValueError, HfHubHTTPError, ArrowInvalid, ConnectionError, ...: one kind of error for all."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        first = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"The dataset {dataset.name} cannot be read: {first}",
+            fix="Check its name, configuration, split and the connection.",
+            code=ExitCode.NETWORK,
+        ) from error
