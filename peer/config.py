@@ -65,6 +65,11 @@ class PeerConfig:
         aliases=("checkpointing_rounds",),
     )
     save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-N every so many global steps; 0: at the end only.")
+    weights: str = option(
+        "fp32",
+        "How this machine keeps what it trains; bf16: half the memory, rounded by chance so that no small update is lost.",
+        choices=("fp32", "bf16"),
+    )
     use_ema: bool = option(False, "Keep a moving average of the weights by global steps; it is what is exported and drawn.")
     ema_decay: float = option(0.9999, "Its decay, which it rises to: (1 + n) / (10 + n) after n steps.")
     validation_prompts: tuple[str, ...] = option(
@@ -122,6 +127,10 @@ class PeerConfig:
             if not 0 <= getattr(self, name) < 2**40:
                 raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more, or 0 for the default.")
 
+        if self.weights == "bf16" and self.mixed_precision not in ("auto", "bf16"):
+            raise UserError(
+                f"--weights bf16 cannot be computed with in --mixed_precision {self.mixed_precision}.", fix="Use --mixed_precision bf16."
+            )
         if not 0 <= self.ema_decay < 1:
             raise UserError(f"ema_decay is {self.ema_decay}.", fix="Use a value in [0, 1); 0.9999 is usual, 0.99 for short runs.")
         if self.repeats < 1:

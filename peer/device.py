@@ -74,7 +74,9 @@ def choose_device(wanted: str, rank: Rank) -> torch.device:
     number = wanted.partition(":")[2]
     index = int(number) if number.isdigit() else rank.local
     if index >= gpus:
-        raise UserError(f"Local rank {rank.local} asks for GPU {index}, but this machine has {gpus}.", fix="Start fewer ranks, or --device cpu.")
+        raise UserError(
+            f"Local rank {rank.local} asks for GPU {index}, but this machine has {gpus}.", fix="Start fewer ranks, or --device cpu."
+        )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
@@ -184,12 +186,12 @@ class RankGroup:
 
     @torch.no_grad()
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite `tensors` (one dtype and device) in place with their sums over the ranks, the same bits everywhere."""
+        """Overwrite `tensors` (of one device) in place with their sums over the ranks, added in float32, the same bits everywhere."""
         if self.world == 1:
             return
         with _lost_rank():
             for bucket in _buckets(tensors):
-                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+                flat = torch.cat([tensor.reshape(-1).float() for tensor in bucket])
                 dist.all_reduce(flat)
                 for tensor, summed in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                     tensor.copy_(summed.view_as(tensor))

@@ -201,6 +201,7 @@ def assemble(
     from peer.occasions import Occasion, Occasions
     from peer.optim import build_optimizer
     from peer.ranked import RankedSync
+    from peer.rounding import RoundingOptimizer, keep_in_bf16
     from peer.schedule import build_schedule
     from peer.train import Trainer
     from peer.validation import Validation
@@ -214,6 +215,9 @@ def assemble(
         model.enable_gradient_checkpointing()
     method = load_part("methods", run.method).build(run)
     params = method.attach(model)
+    bf16 = peer.weights == "bf16"
+    if bf16:
+        keep_in_bf16(params)
     group.broadcast_(list(params.values()))
 
     source = build_source(joined, peer, group, output, own_id)
@@ -233,16 +237,19 @@ def assemble(
     closing.callback(progress.close)
 
     checkpoints = Checkpoints(output, peer.checkpoints_total_limit)
+    seed = f"{run.seed}:{own_id}"
     average = Ema(params, peer.ema_decay) if peer.use_ema and group.is_main else None
     occasions: list[Occasion] = []
     trainer = Trainer(
         model=model,
         encode=Encoder(model),
         params=params,
-        optimizer=build_optimizer(run, params, device),
+        optimizer=RoundingOptimizer(build_optimizer(run, params, device), seed) if bf16 else build_optimizer(run, params, device),
         learning_rate=build_schedule(run),
         max_grad_norm=run.max_grad_norm,
-        precision=choose_precision(peer.mixed_precision, device, sum(parameter.numel() for parameter in params.values())),
+        precision=choose_precision(
+            "bf16" if bf16 else peer.mixed_precision, device, sum(parameter.numel() for parameter in params.values())
+        ),
         sync=RankedSync(sync, group, params, moves=run.sync != "none"),
         feed=feed,
         accounts=Accounts(source),
@@ -253,7 +260,7 @@ def assemble(
         occasions=Occasions(occasions),
         by_rounds=peer.swarming,
         average=average,
-        noise_seed=f"{run.seed}:{own_id}",
+        noise_seed=seed,
     )
     step = step_samples(peer, run.target_batch_size, group.world)
     validation = Validation(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from peer.contracts import Params
+from peer.rounding import round_stochastically
 from swarm.digest import digest_json
 
 BIG_ELEMENTS = 1024
@@ -24,13 +25,16 @@ BIG_ELEMENTS = 1024
 
 @dataclass(frozen=True)
 class Schema:
-    """Names, shapes and dtypes of `params` in the order of the flat vector: the large tensors first, each kind by name."""
+    """Names, shapes and dtypes of `params` in the order of the flat vector: the large tensors first, each kind by name.
+
+    bf16 counts as float32: which of the two a machine keeps is its own affair, what is sent and hashed is float32.
+    """
 
     entries: tuple[tuple[str, tuple[int, ...], str], ...]
 
     @classmethod
     def of(cls, params: Params) -> "Schema":
-        return cls(tuple((name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in ordered(params)))
+        return cls(tuple((name, tuple(p.shape), _dtype(p)) for name, p in ordered(params)))
 
     @property
     def digest(self) -> str:
@@ -46,6 +50,10 @@ class Schema:
     def big_size(self) -> int:
         """Number of elements of the large tensors, which come first."""
         return sum(math.prod(shape) for _, shape, _ in self.entries if math.prod(shape) >= BIG_ELEMENTS)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return "float32" if tensor.dtype is torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
 
 
 def ordered(params: Params) -> list[tuple[str, Tensor]]:
@@ -66,10 +74,13 @@ def flatten(params: Params, out: Tensor) -> Tensor:
 class Flat:
     """Tensors as one flat float32 vector that is read and written by slices: nothing is copied but the slice.
 
-    The order is the logical one, whatever strides a tensor has (channels_last; what was permuted when it was converted).
+    The order is the logical one, whatever strides a tensor has (channels_last; what was permuted when it was converted). What is written
+    to bf16 tensors is rounded by chance, by every peer on its own: rounded to the nearest, what several peers learned would be undone.
     """
 
     def __init__(self, params: Params):
+        self._rng = torch.Generator()
+        self._rng.seed()
         self._tensors = [parameter.detach() for _, parameter in ordered(params)]
         self._starts = list(itertools.accumulate((tensor.numel() for tensor in self._tensors), initial=0))
 
@@ -93,11 +104,19 @@ class Flat:
             mine = _on_host(tensor, span)
             moved = mine.sub_(before[here]).add_(after[here])
             if not _shares(moved, tensor):
-                _put(tensor, span, moved)
+                self._put(tensor, span, moved)
 
     def write(self, start: int, values: Tensor) -> None:
         for tensor, span, here in self._pieces(start, start + values.numel()):
-            _put(tensor, span, values[here])
+            self._put(tensor, span, values[here])
+
+    def _put(self, tensor: Tensor, span: slice, values: Tensor) -> None:
+        if tensor.dtype is torch.bfloat16:
+            values = round_stochastically(values.cpu().float(), self._rng)
+        if tensor.is_contiguous():
+            tensor.view(-1)[span].copy_(values)
+        else:
+            tensor.put_(_indices(tensor, span), values.to(tensor))
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[Tensor, slice, slice]]:
         """(tensor, span, here): the elements `span` of `tensor` are `here` in the vector's slice [start, end)."""
@@ -116,13 +135,6 @@ def _values(tensor: Tensor, span: slice) -> Tensor:
 def _on_host(tensor: Tensor, span: slice) -> Tensor:
     """Those elements as float32 on the host: the tensor's own memory where they are that already, which saves a copy."""
     return _values(tensor, span).to("cpu", torch.float32)
-
-
-def _put(tensor: Tensor, span: slice, values: Tensor) -> None:
-    if tensor.is_contiguous():
-        tensor.view(-1)[span].copy_(values)
-    else:
-        tensor.put_(_indices(tensor, span), values.to(tensor))
 
 
 def _indices(tensor: Tensor, span: slice) -> Tensor:

@@ -1,0 +1,93 @@
+"""bf16 weights that lose no update: what is smaller than their last bit moves it with the chance that it is worth."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peer.contracts import Params
+from swarm.digest import digest_bytes
+
+_AT_ONCE = 64 << 20
+"""Elements that are float32 at a time while the optimizer steps, 256 MiB of them."""
+
+
+def round_stochastically(values: Tensor, rng: torch.Generator) -> Tensor:
+    """float32 `values` in bf16, up or down with such chances that the mean is right; rng: on their device.
+
+    A bf16 is the upper half of a float32: the lower half, plus an equally distributed number of its length, carries into it.
+    """
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=rng)
+    bits = noise.add_(values.contiguous().view(torch.int32)).bitwise_and_(-(1 << 16))
+    return torch.where(values.isfinite(), bits.view(torch.float32), values).bfloat16()
+
+
+def keep_in_bf16(params: Params) -> None:
+    """From now on `params` are bf16, in the memory of half as many bytes; so are their gradients."""
+    for parameter in params.values():
+        parameter.data = parameter.data.bfloat16()
+
+
+class RoundingOptimizer:
+    """An optimizer of bf16 parameters that computes and keeps its state in float32. The same bits for the same seed and step."""
+
+    def __init__(self, inner: torch.optim.Optimizer, seed: str):
+        self._inner, self._seed, self._steps = inner, seed, 0
+        (self._group,) = inner.param_groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._inner.param_groups
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Chunk by chunk, so that little is float32 at a time."""
+        parameters = self._group["params"]
+        rng = torch.Generator(parameters[0].device)
+        rng.manual_seed(int(digest_bytes(f"{self._seed}:{self._steps}".encode())[:15], 16))
+        self._steps += 1
+        try:
+            for chunk in _chunks(parameters):
+                self._group["params"] = chunk
+                with _in_float32(chunk, rng):
+                    self._inner.step()
+        finally:
+            self._group["params"] = parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "inner": self._inner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+        with _in_float32(self._group["params"]):  # an optimizer loads its state in its parameters' dtype
+            self._inner.load_state_dict(dict(state["inner"]))
+        (self._group,) = self._inner.param_groups
+
+
+@contextmanager
+def _in_float32(parameters: Sequence[Tensor], rng: torch.Generator | None = None) -> Iterator[None]:
+    """Within the block parameters and gradients are float32; afterwards rounded by chance, or exactly when `rng` is None and none changed."""
+    for parameter in parameters:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.float()
+        parameter.grad = None if gradient is None else gradient.float()
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = round_stochastically(parameter.data, rng) if rng else parameter.data.bfloat16()
+            parameter.grad = None if gradient is None else gradient.bfloat16()
+
+
+def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    before = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
+    pairs = zip(parameters, before, strict=False)
+    for _, chunk in itertools.groupby(pairs, key=lambda pair: pair[1] // _AT_ONCE):
+        yield [parameter for parameter, _ in chunk]
