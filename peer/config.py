@@ -1,7 +1,9 @@
 """What each machine may choose for itself. Whatever all peers must agree on is in `swarm.run_config.RunConfig`."""
 
+import dataclasses
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from swarm.errors import UserError
 from swarm.options import option
@@ -89,7 +91,9 @@ class PeerConfig:
 
     # sources: this machine's data
     dataset_name: str = option(
-        "", "Instead of --train_data_dir: a dataset of the Hugging Face Hub, or a folder that `datasets` can load; streamed.", aliases=("hfstream",)
+        "",
+        "Instead of --train_data_dir: a dataset of the Hugging Face Hub, or a folder that `datasets` can load; streamed.",
+        aliases=("hfstream",),
     )
     dataset_config_name: str = option("", "Configuration of --dataset_name.")
     dataset_split: str = option("train", "Split of --dataset_name.")
@@ -97,11 +101,27 @@ class PeerConfig:
         "", "This peer's part of --dataset_name, such as 2/3: no row of another part. Default: all of it, in an order of this peer's own."
     )
     image_column: str = option("image", "Column of --dataset_name with the pictures.")
-    caption_column: str = option("text", "Column of --dataset_name, or key of a metadata file, with the captions; of several one is taken by chance.")
+    caption_column: str = option(
+        "text", "Column of --dataset_name, or key of a metadata file, with the captions; of several one is taken by chance."
+    )
     instance_prompt: str = option("", "Caption of the pictures in --train_data_dir or --dataset_name that have none.")
-    max_train_samples: int = option(0, "Use only so many pictures: of a folder a subset that the seed decides, of a stream the first; 0: all.")
+    max_train_samples: int = option(
+        0, "Use only so many pictures: of a folder a subset that the seed decides, of a stream the first; 0: all."
+    )
     repeats: int = option(1, "How often a picture of --train_data_dir comes in an epoch; those below a folder 10_NAME ten times as often.")
     output_bucket_info: bool = option(False, "Log the buckets at the start, and at the end how many samples were in each.")
+
+    # methods: in which form the result is written, and where it goes
+    save_as_full_pipeline: bool = option(False, "textual_inversion: write the whole pipeline as well, which knows the new word.")
+    safe_serialization: bool = option(
+        True, "textual_inversion: write .safetensors; --no_safe_serialization: torch's own format, learned_embeds.bin."
+    )
+    push_to_hub: bool = option(False, "Upload the result to the Hugging Face Hub at the end; asked for leave at the start.")
+    hub_model_id: str = option("", "Repository for --push_to_hub, such as owner/name; default: the name of --output_dir.")
+    hub_token: str = option(
+        "", "Token for the Hub; other users of this machine see flags, not the variable HF_TOKEN.", aliases=("hf_token",)
+    )
+
     dry_run: bool = option(False, "Print the resolved configuration and end.")
     debug: bool = option(False, "Log more, and show tracebacks.")
 
@@ -140,11 +160,18 @@ class PeerConfig:
         if self.train_data_dir and self.dataset_name:
             raise UserError("Two datasets are given.", fix="Give --train_data_dir or --dataset_name.")
         if self.dataset_part and not self.dataset_name:
-            raise UserError("dataset_part is a part of --dataset_name, and none is given.", fix="Add --dataset_name, or remove --dataset_part.")
+            raise UserError(
+                "dataset_part is a part of --dataset_name, and none is given.", fix="Add --dataset_name, or remove --dataset_part."
+            )
         if self.states_total_limit < 0:
             raise UserError(f"states_total_limit is {self.states_total_limit}.", fix="Use 1 or more, or 0 to keep all of them.")
         if self.assist and (self.found or not (self.datasetserver or self.peers)):
             raise UserError("--assist helps in a run that there is.", fix="Name the run by --datasetserver or --peers, and found none.")
+
+    def shown(self) -> dict[str, Any]:
+        """All options as they may be printed and logged: without the tokens."""
+        secret = {name: "(hidden)" for name in ("token", "hub_token") if getattr(self, name)}
+        return {**dataclasses.asdict(self), **secret}
 
     @property
     def own_data(self) -> bool:

@@ -1,25 +1,37 @@
-"""`dd-export`: a diffusers folder from a state that an assisting peer kept, `dd-export --state helper --out model`.
+"""`dd-export`: a result in another form, `dd-export --state output --format single_file --out mine.safetensors`.
 
-The state holds what was trained, as one vector without names; those, and whatever was not trained, come from the run's base model.
+What to export is a result, a checkpoint, or a state that an assisting peer kept. A state holds what was trained, as one vector without
+names; those, and whatever was not trained, come from the run's base model.
 """
 
 import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
+from peer.checkpoint import Checkpoints, about, replacing
 from peer.contracts import Params
-from peer.finetune import export, load_model
+from peer.exports import loading
+from peer.exports.embedding import write_embedding
+from peer.exports.lora import write_lora_diffusers, write_lora_kohya
+from peer.exports.result import Result, read_result, write_result
+from peer.exports.single_file import write_single_file
+from peer.finetune import load_model
 from peer.rooms import load_part
 from peer.sync.engine.disk import read_state
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.state import BadState, State
 from peer.sync.engine.vectors import Flat, Schema
+from peer.train import load_params
+from swarm.base_model import family_of
 from swarm.errors import ExitCode, UserError, run_program
 from swarm.logs import setup_logging
 from swarm.options import build, option, parse_flags
@@ -27,48 +39,165 @@ from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_FORMATS = ("diffusers", "single_file", "lora_diffusers", "lora_kohya", "embedding")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """What to turn into what."""
 
-    state: str = option("", "The --output_dir of a peer that assists, for its newest settled state, or one of the files in its settled/.")
-    out: str = option("model", "Folder to write; the one before stays until the new one is whole.")
-    model: str = option("", "Folder of the run's base model; default: where the run says.")
+    state: str = option(
+        "",
+        "A result's folder; an --output_dir, for its result or else its newest checkpoint; a checkpoint's folder; the --output_dir of a peer "
+        "that assists, for its newest settled state; or one of the files in its settled/.",
+        aliases=("result", "checkpoint"),
+    )
+    out: str = option("model", "Folder or file to write; the one before stays until the new one is whole.")
+    format: str = option(
+        "diffusers",
+        "diffusers: the whole pipeline's folder, a LoRA merged; single_file: that in one .safetensors as A1111 and ComfyUI read it; "
+        "lora_diffusers, lora_kohya, embedding: what was trained alone, in one file.",
+        choices=_FORMATS,
+    )
+    dtype: str = option("fp32", "Precision of the numbers in a file; folders are fp32.", choices=tuple(_DTYPES))
+    model: str = option("", "The run's base model; default: where the run says.")
+    model_config: str = option("", "For a .safetensors --model: diffusers folder or Hub id whose configs it is read with.")
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="dd-export", description="Turn a state that a peer kept with --assist into a diffusers folder.")
+    parser = argparse.ArgumentParser(prog="dd-export", description="Turn what a run left behind into the form that another tool reads.")
     flags, _ = parse_flags(parser, argv, ExportConfig)
     config = build(ExportConfig, flags)
     if not config.state:
-        raise UserError("No state was given.", fix="For example: dd-export --state helper --out model")
+        raise UserError(
+            "Nothing to export was given.", fix="For example: dd-export --state output --format single_file --out mine.safetensors"
+        )
     setup_logging()
-    path, run = find(Path(config.state))
-    model = load_model(run, {"model": config.model}, torch.device("cpu"))
+    out = Path(config.out)
+    if config.format != "diffusers" and out.suffix != ".safetensors":
+        out = out.with_name(f"{out.name}.safetensors")
+    with found(Path(config.state), config, out) as result:
+        write(result, config, out)
+    log.info("exported %s from %s", out, config.state)
+
+
+def write(result: Path, config: ExportConfig, out: Path) -> None:
+    """The result's folder in the form asked for."""
+    kept = read_result(result)
+    if config.format == "diffusers":
+        with replacing(out) as folder:
+            _whole(result, kept, config).save(folder)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part, dtype = out.with_name(f".{out.name}.writing"), _DTYPES[config.dtype]
+    try:
+        if config.format == "single_file":
+            if kept and kept.run.method == "textual_inversion":
+                raise UserError(
+                    "A single file has no place for a new word.", fix="Use --format embedding, beside the base model's own file."
+                )
+            write_single_file(_whole(result, kept, config).pipeline, part, dtype)
+        elif config.format == "embedding":
+            write_embedding(result, part, kept.run.family if kept else "", dtype)
+        else:
+            (write_lora_kohya if config.format == "lora_kohya" else write_lora_diffusers)(result, part, dtype)
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _whole(result: Path, kept: Result | None, config: ExportConfig) -> Any:
+    """A model of peer/models with the result in it."""
+    cpu = torch.device("cpu")
+    if (result / "model_index.json").is_file():
+        family = family_of(result)
+        return load_part("models", family).load(result, cpu, RunConfig(model=str(result), family=family))
+    base = kept if kept and config.model else loading.base_of(result)
+    assert base is not None
+    return loading.as_pipeline(base, result, load_model(base.run, _elsewhere(config), cpu))
+
+
+def _elsewhere(config: ExportConfig) -> dict[str, str]:
+    return {"model": config.model, "model_config": config.model_config}
+
+
+@contextmanager
+def found(given: Path, config: ExportConfig, out: Path) -> Iterator[Path]:
+    """The result's folder that `given` stands for, made for the time being from a checkpoint or a state. Raises UserError."""
+    folder = loading.result_in(given)
+    if folder.is_dir() and (loading._is_result(folder)):
+        yield folder
+        return
+    checkpoint = _checkpoint(given)
+    if checkpoint:
+        place, fill_in = checkpoint, _fill_from_checkpoint
+        run = run_beside(checkpoint.parent)
+    else:
+        place, run = find(given)
+        fill_in = _fill_from_state
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".exporting-", dir=out.parent) as scratch:
+        yield _made(place, run, fill_in, config, Path(scratch) / "result")
+
+
+def _made(place: Path, run: RunConfig, fill_in: Callable[..., tuple[int, int]], config: ExportConfig, target: Path) -> Path:
+    """A result folder from the parameters in a checkpoint or state."""
+    model = load_model(run, _elsewhere(config), torch.device("cpu"))
     method = load_part("methods", run.method).build(run)
     params = method.attach(model)
-    state = fill(params, path, run)
-    export(method, model, params, Path(config.out))
-    log.info("exported round=%d samples=%d state=%s result=%s", state.header.round, state.header.samples, path.name, config.out)
+    rounds, samples = fill_in(params, place, run)
+    log.info("exported round=%d samples=%d state=%s", rounds, samples, place.name)
+    write_result(
+        method, model, params, target, loading.at(Result.of(run, samples=samples, round=rounds), config.model, config.model_config)
+    )
+    return target
+
+
+def _checkpoint(given: Path) -> Path | None:
+    """The newest checkpoint of an --output_dir, or `given` itself when it is one."""
+    if (given / "manifest.json").is_file():
+        return given
+    paths = Checkpoints(given, keep=1).paths() if given.is_dir() and not (given / "settled").is_dir() else []
+    return paths[-1] if paths else None
+
+
+def _fill_from_checkpoint(params: Params, path: Path, run: RunConfig) -> tuple[int, int]:
+    """Put what was trained into `params`; round and samples. A damaged checkpoint is passed over for the one before."""
+    loaded = Checkpoints(path.parent, keep=1).load(str(path))
+    assert loaded is not None
+    load_params(params, loaded[1]["params"])
+    said = about(loaded[0])
+    return said["round"], said["samples"]
+
+
+def _fill_from_state(params: Params, path: Path, run: RunConfig) -> tuple[int, int]:
+    header = fill(params, path, run).header
+    return header.round, header.samples
 
 
 def find(given: Path) -> tuple[Path, RunConfig]:
     """The state's file, and the run that it is of. Raises UserError."""
     if given.is_file():
-        path, folder = given, given.resolve().parent.parent
-    else:
-        folder, kept = given, sorted((given / "settled").glob("round-*.state"))
-        if not kept:
-            raise UserError(f"There is no settled state in {given}.", fix="Give the --output_dir of a peer that ran with --assist.")
-        path = kept[-1]
+        return given, run_beside(given.resolve().parent.parent)
+    kept = sorted((given / "settled").glob("round-*.state"))
+    if not kept:
+        raise UserError(
+            f"There is no settled state in {given}, and no result or checkpoint.",
+            fix="Give a result's folder, or the --output_dir of a peer that trained or ran with --assist.",
+        )
+    return kept[-1], run_beside(given)
+
+
+def run_beside(folder: Path) -> RunConfig:
+    """The run that `folder`/run.json describes."""
     try:
         saved = json.loads((folder / "run.json").read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
             f"{folder / 'run.json'}, which says what run the state is of, is missing or damaged.", fix="Copy it there."
         ) from None
-    return path, RunConfig.from_mapping(saved, where=str(folder / "run.json"))
+    return RunConfig.from_mapping(saved, where=str(folder / "run.json"))
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from peer.units import SAID_TWICE, of_founder, refuse_both, step_samples, warm_u
 from swarm.base_model import AUTO, family_of  # noqa: E402
 from swarm.digest import digest_model  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from swarm.files import replace  # noqa: E402
 from swarm.lifeline import die_with_parent  # noqa: E402
 from swarm.logs import setup_logging  # noqa: E402
 from swarm.options import build, parse_flags, read_toml  # noqa: E402
@@ -53,9 +54,10 @@ def main(argv: Sequence[str]) -> int:
         print(HELP, end="")
         return ExitCode.OK
     peer, given = parse(argv)
+    if peer.hub_token:  # for gated models and datasets too, which libraries fetch for us
+        os.environ["HF_TOKEN"] = peer.hub_token
     if peer.dry_run:
-        own = {**dataclasses.asdict(peer), "token": "(hidden)" if peer.token else ""}
-        print(json.dumps({"run": dataclasses.asdict(resolve_run(peer, given).run), "peer": own}, indent=2))
+        print(json.dumps({"run": dataclasses.asdict(resolve_run(peer, given).run), "peer": peer.shown()}, indent=2))
         return ExitCode.OK
     die_with_launcher()
     if peer.assist:
@@ -77,15 +79,20 @@ def main(argv: Sequence[str]) -> int:
         group = RankGroup(rank, device)
         closing.callback(group.close)
         joined = group.broadcast_object(resolve_run(peer, given) if group.is_main else None)
+        repository = prepare_hub(peer) if group.is_main else ""
         trainer, method = assemble(joined, peer, given, group, device, stop, closing)
         about = f"method={joined.run.method} learning_rate={joined.run.learning_rate:g}"
         log.info("training %s %s %s", joined.run.run_name, about, describe(rank, trainer.precision, threads, trainer.params))
         trainer.run()
         if group.is_main:
             result = Path(peer.output_dir) / "model"
-            export(method, trainer, result)
+            export(method, trainer, joined.run, peer, result)
             log.info("finished samples=%d round=%d result=%s", trainer.trained, trainer.sync.round, result)
         group.barrier()
+        if repository:
+            from peer.exports.hub import push
+
+            push(result, repository, peer.hub_token)
     return ExitCode.OK
 
 
@@ -196,6 +203,7 @@ def assemble(
     from peer.device import choose_precision
     from peer.ema import Ema
     from peer.encoding import Encoder
+    from peer.exports.result import Form, warn_of_unused
     from peer.feed import Feed
     from peer.metrics import Progress
     from peer.occasions import Occasion, Occasions
@@ -219,6 +227,9 @@ def assemble(
     if bf16:
         keep_in_bf16(params)
     group.broadcast_(list(params.values()))
+    if group.is_main:
+        write_run(joined, output)
+        warn_of_unused(Form(full_pipeline=peer.save_as_full_pipeline, safetensors=peer.safe_serialization), run)
 
     source = build_source(joined, peer, group, output, own_id)
     if source:
@@ -279,7 +290,7 @@ def assemble(
     occasions += [  # the average first: what follows uses it
         Occasion(1 if average else 0, lambda step: average.follow(step)),
         Occasion((peer.validation_steps or (1 if peer.swarming else 100)) if peer.validation_prompts else 0, validation.draw),
-        Occasion(peer.save_steps, partial(save_result, method, trainer, output)),
+        Occasion(peer.save_steps, partial(save_result, method, trainer, run, peer)),
         Occasion(
             peer.checkpointing_steps or (1 if peer.swarming else max(1, _CHECKPOINT_SAMPLES // step)),
             lambda _: trainer.checkpoint(),
@@ -298,6 +309,12 @@ def prepare_output(peer: PeerConfig) -> Path:
     except OSError as error:
         raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.") from None
     return folder
+
+
+def write_run(joined: Joined, output: Path) -> None:
+    """Beside the checkpoints, what they are of, so that `dd-export` needs no more than the folder."""
+    about = {"run": dataclasses.asdict(joined.run), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
+    replace(output / "run.json", json.dumps(about, indent=2).encode())
 
 
 def load_model(run: RunConfig, given: Mapping[str, Any], device: Any) -> "Model":
@@ -427,19 +444,31 @@ def result_weights(trainer: "Trainer") -> AbstractContextManager:
     return trainer.average.applied() if trainer.average else nullcontext()
 
 
-def save_result(method: Any, trainer: "Trainer", output: Path, step: int) -> None:
+def save_result(method: Any, trainer: "Trainer", run: RunConfig, peer: PeerConfig, step: int) -> None:
     """The result as it is after so many global steps, beside those of other steps."""
     if trainer.group.is_main:
-        export(method, trainer, output / f"model-steps-{step}")
+        export(method, trainer, run, peer, Path(peer.output_dir) / f"model-steps-{step}")
     trainer.group.barrier()
 
 
-def export(method: Any, trainer: "Trainer", target: Path) -> None:
+def export(method: Any, trainer: "Trainer", run: RunConfig, peer: PeerConfig, target: Path) -> None:
     """Write the result; the one before stays until the new one is whole."""
-    from peer.checkpoint import replacing
+    from peer.exports.result import Form, Result, write_result
 
-    with result_weights(trainer), replacing(target) as folder:
-        method.export(trainer.model, trainer.params, folder)
+    data = peer.dataset_name or Path(peer.train_data_dir).name or run.dataset_digest[:16]
+    about = Result.of(run, samples=trainer.sync.samples, round=trainer.sync.round, dataset=data)
+    form = Form(full_pipeline=peer.save_as_full_pipeline, safetensors=peer.safe_serialization)
+    with result_weights(trainer):
+        write_result(method, trainer.model, trainer.params, target, about, form)
+
+
+def prepare_hub(peer: PeerConfig) -> str:
+    """The repository for the result, which we may write to; '' when it stays here. Raises UserError before a day's training is done for it."""
+    if not peer.push_to_hub:
+        return ""
+    from peer.exports.hub import prepare
+
+    return prepare(peer.hub_model_id or Path(peer.output_dir).resolve().name, peer.hub_token)
 
 
 def die_with_launcher() -> None:

@@ -42,13 +42,13 @@ def t5_tokenizer(max_length: int = 32):
     return T5TokenizerFast(vocab=special + pieces, extra_ids=0, model_max_length=max_length)
 
 
-def clip_text(tokenizer, *, projection: bool = False, layers: int = 1, act: str = "quick_gelu"):
+def clip_text(tokenizer, *, projection: bool = False, layers: int = 1, act: str = "quick_gelu", width: int = 16):
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     # The config's eos must be the tokenizer's: the value 2 switches a legacy way of pooling on.
     config = CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2,
-        max_position_embeddings=77, projection_dim=16, hidden_act=act,
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2,
+        max_position_embeddings=77, projection_dim=width, hidden_act=act,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
@@ -139,12 +139,14 @@ def _sdxl():
     from diffusers import StableDiffusionXLPipeline
 
     tokenizer, tokenizer_2 = clip_tokenizer(WORDS), clip_tokenizer(WORDS, pad_token="!")
+    # The second encoder is wider, as in the real one: from_single_file tells the two apart by that.
+    encoder_2 = clip_text(tokenizer_2, projection=True, layers=2, act="gelu", width=24)
     denoiser = unet(
-        32, addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=6 * 8 + 16,
+        16 + 24, addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=6 * 8 + 24,
         transformer_layers_per_block=(1, 2), use_linear_projection=True,
     )  # fmt: skip
     return StableDiffusionXLPipeline(
-        vae=vae(), text_encoder=clip_text(tokenizer, layers=2), text_encoder_2=clip_text(tokenizer_2, projection=True, layers=2, act="gelu"),
+        vae=vae(), text_encoder=clip_text(tokenizer, layers=2), text_encoder_2=encoder_2,
         tokenizer=tokenizer, tokenizer_2=tokenizer_2, unet=denoiser, scheduler=ddpm(), force_zeros_for_empty_prompt=True, add_watermarker=False,
     )  # fmt: skip
 

@@ -6,10 +6,13 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from peer import export
+from peer.checkpoint import Checkpoints
 from peer.contracts import Member
-from peer.methods import full
+from peer.finetune import load_model
+from peer.methods import full, textual_inversion
 from peer.models import stable_diffusion
 from peer.sync.diloco import strategy
 from peer.sync.engine.assistant import Archive
@@ -17,7 +20,7 @@ from peer.sync.engine.disk import StateStore
 from peer.sync.engine.state import first_state, next_state
 from peer.sync.engine.vectors import Schema, flatten
 from swarm.digest import digest_model
-from swarm.errors import ExitCode
+from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests import tiny
 
@@ -98,3 +101,43 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(helper, tmp_pa
     assert export.cli() != ExitCode.OK
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and reason in errors[0] and not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def trained(tmp_path, tiny_model):
+    """The --output_dir of a peer that learned a word, with two checkpoints; and the word's newest vector."""
+    run = RunConfig(model=str(tiny_model), placeholder_token="<dicoo>", initializer_token="a")
+    params = textual_inversion.build(run).attach(load_model(run, {}, CPU))
+    folder = tmp_path / "trained"
+    checkpoints = Checkpoints(folder, keep=2)
+    (vectors,) = params.values()
+    for number in (1, 2):
+        vectors.data += number
+        checkpoints.save({"params": {name: p.detach() for name, p in params.items()}}, {"round": number, "samples": 8 * number})
+    (folder / "run.json").write_text(json.dumps({"run": dataclasses.asdict(run), "server_url": "", "peers": []}))
+    return folder, vectors.detach()
+
+
+def test_a_checkpoint_is_exported_the_newest_the_one_named_and_for_a_damaged_one_the_one_before(trained, tmp_path, capsys):
+    folder, vectors = trained
+    for which, expected in (
+        (folder, vectors),
+        (folder / "checkpoint-000001", vectors - 2),
+        (folder / "checkpoint-000002", vectors),
+    ):
+        export.main(["--state", str(which), "--format", "embedding", "--out", str(tmp_path / "word.safetensors")])
+        assert torch.allclose(load_file(tmp_path / "word.safetensors")["<dicoo>"], expected)
+    (folder / "checkpoint-000002" / "tensors.safetensors").write_bytes(b"")
+    export.main(["--checkpoint", str(folder), "--format", "embedding", "--out", str(tmp_path / "word.safetensors")])
+    assert torch.allclose(load_file(tmp_path / "word.safetensors")["<dicoo>"], vectors - 2)
+    assert "exported round=1 samples=8" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".exporting-*"))
+
+
+def test_an_output_dirs_result_goes_before_its_checkpoints(trained, tmp_path):
+    folder, _ = trained
+    export.main(["--state", str(folder), "--out", str(folder / "model")])
+    assert (folder / "model" / "model_index.json").is_file()
+    export.main(["--state", str(folder), "--out", str(tmp_path / "again")])
+    with pytest.raises(UserError, match="is no embedding"):
+        export.main(["--state", str(folder), "--format", "embedding", "--out", str(tmp_path / "word")])
