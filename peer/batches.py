@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from peer.caches import TensorCache, Tensors, content_seed, latents_name
 from peer.captions import choose_caption
 from peer.contracts import PixelBatch, Sample
 from peer.pictures import BadPicture, Frame, Framed, start_worker, try_decode
@@ -33,26 +34,35 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Stacked:
-    """A batch of decoded pictures, and of each sample that is none the reason."""
+    """A batch of decoded pictures, what a cache knew of the others, and of each sample that is no picture the reason."""
 
     pixels: torch.Tensor | None
     geometry: torch.Tensor | None
+    latents: dict[int, torch.Tensor]
+    names: tuple[str, ...]
     bad: tuple[BadPicture | None, ...]
 
     @classmethod
-    def of(cls, results: Sequence[Framed | BadPicture]) -> "Stacked":
+    def of(cls, results: Sequence[Framed | Tensors | BadPicture], names: Sequence[str]) -> "Stacked":
+        """names: under which a cache keeps them, empty without one."""
         good = [result for result in results if not isinstance(result, BadPicture)]
-        bad = tuple(result if isinstance(result, BadPicture) else None for result in results)
-        if not good:
-            return cls(None, None, bad)
-        return cls(to_pixels([framed.pixels for framed in good]), torch.tensor([framed.geometry for framed in good]), bad)
+        decoded = [result.pixels for result in good if isinstance(result, Framed)]
+        geometry = [torch.tensor(result.geometry) if isinstance(result, Framed) else result["geometry"] for result in good]
+        return cls(
+            to_pixels(decoded) if decoded else None,
+            torch.stack(geometry) if geometry else None,
+            {place: result["latents"] for place, result in enumerate(good) if not isinstance(result, Framed)},
+            tuple(name for name, result in zip(names, results, strict=False) if not isinstance(result, BadPicture)),
+            tuple(result if isinstance(result, BadPicture) else None for result in results),
+        )
 
 
 class Decoder:
     """Decodes samples here, or in `num_workers` processes that die with this one."""
 
-    def __init__(self, run: RunConfig, num_workers: int = 0):
-        self._run, self.num_workers = run, num_workers
+    def __init__(self, run: RunConfig, num_workers: int = 0, latents: TensorCache | None = None):
+        """latents: what is in it need not be decoded."""
+        self._run, self.num_workers, self._latents = run, num_workers, latents
         self._pool: ProcessPoolExecutor | None = None
         self._stacker = ThreadPoolExecutor(1, thread_name_prefix="stacker")
         self.num_bad = 0
@@ -63,20 +73,26 @@ class Decoder:
         size: (width, height) of all pictures; None: the run's square.
         """
         jobs = [(sample.image, self._frame(sample, size or (self._run.resolution,) * 2)) for sample in samples]
-        if not self.num_workers:
-            return Stacked.of([try_decode(*job) for job in jobs])
+        names = [latents_name(*job) for job in jobs] if self._latents else []
+        kept = [self._latents.get(name) if self._latents else None for name in names] or [None] * len(jobs)
+        if not self.num_workers or all(kept):
+            return Stacked.of([known or try_decode(*job) for known, job in zip(kept, jobs, strict=True)], names)
         if self._pool is None:
             # spawn: a fork of a process that runs torch's threads can hang.
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self.num_workers, mp_context=context, initializer=start_worker)
-        futures = [self._pool.submit(try_decode, *job) for job in jobs]
+        futures = [None if known else self._pool.submit(try_decode, *job) for known, job in zip(kept, jobs, strict=True)]
         # In a thread: stacking a batch of 4 at 512 px takes 10 ms, for which training would wait.
-        return self._stacker.submit(lambda: Stacked.of([future.result() for future in futures]))
+        return self._stacker.submit(
+            lambda: Stacked.of([future.result() if future else known for known, future in zip(kept, futures, strict=True)], names)
+        )
 
     def _frame(self, sample: Sample, size: tuple[int, int]) -> Frame:
         run, (width, height) = self._run, size
         mirrored = run.random_flip and random.Random(f"flip:{run.seed}:{sample.key}").random() < 0.5
-        return Frame(width, height, run.center_crop, f"{run.seed}:{sample.key}", mirrored, run.image_interpolation_mode)
+        # A crop that differs from epoch to epoch would be found in no cache.
+        seed = content_seed(run.seed, sample.image) if self._latents else f"{run.seed}:{sample.key}"
+        return Frame(width, height, run.center_crop, seed, mirrored, run.image_interpolation_mode)
 
     def finish(self, samples: Sequence[Sample], started: "Future[Stacked] | Stacked") -> Decoded:
         """The batch of those samples that are pictures; the others are warned of and counted."""
@@ -87,7 +103,7 @@ class Decoder:
             self.num_bad += 1
             log.warning("skipped picture=%s reason=%s skipped_so_far=%d", sample.key, reason, self.num_bad)
         captions = [choose_caption(sample.key, sample.caption, self._run) for sample in good]
-        pixels = PixelBatch(stacked.pixels, captions, stacked.geometry) if good else None
+        pixels = PixelBatch(stacked.pixels, captions, stacked.geometry, latents=stacked.latents, names=stacked.names) if good else None
         return Decoded(pixels, tuple(sample.key for sample in good), tuple(sample.key for sample, _ in bad))
 
     def close(self) -> None:

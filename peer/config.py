@@ -36,8 +36,8 @@ class PeerConfig:
     device: str = option("auto", "auto, cpu, cuda or cuda:N.")
     num_threads: int = option(0, "Threads of torch on a CPU; 0: the cores divided by the local ranks.")
     dataloader_num_workers: int = option(0, "Processes that decode pictures; 0: in the training process.")
-    cache_dir: str = option("", "Where shards are kept; default: inside --output_dir.")
-    cache_gib: float = option(20.0, "Limit of that cache in GiB.")
+    cache_dir: str = option("", "Where shards, latents and texts are kept; default: inside --output_dir.")
+    cache_gib: float = option(20.0, "Limit in GiB of each of these three.")
     assist: bool = option(
         False,
         "Train nothing, but reduce, lead, relay and keep the run's states, for peers that nobody can dial; needs no GPU, model or data.",
@@ -109,6 +109,10 @@ class PeerConfig:
         0, "Use only so many pictures: of a folder a subset that the seed decides, of a stream the first; 0: all."
     )
     repeats: int = option(1, "How often a picture of --train_data_dir comes in an epoch; those below a folder 10_NAME ten times as often.")
+    cache_latents: bool = option(
+        False, "Keep what the VAE makes of each picture in --cache_dir: computed and decoded once. A picture is then always cropped at one place."
+    )
+    cache_text: bool = option(False, "Keep what the frozen text encoders make of each caption in --cache_dir.")
     output_bucket_info: bool = option(False, "Log the buckets at the start, and at the end how many samples were in each.")
 
     # methods: in which form the result is written, and where it goes

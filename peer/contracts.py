@@ -34,14 +34,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class PixelBatch:
-    """pixels: (B, 3, H, W) float32 in [-1, 1]; captions: B strings, '' where the caption was dropped."""
+    """Of B pictures. captions: B strings, '' where the caption was dropped."""
 
-    pixels: Tensor
+    pixels: Tensor | None
+    """(B, 3, H, W) float32 in [-1, 1]: one for each picture that is not in `latents`, in their order."""
     captions: Sequence[str]
     geometry: Tensor | None = None
     """(B, 6) int64, what SDXL is told of each picture: its height and width, where the crop began (top, left), and the crop's height and width."""
     weights: Tensor | None = None
     """(B,) float32, what each picture's loss is multiplied with; None: 1."""
+    latents: Mapping[int, Tensor] = field(default_factory=dict)
+    """What a cache knew of some pictures, by their place in the batch: (2C, h, w), as `Model.encode_pixels` has it."""
+    names: Sequence[str] = ()
+    """Under which a cache is to keep the latents of the B pictures; empty without one."""
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,7 @@ def assemble(
     from peer.accounts import Accounts
     from peer.batches import Decoder
     from peer.buckets import Buckets
+    from peer.caches import open_caches
     from peer.checkpoint import Checkpoints
     from peer.device import choose_precision
     from peer.ema import Ema
@@ -240,7 +241,11 @@ def assemble(
         closing.callback(sync.close)
     micro = {"batch_samples": peer.train_batch_size, "accumulation": peer.gradient_accumulation_steps}
     sizes = {"buckets": Buckets.of(run, model.resolution_multiple), "bucket_info": peer.output_bucket_info and group.is_main}
-    feed = Feed(source, Decoder(run, peer.dataloader_num_workers), group, stopping=stop, **micro, **sizes)
+    mixed = "bf16" if bf16 else peer.mixed_precision
+    precision = choose_precision(mixed, device, sum(parameter.numel() for parameter in params.values()))
+    kept = {"latents": peer.cache_latents, "texts": peer.cache_text}
+    caches = open_caches(model, run, precision.dtype, cache_folder(peer, output), int(peer.cache_gib * 2**30), **kept)
+    feed = Feed(source, Decoder(run, peer.dataloader_num_workers, caches.latents), group, stopping=stop, **micro, **sizes)
     closing.callback(feed.close)
     trackers = build_trackers(run, peer, output, group)
     closing.callback(trackers.close)
@@ -253,14 +258,12 @@ def assemble(
     occasions: list[Occasion] = []
     trainer = Trainer(
         model=model,
-        encode=Encoder(model),
+        encode=Encoder(model, caches),
         params=params,
         optimizer=RoundingOptimizer(build_optimizer(run, params, device), seed) if bf16 else build_optimizer(run, params, device),
         learning_rate=build_schedule(run),
         max_grad_norm=run.max_grad_norm,
-        precision=choose_precision(
-            "bf16" if bf16 else peer.mixed_precision, device, sum(parameter.numel() for parameter in params.values())
-        ),
+        precision=precision,
         sync=RankedSync(sync, group, params, moves=run.sync != "none"),
         feed=feed,
         accounts=Accounts(source),
@@ -317,6 +320,10 @@ def write_run(joined: Joined, output: Path) -> None:
     replace(output / "run.json", json.dumps(about, indent=2).encode())
 
 
+def cache_folder(peer: PeerConfig, output: Path) -> Path:
+    return Path(peer.cache_dir) if peer.cache_dir else output / "cache"
+
+
 def load_model(run: RunConfig, given: Mapping[str, Any], device: Any) -> "Model":
     """The run's base model, or this peer's copy of it elsewhere (`--model`). Raises UserError when the weights are others."""
     from peer.models.diffusion.source import locate
@@ -368,7 +375,7 @@ def build_source(joined: Joined, peer: PeerConfig, group: "RankGroup", output: P
         known_hosts=known_hosts(peer),
         folder=Path(peer.train_data_dir) if peer.train_data_dir else None,
         peer_id=own_id,
-        cache_dir=Path(peer.cache_dir) if peer.cache_dir else output / "cache",
+        cache_dir=cache_folder(peer, output),
         cache_gib=peer.cache_gib,
         batch_samples=max(samples_of_a_local_step(peer, group.world), peer.lease_samples // 2),  # a source asks for two at a time
         epochs=None if joined.run.total_samples or peer.swarming else peer.num_train_epochs,
