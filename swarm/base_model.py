@@ -32,7 +32,7 @@ def _family_of_folder(folder: Path) -> str:
         raise UserError(
             f"{folder / 'model_index.json'} does not say what pipeline it is of.", fix="Fetch the model again, or say it with --family."
         ) from None
-    if name not in PIPELINES:
+    if not isinstance(name, str) or name not in PIPELINES:
         raise UserError(f"{folder} is a {name}, which cannot be trained.", fix=f"Use a {', '.join(PIPELINES)}.")
     return PIPELINES[name]
 

@@ -19,6 +19,10 @@ def load(source: Path, device: torch.device, run: RunConfig) -> "SDXL":
     pipeline = load_pipeline("StableDiffusionXLPipeline", source, run.model_config)
     if pipeline.text_encoder is None:
         raise UserError(f"{source} is SDXL's refiner, which has one text encoder.", fix="Give the base model.")
+    if pipeline.text_encoder_2 is None:
+        raise UserError(
+            f"{source} does not load as a SDXL pipeline: it has one text encoder.", fix="Fetch it again, or check --family (sdxl)."
+        )
     return SDXL(pipeline, device, run)
 
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from peer.models.diffusion.source import first_line, locate, quiet
+from peer.models.diffusion.source import UNUSED, first_line, locate, quiet
 from swarm.base_model import PIPELINES
+from swarm.digest import read_header
 from swarm.errors import UserError
 
 _NAMES = {"StableDiffusionPipeline": "Stable Diffusion", "StableDiffusionXLPipeline": "SDXL", "FluxPipeline": "FLUX"}
@@ -21,17 +22,22 @@ def load_pipeline(kind: str, source: Path, config: str = "") -> Any:
     quiet()
     import diffusers
 
-    unused = {"safety_checker": None, "requires_safety_checker": False} if kind == "StableDiffusionPipeline" else {}
+    unused: dict[str, Any] = {name: None for name in UNUSED if name != "safety_checker"}
+    if kind == "StableDiffusionPipeline":
+        unused |= {"safety_checker": None, "requires_safety_checker": False}
     read = _read_folder if path.is_dir() else _read_file
     try:
         pipeline = read(getattr(diffusers, kind), path, config, unused)
     except UserError:
         raise
     except Exception as error:  # diffusers raises whatever its parts raise: ValueError, OSError, KeyError, SafetensorError, ...
-        raise UserError(
-            f"{path} does not load as a {_NAMES[kind]} pipeline: {first_line(error)}",
-            fix=f"Save or fetch it again, or check --family ({PIPELINES[kind]}).",
-        ) from error
+        if path.is_file() and not config:
+            fix = (
+                f"Add --model_config with a diffusers folder of a {_NAMES[kind]} model; it also has the text encoders that FLUX files lack."
+            )
+        else:
+            fix = f"Save or fetch it again, or check --family ({PIPELINES[kind]})."
+        raise UserError(f"{path} does not load as a {_NAMES[kind]} pipeline: {first_line(error)}", fix=fix) from error
     for part in pipeline.components.values():
         if hasattr(part, "parameters"):
             part.float()  # a folder may hold fp16 weights
@@ -39,19 +45,26 @@ def load_pipeline(kind: str, source: Path, config: str = "") -> Any:
 
 
 def _read_folder(kind: Any, path: Path, config: str, unused: dict[str, Any]) -> Any:
-    return kind.from_pretrained(path, local_files_only=True, variant=_variant(path), **unused)
-
-
-def _variant(folder: Path) -> str | None:
-    """'fp16' where a folder holds its denoiser in that variant only."""
-    files = [path for part in ("unet", "transformer") for path in (folder / part).glob("*.safetensors")]
-    return "fp16" if files and all(".fp16." in path.name for path in files) else None
+    """Of a folder that has its denoiser in fp16 only, that. Raises ValueError when the denoiser's files lack tensors: diffusers draws them anew."""
+    files = [file for part in ("unet", "transformer") for file in (path / part).glob("*.safetensors")]
+    variant = "fp16" if files and all(".fp16." in file.name for file in files) else None
+    pipeline = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, variant=variant, **unused)
+    denoiser = getattr(pipeline, "unet", None) or pipeline.transformer
+    missing = sorted(denoiser.state_dict().keys() - {name for file in files for name in read_header(file)})
+    if missing:
+        raise ValueError(f"its denoiser lacks {len(missing)} tensors, such as {missing[0]}")
+    return pipeline
 
 
 def _read_file(kind: Any, path: Path, config: str, unused: dict[str, Any]) -> Any:
-    """Tokenizers and configs come from `config`, and from the family's own on the Hub without one."""
+    """Tokenizers, configs and parts that the file lacks come from `config`, and from the family's own on the Hub without one."""
     where = str(_config_folder(config)) if config else None
-    return kind.from_single_file(str(path), config=where, local_files_only=True, **unused)
+    pipeline = kind.from_single_file(str(path), config=where, local_files_only=True, **unused)
+    for name, part in pipeline.components.items():
+        missing = [key for key, tensor in part.state_dict().items() if tensor.is_meta] if hasattr(part, "state_dict") else []
+        if missing:
+            raise ValueError(f"its {name} lacks {len(missing)} tensors, such as {missing[0]}")
+    return pipeline
 
 
 def _config_folder(config: str) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from swarm.errors import ExitCode, UserError
 
-_UNUSED = {"safety_checker": None, "feature_extractor": None, "image_encoder": None}
+UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
 """Components of pipelines that training has no use for: 1.2 GB of SD 1.5 are its safety checker."""
 
 
@@ -25,7 +25,7 @@ def locate(source: str) -> Path:
     from diffusers import DiffusionPipeline
 
     try:
-        return Path(DiffusionPipeline.download(source, use_safetensors=True, **_UNUSED))
+        return Path(DiffusionPipeline.download(source, use_safetensors=True, **dict.fromkeys(UNUSED)))
     except Exception as error:  # OSError, ValueError, huggingface_hub's and httpx's own
         raise UserError(
             f"'{source}' is no model here, and the Hub did not give it: {first_line(error)}",

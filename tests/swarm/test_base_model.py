@@ -1,0 +1,97 @@
+"""The family of a base model, without loading it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from datasetserver.founding import run_to_serve
+from swarm.base_model import PIPELINES, family_of
+from swarm.digest import digest_model
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+UNET, CLIP = "model.diffusion_model.input_blocks.0.0.weight", "cond_stage_model.transformer.text_model.final_layer_norm.weight"
+KEYS = {
+    "stable_diffusion": (UNET, CLIP),
+    "sdxl": (
+        UNET,
+        "conditioner.embedders.0.transformer.text_model.final_layer_norm.weight",
+        "conditioner.embedders.1.model.ln_final.weight",
+    ),
+    "flux": ("double_blocks.0.img_attn.norm.key_norm.scale", "img_in.weight"),
+}
+
+
+def write_file(path, keys, **metadata):
+    save_file({key: torch.full((2,), float(i)) for i, key in enumerate(keys)}, path, metadata={"format": "pt", **metadata})
+    return path
+
+
+def write_index(folder, **index):
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "family"), PIPELINES.items())
+def test_a_folder_says_its_class(tmp_path, name, family):
+    assert family_of(write_index(tmp_path, _class_name=name)) == family
+
+
+@pytest.mark.parametrize("family", KEYS)
+def test_a_file_is_known_by_its_keys(tmp_path, family):
+    path = write_file(tmp_path / "model.safetensors", KEYS[family])
+    assert family_of(path) == family
+    if family == "flux":
+        assert family_of(write_file(tmp_path / "comfy.safetensors", [f"model.diffusion_model.{key}" for key in KEYS["flux"]])) == "flux"
+
+
+def test_what_is_of_no_known_family_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is a StableCascadePipeline, which cannot be trained"):
+        family_of(write_index(tmp_path, _class_name="StableCascadePipeline"))
+    for content in ({}, {"_class_name": ["one", "two"]}):
+        with pytest.raises(UserError, match=r"does not say what pipeline|is a \["):
+            family_of(write_index(tmp_path, **content))
+    with pytest.raises(UserError, match=r"no model_index\.json"):
+        family_of(tmp_path / "nowhere")
+    for keys in ((UNET,), (CLIP,), ("lora_unet_down.weight",)):
+        with pytest.raises(UserError, match="holds no Stable Diffusion, SDXL or FLUX checkpoint"):
+            family_of(write_file(tmp_path / "other.safetensors", keys))
+    (tmp_path / "damaged.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="is damaged"):
+        family_of(tmp_path / "damaged.safetensors")
+
+
+def test_the_digest_of_a_file_is_of_its_tensors(tmp_path):
+    one = write_file(tmp_path / "one.safetensors", KEYS["sdxl"])
+    two = write_file(tmp_path / "two.safetensors", KEYS["sdxl"], title="the same")
+    other = write_file(tmp_path / "other.safetensors", KEYS["flux"])
+    assert digest_model(one) == digest_model(two) != digest_model(other)
+    assert one.read_bytes() != two.read_bytes()
+
+
+def test_the_digest_of_a_folder_is_of_its_variant_where_it_has_nothing_else(tmp_path):
+    write_index(tmp_path, _class_name="StableDiffusionPipeline")
+    (tmp_path / "unet").mkdir()
+    half = write_file(tmp_path / "unet" / "model.fp16.safetensors", ("half",))
+    digests = [digest_model(tmp_path)]
+    write_file(tmp_path / "unet" / "model.safetensors", ("whole",))
+    digests.append(digest_model(tmp_path))
+    half.unlink()
+    assert digests[0] != digests[1] == digest_model(tmp_path)
+
+
+def test_a_host_that_founds_a_run_finds_the_family_out(tmp_path):
+    path = write_file(tmp_path / "model.safetensors", KEYS["sdxl"])
+    run = run_to_serve({"model": str(path)}, None, "d")
+    assert (run.family, run.model_digest) == ("sdxl", digest_model(path))
+    given = run_to_serve({"model": "somebody/something", "model_digest": "a" * 64, "family": "flux"}, None, "d")
+    assert given.family == "flux"  # nothing is fetched for it
+
+
+def test_who_leaves_the_family_to_the_founder_agrees_with_it():
+    run = RunConfig(family="sdxl")
+    run.refuse_differences({"family": "auto", "model": "here", "model_config": "there"})
+    with pytest.raises(UserError, match="has family = sdxl, but this peer was started with flux"):
+        run.refuse_differences({"family": "flux"})
