@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peer.finetune import load_model, parse, resolve_run
+from peer.exports.single_file import write_single_file
+from peer.finetune import complete, load_model, parse, resolve_run
 from peer.models import flux, sdxl, stable_diffusion
 from peer.models.diffusion.source import locate
 from swarm.base_model import family_of
@@ -193,3 +194,36 @@ def test_the_config_of_a_file_is_a_diffusers_folder(tmp_path):
     save_file({"double_blocks.0.img_attn.norm.key_norm.scale": torch.zeros(2)}, path)
     with pytest.raises(UserError, match=r"model_config is .* no diffusers folder"):
         flux.load(path, CPU, RunConfig(model_config=str(tmp_path)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("family", ["sd", "sd2v", "sdxl"])
+def test_a_single_file_is_the_model_and_of_its_config_folder_no_weight_is_read(tmp_path, tiny_family, family, dtype):
+    path, config = tmp_path / "model.safetensors", tiny.write_family(tmp_path / "config", family, seed=1)
+    whole = load_model(RunConfig(model=str(tiny_family(family))), {}, CPU)
+    write_single_file(whole.pipeline, path, dtype)
+    run = complete(RunConfig(model=str(path), model_config=str(config)), digest=True)
+    assert run.family == tiny.FAMILIES[family] and run.model_digest == digest_model(path)
+    model = load_model(run, {}, CPU)
+    for name, part in whole.parts.items():
+        ours = model.parts[name].state_dict()
+        assert ours.keys() == part.state_dict().keys()
+        assert all(torch.equal(ours[key], tensor.to(dtype).float()) for key, tensor in part.state_dict().items())
+    assert model.noising.prediction_type == whole.noising.prediction_type
+    model.save(tmp_path / "folder")
+    assert family_of(tmp_path / "folder") == run.family
+
+
+def test_a_file_that_lacks_a_part_takes_it_from_the_config_folder_and_one_that_lacks_a_tensor_is_refused(tmp_path, tiny_family):
+    path, config = tmp_path / "model.safetensors", tiny_family("sd")
+    write_single_file(tiny.build("sd", seed=1), path)
+    tensors = load_file(path)
+    run = RunConfig(model=str(path), model_config=str(config))
+    save_file({name: tensor for name, tensor in tensors.items() if not name.startswith("first_stage_model.")}, path)
+    model, other = load_model(run, {}, CPU), load_model(RunConfig(model=str(config)), {}, CPU)
+    assert all(torch.equal(*pair) for pair in zip(model.vae.parameters(), other.vae.parameters(), strict=True))
+    assert not torch.equal(next(model.unet.parameters()), next(other.unet.parameters()))
+    del tensors["model.diffusion_model.out.2.weight"]
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="does not load as a Stable Diffusion pipeline: tensors are missing in it"):
+        load_model(run, {}, CPU)

@@ -37,7 +37,8 @@ def load_pipeline(kind: str, source: Path, config: str = "") -> Any:
             )
         else:
             fix = f"Save or fetch it again, or check --family ({PIPELINES[kind]})."
-        raise UserError(f"{path} does not load as a {_NAMES[kind]} pipeline: {first_line(error)}", fix=fix) from error
+        reason = "tensors are missing in it" if "meta tensor" in str(error) else first_line(error)
+        raise UserError(f"{path} does not load as a {_NAMES[kind]} pipeline: {reason}", fix=fix) from error
     for part in pipeline.components.values():
         if hasattr(part, "parameters"):
             part.float()  # a folder may hold fp16 weights
@@ -59,7 +60,14 @@ def _read_folder(kind: Any, path: Path, config: str, unused: dict[str, Any]) -> 
 def _read_file(kind: Any, path: Path, config: str, unused: dict[str, Any]) -> Any:
     """Tokenizers, configs and parts that the file lacks come from `config`, and from the family's own on the Hub without one."""
     where = str(_config_folder(config)) if config else None
-    pipeline = kind.from_single_file(str(path), config=where, local_files_only=True, **unused)
+    given = dict(unused)
+    if where and not any(name.startswith(("first_stage_model.", "vae.")) for name in read_header(path)):
+        from diffusers import AutoencoderKL
+
+        given["vae"] = AutoencoderKL.from_pretrained(
+            where, subfolder="vae", local_files_only=True
+        )  # text encoders are taken so without saying
+    pipeline = kind.from_single_file(str(path), config=where, local_files_only=True, **given)
     for name, part in pipeline.components.items():
         missing = [key for key, tensor in part.state_dict().items() if tensor.is_meta] if hasattr(part, "state_dict") else []
         if missing:
