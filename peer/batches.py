@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from peer.captions import choose_caption
 from peer.contracts import PixelBatch, Sample
 from peer.pictures import BadPicture, Frame, Framed, start_worker, try_decode
 from swarm.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from peer.prior import ClassPictures
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +45,11 @@ class Stacked:
     latents: dict[int, torch.Tensor]
     names: tuple[str, ...]
     bad: tuple[BadPicture | None, ...]
+    samples: tuple[Sample, ...] = ()
+    """What was decoded: the samples asked for, and after them those of the class that accompany them."""
 
     @classmethod
-    def of(cls, results: Sequence[Framed | Tensors | BadPicture], names: Sequence[str]) -> "Stacked":
+    def of(cls, samples: Sequence[Sample], results: Sequence[Framed | Tensors | BadPicture], names: Sequence[str]) -> "Stacked":
         """names: under which a cache keeps them, empty without one."""
         good = [result for result in results if not isinstance(result, BadPicture)]
         decoded = [result.pixels for result in good if isinstance(result, Framed)]
@@ -54,15 +60,16 @@ class Stacked:
             {place: result["latents"] for place, result in enumerate(good) if not isinstance(result, Framed)},
             tuple(name for name, result in zip(names, results, strict=False) if not isinstance(result, BadPicture)),
             tuple(result if isinstance(result, BadPicture) else None for result in results),
+            tuple(samples),
         )
 
 
 class Decoder:
     """Decodes samples here, or in `num_workers` processes that die with this one."""
 
-    def __init__(self, run: RunConfig, num_workers: int = 0, latents: TensorCache | None = None):
-        """latents: what is in it need not be decoded."""
-        self._run, self.num_workers, self._latents = run, num_workers, latents
+    def __init__(self, run: RunConfig, num_workers: int = 0, latents: TensorCache | None = None, prior: "ClassPictures | None" = None):
+        """latents: what is in it need not be decoded. prior: pictures of the class, one for each sample of a batch."""
+        self._run, self.num_workers, self._latents, self._prior = run, num_workers, latents, prior
         self._pool: ProcessPoolExecutor | None = None
         self._stacker = ThreadPoolExecutor(1, thread_name_prefix="stacker")
         self.num_bad = 0
@@ -72,11 +79,12 @@ class Decoder:
 
         size: (width, height) of all pictures; None: the run's square.
         """
+        samples = [*samples, *(self._prior.beside(sample) for sample in samples if self._prior)]
         jobs = [(sample.image, self._frame(sample, size or (self._run.resolution,) * 2)) for sample in samples]
         names = [latents_name(*job) for job in jobs] if self._latents else []
         kept = [self._latents.get(name) if self._latents else None for name in names] or [None] * len(jobs)
         if not self.num_workers or all(kept):
-            return Stacked.of([known or try_decode(*job) for known, job in zip(kept, jobs, strict=True)], names)
+            return Stacked.of(samples, [known or try_decode(*job) for known, job in zip(kept, jobs, strict=True)], names)
         if self._pool is None:
             # spawn: a fork of a process that runs torch's threads can hang.
             context = multiprocessing.get_context("spawn")
@@ -84,7 +92,7 @@ class Decoder:
         futures = [None if known else self._pool.submit(try_decode, *job) for known, job in zip(kept, jobs, strict=True)]
         # In a thread: stacking a batch of 4 at 512 px takes 10 ms, for which training would wait.
         return self._stacker.submit(
-            lambda: Stacked.of([future.result() if future else known for known, future in zip(kept, futures, strict=True)], names)
+            lambda: Stacked.of(samples, [future.result() if future else known for known, future in zip(kept, futures, strict=True)], names)
         )
 
     def _frame(self, sample: Sample, size: tuple[int, int]) -> Frame:
@@ -95,16 +103,28 @@ class Decoder:
         return Frame(width, height, run.center_crop, seed, mirrored, run.image_interpolation_mode)
 
     def finish(self, samples: Sequence[Sample], started: "Future[Stacked] | Stacked") -> Decoded:
-        """The batch of those samples that are pictures; the others are warned of and counted."""
+        """The batch of those samples that are pictures; the others are warned of and counted.
+
+        Pictures of the class come last, are in no list of keys, and weigh in the loss what they are told to.
+        """
         stacked = started.result() if isinstance(started, Future) else started
-        good = [sample for sample, reason in zip(samples, stacked.bad, strict=True) if reason is None]
-        bad = [(sample, reason) for sample, reason in zip(samples, stacked.bad, strict=True) if reason is not None]
-        for sample, reason in bad:
-            self.num_bad += 1
-            log.warning("skipped picture=%s reason=%s skipped_so_far=%d", sample.key, reason, self.num_bad)
-        captions = [choose_caption(sample.key, sample.caption, self._run) for sample in good]
-        pixels = PixelBatch(stacked.pixels, captions, stacked.geometry, latents=stacked.latents, names=stacked.names) if good else None
-        return Decoded(pixels, tuple(sample.key for sample in good), tuple(sample.key for sample, _ in bad))
+        own = len(samples)
+        for sample, reason in zip(stacked.samples, stacked.bad, strict=True):
+            if reason is not None:
+                self.num_bad += 1
+                log.warning("skipped picture=%s reason=%s skipped_so_far=%d", sample.key, reason, self.num_bad)
+        good = [place for place, reason in enumerate(stacked.bad) if reason is None]
+        bad = tuple(sample.key for sample, reason in zip(samples, stacked.bad, strict=False) if reason is not None)
+        keys = tuple(stacked.samples[place].key for place in good if place < own)
+        if not good:
+            return Decoded(None, keys, bad)
+        captions = [self._caption(stacked.samples[place], place < own) for place in good]
+        weights = torch.tensor([1.0 if place < own else self._prior.weight for place in good]) if self._prior else None
+        batch = PixelBatch(stacked.pixels, captions, stacked.geometry, weights, latents=stacked.latents, names=stacked.names)
+        return Decoded(batch, keys, bad)
+
+    def _caption(self, sample: Sample, own: bool) -> str:
+        return choose_caption(sample.key, sample.caption, self._run) if own else str(sample.caption)
 
     def close(self) -> None:
         if self._pool is not None:

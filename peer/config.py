@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from swarm.errors import UserError
@@ -109,6 +110,13 @@ class PeerConfig:
         0, "Use only so many pictures: of a folder a subset that the seed decides, of a stream the first; 0: all."
     )
     repeats: int = option(1, "How often a picture of --train_data_dir comes in an epoch; those below a folder 10_NAME ten times as often.")
+    with_prior_preservation: bool = option(
+        False, "Train each picture together with one of its class as the model draws it, so that the class is not forgotten; local data only."
+    )
+    class_data_dir: str = option("", "With --with_prior_preservation: folder of the class's pictures; those that are missing are drawn into it.")
+    class_prompt: str = option("", "With --with_prior_preservation: what they show, such as 'a photo of a dog'.")
+    prior_loss_weight: float = option(1.0, "With --with_prior_preservation: weight of their losses.")
+    num_class_images: int = option(100, "With --with_prior_preservation: how many there shall be.")
     cache_latents: bool = option(
         False, "Keep what the VAE makes of each picture in --cache_dir: computed and decoded once. A picture is then always cropped at one place."
     )
@@ -157,6 +165,7 @@ class PeerConfig:
             )
         if not 0 <= self.ema_decay < 1:
             raise UserError(f"ema_decay is {self.ema_decay}.", fix="Use a value in [0, 1); 0.9999 is usual, 0.99 for short runs.")
+        self._check_prior()
         if self.repeats < 1:
             raise UserError(f"repeats is {self.repeats}.", fix="Use 1 or more.")
         if self.max_train_samples < 0:
@@ -176,6 +185,27 @@ class PeerConfig:
         """All options as they may be printed and logged: without the tokens."""
         secret = {name: "(hidden)" for name in ("token", "hub_token") if getattr(self, name)}
         return {**dataclasses.asdict(self), **secret}
+
+    def _check_prior(self) -> None:
+        if not self.with_prior_preservation:
+            if self.class_data_dir or self.class_prompt:
+                raise UserError("Pictures of a class are for --with_prior_preservation.", fix="Add it, or remove --class_data_dir and --class_prompt.")
+            return
+        if not (self.class_data_dir and self.class_prompt):
+            raise UserError(
+                "with_prior_preservation needs to know the class.", fix="Give --class_data_dir a folder, and --class_prompt 'a photo of a dog'."
+            )
+        if not self.own_data:
+            raise UserError(
+                "with_prior_preservation is for pictures that this peer brings: a server's samples are every peer's, and of no one class.",
+                fix="Give --train_data_dir, or put the pictures of the class into the server's dataset.",
+            )
+        if self.train_data_dir and Path(self.class_data_dir).resolve().is_relative_to(Path(self.train_data_dir).resolve()):
+            raise UserError("class_data_dir lies in train_data_dir, whose folders are all trained.", fix="Put it elsewhere.")
+        if self.num_class_images < 1:
+            raise UserError(f"num_class_images is {self.num_class_images}.", fix="Use 1 or more; 100 is usual.")
+        if not 0 <= self.prior_loss_weight < 1e6:
+            raise UserError(f"prior_loss_weight is {self.prior_loss_weight}.", fix="Use 0 or more; 1 is usual.")
 
     @property
     def own_data(self) -> bool:

@@ -38,6 +38,7 @@ from swarm.signing import KnownHosts  # noqa: E402
 if TYPE_CHECKING:
     from peer.contracts import Method, Model, Params, Source, Sync
     from peer.device import RankGroup
+    from peer.prior import ClassPictures
     from peer.trackers import Trackers
     from peer.train import Trainer
 
@@ -220,6 +221,7 @@ def assemble(
     check_batch(run, peer, group.world)
     model = load_model(run, given, device)
     check_resolution(run, model)
+    prior = prepare_prior(run, peer, model, device, group)
     if peer.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     method = load_part("methods", run.method).build(run)
@@ -245,7 +247,7 @@ def assemble(
     precision = choose_precision(mixed, device, sum(parameter.numel() for parameter in params.values()))
     kept = {"latents": peer.cache_latents, "texts": peer.cache_text}
     caches = open_caches(model, run, precision.dtype, cache_folder(peer, output), int(peer.cache_gib * 2**30), **kept)
-    feed = Feed(source, Decoder(run, peer.dataloader_num_workers, caches.latents), group, stopping=stop, **micro, **sizes)
+    feed = Feed(source, Decoder(run, peer.dataloader_num_workers, caches.latents, prior), group, stopping=stop, **micro, **sizes)
     closing.callback(feed.close)
     trackers = build_trackers(run, peer, output, group)
     closing.callback(trackers.close)
@@ -337,6 +339,34 @@ def load_model(run: RunConfig, given: Mapping[str, Any], device: Any) -> "Model"
         )
     family = family_of(source) if run.family == AUTO else run.family
     return load_part("models", family).load(source, device, run)
+
+
+def prepare_prior(run: RunConfig, peer: PeerConfig, model: "Model", device: Any, group: "RankGroup") -> "ClassPictures | None":
+    """The pictures of the class that accompany this peer's own, those that are missing drawn with the base model."""
+    if not peer.with_prior_preservation:
+        return None
+    if run.method == "textual_inversion":
+        raise UserError(
+            "with_prior_preservation has nothing to preserve: textual_inversion changes nothing of the model.",
+            fix="Remove --with_prior_preservation.",
+        )
+    from peer.device import choose_precision
+    from peer.prior import ClassPictures, draw_class_pictures
+
+    folder = Path(peer.class_data_dir)
+    draw_class_pictures(
+        model,
+        folder,
+        peer.class_prompt,
+        count=peer.num_class_images,
+        batch=peer.train_batch_size,
+        side=run.resolution,
+        denoising_steps=peer.validation_inference_steps,
+        seed=run.seed,
+        precision=choose_precision(peer.mixed_precision, device, sum(p.numel() for part in model.parts.values() for p in part.parameters())),
+        group=group,
+    )
+    return ClassPictures(folder, peer.class_prompt, count=peer.num_class_images, weight=peer.prior_loss_weight, seed=run.seed)
 
 
 def check_resolution(run: RunConfig, model: "Model") -> None:

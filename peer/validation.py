@@ -44,7 +44,7 @@ class Validation:
         with ExitStack() as drawing:
             if self.group.is_main:
                 drawing.enter_context(self.weights())
-                drawing.enter_context(_untouched(self.model, self.precision.device))
+                drawing.enter_context(untouched(self.model, self.precision.device))
             for prompt in self.prompts:
                 if self.group.is_main:
                     rows.append(self._pictures(prompt))
@@ -74,7 +74,7 @@ class Validation:
 
 
 @contextmanager
-def _untouched(model: Model, device: torch.device) -> Iterator[None]:
+def untouched(model: Model, device: torch.device) -> Iterator[None]:
     """Within the block the model is in its mode for drawing, with a scheduler of its own; afterwards all is as before."""
     from diffusers import DDIMScheduler
 

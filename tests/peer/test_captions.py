@@ -48,6 +48,21 @@ def test_less_than_no_tags_cannot_be_kept():
         RunConfig(shuffle_tags=True, keep_tokens=-1)
 
 
+INVERSION = RunConfig(method="textual_inversion", placeholder_token="<dicoo>", initializer_token="toy", ucg=0.5)
+
+
+@pytest.mark.parametrize(("learned", "templates"), [("object", OBJECT_TEMPLATES), ("style", STYLE_TEMPLATES)])
+def test_a_new_word_is_learned_in_templates_of_what_it_stands_for_and_never_dropped(learned, templates):
+    run = dataclasses.replace(INVERSION, learnable_property=learned)
+    chosen = captions("", run)
+    assert set(chosen) == {template.format("<dicoo>") for template in templates} and chosen == captions("", run)
+    assert set(captions("a toy on a table", run)) == set(chosen), "a caption without the word teaches nothing of it"
+
+
+def test_a_caption_that_has_the_new_word_is_kept():
+    assert set(captions("<dicoo> on a table", INVERSION)) == {"<dicoo> on a table"}
+
+
 def test_there_are_templates_with_one_place_for_the_word():
     for templates in (OBJECT_TEMPLATES, STYLE_TEMPLATES):
         assert len(set(templates)) == len(templates) > 10 and all(template.count("{}") == 1 for template in templates)
