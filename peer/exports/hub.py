@@ -51,13 +51,15 @@ def _api(token: str):
 
 
 def _refused(what: str, error: Exception, again: str) -> UserError:
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    missing = type(error).__name__ == "LocalTokenNotFoundError"
-    if status in (401, 403) or missing:
-        reason = "no token" if missing else f"the token was refused ({status})"
-        return UserError(
-            f"{what}: {reason}.", fix=f"Give one that may write with --hub_token, HF_TOKEN or `hf auth login`. {again}", code=ExitCode.AUTH
-        )
+    from huggingface_hub.errors import HFValidationError
+
     text = str(error).strip().splitlines()
     reason = (text[0] if text else type(error).__name__)[:200].rstrip(". ")
+    if isinstance(error, HFValidationError):
+        return UserError(f"{what}: {reason}.", fix="Give --hub_model_id as owner/name.")
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    if status in (401, 403):
+        reason = "there is no token" if "Authorization" not in error.response.request.headers else f"the token was refused ({status})"
+        fix = f"Give one that may write with --hub_token, HF_TOKEN or `hf auth login`. {again}"
+        return UserError(f"{what}: {reason}.", fix=fix, code=ExitCode.AUTH)
     return UserError(f"{what}: {reason}.", fix=f"Check the network. {again}", code=ExitCode.NETWORK)
