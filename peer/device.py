@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from peer.launched import Daemon, Rank, address_towards, interface_between, numa_nodes, rendezvous, said_threads, share_of_cores, unbind
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 64 << 20
+_MEET_SECONDS = 300
+"""Nodes read PyTorch from a shared disk at their own speed."""
 # Autocast casts weights and activations at every operation. One thread of a Xeon with AMX: a UNet of 1 M parameters made 326 samples/s
 # without and 200 with it; a UNet of 29 M parameters was 1.3-1.5 times as fast with it (AVX512-BF16).
 _BF16_PAYS_FROM_PARAMETERS = 10_000_000
@@ -36,29 +39,6 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype else nullcontext()
-
-
-@dataclass(frozen=True)
-class Rank:
-    """This process among those of its launch; all of them together are one peer."""
-
-    index: int = 0
-    world: int = 1
-    local: int = 0
-    local_world: int = 1
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Rank":
-        """The rank that torchrun or mpirun (Open MPI, MPICH, Intel MPI) gave this process; alone without one."""
-        for index, world, local, local_world in (
-            ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-            ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        ):
-            if index in environ and world in environ:
-                size = int(environ[world])
-                return cls(int(environ[index]), size, int(environ.get(local, "0")), int(environ.get(local_world, size)))
-        return cls()
 
 
 def choose_device(wanted: str, rank: Rank) -> torch.device:
@@ -116,14 +96,21 @@ def cpu_features(path: str = "/proc/cpuinfo") -> list[str]:
 
 
 def set_threads(wanted: int, rank: Rank) -> int:
-    """Give torch its threads; returns how many. OMP_NUM_THREADS counts where nothing was asked for.
+    """Give torch its threads; returns how many. OMP_NUM_THREADS counts where nothing was asked for, else this rank's share of the cores.
 
     Ranks of one machine share its cores: two peers of two threads each on two cores trained 8 times slower than of one each (seen).
     """
-    cores = len(os.sched_getaffinity(0))
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    threads = wanted or (int(said) if said.isdigit() and int(said) > 0 else max(1, cores // rank.local_world))
+    unbind()
+    threads = wanted or said_threads() or share_of_cores(rank, Daemon.find() if rank.world > 1 else None)
     torch.set_num_threads(threads)
+    nodes = numa_nodes(os.sched_getaffinity(0))
+    if rank.world > 1 and len(nodes) > rank.local_world:
+        log.info(
+            "%d ranks on %d NUMA nodes of this host: one on each (mpirun -ppn %d -bind-to numa) keeps memory near its cores",
+            rank.local_world,
+            len(nodes),
+            len(nodes),
+        )
     return threads
 
 
@@ -138,14 +125,14 @@ class RankGroup:
         if self.world == 1:
             return
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        environ = {"RANK": str(rank.index), "WORLD_SIZE": str(rank.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        for name, value in environ.items():
-            os.environ.setdefault(name, value)
+        store = _meet(rank, min(timeout_seconds, _MEET_SECONDS))
         # Its functions have the group of that moment as a default; the first optimizer imports it. Imported with the group there, it keeps
         # gloo's threads alive until the interpreter ends, where they may abort the process (3 of 20 launches on a busy machine).
         importlib.import_module("torch.distributed.nn.functional")
         with _lost_rank():
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
+            _choose_interface(rank, store)
+            timeout = datetime.timedelta(seconds=timeout_seconds)
+            dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.world, timeout=timeout)
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, at every rank."""
@@ -204,6 +191,31 @@ class RankGroup:
             dist.destroy_process_group()
 
 
+def _meet(rank: Rank, seconds: float) -> dist.Store:
+    """The store of this launch, which rank 0 (or torchrun) holds. Raises UserError when the ranks do not find each other."""
+    host, port = rendezvous(rank)
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    try:
+        return next(iter(dist.rendezvous("env://", rank.index, rank.world, timeout=datetime.timedelta(seconds=seconds))))[0]
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        reason = str(error).strip().splitlines()[0][:200]
+        where = f"listen on port {port}" if rank.index == 0 else f"find rank 0 at {host}:{port} within {seconds:.0f} s"
+        raise UserError(
+            f"Rank {rank.index} of {rank.world} could not {where} ({reason}).",
+            fix="Open all TCP ports between the nodes; export MASTER_ADDR (an address of rank 0 that all reach) or a free MASTER_PORT.",
+            code=ExitCode.NETWORK,
+        ) from error
+
+
+def _choose_interface(rank: Rank, store: dist.Store) -> None:
+    """Name the interface between the hosts to gloo, unless GLOO_SOCKET_IFNAME is set."""
+    own = address_towards(os.environ["MASTER_ADDR"])
+    store.set(f"address/{rank.index}", own)
+    addresses = [store.get(f"address/{index}").decode() for index in range(rank.world)]
+    if interface := interface_between(own, addresses):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
@@ -225,7 +237,7 @@ def _lost_rank() -> Iterator[None]:
         log.debug("collective failed", exc_info=True)
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(
-            f"Another local rank of this launch ended or hangs ({reason}).",
+            f"Another rank of this launch ended or hangs ({reason}).",
             fix="Its own last message says why; start again with --resume_from_checkpoint latest.",
             code=ExitCode.FAILED,
         ) from error

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -22,6 +23,7 @@ if sys.path and os.path.realpath(sys.path[0] or ".") == os.path.join(_ROOT, "pee
 
 from peer.config import PeerConfig  # noqa: E402
 from peer.joining import Joined, join  # noqa: E402
+from peer.launched import Rank  # noqa: E402
 from peer.rooms import load_part  # noqa: E402
 from peer.spellings import Spellings, names_in, refuse_gone, spelled_out  # noqa: E402
 from peer.units import SAID_TWICE, of_founder, refuse_both, step_samples, warm_up  # noqa: E402
@@ -66,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
         return assist(peer, lambda: resolve_run(peer, given))
 
-    from peer.device import Rank, RankGroup, choose_device, describe, set_threads
+    from peer.device import RankGroup, choose_device, describe, set_threads
     from peer.stopping import Stop
 
     rank = Rank.from_environment()
@@ -140,8 +142,6 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
         raise UserError(
             f"--sync {given['sync']} needs a swarm, and none was named.", fix="Add --datasetserver, --peers or --found, or remove --sync."
         )
-    from peer.device import Rank
-
     run = build(RunConfig, of_founder(given, peer, Rank.from_environment().world), {"sync": "none"})
     if not run.model:
         raise UserError("No model was given.", fix="Give --model a diffusers folder or a Hub id.")
@@ -509,19 +509,22 @@ def prepare_hub(peer: PeerConfig) -> str:
 
 
 def die_with_launcher() -> None:
-    """Under torchrun, which starts us in a session of our own: stop cleanly when torchrun itself is killed."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    """As one of several ranks: stop cleanly when what started us is killed. torchrun starts us in a session of our own."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or Rank.from_environment().world > 1:
         die_with_parent(signal.SIGTERM)
 
 
 def cli() -> int:
     argv = sys.argv[1:]
     debug = "--debug" in argv
-    if os.environ.get("RANK", "0") == "0" or debug:
+    rank = Rank.from_environment()
+    if rank.index == 0 or debug:
         return run_program(lambda: main(argv), debug=debug)
-    try:  # one line of error for a launch, not one for each rank
+    try:  # one line of error for each host, not one for each rank
         return main(argv)
     except UserError as error:
+        if rank.local == 0:
+            print(f"{socket.gethostname()}, rank {rank.index}: error: {error}", file=sys.stderr, flush=True)
         return error.code
 
 

@@ -250,7 +250,7 @@ def test_a_killed_rank_ends_its_group_with_the_reason_and_the_swarm_goes_on(swar
     pair.rank(1).kill()
 
     assert pair.finish() != 0
-    assert "Another local rank of this launch ended" in pair.text()
+    assert "Another rank of this launch ended" in pair.text()
     at = single.rounds()[-1]["round"]
     swarm.wait("round of the one that is left", lambda: single.rounds()[-1]["round"] >= at + 2)
     single.stop()

@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 import torch
 
@@ -6,15 +8,6 @@ from peer.device import Rank, RankGroup, choose_device, choose_precision
 from swarm.errors import UserError
 
 CPU = torch.device("cpu")
-
-
-def test_the_rank_comes_from_torchrun_or_mpirun_or_is_the_only_one():
-    assert Rank.from_environment({}) == Rank(0, 1, 0, 1)
-    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert Rank.from_environment(torchrun) == Rank(3, 4, 1, 2)
-    openmpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    assert Rank.from_environment(openmpi) == Rank(1, 2, 1, 2)
-    assert Rank.from_environment({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}) == Rank(1, 2, 0, 1)
 
 
 def test_a_rank_alone_starts_no_process_group():
@@ -59,6 +52,19 @@ def test_cpu_features_are_read_from_the_kernels_list(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nflags : fpu amx_bf16 avx512_bf16\n")
     assert device.cpu_features(tmp_path / "cpuinfo") == ["AMX", "AVX512-BF16"]
     assert device.cpu_features(tmp_path / "missing") == []
+
+
+def test_ranks_that_do_not_meet_say_where_they_looked(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UserError, match=rf"Rank 1 of 2 could not find rank 0 at 127\.0\.0\.1:{taken.getsockname()[1]} within 1 s"):
+            RankGroup(Rank(1, 2), CPU, timeout_seconds=1)
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UserError, match=r"Rank 0 of 2 could not listen on port .* a free MASTER_PORT"):
+            RankGroup(Rank(0, 2), CPU, timeout_seconds=1)
 
 
 def test_tensors_are_summed_in_buckets_that_hold_them_all_in_order(monkeypatch):

@@ -199,5 +199,5 @@ def test_when_one_rank_dies_the_launch_ends_and_says_why(flags, tmp_path):
     second.kill()
     code, _, err = finish(process)
     lines = [line for line in err.splitlines() if line.startswith("error:")]
-    assert code != 0 and len(lines) == 1 and "Another local rank of this launch ended" in lines[0], err
+    assert code != 0 and len(lines) == 1 and "Another rank of this launch ended" in lines[0], err
     wait_for(lambda: not any(map(alive, ranks)))
