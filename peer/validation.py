@@ -55,7 +55,7 @@ class Validation:
     def _pictures(self, prompt: str) -> list[Any]:
         with torch.no_grad(), self.precision.autocast():
             return self.model.pipeline(
-                [prompt] * self.images,
+                **self.model.prompt_arguments([prompt] * self.images),
                 num_inference_steps=self.denoising_steps,
                 height=self.side,
                 width=self.side,

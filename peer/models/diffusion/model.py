@@ -1,11 +1,13 @@
 """What models of all families have in common: a pipeline's parts, the VAE, and how the result is written."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from peer.contracts import Text
 from peer.models.diffusion.pipeline import save_pipeline
 from swarm.errors import UserError
 
@@ -37,8 +39,21 @@ class DiffusionModel:
         shift = self.vae.config.shift_factor or 0.0
         return torch.cat([posterior.mean.float() - shift, posterior.std.float()], dim=1) * self.vae.config.scaling_factor
 
+    def encode_text(self, captions: Sequence[str]) -> Text:
+        raise NotImplementedError
+
+    def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """What the pipeline is called with, in place of the prompts, so that it reads them as captions are read in training."""
+        return as_arguments(self.encode_text(prompts))
+
     def save(self, folder: Path) -> None:
         save_pipeline(self.pipeline, folder)
+
+
+def as_arguments(text: Text, prefix: str = "") -> dict[str, Tensor]:
+    """A text's tensors under the names that all pipelines' calls have for them."""
+    names = {"states": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
+    return {prefix + names[name]: states for name, states in text.items()}
 
 
 def refuse(family: str, reason: str, **options: tuple[Any, Any]) -> None:
