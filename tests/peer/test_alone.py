@@ -53,7 +53,7 @@ def start(tiny_model, pictures, tmp_path):
 
         def build(name="out", run=RUN, stop_after=None, sync=None, **peer):
             options = {"train_data_dir": str(pictures), "output_dir": str(tmp_path / name), "train_batch_size": 4} | peer
-            return Recorded(closing, dataclasses.replace(run, model=str(tiny_model)), PeerConfig(**options), stop_after, sync)
+            return Recorded(closing, dataclasses.replace(run, model=run.model or str(tiny_model)), PeerConfig(**options), stop_after, sync)
 
         yield build
 

@@ -215,3 +215,14 @@ def test_the_log_says_that_random_crops_are_fixed(start, caplog):  # noqa: F811
     caplog.set_level(logging.INFO)
     start(run=dataclasses.replace(RUN, center_crop=False), cache_latents=True)
     assert "always cropped at one place" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_other_families_train_in_buckets_and_from_caches(start, tiny_family, mixed_pictures, tmp_path, monkeypatch, family):  # noqa: F811
+    """Their texts are several tensors, and their latents have other shapes."""
+    run = dataclasses.replace(RUN, total_samples=12, resolution=32, model=str(tiny_family(family)))
+    options = {"cache_latents": True, "cache_text": True, "cache_dir": str(tmp_path / "kept"), "train_batch_size": 2}
+    first = start("first", run=run, **options).run()
+    second = start("second", run=run, **options)
+    assert watched(second, monkeypatch) == {"decoded": 0, "pixels": 0, "texts": 0}
+    assert second.losses == first.losses and torch.equal(flat(second.trainer.params), flat(first.trainer.params))

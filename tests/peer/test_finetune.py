@@ -23,6 +23,7 @@ from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.conftest import ROOT
+from tests.peer.test_buckets import mixed_pictures  # noqa: F401
 
 SCRIPT = str(ROOT / "peer" / "finetune.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", SCRIPT]
@@ -125,9 +126,10 @@ def test_without_model_or_data_the_missing_flag_is_named():
             resolve_run(*parse(argv))
 
 
-def test_two_ranks_train_as_one_does_with_the_whole_batch(flags, tmp_path):
-    """Two ranks with batches of 2 and one rank with two micro-batches of 2 do the same steps, on the same noise."""
-    common = ["--total_samples", 40, "--lr", 1e-3, "--batch_size", 2, "--target_batch_size", 8]
+def test_two_ranks_train_as_one_does_with_the_whole_batch(flags, mixed_pictures, tmp_path):  # noqa: F811
+    """Two ranks with batches of 2 and one rank with two micro-batches of 2 do the same steps, on the same noise; also of buckets and caches."""
+    common = ["--total_samples", 40, "--lr", 1e-3, "--batch_size", 2, "--target_batch_size", 8, "--num_buckets", 5]
+    common += ["--cache_latents", "--cache_text", "--cache_dir", tmp_path / "kept"]
     two = [*TORCHRUN[:4], "--nproc_per_node=2", SCRIPT]
     code, _, err = finish(start(*flags, *common, "--output_dir", tmp_path / "two", program=two))
     assert code == 0, err
