@@ -167,6 +167,9 @@ def _fill_from_checkpoint(params: Params, path: Path, run: RunConfig) -> tuple[i
     loaded = Checkpoints(path.parent, keep=1).load(str(path))
     assert loaded is not None
     load_params(params, loaded[1]["params"])
+    average = loaded[1].get("average")
+    if average and average["average"]["optimization_step"]:  # with --use_ema it is the result, as at a run's end
+        load_params(params, dict(zip(params, average["average"]["shadow_params"], strict=True)))
     said = about(loaded[0])
     return said["round"], said["samples"]
 

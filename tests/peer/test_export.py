@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from peer import export
 from peer.checkpoint import Checkpoints
 from peer.contracts import Member
+from peer.ema import Ema
 from peer.finetune import load_model
 from peer.methods import full, textual_inversion
 from peer.models import stable_diffusion
@@ -132,6 +133,18 @@ def test_a_checkpoint_is_exported_the_newest_the_one_named_and_for_a_damaged_one
     assert torch.allclose(load_file(tmp_path / "word.safetensors")["<dicoo>"], vectors - 2)
     assert "exported round=1 samples=8" in capsys.readouterr().err
     assert not list(tmp_path.glob(".exporting-*"))
+
+
+def test_of_a_run_with_a_moving_average_that_is_exported(trained, tmp_path):
+    folder, vectors = trained
+    params = {"text_encoder.learned_embeds": torch.nn.Parameter(vectors.clone())}
+    average = Ema(params, 0.5)
+    average.follow(1)
+    params["text_encoder.learned_embeds"].data += 4
+    state = {"params": {name: p.detach() for name, p in params.items()}, "average": average.state_dict()}
+    Checkpoints(folder, keep=3).save(state, {"round": 3, "samples": 24})
+    export.main(["--state", str(folder), "--format", "embedding", "--out", str(tmp_path / "word.safetensors")])
+    assert torch.equal(load_file(tmp_path / "word.safetensors")["<dicoo>"], vectors)
 
 
 def test_an_output_dirs_result_goes_before_its_checkpoints(trained, tmp_path):
