@@ -482,9 +482,11 @@ def result_weights(trainer: "Trainer") -> AbstractContextManager:
 
 
 def save_result(method: Any, trainer: "Trainer", run: RunConfig, peer: PeerConfig, step: int) -> None:
-    """The result as it is after so many global steps, beside those of other steps."""
+    """The result as it is after so many global steps, beside those of other steps; of an embedding never the whole pipeline."""
     if trainer.group.is_main:
-        export(method, trainer, run, peer, Path(peer.output_dir) / f"model-steps-{step}")
+        name = "learned_embeds" if run.method == "textual_inversion" else "model"
+        only = dataclasses.replace(peer, save_as_full_pipeline=False)
+        export(method, trainer, run, only, Path(peer.output_dir) / f"{name}-steps-{step}")
     trainer.group.barrier()
 
 

@@ -166,7 +166,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: An
     else:
         group.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **common)
     for name, value in meta["switches"].items():
-        told = {"const": "true", "type": partial(_switch, value, field.default), "metavar": "BOOL"}  # argparse converts a const that is text
+        # A const that is text is converted as a word would be.
+        told = {"const": "true", "type": partial(_switch, value, field.default), "metavar": "BOOL"}
         group.add_argument(f"--{name}", nargs="?", **told, **common | {"help": f"The same as --{field.name} {value}."})
 
 

@@ -105,7 +105,7 @@ def test_a_run_stopped_after_every_single_step_equals_an_uninterrupted_one_to_th
         part = start("parts", run=run, stop_after=step, resume_from_checkpoint="latest", **peer).run()
         losses, rates = losses + part.losses, rates + part.rates
         assert part.trainer.step == step
-    assert losses == whole.losses and rates == whole.rates and len(set(rates)) > 2
+    assert losses == whole.losses and rates == whole.rates and len(set(rates)) > 1
     assert torch.equal(flat(part.trainer.params), flat(whole.trainer.params))
     if "use_ema" in options:
         with part.trainer.average.applied(), whole.trainer.average.applied():
