@@ -1,0 +1,220 @@
+"""Images per second of this trainer alone, against what one would use instead: diffusers' own train_text_to_image.py.
+
+    .venv/bin/python benchmarks/local_step.py [--reference PATH] [--repeats 2]
+
+--reference: a copy of that script (examples/text_to_image in diffusers' repository; it needs torchvision and tensorboard). Without it, a plain
+loop that does what the script does step by step, and the result says so. Both train the same model with Stable Diffusion 1's topology, at a
+fraction of its widths, on the same 128 px pictures in float32 with AdamW, batch 2, all cores, each in a process of its own, one after the other and
+that --repeats times. Timed from step 10, when every picture was seen once, to the last; so with --cache_latents and --cache_text the
+caches are full. Prints a table and, as its last line, one JSON object; its ratios are of the medians.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel  # noqa: E402
+from PIL import Image  # noqa: E402
+from tqdm import trange  # noqa: E402
+from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
+
+from benchmarks.common import print_result, print_table  # noqa: E402
+from scripts.demo import quickstart, tiny_model  # noqa: E402
+from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+
+BATCH, SIDE, FROM_STEP, STEPS = 2, 128, 10, 30
+PICTURES = BATCH * FROM_STEP
+LIMIT_SECONDS = 600
+_BAR = re.compile(rb"(\d+)/%d " % STEPS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reference", type=Path, help="copy of diffusers' train_text_to_image.py; without: a plain loop")
+    parser.add_argument("--repeats", type=int, default=2, help="of each row [2]")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.plain:
+        plain_loop(options.plain)
+        return ExitCode.OK
+    return run_program(lambda: measure(options), debug=options.debug)
+
+
+def measure(options: argparse.Namespace) -> None:
+    if options.reference and not options.reference.is_file():
+        raise UserError(f"There is no file {options.reference}.", fix="Give a copy of diffusers' train_text_to_image.py, or leave it out.")
+    if options.repeats < 1:
+        raise UserError(f"repeats is {options.repeats}.", fix="Use 1 or more.")
+    found: dict[str, list[float]] = {"reference": [], "ours": [], "ours, caches": []}
+    with tempfile.TemporaryDirectory(prefix="local-step-") as name:
+        folder = Path(name)
+        prepare(folder)
+        for _ in range(options.repeats):
+            for row, speeds in found.items():
+                speeds.append(theirs(folder, options.reference) if row == "reference" else ours(folder, cached=row != "ours"))
+                print(f"{row}: {speeds[-1]:.3f} images/s", file=sys.stderr, flush=True)
+                shutil.rmtree(folder / "out")
+    base, plain, cached = (statistics.median(speeds) for speeds in found.values())
+    print_table([{"": row, "images/s": speed, "ratio": speed / base} for row, speed in zip(found, (base, plain, cached), strict=True)])
+    about = {"reference": describe(options.reference), "images_per_second": found}
+    print_result({"ratio_no_cache": plain / base, "ratio_cached": cached / base, **about})
+
+
+def describe(script: Path | None) -> str:
+    """What we are compared with: the script's digest and what it ran with."""
+    if script is None:
+        return "a plain loop that does what diffusers' train_text_to_image.py does"
+    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("diffusers", "accelerate", "torchvision"))
+    return f"{script.name}, sha256 {hashlib.sha256(script.read_bytes()).hexdigest()[:16]}, {versions}"
+
+
+def ours(folder: Path, *, cached: bool) -> float:
+    """Images per second of our trainer, by the times in its metrics.jsonl, which has a line every ten steps."""
+    options = {
+        "model": folder / "base", "train_data_dir": folder / "captioned", "output_dir": folder / "out", "resolution": SIDE,
+        "train_batch_size": BATCH, "seed": 0, "ucg": 0, "total_samples": STEPS * BATCH, "optimizer": "adamw", "learning_rate": 1e-5,
+        "mixed_precision": "no",
+    }  # fmt: skip
+    caches = ["--cache_latents", "--cache_text"] if cached else []
+    run([ROOT / "peer" / "finetune.py", *(f"--{key}={value}" for key, value in options.items()), "--center_crop", *caches])
+    lines = map(json.loads, (folder / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return speed({line["step"]: line["time"] for line in lines})
+
+
+def theirs(folder: Path, script: Path | None) -> float:
+    """Images per second of diffusers' script, or of the plain loop, by when its progress bar said that it was at a step."""
+    if script is None:
+        return speed(run([Path(__file__), "--plain", folder]))
+    options = {
+        "pretrained_model_name_or_path": folder / "base", "train_data_dir": folder / "listed", "output_dir": folder / "out", "resolution": SIDE,
+        "train_batch_size": BATCH, "seed": 0, "max_train_steps": STEPS, "learning_rate": 1e-5, "lr_warmup_steps": 0, "mixed_precision": "no",
+        "cache_dir": folder / "cache",
+    }  # fmt: skip
+    return speed(run([script, *(f"--{key}={value}" for key, value in options.items()), "--center_crop"]))
+
+
+def speed(seen: Mapping[int, float]) -> float:
+    """Images per second between step FROM_STEP and the last. seen: step -> seconds."""
+    return (STEPS - FROM_STEP) * BATCH / (seen[STEPS] - seen[FROM_STEP])
+
+
+def run(command: Sequence[object]) -> dict[int, float]:
+    """When each step was first seen on the program's progress bar. Raises UserError when it fails or does not end."""
+    environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {"HF_HUB_OFFLINE": "1"}
+    text, seen = b"", {}
+    with subprocess.Popen(
+        [sys.executable, *map(str, command)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environ
+    ) as program:
+        limit = threading.Timer(LIMIT_SECONDS, program.kill)
+        limit.start()
+        try:
+            while piece := os.read(program.stderr.fileno(), 1 << 16):
+                text += piece
+                for step in _BAR.findall(text[-len(piece) - 16 :]):
+                    seen.setdefault(int(step), time.monotonic())
+        finally:
+            limit.cancel()
+            program.kill()
+    if program.returncode:
+        raise UserError(
+            f"{command[0]} ended with exit status {program.returncode}:\n{text.decode(errors='replace')[-1500:]}", fix="Mend that."
+        )
+    return seen
+
+
+def prepare(folder: Path) -> None:
+    """The model, and its pictures twice: each with a .txt beside it for us, in one list for the script."""
+    quickstart.quiet_libraries()
+    words = ["a", "picture", "number", *map(str, range(PICTURES))]
+    build_model([" ".join(words)]).save_pretrained(folder / "base")
+    rng = random.Random(0)
+    (folder / "captioned").mkdir()
+    (folder / "listed").mkdir()
+    rows = []
+    for number in range(PICTURES):
+        coarse = Image.frombytes("RGB", (16, 12), rng.randbytes(16 * 12 * 3))
+        coarse.resize((256, 192), Image.Resampling.BICUBIC).save(folder / "captioned" / f"{number}.jpg", quality=90)
+        (folder / "captioned" / f"{number}.txt").write_text(f"a picture number {number}", encoding="utf-8")
+        (folder / "listed" / f"{number}.jpg").symlink_to(folder / "captioned" / f"{number}.jpg")
+        rows.append({"file_name": f"{number}.jpg", "text": f"a picture number {number}"})
+    (folder / "listed" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def build_model(captions: Sequence[str]) -> StableDiffusionPipeline:
+    """Random weights in Stable Diffusion 1's topology: a fifth of the UNet's widths, a quarter of the VAE's and of the text encoder's."""
+    torch.manual_seed(0)
+    tokenizer = tiny_model.make_tokenizer(captions)
+    text = CLIPTextConfig(
+        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=768, num_hidden_layers=12, num_attention_heads=12, max_position_embeddings=77,
+        projection_dim=192, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    vae = AutoencoderKL(
+        block_out_channels=(32, 64, 128, 128), down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4, layers_per_block=2, sample_size=SIDE, scaling_factor=0.18215,
+    )  # fmt: skip
+    unet = UNet2DConditionModel(
+        sample_size=SIDE // 8, block_out_channels=(64, 128, 256, 256), cross_attention_dim=192, attention_head_dim=8
+    )
+    return StableDiffusionPipeline(
+        vae=vae, text_encoder=CLIPTextModel(text), tokenizer=tokenizer, unet=unet, scheduler=DDPMScheduler(**tiny_model.SCHEDULE, clip_sample=False),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def plain_loop(folder: Path) -> None:
+    """What the script does at every step, and no more: decode, VAE, text encoder, UNet, backward, clip, AdamW."""
+    pipeline = StableDiffusionPipeline.from_pretrained(folder / "base", safety_checker=None)
+    unet, vae, text_encoder, tokenizer = pipeline.unet.train(), pipeline.vae, pipeline.text_encoder, pipeline.tokenizer
+    vae.requires_grad_(False)
+    text_encoder.requires_grad_(False)
+    scheduler, optimizer = DDPMScheduler.from_config(pipeline.scheduler.config), torch.optim.AdamW(unet.parameters(), lr=1e-5)
+    files = sorted((folder / "captioned").glob("*.jpg"))
+    (folder / "out").mkdir()
+    for step in trange(STEPS, desc="Steps"):
+        some = [files[(step * BATCH + i) % len(files)] for i in range(BATCH)]
+        pixels = torch.stack([pixels_of(file) for file in some])
+        ids = tokenizer(
+            [file.with_suffix(".txt").read_text(encoding="utf-8") for file in some],
+            max_length=tokenizer.model_max_length, padding="max_length", truncation=True, return_tensors="pt",
+        ).input_ids  # fmt: skip
+        latents = vae.encode(pixels).latent_dist.sample() * vae.config.scaling_factor
+        noise, timesteps = torch.randn_like(latents), torch.randint(0, scheduler.config.num_train_timesteps, (BATCH,))
+        predicted = unet(scheduler.add_noise(latents, noise, timesteps), timesteps, text_encoder(ids)[0], return_dict=False)[0]
+        loss = torch.nn.functional.mse_loss(predicted.float(), noise.float(), reduction="mean")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(unet.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def pixels_of(file: Path) -> torch.Tensor:
+    """(3, SIDE, SIDE) in [-1, 1]: the short side resized, the middle cropped."""
+    picture = Image.open(file).convert("RGB")
+    scale = SIDE / min(picture.size)
+    picture = picture.resize([round(length * scale) for length in picture.size], Image.Resampling.BILINEAR)
+    left, top = ((length - SIDE) // 2 for length in picture.size)
+    square = np.asarray(picture.crop((left, top, left + SIDE, top + SIDE)), dtype=np.float32)
+    return torch.from_numpy(square).permute(2, 0, 1) / 127.5 - 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
