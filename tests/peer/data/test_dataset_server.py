@@ -14,16 +14,20 @@ from itertools import islice
 import pytest
 from PIL import Image
 
+from peer.batches import Decoder
+from peer.buckets import Buckets
 from peer.contracts import LeaseLost, Member, Settlement, SourceContext
 from peer.data import dataset_server
 from peer.data.dataset_server import build, fetch_run, found_run, report_round
 from peer.data.shards import ShardCache, read_shard
 from peer.data.unsaid import Unsaid
+from peer.device import Rank, RankGroup
+from peer.feed import Feed
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from swarm.signing import SIGNATURE_HEADER
-from tests.datasetserver.hosting import ROOT
+from tests.datasetserver.hosting import ROOT, Host
 from tests.datasetserver.test_blobs import certificate  # noqa: F401 (a fixture)
 from tests.peer.data.meddler import Meddler
 
@@ -553,3 +557,33 @@ def test_shards_with_png_and_jpeg_are_read_alike(tmp_path):
     rows = read_shard(shard_path(tmp_path / "work", result.manifest.shards[0].digest))
     assert sorted(caption for _, caption in rows) == [f"número {number}" for number in range(8)]
     assert {Image.open(io.BytesIO(image)).format for image, _ in rows} == {"PNG", "JPEG"}
+
+
+def test_peers_that_sort_leased_samples_into_buckets_hold_few_of_them_and_train_each_once(tmp_path, join):
+    """Even those of a ratio that hardly ever fills a batch: one picture in twenty is wide."""
+    host = Host(tmp_path / "host", "--resolution", "16", "--num_buckets", "5", samples=40, shard_samples=8)
+    for number, path in enumerate(sorted(host.dataset.glob("*.png"))):
+        Image.new("L", [(24, 8), (16, 16), (16, 16), (12, 20)][number % 4] if number % 20 else (8, 24), number).save(path)
+    host.start()
+    try:
+        sources, feeds, seen, round_ = {}, {}, [], 0
+        for peer in ("alice", "bob"):
+            source = sources[peer] = join(host.url, peer)
+            sizes = {"batch_samples": 2, "accumulation": 1, "buckets": Buckets.of(source._run, 4)}
+            feeds[peer] = Feed(source, Decoder(source._run), RankGroup(Rank(), "cpu"), stopping=lambda: False, **sizes)
+        steps = {peer: iter(feed) for peer, feed in feeds.items()}
+        while len(seen) < 100:
+            for peer, source in sources.items():
+                work = next(steps[peer])
+                (batch,) = work.batches
+                assert len({tuple(picture.shape) for picture in batch.pixels}) == 1 and len(feeds[peer].ahead()) <= 5 * (2 - 1) + 2
+                round_ += 1
+                source.register(round_, list(work.keys))
+                settle(source, peer, round_, list(work.keys), round_=round_, parent=f"{round_ - 1:064x}", before=len(seen))
+                source.acknowledge(work.keys)
+                seen += work.keys
+        assert len(set(seen)) == len(seen) and sum(key.startswith("0:") for key in seen) == 40
+        for feed in feeds.values():
+            feed.close()
+    finally:
+        host.stop()
