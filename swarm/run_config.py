@@ -139,6 +139,15 @@ class RunConfig:
     guidance_scale: float = option(
         3.5, "FLUX: what the transformer's guidance embedding is told; 1 for checkpoints that were not distilled."
     )
+    timestep_bias_strategy: str = option(
+        "none",
+        "Which timesteps are drawn more often: the first or last of the schedule (--timestep_bias_portion) or a range; not FLUX.",
+        choices=("none", "earlier", "later", "range"),
+    )
+    timestep_bias_multiplier: float = option(1.0, "How much more often; below 1: less often.")
+    timestep_bias_begin: int = option(0, "First timestep of the range.")
+    timestep_bias_end: int = option(1000, "Timestep before which the range ends.")
+    timestep_bias_portion: float = option(0.25, "Share of the timesteps that earlier and later mean.")
 
     def __post_init__(self) -> None:
         self._resolve_method()
@@ -152,6 +161,15 @@ class RunConfig:
         _at_least("clip_skip", self.clip_skip, 0)
         _at_least("max_token_chunks", self.max_token_chunks, 1)
         _at_least("max_sequence_length", self.max_sequence_length, 1)
+        if self.timestep_bias_strategy != "none" and self.timestep_bias_multiplier == 0:
+            raise UserError("timestep_bias_multiplier is 0.", fix="Use more than 0; 2 draws them twice as often.")
+        if self.timestep_bias_portion > 1:
+            raise UserError(f"timestep_bias_portion is {self.timestep_bias_portion}.", fix="Use a share in [0, 1].")
+        if not 0 <= self.timestep_bias_begin < self.timestep_bias_end:
+            raise UserError(
+                f"timestep_bias_begin is {self.timestep_bias_begin}, timestep_bias_end {self.timestep_bias_end}.",
+                fix="Begin before the end.",
+            )
         _at_least("lr_warmup_samples", self.lr_warmup_samples, 0)
         _at_least("lr_num_cycles", self.lr_num_cycles, 1)
         for name in ("keep_tokens", "num_buckets", "bucket_side_min", "bucket_side_max"):

@@ -27,7 +27,14 @@ class Flux(DiffusionModel):
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         defaults = RunConfig()
-        for option in ("prediction_type", "rescale_betas_zero_snr", "snr_gamma", "noise_offset", "input_perturbation"):
+        for option in (
+            "prediction_type",
+            "rescale_betas_zero_snr",
+            "snr_gamma",
+            "noise_offset",
+            "input_perturbation",
+            "timestep_bias_strategy",
+        ):
             refuse(
                 "FLUX",
                 "is trained by flow matching, which has no such thing",

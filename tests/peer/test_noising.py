@@ -134,6 +134,23 @@ def test_offset_noise_is_the_same_in_all_of_a_channel_and_part_of_the_target():
     assert not torch.equal(offset.noisy, plain.noisy)
 
 
+@pytest.mark.parametrize(
+    ("options", "favoured"),
+    [
+        ({"timestep_bias_strategy": "earlier", "timestep_bias_portion": 0.1}, range(100)),
+        ({"timestep_bias_strategy": "later", "timestep_bias_portion": 0.1}, range(900, 1000)),
+        ({"timestep_bias_strategy": "range", "timestep_bias_begin": 300, "timestep_bias_end": 400}, range(300, 400)),
+    ],
+)
+def test_a_bias_draws_some_timesteps_more_often(options, favoured):
+    noising = Noising(tiny.ddpm(), RunConfig(timestep_bias_multiplier=9.0, **options))
+    drawn = noising(torch.zeros(4000, 1, 1, 1), rng()).timesteps
+    share = sum(int(timestep) in favoured for timestep in drawn) / 4000
+    assert abs(share - 900 / 1800) < 0.05 and drawn.min() >= 0 and drawn.max() < 1000
+    with pytest.raises(UserError, match=r"timestep_bias_multiplier is 0"):
+        RunConfig(timestep_bias_multiplier=0.0, **options)
+
+
 def test_input_perturbation_changes_what_is_seen_and_not_what_is_asked():
     plain, perturbed = (Noising(tiny.ddpm(), RunConfig(input_perturbation=value))(latents(), rng()) for value in (0.0, 0.1))
     assert torch.equal(plain.target, perturbed.target) and torch.equal(plain.timesteps, perturbed.timesteps)
@@ -194,6 +211,7 @@ UNET, FLOW = "is not trained by flow matching", "is trained by flow matching"
             {"snr_gamma": 5.0},
             {"noise_offset": 0.1},
             {"input_perturbation": 0.1},
+            {"timestep_bias_strategy": "later"},
         )
     ],
 )

@@ -45,8 +45,7 @@ class Noising:
         """Draw noise and a timestep for each of (B, C, h, w) latents; all of chance is from rng."""
         scheduler, run = self._scheduler, self._run
         noise = normal(latents.shape, rng).to(latents.device)
-        timesteps = torch.randint(0, scheduler.config.num_train_timesteps, (len(latents),), generator=rng, device=rng.device)
-        timesteps = timesteps.to(latents.device)
+        timesteps = self._timesteps(len(latents), rng).to(latents.device)
         if run.noise_offset:
             noise = noise + run.noise_offset * normal((*latents.shape[:2], 1, 1), rng).to(latents.device)
         seen = noise
@@ -58,6 +57,21 @@ class Noising:
             "sample": lambda: latents,
         }[self.prediction_type]()
         return Noised(scheduler.add_noise(latents, seen, timesteps), timesteps, target, self.weights(timesteps))
+
+    def _timesteps(self, count: int, rng: torch.Generator) -> Tensor:
+        """(count,) int64: each as likely as any other, but for --timestep_bias_strategy."""
+        run, steps = self._run, self._scheduler.config.num_train_timesteps
+        if run.timestep_bias_strategy == "none":
+            return torch.randint(0, steps, (count,), generator=rng, device=rng.device)
+        portion = round(run.timestep_bias_portion * steps)
+        first, end = {
+            "earlier": (0, portion),
+            "later": (steps - portion, steps),
+            "range": (run.timestep_bias_begin, run.timestep_bias_end),
+        }[run.timestep_bias_strategy]
+        likely = torch.ones(steps, device=rng.device)
+        likely[first:end] *= run.timestep_bias_multiplier
+        return torch.multinomial(likely, count, replacement=True, generator=rng)
 
     def weights(self, timesteps: Tensor) -> Tensor:
         """(B,): ones, or min-SNR's weights for what is predicted; finite also where the signal-to-noise ratio is 0.
