@@ -5,13 +5,14 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from swarm.errors import UserError, run_program
 from swarm.logs import setup_logging
 from swarm.options import build, option, parse_flags
+from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -61,86 +62,100 @@ def main(argv: Sequence[str]) -> None:
     if not config.model or not config.prompt:
         raise UserError("A model and a prompt are needed.", fix='For example: dd-generate --model output/model --prompt "a red square".')
     setup_logging()
-    pipeline = load(config)
+    model = load(config)
     for prompt in config.prompt:
-        for path in draw(pipeline, prompt, config):
+        for path in draw(model, prompt, config):
             print(path)
 
 
 def load(config: GenerateConfig) -> Any:
-    """The pipeline with all that was asked for in it, on its device. Raises UserError naming what does not load."""
+    """The family's model with all that was asked for in it, on its device. Raises UserError naming what does not load."""
     import torch
 
     from peer.exports import loading
 
     given = loading.result_in(Path(config.model).expanduser())
-    about = loading.base_of(given)
-    pipeline = (
-        base(about.run.model, about.run.model_config)
-        if about
-        else base(str(given) if given.exists() else config.model, config.model_config)
-    )
-    if about:
+    needs = loading.base_of(given)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    model = base(needs.run if needs else run_of(given, config), torch.device(device))
+    pipeline = model.pipeline
+    if needs:
         loading.add_result(pipeline, given)
     names = [f"lora_{number}" for number in range(len(config.lora))]
     for name, source in zip(names, config.lora, strict=True):
         loading.add_lora(pipeline, Path(source), name)
-    own = ["default"] if about and about.run.method == "lora" else []
-    if names or (own and config.lora_scale != 1):
-        # --lora_scale is for the LoRAs of --lora; for a result's own where there are none.
-        scales = [1.0 if names else config.lora_scale] * len(own) + [config.lora_scale] * len(names)
-        pipeline.set_adapters([*own, *names], scales)
+    own = ["default"] if needs and needs.run.method == "lora" else []
+    if own or names:  # without --lora, --lora_scale is the result's own
+        pipeline.set_adapters([*own, *names], [1.0 if names else config.lora_scale] * len(own) + [config.lora_scale] * len(names))
     for source in config.embedding:
         log.info("the word of %s is %s", source, loading.add_embedding(pipeline, Path(source)))
     if hasattr(pipeline, "unet"):
         from diffusers import DDIMScheduler
 
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     # In fp16 FLUX draws black pictures.
     dtype = torch.float32 if device == "cpu" else torch.bfloat16 if type(pipeline).__name__ == "FluxPipeline" else torch.float16
-    return pipeline.to(device, dtype=dtype)
+    pipeline.to(device, dtype=dtype)
+    return model
 
 
-def base(source: str, config: str) -> Any:
-    """The pipeline of a folder, a file or a Hub id."""
-    from peer.models.diffusion.pipeline import load_pipeline
+def run_of(given: Path, config: GenerateConfig) -> RunConfig:
+    """What is known of a whole pipeline: of a result of ours how its run read captions, of another model nothing."""
+    from peer.exports.result import read_result
+
+    about = read_result(given) if given.is_dir() else None
+    place = {"model": str(given) if given.exists() else config.model, "model_config": config.model_config}
+    return replace(about.run if about else RunConfig(), **place)
+
+
+def base(run: RunConfig, device: Any) -> Any:
+    """The run's base model: a folder, a file or a Hub id."""
     from peer.models.diffusion.source import locate
-    from swarm.base_model import PIPELINES, family_of
+    from peer.rooms import load_part
+    from swarm.base_model import family_of
 
-    path = locate(source)
-    family = family_of(path)
-    return load_pipeline(next(kind for kind, name in PIPELINES.items() if name == family), path, config)
+    path = locate(run.model)
+    return load_part("models", family_of(path)).load(path, device, run)
 
 
-def draw(pipeline: Any, prompt: str, config: GenerateConfig) -> list[Path]:
+def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:
     """Write `config.num_images` PNGs named by prompt and number; picture N does not depend on how many are drawn at a time."""
     import torch
 
-    out, kind = Path(config.out), type(pipeline).__name__
+    pipeline, out = model.pipeline, Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
+    kind = type(pipeline).__name__
     if config.negative_prompt and kind == "FluxPipeline":
         raise UserError("FLUX is guided without a negative prompt.", fix="Remove --negative_prompt.")
-    options = {"negative_prompt": config.negative_prompt} if config.negative_prompt else {}
     paths: list[Path] = []
     for first in range(0, config.num_images, config.batch_size):
         numbers = range(first, min(first + config.batch_size, config.num_images))
         pipeline.set_progress_bar_config(
             desc=f"{prompt[:40]} {numbers[0] + 1}-{numbers[-1] + 1}/{config.num_images}", disable=not sys.stderr.isatty()
         )
-        images = pipeline(
-            [prompt] * len(numbers),
-            num_inference_steps=config.steps,
-            guidance_scale=_GUIDANCE.get(kind, 7.5) if config.guidance is None else config.guidance,
-            height=config.size or None,
-            width=config.size or None,
-            generator=[torch.Generator().manual_seed(config.seed + number) for number in numbers],
-            **{name: [value] * len(numbers) for name, value in options.items()},
-        ).images
+        with torch.no_grad():
+            images = pipeline(
+                **told(model, [prompt] * len(numbers), config.negative_prompt),
+                num_inference_steps=config.steps,
+                guidance_scale=_GUIDANCE.get(kind, 7.5) if config.guidance is None else config.guidance,
+                height=config.size or None,
+                width=config.size or None,
+                generator=[torch.Generator().manual_seed(config.seed + number) for number in numbers],
+            ).images
         for number, image in zip(numbers, images, strict=True):
             paths.append(out / f"{slug(prompt)}-{number:03}.png")
             image.save(paths[-1])
     return paths
+
+
+def told(model: Any, prompts: Sequence[str], negative: str) -> dict[str, Any]:
+    """What the pipeline is called with, so that it reads prompts as captions were read in training."""
+    arguments = dict(model.prompt_arguments(prompts))
+    if negative:
+        arguments |= {
+            f"negative_{name}": value for name, value in model.prompt_arguments([negative] * len(prompts)).items() if name[:8] != "negative"
+        }
+    return {name: value.to(model.pipeline.dtype) for name, value in arguments.items()}
 
 
 def slug(prompt: str) -> str:

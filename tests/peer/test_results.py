@@ -12,6 +12,7 @@ from peer import export, generate
 from peer.exports import loading
 from peer.exports.result import Form, Result, read_result, warn_of_unused, write_result
 from peer.finetune import load_model
+from peer.generate import GenerateConfig
 from peer.rooms import load_part
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -277,6 +278,20 @@ def test_a_result_of_any_method_is_all_that_drawing_needs(tiny_family, tmp_path,
     Trained(tiny_family(family), family, tmp_path / "model", **options).written()
     base = drawn(tmp_path, "--model", tiny_family(family))
     assert drawn(tmp_path, "--model", tmp_path) == drawn(tmp_path, "--model", tmp_path / "model") != base
+
+
+def test_a_result_is_drawn_with_prompts_read_and_noise_taken_as_in_its_training(tiny_family, tmp_path):
+    Trained(tiny_family("sd"), "sd", tmp_path / "model", **LORA).written()
+    Trained(tiny_family("sd"), "sd", tmp_path / "other" / "model", **LORA, clip_skip=1, prediction_type="v_prediction").written()
+    assert drawn(tmp_path, "--model", tmp_path) != drawn(tmp_path, "--model", tmp_path / "other")
+    model = generate.load(GenerateConfig(model=str(tmp_path / "other")))
+    assert model.pipeline.scheduler.config.prediction_type == "v_prediction"
+    states = generate.told(model, ["a cat"], "a dog")
+    assert torch.equal(states["prompt_embeds"], model.encode_text(["a cat"])["states"])
+    assert torch.equal(states["negative_prompt_embeds"], model.encode_text(["a dog"])["states"])
+    assert not torch.equal(
+        states["prompt_embeds"], load_model(RunConfig(model=str(tiny_family("sd"))), {}, CPU).encode_text(["a cat"])["states"]
+    )
 
 
 def test_loras_and_words_are_put_onto_any_model(tiny_family, tmp_path):
