@@ -205,8 +205,12 @@ def test_a_broken_picture_is_left_out_and_not_kept(kept):
     assert pixels.geometry.tolist() == [[16, 16, 0, 0, 16, 16], [1, 2, 3, 4, 5, 6]]
 
 
-def test_a_text_encoder_that_is_trained_is_not_cached(start):  # noqa: F811
-    run = dataclasses.replace(RUN, train_text_encoder=True)
+TRAINED = [{"train_text_encoder": True}, {"method": "textual_inversion", "placeholder_token": "<dog>", "initializer_token": "a"}]
+
+
+@pytest.mark.parametrize("change", TRAINED)
+def test_a_text_encoder_that_is_trained_is_not_cached(start, change):  # noqa: F811
+    run = dataclasses.replace(RUN, **change)
     with pytest.raises(UserError, match="--cache_text keeps what the text encoder says, but it is trained"):
         start(run=run, cache_text=True)
 

@@ -11,9 +11,11 @@ from swarm.errors import UserError
 from swarm.run_config import RunConfig
 
 
-def source(folder, epochs=1, seed=42, **peer):
+def source(folder, epochs=1, seed=42, run=None, **peer):
     options = PeerConfig(train_data_dir=str(folder), **peer)
-    context = SourceContext(run=RunConfig(seed=seed), peer=options, folder=folder, peer_id="alone", cache_dir=Path("unused"), epochs=epochs)
+    context = SourceContext(
+        run=run or RunConfig(seed=seed), peer=options, folder=folder, peer_id="alone", cache_dir=Path("unused"), epochs=epochs
+    )
     return directory.build(context)
 
 
@@ -182,6 +184,13 @@ def test_bare_pictures_take_the_instance_prompt(tmp_path):
     draw(tmp_path / "b.png", "its own")
     assert captions(source(tmp_path, instance_prompt="sks")) == {"a.png": "sks", "b.png": "its own"}
     assert captions(source(tmp_path)) == {"b.png": "its own"}
+
+
+def test_textual_inversion_takes_bare_pictures(tmp_path):
+    draw(tmp_path / "a.png")
+    draw(tmp_path / "b.png", "a <dog>")
+    run = RunConfig(method="textual_inversion", placeholder_token="<dog>", initializer_token="dog")
+    assert captions(source(tmp_path, run=run)) == {"a.png": "", "b.png": "a <dog>"}
 
 
 def test_a_subset_is_decided_by_the_seed(pictures):
