@@ -126,7 +126,7 @@ def _elsewhere(config: ExportConfig) -> dict[str, str]:
 def found(given: Path, config: ExportConfig, out: Path) -> Iterator[Path]:
     """The result's folder that `given` stands for, made for the time being from a checkpoint or a state. Raises UserError."""
     folder = loading.result_in(given)
-    if folder.is_dir() and (loading._is_result(folder)):
+    if folder.is_dir() and loading.is_result(folder):
         yield folder
         return
     checkpoint = _checkpoint(given)

@@ -17,16 +17,16 @@ _ENCODERS = {"clip_l": "", "clip_g": "_2", "t5": "_2"}
 def result_in(path: Path) -> Path:
     """The result's folder: `path` itself, or `model` in it when it is an --output_dir."""
     inner = path / "model"
-    return inner if path.is_dir() and not _is_result(path) and _is_result(inner) else path
+    return inner if path.is_dir() and not is_result(path) and is_result(inner) else path
 
 
-def _is_result(folder: Path) -> bool:
+def is_result(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("model_index.json", LORA, *EMBEDDINGS))
 
 
 def base_of(folder: Path) -> Result | None:
     """What a LoRA's or an embedding's folder was made from; None when `folder` is a pipeline. Raises UserError when it does not say it."""
-    if not folder.is_dir() or (folder / "model_index.json").is_file() or not _is_result(folder):
+    if not folder.is_dir() or (folder / "model_index.json").is_file() or not is_result(folder):
         return None
     about = read_result(folder)
     if about is None or not about.run.model:
