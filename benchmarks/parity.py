@@ -167,8 +167,9 @@ def judge(base: Path, run: Run) -> Learned:
     from swarm.run_config import RunConfig
 
     torch.set_num_threads(1)
-    model = stable_diffusion.load(base / "base", torch.device("cpu"), RunConfig())
-    params = full.Full().attach(model)
+    config = RunConfig()
+    model = stable_diffusion.load(base / "base", torch.device("cpu"), config)
+    params = full.build(config).attach(model)
     the_judge, seen, due = Judge.from_real_digits(), [], JUDGED_FROM
     for path in checkpoint.Checkpoints(base / slug(run) / "peer-1", 1000).paths():
         samples = checkpoint.about(path)["samples"]
