@@ -149,8 +149,12 @@ class RunAnswer(Message):
     signature: Signature
 
 
-RunValue = (
-    bool | Annotated[int, Field(ge=-_MAX_COUNT, le=_MAX_COUNT)] | Number | Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$")]
+RunValue = (  # None: an option that was left to whoever reads the model
+    None
+    | bool
+    | Annotated[int, Field(ge=-_MAX_COUNT, le=_MAX_COUNT)]
+    | Number
+    | Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$")]
 )
 
 
