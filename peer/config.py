@@ -111,14 +111,18 @@ class PeerConfig:
     )
     repeats: int = option(1, "How often a picture of --train_data_dir comes in an epoch; those below a folder 10_NAME ten times as often.")
     with_prior_preservation: bool = option(
-        False, "Train each picture together with one of its class as the model draws it, so that the class is not forgotten; local data only."
+        False,
+        "Train each picture together with one of its class as the model draws it, so that the class is not forgotten; local data only.",
     )
-    class_data_dir: str = option("", "With --with_prior_preservation: folder of the class's pictures; those that are missing are drawn into it.")
+    class_data_dir: str = option(
+        "", "With --with_prior_preservation: folder of the class's pictures; those that are missing are drawn into it."
+    )
     class_prompt: str = option("", "With --with_prior_preservation: what they show, such as 'a photo of a dog'.")
     prior_loss_weight: float = option(1.0, "With --with_prior_preservation: weight of their losses.")
     num_class_images: int = option(100, "With --with_prior_preservation: how many there shall be.")
     cache_latents: bool = option(
-        False, "Keep what the VAE makes of each picture in --cache_dir: computed and decoded once. A picture is then always cropped at one place."
+        False,
+        "Keep what the VAE makes of each picture in --cache_dir: computed and decoded once. A picture is then always cropped at one place.",
     )
     cache_text: bool = option(False, "Keep what the frozen text encoders make of each caption in --cache_dir.")
     output_bucket_info: bool = option(False, "Log the buckets at the start, and at the end how many samples were in each.")
@@ -189,11 +193,14 @@ class PeerConfig:
     def _check_prior(self) -> None:
         if not self.with_prior_preservation:
             if self.class_data_dir or self.class_prompt:
-                raise UserError("Pictures of a class are for --with_prior_preservation.", fix="Add it, or remove --class_data_dir and --class_prompt.")
+                raise UserError(
+                    "Pictures of a class are for --with_prior_preservation.", fix="Add it, or remove --class_data_dir and --class_prompt."
+                )
             return
         if not (self.class_data_dir and self.class_prompt):
             raise UserError(
-                "with_prior_preservation needs to know the class.", fix="Give --class_data_dir a folder, and --class_prompt 'a photo of a dog'."
+                "with_prior_preservation needs to know the class.",
+                fix="Give --class_data_dir a folder, and --class_prompt 'a photo of a dog'.",
             )
         if not self.own_data:
             raise UserError(

@@ -363,7 +363,9 @@ def prepare_prior(run: RunConfig, peer: PeerConfig, model: "Model", device: Any,
         side=run.resolution,
         denoising_steps=peer.validation_inference_steps,
         seed=run.seed,
-        precision=choose_precision(peer.mixed_precision, device, sum(p.numel() for part in model.parts.values() for p in part.parameters())),
+        precision=choose_precision(
+            peer.mixed_precision, device, sum(p.numel() for part in model.parts.values() for p in part.parameters())
+        ),
         group=group,
     )
     return ClassPictures(folder, peer.class_prompt, count=peer.num_class_images, weight=peer.prior_loss_weight, seed=run.seed)

@@ -46,7 +46,8 @@ def join(
         joined = _founded(peer, given, complete)
     if not joined.server_url and not peer.own_data and not peer.assist:
         raise UserError(
-            "This run has no dataset server, and this peer no data.", fix="Give --train_data_dir a folder of pictures with captions, or --dataset_name."
+            "This run has no dataset server, and this peer no data.",
+            fix="Give --train_data_dir a folder of pictures with captions, or --dataset_name.",
         )
     return joined
 

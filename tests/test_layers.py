@@ -6,12 +6,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted(path.relative_to(ROOT).as_posix() for package in ("swarm", "datasetserver", "peer") for path in (ROOT / package).rglob("*.py"))
+FILES = sorted(
+    path.relative_to(ROOT).as_posix() for package in ("swarm", "datasetserver", "peer") for path in (ROOT / package).rglob("*.py")
+)
 ROOMS = ("models", "methods", "data", "sync")
 
 HOMES = {  # a library: the files and folders that may import it
     "hivemind": ("swarm/daemon.py", "swarm/dht.py", "swarm/ports.py", "swarm/reachability.py", "swarm/records.py", "peer/sync/"),
-    "diffusers": ("peer/models/", "peer/methods/", "peer/export", "peer/generate.py", "peer/schedule.py", "peer/ema.py", "peer/validation.py"),
+    "diffusers": (
+        "peer/models/",
+        "peer/methods/",
+        "peer/export",
+        "peer/generate.py",
+        "peer/schedule.py",
+        "peer/ema.py",
+        "peer/validation.py",
+    ),
     "transformers": ("peer/models/", "peer/methods/", "peer/export", "peer/optim.py"),
     "peft": ("peer/methods/", "peer/export"),
     "aiohttp": ("datasetserver/", "peer/data/client/"),
@@ -24,7 +34,9 @@ HOMES = {  # a library: the files and folders that may import it
 def imports(file: str) -> set[str]:
     """Modules that `file` imports anywhere, as 'a.b' for both `import a.b` and `from a import b`; those for type checkers left out."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    hidden = {inner for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for inner in ast.walk(node)}
+    hidden = {
+        inner for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for inner in ast.walk(node)
+    }
     found: set[str] = set()
     for node in ast.walk(tree):
         if node in hidden:
@@ -51,7 +63,9 @@ def test_a_file_imports_only_what_its_layer_may(file):
     if package == "peer" and rest[0] in ROOMS:
         # What several parts of a room share lies in a folder of it, such as sync/engine; the parts themselves are the room's modules.
         shared = [f"peer.{rest[0]}.{path.name}" for path in (ROOT / "peer" / rest[0]).iterdir() if path.is_dir()]
-        wrong |= {module for module in inside if not starts(module, "peer.contracts", "peer.device", "peer.rounding", "peer.schedule", *shared)}
+        wrong |= {
+            module for module in inside if not starts(module, "peer.contracts", "peer.device", "peer.rounding", "peer.schedule", *shared)
+        }
     if file == "peer/train.py":
         wrong |= {module for module in inside if not starts(module, "peer.contracts")}
     assert not wrong, f"{file} imports {sorted(wrong)}"

@@ -19,7 +19,14 @@ from swarm.run_config import RunConfig
 
 CPU = torch.device("cpu")
 RUN = RunConfig(
-    sync="none", resolution=16, target_batch_size=10, total_samples=60, learning_rate=1e-3, lr_scheduler="cosine", lr_warmup_samples=20, seed=7
+    sync="none",
+    resolution=16,
+    target_batch_size=10,
+    total_samples=60,
+    learning_rate=1e-3,
+    lr_scheduler="cosine",
+    lr_warmup_samples=20,
+    seed=7,
 )
 
 

@@ -10,7 +10,13 @@ def test_every_field_but_the_models_place_changes_the_digest():
     runs = {method: RunConfig(model="a", method=method) for method in ("full", "lora")}
     runs["textual_inversion"] = RunConfig(model="a", placeholder_token="<cat>", initializer_token="cat")
     owner = {name: method for method, names in OPTIONS_OF_METHOD.items() for name in names}
-    others = {int: lambda v: v + 1, float: lambda v: v / 2 + 0.01, bool: lambda v: not v, str: lambda v: v + "x", type(None): lambda v: True}
+    others = {
+        int: lambda v: v + 1,
+        float: lambda v: v / 2 + 0.01,
+        bool: lambda v: not v,
+        str: lambda v: v + "x",
+        type(None): lambda v: True,
+    }
 
     for field in dataclasses.fields(RunConfig):
         run = runs[owner.get(field.name, "full")]
