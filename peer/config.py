@@ -31,7 +31,9 @@ class PeerConfig:
     num_train_epochs: int = option(1, "Passes over the data when the run sets no --total_samples.", aliases=("epochs",))
     train_batch_size: int = option(1, "Samples per local step and rank.", aliases=("batch_size",))
     gradient_accumulation_steps: int = option(1, "Micro-batches per local optimizer step.")
-    mixed_precision: str = option("auto", "Autocast; auto: by device, the reason is printed.", choices=("auto", "no", "fp16", "bf16"))
+    mixed_precision: str = option(
+        "auto", "Autocast; auto: by device, the reason is printed.", choices=("auto", "no", "fp16", "bf16"), switches={"fp16": "fp16"}
+    )
     overlap: bool = option(False, "Train on while a contribution is averaged: no waiting, but what is learned meanwhile is a little stale.")
     gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
     device: str = option("auto", "auto, cpu, cuda or cuda:N.")
@@ -83,7 +85,9 @@ class PeerConfig:
         0, "Draw every so many global steps; 0: every round of a swarm, alone every 100 steps.", aliases=("image_log_steps",)
     )
     validation_inference_steps: int = option(25, "Denoising steps of these pictures.", aliases=("image_log_inference_steps",))
-    report_to: str = option("none", "Also show metrics and pictures there.", choices=("none", "tensorboard", "wandb", "all"))
+    report_to: str = option(
+        "none", "Also show metrics and pictures there.", choices=("none", "tensorboard", "wandb", "all"), switches={"wandb": "wandb"}
+    )
     logging_dir: str = option("logs", "Where trackers keep their files, inside --output_dir.")
     tracker_project_name: str = option("distributed-diffusion", "Name of the project in the tracker.", aliases=("project_id",))
     lease_samples: int = option(

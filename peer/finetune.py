@@ -22,10 +22,10 @@ if sys.path and os.path.realpath(sys.path[0] or ".") == os.path.join(_ROOT, "pee
     sys.path[0] = _ROOT
 
 from peer.config import PeerConfig  # noqa: E402
+from peer.gone import names_in, refuse_gone  # noqa: E402
 from peer.joining import Joined, join  # noqa: E402
 from peer.launched import Rank  # noqa: E402
 from peer.rooms import load_part  # noqa: E402
-from peer.spellings import Spellings, names_in, refuse_gone, spelled_out  # noqa: E402
 from peer.units import SAID_TWICE, of_founder, refuse_both, step_samples, warm_up  # noqa: E402
 from swarm.base_model import AUTO, family_of  # noqa: E402
 from swarm.digest import digest_model  # noqa: E402
@@ -101,15 +101,15 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[PeerConfig, dict[str, Any]]:
     """This peer's configuration, and what was said of the run: the keys of `--config`, overruled by flags. DD_TOKEN stands for `--token`."""
-    classes = (RunConfig, PeerConfig, Spellings)
+    classes = (RunConfig, PeerConfig)
     refuse_gone(names_in(argv))
     parser = argparse.ArgumentParser(
         prog="finetune.py", description="Train a diffusion model, alone or together with other peers.", allow_abbrev=False
     )
     parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
     *parts, rest = parse_flags(parser, argv, *classes)
-    flags = spelled_out({name: value for part in parts for name, value in part.items()})
-    from_file = spelled_out(read_toml(Path(rest["config"]), *classes)) if rest["config"] else {}
+    flags = {name: value for part in parts for name, value in part.items()}
+    from_file = read_toml(Path(rest["config"]), *classes) if rest["config"] else {}
     for layer in (flags, from_file):
         refuse_both(layer)
     said = overrule(from_file, flags)
@@ -484,9 +484,11 @@ def result_weights(trainer: "Trainer") -> AbstractContextManager:
 
 
 def save_result(method: Any, trainer: "Trainer", run: RunConfig, peer: PeerConfig, step: int) -> None:
-    """The result as it is after so many global steps, beside those of other steps."""
+    """The result as it is after so many global steps, beside those of other steps; of an embedding never the whole pipeline."""
     if trainer.group.is_main:
-        export(method, trainer, run, peer, Path(peer.output_dir) / f"model-steps-{step}")
+        name = "learned_embeds" if run.method == "textual_inversion" else "model"
+        only = dataclasses.replace(peer, save_as_full_pipeline=False)
+        export(method, trainer, run, only, Path(peer.output_dir) / f"{name}-steps-{step}")
     trainer.group.barrier()
 
 

@@ -78,12 +78,18 @@ def read_toml(path: Path, *classes: type) -> dict[str, Any]:
         raise UserError(f"There is no file {path}.", fix="Check the path.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}.", fix="Correct that line.") from None
-    names = {alias: f.name for cls in classes for f in dataclasses.fields(cls) for alias in (f.name, *f.metadata["aliases"])}
+    fields = [field for cls in classes for field in dataclasses.fields(cls)]
+    names = {alias: field.name for field in fields for alias in (field.name, *field.metadata["aliases"], *field.metadata["switches"])}
     check_names(values, names, where=str(path))
-    for key in values:
-        if key != names[key] and names[key] in values:
-            raise UserError(f"{path}: '{key}' and '{names[key]}' are one option.", fix="Remove one of them.")
-    return {names[key]: value for key, value in values.items()}
+    switches = {switch: (on, field.default) for field in fields for switch, on in field.metadata["switches"].items()}
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if names[key] in result:
+            raise UserError(f"{path}: '{key}' is set under two of its names.", fix=f"Set '{names[key]}' alone.")
+        if key in switches and not isinstance(value, bool):
+            raise UserError(f"{path}: {key} is {value!r}.", fix="Use true or false.")
+        result[names[key]] = switches[key][not value] if key in switches else value
+    return result
 
 
 def check_keys(values: Mapping[str, Any], cls: type, *, where: str) -> None:
@@ -160,7 +166,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: An
     else:
         group.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **common)
     for name, value in meta["switches"].items():
-        told = {"const": value, "type": partial(_switch, value, field.default), "metavar": "BOOL"}
+        # A const that is text is converted as a word would be.
+        told = {"const": "true", "type": partial(_switch, value, field.default), "metavar": "BOOL"}
         group.add_argument(f"--{name}", nargs="?", **told, **common | {"help": f"The same as --{field.name} {value}."})
 
 

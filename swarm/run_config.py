@@ -51,6 +51,7 @@ class RunConfig:
         "auto",
         "Local optimizer; auto: 8-bit AdamW on a GPU, fused AdamW on a CPU; adafactor: the least memory.",
         choices=("auto", "adamw", "adamw8bit", "adafactor"),
+        switches={"use_8bit_adam": "adamw8bit"},
     )
     learning_rate: float = option(
         0.0,

@@ -4,6 +4,8 @@ equal digests, rounds that never go back, every sample counted once, no process 
 import contextlib
 import itertools
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -98,6 +100,21 @@ class Peer:
         return self.process.returncode
 
 
+class AsWritten(Peer):
+    """A peer that is started by a line of a shell, in a folder of its own, and with no flag but those in the line."""
+
+    def __init__(self, place: Path, line: str):
+        self.folder, self.log = place / "output", place.with_suffix(".log")
+        torchrun, *rest = shlex.split(line)
+        environ = {**os.environ, "PET_STANDALONE": "1"}  # as on machines of their own: torchrun's usual port is free
+        with self.log.open("ab") as log:
+            command = [str(Path(sys.executable).with_name(torchrun)), *rest]
+            self.process = subprocess.Popen(
+                command, cwd=place, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self.tree = set()
+
+
 class Swarm:
     def __init__(self, folder: Path, model: Path):
         self.folder, self.model, self.peers, self.hosts = folder, model, [], []
@@ -114,6 +131,13 @@ class Swarm:
         peer = Peer(self.folder / name, *flags, ranks=ranks)
         self.peers.append(peer)
         return peer
+
+    def as_written(self, name: str, line: str) -> Peer:
+        place = self.folder / name
+        place.mkdir()
+        (place / "diffusermodel").symlink_to(self.model)
+        self.peers.append(AsWritten(place, line))
+        return self.peers[-1]
 
     def wait(self, what, condition) -> None:
         deadline = time.monotonic() + WAIT_SECONDS
@@ -226,17 +250,38 @@ def test_peers_with_their_own_pictures_need_no_server_and_one_that_nobody_can_di
     assert swarm.orphans() == []
 
 
-def test_two_ranks_are_one_peer(swarm):
-    host = swarm.host("--total_samples", "512")
-    pair = swarm.peer("pair", "--datasetserver", host.url, *TWO, ranks=2)
-    single = swarm.peer("single", "--datasetserver", host.url, *TWO)
+NEW_SESSION = (
+    'torchrun --nproc_per_node=N finetune.py --datasetserver="URL of my dataset server" --wantedimages=300 --model ./diffusermodel'
+    ' --run_name myFinetunedModel --hivemind="True" '
+)
+EXISTING_SESSION = NEW_SESSION + '--peers="Provided DHT peers"'
+"""The original's own lines, as its page has them."""
+
+
+def test_the_originals_own_lines_start_a_peer_of_two_ranks_and_one_that_joins_it(swarm):
+    host = swarm.host("--total_samples", "512", "--run_name", "myFinetunedModel")
+    order(host, "pause")  # nobody trains before both are there
+
+    def line(words, ranks, peers=""):
+        words = words.replace("=N", f"={ranks}").replace("finetune.py", FINETUNE).replace("URL of my dataset server", host.url)
+        return words.replace("Provided DHT peers", peers)
+
+    pair = swarm.as_written("pair", line(NEW_SESSION, ranks=2))
+    swarm.wait("address", lambda: "--peers /ip4/" in pair.text())
+    single = swarm.as_written("single", line(EXISTING_SESSION, ranks=1, peers=address(pair)))
+    swarm.wait("second peer", lambda: "training myFinetunedModel" in single.text())
+    order(host, "resume")
 
     assert (pair.finish(), single.finish()) == (0, 0), pair.text() + single.text()
 
     swarm.check()
     assert single.members() == 2
-    assert digest_model(pair.folder / "model") == digest_model(single.folder / "model")
+    assert digest_model(pair.folder / "model") == digest_model(single.folder / "model") != digest_model(swarm.model)
     assert swarm.orphans() == []
+
+
+def order(host: Host, word: str) -> None:
+    subprocess.run([sys.executable, "-m", "datasetserver", word, *host.flags[:2]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_a_killed_rank_ends_its_group_with_the_reason_and_the_swarm_goes_on(swarm):

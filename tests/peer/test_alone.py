@@ -92,17 +92,51 @@ def test_two_runs_with_the_same_seed_are_equal_to_the_bit(start):
     assert torch.equal(flat(one.trainer.params), flat(two.trainer.params))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
-@pytest.mark.parametrize("stop_after", [1, 7])
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(start, stop_after, optimizer):
-    run = dataclasses.replace(RUN, optimizer=optimizer)
-    whole = start("whole", run=run).run()
-    first = start("parts", run=run, stop_after=stop_after).run()
-    assert len(first.losses) == stop_after
-    second = start("parts", run=run, resume_from_checkpoint="latest").run()
-    assert first.losses + second.losses == whole.losses
-    assert first.rates + second.rates == whole.rates
-    assert torch.equal(flat(second.trainer.params), flat(whole.trainer.params))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adamw", "use_ema": True, "random_flip": True},
+        {"optimizer": "adamw8bit", "lr_scheduler": "linear"},
+        {"optimizer": "adafactor", "weights": "bf16", "use_ema": True, "lr_scheduler": "polynomial"},
+    ],
+    ids=lambda options: options["optimizer"],
+)
+def test_a_run_stopped_after_every_single_step_equals_an_uninterrupted_one_to_the_bit(start, options):
+    """Steps of 4 samples in two micro-batches, rounds of 10: most stops are in the middle of a round, some in that of an epoch."""
+    own = {name: options[name] for name in ("use_ema", "weights") if name in options}
+    peer = own | {"train_batch_size": 2, "gradient_accumulation_steps": 2, "checkpoints_total_limit": 1}
+    run = dataclasses.replace(RUN, total_samples=28, **{name: value for name, value in options.items() if name not in own})
+    whole = start("whole", run=run, **peer).run()
+    losses, rates = [], []
+    for step in range(1, 8):
+        part = start("parts", run=run, stop_after=step, resume_from_checkpoint="latest", **peer).run()
+        losses, rates = losses + part.losses, rates + part.rates
+        assert part.trainer.step == step
+    assert losses == whole.losses and rates == whole.rates and len(set(rates)) > 1
+    assert torch.equal(flat(part.trainer.params), flat(whole.trainer.params))
+    if "use_ema" in options:
+        with part.trainer.average.applied(), whole.trainer.average.applied():
+            assert torch.equal(flat(part.trainer.params), flat(whole.trainer.params))
+
+
+def test_a_run_that_was_killed_in_the_middle_of_an_accumulation_goes_on_from_the_step_before_to_the_bit(start):
+    peer = {"train_batch_size": 2, "gradient_accumulation_steps": 3, "checkpointing_steps": 1}
+    whole = start("whole", **peer).run()
+    killed = start("parts", **peer)
+    encode, batches = killed.trainer.encode, iter(range(1000))
+
+    def encode_until_killed(pixels, rng):
+        if next(batches) == 3 * 4 + 1:  # the second micro-batch of the fifth step
+            raise KeyboardInterrupt
+        return encode(pixels, rng)
+
+    killed.trainer.encode = encode_until_killed
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    assert any(parameter.grad is not None for parameter in killed.trainer.params.values())
+    rest = start("parts", resume_from_checkpoint="latest", **peer).run()
+    assert killed.losses + rest.losses == whole.losses and len(killed.losses) == 4
+    assert torch.equal(flat(rest.trainer.params), flat(whole.trainer.params))
 
 
 def test_a_run_with_decoding_processes_resumes_as_exactly(start):
@@ -147,6 +181,31 @@ def test_gradients_are_clipped_at_their_true_norm(start):
     trainer.optimizer.register_step_pre_hook(lambda *_: seen.append(norm(trainer.params)))
     trainer.run()
     assert seen and max(seen) <= 0.5 + 1e-4
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**10])
+def test_what_is_clipped_is_the_mean_gradient_over_all_micro_batches_of_all_ranks_and_not_a_scaled_one(start, scale):
+    """Rank 0 has two micro-batches of the step and rank 1 the third; one loss of all samples at once is the judge."""
+    trainer = start(train_batch_size=2, gradient_accumulation_steps=3, run=dataclasses.replace(RUN, max_grad_norm=0.05)).trainer
+    if scale:
+        trainer._scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    work = next(iter(trainer.feed))
+    trainer.step = 1
+    torch.cat([trainer._losses(batch, number) for number, batch in enumerate(work.batches)]).mean().backward()
+    mean = gradient(trainer.params)
+    assert mean.norm() > 0.1
+    trainer.optimizer.zero_grad()
+
+    others = []
+    trainer.group.sum_ = lambda tensors: others.extend(tensor.clone() for tensor in tensors)
+    trainer._accumulate(dataclasses.replace(work, batches=work.batches[2:], first=2))
+    trainer.optimizer.zero_grad()
+    trainer.group.sum_ = lambda tensors: torch._foreach_add_(tensors, others)
+    stepped = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: stepped.append(gradient(trainer.params)))
+    trainer.step = 0
+    trainer._train(dataclasses.replace(work, batches=work.batches[:2]))
+    torch.testing.assert_close(stepped[0], mean * (0.05 / mean.norm()), rtol=1e-4, atol=1e-7)
 
 
 def norm(params):

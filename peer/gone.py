@@ -1,28 +1,8 @@
-"""Other trainers' flags: those that say here what another flag says, and those that have no meaning any more, with what to do instead."""
+"""Other trainers' flags that have no meaning here, with what to do instead."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 from swarm.errors import UserError
-from swarm.options import build, option
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spellings:
-    """Other trainers' switches, each short for another option."""
-
-    use_8bit_adam: bool = option(False, "The same as --optimizer adamw8bit.")
-    fp16: bool = option(False, "The same as --mixed_precision fp16.")
-    wandb: bool = option(False, "The same as --report_to wandb.")
-
-
-_MEANT: Mapping[str, Callable[[bool], dict[str, str]]] = {
-    "use_8bit_adam": lambda on: {"optimizer": "adamw8bit" if on else "adamw"},
-    "fp16": lambda on: {"mixed_precision": "fp16"} if on else {},
-    "wandb": lambda on: {"report_to": "wandb"} if on else {},
-}
 
 GONE = {
     "allow_tf32": "Use --mixed_precision bf16, which is faster still.",
@@ -57,16 +37,3 @@ def refuse_gone(names: Iterable[str]) -> None:
 
 def names_in(argv: Iterable[str]) -> list[str]:
     return [word[2:].split("=")[0] for word in argv if word.startswith("--")]
-
-
-def spelled_out(said: Mapping[str, Any]) -> dict[str, Any]:
-    """`said`, with each switch of `Spellings` in it replaced by what it means. Raises UserError when `said` says otherwise as well."""
-    fields = {field.name for field in dataclasses.fields(Spellings)}
-    build(Spellings, {name: said[name] for name in fields & said.keys()})  # checks their types
-    result = {name: value for name, value in said.items() if name not in fields}
-    for switch in fields & said.keys():
-        for name, meant in _MEANT[switch](said[switch]).items():
-            if result.get(name, meant) != meant:
-                raise UserError(f"--{switch} means --{name} {meant}, and {name} is {result[name]}.", fix="Remove one of them.")
-            result[name] = meant
-    return result
