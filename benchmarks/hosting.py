@@ -1,6 +1,7 @@
 """A dataset server for benchmarks: in a process of its own, on a free port of this machine, without a DHT."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -54,6 +55,6 @@ def dataset_server(folder: Path, *flags: str | Path, prefix: Sequence[str] = ())
 def write_model(folder: Path) -> Path:
     """The least that has a model's digest: the server never loads one."""
     (folder / "unet").mkdir(parents=True)
-    (folder / "model_index.json").write_text("{}")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
     save_file({"weight": np.zeros(1, np.float32)}, folder / "unet" / "diffusion_pytorch_model.safetensors")
     return folder

@@ -151,7 +151,7 @@ def write_dataset(folder: Path, count: int) -> Path:
 def write_model(folder: Path) -> Path:
     """The least that has a model's digest; nobody loads it."""
     (folder / "unet").mkdir(parents=True)
-    (folder / "model_index.json").write_text("{}", encoding="utf-8")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}), encoding="utf-8")
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     return folder
