@@ -22,6 +22,7 @@ from peer.contracts import LatentBatch, PixelBatch
 from peer.device import Precision, Rank, RankGroup
 from peer.feed import Feed
 from peer.metrics import Progress
+from peer.occasions import Occasions
 from peer.ranked import RankedSync
 from peer.stopping import Stop
 from peer.train import Trainer
@@ -85,6 +86,8 @@ def main(argv: Sequence[str]) -> None:
             progress=progress,
             stopping=stop,
             save=lambda state, about: None,  # the swarm's own states are what a killed peer goes on from
+            occasions=Occasions(),
+            by_rounds=True,
             noise_seed=own_id,
         ).run()
 
