@@ -10,6 +10,7 @@ and, as its last line, one JSON object.
 import argparse
 import copy
 import json
+import math
 import os
 import sys
 import tempfile
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--outer_momentum", type=float, default=0.9)
     parser.add_argument("--round", type=int, default=2048)
     parser.add_argument("--moments", action="store_true", help="average AdamW's moments, too: not in the product")
+    parser.add_argument("--ema", type=float, default=0, help="judge a running mean of the states over about so many samples; 0: the states")
     parser.add_argument("--look_from", type=int, default=8192)
     parser.add_argument("--total_samples", type=int, default=57_344)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
@@ -75,7 +77,7 @@ def looks(school: "School", args: argparse.Namespace, seed: int) -> Iterator[tup
     while share < parity.WANTED and swarm.samples < args.total_samples:
         swarm.round()
         if swarm.samples >= due:
-            share = school.exam(swarm.vectors[0])
+            share = school.exam(swarm.judged)
             due = parity.next_look(swarm.samples, share)
             yield swarm.samples, share
 
@@ -98,6 +100,7 @@ class Swarm:
         self._outer = DiLoCo(args.outer_rate, args.outer_momentum) if args.sync == "diloco" else Parameters()
         anchor = vector(self._pupils[0])
         self.vectors = [anchor, *(torch.zeros_like(anchor) for _ in range(self._outer.slots))]
+        self.judged = anchor
 
     @torch.no_grad()
     def round(self) -> None:
@@ -113,6 +116,9 @@ class Swarm:
         self.vectors = self._outer.outer_step(self.vectors, mean, RoundInfo(self._number, before, float(mean.norm())))
         for pupil in self._pupils:
             vector_to_parameters(self.vectors[0].clone(), pupil.parameters())
+        # As diffusers' EMAModel begins: with little weight on what was before anything was learned.
+        keep = min(math.exp((before - self.samples) / args.ema), (1 + self._number) / (10 + self._number)) if args.ema else 0.0
+        self.judged = self.judged * keep + self.vectors[0] * (1 - keep)
         if args.moments:
             average_moments(self._optimizers)
 

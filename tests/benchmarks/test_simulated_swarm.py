@@ -14,7 +14,7 @@ ARGS = Namespace(
     rate=0.01,
     beta2=0.999,
     warmup=0,
-    horizon=0,
+    horizon=0, ema=0.0,
     sync="parameters",
     outer_rate=1.0,
     outer_momentum=0.0,
