@@ -189,7 +189,7 @@ def plain_loop(folder: Path) -> None:
     scheduler, optimizer = DDPMScheduler.from_config(pipeline.scheduler.config), torch.optim.AdamW(unet.parameters(), lr=1e-5)
     files = sorted((folder / "captioned").glob("*.jpg"))
     (folder / "out").mkdir()
-    for step in trange(STEPS, desc="Steps"):
+    for step in trange(STEPS, desc="Steps", disable=False):
         some = [files[(step * BATCH + i) % len(files)] for i in range(BATCH)]
         pixels = torch.stack([pixels_of(file) for file in some])
         ids = tokenizer(
