@@ -1,7 +1,6 @@
 """A dataset server for benchmarks: in a process of its own, on a free port of this machine, without a DHT."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -9,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
-from safetensors.numpy import save_file
 
 from benchmarks.common import ROOT
+from scripts.demo.stand_in import write_model
 from swarm.errors import UserError
 
 END_SECONDS = 60.0
@@ -50,11 +48,3 @@ def dataset_server(folder: Path, *flags: str | Path, prefix: Sequence[str] = ())
     own = ("--dataset", folder / "data", "--work_dir", folder / "work", "--model", write_model(folder / "model"), "--ingest_workers", "0")
     with serving(*own, *flags, prefix=prefix) as server:
         yield server
-
-
-def write_model(folder: Path) -> Path:
-    """The least that has a model's digest: the server never loads one."""
-    (folder / "unet").mkdir(parents=True)
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
-    save_file({"weight": np.zeros(1, np.float32)}, folder / "unet" / "diffusion_pytorch_model.safetensors")
-    return folder

@@ -37,6 +37,11 @@ class MicroBatch:
     size: Size | None = None
     numbers: tuple[int, ...] = ()
 
+    @property
+    def numbered(self) -> list[tuple[int, str]]:
+        """(number, key) of each sample."""
+        return [(number, sample.key) for number, sample in zip(self.numbers, self.samples, strict=True)]
+
 
 class Buckets:
     """The sizes of a run's pictures, from the tallest to the widest; a single one without `--num_buckets`."""
@@ -147,7 +152,7 @@ class Pool:
 
     def held(self) -> list[tuple[int, str]]:
         """(number, key) of the samples that are here."""
-        ready = [(number, sample.key) for batch in self._ready for number, sample in zip(batch.numbers, batch.samples, strict=True)]
+        ready = [pair for batch in self._ready for pair in batch.numbered]
         return ready + [(drawn.number, drawn.sample.key) for drawn in self._waiting]
 
     def state_dict(self, held: Sequence[tuple[int, str]]) -> dict[str, int | list[int]]:

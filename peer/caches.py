@@ -157,21 +157,21 @@ def _of_texts(model: Model, run: RunConfig, dtype: torch.dtype | None) -> str:
 
 
 def _digest_weights(part: nn.Module) -> str:
-    """Names, dtypes, shapes and bytes of its tensors."""
-    hasher = blake3()
-    for name, tensor in sorted(part.state_dict().items()):
-        hasher.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}\0".encode())
-        hasher.update(_bytes(tensor))
-    return hasher.hexdigest()
+    return _hashed(part.state_dict()).hexdigest()
 
 
 def _digest(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """(32,) uint8: of the entry's name, and its tensors' names, dtypes, shapes and bytes."""
-    hasher = blake3(name.encode())
+    """(32,) uint8: of the entry's name and its tensors."""
+    return torch.frombuffer(bytearray(_hashed(tensors, name).digest()), dtype=torch.uint8)
+
+
+def _hashed(tensors: Mapping[str, Tensor], start: str = "") -> Any:
+    """The hasher after `start` and the tensors' names, dtypes, shapes and bytes."""
+    hasher = blake3(start.encode())
     for key, tensor in sorted(tensors.items()):
         hasher.update(f"{key}:{tensor.dtype}:{tuple(tensor.shape)}\0".encode())
         hasher.update(_bytes(tensor))
-    return torch.frombuffer(bytearray(hasher.digest()), dtype=torch.uint8)
+    return hasher
 
 
 def _bytes(tensor: Tensor) -> Any:

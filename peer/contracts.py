@@ -216,6 +216,11 @@ class SourceContext:
     epochs: int | None = None
     """Passes over the data; None: until the run ends."""
 
+    @property
+    def bare_caption(self) -> str | None:
+        """The caption of pictures that have none; None: they cannot be trained on."""
+        return self.peer.instance_prompt or ("" if self.run.method == "textual_inversion" else None)
+
 
 class LeaseLost(Exception):
     """Other peers may train these samples: the contribution that holds them must not be offered, and its work is to be dropped."""

@@ -78,7 +78,7 @@ class Feed:
 
     def _ahead(self) -> list[tuple[int, str]]:
         """(number of the draw, key) of what was drawn and not handed out, in the order of the draws. Rank 0 only."""
-        prepared = [pair for batch in (self._prepared[0] if self._prepared else ()) for pair in _numbered(batch)]
+        prepared = [pair for batch in (self._prepared[0] if self._prepared else ()) for pair in batch.numbered]
         return sorted(prepared + self._pool.held())
 
     def ahead(self) -> list[str]:
@@ -144,10 +144,6 @@ class Feed:
         self._decoder.close()
         if self._bucket_info:
             log.info("samples per bucket: %s", describe(self._pool.counts, self._pool.merged))
-
-
-def _numbered(batch: MicroBatch) -> list[tuple[int, str]]:
-    return [(number, sample.key) for number, sample in zip(batch.numbers, batch.samples, strict=True)]
 
 
 class _Drawer:

@@ -258,11 +258,12 @@ def assemble(
     seed = f"{run.seed}:{own_id}"
     average = Ema(params, peer.ema_decay) if peer.use_ema and group.is_main else None
     occasions: list[Occasion] = []
+    optimizer = build_optimizer(run, params, device)
     trainer = Trainer(
         model=model,
         encode=Encoder(model, caches),
         params=params,
-        optimizer=RoundingOptimizer(build_optimizer(run, params, device), seed) if bf16 else build_optimizer(run, params, device),
+        optimizer=RoundingOptimizer(optimizer, seed) if bf16 else optimizer,
         learning_rate=build_schedule(run),
         max_grad_norm=run.max_grad_norm,
         precision=precision,

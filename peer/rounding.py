@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peer.contracts import Params
-from swarm.digest import digest_bytes
+from swarm.digest import seed_of
 
 _AT_ONCE = 64 << 20
 """Elements that are float32 at a time while the optimizer steps, 256 MiB of them."""
@@ -50,7 +50,7 @@ class RoundingOptimizer:
         """Chunk by chunk, so that little is float32 at a time."""
         parameters = self._group["params"]
         rng = torch.Generator(parameters[0].device)
-        rng.manual_seed(int(digest_bytes(f"{self._seed}:{self._steps}".encode())[:15], 16))
+        rng.manual_seed(seed_of(self._seed, self._steps))
         self._steps += 1
         try:
             for chunk in _chunks(parameters):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from peer.contracts import LatentBatch, Model, Params, PixelBatch, Sync, SyncReport
-from swarm.digest import digest_bytes
+from swarm.digest import seed_of
 from swarm.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Trainer:
 
     def _losses(self, pixels: PixelBatch, number: int) -> Tensor:
         """(B,); every random number in it follows from the peer, the step and the micro-batch, so a resumed run repeats them."""
-        seed = int(digest_bytes(f"{self.noise_seed}:{self.step}:{number}".encode())[:15], 16)
+        seed = seed_of(self.noise_seed, self.step, number)
         torch.manual_seed(seed)  # for whatever draws without being handed a generator: dropout
         rng = torch.Generator(self.precision.device).manual_seed(seed)
         with self.precision.autocast():

@@ -17,6 +17,11 @@ def digest_bytes(data: bytes | memoryview) -> str:
     return blake3(data).hexdigest()
 
 
+def seed_of(*what: object) -> int:
+    """A random generator's seed, 60 bits, that `what` alone decides: the same on every machine and in every release."""
+    return int(digest_bytes(":".join(map(str, what)).encode())[:15], 16)
+
+
 def canonical_json(value: Any) -> bytes:
     """The one byte string of a JSON value: sorted keys, no spaces, no NaN; what we hash and sign."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()

@@ -57,7 +57,7 @@ def build(context: SourceContext) -> "Directory":
     if context.folder is None:
         raise UserError("No pictures were given.", fix="Give --train_data_dir a folder of pictures with a .txt beside each.")
     run, peer = context.run, context.peer
-    prompt = peer.instance_prompt or ("" if run.method == "textual_inversion" else None)
+    prompt = context.bare_caption
     rules = Rules(peer.caption_column, prompt, peer.repeats, peer.max_train_samples, run.seed)
     return Directory(context.folder, rules, epochs=context.epochs)
 

@@ -45,7 +45,7 @@ class Dataset:
 def build(context: SourceContext) -> "HuggingFace":
     """Raises UserError when the dataset cannot be read, or has no such columns."""
     peer, run = context.peer, context.run
-    prompt = peer.instance_prompt or ("" if run.method == "textual_inversion" else None)
+    prompt = context.bare_caption
     dataset = Dataset(
         peer.dataset_name,
         peer.dataset_config_name,

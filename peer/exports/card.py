@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarm.base_model import PIPELINES
+
 if TYPE_CHECKING:
     from peer.exports.result import Result
 
@@ -14,7 +16,7 @@ _KINDS = {
     "lora": ("LoRA weights", ["diffusers-training", "lora"]),
     "textual_inversion": ("a textual inversion embedding", ["diffusers-training", "textual_inversion"]),
 }
-_PIPELINES = {"stable_diffusion": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline", "flux": "FluxPipeline"}
+_PIPELINES = {family: name for name, family in PIPELINES.items()}
 
 
 def write_card(folder: Path, about: "Result") -> None:

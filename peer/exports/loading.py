@@ -121,7 +121,7 @@ def read_embedding(path: Path) -> tuple[str, dict[str, Any]]:
     if len(tensors) != 1:
         raise ValueError(f"it has {len(tensors)} tensors, not one word's")
     ((word, tensor),) = tensors.items()
-    return ("" or path.stem if word == "emb_params" else word), {"": tensor if tensor.dim() == 2 else tensor[None]}
+    return (path.stem if word == "emb_params" else word), {"": tensor if tensor.dim() == 2 else tensor[None]}
 
 
 def _there(source: Path) -> Path:

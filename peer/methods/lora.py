@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peer.contracts import Model, Params
 from peer.methods.shared.parts import clip_encoders, denoiser, freeze, plain
-from swarm.digest import digest_bytes
+from swarm.digest import seed_of
 from swarm.run_config import RunConfig
 
 # As diffusers' train_text_to_image_lora.py and train_dreambooth_lora_flux.py have them.
@@ -86,7 +86,7 @@ def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
     if "lora_B" in name:
         parameter.zero_()
         return
-    rng = torch.Generator().manual_seed(int(digest_bytes(f"{seed}:{name}".encode())[:15], 16))
+    rng = torch.Generator().manual_seed(seed_of(seed, name))
     drawn = torch.randint(-(2**23), 2**23, parameter.shape, generator=rng)
     parameter.copy_(drawn.float() * 2.0**-23 * (1 / math.sqrt(parameter.shape[1])))
 

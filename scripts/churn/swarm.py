@@ -5,7 +5,6 @@ import json
 import random
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from PIL import Image
 
 from scripts.churn import checks
 from scripts.demo.processes import Program, kill
+from scripts.demo.stand_in import write_model
 from swarm.errors import ExitCode, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,15 +145,6 @@ def write_dataset(folder: Path, count: int) -> Path:
     for number in range(count):
         Image.new("L", (16, 16), number % 256).save(folder / f"{number:04}.png")
         (folder / f"{number:04}.txt").write_text(f"picture {number}", encoding="utf-8")
-    return folder
-
-
-def write_model(folder: Path) -> Path:
-    """The least that has a model's digest; nobody loads it."""
-    (folder / "unet").mkdir(parents=True)
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}), encoding="utf-8")
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     return folder
 
 

@@ -1,9 +1,7 @@
 """A real dataset server for tests: its own process on a free port, or the same application in this process's loop."""
 
-import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -11,6 +9,8 @@ import time
 from pathlib import Path
 
 from PIL import Image
+
+from scripts.demo.stand_in import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,15 +29,6 @@ def write_dataset(folder: Path, count: int) -> Path:
     for number in range(count):
         Image.new("L", (8, 8), number % 256).save(folder / f"{number:04d}.png")
         (folder / f"{number:04d}.txt").write_text(f"picture {number}")
-    return folder
-
-
-def write_model(folder: Path) -> Path:
-    """The least that has a model's digest: the server never loads one."""
-    (folder / "unet").mkdir(parents=True, exist_ok=True)
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     return folder
 
 
