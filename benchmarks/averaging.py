@@ -5,7 +5,8 @@
 Each peer is a process of its own with its own p2pd, all on loopback, one thread each. A round of ours is encode, all-reduce, decode; one of
 hivemind's is its `DecentralizedAverager`'s all-reduce with `Float16Compression`, without its search for a group. MB and GB are of the
 float32 vector, whatever the codec makes of it; CPU seconds are those of one peer, with its p2pd and all it started. Seconds: the
-slowest peer's, median of the rounds. `s at 100 Mbit/s`: what the bytes sent take on such a link. `host bytes/float`: the peak of
+slowest peer's, median of the rounds. hivemind and our fp16, which the ratios are of, have their rounds in turns: a shared machine is now
+faster, now slower. `s at 100 Mbit/s`: what the bytes sent take on such a link. `host bytes/float`: the peak of
 a peer's memory beyond the vector, p2pd not counted. 200 M floats with 4 peers are part of --full only. Run it alone: on two cores, peers
 share them. Its peers end with it, even when it is killed.
 """
@@ -19,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,14 +29,14 @@ sys.path[0] = str(ROOT)
 from benchmarks.common import print_result, print_table  # noqa: E402
 
 STOCK = "hivemind fp16"
-WIRES = ("fp16", "fp32", "int8", "int4")
+WIRES = ("fp32", "int8", "int4")
 SLOW_LINK_BYTES_PER_SECOND = 100e6 / 8
 CASE_SECONDS = 600
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="also 4 peers with 200 M floats; 7 rounds each instead of 3")
+    parser.add_argument("--full", action="store_true", help="also 4 peers with 200 M floats; 7 rounds of all codecs instead of 3")
     parser.add_argument("--floats", type=float, help="only vectors of so many, to try something out")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl+C: through the blocks that end the peers
@@ -44,9 +45,12 @@ def main() -> None:
         cases = [(peers, int(options.floats)) for peers in (2, 4)]
     rows = []
     for peers, floats in cases:
-        for wire in (STOCK, *WIRES):
-            rows.append(measure(peers, floats, wire, rounds=7 if options.full else 3))
-            print(f"measured {wire}, {peers} peers, {floats / 1e6:g} M floats: {rows[-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
+        for wires, rounds in (((STOCK, "fp16"), 7), *(((wire,), 7 if options.full else 3) for wire in WIRES)):
+            for row in measure(peers, floats, wires, rounds):
+                rows.append(row)
+                print(
+                    f"measured {row['wire']}, {peers} peers, {floats / 1e6:g} M floats: {row['seconds']:.2f} s", file=sys.stderr, flush=True
+                )
     print_table(rows)
     if not options.full and not options.floats:
         print("(4 peers with 200 M floats: --full)")
@@ -71,30 +75,44 @@ def result(rows: list[dict]) -> dict:
     }
 
 
-def measure(peers: int, floats: int, wire: str, rounds: int) -> dict:
-    """One row: `rounds` timed rounds after one that is not timed. Rounds that did not reach all peers count for nothing."""
+def measure(peers: int, floats: int, wires: Sequence[str], rounds: int) -> list[dict]:
+    """A row for each wire: `rounds` timed rounds, in turns, after one that is not timed. Rounds that did not reach all peers count for nothing."""
     with alarm(CASE_SECONDS), contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="averaging-")))
-        children: list[Child] = []
-        for index in range(peers):
-            child = stack.enter_context(started())
-            addresses = [other.address for other in children]
-            child.say(index=index, peers=peers, floats=floats, wire=wire, addresses=addresses, key=str(folder / f"{index}.key"))
-            hello = child.hear("address")
-            child.address, child.peer = hello["address"], hello["peer"]
-            children.append(child)
-        for child in children:
-            child.say(peers=[other.peer for other in children])
-        done = [one_round(children, number) for number in range(1 + rounds)][1:]
-        done = [answers for answers in done if all(answer.get("complete", True) for answer in answers)]
-        for child in children:
+        swarms = {wire: swarm(stack, peers, floats, wire, folder / f"{number}") for number, wire in enumerate(wires)}
+        answers = {wire: [] for wire in wires}
+        for number in range(1 + rounds):
+            for wire, children in swarms.items():
+                answers[wire].append(one_round(children, number))
+        for child in (child for children in swarms.values() for child in children):
             child.say(stop=True)
-        for child in children:
             os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
+    return [figures(peers, floats, wire, answers[wire][1:]) for wire in wires]
+
+
+def swarm(stack: contextlib.ExitStack, peers: int, floats: int, wire: str, keys: Path) -> list["Child"]:
+    """Peers that know each other; all end with `stack`."""
+    children: list[Child] = []
+    keys.mkdir()
+    for index in range(peers):
+        child = stack.enter_context(started())
+        addresses = [other.address for other in children]
+        child.say(index=index, peers=peers, floats=floats, wire=wire, addresses=addresses, key=str(keys / f"{index}.key"))
+        hello = child.hear("address")
+        child.address, child.peer = hello["address"], hello["peer"]
+        children.append(child)
+    for child in children:
+        child.say(peers=[other.peer for other in children])
+    return children
+
+
+def figures(peers: int, floats: int, wire: str, rounds: Sequence[Sequence[dict]]) -> dict:
+    """The row of a wire, from its peers' answers in each round."""
+    done = [answers for answers in rounds if all(answer.get("complete", True) for answer in answers)]
     if not done:
         raise SystemExit(f"{wire}, {peers} peers, {floats / 1e6:g} M floats: no round was averaged by all peers")
     seconds = statistics.median(max(answer["seconds"] for answer in answers) for answers in done)
-    cpu = statistics.mean(answer["cpu_seconds"] for answers in done for answer in answers)
+    cpu = statistics.median(statistics.mean(answer["cpu_seconds"] for answer in answers) for answers in done)
     row = {
         "peers": peers,
         "M floats": floats / 1e6,

@@ -74,11 +74,12 @@ async def ours(plan: dict) -> None:
     from peer.sync.engine.codec import Wire
     from peer.sync.engine.groups import Group
     from peer.sync.engine.streams import Streams
+    from peer.sync.engine.vectors import Reused
 
     hear_soon = asyncio.get_running_loop().run_in_executor
     wire, vector = Wire(plan["wire"], plan["floats"]), torch.randn(plan["floats"]).mul_(SPREAD)
     async with _node(plan) as node:
-        averager = Averager(node.peer_id, Streams(node), wire)
+        averager, memory = Averager(node.peer_id, Streams(node), wire), Reused(wire.num_bytes)  # a trainer's is its last contribution's
         await averager.start()
         say(address=(await node.maddrs())[0], peer=node.peer_id)
         peers = sorted((await hear_soon(None, hear))["peers"])
@@ -90,7 +91,7 @@ async def ours(plan: dict) -> None:
             group = Group("p", tuple(Member(peer, 1, 1) for peer in peers), tuple(peers), str(order["round"]))
             resident, clocks = _resident_bytes("VmRSS"), Clocks()
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-            mean = await averager.average(group, wire.encode(vector))
+            mean = await averager.average(group, wire.encode(vector, memory.take()))
             for part in wire.parts:  # into the vector itself, as a round does
                 part.decode(part.bytes_of(mean.encoded), part.of(vector))
             extra = _resident_bytes("VmHWM") - resident

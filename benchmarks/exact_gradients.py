@@ -7,7 +7,6 @@ the one process is given, round by round, all samples of the contributions that 
 
 import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import free_port
 from peer.config import PeerConfig
 from peer.contracts import SyncContext, SyncReport
 from peer.sync import gradients
@@ -220,9 +220,3 @@ def run_swarm(founders: int, folder: Path) -> list[Peer]:
         if peer.failure:
             raise peer.failure
     return swarm
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

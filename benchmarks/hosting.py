@@ -1,4 +1,4 @@
-"""A dataset server for benchmarks: in a process of its own, on a free port of this machine, without a DHT."""
+"""A dataset server for benchmarks: in a process of its own, on a free port of this machine; with a DHT if it is asked for (--dht)."""
 
 import contextlib
 import os
@@ -28,7 +28,16 @@ class Serving:
 @contextlib.contextmanager
 def serving(*flags: str | Path, prefix: Sequence[str] = ()) -> Iterator[Serving]:
     """`python -m datasetserver` with these flags; prefix: what goes before the command. Raises UserError."""
-    command = [*prefix, sys.executable, "-m", "datasetserver", *map(str, flags), "--port", "0", "--no_dht"]
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "datasetserver",
+        *map(str, flags),
+        "--port",
+        "0",
+        *(() if "--dht" in flags else ("--no_dht",)),
+    ]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
     try:

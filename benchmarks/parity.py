@@ -4,13 +4,15 @@
 
 * gradients: a round of `--sync gradients` against one process that takes the whole batch, over 2 and 4 peers (exact_gradients.py).
 * samples: real peers learn the quickstart's digits. How many samples until 95 % of the drawn digits are read right, over those that one
-  machine needs that takes the same global batch (peers x BATCH), at the better of two learning rates?
-* speedup: seconds until then of one peer with the same local batch on one core, at the better of two learning rates, over those of two
-  peers with a core each; both counted from the first logged step, so without the programs' start.
+  machine needs that takes the same global batch (peers times their batch), at the better of two learning rates?
+* speedup: seconds until then of one peer on one core, at the batch and learning rate that bring it there soonest, over those of the
+  fastest two peers with a core each; all counted from the first logged step, so without the programs' start.
 
+What is judged is what a run would export: a moving average of the weights (`--use_ema`) over about 2,048 samples, the one machine's as well
+as the swarm's. A state at a constant learning rate is noise about it that a swarm averages away at its end, and one machine never.
 Judged afterwards, so that judging takes no time from training, from the checkpoints of about every 1,024 samples: 200 digits, drawn in 10
 steps each; between two looks the line is straight. Two seeds may differ by a fifth (docs/log.md): a ratio from one repeat is a rough one.
-Without `--full` two peers only. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its
+Without `--full` two peers only, 13 to 20 minutes by the machine. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its
 last line, one JSON object; its figures are of the medians over the repeats.
 """
 
@@ -37,18 +39,23 @@ from scripts.demo import report as pictures  # noqa: E402
 from scripts.demo.display import Display  # noqa: E402
 
 WANTED, NEAR = 0.95, 0.8
-BATCH = 16
 EVERY = 1024
-JUDGED_FROM = 8192
+AVERAGED = 2048
+"""Samples over which the weights that are judged are averaged; the last of them have a weight of 63 %."""
 PER_DIGIT, DRAWING_STEPS = 20, 10
-LEARNING_RATES = (1e-3, 2e-3)
-# The best simulated so far (docs/log.md).
-BEST = {
-    "parameters": {"target_batch_size": 512, "learning_rate": 2e-3},
-    "diloco": {"target_batch_size": 1024, "learning_rate": 2e-3, "outer_learning_rate": 0.8, "outer_momentum": 0.4},
+SWARMS = {
+    "parameters": (16, {"target_batch_size": 256}),
+    "diloco": (64, {"target_batch_size": 2048, "outer_learning_rate": 0.8, "outer_momentum": 0.4}),
 }
-# No run takes more samples than this: peers -> samples.
-TOTALS = {1: 20_480, 2: 28_672, 4: 45_056}
+"""Each peer's batch, and the run. Small rounds are there soonest; those of 2,048 are what a home line carries (wan.py), and a run of some
+twenty rounds needs large batches. The best simulated so far (docs/log.md)."""
+RATE = 2e-3
+LEARNING_RATES = {16: (1e-3, 2e-3), 32: (1e-3, 2e-3), 64: (2e-3, 4e-3), 128: (2e-3, 4e-3), 256: (2e-3, 4e-3)}
+"""The one machine's, by its batch."""
+TOTALS = {16: 18_432, 32: 22_528, 64: 32_768, 128: 46_080, 256: 73_728}
+"""No run takes more samples than this, by its global batch."""
+TIMED = 32
+"""One machine with this batch or less may be the soonest: it has the machine to itself."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +65,27 @@ class Run:
     name: str
     peers: int
     batch: int
+    """Of each peer."""
     settings: Mapping[str, Any]
-    total: int
+
+    @property
+    def global_batch(self) -> int:
+        return max(1, self.peers) * self.batch
+
+    @property
+    def total(self) -> int:
+        return TOTALS[self.global_batch]
 
     @property
     def round(self) -> int:
         return self.settings.get("target_batch_size", EVERY)
+
+    def flags(self) -> list[str]:
+        """A global step of one machine is its batch, a swarm's a round."""
+        step = self.round if self.peers else self.batch
+        flags = ["--use_ema", "--ema_decay", math.exp(-step / AVERAGED)]
+        flags += ["--checkpointing_steps", max(1, EVERY // step), "--checkpoints_total_limit", 1000]
+        return list(map(str, flags))
 
 
 @dataclass(frozen=True)
@@ -94,28 +116,30 @@ def main() -> None:
 
 
 def plan(full: bool, repeat: int = 0) -> Iterator[Run]:
-    peers, seed = (2, 4) if full else (2,), 42 + repeat
-    for strategy, settings in BEST.items():
-        for count in peers:
-            yield Run(f"{strategy}/{count}", count, BATCH, {"sync": strategy, "seed": seed, **settings}, TOTALS[count])
-    for count in (1, *peers):
-        for rate in LEARNING_RATES:
-            name = f"one machine, batch {count * BATCH}, rate {rate:g}"
-            yield Run(name, 0, count * BATCH, {"learning_rate": rate, "seed": seed, "target_batch_size": EVERY}, TOTALS[count])
+    seed, batches = 42 + repeat, {16, 32}
+    for strategy, (batch, settings) in SWARMS.items():
+        for peers in (2, 4) if full else (2,):
+            run = Run(f"{strategy}/{peers}", peers, batch, {"sync": strategy, "seed": seed, "learning_rate": RATE, **settings})
+            batches.add(run.global_batch)
+            yield run
+    for batch in sorted(batches):
+        for rate in LEARNING_RATES[batch]:
+            settings = {"learning_rate": rate, "seed": seed, "target_batch_size": EVERY}
+            yield Run(f"one machine, batch {batch}, rate {rate:g}", 0, batch, settings)
 
 
 # ---------------------------------------------------------------- training
 
 
 def train(base: Path, runs: Sequence[Run]) -> None:
-    """Swarms and the one peer whose seconds count have the machine to themselves, one after the other; the others run two at a time."""
+    """Whose seconds count has the machine to itself, one after the other; the others run two at a time."""
     for run in runs:
         if run.peers:
             together(base, run)
-        elif run.batch == BATCH:
+        elif run.batch <= TIMED:
             alone(base, run)
     with ThreadPoolExecutor(2) as two:
-        list(two.map(lambda run: alone(base, run), [run for run in runs if not run.peers and run.batch != BATCH]))
+        list(two.map(lambda run: alone(base, run), [run for run in runs if not run.peers and run.batch > TIMED]))
 
 
 def alone(base: Path, run: Run) -> None:
@@ -124,7 +148,7 @@ def alone(base: Path, run: Run) -> None:
     folder.mkdir()
     (folder / "run.toml").write_text(swarm_run.run_settings(swarm_run.Plan(base, total_samples=run.total, settings=run.settings)))
     flags = ["--config", folder / "run.toml", "--train_data_dir", base / "dataset", "--output_dir", folder / "peer-1", "--num_threads", 1]
-    flags += ["--train_batch_size", run.batch, "--checkpointing_steps", EVERY // run.batch, "--checkpoints_total_limit", 1000]
+    flags += ["--train_batch_size", run.batch, *run.flags()]
     command = [str(part) for part in (sys.executable, ROOT / "peer" / "finetune.py", *flags)]
     with (folder / "log").open("wb") as log:
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
@@ -137,8 +161,7 @@ def together(base: Path, run: Run) -> None:
     for shared in ("dataset", "base"):
         (folder / shared).symlink_to(base / shared)
     display = Display()
-    flags = ("--checkpointing_rounds", str(max(1, EVERY // run.round)), "--checkpoints_total_limit", "1000")
-    plan = swarm_run.Plan(folder, run.peers, run.total, run.round, batch=run.batch, settings=run.settings, peer_flags=flags)
+    plan = swarm_run.Plan(folder, run.peers, run.total, run.round, batch=run.batch, settings=run.settings, peer_flags=tuple(run.flags()))
     with display, swarm_run.SwarmRun(plan, display) as swarm:
         swarm.run()
 
@@ -162,7 +185,7 @@ def judge(base: Path, run: Run) -> Learned:
     from peer import checkpoint
     from peer.methods import full
     from peer.models import stable_diffusion
-    from peer.train import load_params
+    from peer.train import load_result
     from scripts.demo.digits import Judge
     from swarm.run_config import RunConfig
 
@@ -170,12 +193,12 @@ def judge(base: Path, run: Run) -> Learned:
     config = RunConfig()
     model = stable_diffusion.load(base / "base", torch.device("cpu"), config)
     params = full.build(config).attach(model)
-    the_judge, seen, due = Judge.from_real_digits(), [], JUDGED_FROM
+    the_judge, seen, due = Judge.from_real_digits(), [], run.total // 2
     for path in checkpoint.Checkpoints(base / slug(run) / "peer-1", 1000).paths():
         samples = checkpoint.about(path)["samples"]
         if samples < due:
             continue
-        load_params(params, checkpoint.read(path)["params"])
+        load_result(params, checkpoint.read(path))
         share = read_right(model.pipeline, the_judge)
         seen.append((samples, (path / "manifest.json").stat().st_mtime, share))
         due = next_look(samples, share)
@@ -221,10 +244,10 @@ def report(learned: Sequence[Learned], exact: Mapping[str, float]) -> None:
     for peers, found in exact.items():
         print(f"gradients, {peers} peers and one more from round 10 on: parameters differ by {found:.1e} after 20 rounds")
     usual = medians(learned)
-    ratios = {one.run.name: ratio(one.samples, best(usual, one.run.peers * BATCH, "samples")) for one in usual if one.run.peers}
+    ratios = {one.run.name: ratio(one.samples, best(usual, "samples", one.run.global_batch)) for one in usual if one.run.peers}
     common.print_table([row(one, ratios.get(one.run.name)) for one in learned])
     two = [one.seconds for one in usual if one.run.peers == 2 and one.seconds]
-    speedup = ratio(best(usual, BATCH, "seconds"), min(two, default=None))
+    speedup = ratio(best(usual, "seconds", *(batch for batch in LEARNING_RATES if batch <= TIMED)), min(two, default=None))
     common.print_result({"gradients_max_relative_difference": exact, "samples_ratio": ratios, "speedup": speedup})
 
 
@@ -238,9 +261,9 @@ def medians(learned: Sequence[Learned]) -> list[Learned]:
     return found
 
 
-def best(learned: Sequence[Learned], batch: int, what: str) -> float | None:
-    """The fewest samples or seconds of one machine with this batch."""
-    found = [getattr(one, what) for one in learned if not one.run.peers and one.run.batch == batch]
+def best(learned: Sequence[Learned], what: str, *batches: int) -> float | None:
+    """The fewest samples or seconds of one machine with one of these batches."""
+    found = [getattr(one, what) for one in learned if not one.run.peers and one.run.batch in batches]
     return min((value for value in found if value is not None), default=None)
 
 

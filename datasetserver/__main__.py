@@ -1,18 +1,24 @@
 """Serve a folder of captioned pictures to a swarm: check them, found the run (or resume it), lease and count its samples."""
 
-import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasetserver import orders, tokens
+from datasetserver import invite, orders, template, tokens
 from datasetserver.config import ServerConfig
+from datasetserver.work_folder import LEDGER
+from swarm.arguments import ArgumentParser
 from swarm.errors import UserError, run_program
 from swarm.options import build, parse_flags, read_toml
 from swarm.run_config import RunConfig
 
+_COMMANDS = (
+    "Commands: init writes a run.toml to fill in; invite NAME prints what a volunteer pastes; pause, resume, end and extend say what becomes of "
+    "a run; token add, remove and list say who may use the server. Each has --help."
+)
 _LISTED = 20  # rejected files shown on the terminal; all are in rejected.csv
 
 
@@ -25,6 +31,10 @@ def cli(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> None:
     if list(argv[:1]) == ["token"]:
         return tokens.main(argv[1:])
+    if list(argv[:1]) == ["invite"]:
+        return invite.main(argv[1:])
+    if list(argv[:1]) == ["init"]:
+        return template.main(argv[1:])
     if argv and argv[0] in orders.VERBS:
         return orders.main(argv)
     config, run_values = _read(argv)
@@ -32,11 +42,12 @@ def _main(argv: Sequence[str]) -> None:
     import uvloop
 
     from datasetserver import server
-    from datasetserver.founding import run_to_serve
+    from datasetserver.founding import run_to_serve, with_dataset
     from datasetserver.ledger import collect_seldom, stored_run
+    from swarm.listening import listen
     from swarm.logs import setup_logging
 
-    setup_logging(debug=config.debug)
+    setup_logging(debug=config.debug, log_format=config.log_format)
     collect_seldom()
     work_dir = config.work_folder()
     if config.dataset and not Path(config.dataset).is_dir():
@@ -45,18 +56,23 @@ def _main(argv: Sequence[str]) -> None:
         _ingest(work_dir, config)
         return
     guard = server.guard(config)
-    with server.listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
+    with listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
+        run = run_to_serve(run_values, stored_run(work_dir / LEDGER))
         data = _ingest(work_dir, config)
-        run = run_to_serve(run_values, stored_run(work_dir / server.LEDGER), data.first)
+        run = with_dataset(run, data.first) if run else None
         uvloop.run(server.serve(config, run, data, work_dir, sock, guard))
 
 
 def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
-    """This server's options, and what file and flags say about the run."""
-    parser = argparse.ArgumentParser("python -m datasetserver", description=__doc__, allow_abbrev=False)
-    server_flags, run_flags, _ = parse_flags(parser, argv, ServerConfig, RunConfig)
-    config = build(ServerConfig, server_flags)
-    return config, {**(read_toml(Path(config.run), RunConfig) if config.run else {}), **run_flags}
+    """This server's options, and what files and flags say about the run: `--config` of both, `--run` of the run alone."""
+    parser = ArgumentParser("python -m datasetserver", description=__doc__, allow_abbrev=False, epilog=_COMMANDS)
+    parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
+    server_flags, run_flags, rest = parse_flags(parser, argv, ServerConfig, RunConfig)
+    said = read_toml(Path(rest["config"]), ServerConfig, RunConfig) if rest["config"] else {}
+    own = {field.name for field in dataclasses.fields(ServerConfig)}
+    config = build(ServerConfig, {name: value for name, value in said.items() if name in own}, server_flags)
+    of_run = {name: value for name, value in said.items() if name not in own}
+    return config, {**of_run, **(read_toml(Path(config.run), RunConfig) if config.run else {}), **run_flags}
 
 
 def _ingest(work_dir: Path, config: ServerConfig):
@@ -65,7 +81,6 @@ def _ingest(work_dir: Path, config: ServerConfig):
 
     from datasetserver.ingest import Policy, ingest, ingested
     from datasetserver.ledger import epochs_begun
-    from datasetserver.server import LEDGER
 
     source = config.source()
     if source is None:

@@ -38,6 +38,7 @@ class Book:
 
     shards: number of samples per shard. generations: see `Units`. most_leased: samples that a peer may hold by leases, beyond which it gets none.
     copy_seconds: after which a unit of an epoch that is otherwise given out goes to a second peer; 0: never. order: the host's.
+    extended: to how many samples the host lets the run go on; 0: to total_samples.
     clock: seconds, monotonic. Every method but `sweep` may raise Refused, and then has changed nothing.
     """
 
@@ -49,6 +50,7 @@ class Book:
         seed: int,
         generations: Sequence[tuple[int, int]] = (),
         total_samples: int = 0,
+        extended: Callable[[], int] = lambda: 0,
         lease_seconds: float = 60.0,
         grace_seconds: float = 60.0,
         most_leased: int = MOST_LEASED,
@@ -59,7 +61,7 @@ class Book:
         self._store, self._shards, self._seed, self._total, self._clock = Store(db, shards), shards, seed, total_samples, clock
         self._generations = generations
         self.lease_seconds, self.grace_seconds = lease_seconds, grace_seconds
-        self._most_leased, self._copy_seconds, self._order = most_leased, copy_seconds, order
+        self._most_leased, self._copy_seconds, self._order, self._extended = most_leased, copy_seconds, order, extended
         self._seen: dict[str, float] = {}
         self._names = _unguessable()
         self.tree = StateTree()
@@ -195,7 +197,7 @@ class Book:
     def state(self) -> RunState:
         """What the host ordered; ended in any case once the run has all its samples."""
         head = self.tree.head
-        return "ended" if self._total and head and head.samples >= self._total else self._order()
+        return "ended" if self._total and head and head.samples >= max(self._total, self._extended()) else self._order()
 
     def samples_by_peer(self) -> Mapping[str, int]:
         """Counted samples per peer."""

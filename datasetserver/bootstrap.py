@@ -31,13 +31,14 @@ def main() -> int:
     die_with_parent(signal.SIGTERM)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not get between our lines
-    setup_logging(name="dht")
     lines = FileIO(0, closefd=False)  # unbuffered: what follows a line must stay where the event loop sees it
     first = lines.readline()
     if not first:
         return ExitCode.OK
+    options = json.loads(first)
+    setup_logging(name="dht", log_format=options.get("log_format", "text"))
     try:
-        asyncio.run(_serve(json.loads(first), lines, out))
+        asyncio.run(_serve(options, lines, out))
     except UserError as error:
         _say(out, error={"message": error.message, "fix": error.fix, "code": int(error.code)})
         return error.code
@@ -75,7 +76,9 @@ async def _take_part(options: dict[str, Any], out: TextIO, stop: asyncio.Event) 
             try:
                 told = {"maddrs": await node.maddrs()}
                 if options["run_id"] and (published is None or now - published >= PUBLISH_SECONDS):
-                    record = RunRecord(run_id=options["run_id"], run=options["run"], server_url=options["url"])
+                    record = RunRecord(
+                        run_id=options["run_id"], run=options["run"], server_url=options["url"], extension=options.get("extension")
+                    )
                     await asyncio.wait_for(node.publish_run(record), 10)
                     published = now
                 if options["run_id"]:

@@ -1,12 +1,13 @@
 """What the host of a run may choose for its machine. What all peers must agree on is in `swarm.run_config.RunConfig`."""
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 from datasetserver.hub import HubDataset
 from datasetserver.sources import Folder, Source
 from swarm.errors import UserError
+from swarm.listening import is_loopback
+from swarm.logs import FORMATS
 from swarm.options import option
 
 
@@ -54,10 +55,20 @@ class ServerConfig:
     copy_seconds: float = option(
         3600.0, "A shard that a peer holds for so long, while the others train a later epoch already, goes to a second peer, too; 0: never."
     )
+    states: str = option(
+        "", "Output folder of a peer that assists on this machine: the newest settled state in it is offered for download."
+    )
     dht: bool = option(True, "Run a DHT node, where peers meet. Without, they need each other's addresses (--peers).")
     host_maddrs: tuple[str, ...] = option((), "Multiaddrs where that node listens; default: --host, any free port.")
     announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach that node, when they differ.")
     identity_path: str = option("", "That node's key file, made when missing; default: identity.key inside --work_dir.")
+    # the page
+    pictures_from: tuple[str, ...] = option(
+        (),
+        "Ids of the peers whose pictures the page shows (they need --validation_prompts). Default: the one on this very machine that assists, "
+        "if it draws, else any there.",
+    )
+    log_format: str = option("text", "Log lines on stderr: for people, or a JSON object per line.", choices=FORMATS)
     debug: bool = option(False, "Log more, and show tracebacks.")
 
     def __post_init__(self) -> None:
@@ -95,10 +106,7 @@ class ServerConfig:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
     def source(self) -> Source | None:
         """Where the samples come from; None for what is ready in the work folder."""

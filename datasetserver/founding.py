@@ -7,25 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from datasetserver.refused import Refused
-from swarm.base_model import AUTO, family_of
+from swarm.base_model import AUTO, family_of, not_found
 from swarm.digest import canonical_json, digest_model
-from swarm.errors import ExitCode, UserError
+from swarm.errors import UserError
 from swarm.options import build
 from swarm.protocol import MAX_RUN_BYTES
 from swarm.run_config import RunConfig
 
 
-def run_to_serve(values: Mapping[str, Any], stored: RunConfig | None, dataset_digest: str) -> RunConfig | None:
-    """The run that the host's `values` found; else the one of the ledger that is there; None when a peer is to found it.
+def run_to_serve(values: Mapping[str, Any], stored: RunConfig | None) -> RunConfig | None:
+    """The run that the host's `values` found, with its model's digest; else the one of the ledger that is there; None when a peer is to found it.
 
-    Raises UserError when the host's values, the ledger's run and the dataset do not go together.
+    All that needs no dataset, so that nobody waits for pictures to be checked to hear of a mistyped option. Raises UserError when the values
+    are wrong, there is no such model, or the ledger's run is another.
     """
     if values.get("model") or (values and not stored):
-        return _founded_by_host(values, dataset_digest)
+        run = _with_model(build(RunConfig, values))
+        if stored:
+            stored.refuse_another(run if run.dataset_digest else replace(run, dataset_digest=stored.dataset_digest))
+        return run
     if stored:
         stored.refuse_differences(values)
-        _check_dataset(stored, dataset_digest)
     return stored
+
+
+def with_dataset(run: RunConfig, dataset_digest: str) -> RunConfig:
+    """The run with the dataset's digest, which every peer will check against its own. Raises UserError when it is of another dataset."""
+    _check_dataset(run, dataset_digest)
+    return replace(run, dataset_digest=dataset_digest)
 
 
 def acceptable_run(values: Mapping[str, Any], dataset_digest: str) -> RunConfig:
@@ -46,16 +55,6 @@ def acceptable_run(values: Mapping[str, Any], dataset_digest: str) -> RunConfig:
     return run
 
 
-def _founded_by_host(values: Mapping[str, Any], dataset_digest: str) -> RunConfig:
-    """The run's configuration, complete with the digests of its model and data, which every peer will check against its own.
-
-    Raises UserError when there is no model, or when a digest that was given is not the one found.
-    """
-    run = build(RunConfig, values)
-    _check_dataset(run, dataset_digest)
-    return _complete(replace(run, dataset_digest=dataset_digest))
-
-
 def _check_dataset(run: RunConfig, dataset_digest: str) -> None:
     if run.dataset_digest not in ("", dataset_digest):
         raise UserError(
@@ -64,8 +63,8 @@ def _check_dataset(run: RunConfig, dataset_digest: str) -> None:
         )
 
 
-def _complete(run: RunConfig) -> RunConfig:
-    """The run with the digest of its base model and with its family."""
+def _with_model(run: RunConfig) -> RunConfig:
+    """The run with the digest of its base model and with its family. Raises UserError when there is no model, or not the one whose digest was given."""
     if not run.model:
         raise UserError(
             "No model is given.", fix="Add --model with a diffusers folder or a Hub id; or give no option of the run, and a peer founds it."
@@ -94,9 +93,4 @@ def _download(model: str) -> Path:
     except HFValidationError:
         raise UserError(f"{model} is neither a folder nor a Hub id.", fix="Check --model.") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"The model {model} is no folder here, and cannot be fetched: {first}",
-            fix="Check the name and the connection, or give a folder.",
-            code=ExitCode.NETWORK,
-        ) from None
+        raise not_found(model) from error

@@ -10,25 +10,21 @@ import json
 import logging
 import os
 import tarfile
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 from pydantic import ValidationError
 
-from datasetserver.pictures import BadSample, Picture, Sample, load_sample
-from datasetserver.sources import Folder, Pair, Source
+from datasetserver.loading import load_all
+from datasetserver.pictures import Picture, Sample
+from datasetserver.sources import Folder, Source
 from swarm import files
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
-from swarm.lifeline import die_with_parent
 from swarm.protocol import Generation, Manifest, Shard
 
 log = logging.getLogger(__name__)
@@ -38,7 +34,6 @@ _FORMAT = 3  # of the shards: raise it when the same dataset would give other by
 _JOURNAL = "ingest.journal"
 _SAMPLES = "samples.csv"
 _SHARDS = '"shards":['
-_WORKER_MEMORY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,7 @@ def ingest(
         batches = Batches(shard_samples, policy, keeper.done, first_index=len(grown.manifest.shards) if grown else 0, known=known)
         count = None if listing.count is None else max(0, listing.count - len(names))
         rest = islice(pairs, batches.taken, None)
-        for pair, result in show(_load_all(rest, workers, listing.count), count):
+        for pair, result in show(load_all(rest, workers, listing.count), count):
             batches.add(pair.name, result, keeper)
         batches.end(keeper)
     rejected = sorted(listing.faults + batches.rejected)
@@ -206,66 +201,6 @@ def shard_path(work_dir: Path, digest: str) -> Path:
 
 def manifest_path(work_dir: Path) -> Path:
     return work_dir / "manifest.json"
-
-
-# -- loading
-
-
-def _load_all(pairs: Iterable[Pair], workers: int | None, total: int | None) -> Iterator[tuple[Pair, Sample | str]]:
-    """Each pair, in order, with its sample or the reason why it has none."""
-    if workers == 0:
-        yield from ((pair, _load(pair)) for pair in pairs)
-        return
-    count = workers or max(1, min(len(os.sched_getaffinity(0)), 16, 16 if total is None else total // 16))
-    waiting, pool, rest = deque(), _pool(count), iter(pairs)
-    try:
-        while True:
-            while len(waiting) < 8 * count and (pair := next(rest, None)):
-                waiting.append((pair, pool.submit(_load, pair)))
-            if not waiting:
-                return
-            pair, future = waiting.popleft()
-            try:
-                yield pair, future.result()
-            except BrokenProcessPool:
-                # A decoder took its process down, and all that were waiting with it. Look at each of them alone.
-                suspects = [pair, *(pair for pair, _ in waiting)]
-                waiting.clear()
-                pool.shutdown()
-                yield from ((suspect, _load_alone(suspect)) for suspect in suspects)
-                pool = _pool(count)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _load(pair: Pair) -> Sample | str:
-    try:
-        return load_sample(pair.image, pair.caption, empty_ok=pair.empty_ok)
-    except BadSample as bad:
-        return str(bad)
-
-
-def _load_alone(pair: Pair) -> Sample | str:
-    with _pool(1) as pool:
-        try:
-            return pool.submit(_load, pair).result()
-        except BrokenProcessPool:
-            return "the decoder crashed on it"
-
-
-def _pool(count: int) -> ProcessPoolExecutor:
-    # Fresh interpreters: the server may have threads by now, and a fork beside threads can hang.
-    return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_start_worker)
-
-
-def _start_worker() -> None:
-    import resource
-    import signal
-
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY_BYTES, most))
 
 
 # -- writing

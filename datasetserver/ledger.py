@@ -163,7 +163,4 @@ def _check_owner(db: sqlite3.Connection, path: Path, run: RunConfig) -> None:
     elif meta.get("schema") != _SCHEMA_VERSION:
         raise UserError(f"The ledger {path} has format {meta.get('schema')}.", fix="Use the version of this program that wrote it.")
     elif meta.get("run") != run.digest:
-        raise UserError(
-            f"The ledger {path} belongs to run {meta.get('run', '')[:16]}, but these options make run {run.run_id}.",
-            fix="Start with the options (and data) of that run, or give another --work_dir for a new one.",
-        )
+        RunConfig.from_mapping(json.loads(meta["run_config"]), where=str(path)).refuse_another(run)

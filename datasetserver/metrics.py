@@ -1,15 +1,37 @@
 """What the server counts for Prometheus. No label grows with the callers: endpoints, methods, statuses and the ledger's words only."""
 
 import contextlib
+import math
 import time
+from collections import Counter as Counted
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from swarm.figures import figures
+from swarm.records import PHASES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = ("GET", "HEAD", "POST", "PUT")
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_OF_THE_RUN = {
+    "round": "The newest settled state's round.",
+    "samples": "Samples in that state.",
+    "epoch": "Passes over the pictures that are done.",
+    "total_samples": "Samples that the run shall have; 0: no end.",
+    "target_batch_size": "Samples of a round.",
+    "waiting_samples": "Samples trained for the next round.",
+    "samples_per_second": "Samples that all peers train a second.",
+    "loss": "Mean loss of the peers, weighted by their speed.",
+    "a100s": "A100s that would train as many pixels a second.",
+    "utilisation": "Share of the training peers' time that they do not lose to rounds.",
+    "eta_seconds": "Seconds to the run's end at this speed.",
+    "transfer_seconds": "Seconds that averaging took the slowest peer in its last round.",
+    "sent_bytes": "Bytes that all peers sent, each in its last round.",
+    "received_bytes": "Bytes that they received in it.",
+}
 
 
 @dataclass
@@ -32,8 +54,9 @@ class Metrics:
         self._connections = Gauge("dd_http_connections", "Open connections.", registry=registry)
         self._refused_connections = Counter("dd_http_refused_connections", "Connections closed for being too many.", registry=registry)
         self._samples = Gauge("dd_ledger_samples", "Samples of the epochs begun, by state.", ("state",), registry=registry)
-        self._run = {name: Gauge(f"dd_run_{name}", f"The run's {name}.", registry=registry) for name in ("round", "samples", "epoch")}
         self._peers = Gauge("dd_peers", "Live peers.", registry=registry)
+        self._phases = Gauge("dd_peers_by_phase", "Live peers, by what they do.", ("phase",), registry=registry)
+        self._run = {name: Gauge(f"dd_run_{name}", help, registry=registry) for name, help in _OF_THE_RUN.items()}
 
     @contextlib.contextmanager
     def watch(self, endpoint: str, method: str) -> Iterator[Watched]:
@@ -59,11 +82,16 @@ class Metrics:
     def refused_connection(self) -> None:
         self._refused_connections.inc()
 
-    def text(self, *, peers: int, figures: Mapping[str, float], samples: Mapping[str, int]) -> bytes:
-        """Everything in Prometheus' text format. figures: the run's round, samples and epoch; samples: by state; both empty without a run."""
+    def text(self, *, peers: int, progress: Mapping[str, Any] | None) -> bytes:
+        """Everything in Prometheus' text format. progress: of the run, a `protocol.Progress`, None without a run; what it cannot say is NaN."""
         self._peers.set(peers)
+        known = {**progress, **asdict(figures(progress))} if progress else {}
+        phases = Counted(peer["phase"] for peer in known.get("peers", ()))
+        for phase in PHASES:
+            self._phases.labels(phase).set(phases[phase])
         for name, gauge in self._run.items():
-            gauge.set(figures.get(name, 0))
-        for state, count in samples.items():
+            value = known.get(name)
+            gauge.set(math.nan if value is None else value)
+        for state, count in known.get("ledger", {}).items():
             self._samples.labels(state).set(count)
         return generate_latest(self._registry)

@@ -1,24 +1,25 @@
-"""What the host orders of the run that it serves: pause, resume, end. One word in a file of the work folder, which nobody else can write.
-
-A running server looks at it once a second, one that is started later at once. No order is lost with the server.
+"""What the host orders of the run that it serves: pause, resume, end, extend. A word or a number in a file of the work folder, which nobody else
+can write. A running server looks at it once a second, one that is started later at once. No order is lost with the server.
 """
 
-import argparse
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from datasetserver.config import ServerConfig
+from datasetserver import work_folder
 from swarm import files
+from swarm.arguments import ArgumentParser
+from swarm.end import refuse_extension
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import RunState
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
-_FILE = "run_state"
+_FILE, _EXTENSION = "run_state", "run_extension"
 _STATES: dict[str, RunState] = {"pause": "paused", "resume": "running", "end": "ended"}
-VERBS = tuple(_STATES)
+VERBS = (*_STATES, "extend")
 _MEANING = {
     "paused": "peers get no more samples, and wait; what they trained is still counted",
     "running": "peers get samples",
@@ -27,18 +28,40 @@ _MEANING = {
 
 
 class Orders:
-    """The order in `work_dir`, as it was within the last second. clock: in seconds."""
+    """The order in `work_dir`, as it was within the last second; any thread may ask. clock: in seconds."""
 
     def __init__(self, work_dir: Path, clock: Callable[[], float] = time.monotonic):
         self._path, self._clock = work_dir / _FILE, clock
-        self._looked, self._state = float("-inf"), "running"
+        self._extension = work_dir / _EXTENSION
+        self._looked, self._state, self._extended = float("-inf"), "running", 0
+        self._lock = threading.Lock()
 
     def __call__(self) -> RunState:
-        now = self._clock()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            self._look()
+        self._look_seldom()
         return self._state
+
+    def extended(self) -> int:
+        """To how many samples the run shall go on; 0: to its own total."""
+        self._look_seldom()
+        return self._extended
+
+    def _look_seldom(self) -> None:
+        with self._lock:
+            now = self._clock()
+            if now - self._looked >= LOOK_SECONDS:
+                self._looked = now
+                self._look()
+                self._look_for_extension()
+
+    def _look_for_extension(self) -> None:
+        try:
+            extended = extension_in(self._extension.parent)
+        except UserError as error:
+            log.error("%s The run's end stays as it was.", error)
+            return
+        if extended != self._extended:
+            log.info("the host's order: the run goes on to %d samples", extended)
+            self._extended = extended
 
     def _look(self) -> None:
         try:
@@ -56,27 +79,59 @@ class Orders:
             log.error("%s says neither running, paused nor ended; the run stays %s", self._path, self._state)
 
 
+def extension_in(work_dir: Path) -> int:
+    """To how many samples the host has extended the run there; 0: not. Raises UserError for a file that says something else."""
+    path = work_dir / _EXTENSION
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return 0
+    except (OSError, UnicodeDecodeError) as error:
+        text = repr(error)
+    if not text.isdecimal() or len(text) > 16:
+        raise UserError(f"{path} says no number of samples.", fix="Give the order again: dd-datasetserver extend.")
+    return int(text)
+
+
+def extend(work_dir: Path, total_samples: int) -> None:
+    """Order that the run there goes on to `total_samples`. Raises UserError when it cannot."""
+    from datasetserver.ledger import stored_run  # SQLite and the ledger's rules: the other orders need none of it
+
+    run = stored_run(work_dir / work_folder.LEDGER)
+    if run is None:
+        raise UserError(f"No run has begun in {work_dir}.", fix="Give its length at its start: --total_samples.")
+    refuse_extension(run, total_samples, max(run.total_samples, extension_in(work_dir)))
+    _write(work_dir, _EXTENSION, str(total_samples))
+
+
 def give(work_dir: Path, state: RunState) -> None:
     """Write the order, for good. Raises UserError when it cannot be written."""
+    _write(work_dir, _FILE, state)
+
+
+def _write(work_dir: Path, name: str, order: str) -> None:
     try:
-        files.replace(work_dir / _FILE, f"{state}\n".encode("ascii"))
+        files.replace(work_dir / name, f"{order}\n".encode("ascii"))
     except OSError as error:
         raise UserError(f"Cannot write in {work_dir}: {error.strerror}.", fix="Check --work_dir.", code=ExitCode.DISK) from None
 
 
 def main(argv: Sequence[str]) -> None:
-    """`dd-datasetserver pause|resume|end`, the server running or not. Raises UserError."""
+    """`dd-datasetserver pause|resume|end|extend`, the server running or not. Raises UserError."""
     verb = argv[0]
-    state = _STATES[verb]
-    parser = argparse.ArgumentParser(f"dd-datasetserver {verb}", description=f"The run is {state}: {_MEANING[state]}.")
-    parser.add_argument("--dataset", default="", metavar="DIR", help="the folder that is served")
-    parser.add_argument("--work_dir", default="", metavar="DIR", help="the server's work folder, where it was given one")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    state = _STATES.get(verb)
+    about = f"The run is {state}: {_MEANING[state]}." if state else "The run goes on beyond its total_samples; see docs/hosting.md."
+    parser = ArgumentParser(f"dd-datasetserver {verb}", description=about)
+    if not state:
+        parser.add_argument("--total_samples", type=int, required=True, metavar="N", help="where it shall end, counted from its beginning")
+    work_folder.add_arguments(parser)
     args = parser.parse_args(argv[1:])
-    if not (args.dataset or args.work_dir):
-        raise UserError("Which run is not said.", fix="Give --dataset or --work_dir as to the server.")
-    work_dir = ServerConfig(dataset=args.dataset, work_dir=args.work_dir).work_folder()
+    work_dir = work_folder.given(args)
     if not work_dir.is_dir():
         raise UserError(f"Nothing was ever served from {work_dir}.", fix="Give --dataset or --work_dir as to the server.")
+    if not state:
+        extend(work_dir, args.total_samples)
+        print(f"the run in {work_dir} goes on to {args.total_samples} samples; peers hear of it within a minute")
+        return
     give(work_dir, state)
     print(f"the run in {work_dir} is {state}: {_MEANING[state]}")

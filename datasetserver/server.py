@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import importlib.util
 import logging
 import signal
@@ -17,71 +16,48 @@ from pathlib import Path
 from aiohttp import web
 
 from datasetserver import connections
-from datasetserver.app import Service, make_app
+from datasetserver.app import make_app
 from datasetserver.book import Book
 from datasetserver.config import ServerConfig
 from datasetserver.ingest import Ingested
+from datasetserver.invite import Serving
 from datasetserver.ledger import Ledger
 from datasetserver.limits import Limits
 from datasetserver.orders import Orders
 from datasetserver.rendezvous import Rendezvous
+from datasetserver.service import Service
+from datasetserver.states import States
 from datasetserver.tokens import Tokens
+from datasetserver.work_folder import HOST_KEY, LEDGER
 from swarm.errors import ExitCode, UserError
+from swarm.files import lock_folder
+from swarm.listening import url_of
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
 log = logging.getLogger(__name__)
-LEDGER = "ledger.sqlite"
-HOST_KEY = "host.key"
 DRAIN_SECONDS = 8.0
 """For answers on their way when the server is told to end; a shard that takes longer is resumed by its peer."""
 _LAST_SECONDS = 1.0  # for what is then still on its way to notice that it was cut off
 _BOOTSTRAP_SECONDS = 60.0
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, bound before anything slow is done. Raises UserError when the port is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(1024)
-    except OSError as error:
-        sock.close()
-        raise UserError(
-            f"Cannot listen on {host}:{port}: {error.strerror or error}.",
-            fix="Choose another --port (0: any free one), or stop the program that uses it.",
-            code=ExitCode.NETWORK,
-        ) from None
-    return sock
-
-
-def url_of(sock: socket.socket, scheme: str = "http") -> str:
-    host, port = sock.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
 @contextlib.contextmanager
 def own_work_dir(folder: Path) -> Iterator[None]:
     """Make the folder and keep it ours: two servers with one ledger would lease every sample twice. Raises UserError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        lock = lock_folder(folder)
+    except BlockingIOError:
+        raise UserError(f"Another server is using {folder}.", fix="Stop that one, or choose another --work_dir.") from None
     except OSError as error:
         raise UserError(f"Cannot write in {folder}: {error.strerror}.", fix="Choose another --work_dir.", code=ExitCode.DISK) from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"Another server is using {folder}.", fix="Stop that one, or choose another --work_dir.") from None
         yield
 
 
-def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, config: ServerConfig) -> Ledger:
+def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, config: ServerConfig, orders: Orders) -> Ledger:
     """The run's ledger in `work_dir`; raises UserError when it belongs to another run."""
     shards = [shard.samples for shard in data.manifest.shards]
-    order = Orders(work_dir)
 
     def make_book(db) -> Book:
         return Book(
@@ -93,7 +69,8 @@ def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, config: ServerCo
             lease_seconds=config.lease_seconds,
             grace_seconds=config.grace_seconds,
             copy_seconds=config.copy_seconds,
-            order=order,
+            order=orders,
+            extended=orders.extended,
             clock=time.monotonic,
         )
 
@@ -124,9 +101,15 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
     here = url_of(sock, "https" if guard.tls else "http")
     url = config.public_url or here
     rendezvous = _rendezvous(config, work_dir, url)
-    open_ = partial(open_ledger, work_dir, data, config=config)
+    orders = Orders(work_dir)
+    open_ = partial(open_ledger, work_dir, data, config=config, orders=orders)
     key = HostKey(work_dir / HOST_KEY)
-    service = Service(data, work_dir, url, key, open_, rendezvous, tokens=guard.tokens, limits=Limits(config.max_requests_per_second))
+    Serving(url, str(Path(config.tokens).resolve()) if config.tokens else "").write(work_dir)
+    service = Service(
+        data, work_dir, url, key, open_, rendezvous,
+        tokens=guard.tokens, limits=Limits(config.max_requests_per_second), pictures_from=config.pictures_from,
+        extended=orders.extended, states=States(Path(config.states) if config.states else None),
+    )  # fmt: skip
     runner = web.AppRunner(make_app(service), access_log=None, shutdown_timeout=_LAST_SECONDS)
     server: asyncio.AbstractServer | None = None
     try:
@@ -144,6 +127,7 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
         await stop.wait()
         log.info("leaving")
     finally:
+        service.watch.close()
         if server:
             await connections.drain(server, runner, DRAIN_SECONDS)
         await asyncio.gather(runner.cleanup(), *([rendezvous.stop()] if rendezvous else []))
@@ -166,6 +150,7 @@ def _rendezvous(config: ServerConfig, work_dir: Path, url: str) -> Rendezvous | 
             "host_maddrs": config.listen_maddrs(),
             "announce_maddrs": list(config.announce_maddrs),
             "identity_path": config.identity_path or str(work_dir / "identity.key"),
+            "log_format": config.log_format,
         }
     )
 

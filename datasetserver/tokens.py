@@ -4,7 +4,6 @@ A token is 256 random bits, so that one fast hash keeps it as safe as a slow one
 pays for the hash. It does not say which peer may do what: whoever holds one may do all that a peer does.
 """
 
-import argparse
 import contextlib
 import fcntl
 import logging
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from datasetserver.refused import Refused
 from swarm import files
+from swarm.arguments import ArgumentParser
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
 
@@ -69,7 +69,7 @@ def add(path: Path, name: str) -> str:
     """Make a token for `name`, keep its digest, and return it. Raises UserError."""
     if not _NAME.fullmatch(name):
         raise UserError(f"'{name}' is no name for a token.", fix="Use up to 64 letters, digits, dots, dashes and underscores.")
-    token = secrets.token_urlsafe(32)
+    token = _draw()
     with _locked(path):
         names = _read(path) if path.exists() else {}
         if name in names.values():
@@ -78,6 +78,13 @@ def add(path: Path, name: str) -> str:
                 fix=f"Choose another name, or take it back first: dd-datasetserver token remove {name}.",
             )
         _write(path, {**names, _digest(token): name})
+    return token
+
+
+def _draw(draw: Callable[[int], str] = secrets.token_urlsafe) -> str:
+    """A token that no command line takes for a flag."""
+    while (token := draw(32)).startswith("-"):
+        pass
     return token
 
 
@@ -97,7 +104,7 @@ def names(path: Path) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     """`dd-datasetserver token add|remove|list`. Raises UserError."""
-    parser = argparse.ArgumentParser("dd-datasetserver token", description="Say who may use a server that is started with --tokens FILE.")
+    parser = ArgumentParser("dd-datasetserver token", description="Say who may use a server that is started with --tokens FILE.")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     actions = parser.add_subparsers(dest="action", required=True, metavar="add|remove|list")
     for action, about in (("add", "make a token and show it, once"), ("remove", "take a token back"), ("list", "show who has one")):

@@ -7,22 +7,31 @@ import dataclasses
 import json
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from peer.config import PeerConfig
 from peer.contracts import Settlement
 from peer.data.dataset_server import report_round
+from peer.device import describe_hardware
+from peer.drawing.artist import Artist
 from peer.joining import Joined
 from peer.stopping import Stop
 from peer.sync.engine.assistant import assist as take_part
+from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.state import Head
+from peer.visible import show
 from swarm.dht import SwarmNode
+from swarm.end import End
 from swarm.errors import ExitCode, UserError
+from swarm.life import TRAINING, Life
 from swarm.logs import setup_logging
+from swarm.records import ASSIST
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 
@@ -34,6 +43,7 @@ A peer that trains nothing. Run one where the volunteers are all behind routers 
 it averages for them, hands the newest state to newcomers, and keeps every settled state, so that they find the run where they left it.
 It needs a port that others can reach, a fast link, memory for two states and a round's mean, and disk for four and those it keeps;
 but neither GPU nor model nor data. Only one who trains can give it the first state; until somebody comes it waits.
+With --validation_prompts it also draws them, for the page of the run's host: for that it needs the model, and memory for it.
 
   --datasetserver URL          the run's dataset server; alone enough to find the run
   --token TOKEN                what its host gave you, if it asks for one; or DD_TOKEN in the environment
@@ -41,7 +51,12 @@ but neither GPU nor model nor data. Only one who trains can give it the first st
   --output_dir FOLDER          states (state/, settled/), rounds.jsonl and identity.key; start with the same folder to go on
   --host_maddrs MULTIADDR      a fixed port to listen on: /ip4/0.0.0.0/tcp/31337
   --announce_maddrs MULTIADDR  where others reach that port, if a router or a cloud translates it: /ip4/203.0.113.7/tcp/31337
+  --peer_name NAME             what others shall call it
   --states_total_limit N       keep the N newest settled states; 0: all of them
+  --validation_prompts "A" ... draw these from the newest settled state, on the CPU in a process of its own, into validation/ and the page
+  --validation_steps N         every N rounds; 0: every round, but not before the one before is drawn
+  --model MODEL                where the run's base model lies here, if not where the run says
+  --metrics_port N             figures for Prometheus at http://127.0.0.1:N/metrics
 
 Ctrl-C or SIGTERM ends it in order. With one in the swarm the volunteers need nothing more: who cannot be dialled finds that out.
 A model's folder from the newest state, also when everybody is gone:
@@ -57,22 +72,23 @@ _ANSWER_SECONDS = 10.0
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 
-def assist(peer: PeerConfig, resolve: Callable[[], Joined]) -> int:
-    """Assist until the run's end, or until told to stop. resolve() asks for the run. Raises UserError."""
-    setup_logging(debug=peer.debug, name=Path(peer.output_dir).name)
+def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, Any] = {}) -> int:
+    """Assist until the run's end, or until told to stop. resolve() asks for the run; given: what is said of it here. Raises UserError."""
+    setup_logging(debug=peer.debug, name=Path(peer.output_dir).name, log_format=peer.log_format)
     stop = Stop().listen()
     torch.set_num_threads(1)
     folder = Path(peer.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.") from None
-    joined, known = _run(folder / "run.json", resolve)
+        raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
+    with stop.before_it_begins():
+        joined, known = _run(folder / "run.json", resolve)
     if joined.run.sync == "none":
         raise UserError(
             f"The run '{joined.run.run_name}' has --sync none: its peers average nothing.", fix="There is nothing to assist with."
         )
-    asyncio.run(_until_stopped(peer, folder, joined, known, stop))
+    asyncio.run(_until_stopped(peer, given, folder, joined, known, stop, Life.of_process()))
     return ExitCode.OK
 
 
@@ -92,7 +108,9 @@ def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
     return joined, known
 
 
-async def _until_stopped(peer: PeerConfig, folder: Path, joined: Joined, known: bool, asked: Stop) -> None:
+async def _until_stopped(
+    peer: PeerConfig, given: Mapping[str, Any], folder: Path, joined: Joined, known: bool, asked: Stop, alive: Life
+) -> None:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     # hivemind leaves tasks behind when p2pd or a stream goes away; what matters of that, the watchdog and PeerLost tell.
     loop.set_exception_handler(lambda _, context: log.debug("%s: %r", context["message"], context.get("exception")))
@@ -105,20 +123,33 @@ async def _until_stopped(peer: PeerConfig, folder: Path, joined: Joined, known: 
         loop.add_signal_handler(number, stop, number)
     if asked():
         return
-    joining, stopping = asyncio.create_task(_node(peer, folder, joined, known)), asyncio.create_task(stopped.wait())
+    living = asyncio.create_task(_show_life(alive))
+    joining, stopping = asyncio.create_task(_node(peer, joined, known)), asyncio.create_task(stopped.wait())
     try:
         await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if joining.done():
-            await _assist(peer, folder, joined, joining.result(), stopped)
+            with ExitStack() as shown:
+                await _assist(peer, given, folder, joined, joining.result(), stopped, shown)
     finally:
-        await end_tasks(joining, stopping)
+        await end_tasks(joining, stopping, living)
 
 
-async def _assist(peer: PeerConfig, folder: Path, joined: Joined, node: SwarmNode, stop: asyncio.Event) -> None:
+async def _show_life(alive: Life) -> None:
+    """The loop that all work is done in still turns."""
+    while True:
+        alive(TRAINING)
+        await asyncio.sleep(1)
+
+
+async def _assist(
+    peer: PeerConfig, given: Mapping[str, Any], folder: Path, joined: Joined, node: SwarmNode, stop: asyncio.Event, shown: ExitStack
+) -> None:
     reports = Reports(joined, node.peer_id, peer.token if joined.server_url == peer.datasetserver else "")
     reporting = asyncio.create_task(reports.deliver_forever())
-    last = joined.last_known or {}
+    drawing = asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())
+    last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension)
     try:
+        show(peer, joined.run, node.peer_id, known.values, lambda: end.total, shown)
         for maddr in await node.maddrs():
             log.info("others can join with --peers %s", maddr)
         await take_part(
@@ -127,24 +158,29 @@ async def _assist(peer: PeerConfig, folder: Path, joined: Joined, node: SwarmNod
             folder=folder,
             stop=stop,
             settled=reports.add,
+            seen=known.hear,
             states_limit=peer.states_total_limit,
             server_url=joined.server_url,
+            name=peer.peer_name,
+            hardware=describe_hardware(torch.device("cpu")),
             last_known=Head(last["digest"], last["samples"]) if last else None,
             last_holders=tuple(last.get("peers", ())),
+            end=end,
+            upload=Bucket(peer.max_upload_mbit) if peer.max_upload_mbit else None,
         )
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(reports.delivered(), _LAST_REPORTS_SECONDS)
     finally:
-        await end_tasks(reporting)
+        await end_tasks(reporting, drawing)
         await node.close()
 
 
-async def _node(peer: PeerConfig, folder: Path, joined: Joined, known: bool) -> SwarmNode:
+async def _node(peer: PeerConfig, joined: Joined, known: bool) -> SwarmNode:
     """Our node, which others can dial. Raises UserError when they cannot."""
     options = {
         "host_maddrs": peer.host_maddrs,
         "announce_maddrs": peer.announce_maddrs,
-        "identity_path": Path(peer.identity_path) if peer.identity_path else folder / "identity.key",
+        "identity_path": peer.identity_file,
         "client_mode": peer.client_mode,
     }
     seconds = _REJOIN_SECONDS if known else _JOIN_SECONDS
@@ -163,6 +199,19 @@ async def _node(peer: PeerConfig, folder: Path, joined: Joined, known: bool) -> 
             code=ExitCode.NETWORK,
         )
     return node
+
+
+class Known:
+    """What this peer last knew of the swarm."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {"phase": ASSIST, "note": "waiting for the first peer that trains"}
+
+    def hear(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def values(self) -> dict[str, Any]:
+        return self._values
 
 
 class Reports:

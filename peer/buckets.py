@@ -150,6 +150,11 @@ class Pool:
         """At most `count` micro-batches, in the order in which they became ready."""
         return [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
 
+    def drop(self) -> None:
+        """Let go of all that is here."""
+        self._waiting.clear()
+        self._ready.clear()
+
     def held(self) -> list[tuple[int, str]]:
         """(number, key) of the samples that are here."""
         ready = [pair for batch in self._ready for pair in batch.numbered]

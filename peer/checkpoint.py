@@ -26,6 +26,8 @@ from swarm.files import flush
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"checkpoint-(\d{6,})")
+SPARE_BYTES = 16 << 20
+"""Left free by a checkpoint, for logs and for others."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -46,13 +48,15 @@ class Checkpoints:
     def save(self, state: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
         """Write `state`, a tree of dicts, lists, plain values, bytes and tensors; about: what to say of it in manifest and log.
 
-        Raises UserError when the disk is full; the checkpoints before are untouched and nothing is left behind.
+        Raises UserError when the disk is full, before anything is written where that can be foreseen; the checkpoints before are
+        untouched and nothing is left behind.
         """
         paths = self.paths()
         target = self._folder / f"checkpoint-{_number(paths[-1]) + 1 if paths else 1:06}"
         with replacing(target) as folder:
             tensors: dict[str, Tensor] = {}
             tree = _without_tensors(state, tensors)
+            _check_room(folder, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(json.dumps(tree), encoding="utf-8")
             files = {name: _digest(folder / name) for name in ("tensors.safetensors", "state.json")}
@@ -140,6 +144,12 @@ def replacing(target: Path) -> Iterator[Path]:
         raise
     finally:
         _remove(temporary)
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    """Do not begin what cannot end: a disk filled to its last byte is everybody's trouble on this machine. Raises OSError."""
+    if shutil.disk_usage(folder).free < num_bytes + SPARE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _errno(error: Exception) -> int:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peer.volunteer import Hours
 from swarm.errors import UserError
+from swarm.logs import FORMATS
 from swarm.options import option
+from swarm.records import MAX_NAME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,14 @@ class PeerConfig:
     )
     overlap: bool = option(False, "Train on while a contribution is averaged: no waiting, but what is learned meanwhile is a little stale.")
     gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
-    device: str = option("auto", "auto, cpu, cuda or cuda:N.")
+    compile: bool = option(
+        False,
+        "Compile the denoiser (torch.compile), if its gradients of the first batch are right; see docs/devices.md.",
+        aliases=("torch_compile",),
+    )
+    channels_last: bool = option(False, "Have the convolutions compute with channels last in memory.")
+    ipex: bool = option(False, "On a CPU with PyTorch 2.8: use the kernels of Intel's extension for PyTorch, which has come to its end.")
+    device: str = option("auto", "auto, cpu, cuda, cuda:N, or xla: all TPU chips of this host, by PyTorch/XLA (docs/tpu.md).")
     num_threads: int = option(0, "Threads of torch on a CPU; 0: the cores divided by the local ranks.")
     dataloader_num_workers: int = option(0, "Processes that decode pictures; 0: in the training process.")
     cache_dir: str = option("", "Where shards, latents and texts are kept; default: inside --output_dir.")
@@ -53,6 +63,9 @@ class PeerConfig:
     identity_path: str = option("", "This peer's key file, made when missing; default: identity.key inside --output_dir.")
     client_mode: bool | None = option(
         None, "Open no port: others cannot dial this peer, it dials them. auto: exactly when those it asks cannot dial it."
+    )
+    peer_name: str = option(
+        "", "What others shall call this peer, on the page and in dd-status: up to 32 characters. Default: its key's end."
     )
     min_peers: int = option(1, "Wait at the start until so many peers are live, this one included.")
 
@@ -78,7 +91,9 @@ class PeerConfig:
     use_ema: bool = option(False, "Keep a moving average of the weights by global steps; it is what is exported and drawn.")
     ema_decay: float = option(0.9999, "Its decay, which it rises to: (1 + n) / (10 + n) after n steps.")
     validation_prompts: tuple[str, ...] = option(
-        (), "Draw these while training, into OUTPUT_DIR/validation and --report_to.", aliases=("validation_prompt",)
+        (),
+        "Draw these while training, into OUTPUT_DIR/validation and --report_to; with --assist, from the newest settled state.",
+        aliases=("validation_prompt",),
     )
     num_validation_images: int = option(4, "Pictures of each prompt, always from the same seeds.", aliases=("image_log_amount",))
     validation_steps: int = option(
@@ -142,16 +157,62 @@ class PeerConfig:
         "", "Token for the Hub; other users of this machine see flags, not the variable HF_TOKEN.", aliases=("hf_token",)
     )
 
+    # supervision: what dd-peer does for the trainer, which itself has no use for these
+    nproc_per_node: int = option(1, "dd-peer: ranks to start here, one for each GPU.")
+    stall_seconds: float = option(
+        600.0,
+        "dd-peer: a trainer without a sign of life for so long, or 6 times that while it loads, saves or draws, is ended and started again; 0: never.",
+    )
+    max_restarts: int = option(5, "dd-peer: give up after so many failures in a row; a minute of training forgives them; 0: never.")
+    log_file: str = option("", "dd-peer: the log of all this peer's processes goes there instead of to the terminal.")
+    log_file_mib: float = option(10.0, "dd-peer: turn --log_file over at this size.")
+    log_files: int = option(5, "dd-peer: keep so many of them, the current one included.")
+
+    # xla: what its original has, here on every device
+    loader_prefetch_size: int = option(1, "With --dataloader_num_workers: local steps that are read and decoded ahead.")
+    device_prefetch_size: int = option(0, "Of these, how many are moved to the GPU or to the XLA devices ahead.")
+    print_loss: bool = option(False, "Log the loss of every local step; metrics.jsonl has the means of ten.")
+    profile_duration: int = option(
+        0,
+        "Record what the device does for so many milliseconds, from the third local step on, into PROFILE_DIR (a variable) or OUTPUT_DIR/profile.",
+    )
+    # watch: how this peer shows what it does
+    log_format: str = option("text", "Log lines on stderr: for people, or a JSON object per line.", choices=FORMATS)
+    metrics_port: int = option(
+        0, "Serve this peer's figures to Prometheus at this port, as http://METRICS_HOST:PORT/metrics; 0: not at all."
+    )
+    metrics_host: str = option("127.0.0.1", "Address to serve them at; they have no password.")
+
+    # ease: what this machine's owner allows
+    check: str = option(
+        "", "Say in order what works between this machine and the run at this URL (or multiaddr), and end; trains and leases nothing."
+    )
+    hours: str = option(
+        "", "Train only at this time of day, local time: 22-7, or 22:30-7:15. Outside of it the peer rests, see dd-peer pause."
+    )
+    max_upload_mbit: float = option(0.0, "Send at most so many million bits a second to other peers; 0: as fast as the link takes it.")
+
     dry_run: bool = option(False, "Print the resolved configuration and end.")
     debug: bool = option(False, "Log more, and show tracebacks.")
 
     def __post_init__(self) -> None:
+        self._check_access()
+        self._check_counts()
+        self._check_computing()
+        self._check_shown()
+        self._check_data()
+        self._check_running()
+        self._check_assistant()
+
+    def _check_access(self) -> None:
         if self.token and not (self.token.isascii() and self.token.isprintable() and " " not in self.token):
             raise UserError("token has characters that no token has.", fix="Give it as the host gave it, without spaces.")
         if self.host_key and not re.fullmatch("[0-9a-f]{64}", self.host_key):
             raise UserError(
                 "host_key is no key of a host.", fix="Copy it whole: 64 digits and small letters a to f, which the server prints."
             )
+
+    def _check_counts(self) -> None:
         for name in (
             "train_batch_size",
             "gradient_accumulation_steps",
@@ -167,12 +228,29 @@ class PeerConfig:
             if not 0 <= getattr(self, name) < 2**40:
                 raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more, or 0 for the default.")
 
+    def _check_computing(self) -> None:
+        for name in ("loader_prefetch_size", "device_prefetch_size", "profile_duration"):
+            if not 0 <= getattr(self, name) < 2**31:
+                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more, or 0 for none.")
+        if self.device_prefetch_size and self.device == "cpu":
+            raise UserError("device_prefetch_size moves batches to a GPU or to XLA devices, and --device is cpu.", fix="Remove it.")
+
         if self.weights == "bf16" and self.mixed_precision not in ("auto", "bf16"):
             raise UserError(
                 f"--weights bf16 cannot be computed with in --mixed_precision {self.mixed_precision}.", fix="Use --mixed_precision bf16."
             )
+        if self.compile and self.ipex:
+            raise UserError("--compile and --ipex each replace what computes.", fix="Remove one of them.")
         if not 0 <= self.ema_decay < 1:
             raise UserError(f"ema_decay is {self.ema_decay}.", fix="Use a value in [0, 1); 0.9999 is usual, 0.99 for short runs.")
+
+    def _check_shown(self) -> None:
+        if len(self.peer_name) > MAX_NAME or not self.peer_name.isprintable():
+            raise UserError(f"peer_name has {len(self.peer_name)} characters.", fix=f"Use up to {MAX_NAME} printable ones.")
+        if not 0 <= self.metrics_port <= 65535:
+            raise UserError(f"metrics_port is {self.metrics_port}.", fix="Use 1 to 65535; 9464 is usual.")
+
+    def _check_data(self) -> None:
         self._check_prior()
         if self.repeats < 1:
             raise UserError(f"repeats is {self.repeats}.", fix="Use 1 or more.")
@@ -184,6 +262,27 @@ class PeerConfig:
             raise UserError(
                 "dataset_part is a part of --dataset_name, and none is given.", fix="Add --dataset_name, or remove --dataset_part."
             )
+
+    def _check_running(self) -> None:
+        for name in ("nproc_per_node", "log_files"):
+            if not 1 <= getattr(self, name) <= 1000:
+                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 to 1000.")
+        if self.log_files < 2 and self.log_file:
+            raise UserError("log_files is 1: what was written before would be lost at each turn.", fix="Use 2 or more.")
+        if not (0 <= self.stall_seconds < 1e7 and 0 <= self.max_restarts < 2**31 and 0.001 <= self.log_file_mib < 1e6):
+            raise UserError(
+                f"stall_seconds is {self.stall_seconds}, max_restarts {self.max_restarts}, log_file_mib {self.log_file_mib}.",
+                fix="Use numbers above 0; 0 means never for the first two.",
+            )
+        if self.hours:
+            Hours.parse(self.hours)
+        if self.max_upload_mbit and not 1 <= self.max_upload_mbit < 1e6:
+            raise UserError(
+                f"max_upload_mbit is {self.max_upload_mbit}.",
+                fix="Use 1 or more, or 0 for no limit: with less, the others wait for this peer in vain.",
+            )
+
+    def _check_assistant(self) -> None:
         if self.states_total_limit < 0:
             raise UserError(f"states_total_limit is {self.states_total_limit}.", fix="Use 1 or more, or 0 to keep all of them.")
         if self.assist and (self.found or not (self.datasetserver or self.peers)):
@@ -222,6 +321,11 @@ class PeerConfig:
     def own_data(self) -> bool:
         """Whether this peer brings its own pictures."""
         return bool(self.train_data_dir or self.dataset_name)
+
+    @property
+    def identity_file(self) -> Path:
+        """Of this peer's key."""
+        return Path(self.identity_path or Path(self.output_dir) / "identity.key")
 
     @property
     def swarming(self) -> bool:

@@ -4,7 +4,7 @@
 checkpoints and exporters share; none of them knows the family or the method.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from peer.config import PeerConfig
+from swarm.end import End
 from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
 
@@ -59,13 +60,17 @@ class LatentBatch:
 
 
 class Model(Protocol):
-    """A family's module offers `load(source: Path, device: torch.device, run: RunConfig) -> Model`; raises UserError for an option it cannot have."""
+    """A family's module offers `load(source: Path, device: torch.device | None, run: RunConfig) -> Model`; raises UserError for an option it cannot have."""
 
     pipeline: Any
     """The diffusers pipeline that the parts belong to; exporters and validation use it."""
     parts: dict[str, nn.Module]
     """`unet` or `transformer`, `vae`, `text_encoder` and, where the family has them, `text_encoder_2`."""
     resolution_multiple: int
+
+    def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = ()) -> None:
+        """Move to `device`, in float32; what of parts not trained as a `whole` autocast computes with, in its `dtype`. Before a method attaches."""
+        ...
 
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         """(B, 2C, h, w) float32: mean and standard deviation of the latents of (B, 3, H, W) pixels, in the denoiser's scale.
@@ -93,6 +98,10 @@ class Model(Protocol):
 
 class Method(Protocol):
     """A method's module offers `build(run: RunConfig) -> Method`."""
+
+    def whole(self, model: Model) -> Collection[str]:
+        """The names of the parts all of whose weights are trained: they are never held in less than float32 before `attach`."""
+        ...
 
     def attach(self, model: Model) -> Params:
         """Choose the tensors to train (float32, requires_grad), freeze all else, put the model in its training mode."""
@@ -151,6 +160,8 @@ class SyncContext:
     output_dir: Path
     server_url: str = ""
     initial_peers: tuple[str, ...] = ()
+    end: End | None = None
+    """Where the run ends, which its host may put off; None: at its total_samples."""
     last_known: Mapping[str, Any] | None = None
     """{digest, round, samples, peers} of the newest state that the server or the DHT knows of; nobody starts behind it."""
 
@@ -181,6 +192,10 @@ class Sync(Protocol):
         """The source refused contribution `number`, which was just frozen (LeaseLost): never offer it, take its work out of the parameters."""
         ...
 
+    def rest(self, resting: bool) -> None:
+        """This machine's owner wants it back for a while: average what we have; `step(0)` meanwhile. Until told otherwise."""
+        ...
+
     def leave(self) -> SyncReport:
         """Offer the work done, wait a few seconds for it to be averaged, and say what became of it.
 
@@ -190,7 +205,9 @@ class Sync(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-    def close(self) -> None: ...
+    def close(self, reason: str = "") -> None:
+        """reason: why the training failed, for other peers to read."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +223,8 @@ class SourceContext:
     """`--train_data_dir`."""
     peer: PeerConfig = field(default_factory=PeerConfig)
     """What this machine chose of its data."""
+    end: End | None = None
+    """To be told when the host puts off the run's end; None: nobody asks."""
     known_hosts: KnownHosts | None = None
     """Which host's word to take; None: any that is signed."""
     peer_id: str
@@ -247,6 +266,10 @@ class Source(Protocol):
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         """Their work is in a settled state: never yield them again."""
+        ...
+
+    def rest(self, resting: bool) -> None:
+        """This machine's owner wants it back for a while: yield nothing and keep nothing from others that was not yielded yet; until told otherwise."""
         ...
 
     def give_back(self, keys: Sequence[str]) -> None:

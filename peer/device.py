@@ -2,28 +2,43 @@
 
 import datetime
 import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from peer.launched import Daemon, Rank, address_towards, interface_between, numa_nodes, rendezvous, said_threads, share_of_cores, unbind
+from peer.launched import (
+    Daemon,
+    Rank,
+    address_towards,
+    bind_to_nodes,
+    interface_between,
+    numa_nodes,
+    rendezvous,
+    said_threads,
+    share_of_cores,
+    shared_cpus,
+    unbind,
+)
 from swarm.errors import ExitCode, UserError
+from swarm.records import MAX_HARDWARE, words
 
 log = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 64 << 20
 _MEET_SECONDS = 300
 """Nodes read PyTorch from a shared disk at their own speed."""
-# Autocast casts weights and activations at every operation. One thread of a Xeon with AMX: a UNet of 1 M parameters made 326 samples/s
-# without and 200 with it; a UNet of 29 M parameters was 1.3-1.5 times as fast with it (AVX512-BF16).
-_BF16_PAYS_FROM_PARAMETERS = 10_000_000
+# Autocast casts weights and activations at every operation. On two cores of a Xeon with AMX a step in bf16 was 0.55, 0.73 and 1.42 times as
+# fast as one in float32, for UNets of 1, 29 and 446 M parameters (benchmarks/cpu.py).
+_BF16_PAYS_FROM_PARAMETERS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -37,20 +52,27 @@ class Precision:
     """Whether the loss must be scaled, because fp16 gradients underflow."""
     reason: str
 
+    @property
+    def rng_device(self) -> torch.device:
+        """Where random numbers are drawn: XLA has no generator that can be handed around, and so draws the numbers of a CPU."""
+        return torch.device("cpu") if self.device.type == "xla" else self.device
+
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype else nullcontext()
 
 
 def choose_device(wanted: str, rank: Rank) -> torch.device:
-    """The device for `--device auto|cpu|cuda|cuda:N`; each local rank takes its own GPU.
+    """The device for `--device auto|cpu|cuda|cuda:N|xla`; each local rank takes its own GPU, and one rank all XLA devices of its host.
 
     Raises UserError when a GPU was asked for and there is none.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "xla" or (wanted == "auto" and not gpus and xla_is_meant()):
+        return importlib.import_module("peer.xla").open_devices(rank)
     if wanted == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
     if wanted != "auto" and not wanted.startswith("cuda"):
-        raise UserError(f"--device '{wanted}' is unknown.", fix="Use auto, cpu, cuda or cuda:N.")
+        raise UserError(f"--device '{wanted}' is unknown.", fix="Use auto, cpu, cuda, cuda:N or xla.")
     number = wanted.partition(":")[2]
     index = int(number) if number.isdigit() else rank.local
     if index >= gpus:
@@ -62,16 +84,25 @@ def choose_device(wanted: str, rank: Rank) -> torch.device:
     return device
 
 
+def xla_is_meant(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> bool:
+    """Whether PyTorch/XLA is installed and something says that it is to be used: its own variable, or a TPU."""
+    said = bool(environ.get("PJRT_DEVICE")) or (devices / "accel0").exists() or (devices / "vfio" / "0").exists()
+    return said and importlib.util.find_spec("torch_xla") is not None
+
+
 def choose_precision(wanted: str, device: torch.device, num_parameters: int) -> Precision:
-    """Autocast's number format for `--mixed_precision`, with the reason; num_parameters: those being trained."""
+    """Autocast's number format for `--mixed_precision`, with the reason; num_parameters: of what computes, trained or not."""
     name, reason = (wanted, "asked for by --mixed_precision") if wanted != "auto" else _best_format(device, num_parameters)
-    if device.type == "cpu" and name == "fp16":
-        raise UserError("fp16 on a CPU is slow and overflows.", fix="Use --mixed_precision bf16, or no.")
+    if device.type != "cuda" and name == "fp16":
+        what = "on a CPU is slow and overflows" if device.type == "cpu" else "is not what XLA's devices compute in"
+        raise UserError(f"fp16 {what}.", fix="Use --mixed_precision bf16, or no.")
     dtype = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
     return Precision(device, dtype, scaled=name == "fp16", reason=f"{name}: {reason}")
 
 
 def _best_format(device: torch.device, num_parameters: int) -> tuple[str, str]:
+    if device.type == "xla":
+        return importlib.import_module("peer.xla").best_format()
     if device.type == "cuda":
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
         if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -81,8 +112,19 @@ def _best_format(device: torch.device, num_parameters: int) -> tuple[str, str]:
     if not features:
         return "no", "this processor has neither AMX nor AVX512-BF16"
     if num_parameters < _BF16_PAYS_FROM_PARAMETERS:
-        return "no", f"with {num_parameters / 1e6:.1f} M trained parameters casting would cost more than {features[0]} saves"
+        return "no", f"with {num_parameters / 1e6:.1f} M parameters casting would cost more than {features[0]} saves"
     return "bf16", f"this processor has {' and '.join(features)}"
+
+
+def describe_hardware(device: torch.device) -> str:
+    """What other peers are told of this one: 'NVIDIA H100 80GB HBM3', '2 x NVIDIA A40' on all ranks together, '16 CPU cores, AMX'."""
+    if device.type == "cpu":
+        return words(", ".join([f"{len(os.sched_getaffinity(0))} CPU cores", *cpu_features()]), MAX_HARDWARE)
+    if device.type == "xla":
+        return words(importlib.import_module("peer.xla").hardware(), MAX_HARDWARE)
+    ranks = Rank.from_environment().world
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    return words(f"{ranks} x {name}" if ranks > 1 else name, MAX_HARDWARE)
 
 
 def cpu_features(path: str = "/proc/cpuinfo") -> list[str]:
@@ -95,23 +137,51 @@ def cpu_features(path: str = "/proc/cpuinfo") -> list[str]:
     return [name for name, flag in (("AMX", "amx_bf16"), ("AVX512-BF16", "avx512_bf16")) if flag in flags]
 
 
-def set_threads(wanted: int, rank: Rank) -> int:
+def set_threads(wanted: int, rank: Rank, *, bind: bool = True) -> int:
     """Give torch its threads; returns how many. OMP_NUM_THREADS counts where nothing was asked for, else this rank's share of the cores.
 
     Ranks of one machine share its cores: two peers of two threads each on two cores trained 8 times slower than of one each (seen).
+    bind: keep each of several ranks to its NUMA nodes, unless somebody has bound it already.
     """
     unbind()
-    threads = wanted or said_threads() or share_of_cores(rank, Daemon.find() if rank.world > 1 else None)
+    shared = shared_cpus(Daemon.find() if rank.world > 1 else None)
+    if bind and (done := bind_to_nodes(rank, shared)):
+        log.info("the %d ranks of this host: rank %d is %s logical CPUs", rank.local_world, rank.index, done)
+    threads = wanted or said_threads() or share_of_cores(rank, shared)
     torch.set_num_threads(threads)
     nodes = numa_nodes(os.sched_getaffinity(0))
-    if rank.world > 1 and len(nodes) > rank.local_world:
+    if bind and rank.world > 1 and len(nodes) > 1:
         log.info(
-            "%d ranks on %d NUMA nodes of this host: one on each (mpirun -ppn %d -bind-to numa) keeps memory near its cores",
-            rank.local_world,
+            "a rank computes on %d NUMA nodes of this host: one rank for each (mpirun -ppn %d) keeps memory near its cores",
             len(nodes),
-            len(nodes),
+            len(numa_nodes(shared)),
         )
     return threads
+
+
+def use_channels_last(parts: Mapping[str, nn.Module]) -> list[str]:
+    """Have the convolutions compute with channels last in memory; returns the parts that have any.
+
+    What flows through them is laid out anew, not the weights: these stay the tensors that they are, byte by byte, for the optimizer and the swarm.
+    """
+    convolutions = {name: [module for module in part.modules() if isinstance(module, nn.Conv2d)] for name, part in parts.items()}
+    for module in (module for some in convolutions.values() for module in some):
+        module.register_forward_pre_hook(_channels_last)
+    return [name for name, some in convolutions.items() if some]
+
+
+def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
+
+
+def attention(parts: Mapping[str, nn.Module]) -> str:
+    """How the denoiser computes attention: 'sdpa' for PyTorch's scaled_dot_product_attention, else what its processors are called."""
+    processors = {type(one) for part in parts.values() for one in getattr(part, "attn_processors", {}).values()}
+    # diffusers: AttnProcessor2_0 and its kin call it themselves; later processors by way of _attention_backend, which is it where nobody set another.
+    others = [
+        kind.__name__ for kind in processors if not kind.__name__.endswith("2_0") and getattr(kind, "_attention_backend", "") is not None
+    ]
+    return ", ".join(sorted(others)) or "sdpa"
 
 
 class RankGroup:
@@ -169,7 +239,10 @@ class RankGroup:
             return
         with _lost_rank():
             for tensor in tensors:
-                dist.broadcast(tensor.data, src=0)
+                here = _for_gloo(tensor.data)
+                dist.broadcast(here, src=0)
+                if here is not tensor.data:
+                    tensor.data.copy_(here)
 
     @torch.no_grad()
     def sum_(self, tensors: Sequence[Tensor]) -> None:
@@ -178,10 +251,10 @@ class RankGroup:
             return
         with _lost_rank():
             for bucket in _buckets(tensors):
-                flat = torch.cat([tensor.reshape(-1).float() for tensor in bucket])
+                flat = torch.cat([_for_gloo(tensor).reshape(-1).float() for tensor in bucket])
                 dist.all_reduce(flat)
                 for tensor, summed in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                    tensor.copy_(summed.view_as(tensor))
+                    tensor.copy_(summed.view(tensor.shape))
 
     def barrier(self) -> None:
         self.broadcast_object(None)
@@ -216,6 +289,11 @@ def _choose_interface(rank: Rank, store: dist.Store) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
+def _for_gloo(tensor: Tensor) -> Tensor:
+    """The tensor itself; of an XLA one, which no group of ours can send, a copy on the host."""
+    return tensor.cpu() if tensor.device.type == "xla" else tensor
+
+
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
@@ -243,9 +321,12 @@ def _lost_rank() -> Iterator[None]:
         ) from error
 
 
-def describe(rank: Rank, precision: Precision, threads: int, params: Mapping[str, Tensor]) -> str:
+def describe(rank: Rank, precision: Precision, threads: int, params: Mapping[str, Tensor], parts: Mapping[str, nn.Module]) -> str:
     """One line for the log: what is trained, where, and in which number format and why."""
     device = precision.device
     count = sum(parameter.numel() for parameter in params.values())
-    where = f"cpu threads={threads}" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"parameters={count} ranks={rank.world} device={where} autocast={precision.reason}"
+    if device.type == "xla":
+        where = importlib.import_module("peer.xla").describe()
+    else:
+        where = f"cpu threads={threads}" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"parameters={count} ranks={rank.world} device={where} attention={attention(parts)} autocast={precision.reason}"

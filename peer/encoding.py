@@ -16,20 +16,22 @@ _TEXT_CACHE_BYTES = 64 << 20
 class Encoder:
     """Encodes batches with the model's frozen parts; what text encoders say of captions that repeat is kept, the least used dropped.
 
-    caches: what is kept on disk as well.
+    caches: what is kept on disk as well. lazy: the model's device, where it compiles a program for every new shape (XLA): the model is then
+    asked the same of every batch, whatever is known of it, and what is known waits on the host.
     """
 
-    def __init__(self, model: Model, caches: Caches | None = None):
-        self._model, self._caches = model, caches or Caches()
+    def __init__(self, model: Model, caches: Caches | None = None, lazy: torch.device | None = None):
+        self._model, self._caches, self._lazy = model, caches or Caches(), lazy
         self._known: OrderedDict[str, Text] = OrderedDict()
         self._trained = False
         """Whether something in the text encoders is trained, as their answers show."""
 
     def __call__(self, batch: PixelBatch, rng: torch.Generator) -> LatentBatch:
-        """rng: on the model's device; draws one latent of each picture."""
-        mean, std = self._encode_pixels(batch, rng.device).chunk(2, dim=1)
-        noise = torch.randn(mean.shape, generator=rng, device=mean.device)
-        return LatentBatch(mean + std * noise, self._encode_text(batch.captions, rng.device), batch.geometry)
+        """rng: on the model's device, on the CPU where that has none; draws one latent of each picture."""
+        home = rng.device  # where what is known waits
+        mean, std = self._encode_pixels(batch, home).chunk(2, dim=1)
+        noise = torch.randn(mean.shape, generator=rng, device=rng.device).to(mean.device)
+        return LatentBatch(mean + std * noise, self._encode_text(batch.captions, home), batch.geometry)
 
     def _encode_pixels(self, batch: PixelBatch, device: torch.device) -> Tensor:
         """(B, 2C, h, w): of the cache where it knew, encoded where not, which it then keeps."""
@@ -42,13 +44,15 @@ class Encoder:
             if place in rows:
                 continue
             # One by one: in a batch its last bits would depend on which others were not found, and so on when the run was resumed.
-            (rows[place],) = self._model.encode_pixels(next(fresh)[None])
+            (rows[place],) = self._model.encode_pixels(next(fresh)[None]).to(device)
             geometry = {} if batch.geometry is None else {"geometry": batch.geometry[place]}
             self._caches.latents.put(name, {"latents": rows[place], **geometry})
-        return torch.stack([rows[place].to(device) for place in range(len(batch.names))])
+        return torch.stack([rows[place].to(device) for place in range(len(batch.names))]).to(self._lazy or device)
 
     def _encode_text(self, captions: Sequence[str], device: torch.device) -> Text:
         """The text encoders' answer; from memory or disk for captions that were encoded before, unless something in the encoders is trained."""
+        if self._lazy and self._caches.texts is None:
+            return self._model.encode_text(captions)
         rows = {caption: self._known.pop(caption) for caption in set(captions) if caption in self._known}
         rows.update(self._kept(set(captions) - rows.keys(), device))
         fresh = sorted(set(captions) - rows.keys())
@@ -59,11 +63,12 @@ class Encoder:
                 text = self._model.encode_text(group)
                 if any(states.requires_grad for states in text.values()):
                     return self._encode_trained(captions, text if group == fresh else None)
+                text = {name: states.to(device) for name, states in text.items()}
                 rows.update((caption, {name: states[i] for name, states in text.items()}) for i, caption in enumerate(group))
             for caption in fresh if self._caches.texts else ():
                 self._caches.texts.put(digest_bytes(caption.encode()), rows[caption])
         self._known.update(rows)
-        stacked = {name: torch.stack([rows[caption][name] for caption in captions]) for name in rows[captions[0]]}
+        stacked = {name: torch.stack([rows[caption][name] for caption in captions]).to(self._lazy or device) for name in rows[captions[0]]}
         limit = max(1, _TEXT_CACHE_BYTES // sum(states.nbytes for states in rows[captions[0]].values()))
         while len(self._known) > limit:
             self._known.popitem(last=False)

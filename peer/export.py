@@ -1,12 +1,12 @@
-"""`dd-export`: a result in another form, `dd-export --state output --format single_file --out mine.safetensors`.
+"""`dd-export`: a result in another form, `dd-export output --format single_file --out mine.safetensors`.
 
-What to export is a result, a checkpoint, or a state that an assisting peer kept. A state holds what was trained, as one vector without
+What to export is a result, a checkpoint, a state that an assisting peer kept, or the newest one of a run, fetched from who holds it. A state holds what was trained, as one vector without
 names; those, and whatever was not trained, come from the run's base model.
 """
 
-import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from peer.base_model import load_model, source_of
 from peer.checkpoint import Checkpoints, about, replacing
 from peer.contracts import Params
 from peer.exports import loading
@@ -24,13 +25,14 @@ from peer.exports.embedding import write_embedding
 from peer.exports.lora import write_lora_diffusers, write_lora_kohya
 from peer.exports.result import Result, read_result, write_result
 from peer.exports.single_file import write_single_file
-from peer.finetune import load_model
 from peer.rooms import load_part
+from peer.stopping import term_as_interrupt
 from peer.sync.engine.disk import read_state
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.state import BadState, State
 from peer.sync.engine.vectors import Flat, Schema
-from peer.train import load_params
+from peer.train import load_result
+from swarm.arguments import ArgumentParser
 from swarm.base_model import family_of
 from swarm.errors import ExitCode, UserError, run_program
 from swarm.logs import setup_logging
@@ -50,7 +52,8 @@ class ExportConfig:
     state: str = option(
         "",
         "A result's folder; an --output_dir, for its result or else its newest checkpoint; a checkpoint's folder; the --output_dir of a peer "
-        "that assists, for its newest settled state; or one of the files in its settled/.",
+        "that assists, for its newest settled state; one of the files in its settled/; or the URL of a run's server, or a peer's multiaddr, for "
+        "the run's newest state, fetched from those who hold it. The word --state may be left out.",
         aliases=("result", "checkpoint"),
     )
     out: str = option("model", "Folder or file to write; the one before stays until the new one is whole.")
@@ -63,12 +66,17 @@ class ExportConfig:
     dtype: str = option("fp32", "Precision of the numbers in a file; folders are fp32.", choices=tuple(_DTYPES))
     model: str = option("", "The run's base model; default: where the run says.")
     model_config: str = option("", "For a .safetensors --model: diffusers folder or Hub id whose configs it is read with.")
+    token: str = option("", "With a URL: what the host gave you; better in the environment, as DD_TOKEN.")
+    host_key: str = option("", "With a URL: the host's key, to be sure that it is its run.")
+    wait_seconds: float = option(120.0, "With a URL: give up when nobody has given the state after so long.")
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="dd-export", description="Turn what a run left behind into the form that another tool reads.")
+    parser = ArgumentParser(prog="dd-export", description="Turn what a run left behind into the form that another tool reads.")
+    if argv and not argv[0].startswith("-"):
+        argv = ["--state", *argv]
     flags, _ = parse_flags(parser, argv, ExportConfig)
-    config = build(ExportConfig, flags)
+    config = build(ExportConfig, {"token": os.environ.get("DD_TOKEN", "").strip()}, flags)
     if not config.state:
         raise UserError(
             "Nothing to export was given.", fix="For example: dd-export --state output --format single_file --out mine.safetensors"
@@ -77,9 +85,23 @@ def main(argv: Sequence[str]) -> None:
     out = Path(config.out)
     if config.format != "diffusers" and out.suffix != ".safetensors":
         out = out.with_name(f"{out.name}.safetensors")
-    with found(Path(config.state), config, out) as result:
+    with _here(config, out) as place, found(place, config, out) as result:
         write(result, config, out)
     log.info("exported %s from %s", out, config.state)
+
+
+@contextmanager
+def _here(config: ExportConfig, out: Path) -> Iterator[Path]:
+    """What is to be exported, on this machine; fetched into a folder that is gone afterwards."""
+    if not config.state.startswith(("http://", "https://", "/ip4/", "/ip6/", "/dns")):
+        yield Path(config.state)
+        return
+    from peer.exports.fetching import fetch_state
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".fetching-", dir=out.parent) as scratch:
+        access = {"token": config.token, "host_key": config.host_key, "seconds": config.wait_seconds}
+        yield fetch_state(config.state, Path(scratch), **access, look=lambda run: source_of(run, _elsewhere(config)))
 
 
 def write(result: Path, config: ExportConfig, out: Path) -> None:
@@ -166,10 +188,7 @@ def _fill_from_checkpoint(params: Params, path: Path, run: RunConfig) -> tuple[i
     """Put what was trained into `params`; round and samples. A damaged checkpoint is passed over for the one before."""
     loaded = Checkpoints(path.parent, keep=1).load(str(path))
     assert loaded is not None
-    load_params(params, loaded[1]["params"])
-    average = loaded[1].get("average")
-    if average and average["average"]["optimization_step"]:  # with --use_ema it is the result, as at a run's end
-        load_params(params, dict(zip(params, average["average"]["shadow_params"], strict=True)))
+    load_result(params, loaded[1])
     said = about(loaded[0])
     return said["round"], said["samples"]
 
@@ -219,7 +238,8 @@ def fill(params: Params, path: Path, run: RunConfig) -> State:
 
 
 def cli() -> int:
-    return run_program(lambda: main(sys.argv[1:]))
+    with term_as_interrupt():
+        return run_program(lambda: main(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from peer.batches import Decoder
+from peer.batches import Decoded, Decoder, Stacked
 from peer.buckets import Buckets, MicroBatch, Pool, describe
 from peer.contracts import PixelBatch, Sample, Source
 from peer.device import RankGroup
@@ -32,11 +35,26 @@ class Work:
     """Those that could not be decoded."""
 
 
+@dataclass
+class Prepared:
+    """A step on its way: what rank 0 drew for all ranks, this rank's share of it, and how far that has come."""
+
+    drawn: Sequence[MicroBatch]
+    micro: Sequence[MicroBatch]
+    started: "Sequence[Future[Stacked] | Stacked]"
+    decoded: list[Decoded] | None = None
+    """Decoded and placed on the device."""
+
+    @property
+    def ready(self) -> bool:
+        return self.decoded is not None or all(part.done() for part in self.started if isinstance(part, Future))
+
+
 class Feed:
     """An iterator over local steps that ends with the data or when `stopping()` says so; equal on all ranks.
 
     It never blocks on the source for long, so that a stop is heard while the source has nothing.
-    With decoding processes one step is prepared ahead; what was drawn and not handed out is given back when the feed closes.
+    With decoding processes steps are prepared ahead; what was drawn and not handed out is given back when the feed closes.
     """
 
     def __init__(
@@ -50,17 +68,23 @@ class Feed:
         stopping: Callable[[], bool],
         buckets: Buckets,
         bucket_info: bool = False,
+        ahead_steps: int = 1,
+        placed_steps: int = 0,
+        place: Callable[[PixelBatch], PixelBatch] = lambda batch: batch,
     ):
         """source: rank 0's, None elsewhere; batch_samples: of one micro-batch; accumulation: micro-batches per step and rank.
 
-        bucket_info: log which buckets there are, and at the end what was in each.
+        bucket_info: log which buckets there are, and at the end what was in each. ahead_steps: drawn and decoded ahead, where there are
+        decoding processes; placed_steps: of these, as many as are ready are placed ahead. place: brings a batch where it is trained.
         """
         self._source = source
         self._decoder, self._group, self._stopping = decoder, group, stopping
         self._accumulation, self._per_step = accumulation, accumulation * group.world
         self._pool, self._bucket_info = Pool(buckets, batch_samples), bucket_info
         self._drawer = _Drawer(source, batch_samples * self._per_step) if source is not None else None
-        self._prepared: tuple | None = None
+        self._ahead_steps = ahead_steps if decoder.num_workers else 0
+        self._placed_steps, self._place = placed_steps, place
+        self._prepared: deque[Prepared] = deque()
         if bucket_info:
             log.info("buckets %s", " ".join(f"{width}x{height}" for width, height in buckets.sizes))
 
@@ -68,22 +92,48 @@ class Feed:
         while True:
             if self._prepared and self._group.broadcast_object(self._stopping()):
                 return
-            prepared = self._prepared or self._prepare(wait=True)
-            if prepared is None:
+            if not self._prepared and (first := self._prepare(wait=True)) is not None:
+                self._prepared.append(first)
+            if not self._prepared:
                 return
-            self._prepared = None
-            work = self._finish(*prepared)
-            self._prepared = self._prepare(wait=False) if self._decoder.num_workers else None
+            work = self._finish(self._prepared.popleft())
+            self._read_ahead()
             yield work
+
+    def _read_ahead(self) -> None:
+        """Start to decode the steps to come, and place those on the device that are decoded."""
+        while len(self._prepared) < self._ahead_steps and (more := self._prepare(wait=False)) is not None:
+            self._prepared.append(more)
+        for prepared in islice(self._prepared, self._placed_steps):
+            if not prepared.ready:
+                break
+            self._decode(prepared)
 
     def _ahead(self) -> list[tuple[int, str]]:
         """(number of the draw, key) of what was drawn and not handed out, in the order of the draws. Rank 0 only."""
-        prepared = [pair for batch in (self._prepared[0] if self._prepared else ()) for pair in batch.numbered]
+        prepared = [pair for step in self._prepared for batch in step.drawn for pair in batch.numbered]
         return sorted(prepared + self._pool.held())
 
     def ahead(self) -> list[str]:
         """Keys that were drawn but not handed out, in the order in which they were drawn. Rank 0 only."""
         return [key for _, key in self._ahead()] + (self._drawer.in_hand() if self._drawer else [])
+
+    def rest(self, resting: bool) -> None:
+        """This machine's owner wants it back for a while, and others get what was drawn and not handed out; until told otherwise."""
+        if self._source is not None:
+            self._source.rest(resting)
+        if resting:
+            ahead = self._drop_ahead()
+            if self._source is not None:
+                self._source.give_back(ahead)
+
+    def _drop_ahead(self) -> list[str]:
+        keys = [key for _, key in self._ahead()]
+        if self._drawer:
+            keys += self._drawer.drop()
+        self._pool.drop()
+        self._prepared.clear()
+        return keys
 
     def state_dict(self) -> dict[str, Any]:
         """Where the source stands, and what it must yield once more. Rank 0 only."""
@@ -96,12 +146,12 @@ class Feed:
             self._source.give_back(state["ahead"])
             self._pool.load_state_dict(state["pool"], state["ahead"])
 
-    def _prepare(self, *, wait: bool) -> tuple | None:
+    def _prepare(self, *, wait: bool) -> Prepared | None:
         drawn = self._draw(wait) if self._drawer else []
         micro = self._group.scatter(self._shares(drawn) if self._drawer else None)
         if micro is None:
             return None
-        return drawn, micro, [self._decoder.start(batch.samples, batch.size) for batch in micro]
+        return Prepared(drawn, micro, [self._decoder.start(batch.samples, batch.size) for batch in micro])
 
     def _draw(self, wait: bool) -> list[MicroBatch]:
         """The micro-batches of one step, fewer when the data end with them; none when they are not here yet, or never will be."""
@@ -126,8 +176,15 @@ class Feed:
         micro = [*drawn, *[MicroBatch()] * (self._per_step - len(drawn))]
         return [micro[i : i + self._accumulation] for i in range(0, len(micro), self._accumulation)]
 
-    def _finish(self, drawn: Sequence[MicroBatch], micro: list[MicroBatch], started: list) -> Work:
-        decoded = [self._decoder.finish(batch.samples, futures) for batch, futures in zip(micro, started, strict=True)]
+    def _decode(self, prepared: Prepared) -> list[Decoded]:
+        """This rank's batches, decoded and placed: now, unless that was done ahead."""
+        if prepared.decoded is None:
+            finished = [self._decoder.finish(batch.samples, part) for batch, part in zip(prepared.micro, prepared.started, strict=True)]
+            prepared.decoded = [replace(part, pixels=None if part.pixels is None else self._place(part.pixels)) for part in finished]
+        return prepared.decoded
+
+    def _finish(self, prepared: Prepared) -> Work:
+        decoded = self._decode(prepared)
         good = [key for part in decoded for key in part.keys]
         bad = [key for part in decoded for key in part.bad]
         parts = self._group.gather((good, bad))
@@ -155,6 +212,7 @@ class _Drawer:
     def __init__(self, source: Source, count: int):
         self._source, self._count = source, count
         self._hand: list[Sample] = []
+        self._passing = threading.Lock()  # held by whoever puts a sample in hand, or takes the hand away
         self._requests: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._asked = self._ready = self.ended = False
@@ -170,7 +228,8 @@ class _Drawer:
                     if sample is None:
                         self.ended = True
                         break
-                    self._hand.append(sample)
+                    with self._passing:
+                        self._hand.append(sample)
                 self._answers.put(None)
         except BaseException as error:
             self._answers.put(error)
@@ -205,6 +264,12 @@ class _Drawer:
         """Keys drawn and not yet taken; first lets a request that is under way end, unless the source has nothing."""
         self._answered(_QUIET_SECONDS)
         return [sample.key for sample in self._hand]
+
+    def drop(self) -> list[str]:
+        """The keys in hand, which nobody will take. One that comes a moment later stays in hand, and is trained when training goes on."""
+        with self._passing:
+            hand, self._hand = self._hand, []
+        return [sample.key for sample in hand]
 
     def close(self) -> None:
         """The thread ends, at once or when the source lets it go."""

@@ -1,6 +1,5 @@
 """`dd-generate`: pictures from a result, `dd-generate --model OUT --prompt "a handwritten seven" --num_images 4 --out pictures/`."""
 
-import argparse
 import logging
 import re
 import sys
@@ -9,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swarm.arguments import ArgumentParser
 from swarm.errors import UserError, run_program
 from swarm.logs import setup_logging
 from swarm.options import build, option, parse_flags
@@ -28,7 +28,7 @@ class GenerateConfig:
         "",
         "A result's folder or an --output_dir, whose LoRA or embedding finds its base model; a diffusers folder, a .safetensors or a Hub id.",
     )
-    model_config: str = option("", "For a .safetensors --model: diffusers folder or Hub id whose configs and tokenizers it is read with.")
+    model_config: str = option("", "For a .safetensors --model: diffusers folder or Hub id with its configs, tokenizers and missing parts.")
     lora: tuple[str, ...] = option((), "Files or folders of LoRA weights to put onto the model.")
     lora_scale: float = option(1.0, "How strongly they act.")
     embedding: tuple[str, ...] = option(
@@ -56,7 +56,7 @@ class GenerateConfig:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="dd-generate", description="Draw pictures with a model, or with what was trained on it.")
+    parser = ArgumentParser(prog="dd-generate", description="Draw pictures with a model, or with what was trained on it.")
     flags, _ = parse_flags(parser, argv, GenerateConfig)
     config = build(GenerateConfig, flags)
     if not config.model or not config.prompt:

@@ -23,6 +23,9 @@ class Joined:
     server_url: str = ""
     initial_peers: tuple[str, ...] = ()
     last_known: Mapping[str, Any] | None = None
+    host_key: str = ""
+    """The host's, as far as it is known: whose orders about the run's end count."""
+    extension: Mapping[str, Any] | None = None
 
 
 def join(
@@ -87,7 +90,8 @@ def _joined(peer: PeerConfig, given: Mapping[str, Any], answer: Any) -> Joined:
         "samples": answer.head.samples,
         "peers": list(answer.head.reporters),
     }
-    return Joined(run, peer.datasetserver, tuple(dict.fromkeys([*peer.peers, *answer.initial_peers])), head)
+    known = tuple(dict.fromkeys([*peer.peers, *answer.initial_peers]))
+    return Joined(run, peer.datasetserver, known, head, answer.host_key, answer.extension and answer.extension.model_dump())
 
 
 def _from_dht(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., Any]) -> Joined | None:
@@ -105,7 +109,7 @@ def _from_dht(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[.
         )
     run = RunConfig.from_mapping(record.run, where="the peers' description of their run")
     run.refuse_differences(of_joiner(given, peer, run))
-    joined = Joined(run, record.server_url, peer.peers, record.head)
+    joined = Joined(run, record.server_url, peer.peers, record.head, extension=record.extension)
     if not record.server_url:
         return joined
     try:

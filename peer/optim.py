@@ -10,7 +10,7 @@ from swarm.run_config import RunConfig
 
 
 def build_optimizer(run: RunConfig, params: Params, device: torch.device) -> torch.optim.Optimizer:
-    """What the run wants; `auto` is 8-bit AdamW (bitsandbytes) on a GPU and torch's fused one on a CPU.
+    """What the run wants; `auto` is 8-bit AdamW (bitsandbytes) on a GPU and torch's own elsewhere.
 
     On a CPU 8-bit Adam is right to 1 % and needs a quarter of the memory, but takes about 30 times as long. Adafactor keeps a row and a
     column of sums for each matrix instead of two numbers for each parameter; its rate is the schedule's, not one of its own.
@@ -27,9 +27,11 @@ def build_optimizer(run: RunConfig, params: Params, device: torch.device) -> tor
         "eps": run.adam_epsilon,
         "weight_decay": run.adam_weight_decay,
     }
+    if kind == "adamw8bit" and device.type == "xla":
+        raise UserError("8-bit AdamW has no program for XLA.", fix="Use --optimizer adamw or adafactor.")
     if kind == "adamw8bit":
         return _bitsandbytes().optim.AdamW8bit(params.values(), **options)
-    return torch.optim.AdamW(params.values(), fused=True, **options)
+    return torch.optim.AdamW(params.values(), fused=device.type != "xla", **options)  # XLA fuses what it compiles
 
 
 def _bitsandbytes():

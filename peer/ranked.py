@@ -33,6 +33,10 @@ class RankedSync:
     def withdraw(self, number: int) -> SyncReport:
         return self._mirror(lambda: self._inner.withdraw(number))
 
+    def rest(self, resting: bool) -> None:
+        if self._inner:
+            self._inner.rest(resting)
+
     def leave(self) -> SyncReport:
         return self._mirror(lambda: self._inner.leave())
 

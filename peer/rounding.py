@@ -72,17 +72,22 @@ class RoundingOptimizer:
 
 @contextmanager
 def _in_float32(parameters: Sequence[Tensor], rng: torch.Generator | None = None) -> Iterator[None]:
-    """Within the block parameters and gradients are float32; afterwards rounded by chance, or exactly when `rng` is None and none changed."""
-    for parameter in parameters:
+    """Within the block parameters and gradients are float32; afterwards rounded by chance, or exactly when `rng` is None and none changed.
+
+    The parameters' own memory comes back: others look at it.
+    """
+    memory = [parameter.data for parameter in parameters]
+    for parameter, kept in zip(parameters, memory, strict=True):
         gradient, parameter.grad = parameter.grad, None
-        parameter.data = parameter.data.float()
+        parameter.data = kept.float()
         parameter.grad = None if gradient is None else gradient.float()
     try:
         yield
     finally:
-        for parameter in parameters:
+        for parameter, kept in zip(parameters, memory, strict=True):
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = round_stochastically(parameter.data, rng) if rng else parameter.data.bfloat16()
+            kept.copy_(round_stochastically(parameter.data, rng) if rng else parameter.data)
+            parameter.data = kept
             parameter.grad = None if gradient is None else gradient.bfloat16()
 
 

@@ -1,9 +1,13 @@
 """Stopping: the first SIGINT or SIGTERM asks for a clean end, a second one ends at once."""
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from swarm.errors import STOPPED_AT_ONCE, ExitCode
+from swarm.logs import line
 
 # Ctrl-C under a launcher arrives twice, from the terminal and from the launcher: within this time it is one wish.
 _SAME_WISH_SECONDS = 1.0
@@ -15,6 +19,7 @@ class Stop:
     def __init__(self, clock: Callable[[], float] = time.monotonic, end_now: Callable[[int], object] = os._exit):
         self._clock, self._end_now = clock, end_now
         self._asked: float | None = None
+        self._begun = True
 
     def __call__(self) -> bool:
         return self._asked is not None
@@ -24,11 +29,35 @@ class Stop:
             signal.signal(number, self.hear)
         return self
 
+    @contextlib.contextmanager
+    def before_it_begins(self) -> Iterator[None]:
+        """Within it there is nothing to lose yet: who asks to stop is not made to wait. Raises SystemExit."""
+        if self():
+            raise SystemExit(ExitCode.OK)
+        self._begun = False
+        try:
+            yield
+        finally:
+            self._begun = True
+
     def hear(self, number: int, frame: object = None) -> None:
         now = self._clock()
         if self._asked is None:
             self._asked = now
             # No logging here: a handler may interrupt the logger while it holds its lock.
-            os.write(2, b"stopping after this step; once more to stop at once.\n")
+            said = "stopping after this step; once more to stop at once." if self._begun else "stopped before it began."
+            os.write(2, (line(said) + "\n").encode())
+            if not self._begun:
+                raise SystemExit(ExitCode.OK)
         elif now - self._asked >= _SAME_WISH_SECONDS:
-            self._end_now(130)
+            self._end_now(STOPPED_AT_ONCE)
+
+
+@contextlib.contextmanager
+def term_as_interrupt() -> Iterator[None]:
+    """Within it SIGTERM is heard as Ctrl-C is, so that a short program that is ended takes its temporary files with it."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

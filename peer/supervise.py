@@ -1,33 +1,201 @@
-"""`dd-peer`: starts the trainer as a child that dies with it, passes signals on, and ends as the child ends."""
+"""`dd-peer`: keeps a trainer alive. Its flags are the trainer's; docs/running.md says what it does when."""
 
+import contextlib
+import logging
+import math
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from swarm.lifeline import die_with_parent
+from peer.command_line import parse
+from peer.commands import own_command
+from peer.config import PeerConfig
+from peer.launched import Rank
+from peer.resolving import no_model
+from peer.supervision.launch import PROGRAM, Launch
+from peer.supervision.log_file import LogFile
+from peer.supervision.policy import End, Policy, Verdict, smaller
+from peer.supervision.watch import OutOfMemory, Vitals, Watchdog
+from swarm.errors import ExitCode, UserError, run_program
+from swarm.files import lock_folder
+from swarm.life import last_sign
+from swarm.lifeline import adopt_orphans
+from swarm.logs import setup_logging
+
+log = logging.getLogger("peer.supervise")  # __name__ may be "__main__", whose lines nobody sees
+
+_FOLDER = "supervised"
+_TICK_SECONDS, _LOOK_SECONDS = 0.2, 1.0
+_SAME_WISH_SECONDS, _LAST_SECONDS = 1.0, 5.0
+_ANSWERED_AT_ONCE = {"--help", "-h", "--dry_run"}
+"""What the trainer answers and ends: nothing to keep alive."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `peer/finetune.py argv...` to its end; returns its exit code, 0 after a clean stop."""
-    child = start(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: child.send_signal(number))
-    code = child.wait()
+def main(argv: Sequence[str], program: Path = PROGRAM) -> int:
+    """Keep the trainer alive until its run is done, someone asks to stop, or a restart can help no more; returns the exit code for that."""
+    if command := own_command(argv):
+        return command()
+    if _ANSWERED_AT_ONCE & {flag.split("=")[0] for flag in argv}:
+        os.execv(sys.executable, [sys.executable, str(program), *argv])
+    if not argv:  # before a folder is made for it
+        raise no_model()
+    peer, _ = parse(argv)
+    if Rank.from_environment().world > 1:
+        raise UserError("dd-peer was started as one of several ranks.", fix="Start it once, with --nproc_per_node N: it starts the ranks.")
+    output = Path(peer.output_dir)
+    with _own_folder(output / _FOLDER) as folder, _log(peer, output.name) as log_file:
+        adopt_orphans()
+        return Supervisor(argv, peer, folder, log_file, program).run()
+
+
+class Supervisor:
+    """Starts a trainer, watches it, and starts it again."""
+
+    def __init__(self, argv: Sequence[str], peer: PeerConfig, folder: Path, log_file: LogFile | None, program: Path = PROGRAM):
+        self._argv, self._peer, self._folder, self._log_file, self._program = list(argv), peer, folder, log_file, program
+        self._policy = Policy(peer.max_restarts)
+        self._batch = (peer.train_batch_size, peer.gradient_accumulation_steps)
+        self._again = False
+        self._launch: Launch | None = None
+        self._asked: float | None = None
+        self._told = False
+        self._kill_at = math.inf
+
+    def run(self) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._hear)
+        while True:
+            end = self._live()
+            if self._asked is not None:
+                return _status(end.code) if self._told and not _as_asked(end) else ExitCode.OK
+            less = smaller(*self._batch)
+            verdict = self._policy.after(end, can_shrink=less is not None and not self._peer.assist)
+            if verdict.pause is None:
+                if end.code:
+                    log.error("the trainer is not started again: %s, and %s", end, verdict.why)
+                return _status(end.code) if end.kind == ExitCode.FAILED else end.kind
+            self._prepare_again(end, verdict, less)
+            self._pause(verdict.pause)
+            if self._asked is not None:
+                return ExitCode.OK
+
+    def _prepare_again(self, end: End, verdict: Verdict, less: tuple[int, int] | None) -> None:
+        self._again = True
+        if verdict.smaller:
+            before, self._batch = self._batch, less
+            log.warning(
+                "out of memory: the micro-batch is now %d instead of %d, and gradients are accumulated over %d instead of %d: "
+                "a step keeps its samples. To keep it so: --train_batch_size %d --gradient_accumulation_steps %d",
+                self._batch[0], before[0], self._batch[1], before[1], *self._batch,
+            )  # fmt: skip
+        log.warning("the trainer ended: %s. Starting it again in %.0f s (%s; Ctrl-C ends it)", end, verdict.pause, verdict.why)
+
+    def _arguments(self) -> list[str]:
+        batch, accumulation = self._batch
+        more = []
+        if (batch, accumulation) != (self._peer.train_batch_size, self._peer.gradient_accumulation_steps):
+            more += ["--train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
+        if self._again and not self._peer.resume_from_checkpoint and not self._peer.assist:
+            more += ["--resume_from_checkpoint", "latest"]
+        return [*self._argv, *more]
+
+    def _live(self) -> End:
+        """One life of the trainer, from its start until nothing is left of it."""
+        ranks = 1 if self._peer.assist else self._peer.nproc_per_node
+        output = self._log_file.pipe if self._log_file else None
+        self._launch = launch = Launch(self._arguments(), self._folder, ranks=ranks, output=output, tick=self._tick, program=self._program)
+        if self._asked is not None:  # while it was being started
+            self._tell(signal.SIGTERM)
+        watchdog, memory, stalled = Watchdog(self._peer.stall_seconds, time.monotonic()), OutOfMemory(), ""
+        looked = time.monotonic()
+        while (code := launch.poll()) is None and not stalled and time.monotonic() < self._kill_at:
+            self._tick()
+            if (now := time.monotonic()) - looked >= _LOOK_SECONDS:
+                # What stopped us stopped the trainer as well, or may have: it gets a tick to show life.
+                if now - looked < 5 * _LOOK_SECONDS:
+                    memory.look()
+                    stalled = watchdog.look(last_sign(self._folder), lambda: Vitals.of(launch.family()), now)
+                looked = now
+        if stalled:
+            log.error("the trainer stands still: %s. Where it is:\n%s", stalled, launch.stacks())
+        out_of_memory = memory.look()
+        launch.end(at_once=bool(stalled) or code is None)
+        watchdog.look(last_sign(self._folder), Vitals, time.monotonic())
+        self._launch = None
+        self._tick(0)
+        return End(code if code is not None else -signal.SIGKILL, bool(stalled), out_of_memory, watchdog.trained_seconds)
+
+    def _tick(self, seconds: float = _TICK_SECONDS) -> None:
+        time.sleep(seconds)
+        if self._log_file:
+            self._log_file.pump()
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._asked is None and time.monotonic() < deadline:
+            self._tick()
+
+    def _hear(self, number: int, frame: object = None) -> None:
+        """The trainer stops cleanly; on a second wish at once, and if it hangs it is killed."""
+        now = time.monotonic()
+        if self._asked is not None and now - self._asked >= _SAME_WISH_SECONDS:
+            self._kill_at = min(self._kill_at, now + _LAST_SECONDS)
+        self._asked = self._asked or now
+        self._tell(number)
+
+    def _tell(self, number: int) -> None:
+        if self._launch and self._launch.poll() is None:
+            self._told = True
+            self._launch.signal(number)
+
+
+def _as_asked(end: End) -> bool:
+    """Whether who asked for the end has it: how it ended before it could hear of that would only have been a reason to start it again."""
+    return end.code in (-signal.SIGTERM, -signal.SIGINT) or (end.kind == ExitCode.NETWORK and not end.trained_seconds)
+
+
+def _status(code: int) -> int:
+    """As a shell has it: 128 and the signal's number."""
     return code if code >= 0 else 128 - code
 
 
-def start(argv: Sequence[str]) -> subprocess.Popen:
-    """The trainer in a process group of its own, so that Ctrl-C reaches it once, through us; it stops cleanly when we are gone."""
-    program = Path(__file__).resolve().with_name("finetune.py")
-    parent = os.getpid()
-    return subprocess.Popen([sys.executable, str(program), *argv], start_new_session=True, preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent))
+@contextlib.contextmanager
+def _own_folder(folder: Path) -> Iterator[Path]:
+    """Where the trainer shows life: ours alone, since two trainers with one --output_dir would write over each other's checkpoints."""
+    try:
+        lock = lock_folder(folder)
+    except BlockingIOError:
+        raise UserError(f"Another dd-peer is using {folder.parent}.", fix="Stop that one, or choose another --output_dir.") from None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
+    with lock:
+        yield folder
 
 
-def cli() -> int:
-    return main(sys.argv[1:])
+@contextlib.contextmanager
+def _log(peer: PeerConfig, name: str) -> Iterator[LogFile | None]:
+    setup_logging(debug=peer.debug, name=name if peer.swarming else "", log_format=peer.log_format)
+    if not peer.log_file:
+        yield None
+        return
+    (usual,) = logging.getLogger().handlers
+    handler = LogFile(Path(peer.log_file), int(peer.log_file_mib * 2**20), peer.log_files)
+    handler.setFormatter(usual.formatter)
+    log.info("the log goes to %s", peer.log_file)
+    logging.getLogger().handlers[:] = [handler]
+    try:
+        yield handler
+    finally:
+        logging.getLogger().handlers[:] = [usual]
+        handler.close()
+
+
+def cli(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    return run_program(lambda: main(argv), debug="--debug" in argv)
 
 
 if __name__ == "__main__":

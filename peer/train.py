@@ -2,8 +2,10 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_BAD_STEPS = 10
+_REST_SECONDS = 0.2
 
 
 @dataclass(kw_only=True)
@@ -54,6 +57,16 @@ class Trainer:
     """What else is done every so many global steps."""
     by_rounds: bool
     """Whether a global step is a committed round, as in a swarm, or an optimizer step of ours."""
+    resting: Callable[[], bool] = lambda: False
+    """Whether this machine's owner wants it for himself for a while."""
+    trial: Callable[[Callable[[], object] | None], bool] | None = None
+    """Tries a faster way to compute on this rank's first micro-batch (None: it has none); False: to be called again at the next step."""
+    alive: Callable[[str], None] = lambda doing: None
+    """Told what is being done now, for whoever watches whether anything is."""
+    boundary: Callable[[], None] = lambda: None
+    """Where a device that only notes down what it is asked for (XLA) is to compute it: once per program."""
+    stepped: Callable[[], None] = lambda: None
+    """Told after every local step."""
     average: "Ema | None" = None
     """Of the weights, where one is kept: rank 0 alone."""
     noise_seed: str
@@ -69,8 +82,11 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end, leave the swarm and save. Raises UserError when training cannot go on."""
+        self.alive("catching up")
         done = self._follow(self.sync.catch_up())
+        self.alive("making the first step")
         self.occasions.start(self.global_step)
+        done = done or self._rest()
         for work in self.feed if not done else ():
             loss = self._train(work)
             samples = len(work.keys) if loss is not None else 0
@@ -85,10 +101,14 @@ class Trainer:
                 committed=self.sync.samples,
                 peers=self.sync.peers,
             )
+            self.stepped()
+            self.alive("saving and drawing")
             self.occasions.reach(self.global_step, end=done)
-            if done:
+            self.alive("training")
+            if done or self._rest():
                 break
         self._leave()
+        self.alive("saving")
         self.checkpoint()
         self.accounts.give_back_aside()
 
@@ -102,57 +122,71 @@ class Trainer:
         self.accounts.unusable(work.bad)
         if not work.keys:
             return None
-        loss = self._accumulate(work)
+        loss, finite = self._accumulate(work)
         if not math.isfinite(loss):
             self.optimizer.zero_grad()
             self.accounts.set_aside(work.keys)
             return self._count_bad(f"the loss is {loss}")
-        if not self._use_gradients(len(work.keys)):
+        if not self._use_gradients(len(work.keys), finite):
             self.accounts.lost(work.keys)
             return None if self.precision.scaled else self._count_bad("a gradient is not finite")
         self._bad_steps = 0
         self.accounts.trained(work.keys)
         return loss
 
-    def _accumulate(self, work: "Work") -> float:
-        """Add the gradient of the SUM of this step's losses, over all ranks, to the parameters' `.grad`; returns their mean."""
+    def _accumulate(self, work: "Work") -> tuple[float, bool]:
+        """Add the gradient of the SUM of this step's losses, over all ranks, to the parameters' `.grad`.
+
+        Returns their mean, and whether the whole gradient is finite.
+        """
+        if self.trial and self.trial(partial(self._backward, work.batches[0], work.first) if work.batches else None):
+            self.trial = None
         total = torch.zeros((), device=self.precision.device)
         for number, pixels in enumerate(work.batches, start=work.first):
-            losses = self._losses(pixels, number)
-            self._scaler.scale(losses.sum()).backward()
-            total += losses.detach().sum()
+            if number > work.first:
+                self.boundary()
+            total += self._backward(pixels, number).sum()
         for parameter in self.params.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self.group.sum_([total, *(parameter.grad for parameter in self.params.values())])
-        return float(total) / len(work.keys)
+        gradients = [parameter.grad for parameter in self.params.values()]
+        if self.group.world > 1:
+            self.boundary()  # the other ranks' sums are added on the host
+        self.group.sum_([total, *gradients])
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self.boundary()
+        # Both at once: each question to a device waits for it.
+        loss, norm = torch.stack([total, norm.float()]).tolist()
+        return loss / len(work.keys), math.isfinite(norm)
+
+    def _backward(self, pixels: PixelBatch, number: int) -> Tensor:
+        """Add the gradient of the sum of a micro-batch's losses; returns these, (B,)."""
+        losses = self._losses(pixels, number)
+        self._scaler.scale(losses.sum()).backward()
+        return losses.detach()
 
     def _losses(self, pixels: PixelBatch, number: int) -> Tensor:
         """(B,); every random number in it follows from the peer, the step and the micro-batch, so a resumed run repeats them."""
         seed = seed_of(self.noise_seed, self.step, number)
         torch.manual_seed(seed)  # for whatever draws without being handed a generator: dropout
-        rng = torch.Generator(self.precision.device).manual_seed(seed)
+        rng = torch.Generator(self.precision.rng_device).manual_seed(seed)
         with self.precision.autocast():
             losses = self.model.loss(self.encode(pixels, rng), rng)
         return losses if pixels.weights is None else losses * pixels.weights.to(losses.device)
 
-    def _use_gradients(self, samples: int) -> bool:
+    def _use_gradients(self, samples: int, finite: bool) -> bool:
         """Hand the step's gradients to the strategy, or step the optimizer; False when they are not finite and nothing was changed."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.sync.samples)
         self._scaler.unscale_(self.optimizer)
-        finite = bool(self._clip(math.inf).isfinite())
         if finite and self.sync.before_step():
             torch._foreach_div_([parameter.grad for parameter in self.params.values()], samples)
-            self._clip(self.max_grad_norm or math.inf)
+            torch.nn.utils.clip_grad_norm_(self.params.values(), self.max_grad_norm or math.inf)
             self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad()
+        self.boundary()
         return finite
-
-    def _clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients to this norm; returns the norm they had."""
-        return torch.nn.utils.clip_grad_norm_(self.params.values(), max_norm)
 
     def _count_bad(self, what: str) -> None:
         self._bad_steps += 1
@@ -172,6 +206,24 @@ class Trainer:
                 break
             report = self._settle(self.sync.step(0))
         return report.done
+
+    def _rest(self) -> bool:
+        """Wait while this machine's owner wants it: what was trained is averaged, what was leased goes to others; whether the run is done meanwhile."""
+        report, resting = None, self.group.broadcast_object(self.resting())
+        if not resting:
+            return False
+        self.sync.rest(True)
+        self.feed.rest(True)
+        while resting:
+            self.alive("resting")
+            report = self._settle(self.sync.step(0))
+            if not report.wait:
+                time.sleep(_REST_SECONDS)
+            resting = not report.done and self.group.broadcast_object(self.resting() and not self.stopping())
+        self.sync.rest(False)
+        self.feed.rest(False)
+        self.alive("training")
+        return self._follow(report)
 
     def _leave(self) -> None:
         report = self._settle(self.sync.leave())
@@ -229,3 +281,10 @@ def load_params(params: Params, saved: Mapping[str, Tensor]) -> None:
             )
     for name, parameter in params.items():
         parameter.copy_(saved[name])
+
+
+def load_result(params: Params, loaded: Mapping[str, Any]) -> None:
+    """Overwrite `params` by what a checkpoint's run would export: their average where one was kept (--use_ema). Raises as `load_params`."""
+    average = (loaded.get("average") or {}).get("average")
+    kept = average and average["optimization_step"]
+    load_params(params, dict(zip(params, average["shadow_params"], strict=True)) if kept else loaded["params"])

@@ -37,6 +37,8 @@ class Validation:
     """Within it the model has the weights to draw with."""
     show: Callable[[int, Any], None]
     """Is handed the global step and the grid, a PIL picture."""
+    share: Callable[[list[tuple[str, Any]]], None] = lambda drawn: None
+    """Is handed each prompt with its pictures in one."""
 
     def draw(self, step: int) -> None:
         """All ranks call it, and wait for one prompt at a time: for more, the group would take a rank for lost."""
@@ -50,7 +52,7 @@ class Validation:
                     rows.append(self._pictures(prompt))
                 self.group.barrier()
         if self.group.is_main:
-            self._publish(step, [picture for row in rows for picture in row])
+            self._publish(step, rows)
 
     def _pictures(self, prompt: str) -> list[Any]:
         with torch.no_grad(), self.precision.autocast():
@@ -62,15 +64,18 @@ class Validation:
                 generator=[torch.Generator().manual_seed(self.seed + number) for number in range(self.images)],
             ).images
 
-    def _publish(self, step: int, pictures: list[Any]) -> None:
+    def _publish(self, step: int, rows: list[list[Any]]) -> None:
         from diffusers.utils import make_image_grid
 
-        grid = make_image_grid(pictures, rows=len(self.prompts), cols=self.images)
+        grid = make_image_grid([picture for row in rows for picture in row], rows=len(self.prompts), cols=self.images)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{step:06}.png"
         grid.save(path)
         log.info("drew %s", path)
         self.show(step, grid)
+        columns = next(count for count in range(1, self.images + 1) if self.images % count == 0 and count * count >= self.images)
+        squares = [make_image_grid(row, rows=self.images // columns, cols=columns) for row in rows]
+        self.share(list(zip(self.prompts, squares, strict=True)))
 
 
 @contextmanager

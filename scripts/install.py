@@ -1,5 +1,7 @@
 """Set-up of `.venv` beside the code: made once, skipped while it is fresh. Standard library only; run by `scripts/setup`.
 
+What needs a PyTorch of its own (`--extra ipex`, `--extra xla`) gets an environment of its own, `.venv-ipex` or `.venv-xla`.
+
 Fresh means: a stamp inside `.venv`, written as the very last thing, matches the Python, the place of the checkout and the
 requirements. An interrupted set-up leaves a mark instead of a stamp, and the next run starts over.
 """
@@ -21,8 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # as documented by PyTorch; the registry's own builds bring gigabytes of CUDA
 TORCH_TESTED = "torch==2.13.0"
 TORCH_RANGE = "torch>=2.8"
-INCLUDES = {"dev": {"dev", "demo"}, "demo": {"demo"}}
-NETWORK_SIGNS = ("NewConnectionError", "Temporary failure in name resolution", "Connection refused", "ConnectTimeout", "ReadTimeout", "ProxyError")
+OWN_TORCH = {"ipex": "torch==2.8.*", "xla": "torch==2.9.0"}
+INCLUDES = {"dev": {"dev", "demo"}, "demo": {"demo"}, **{extra: {extra} for extra in OWN_TORCH}}
+NETWORK_SIGNS = (
+    "NewConnectionError",
+    "Temporary failure in name resolution",
+    "Connection refused",
+    "ConnectTimeout",
+    "ReadTimeout",
+    "ProxyError",
+)
 GIB = 1 << 30
 
 
@@ -87,20 +97,25 @@ def can_reach(url: str, seconds: float = 5) -> bool:
         return False
 
 
-def torch_command(python_version: tuple, gpu: bool, cpu_index: bool) -> list:
-    """Arguments of `pip install` that bring torch before everything else; [] where the requirements alone bring the right build."""
+def torch_command(python_version: tuple, gpu: bool, cpu_index: bool, own: str = "") -> list:
+    """Arguments of `pip install` that bring torch before everything else; [] where the requirements alone bring the right build.
+
+    own: the release that an extra needs.
+    """
     if gpu:
         return []
     if cpu_index:
-        return [TORCH_RANGE, "--index-url", TORCH_CPU_INDEX]
+        return [own or TORCH_RANGE, "--index-url", TORCH_CPU_INDEX]
+    if own:
+        return [own]
     return [TORCH_TESTED] if python_version[:2] == (3, 11) else [TORCH_RANGE]
 
 
-def check_machine(root: Path, gpu: bool) -> None:
+def check_machine(root: Path, large: bool) -> None:
     """Raise SetupError where set-up cannot end well: another system, or too little space."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise SetupError(f"This is {sys.platform} on {platform.machine()}; hivemind runs on Linux x86-64. Use such a machine, or WSL2.", 2)
-    need, free = (10 if gpu else 3), shutil.disk_usage(root).free / GIB
+    need, free = (10 if large else 3), shutil.disk_usage(root).free / GIB
     if free < need:
         raise SetupError(f"{root} has {free:.1f} GiB free, set-up needs about {need}. Free some space and run it again.", 4)
 
@@ -141,13 +156,17 @@ def pip_install(venv: Path, *arguments: str) -> None:
         raise SetupError(f"pip install {' '.join(arguments)} failed; its reason is above. Mend that and run this again.")
 
 
-def set_up(root: Path, extra: str) -> bool:
-    """Bring `.venv` up to date with `extra`; False when it already was."""
-    venv, wanted = root / ".venv", fingerprint(root, platform.python_version())
+def environment_of(root: Path, extra: str) -> Path:
+    return root / (f".venv-{extra}" if extra in OWN_TORCH else ".venv")
+
+
+def set_up(root: Path, extra: str, venv: Path) -> bool:
+    """Bring `venv` up to date with `extra`; False when it already was."""
+    wanted = fingerprint(root, platform.python_version())
     if is_fresh(venv, extra, wanted):
         return False
-    gpu = has_nvidia_gpu()
-    check_machine(root, gpu)
+    gpu = extra not in OWN_TORCH and has_nvidia_gpu()
+    check_machine(root, gpu or extra in OWN_TORCH)
     extra = "dev" if read_stamp(venv).get("extra") == "dev" else extra
     if must_start_over(venv, wanted):
         say(f"making {venv} with Python {platform.python_version()}")
@@ -155,27 +174,29 @@ def set_up(root: Path, extra: str) -> bool:
     else:
         say(f"bringing {venv} up to date")
     (venv / "setup.unfinished").touch()
-    install_torch(venv, gpu)
-    pip_install(venv, "--editable", f".[{extra}]")
+    install_torch(venv, gpu, OWN_TORCH.get(extra, ""))
+    pip_install(venv, "--editable", f".[{extra},test]" if extra in OWN_TORCH else f".[{extra}]")
     (venv / "setup.json").write_text(json.dumps({"fingerprint": wanted, "extra": extra}), encoding="utf-8")
     (venv / "setup.unfinished").unlink()
     say("done; the next run skips this")
     return True
 
 
-def install_torch(venv: Path, gpu: bool) -> None:
+def install_torch(venv: Path, gpu: bool, own: str = "") -> None:
     have = subprocess.run([venv / "bin" / "python", "-m", "pip", "show", "torch"], capture_output=True).returncode == 0
     if have or gpu:
         return
     reachable = can_reach(f"{TORCH_CPU_INDEX}/torch/")
-    say(f"no NVIDIA GPU here: torch comes as {'its CPU build' if reachable else 'the registry has it (the CPU index is out of reach)'}")
+    say(
+        f"{own or 'no NVIDIA GPU here: torch'} comes as {'its CPU build' if reachable else 'the registry has it (the CPU index is out of reach)'}"
+    )
     try:
-        pip_install(venv, *torch_command(sys.version_info[:2], gpu, reachable))
+        pip_install(venv, *torch_command(sys.version_info[:2], gpu, reachable, own))
     except SetupError:
         if not reachable:
             raise
         say("the CPU index did not work out; going on without it")
-        pip_install(venv, *torch_command(sys.version_info[:2], gpu, cpu_index=False))
+        pip_install(venv, *torch_command(sys.version_info[:2], gpu, cpu_index=False, own=own))
 
 
 def say(message: str) -> None:
@@ -188,13 +209,17 @@ def main(argv: list) -> int:
         description="Make .venv beside the code and install everything into it. Does nothing while that is fresh. "
         "PYTHON=/path/to/python3.X chooses the Python (3.10-3.13).",
     )
-    parser.add_argument("--extra", choices=sorted(INCLUDES), default="demo", help="what to add: demo (quickstart), dev (that and the tests)")
-    extra = parser.parse_args(argv).extra
+    parser.add_argument(
+        "--extra", choices=sorted(INCLUDES), default="demo", help="what to add: demo (quickstart), dev (that and the tests)"
+    )
+    parser.add_argument("--venv", type=Path, help="where; default: .venv beside the code, .venv-ipex and .venv-xla for these extras")
+    options = parser.parse_args(argv)
+    extra, venv = options.extra, (options.venv or environment_of(ROOT, options.extra)).absolute()
     try:
         # Two quickstarts started at once must not install over each other.
         with open(ROOT / "setup.cfg", "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            set_up(ROOT, extra)
+            set_up(ROOT, extra, venv)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code

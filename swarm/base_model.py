@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from swarm.digest import read_header
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 
 AUTO = "auto"
 """`--family auto`: whoever founds the run finds out, so that nobody who joins has to guess."""
@@ -14,6 +14,15 @@ PIPELINES = {
     "FluxPipeline": "flux",
 }
 """The class that model_index.json names: its family, a module of peer/models."""
+
+
+def not_found(model: str) -> UserError:
+    """For a model that is neither on this machine nor given by the Hub. What the Hub's library says of it is long, and seldom the reason."""
+    return UserError(
+        f"There is no model '{model}' on this machine, and the Hub did not give one of that name.",
+        fix="Check the name and the network, or give its folder with --model FOLDER.",
+        code=ExitCode.NETWORK,
+    )
 
 
 def family_of(source: Path) -> str:

@@ -7,28 +7,27 @@ hivemind's own `DHT` class forks a process; a node in our loop needs no fork, so
 import asyncio
 import contextlib
 import fcntl
-import hashlib
 import logging
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
-import multihash
-from cryptography.hazmat.primitives import serialization
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import ValidationError
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon import P2PDaemonError
 from hivemind.proto import crypto_pb2
-from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm import reachability
+from swarm import clock, reachability
 from swarm.daemon import Daemon
 from swarm.errors import ExitCode, UserError
+from swarm.peer_key import peer_id_of
 from swarm.ports import can_listen, with_ports
 from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS, BadRecord, PeerRecord, RunRecord
 
@@ -38,6 +37,7 @@ RUNS_KEY = "distributed-diffusion.runs.1"
 JOIN_SECONDS = 60.0
 ANSWER_SECONDS = 10.0
 """In which p2pd answers a question about itself, or hangs."""
+_MOST_CAME_BY = 2
 _SIGNATURE_BYTES = 512
 _PUBLIC_KEY = re.compile(re.escape(RSASignatureValidator.PUBLIC_KEY_FORMAT).replace(b"_key_", rb"(.+?)"))
 
@@ -82,8 +82,7 @@ class Identity:
             ) from None
         try:
             self.peer_id = PeerID.from_identity(data).to_base58()
-            self.key = RSAPrivateKey.__new__(RSAPrivateKey)
-            self.key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(data).data})
+            self.key = _key_in(data)
         except Exception as error:
             self._lock.close()
             raise UserError(f"{path} is no identity file: {error}.", fix="Move it away; a new one is made.") from None
@@ -92,17 +91,16 @@ class Identity:
         self._lock.close()
 
 
-def peer_id_of(public_key: bytes) -> str:
-    """The libp2p peer id of an OpenSSH-encoded RSA public key.
+def sign_as(identity_path: Path, statement: bytes) -> tuple[str, str]:
+    """(public key, signature) for `peer_key.check_statement`, by the identity in that file, which may be in use. Raises OSError, ValueError."""
+    key = _key_in(identity_path.read_bytes())
+    return key.get_public_key().to_bytes().decode(), key.sign(statement).decode()
 
-    Source: libp2p specs, peer-ids: the SHA-256 multihash of the protobuf-wrapped key. Raises ValueError for another kind of key.
-    """
-    RSAPublicKey.from_bytes(public_key)
-    der = serialization.load_ssh_public_key(public_key).public_bytes(
-        encoding=serialization.Encoding.DER, format=serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    wrapped = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
-    return PeerID(multihash.encode(hashlib.sha256(wrapped).digest(), multihash.coerce_code("sha2-256"))).to_base58()
+
+def _key_in(identity: bytes) -> RSAPrivateKey:
+    key = RSAPrivateKey.__new__(RSAPrivateKey)
+    key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity).data})
+    return key
 
 
 class _Bounds(RecordValidatorBase):
@@ -125,7 +123,11 @@ class SwarmNode:
     def __init__(self, daemon: Daemon, dht: DHTNode, identity: Identity, validator: RSASignatureValidator, client_mode: bool):
         self.p2p, self.client_mode = daemon.p2p, client_mode
         self._daemon, self._dht, self._identity, self._validator = daemon, dht, identity, validator
+        self.reachability = ""
+        """In plain words, what those who were asked to dial this node found; '' when nobody was asked."""
         self.peer_id = identity.peer_id
+        self.came_by: list[list[str]] = []
+        """Addresses of those by whom we came into the swarm, above all the dataset server's node: one list per peer."""
 
     @classmethod
     async def join(
@@ -157,6 +159,10 @@ class SwarmNode:
                 try:
                     listening = host_maddrs if client_mode else with_ports(host_maddrs, identity_path.with_suffix(".ports"))
                     return await cls._start(identity, initial_peers, listening, announce_maddrs, client_mode)
+                except ValidationError as error:
+                    raise UserError(
+                        f"The peers that are known refuse this machine's clock: {error}.", fix=clock.FIX, code=ExitCode.CLOCK
+                    ) from None
                 except (P2PDaemonError, RuntimeError, OSError, asyncio.TimeoutError) as error:
                     reason = _readable(error, host_maddrs, initial_peers)
                     if time.monotonic() + pause > deadline:
@@ -188,7 +194,8 @@ class SwarmNode:
         common = {"initial_peers": list(initial_peers) or None, "identity_path": str(identity.path)}
         daemon = await Daemon.start(**common, **(nowhere if client_mode else places))
         try:
-            if client_mode is None and initial_peers and await _unreachable(daemon.p2p):
+            unreachable, found = await _unreachable(daemon.p2p) if client_mode is None and initial_peers else (False, "")
+            if unreachable:
                 client_mode = True
                 await daemon.close()
                 daemon = await Daemon.start(**common, **nowhere)
@@ -205,7 +212,10 @@ class SwarmNode:
         except BaseException:
             await daemon.close()
             raise
-        return cls(daemon, dht, identity, validator, bool(client_mode))
+        node = cls(daemon, dht, identity, validator, bool(client_mode))
+        node.reachability = found
+        node.came_by = _by_peer(initial_peers)[:_MOST_CAME_BY]
+        return node
 
     async def maddrs(self) -> list[str]:
         """Addresses, each with our peer id, under which others may reach us; none in client mode."""
@@ -285,15 +295,26 @@ class SwarmNode:
                 yield peer_id_of(match[1]), item.value
 
 
-async def _unreachable(p2p: P2P) -> bool:
+def _by_peer(maddrs: Sequence[str]) -> list[list[str]]:
+    """The addresses of each peer, peers in the order of their first one."""
+    groups: dict[str, list[str]] = {}
+    for maddr in maddrs:
+        groups.setdefault(maddr.rpartition("/p2p/")[2], []).append(maddr)
+    return list(groups.values())
+
+
+async def _unreachable(p2p: P2P) -> tuple[bool, str]:
+    """Whether others cannot dial us, and in plain words what they found."""
     maddrs = await _bare_maddrs(p2p)
     finding = await reachability.find_out(p2p, maddrs)
     # A router that maps a port for us (UPnP) may take longer than the question: then there is an address more to ask about.
     if finding.unreachable and maddrs != (mapped := await _bare_maddrs(p2p)):
-        finding = await reachability.find_out(p2p, mapped)
+        finding, maddrs = await reachability.find_out(p2p, mapped), mapped
     if finding.unreachable:
         log.info("client mode, because others cannot dial this peer: %s", finding)
-    return finding.unreachable
+    found = reachability.explain(finding, maddrs)
+    log.info("%s", found)
+    return finding.unreachable, found
 
 
 async def _bare_maddrs(p2p: P2P) -> list[str]:

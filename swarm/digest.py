@@ -39,9 +39,17 @@ def digest_model(source: Path) -> str:
     Raises UserError when the folder is no pipeline or a file is damaged.
     """
     hasher = blake3()
+    for path in weight_files(source):
+        if path != source:
+            hasher.update(f"{path.parent.name}\0".encode())
+        _hash_safetensors(path, hasher)
+    return hasher.hexdigest()
+
+
+def weight_files(source: Path) -> list[Path]:
+    """The files whose tensors are a base model's weights, in the order of its digest. Raises UserError when there are none."""
     if source.is_file():
-        _hash_safetensors(source, hasher)
-        return hasher.hexdigest()
+        return [source]
     if not (source / "model_index.json").is_file():
         raise UserError(
             f"{source} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote."
@@ -49,10 +57,7 @@ def digest_model(source: Path) -> str:
     files = [path for part in WEIGHT_PARTS for path in _weights(source / part)]
     if not files:
         raise UserError(f"{source} holds no .safetensors weights.", fix="Save it again with safe_serialization=True.")
-    for path in files:
-        hasher.update(f"{path.parent.name}\0".encode())
-        _hash_safetensors(path, hasher)
-    return hasher.hexdigest()
+    return files
 
 
 def read_header(path: Path) -> dict[str, Any]:

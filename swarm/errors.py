@@ -1,9 +1,17 @@
 """Errors that a user can cause, each one line: what happened, with values, and what to do about it."""
 
+import asyncio
+import contextlib
 import enum
+import errno
+import logging
+import os
+import ssl
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from swarm.logs import line
 
 
 class ExitCode(enum.IntEnum):
@@ -16,6 +24,12 @@ class ExitCode(enum.IntEnum):
     DISK = 4
     MEMORY = 5
     NETWORK = 6
+    CLOCK = 7
+    STALLED = 8
+
+
+STOPPED_AT_ONCE = 130
+"""The exit status after a second signal: the shells' own 128 + SIGINT."""
 
 
 class UserError(Exception):
@@ -26,15 +40,63 @@ class UserError(Exception):
         self.message, self.fix, self.code = message, fix, code
 
 
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def of_machine(error: BaseException) -> UserError | None:
+    """What the machine was short of when `error` was raised, memory or disk, as the circumstance it is; None for all other errors."""
+    text = str(error)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        about = f" ({error.filename})" if error.filename else ""
+        return UserError(f"{error.strerror}{about}.", fix="Free some space, then start again.", code=ExitCode.DISK)
+    # By its name, since torch is not everybody's: of its CPU allocator all there is to know is the text.
+    short = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
+    if short or (isinstance(error, OSError) and error.errno == errno.ENOMEM) or "RESOURCE_EXHAUSTED" in text:
+        first = (text.strip().splitlines() or ["of the host"])[0][:300]
+        fix = "Use a smaller --train_batch_size and more --gradient_accumulation_steps, --gradient_checkpointing, or --weights bf16."
+        return UserError(f"Out of memory: {first}", fix=fix, code=ExitCode.MEMORY)
+    return None
+
+
+def why(error: BaseException) -> str:
+    """Why nobody answered, in the system's words ('Connection refused') where it has some, without those that a library put around them."""
+    error = getattr(error, "os_error", error)  # aiohttp's own say 'Cannot connect to host ... ssl:default [...]'
+    if isinstance(error, OSError) and (error.errno or 0) > 0 and not isinstance(error, ssl.SSLError):  # its errno is another list's
+        return os.strerror(error.errno)
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)) and not error.args:  # two in Python 3.10
+        return "timed out"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def circumstances() -> Iterator[None]:
+    """Within it, what the machine is short of is a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if circumstance := of_machine(error):
+            raise circumstance from error
+        raise
+
+
 def run_program(main: Callable[[], int | None], *, debug: bool = False) -> int:
     """Run `main` and answer a UserError with one line on stderr and its exit code; `debug` keeps the traceback."""
     try:
-        return int(main() or ExitCode.OK)
+        with circumstances():
+            return int(main() or ExitCode.OK)
     except UserError as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        tell_error(error)
         return error.code
     except KeyboardInterrupt:
-        print("stopped.", file=sys.stderr, flush=True)
-        return 130
+        print(line("stopped."), file=sys.stderr, flush=True)
+        return STOPPED_AT_ONCE
+
+
+def tell_error(error: UserError, where: str = "") -> None:
+    """A program's last word, one line; where: which of several, as 'host, rank 3: '."""
+    said = line(f"{where}error: {error}", level=logging.ERROR, message=error.message, fix=error.fix, code=int(error.code))
+    print(said, file=sys.stderr, flush=True)

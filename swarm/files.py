@@ -1,8 +1,10 @@
-"""Writing that survives a power cut."""
+"""Writing that survives a power cut, and folders that one process has for itself."""
 
+import fcntl
 import os
 import threading
 from pathlib import Path
+from typing import TextIO
 
 
 def flush(path: Path) -> None:
@@ -24,3 +26,15 @@ def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         os.fsync(file.fileno())
     os.replace(part, path)
     flush(path.parent)
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Make `folder`, and keep it from other processes until what is returned is closed. Raises BlockingIOError while another has it, OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise
+    return lock

@@ -6,6 +6,7 @@ Order of precedence: defaults < file (TOML) < flags. Unknown flags and keys are 
 import argparse
 import dataclasses
 import difflib
+import re
 import sys
 import types
 import typing
@@ -22,6 +23,8 @@ else:
     import tomli as tomllib
 
 Config = TypeVar("Config")
+_TOKEN_WITH_DASH = re.compile(r"-[\w-]{42}", re.ASCII)
+"""32 bytes in base64, as `dd-datasetserver token add` makes them."""
 
 
 def option(
@@ -55,7 +58,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], *classes: 
         group = parser.add_argument_group(_title(cls))
         for field in dataclasses.fields(cls):
             _add_flag(group, field, typing.get_type_hints(cls)[field.name])
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = parser.parse_known_args(with_token(argv))
     if unknown:
         flag = unknown[0].split("=")[0]
         known = [name for action in parser._actions for name in action.option_strings]
@@ -65,6 +68,17 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], *classes: 
     names = [{field.name for field in dataclasses.fields(cls)} for cls in classes]
     result = [{name: given[name] for name in group if name in given} for group in names]
     return [*result, {name: value for name, value in given.items() if not any(name in group for group in names)}]
+
+
+def with_token(argv: Sequence[str]) -> list[str]:
+    """`--token -abc` as `--token=-abc`: a host of before may have given a token that begins with a dash, which argparse takes for a flag."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] == "--token" and _TOKEN_WITH_DASH.fullmatch(word):
+            joined[-1] = f"--token={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def read_toml(path: Path, *classes: type) -> dict[str, Any]:

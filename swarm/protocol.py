@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_validator
 
+from swarm.digest import digest_json
+
 PROTOCOL_VERSION = 1
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
 MAX_BODY_BYTES = 8 << 20  # holds MAX_KEYS keys
@@ -131,6 +133,14 @@ class Head(Message):
     reporters: Annotated[list[PeerId], Field(max_length=MAX_MEMBERS)]
 
 
+class Extension(Message):
+    """The host's order that the run goes on to `total_samples`: its signature, in the role "extension", of {run, total_samples}; see swarm/end.py."""
+
+    total_samples: Positive
+    host_key: Digest
+    signature: Signature
+
+
 class RunAnswer(Message):
     """GET /v1/run: all that a newcomer needs. `run` are the values of RunConfig, whose digest begins with `run_id`.
 
@@ -147,6 +157,7 @@ class RunAnswer(Message):
     server_time: Number
     host_key: Digest
     signature: Signature
+    extension: Extension | None = None
 
 
 RunValue = (  # None: an option that was left to whoever reads the model
@@ -179,6 +190,14 @@ class PeerInfo(Message):
     transfer_seconds: Number = 0.0
     share_lost: Number = 0.0
     phase: Annotated[str, StringConstraints(max_length=16)] = ""
+    """One of records.PHASES."""
+    name: Annotated[str, StringConstraints(max_length=32)] = ""
+    """What its owner calls it, if anything."""
+    hardware: Annotated[str, StringConstraints(max_length=64)] = ""
+    note: Annotated[str, StringConstraints(max_length=160)] = ""
+    """What it is waiting for, or what failed and why."""
+    time: Number = 0.0
+    """When it said all this: UNIX seconds by its own clock."""
     maddrs: Annotated[list[Maddr], Field(max_length=64)] = []
     client_mode: bool = False
 
@@ -226,6 +245,7 @@ class RenewAnswer(Message):
     expires_in: Number
     renew_every: Number
     state: RunState = "running"
+    extension: Extension | None = None
 
 
 class ReleaseRequest(Message):
@@ -293,6 +313,15 @@ class LedgerTotals(Message):
     counted: Count
 
 
+class StateInfo(Message):
+    """A settled state that the server offers: GET /v1/states/{digest}.state; what `dd-export` makes a model of. bytes: of the file."""
+
+    digest: Digest
+    round: Count
+    samples: Count
+    bytes: Positive
+
+
 class Progress(Message):
     """GET /v1/progress: what a person who watches the run wants to see."""
 
@@ -302,6 +331,8 @@ class Progress(Message):
     samples: Count
     total_samples: Count
     target_batch_size: Positive
+    resolution: Count = 0
+    """Of its pictures, in pixels; 0: not known."""
     waiting_samples: Count
     samples_per_second: Number
     loss: Number | None
@@ -313,7 +344,65 @@ class Progress(Message):
     ledger: LedgerTotals
     finished: bool
     state: RunState = "running"
+    checkpoint: StateInfo | None = None
+    """The newest settled state that can be had from the server; None: it keeps none."""
     server_time: Number
+
+
+Prompt = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
+
+
+class PictureRequest(Message):
+    """PUT /v1/pictures: what the state after `round` draws for `prompt`. picture: a PNG, JPEG or WebP in base64.
+
+    public_key: OpenSSH's form of the key that `peer` is the id of; signature: base64 of its RSA-PSS over `statement()`.
+    """
+
+    run_id: RunId
+    peer: PeerId
+    round: Count
+    samples: Count
+    prompt: Prompt
+    picture: Annotated[str, StringConstraints(max_length=4 << 20, pattern=r"^[A-Za-z0-9+/]+={0,2}$")]
+    public_key: Annotated[str, StringConstraints(max_length=2000)] = ""
+    signature: Annotated[str, StringConstraints(max_length=2000)] = ""
+
+    def statement(self) -> bytes:
+        """What the peer signs: everything else."""
+        digest = digest_json(self.model_dump(exclude={"public_key", "signature"}))
+        return f"distributed-diffusion picture {digest}".encode()
+
+
+class DrawnPicture(Message):
+    """A picture that GET /v1/pictures/<digest> gives, as WebP. time: UNIX seconds at which it came."""
+
+    digest: Digest
+    round: Count
+    samples: Count
+    prompt: Prompt
+    peer: PeerId
+    width: Positive
+    height: Positive
+    time: Number
+
+
+class PicturesAnswer(Message):
+    """The newest round's first."""
+
+    pictures: Annotated[list[DrawnPicture], Field(max_length=10_000)]
+
+
+class HistoryAnswer(Message):
+    """GET /v1/history: how the run went, a column per figure, the oldest first; see `swarm.page.history`."""
+
+    time: list[Number]
+    """UNIX seconds."""
+    round: list[Count]
+    samples: list[Count]
+    loss: list[Number | None]
+    samples_per_second: list[Number]
+    peers: list[Count]
+    utilisation: list[Number | None]
 
 
 def sample_key(epoch: int, shard: int, index: int) -> str:

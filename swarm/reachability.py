@@ -49,6 +49,28 @@ class Finding:
         return f"{text}; it answers at {self.unannounced} and does not announce that, see --announce_maddrs" if self.unannounced else text
 
 
+def explain(finding: Finding, maddrs: Sequence[str]) -> str:
+    """In plain words what `finding` means for a peer that listens at `maddrs`, and what its owner can do about it."""
+    places = [(ip, port) for ip, port in map(_ip_and_port, maddrs) if ip and port]
+    if not finding.answers:
+        return "whether others can dial this peer is not known: nobody was there to try"
+    if not finding.unreachable:
+        return f"others can dial this peer: {finding.reached} of {finding.answers} who tried got through ({', '.join(maddrs[:3])})"
+    said = "it dials the others, and its traffic goes by way of those that can be dialled (client mode): training works all the same."
+    if finding.unannounced:
+        return (
+            f"others can dial this peer only at {finding.unannounced}; {said} Better: start it with --announce_maddrs {finding.unannounced}"
+        )
+    port = min((port for _, port in places), default=31338)
+    ours = sorted({ip for ip, _ in places if ipaddress.ip_address(ip).version == 4 and not ipaddress.ip_address(ip).is_loopback})
+    to = f"this machine ({', '.join(ours[:2])})" if ours else "this machine"
+    return (
+        f"others cannot dial this peer ({finding.answers - finding.reached} of {finding.answers} who tried did not get through), so {said} "
+        f"To be dialled, open TCP port {port} in this machine's firewall, forward TCP port {port} on the router to {to}, and start it with "
+        f"--host_maddrs /ip4/0.0.0.0/tcp/{port} --announce_maddrs /ip4/YOUR-PUBLIC-IP/tcp/{port}"
+    )
+
+
 async def find_out(p2p: P2P, maddrs: Sequence[str]) -> Finding:
     """Ask peers that we are connected to whether they can dial us at `maddrs`, our own addresses without the peer id."""
     peers = [info.peer_id for info in await asyncio.wait_for(p2p.list_peers(), ASK_SECONDS)][:_ASKED]
@@ -129,6 +151,11 @@ async def _answers(peer: PeerID, maddrs: Sequence[Multiaddr]) -> str:
         return ""
     finally:
         await daemon.close()
+
+
+def _ip_and_port(maddr: str) -> tuple[str, int]:
+    parsed = Multiaddr(maddr)
+    return _ip(parsed), int(parsed["tcp"]) if "tcp" in parsed else 0
 
 
 def _ip(maddr: Multiaddr) -> str:

@@ -18,6 +18,14 @@ RENEW_SECONDS = 5.0
 RUN_RECORD_LIFE_SECONDS = 600.0
 MAX_RECORD_BYTES = 4096
 MAX_SAMPLES_PER_SECOND = 1e6
+MAX_NAME, MAX_HARDWARE, MAX_NOTE = 32, 64, 160
+"""Characters of what a peer says of itself in words."""
+JOINING, TRAIN, CATCHING_UP, AVERAGING, PAUSED, DONE = "joining", "train", "catching_up", "averaging", "paused", "done"
+ASSIST = "assist"
+"""The phase of a peer that trains nothing: it reduces, leads and hands out states for those who do."""
+LEAVING = "leaving"
+"""The phase in the last record of a peer that leaves in order: nobody waits for it."""
+PHASES = (JOINING, TRAIN, CATCHING_UP, AVERAGING, PAUSED, DONE, ASSIST, LEAVING)
 _MAX_COUNT = 1 << 53
 _MAX_ADDRESSES = 6
 _MAX_PARENTS = 8
@@ -33,7 +41,8 @@ class PeerRecord:
 
     digest, parents: its state's digest and those of the state's last ancestors, the parent first. samples: all samples ever
     averaged into that state. waiting_samples: trained since, in no state yet. sent_bytes, received_bytes, transfer_seconds: of its
-    last averaged round. share_lost: of its time, in which it waited for rounds.
+    last averaged round. share_lost: of its time, in which it waited for rounds. phase: one of PHASES. name: what its owner calls it, if
+    anything. note: what it is waiting for, or what failed and why; '' while all is well.
     """
 
     peer_id: str
@@ -46,7 +55,10 @@ class PeerRecord:
     waiting_samples: int = 0
     samples_per_second: float = 0.0
     loss: float | None = None
-    phase: str = "train"
+    phase: str = TRAIN
+    name: str = ""
+    hardware: str = ""
+    note: str = ""
     group_size: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -75,7 +87,10 @@ class PeerRecord:
             raise BadRecord(f"signed by {owner}, but speaks for {record.peer_id}")
         for name in ("config", "schema", "digest"):
             _text(getattr(record, name), 64)
-        _text(record.phase, 16)
+        for name, longest in (("name", MAX_NAME), ("hardware", MAX_HARDWARE), ("note", MAX_NOTE)):
+            _text(getattr(record, name), longest)
+        if record.phase not in PHASES:
+            raise BadRecord(f"phase {str(record.phase)[:40]!r}")
         for name in ("round", "samples", "waiting_samples", "group_size", "sent_bytes", "received_bytes"):
             _count(getattr(record, name))
         _number(record.transfer_seconds, 0, 1e6)
@@ -100,6 +115,8 @@ class RunRecord:
     run: Mapping[str, Any]
     server_url: str = ""
     head: Mapping[str, Any] | None = None
+    extension: Mapping[str, Any] | None = None
+    """The host's order that the run goes on beyond its total_samples, see swarm/end.py; checked by whoever knows the host's key."""
 
     def pack(self) -> bytes:
         return msgpack.packb(dataclasses.asdict(self))
@@ -108,7 +125,7 @@ class RunRecord:
     def unpack(cls, data: bytes) -> "RunRecord":
         """Raises BadRecord; the configuration itself is checked by `RunConfig.from_mapping`."""
         values = _unpack_mapping(data)
-        if set(values) != {"run_id", "run", "server_url", "head"} or not isinstance(values["run"], dict):
+        if set(values) != {"run_id", "run", "server_url", "head", "extension"} or not isinstance(values["run"], dict):
             raise BadRecord(f"fields {sorted(map(str, values))}")
         _text(values["run_id"], 64)
         _text(values["server_url"], 512)
@@ -120,7 +137,25 @@ class RunRecord:
             _count(head["round"])
             _count(head["samples"])
             _texts(head["peers"], 8, 64)
+        _check_extension(values["extension"])
         return cls(**values)
+
+
+def _check_extension(values: Any) -> None:
+    """Raises BadRecord for one that is out of bounds; whose it is, `swarm.end` tells."""
+    if values is None:
+        return
+    if not isinstance(values, dict) or set(values) != {"total_samples", "host_key", "signature"}:
+        raise BadRecord("extension")
+    _count(values["total_samples"])
+    _text(values["host_key"], 64)
+    _text(values["signature"], 128)
+
+
+def words(text: str, longest: int) -> str:
+    """`text` as a record may carry it: one line of at most so many printable characters."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text).strip()
+    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def _unpack_mapping(data: bytes) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class RunConfig:
     # families: what the model is told, and what it is to predict
     model_config: str = option(
         "",
-        "For a .safetensors --model: diffusers folder or Hub id whose configs and tokenizers it is read with; default: its family's own on the Hub.",
+        "For a .safetensors --model: diffusers folder or Hub id with its configs, tokenizers and missing parts; default: its family's own on the Hub.",
     )
     clip_skip: int = option(
         0, "Read CLIP this many layers below the one that the family reads, 1: penultimate; not FLUX.", switches={"clip_penultimate": 1}
@@ -238,6 +238,16 @@ class RunConfig:
                     f"The run '{self.run_name}' ({self.run_id}) has {name} = {theirs}, but this peer was started with {ours}.",
                     fix=f"Remove --{name} to take the run's value, or found a run of your own.",
                 )
+
+    def refuse_another(self, other: "RunConfig") -> None:
+        """Raise UserError naming what differs when `other`, which the host's options make, is not this run, which has begun."""
+        ours, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+        differ = [f"{name} was {was}, now {theirs[name]}" for name, was in ours.items() if name not in _PLACES and theirs[name] != was]
+        if differ:
+            raise UserError(
+                f"The run '{self.run_name}' ({self.run_id}) has begun here with other options: {'; '.join(differ)}.",
+                fix="Start with its own; or give another --work_dir for a new run, with a new host key: invite lines sent out before do not fit it.",
+            )
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -17,7 +17,7 @@ from swarm.errors import ExitCode, UserError
 
 SIGNATURE_HEADER = "X-Host-Signature"
 """Of the answer to GET /v1/manifest; the run's is in its answer itself."""
-What = Literal["run", "manifest"]
+What = Literal["run", "manifest", "extension"]
 
 
 class BadSignature(Exception):
@@ -83,6 +83,10 @@ class KnownHosts:
                 )
         if self._remember and any(known.get(name) != key for name in names):
             self._write({**known, **dict.fromkeys(names, key)})
+
+    def key_of(self, run_id: str) -> str:
+        """The key given, or else the one that this run showed before; '' when there is none."""
+        return self._given or self._read().get(run_id, "")
 
     def _read(self) -> dict[str, str]:
         try:

@@ -2,52 +2,80 @@
 
 import argparse
 import asyncio
+import contextlib
+import dataclasses
 import http.client
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console, Group, RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console, RenderableType
+from rich.live import Live
 
-from swarm import advice, protocol
-from swarm.errors import ExitCode, UserError, run_program
+from swarm import protocol
+from swarm.arguments import ArgumentParser
+from swarm.errors import ExitCode, UserError, run_program, why
+from swarm.figures import figures, mean_loss
+from swarm.options import with_token
+from swarm.screen import screen
+from swarm.tasks import end_tasks
 
 _MAX_ANSWER_BYTES = 16 << 20
+_LONGEST_NAME = 64
+_MOST_MET = 20
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
     """The console script `dd-status`; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser("dd-status", description="Show how a swarm is doing.")
+    return run_program(lambda: _main(_parse(argv)), debug="--debug" in argv)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser("dd-status", description="Show how a swarm is doing.")
     parser.add_argument("where", help="URL of its dataset server (http://203.0.113.7:9090), or multiaddr of a peer (/ip4/.../p2p/...)")
-    parser.add_argument("--json", action="store_true", help="print everything known as JSON, for programs")
+    parser.add_argument("--watch", action="store_true", help="show it again and again, until Ctrl-C")
+    parser.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="with --watch: ask so often [2]")
+    parser.add_argument("--json", action="store_true", help="print everything known as JSON, for programs; with --watch a line each time")
     parser.add_argument("--run_id", default="", help="which run, when the peers at a multiaddr serve several")
     parser.add_argument("--token", default=None, help="what its host gave you, if it asks for one; or DD_TOKEN in the environment")
-    parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="wait no longer for an answer [15]")
+    parser.add_argument("--timeout", type=_seconds, default=15.0, metavar="SECONDS", help="wait no longer for an answer [15]")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    args = parser.parse_args(argv)
-    return run_program(lambda: _main(args), debug=args.debug)
+    return parser.parse_args(with_token(argv))
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 86_400:
+        raise argparse.ArgumentTypeError("use 0.1 to 86400 seconds")
+    return value
 
 
 def _main(args: argparse.Namespace) -> None:
     token = os.environ.get("DD_TOKEN", "") if args.token is None else args.token
-    seen = fetch(args.where, seconds=args.timeout, run_id=args.run_id, token=token.strip())
-    if args.json:
-        print(json.dumps(seen, indent=2))
-    else:
-        Console().print(screen(seen))
+    with asking(args.where, seconds=args.timeout, run_id=args.run_id, token=token.strip()) as look:
+        if args.watch:
+            watch(look, every=args.every, console=Console(), as_json=args.json)
+        elif args.json:
+            print(json.dumps(for_programs(look()), indent=2))
+        else:
+            console = Console()
+            console.print(screen(look(), height=console.height if console.is_terminal else None))
+
+
+def for_programs(seen: Mapping[str, Any]) -> dict[str, Any]:
+    """`seen` and, under `figures`, what follows from it."""
+    return {**seen, "figures": dataclasses.asdict(figures(seen))}
 
 
 def fetch(where: str, *, seconds: float = 15.0, run_id: str = "", token: str = "") -> dict[str, Any]:
@@ -55,9 +83,26 @@ def fetch(where: str, *, seconds: float = 15.0, run_id: str = "", token: str = "
 
     token: shown to a server, and to it alone. Raises UserError when `where` is neither a URL nor a multiaddr, does not answer, or is something else.
     """
-    if where.startswith("/"):
-        return asyncio.run(_from_dht(where, run_id, seconds))
-    return _from_server(where, seconds, token)
+    with asking(where, seconds=seconds, run_id=run_id, token=token) as look:
+        return look()
+
+
+@contextlib.contextmanager
+def asking(
+    where: str | Sequence[str], *, seconds: float = 15.0, run_id: str = "", token: str = ""
+) -> Iterator[Callable[[], dict[str, Any]]]:
+    """A function that looks as `fetch` does, any number of times; a node in the DHT is kept between looks.
+
+    where: also several peers' multiaddrs, of which one has to answer.
+    """
+    if isinstance(where, str) and not where.startswith("/"):
+        yield lambda: _from_server(where, seconds, token)
+        return
+    visitor = _Visitor([where] if isinstance(where, str) else where, run_id, seconds)
+    try:
+        yield visitor.look
+    finally:
+        visitor.close()
 
 
 def _from_server(url: str, seconds: float, token: str) -> dict[str, Any]:
@@ -84,8 +129,8 @@ def _from_server(url: str, seconds: float, token: str) -> dict[str, Any]:
     except ValidationError:
         raise _other(url, "answers something else") from None
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        words = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        reason = getattr(error, "reason", None)
+        words = why(reason if isinstance(reason, Exception) else error)
         raise UserError(
             f"{url} does not answer: {words}.", fix="Check the address, and that the server is running.", code=ExitCode.NETWORK
         ) from None
@@ -107,45 +152,90 @@ def _other(url: str, what: str) -> UserError:
     )
 
 
-async def _from_dht(maddr: str, run_id: str, seconds: float) -> dict[str, Any]:
-    from swarm.dht import SwarmNode  # hivemind: not needed to ask a server
+class _Visitor:
+    """A client in the DHT that stays for as long as it is asked; what it met helps it to come back when the first addresses are gone."""
 
-    with tempfile.TemporaryDirectory(prefix="dd-status-") as folder:
-        node = await SwarmNode.join(
-            initial_peers=[maddr], identity_path=Path(folder) / "identity.key", client_mode=True, deadline_seconds=seconds
-        )
+    def __init__(self, maddrs: Sequence[str], run_id: str, seconds: float):
+        self._maddrs, self._run_id, self._seconds = maddrs, run_id, seconds
+        self._place = maddrs[0] if len(maddrs) == 1 else f"{maddrs[0]} (and {len(maddrs) - 1} more)"
+        self._met: list[str] = []
+        self._node: Any = None
+        self._loop = asyncio.new_event_loop()
+
+    def look(self) -> dict[str, Any]:
+        """Raises UserError; the next look joins anew then."""
+        task = self._loop.create_task(asyncio.wait_for(self._look(), 4 * self._seconds))
         try:
-            runs = [record for record in await node.find_runs() if run_id in ("", record.run_id)]
-            names = sorted({record.run_id for record in runs})
-            if not names:
-                raise UserError(f"{maddr} answers, but no run is known there.", fix="Ask again in a minute, or ask another peer.")
-            if len(names) > 1:
-                raise UserError(f"There are {len(names)} runs: {', '.join(names)}.", fix="Say which with --run_id.")
-            records = await node.records(names[0])
-        finally:
-            await node.close()
-    run = max(runs, key=lambda record: (record.head or {"samples": 0})["samples"])
-    return summarize(run, records.values(), now=time.time())
+            return self._loop.run_until_complete(task)
+        except BaseException as error:
+            self._leave(task)
+            if isinstance(error, UserError) or not isinstance(error, Exception):
+                raise
+            reason = f"{type(error).__name__} {error}".strip()
+            raise UserError(
+                f"{self._place} does not answer: {reason}.", fix="Ask again, or ask another peer.", code=ExitCode.NETWORK
+            ) from None
+
+    async def _look(self) -> dict[str, Any]:
+        if self._node is None:
+            self._node = await self._join()
+        runs = [record for record in await self._node.find_runs() if self._run_id in ("", record.run_id)]
+        names = sorted({record.run_id for record in runs})
+        if not names:
+            raise UserError(
+                f"{self._place} answers, but no run is known there.",
+                fix="Ask again in a minute, or ask another peer.",
+                code=ExitCode.NETWORK,
+            )
+        if len(names) > 1:
+            raise UserError(f"There are {len(names)} runs: {', '.join(names)}.", fix="Say which with --run_id.")
+        records = (await self._node.records(names[0])).values()
+        # hivemind keeps what it read: a run is known for ten minutes after the last of those who told of it has gone.
+        if not records and not any(await asyncio.gather(*(self._node.meet([maddr]) for maddr in self._maddrs))):
+            raise UserError(f"{self._place} does not answer any more.", fix="Ask another peer.", code=ExitCode.NETWORK)
+        self._met = [maddr for record in records for maddr in record.maddrs][:_MOST_MET]
+        run = max(runs, key=lambda record: (record.head or {"samples": 0})["samples"])
+        return summarize(run, records, now=time.time())
+
+    async def _join(self) -> Any:
+        from swarm.dht import SwarmNode  # hivemind: not needed to ask a server
+
+        with tempfile.TemporaryDirectory(prefix="dd-status-") as folder:  # the key is read once
+            identity = Path(folder) / "identity.key"
+            return await SwarmNode.join(
+                initial_peers=[*self._maddrs, *self._met], identity_path=identity, client_mode=True, deadline_seconds=self._seconds
+            )
+
+    def _leave(self, *begun: asyncio.Task) -> None:
+        self._loop.run_until_complete(end_tasks(*begun))
+        node, self._node = self._node, None
+        if node is not None:
+            self._loop.run_until_complete(node.close())
+
+    def close(self) -> None:
+        self._leave()
+        self._loop.close()
 
 
 def summarize(run: Any, records: Any, *, now: float) -> dict[str, Any]:
     """The fields of `protocol.Progress` from a RunRecord and the PeerRecords of its live peers; now: in UNIX seconds."""
     peers = sorted((record.asdict() for record in records), key=lambda peer: peer["peer_id"])
     known = set(protocol.PeerInfo.model_fields)
-    losses = [peer["loss"] for peer in peers if peer["loss"] is not None]
     heads = [*peers, *([run.head] if run.head else [])]
     best = max(heads, key=lambda head: head["samples"], default={"round": 0, "samples": 0})
-    total = run.run.get("total_samples", 0)
+    # Who only looks knows no host whose signature could be checked, and takes either number on the peers' word.
+    total = max(_whole(values.get("total_samples")) for values in (run.run, run.extension or {}))
     return {
         "run_id": run.run_id,
-        "run_name": str(run.run.get("run_name", "")),
+        "run_name": str(run.run.get("run_name", ""))[:_LONGEST_NAME],
         "round": best["round"],
         "samples": best["samples"],
         "total_samples": total,
-        "target_batch_size": run.run.get("target_batch_size", 0),
+        "target_batch_size": _whole(run.run.get("target_batch_size")),
+        "resolution": _whole(run.run.get("resolution"), most=1 << 20),
         "waiting_samples": sum(peer["waiting_samples"] for peer in peers),
         "samples_per_second": sum(peer["samples_per_second"] for peer in peers),
-        "loss": sum(losses) / len(losses) if losses else None,
+        "loss": mean_loss((peer["loss"], peer["samples_per_second"]) for peer in peers),
         "peers": [{name: value for name, value in peer.items() if name in known} for peer in peers],
         "samples_by_peer": None,
         "epoch": None,
@@ -157,96 +247,52 @@ def summarize(run: Any, records: Any, *, now: float) -> dict[str, Any]:
     }
 
 
-def screen(seen: dict[str, Any]) -> RenderableType:
-    """The one screen: the run, how far it is, its round, a line per peer, and what the last round cost each."""
-    rows = Table.grid(padding=(0, 2))
-    rows.add_row(
-        "run", Text.assemble((seen["run_name"], "bold"), f"  {seen['run_id']}", ("  finished", "green") if seen["finished"] else "")
-    )
-    rows.add_row("samples", _bar(seen["samples"], seen["total_samples"]))
-    target = seen["target_batch_size"]
-    if seen["total_samples"]:
-        target = max(1, min(target, seen["total_samples"] - seen["samples"]))
-    if not seen["finished"]:
-        rows.add_row(f"round {seen['round'] + 1}", _bar(seen["waiting_samples"], target))
-    rows.add_row("speed", f"{seen['samples_per_second']:,.0f} samples/s{_remaining(seen)}")
-    rows.add_row("loss", "-" if seen["loss"] is None else f"{seen['loss']:.4f}")
-    if seen["ledger"]:
-        ledger = seen["ledger"]
-        words = f"{ledger['leased']:,} leased, {ledger['pending']:,} waiting to be averaged, {ledger['counted']:,} counted"
-        rows.add_row("data", f"epoch {seen['epoch'] + 1}: {seen['epoch_samples']:,} of {seen['dataset_samples']:,}; {words}")
-    if not seen["finished"] and (link := _link(seen)):
-        rows.add_row("links", link)
-    return Group(rows, Text(), _peers(seen), _transfers(seen))
+def watch(look: Callable[[], dict[str, Any]], *, every: float, console: Console, as_json: bool = False) -> None:
+    """Show what `look` sees, every so many seconds, until Ctrl-C or SIGTERM. The first look must succeed (UserError); later ones may fail.
+
+    On a terminal one screen that is drawn anew; else a screen, or a line of JSON, for each update.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    seen = look()
+    trouble, at = "", time.monotonic()
+
+    def draw() -> RenderableType:
+        return screen(seen, height=console.height, trouble=trouble, age=time.monotonic() - at)
+
+    def say(text: str) -> None:
+        console.file.write(text)
+        console.file.flush()
+
+    def tell() -> None:
+        if as_json:
+            said = {"error": trouble, "stale_seconds": round(time.monotonic() - at, 1)} if trouble else {}
+            say(json.dumps({**for_programs(seen), **said}) + "\n")
+        elif not console.is_terminal:
+            with console.capture() as text:
+                console.print(screen(seen, trouble=trouble, age=time.monotonic() - at), "")
+            say(text.get())
+
+    drawn = console.is_terminal and not as_json
+    live = Live(console=console, screen=True, get_renderable=draw, refresh_per_second=2) if drawn else contextlib.nullcontext()
+    try:
+        with contextlib.suppress(KeyboardInterrupt), live:
+            while True:
+                tell()
+                time.sleep(every)
+                try:
+                    seen = look()
+                    trouble, at = "", time.monotonic()
+                except UserError as error:
+                    trouble = error.message
+    except BrokenPipeError:  # nobody reads on; what Python still holds back would fail once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), console.file.fileno())
+    if drawn:
+        console.print(draw())
 
 
-def _link(seen: dict[str, Any]) -> str:
-    """What averaging costs this swarm, by its slowest peer."""
-    seconds = max((peer["transfer_seconds"] for peer in seen["peers"]), default=0.0)
-    if not seconds or not seen["samples_per_second"] or not seen["target_batch_size"]:
-        return ""
-    blocking, overlapping = (advice.smallest_target(seconds, seen["samples_per_second"], overlap) for overlap in (False, True))
-    return (
-        f"a transfer takes {advice.duration(seconds)}; smallest target batch for {advice.UTILISATION:.0%} training: "
-        f"{blocking:,}, with --overlap {overlapping:,}"
-    )
-
-
-def _bar(done: int, total: int) -> RenderableType:
-    if not total:
-        return f"{done:,}"
-    row = Table.grid(padding=(0, 1))
-    row.add_row(ProgressBar(total=total, completed=min(done, total), width=30), f"{done:,} of {total:,} ({min(1, done / total):.0%})")
-    return row
-
-
-def _remaining(seen: dict[str, Any]) -> str:
-    left = seen["total_samples"] - seen["samples"] - seen["waiting_samples"]
-    if seen["finished"] or left <= 0 or seen["samples_per_second"] <= 0:
-        return ""
-    hours, rest = divmod(int(left / seen["samples_per_second"]), 3600)
-    return f", about {hours}:{rest // 60:02}:{rest % 60:02} left"
-
-
-def _peers(seen: dict[str, Any]) -> RenderableType:
-    counted = seen["samples_by_peer"]
-    if not seen["peers"]:
-        return Text("No live peers." if not seen["finished"] else "All peers have left.")
-    table = _table("peer", "round", "waiting", "samples/s", "loss", *(["samples"] if counted else []), "state", "")
-    for peer in seen["peers"]:
-        behind = Text(str(peer["round"]), style="yellow" if peer["round"] < seen["round"] else "")
-        cells = [_name(peer), behind, f"{peer['waiting_samples']:,}", f"{peer['samples_per_second']:,.1f}"]
-        cells += ["-" if peer["loss"] is None else f"{peer['loss']:.4f}", *([f"{counted.get(peer['peer_id'], 0):,}"] if counted else [])]
-        table.add_row(*cells, peer["digest"][:8], _role(peer))
-    return table
-
-
-def _transfers(seen: dict[str, Any]) -> RenderableType:
-    """What each peer's last averaged round cost it."""
-    table = _table("peer", "sent", "Mbit/s", "received", "Mbit/s", "seconds", "time lost")
-    for peer in seen["peers"]:
-        if seconds := peer["transfer_seconds"]:
-            moved = [[advice.size(count), f"{8e-6 * count / seconds:,.0f}"] for count in (peer["sent_bytes"], peer["received_bytes"])]
-            table.add_row(_name(peer), *moved[0], *moved[1], f"{seconds:,.1f}", f"{peer['share_lost']:.1%}")
-    return Group(Text(), table) if table.row_count else Group()
-
-
-def _table(*names: str) -> Table:
-    """Each of the two fits into 80 columns."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("peer", "state", "") else "right")
-    return table
-
-
-def _name(peer: dict[str, Any]) -> str:
-    return f"...{peer['peer_id'][-8:]}"
-
-
-def _role(peer: dict[str, Any]) -> str:
-    if peer["phase"] == "assist":
-        return "assists"
-    return "client" if peer["client_mode"] else ""
+def _whole(value: Any, most: int = 1 << 53) -> int:
+    """A number of a configuration that a stranger published; 0 for what is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What many tests share: a tiny real model, a folder of captioned pictures, one thread of torch and no network."""
 
 import functools
+import importlib.util
 import logging
 import os
 
@@ -22,6 +23,17 @@ settings.register_profile("deep", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parent.parent
+collect_ignore = [] if importlib.util.find_spec("torch_xla") else ["xla"]  # an environment of its own: scripts/test_xla
+
+
+def pytest_collection_modifyitems(items):
+    for_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if for_gpus:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in for_gpus:
+                item.add_marker(pytest.mark.skip(reason="this machine has no GPU that PyTorch can use"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,10 +47,12 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def loggers_as_before():
     """Programs set up logging to a stderr that pytest closes after the test; the next test's lines must not go there."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    root, ours = logging.getLogger(), [logging.getLogger(name) for name in ("swarm", "peer", "datasetserver", "quickstart")]
+    handlers, levels = root.handlers[:], [logger.level for logger in (root, *ours)]
     yield
-    root.handlers[:], root.level = handlers, level
+    root.handlers[:] = handlers
+    for logger, level in zip((root, *ours), levels, strict=True):  # ranks other than 0 are told to say errors only
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

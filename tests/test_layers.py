@@ -1,6 +1,7 @@
 """The rules of dependency in docs/architecture.md, read from the code itself."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ HOMES = {  # a library: the files and folders that may import it
     "diffusers": (
         "peer/models/",
         "peer/methods/",
+        "peer/drawing/",
         "peer/export",
         "peer/generate.py",
         "peer/schedule.py",
@@ -24,13 +26,14 @@ HOMES = {  # a library: the files and folders that may import it
     ),
     "transformers": ("peer/models/", "peer/methods/", "peer/export", "peer/optim.py"),
     "peft": ("peer/methods/", "peer/export"),
-    "aiohttp": ("datasetserver/", "peer/data/client/"),
+    "aiohttp": ("datasetserver/", "peer/data/client/", "swarm/page/"),
     "bitsandbytes": ("peer/optim.py",),
     "wandb": ("peer/trackers.py",),
     "PIL": ("peer/pictures.py", "peer/data/", "datasetserver/"),
 }
 
 
+@functools.cache
 def imports(file: str) -> set[str]:
     """Modules that `file` imports anywhere, as 'a.b' for both `import a.b` and `from a import b`; those for type checkers left out."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))

@@ -15,8 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from peer.metrics import NAMES
 from scripts.churn.checks import read_rounds
+from scripts.demo.results import read_lines
 from swarm.digest import digest_model
 from tests import tiny
 from tests.conftest import ROOT
@@ -199,7 +203,8 @@ def address(peer: Peer) -> str:
 
 def test_two_peers_that_know_only_the_url_train_one_model(swarm):
     host = swarm.host("--total_samples", "512")
-    one, two = (swarm.peer(name, "--datasetserver", host.url, *TWO) for name in ("one", "two"))
+    one = swarm.peer("one", "--datasetserver", host.url, *TWO, "--log_format", "json")
+    two = swarm.peer("two", "--datasetserver", host.url, *TWO)
 
     assert (one.finish(), two.finish()) == (0, 0), one.text() + two.text()
     late = swarm.peer("late", "--datasetserver", host.url)
@@ -209,6 +214,10 @@ def test_two_peers_that_know_only_the_url_train_one_model(swarm):
     assert {line["how"] for line in one.rounds()} <= {"averaged", "fetched", "solo"}
     assert one.members() == 2
     assert one.rounds()[-1]["samples"] >= 512
+    events = [json.loads(line) for line in one.text().splitlines()]  # of trainer and sidecar
+    assert {"averaged", "finished"} <= {event["event"] for event in events} and {event["peer"] for event in events} == {"one"}
+    figures = read_lines(two.folder / "metrics.jsonl")[-1]
+    assert {"loss", "live_peers", "round_target", "sent_bytes", "share_lost"} <= figures.keys() <= {"time", *NAMES}
     swarm.wait("complete ledger", lambda: counted(host) == one.rounds()[-1]["samples"])
     assert digest_model(one.folder / "model") == digest_model(two.folder / "model") != digest_model(swarm.model)
 
@@ -248,6 +257,32 @@ def test_peers_with_their_own_pictures_need_no_server_and_one_that_nobody_can_di
     assert "--peers /ip4/" not in hidden.text()
     assert founder.rounds()[-1]["digest"] == hidden.rounds()[-1]["digest"]
     assert swarm.orphans() == []
+
+
+def test_peers_of_unlike_precision_train_one_model(swarm):
+    host = swarm.host("--total_samples", "512")
+    kinds = {"single": ("--mixed_precision", "no"), "autocast": ("--mixed_precision", "bf16"), "kept": ("--weights", "bf16")}
+    peers = {name: swarm.peer(name, "--datasetserver", host.url, *THREE, *flags) for name, flags in kinds.items()}
+
+    assert [peer.finish() for peer in peers.values()] == [0, 0, 0], "".join(peer.text() for peer in peers.values())
+
+    swarm.check()
+    assert {name: peer.members() for name, peer in peers.items()} == dict.fromkeys(kinds, 3)
+    assert len({peer.rounds()[-1]["digest"] for peer in peers.values()}) == 1
+    assert ["autocast=bf16" in peer.text() for peer in peers.values()] == [False, True, True]
+    assert all(line["how"] != "fetched" for peer in peers.values() for line in peer.rounds()[:1]), "all have the base model"
+    results = [unet_of(peer.folder / "model") for peer in peers.values()]
+    assert digest_model(peers["single"].folder / "model") == digest_model(peers["autocast"].folder / "model")
+    for name, tensor in unet_of(swarm.model).items():
+        single, _, kept = (result[name].float() for result in results)
+        assert (kept - single).abs().le(single.abs() * 2**-7).all(), "within the last bit of bf16"
+        assert not torch.equal(single, tensor) or name.endswith("bias")
+    swarm.wait("complete ledger", lambda: counted(host) == peers["single"].rounds()[-1]["samples"])
+    assert swarm.orphans() == []
+
+
+def unet_of(model: Path) -> dict:
+    return load_file(model / "unet" / "diffusion_pytorch_model.safetensors")
 
 
 NEW_SESSION = (

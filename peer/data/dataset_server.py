@@ -20,17 +20,18 @@ from peer.data.client.download import Corrupt, fetch
 from peer.data.client.manifest import SignedShards
 from peer.data.client.outage import Seen, choose
 from peer.data.client.outbox import CONTRIBUTIONS, Letter, Outbox
-from peer.data.client.runs import check_run, fetch_run, found_run, report_round, round_body
+from peer.data.client.runs import check_run, fetch_run, found_run, report_round, round_body, send_picture
 from peer.data.client.transport import Refusal, ServerAway, Transport
 from peer.data.client.work import Lease, Unit, Work
 from peer.data.shards import ShardCache, read_shard
 from peer.data.unsaid import Unsaid
 from swarm import protocol
+from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
 
-__all__ = ["DatasetServer", "build", "check_run", "fetch_run", "found_run", "report_round"]
+__all__ = ["DatasetServer", "build", "check_run", "fetch_run", "found_run", "report_round", "send_picture"]
 log = logging.getLogger(__name__)
 REGISTER_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
@@ -53,6 +54,7 @@ def build(context: SourceContext) -> "DatasetServer":
         cache_bytes=int(context.cache_gib * 2**30),
         batch_samples=context.batch_samples,
         known_hosts=context.known_hosts,
+        end=context.end,
     )
 
 
@@ -70,9 +72,10 @@ class DatasetServer:
         cache_bytes: int,
         batch_samples: int,
         known_hosts: KnownHosts | None = None,
+        end: End | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._run, self._peer_id = run, peer_id
+        self._run, self._peer_id, self._end = run, peer_id, end or End(run)
         self._work = Work(batch_samples, clock)
         self._cache = ShardCache(cache_dir, cache_bytes, pinned=self._work.pinned)
         self._transport = Transport(url, token, clock=clock)
@@ -112,6 +115,11 @@ class DatasetServer:
     def acknowledge(self, keys: Sequence[str]) -> None:
         for lease_id in self._work.forget(keys):
             self._release(lease_id)
+
+    def rest(self, resting: bool) -> None:
+        """Resting: what was leased ahead goes to others; what was yielded stays ours, and is renewed."""
+        self.give_back(self._work.rest(resting))
+        self._wake(self._hungry, self._short)
 
     def give_back(self, keys: Sequence[str]) -> None:
         if keys:
@@ -288,6 +296,8 @@ class DatasetServer:
                     answer = await self._transport.post(f"/v1/leases/{lease.id}/renew", self._envelope(), protocol.RenewAnswer)
                     self._renew_every = answer.renew_every
                     self._work.pause(answer.state == "paused")
+                    if answer.extension and self._end.extend(answer.extension.model_dump()):
+                        log.info("the host has extended the run to %d samples", self._end.total)
                     if answer.state == "ended":
                         self._work.end()
                 except ServerAway as away:

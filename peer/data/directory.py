@@ -124,6 +124,9 @@ class Directory:
     def acknowledge(self, keys: Sequence[str]) -> None:
         """An epoch yields every sample once anyway."""
 
+    def rest(self, resting: bool) -> None:
+        """Nobody else waits for these samples."""
+
     def give_back(self, keys: Sequence[str]) -> None:
         self._again.extendleft(reversed(keys))
 

@@ -180,6 +180,9 @@ class HuggingFace:
     def acknowledge(self, keys: Sequence[str]) -> None:
         """An epoch yields every row once anyway."""
 
+    def rest(self, resting: bool) -> None:
+        """Nobody else waits for these samples."""
+
     def give_back(self, keys: Sequence[str]) -> None:
         self._again.extendleft(reversed(keys))
 

@@ -17,9 +17,12 @@ class Full:
     def __init__(self, run: RunConfig):
         self._run = run
 
+    def whole(self, model: Model) -> list[str]:
+        return [denoiser(model), *(clip_encoders(model) if self._run.train_text_encoder else ())]
+
     def attach(self, model: Model) -> Params:
         freeze(model)
-        names = [denoiser(model), *(clip_encoders(model) if self._run.train_text_encoder else ())]
+        names = self.whole(model)
         for name in names:
             model.parts[name].float().train().requires_grad_(True)
         return {f"{name}.{plain(key)}": parameter for name in names for key, parameter in model.parts[name].named_parameters()}

@@ -38,6 +38,9 @@ class Lora:
     def __init__(self, run: RunConfig):
         self._run = run
 
+    def whole(self, model: Model) -> tuple[str, ...]:
+        return ()
+
     def attach(self, model: Model) -> Params:
         from peft import LoraConfig
 

@@ -32,6 +32,9 @@ class TextualInversion:
         more = range(1, run.num_vectors)
         self._tokens = [run.placeholder_token, *(f"{run.placeholder_token}_{number}" for number in more)]
 
+    def whole(self, model: Model) -> tuple[str, ...]:
+        return ()
+
     def attach(self, model: Model) -> Params:
         """Raises UserError when the placeholder is known already, or the initializer is not one token."""
         freeze(model)

@@ -1,6 +1,7 @@
 """FLUX.1: a transformer trained by flow matching, told the caption by T5 and by CLIP's embedding of it as a whole."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from peer.models.diffusion.prompts import tokenize
 from swarm.run_config import RunConfig
 
 
-def load(source: Path, device: torch.device, run: RunConfig) -> "Flux":
-    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. Raises UserError when it is no FLUX."""
-    return Flux(load_pipeline("FluxPipeline", source, run.model_config), device, run)
+def load(source: Path, device: torch.device | None, run: RunConfig) -> "Flux":
+    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. device None: as it is in its files, until it is placed. Raises UserError when it is no FLUX."""
+    read = partial(load_pipeline, "FluxPipeline", source, run.model_config)
+    model = Flux(read(as_filed=device is None), device, run)
+    model.read = read
+    return model
 
 
 class Flux(DiffusionModel):
     """Predicts the way from the picture to the noise, noise - latents, at a point of that way."""
 
-    def __init__(self, pipeline: Any, device: torch.device, run: RunConfig):
+    def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         defaults = RunConfig()

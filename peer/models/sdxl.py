@@ -1,6 +1,7 @@
 """Stable Diffusion XL: two text encoders, and a UNet that is told the sizes of the picture that it was cut from."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,25 @@ from swarm.errors import UserError
 from swarm.run_config import RunConfig
 
 
-def load(source: Path, device: torch.device, run: RunConfig) -> "SDXL":
-    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. Raises UserError when it is no SDXL base."""
-    pipeline = load_pipeline("StableDiffusionXLPipeline", source, run.model_config)
+def load(source: Path, device: torch.device | None, run: RunConfig) -> "SDXL":
+    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. device None: as it is in its files, until it is placed. Raises UserError when it is no SDXL base."""
+    read = partial(load_pipeline, "StableDiffusionXLPipeline", source, run.model_config)
+    pipeline = read(as_filed=device is None)
     if pipeline.text_encoder is None:
         raise UserError(f"{source} is SDXL's refiner, which has one text encoder.", fix="Give the base model.")
     if pipeline.text_encoder_2 is None:
         raise UserError(
             f"{source} does not load as a SDXL pipeline: it has one text encoder.", fix="Fetch it again, or check --family (sdxl)."
         )
-    return SDXL(pipeline, device, run)
+    model = SDXL(pipeline, device, run)
+    model.read = read
+    return model
 
 
 class SDXL(UNetModel):
     """Reads both encoders below their last layer, and the second one's embedding of the whole caption."""
 
-    def __init__(self, pipeline: Any, device: torch.device, run: RunConfig):
+    def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
         depths = {name: getattr(pipeline, name).config.num_hidden_layers - 1 for name in ("text_encoder", "text_encoder_2")}
         check_clip_skip(run.clip_skip, **depths)
         super().__init__(pipeline, device, run)

@@ -1,6 +1,7 @@
 """Stable Diffusion 1.x and 2.x: one text encoder, a VAE and a UNet."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ from peer.models.diffusion.unet import UNetModel
 from swarm.run_config import RunConfig
 
 
-def load(source: Path, device: torch.device, run: RunConfig) -> "StableDiffusion":
-    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. Raises UserError when it is none of Stable Diffusion."""
-    return StableDiffusion(load_pipeline("StableDiffusionPipeline", source, run.model_config), device, run)
+def load(source: Path, device: torch.device | None, run: RunConfig) -> "StableDiffusion":
+    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. device None: as it is in its files, until it is placed. Raises UserError when it is none of Stable Diffusion."""
+    read = partial(load_pipeline, "StableDiffusionPipeline", source, run.model_config)
+    model = StableDiffusion(read(as_filed=device is None), device, run)
+    model.read = read
+    return model
 
 
 class StableDiffusion(UNetModel):
     """Both generations: the scheduler's config says whether the noise or the velocity is predicted."""
 
-    def __init__(self, pipeline: Any, device: torch.device, run: RunConfig):
+    def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
         check_clip_skip(run.clip_skip, text_encoder=pipeline.text_encoder.config.num_hidden_layers)
         super().__init__(pipeline, device, run)
         self.text_encoder, self.tokenizer = pipeline.text_encoder, pipeline.tokenizer

@@ -52,6 +52,9 @@ class NoSync:
         """Nobody else's state can count these samples twice, so the work stays; the next step commits it."""
         return SyncReport(wait=True)
 
+    def rest(self, resting: bool) -> None:
+        """There is nobody to offer anything to."""
+
     def leave(self) -> SyncReport:
         """The samples waiting are done: their work is in the checkpoint that follows.
 
@@ -70,5 +73,5 @@ class NoSync:
         self.round, self.samples = state["round"], state["samples"]
         self._waiting, self._number = state["waiting"], state["number"]
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         pass

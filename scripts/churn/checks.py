@@ -94,3 +94,8 @@ def ledger_faults(chain: Sequence[Mapping[str, Any]], keys: Mapping[tuple[str, i
     if total != chain[-1]["samples"]:
         faults.append(f"the head has {chain[-1]['samples']} samples, its rounds {total}")
     return faults
+
+
+def faults_of(rounds: Sequence[Round], ledger: Path) -> dict[str, list[str]]:
+    """Everything here, of all that peers committed and of the ledger in the end."""
+    return {"states": unequal_states(rounds) + false_sums(rounds), "ledger": ledger_faults(*read_ledger(ledger), rounds)}

@@ -1,4 +1,4 @@
-"""A real peer but for its model: dataset server, accounts, loop and swarm as in `peer/finetune.py`, while computing is a sleep.
+"""A real peer but for its model: all else is wired by `peer/wiring.py`, while computing is a sleep.
 
 It starts in a third of the time, and several share a core without being late. Takes the peer's options, and:
 
@@ -14,18 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from peer import finetune
-from peer.accounts import Accounts
-from peer.batches import Decoder
-from peer.buckets import Buckets
+from peer.command_line import parse
 from peer.contracts import LatentBatch, PixelBatch
 from peer.device import Precision, Rank, RankGroup
-from peer.feed import Feed
-from peer.metrics import Progress
-from peer.occasions import Occasions
-from peer.ranked import RankedSync
+from peer.placing import Direct
+from peer.resolving import resolve_run
 from peer.stopping import Stop
-from peer.train import Trainer
+from peer.wiring import Launch, Learner, build_source, build_trainer, peer_id
 from swarm.errors import run_program
 from swarm.logs import setup_logging
 
@@ -34,6 +29,8 @@ PARAMETERS = 65_536
 
 class Sleep:
     """A model without parts: its loss takes as long as it is told to, and pulls the parameters at random."""
+
+    resolution_multiple = 1
 
     def __init__(self, weight: nn.Parameter, sample_seconds: float):
         self._weight, self._seconds = weight, sample_seconds
@@ -50,46 +47,28 @@ class Sleep:
 def main(argv: Sequence[str]) -> None:
     at = list(argv).index("--sample_seconds")
     sample_seconds = float(argv[at + 1])
-    peer, given = finetune.parse([*argv[:at], *argv[at + 2 :]])
+    peer, given = parse([*argv[:at], *argv[at + 2 :]])
     torch.set_num_threads(1)
     setup_logging(debug=peer.debug, name=Path(peer.output_dir).name)
     stop, device = Stop().listen(), torch.device("cpu")
-    joined = finetune.resolve_run(peer, given)
-    output = finetune.prepare_output(peer)
+    joined = resolve_run(peer, given)
     with ExitStack() as closing:
         group = RankGroup(Rank(), device)
         closing.callback(group.close)
-        own_id = finetune.peer_id(peer, output)
-        params = {"weight": nn.Parameter(torch.zeros(PARAMETERS // 64, 64)), "bias": nn.Parameter(torch.zeros(7))}
-        source = finetune.build_source(joined, peer, group, output, own_id)
-        closing.callback(source.close)
-        sync = finetune.build_sync(joined, peer, params, group, output)
-        closing.callback(sync.close)
-        micro = {"batch_samples": peer.train_batch_size, "accumulation": peer.gradient_accumulation_steps}
-        feed = Feed(source, Decoder(joined.run), group, stopping=stop, buckets=Buckets.of(joined.run, 1), **micro)
-        closing.callback(feed.close)
-        progress = Progress(output / "metrics.jsonl", total_samples=joined.run.total_samples)
-        closing.callback(progress.close)
-        model = Sleep(params["weight"], sample_seconds)
-        Trainer(
-            model=model,
-            encode=model.encode,
-            params=params,
-            optimizer=torch.optim.SGD(params.values(), lr=1.0),
-            learning_rate=lambda samples: 1.0,
-            max_grad_norm=1.0,
-            precision=Precision(device, None, scaled=False, reason=""),
-            sync=RankedSync(sync, group, params),
-            feed=feed,
-            accounts=Accounts(source),
-            group=group,
-            progress=progress,
-            stopping=stop,
-            save=lambda state, about: None,  # the swarm's own states are what a killed peer goes on from
-            occasions=Occasions(),
-            by_rounds=True,
-            noise_seed=own_id,
-        ).run()
+        launch = Launch(joined=joined, peer=peer, given=given, group=group, device=device, stopping=stop, closing=closing)
+        own_id = peer_id(launch)
+        trainer, _ = build_trainer(launch, sleeper(sample_seconds), build_source(launch, own_id), own_id)
+        trainer.learning_rate = lambda samples: 1.0
+        trainer.run()  # without occasions: the swarm's own states are what a killed peer goes on from
+
+
+def sleeper(sample_seconds: float) -> Learner:
+    params = {"weight": nn.Parameter(torch.zeros(PARAMETERS // 64, 64)), "bias": nn.Parameter(torch.zeros(7))}
+    model = Sleep(params["weight"], sample_seconds)
+    optimizer = torch.optim.SGD(params.values(), lr=1.0)
+    cpu = torch.device("cpu")
+    precision = Precision(cpu, None, scaled=False, reason="it only sleeps")
+    return Learner(model=model, encode=model.encode, params=params, optimizer=optimizer, precision=precision, place=Direct(cpu))
 
 
 if __name__ == "__main__":

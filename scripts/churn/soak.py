@@ -1,5 +1,6 @@
 """Kill parts of a real swarm at random, again and again: nobody's loss may cost the others more than seconds, and no sample may be lost.
 
+    ./scripts/soak --minutes 30          real trainers under dd-peer, which alone start what was killed; see --minutes 1 --help
     ./scripts/soak [--kills 100] [--seed 0] [--peers 4] [--sync parameters] [--record FILE]
 
 Real peers with a real dataset server and ledger; only computing is a sleep. A kill is SIGKILL of a peer with all its processes, of
@@ -28,16 +29,15 @@ if sys.path and sys.path[0] != str(ROOT):
 
 from benchmarks.common import about, print_table  # noqa: E402
 from scripts.churn import checks  # noqa: E402
-from scripts.churn.swarm import BATCH, ROUND_SECONDS, SAMPLE_SECONDS, Peer, Server, peer_command  # noqa: E402
-from scripts.demo import processes  # noqa: E402
-from swarm.errors import run_program  # noqa: E402
+from scripts.churn.swarm import BATCH, ROUND_SECONDS, SAMPLE_SECONDS, Peer, Server, end, leave, peer_command, until  # noqa: E402
+from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from swarm.lifeline import adopt_orphans  # noqa: E402
 
 KINDS = {"peer": 4, "first peer": 2, "sidecar": 3, "p2pd": 3, "stop": 2, "server": 2}
 """What may happen, and how often in proportion."""
 START_SECONDS = 240.0
 COMMIT_SECONDS = 240.0
 """A survivor that commits nothing for so long after a kill has failed, also on a machine that does much else."""
-END_SECONDS = 120.0
 _PARTS = {"sidecar": "peer.sync.engine.sidecar", "p2pd": "hivemind_cli/p2pd"}
 _MOST_RESTARTS, _RESTARTS_WITHIN_SECONDS = 4, 600.0
 """One less than a trainer forgives its sidecar."""
@@ -86,7 +86,7 @@ class Soak:
             self._pause(self._rng.uniform(0, 1.5 * ROUND_SECONDS))
             self._one(number)
         self._until("rounds of all after the last kill", lambda: all(map(self._well, self._peers)), START_SECONDS)
-        self._end()
+        self.faults += leave(self._peers, self._server)
 
     def _one(self, number: int) -> None:
         kind, victim = self._choose()
@@ -161,6 +161,9 @@ class Soak:
             if peer.down_until:
                 if now >= peer.down_until and not self._server_down_until:
                     peer.start_again()
+            elif peer.program.ended() is not None and not peer.rounds():
+                reason = f"{peer.name} ended before its first round, with status {peer.program.ended()}: {peer.program.last_words(2)}"
+                raise UserError(reason, fix=f"See {peer.program.log}.", code=ExitCode.FAILED)
             elif peer.program.ended() is not None:
                 self.faults.append(f"{peer.name} ended by itself with status {peer.program.ended()}: {peer.program.last_words(2)}")
                 peer.down_until = now + 1
@@ -173,30 +176,11 @@ class Soak:
 
     def _until(self, what: str, true: Callable[[], bool], seconds: float) -> None:
         """Wait; what does not come in time is a fault, and the story goes on."""
-        deadline = time.monotonic() + seconds
-        while not true():
-            self._tend()
-            if time.monotonic() > deadline:
-                self.faults.append(f"no {what} within {seconds:.0f} s (after kill {len(self.kills)})")
-                return
-            time.sleep(0.1)
-
-    def _end(self) -> None:
-        """All leave in order, then the server."""
-        for peer in self._peers:
-            peer.program.terminate()
-        deadline = time.monotonic() + END_SECONDS
-        for peer in self._peers:
-            status = peer.program.wait(max(0.1, deadline - time.monotonic()))
-            if status != 0:
-                self.faults.append(f"{peer.name} left with status {status}: {peer.program.last_words(2)}")
-        self._server.program.terminate()
-        self._server.program.wait(20)
+        if not until(true, self._tend, seconds):
+            self.faults.append(f"no {what} within {seconds:.0f} s (after kill {len(self.kills)})")
 
     def close(self) -> None:
-        left = processes.end_all([*(peer.program for peer in self._peers), self._server.program], seconds=15)
-        if left:
-            self.faults.append(f"processes left: {', '.join(left)}")
+        self.faults += end(self._peers, self._server)
 
     # ---------------------------------------------------------------- the verdict
 
@@ -206,8 +190,7 @@ class Soak:
         faults = {
             "survivors": [f"kill {k.number}: {name} did not go on" for k in self.kills for name, s in k.survivors.items() if s is None],
             "story": self.faults,
-            "states": checks.unequal_states(rounds) + checks.false_sums(rounds),
-            "ledger": checks.ledger_faults(chain, keys, rounds),
+            **checks.faults_of(rounds, self._server.ledger),
         }
         seconds = sorted(s for kill in self.kills for s in kill.survivors.values() if s is not None)
         return {
@@ -251,6 +234,10 @@ def summary(kills: Sequence[Kill]) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
+    if any(flag.startswith("--minutes") for flag in argv):
+        from scripts.churn import supervised
+
+        return supervised.main(argv)
     parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -259,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--record", type=Path, help="write the record there as JSON")
     parser.add_argument("--keep", type=Path, help="work in this folder, which must not exist, and leave logs and states there")
     args = parser.parse_args(argv)
-    processes.adopt_orphans()
+    adopt_orphans()
     print(f"{args.peers} peers, rounds of about {ROUND_SECONDS} s, steps of {BATCH * SAMPLE_SECONDS} s; seed {args.seed}", flush=True)
     with contextlib.ExitStack() as closing:
         folder = args.keep or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))

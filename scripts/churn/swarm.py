@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import psutil
 from PIL import Image
 
 from scripts.churn import checks
-from scripts.demo.processes import Program, kill
+from scripts.demo.processes import Program, end_all, kill
 from scripts.demo.stand_in import write_model
 from swarm.errors import ExitCode, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0
+LEAVE_SECONDS, SERVER_LEAVES_SECONDS = 120.0, 30.0
 SAMPLE_SECONDS = 0.02
 BATCH = 4
 ROUND_SECONDS = 2.5
@@ -137,6 +138,34 @@ def peer_command(server: Server, folder: Path) -> list[str]:
     flags = ["--datasetserver", server.url, "--output_dir", str(folder), "--train_batch_size", str(BATCH)]
     flags += ["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--sample_seconds", str(SAMPLE_SECONDS)]
     return [sys.executable, "-m", "scripts.churn.peer", *flags]
+
+
+def until(true: Callable[[], bool], tend: Callable[[], None], seconds: float) -> bool:
+    """Wait, tending the swarm meanwhile; False when it did not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        tend()
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def leave(peers: Sequence[Peer], server: Server) -> list[str]:
+    """All leave in order, then the server; what was wrong with it."""
+    for peer in peers:
+        peer.program.terminate()
+    deadline = time.monotonic() + LEAVE_SECONDS
+    statuses = {peer: peer.program.wait(max(0.1, deadline - time.monotonic())) for peer in peers}
+    server.program.terminate()
+    server.program.wait(SERVER_LEAVES_SECONDS)
+    return [f"{peer.name} left with status {status}: {peer.program.last_words(2)}" for peer, status in statuses.items() if status != 0]
+
+
+def end(peers: Sequence[Peer], server: Server) -> list[str]:
+    """Whatever happened before: nothing runs on. What had to be killed is said."""
+    left = end_all([*(peer.program for peer in peers), server.program], seconds=SERVER_LEAVES_SECONDS)
+    return [f"processes left: {', '.join(left)}"] if left else []
 
 
 def write_dataset(folder: Path, count: int) -> Path:

@@ -1,11 +1,9 @@
 """Programs of the demo as a family that can be watched, killed and ended without leaving orphans (Linux).
 
-This process becomes the reaper of all its descendants: a daemon whose parent was killed becomes our child, not init's, so
-`children(recursive=True)` always sees all of them.
+Made for a process that has called `swarm.lifeline.adopt_orphans`.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -16,13 +14,6 @@ from pathlib import Path
 import psutil
 
 from swarm.lifeline import die_with_parent
-
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def adopt_orphans() -> None:
-    """From now on, descendants whose parent dies become our children."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _end_with_parent() -> None:

@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(ROOT)
 
+from swarm.arguments import ArgumentParser  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 
 MARK = ".quickstart"
+HOSTED = "--resolution 16 --learning_rate 1e-3 --target_batch_size 512 --total_samples 4096"
+"""What to host the quickstart's own dataset and model with."""
 EPILOG = """\
 It writes into FOLDER:
   samples.png   what the model draws: ten pictures of each digit
@@ -35,7 +38,7 @@ The first run makes .venv and installs everything; later runs skip that. PYTHON=
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="scripts/quickstart", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--churn", action="store_true", help="a peer comes late and catches up; then the first one is killed with SIGKILL")
@@ -66,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
 
     display = Display()
     display.say("1/4  real handwritten digits, and a small Stable Diffusion that knows nothing yet")
-    prepare(folder)
+    prepare(folder, display.say)
     display.say(f"2/4  a swarm of {args.peers} peers" + (", one more later, and then one less" if args.churn else ""))
     plan = Plan(folder, args.peers, args.total_samples, args.target_batch_size, args.port, args.churn)
     with display, SwarmRun(plan, display) as swarm:
@@ -106,13 +109,20 @@ def quiet_libraries() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def prepare(folder: Path) -> None:
-    """Write `dataset/` (1,500 captioned digits) and `base/` (the model that knows nothing yet)."""
+def prepare(folder: Path, say: Callable[[str], None] = lambda text: None) -> None:
+    """Write `dataset/` (1,500 captioned digits) and `base/` (the model that knows nothing yet); `say` how far that is, minutes on a busy machine."""
+    say("     loading torch and diffusers ...")
     from scripts.demo import digits, tiny_model
 
     digits.write_folder(folder / "dataset")
     ink, _ = digits.load()
-    tiny_model.build(folder / "base", digits.pictures(ink[: digits.TRAIN_COUNT]), [digits.caption(digit) for digit in range(10)])
+    captions = [digits.caption(digit) for digit in range(10)]
+    tiny_model.build(folder / "base", digits.pictures(ink[: digits.TRAIN_COUNT]), captions, show=every(40, "teaching its VAE", say))
+
+
+def every(steps: int, what: str, say: Callable[[str], None]) -> Callable[[int, int], None]:
+    """To be told each step: says every so many of them, and the last."""
+    return lambda step, of: say(f"     {what}: {step} of {of} steps") if step % steps == 0 or step == of else None
 
 
 def judge(model: Path) -> dict[str, Any]:
@@ -198,10 +208,14 @@ def conclude(display: Any, folder: Path, result: dict[str, Any], model: Path) ->
         display.say(f"  The programs' logs are in {shown(folder / 'logs')}.")
         return
     display.say("\nTry next:")
-    display.say(f'  .venv/bin/dd-generate --model {shown(model)} --prompt "a handwritten seven" --guidance 3 --out pictures/')
+    display.say(f"  source {shown(ROOT / '.venv' / 'bin' / 'activate')}     in each new terminal, before what begins with dd-")
+    display.say(f'  dd-generate --model {shown(model)} --prompt "a handwritten seven" --guidance 3 --out pictures/')
     if not result["churn"]:
         display.say("  ./scripts/quickstart --churn     a peer comes late, another is killed")
-    display.say("  README.md                        host a run of your own, or join one")
+    display.say("  Host a run of this dataset and model yourself, then join it from another terminal:")
+    display.say(f"  dd-datasetserver --dataset {shown(folder / 'dataset')} --model {shown(folder / 'base')} {HOSTED}")
+    display.say("  dd-peer --datasetserver http://127.0.0.1:9090 --output_dir out")
+    display.say("  README.md                        host a run of your own pictures, or join one")
 
 
 def shown(path: Path) -> str:

@@ -18,6 +18,7 @@ from scripts.demo import processes, results
 from scripts.demo.display import Display
 from scripts.demo.processes import Program
 from swarm.errors import ExitCode, UserError
+from swarm.lifeline import adopt_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
 JOIN_AFTER_ROUND = 2
@@ -85,7 +86,7 @@ class SwarmRun:
         self._round = 0
 
     def __enter__(self) -> "SwarmRun":
-        processes.adopt_orphans()
+        adopt_orphans()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,7 +134,12 @@ class SwarmRun:
         name = f"peer-{number}"
         threads = max(1, len(os.sched_getaffinity(0)) // self.plan.peers)
         # torchrun itself would listen on one fixed port; --standalone lets several on one machine choose free ones.
-        command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=1", str(ROOT / "peer" / "finetune.py")]
+        command = [
+            str(Path(sys.executable).with_name("torchrun")),
+            "--standalone",
+            "--nproc_per_node=1",
+            str(ROOT / "peer" / "finetune.py"),
+        ]
         command += ["--datasetserver", self._url, "--output_dir", str(self.plan.folder / name)]
         command += ["--train_batch_size", str(self.plan.batch), "--num_threads", str(threads), *self.plan.peer_flags]
         env = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}

@@ -7,7 +7,7 @@ Its VAE is trained for seconds on the pictures given; UNet and text encoder have
 import json
 import string
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +22,21 @@ SCHEDULE = {"num_train_timesteps": 1000, "beta_schedule": "scaled_linear", "beta
 TEXT_WIDTH = 32
 
 
-def build(folder: Path, pictures: Sequence[Image.Image], captions: Iterable[str], *, vae_steps: int = 200, seed: int = 0) -> None:
-    """Write the model to `folder`; the same arguments give the same weights. pictures: RGB, all of one size."""
+def build(
+    folder: Path,
+    pictures: Sequence[Image.Image],
+    captions: Iterable[str],
+    *,
+    vae_steps: int = 200,
+    seed: int = 0,
+    show: Callable[[int, int], None] = lambda step, of: None,
+) -> None:
+    """Write the model to `folder`; the same arguments give the same weights. pictures: RGB, all of one size. show: told each step of the VAE."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = make_tokenizer(captions)
         vae = make_vae(pictures[0].width)
-        train_vae(vae, to_pixels(pictures), vae_steps)
+        train_vae(vae, to_pixels(pictures), vae_steps, show)
         pipeline = StableDiffusionPipeline(
             vae=vae,
             text_encoder=make_text_encoder(tokenizer),
@@ -105,10 +113,10 @@ def make_vae(side: int) -> AutoencoderKL:
     )
 
 
-def train_vae(vae: AutoencoderKL, pixels: torch.Tensor, steps: int, batch: int = 32) -> None:
+def train_vae(vae: AutoencoderKL, pixels: torch.Tensor, steps: int, show: Callable[[int, int], None], batch: int = 32) -> None:
     """Teach it to reconstruct `pixels` (N, 3, H, W), and set its scaling factor so that latents have unit variance."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3)
-    for _ in range(steps):
+    for step in range(steps):
         some = pixels[torch.randint(0, len(pixels), (batch,))]
         posterior = vae.encode(some).latent_dist
         values = posterior.mean[0].numel()
@@ -116,6 +124,7 @@ def train_vae(vae: AutoencoderKL, pixels: torch.Tensor, steps: int, batch: int =
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        show(step + 1, steps)
     vae.eval()
     with torch.no_grad():
         latents = vae.encode(pixels[:256]).latent_dist.mean

@@ -411,3 +411,14 @@ def test_a_dataset_that_grew_has_its_new_shards_from_the_next_epoch_on(db, clock
         book.contribute("alice", 1, ["0:3:0"])
     book.contribute("alice", 1, [sample_key(1, 3, index) for index in range(5)])
     assert book.units.last_epoch == 1
+
+
+def test_a_run_that_has_all_its_samples_goes_on_when_it_is_extended(db, clock):
+    extended = [0]
+    book = open_book(db, clock, total=4, extended=lambda: extended[0])
+    mine = keys(book.lease("alice", 4))
+    book.contribute("alice", 1, mine)
+    book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
+    assert book.state == "ended"
+    extended[0] = 100
+    assert book.state == "running" and keys(book.lease("bob", 1))

@@ -69,13 +69,13 @@ class LedgerMachine(RuleBasedStateMachine):
         return [sample_key(*uid, index) for uid, skip in grant.units for index in range(SHARDS[uid[1]]) if index not in skip]
 
     def late(self, peer):
-        """What may be given to `peer` as well: leased long ago by one other peer, and neither pending nor counted."""
+        """What may be given to `peer` as well: leased long ago by one lease of another peer, and neither pending nor counted."""
         late = set()
         for lease in self.book._leases.values():
             for uid, mask in lease.units.items():
                 unit = self.book.units[uid]
                 if lease.peer != peer and lease.since + COPY_SECONDS <= self.now and len(unit.holders) == 1:
-                    late |= {sample_key(*uid, index) for index in range(unit.samples) if mask & unit.leased & ~unit.pending >> index & 1}
+                    late |= {sample_key(*uid, index) for index in range(unit.samples) if (mask & unit.leased) >> index & 1}
         return late
 
     @rule()

@@ -159,7 +159,9 @@ def test_keys_that_are_no_samples_of_the_dataset_are_refused(host):
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
+        "/index.html",
+        "/static/../ledger.sqlite",
+        "/ledger.sqlite",
         "/v1/blobs/../../../etc/passwd",
         "/v1/blobs/..%2f..%2fledger.sqlite",
         "/v1/blobs/%2e%2e/manifest.json",

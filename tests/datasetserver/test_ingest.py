@@ -113,11 +113,11 @@ def test_names_that_are_no_text_links_to_nowhere_and_pipes_stop_nothing(tmp_path
 
 def test_a_decoder_that_takes_its_process_down_costs_one_picture(tmp_path, monkeypatch):
     """The file is real, the crash is not: no picture is known that still crashes today's decoders."""
-    from datasetserver import ingest as module
+    from datasetserver import loading
 
     folder = write_dataset(tmp_path / "data", 40)
     (folder / "0007.txt").write_text("crash")
-    monkeypatch.setattr(module, "_load", crash_or_load)
+    monkeypatch.setattr(loading, "_load", crash_or_load)
     result = ingest(folder, tmp_path / "work", workers=2)
     assert result.manifest.total == 39
     assert result.rejected == [("0007.png", "the decoder crashed on it")]

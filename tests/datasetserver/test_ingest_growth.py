@@ -125,7 +125,7 @@ def test_what_is_ready_is_served_without_the_pictures(tmp_path, capsys):
     assert get_run(host).run == before.run
     assert host.stop() == 0
     (work / "ingest.json").write_text(json.dumps({}))
-    code, line = complaint(capsys, *host.flags)
+    code, line = complaint(capsys, *host.flags, "--port", "0")
     assert code == ExitCode.CONFIG and "No dataset is ready" in line
 
 

@@ -78,7 +78,9 @@ def test_a_fault_of_ours_in_one_request_leaves_the_ledger_whole(tmp_path):
 
 def test_a_damaged_or_foreign_ledger_is_a_users_error(tmp_path):
     open_ledger(tmp_path / "ledger.sqlite", run_name="a").close()
-    with pytest.raises(UserError, match=f"belongs to run {RunConfig(run_name='a').run_id}"):
+    with pytest.raises(
+        UserError, match=rf"'a' \({RunConfig(run_name='a').run_id}\) has begun here with other options: run_name was a, now b\."
+    ):
         open_ledger(tmp_path / "ledger.sqlite", run_name="b")
     (tmp_path / "damaged.sqlite").write_bytes(b"this is no database" * 1000)
     with pytest.raises(UserError, match="cannot be opened") as raised:

@@ -6,7 +6,9 @@ import pytest
 
 from datasetserver.__main__ import cli
 from datasetserver.orders import Orders, give
+from swarm.end import End
 from swarm.errors import UserError
+from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host, until
 from tests.datasetserver.test_http import call, envelope, keys_of, lease, refused
 
@@ -52,9 +54,45 @@ def test_a_paused_run_says_so_and_an_ended_one_stays_ended(tmp_path):
     host.kill()
     host.start()
     refused(call(host, "/v1/leases", envelope(host, "bob", want_samples=1)), 503, "run_paused")
+    assert call(host, "/v1/run")[0] == 200  # looks for an extension, in the same folder
     assert cli(["resume", "--work_dir", work_dir]) == 0
     until(lambda: call(host, "/v1/leases", envelope(host, "bob", want_samples=1))[0] == 201)
     assert cli(["end", "--work_dir", work_dir]) == 0
     until(lambda: json.loads(call(host, "/v1/progress")[2])["finished"])
     refused(call(host, "/v1/leases", envelope(host, "bob", want_samples=1)), 410, "run_finished")
     assert host.stop() == 0
+    assert [host.stderr.count(f"the host's order: {state}") for state in ("paused", "running", "ended")] == [1, 1, 1]
+
+
+def test_a_run_is_extended_by_its_host_and_peers_are_told_with_its_signature(tmp_path, capsys):
+    host = Host(tmp_path, "--total_samples", "16").start()
+    folder = ["--dataset", str(host.dataset)]
+    granted = lease(host, "alice", want=1)
+    renew = f"/v1/leases/{granted.lease_id}/renew"
+
+    def told(path, body=None):
+        return json.loads(call(host, path, body)[2])
+
+    assert told(renew, envelope(host, "alice"))["extension"] is None and told("/v1/run")["extension"] is None
+    assert cli(["extend", *folder, "--total_samples", "40"]) == 0
+    until(lambda: told(renew, envelope(host, "alice"))["extension"])
+    answer = told("/v1/run")
+    end = End(RunConfig.from_mapping(answer["run"], where=""), answer["host_key"], answer["extension"])
+    assert end.total == 40 == told("/v1/progress")["total_samples"] and answer["run"]["total_samples"] == 16
+    assert cli(["extend", *folder, "--total_samples", "40"]) == 2 and "not later" in capsys.readouterr().err
+    host.kill()
+    host.start()
+    assert told("/v1/run")["extension"] == answer["extension"], "no order is lost with the server"
+    assert host.stop() == 0
+
+
+def test_what_is_no_run_or_no_number_is_not_extended(tmp_path, capsys):
+    assert cli(["extend", "--work_dir", str(tmp_path), "--total_samples", "40"]) == 2 and "No run has begun" in capsys.readouterr().err
+    now = [0.0]
+    orders = Orders(tmp_path, clock=lambda: now[0])
+    (tmp_path / "run_extension").write_text("5000\n")
+    assert orders.extended() == 5000
+    (tmp_path / "run_extension").write_text("many")
+    now[0] += 1
+    assert orders.extended() == 5000, "what nobody understands changes nothing"
+    assert orders() == "running"

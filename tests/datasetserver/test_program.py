@@ -40,12 +40,36 @@ def test_mistakes_are_answered_with_one_line(tmp_path, capsys):
         ([*good[:2], "--model", str(tmp_path / "empty"), *good[4:]], "no diffusers pipeline"),
         ([*good, "--por", "1"], "--port"),
         ([*good, "--port", "70000"], "70000"),
+        ([*good, "--resolution", "abc"], "--resolution: invalid int value"),
+        (["token", "add"], "The following arguments are required: name"),
+        (["token", "take"], "invalid choice: 'take'"),
+        (["pause", "--dataset"], "--dataset: expected one argument"),
         ([*good, "--run", str(tmp_path / "run.toml")], "learning_rate"),
         ([*good, "--lease_seconds", "0"], "lease_seconds"),
         ([*good, "--model_digest", "0" * 64], "digest"),
     ]:
         code, line = complaint(capsys, *argv)
         assert code == ExitCode.CONFIG and what in line, (argv, line)
+
+
+def test_what_is_wrong_with_the_run_is_said_before_any_picture_is_looked_at(tmp_path, capsys):
+    folder, model = write_dataset(tmp_path / "data", 2), str(write_model(tmp_path / "model"))
+    for wrong, what in [
+        (["--model", model, "--target_batch_size", "-5"], "target_batch_size is -5"),
+        (["--model", str(tmp_path / "nowhere" / "model.safetensors" / "x")], "neither a folder nor a Hub id"),
+        (["--model", model, "--model_digest", "0" * 64], "digest"),
+    ]:
+        code, line = complaint(capsys, "--dataset", str(folder), "--port", "0", "--no_dht", *wrong)
+        assert code == ExitCode.CONFIG and what in line
+    assert [path.name for path in (tmp_path / "data.datasetserver").iterdir()] == ["lock"]
+
+
+def test_a_model_that_nobody_has_is_one_line_without_the_librarys_words(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, line = complaint(capsys, "--dataset", str(write_dataset(tmp_path / "data", 2)), "--model", "no-such-model", "--port", "0")
+    fix = "Check the name and the network, or give its folder with --model FOLDER."
+    assert code == ExitCode.NETWORK
+    assert line == f"error: There is no model 'no-such-model' on this machine, and the Hub did not give one of that name. {fix}"
 
 
 def test_a_port_in_use_is_named(tmp_path, capsys):
@@ -169,7 +193,8 @@ def test_a_restart_resumes_the_run_and_another_run_is_refused_its_ledger(tmp_pat
     assert host.stop() == 0
     command = [sys.executable, "-m", "datasetserver", *host.flags, "--port", "0", "--learning_rate", "1e-3"]
     other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert other.returncode == ExitCode.CONFIG and "belongs to run" in other.stderr and "--work_dir" in other.stderr
+    assert other.returncode == ExitCode.CONFIG and "learning_rate was 5e-06, now 0.001" in other.stderr
+    assert "--work_dir" in other.stderr and "new host key" in other.stderr and "samples in" not in other.stdout
 
 
 def test_two_servers_cannot_share_a_work_dir(tmp_path):

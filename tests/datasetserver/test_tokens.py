@@ -8,7 +8,7 @@ import pytest
 
 from datasetserver.__main__ import cli
 from datasetserver.refused import Refused
-from datasetserver.tokens import LOOK_SECONDS, Tokens, add, names, remove
+from datasetserver.tokens import LOOK_SECONDS, Tokens, _draw, add, names, remove
 from swarm.errors import ExitCode, UserError
 
 
@@ -28,6 +28,11 @@ def test_a_token_is_shown_once_and_only_its_digest_is_kept(tmp_path):
     assert tokens.holder(token) == "alice"
     for wrong in ("", token[:-1], token + "x", token.swapcase(), file.read_text().split()[1], "\udc80", "x" * 100_000):
         assert tokens.holder(wrong) is None
+
+
+def test_no_token_looks_like_a_flag():
+    drawn = iter(["-abc", "--def", "g-h"])
+    assert _draw(lambda num_bytes: next(drawn)) == "g-h"
 
 
 def test_a_running_server_sees_tokens_come_and_go_and_lets_nobody_in_while_the_file_is_wrong(tmp_path, caplog):

@@ -12,8 +12,8 @@ from peer.checkpoint import Checkpoints
 from peer.config import PeerConfig
 from peer.contracts import LeaseLost, SyncReport
 from peer.device import Rank, RankGroup
-from peer.finetune import assemble
 from peer.joining import Joined
+from peer.wiring import Launch, assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 
@@ -35,7 +35,8 @@ class Recorded:
 
     def __init__(self, closing, run, peer, stop_after=None, sync=None):
         stop = lambda: stop_after is not None and self.trainer.step >= stop_after  # noqa: E731
-        self.trainer, self.method = assemble(Joined(run), peer, {}, RankGroup(Rank(), CPU), CPU, stop, closing)
+        alone = {"group": RankGroup(Rank(), CPU), "device": CPU, "stopping": stop, "closing": closing}
+        self.trainer, self.results = assemble(Launch(joined=Joined(run), peer=peer, **alone))
         self.losses, self.rates = [], []
         if sync:
             self.trainer.sync = sync
@@ -78,6 +79,14 @@ def test_the_run_ends_at_its_total_and_leaves_a_checkpoint_and_metrics(start, tm
     assert line["step"] == 10 and line["samples"] == 40 and line["loss"] == pytest.approx(sum(done.losses[:10]) / 10)
     _, state = Checkpoints(tmp_path / "out", keep=2).load("latest")
     assert torch.equal(flat(state["params"]), flat(done.trainer.params))
+
+
+def test_every_steps_loss_is_logged_on_wish(start, caplog):
+    with caplog.at_level("INFO", "peer.metrics"):
+        done = start(print_loss=True).run()
+    assert [f"step={i} samples=4 loss={loss:.6f}" for i, loss in enumerate(done.losses, 1)] == [
+        line for line in caplog.messages if line.startswith("step=")
+    ]
 
 
 def test_without_a_total_the_run_ends_with_the_epochs(start):
@@ -362,3 +371,26 @@ def test_the_gradients_handed_over_add_up_to_those_of_the_whole_round_at_once(st
 
 def gradient(params):
     return torch.cat([parameter.grad.flatten() for parameter in params.values()])
+
+
+def test_a_peer_that_rests_trains_nothing_and_goes_on_to_the_same_result(start, tmp_path):
+    whole = flat(start("whole").run().trainer.params)
+    resting = start("resting")
+    rests = iter([False, True, True, True, False, False, True, False])
+    asked = []
+
+    def rest():
+        asked.append((resting.trainer.step, next(rests, False)))
+        return asked[-1][1]
+
+    resting.trainer.resting = rest
+    resting.run()
+    while_resting = [step for step, now in asked if now]
+    assert while_resting[:3] == [1, 1, 1] and len(asked) > 8
+    assert torch.equal(flat(resting.trainer.params), whole), "alone, a rest changes nothing"
+
+
+def test_a_stop_ends_a_rest(start, tmp_path):
+    resting = start("resting", stop_after=0)
+    resting.trainer.resting = lambda: True
+    assert resting.run().trainer.step == 0

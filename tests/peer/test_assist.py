@@ -21,6 +21,7 @@ from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 from tests.datasetserver.hosting import Host
+from tests.peer.test_visible import free_port, scraped
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -103,7 +104,7 @@ def test_a_helper_that_waits_for_the_first_peer_ends_in_order_when_told_to(tmp_p
     bootstrap = subprocess.Popen(
         [sys.executable, "-m", "datasetserver.bootstrap"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    helper = None
+    helper, port = None, free_port()
     try:
         options = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "announce_maddrs": [], "identity_path": str(tmp_path / "bootstrap.key")}
         bootstrap.stdin.write(json.dumps({**options, "run_id": run.run_id, "run": dataclasses.asdict(run), "url": ""}) + "\n")
@@ -112,13 +113,14 @@ def test_a_helper_that_waits_for_the_first_peer_ends_in_order_when_told_to(tmp_p
         log = (tmp_path / "log").open("w+")
         helper = subprocess.Popen(
             [sys.executable, "-m", "peer.supervise", "--assist", "--peers", address, "--output_dir", str(tmp_path / "helper"),
-             "--host_maddrs", "/ip4/127.0.0.1/tcp/0"],
+             "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--metrics_port", str(port)],
             cwd=ROOT, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         deadline = time.monotonic() + 240
         while "waiting for the first peer that trains" not in (tmp_path / "log").read_text():
             assert helper.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.1)
+        assert scraped(port)["dd_peer_phase", ("dd_peer_phase", "assist")] == 1
         helper.send_signal(number)
         assert helper.wait(200) == 0 and "Traceback" not in (tmp_path / "log").read_text()
         log.close()

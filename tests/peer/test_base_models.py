@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -16,14 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from peer.base_model import complete, load_model, source_of
+from peer.command_line import parse
 from peer.exports.single_file import write_single_file
-from peer.finetune import complete, load_model, parse, resolve_run
 from peer.models import flux, sdxl, stable_diffusion
 from peer.models.diffusion.source import locate
+from peer.resolving import resolve_run
 from swarm.base_model import family_of
 from swarm.digest import digest_model
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from tests import flux_file as flux_files
 from tests import tiny
 from tests.datasetserver.test_ingest_hub import COMMIT, Hub
 
@@ -90,7 +94,7 @@ def hub(tmp_path, tiny_family):
 
 PROGRAM = """
 import sys
-from peer.finetune import complete, load_model
+from peer.base_model import complete, load_model
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 for name in ("owner/sd", "owner/sdxl"):
@@ -111,7 +115,8 @@ def test_a_hub_id_is_fetched_once_and_without_what_training_has_no_use_for(hub, 
     one, two, refused = done.stdout.splitlines()
     assert one == f"stable_diffusion {digest_model(tiny_family('sd'))} unet vae text_encoder"
     assert two == f"sdxl {digest_model(tiny_family('sdxl'))} unet vae text_encoder text_encoder_2"
-    assert refused.startswith("'owner/other' is no model here, and the Hub did not give it: ")
+    fix = "Check the name and the network, or give its folder with --model FOLDER."
+    assert refused == f"There is no model 'owner/other' on this machine, and the Hub did not give one of that name. {fix}"
     fetched = [path for path in asked if "/resolve/" in path]
     assert any(path.endswith("unet/diffusion_pytorch_model.safetensors") for path in fetched)
     unused = ("fp16", ".bin", "whole", "README", ".png", "safety_checker/", "feature_extractor/")
@@ -181,12 +186,69 @@ def test_a_peers_own_copy_of_the_model_may_be_elsewhere(tiny_family, tmp_path):
         load_model(run, {"model": str(tiny_family("sdxl"))}, CPU)
 
 
+def test_a_runs_model_that_only_its_host_has_is_asked_of_the_host(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("my-model", "./my-model", "/home/host/models/mine.safetensors", "~/models/mine"):
+        with pytest.raises(UserError, match=rf"base model '{name}' is a folder or file on the host's machine\. Ask .* --model FOLDER\."):
+            source_of(RunConfig(model=name, model_digest="a" * 64), {})
+    with pytest.raises(UserError, match="There is no model /nowhere"):
+        source_of(RunConfig(model="owner/name", model_digest="a" * 64), {"model": "/nowhere"})
+    with pytest.raises(UserError, match="There is no model /nowhere"):
+        source_of(RunConfig(model="/nowhere"), {})
+
+
 def test_a_flux_file_alone_is_told_what_it_needs(tmp_path):
     path = tmp_path / "flux.safetensors"
     save_file({"double_blocks.0.img_attn.norm.key_norm.scale": torch.zeros(2)}, path)
     assert family_of(path) == "flux"
-    with pytest.raises(UserError, match="Add --model_config with a diffusers folder of a FLUX model"):
+    with pytest.raises(
+        UserError,
+        match=r"holds no vae and no text_encoder and no text_encoder_2\. Add --model_config with a diffusers folder of a FLUX model",
+    ):
         flux.load(path, CPU, RUN)
+
+
+@pytest.fixture
+def flux_file(monkeypatch, tmp_path):
+    """`flux_file(tensors, dtype)`: a file that is read as the real ones are, but for the width."""
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    monkeypatch.setitem(SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"], "checkpoint_mapping_fn", flux_files.converter(32))
+    return lambda *given: flux_files.write(tmp_path / "flux.safetensors", *given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("parts", ["the transformer", "everything"])
+def test_a_flux_file_is_all_that_it_holds_and_the_rest_is_the_config_folders(tmp_path, tiny_family, flux_file, parts, dtype):
+    whole, beside = tiny.build("flux", seed=1), tiny_family("flux")
+    alone = parts == "the transformer"
+    path = flux_file(flux_files.transformer_tensors(whole.transformer) if alone else flux_files.whole_tensors(whole), dtype)
+    run = complete(RunConfig(model=str(path), model_config=str(beside), max_sequence_length=32))
+    assert run.family == "flux"
+    model, other = load_model(run, {}, CPU), load_model(replace(run, model=str(beside), model_config=""), {}, CPU)
+    for name, part in model.parts.items():
+        ours = part.state_dict()
+        if alone and name != "transformer":
+            expected = other.parts[name].state_dict()
+        else:
+            expected = {key: tensor.to(dtype).float() for key, tensor in getattr(whole, name).state_dict().items()}
+        assert ours.keys() == expected.keys() and all(torch.equal(ours[key], tensor) for key, tensor in expected.items()), name
+    assert model.encode_text(["a cat"])["states"].shape == (1, 32, 16)
+
+
+def test_a_flux_file_and_a_config_folder_that_both_lack_a_part_are_refused(tmp_path, tiny_family, flux_file):
+    path = flux_file(flux_files.transformer_tensors(tiny.build("flux", seed=1).transformer))
+    folder = shutil.copytree(tiny_family("flux"), tmp_path / "configs")
+    (folder / "text_encoder_2" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"The model's file holds no text_encoder_2, and .*configs has no weights of one"):
+        flux.load(path, CPU, RunConfig(model_config=str(folder), max_sequence_length=32))
+
+
+@pytest.mark.parametrize("name", ["scaled_fp8", "double_blocks.0.img_attn.qkv.scale_weight", "double_blocks.0.img_attn.qkv.weight.absmax"])
+def test_quantized_weights_are_refused(tiny_family, flux_file, name):
+    path = flux_file({"double_blocks.0.img_attn.norm.key_norm.scale": torch.zeros(2), name: torch.ones(1)})
+    with pytest.raises(UserError, match=f"is quantized: its weights are to be multiplied by others .{name}"):
+        flux.load(path, CPU, RunConfig(model_config=str(tiny_family("flux"))))
 
 
 def test_the_config_of_a_file_is_a_diffusers_folder(tmp_path):

@@ -6,6 +6,7 @@ import torch
 from peer import device
 from peer.device import Rank, RankGroup, choose_device, choose_precision
 from swarm.errors import UserError
+from tests import tiny
 
 CPU = torch.device("cpu")
 
@@ -32,7 +33,7 @@ def test_a_gpu_that_is_not_there_is_a_one_line_error():
     ("features", "parameters", "dtype", "reason"),
     [
         (["AMX", "AVX512-BF16"], 860_000_000, torch.bfloat16, "this processor has AMX and AVX512-BF16"),
-        (["AMX"], 1_000_000, None, "with 1.0 M trained parameters casting would cost more than AMX saves"),
+        (["AMX"], 1_000_000, None, "with 1.0 M parameters casting would cost more than AMX saves"),
         ([], 860_000_000, None, "neither AMX nor AVX512-BF16"),
     ],
 )
@@ -46,6 +47,19 @@ def test_the_user_may_overrule_it_but_not_with_fp16_on_a_cpu():
     assert choose_precision("bf16", CPU, 1).dtype == torch.bfloat16 and choose_precision("no", CPU, 1).dtype is None
     with pytest.raises(UserError, match="fp16 on a CPU"):
         choose_precision("fp16", CPU, 1)
+
+
+def test_a_peer_tells_others_what_it_computes_on(monkeypatch):
+    monkeypatch.setattr(device, "cpu_features", lambda: ["AMX"])
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert device.describe_hardware(CPU) == "16 CPU cores, AMX"
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda which: "NVIDIA H100 80GB HBM3 with a name far longer than any record has room for"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
+    said = device.describe_hardware(torch.device("cuda", 0))
+    assert said.startswith("8 x NVIDIA H100") and len(said) == 64
 
 
 def test_cpu_features_are_read_from_the_kernels_list(tmp_path):
@@ -71,3 +85,45 @@ def test_tensors_are_summed_in_buckets_that_hold_them_all_in_order(monkeypatch):
     monkeypatch.setattr(device, "_BUCKET_BYTES", 40)
     tensors = [torch.zeros(count) for count in (3, 20, 1, 5, 5, 2)]
     assert [[tensor.numel() for tensor in bucket] for bucket in device._buckets(tensors)] == [[3, 20], [1, 5, 5], [2]]
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl", "flux"])
+def test_attention_is_pytorchs_own_in_every_family(family):
+    pipeline = tiny.build(family)
+    name = "transformer" if family == "flux" else "unet"
+    parts = {name: getattr(pipeline, name), "vae": pipeline.vae}
+    assert device.attention(parts) == "sdpa"
+
+
+def test_another_way_to_compute_attention_is_named():
+    from diffusers.models.attention_processor import AttnProcessor
+
+    unet = tiny.build("sd").unet
+    unet.set_attn_processor(AttnProcessor())
+    assert device.attention({"unet": unet}) == "AttnProcessor"
+    assert "device=cpu threads=3 attention=AttnProcessor autocast=no: asked for" in device.describe(
+        Rank(), choose_precision("no", CPU, 0), 3, {}, {"unet": unet}
+    )
+
+
+def test_channels_last_changes_what_flows_and_not_the_weights():
+    pipeline = tiny.build("sd")
+    parts = {"unet": pipeline.unet, "vae": pipeline.vae, "text_encoder": pipeline.text_encoder}
+    given = torch.randn(2, 4, 8, 8), torch.tensor([3, 700]), torch.randn(2, 77, 16)
+    weights = {name: (parameter, parameter.data_ptr(), parameter.stride()) for name, parameter in pipeline.unet.named_parameters()}
+    plain = gradients(pipeline.unet, given)
+    seen = []
+    pipeline.unet.conv_out.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last)))
+    assert device.use_channels_last(parts) == ["unet", "vae"]
+    pipeline.unet.conv_out.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last)))
+    laid_out = gradients(pipeline.unet, given)
+    assert seen[-1] and list(weights) == [name for name, _ in pipeline.unet.named_parameters()]
+    for name, parameter in pipeline.unet.named_parameters():
+        assert weights[name] == (parameter, parameter.data_ptr(), parameter.stride()) and parameter.grad.stride() == parameter.stride()
+    torch.testing.assert_close(laid_out, plain, rtol=1e-3, atol=1e-5)
+
+
+def gradients(unet, given):
+    unet.zero_grad()
+    unet(*given, return_dict=False)[0].square().sum().backward()
+    return [parameter.grad.clone() for parameter in unet.parameters()]

@@ -3,16 +3,20 @@
 import dataclasses
 import json
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from peer import export
+from peer.base_model import load_model
 from peer.checkpoint import Checkpoints
 from peer.contracts import Member
 from peer.ema import Ema
-from peer.finetune import load_model
 from peer.methods import full, textual_inversion
 from peer.models import stable_diffusion
 from peer.sync.diloco import strategy
@@ -21,9 +25,10 @@ from peer.sync.engine.disk import StateStore
 from peer.sync.engine.state import first_state, next_state
 from peer.sync.engine.vectors import Schema, flatten
 from swarm.digest import digest_model
-from swarm.errors import ExitCode, UserError
+from swarm.errors import STOPPED_AT_ONCE, ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.conftest import ROOT
 
 CPU = torch.device("cpu")
 
@@ -154,3 +159,22 @@ def test_an_output_dirs_result_goes_before_its_checkpoints(trained, tmp_path):
     export.main(["--state", str(folder), "--out", str(tmp_path / "again")])
     with pytest.raises(UserError, match="is no embedding"):
         export.main(["--state", str(folder), "--format", "embedding", "--out", str(tmp_path / "word")])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_export_that_is_stopped_while_it_fetches_leaves_nothing(tmp_path, number):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # that takes the question, and does not answer
+        server.settimeout(200)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "peer.export", url, "--out", str(tmp_path / "model")]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        try:
+            question, _ = server.accept()
+            assert [path.name.startswith(".fetching-") for path in tmp_path.iterdir()] == [True]
+            process.send_signal(number)
+            assert process.communicate(timeout=200)[1].endswith("stopped.\n") and process.returncode == STOPPED_AT_ONCE
+            question.close()
+        finally:
+            process.kill()
+            process.communicate()
+    assert not list(tmp_path.iterdir())

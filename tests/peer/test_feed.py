@@ -1,6 +1,8 @@
 import threading
+from dataclasses import replace
 
 import pytest
+import torch
 
 from peer.batches import Decoder
 from peer.buckets import Buckets
@@ -87,3 +89,79 @@ def test_what_was_ahead_at_a_checkpoint_comes_again_after_loading():
     source = Shelf(0)
     feed(source).load_state_dict({"ahead": ["a"], "pool": {"drawn": 0, "numbers": []}, "source": {"count": 3}})
     assert source.back == ["a"] and source.count == 3
+
+
+def waits_for_decoding(steps):
+    for prepared in steps._prepared:
+        for part in prepared.started:
+            part.result()
+
+
+def test_as_many_steps_are_read_ahead_as_asked_for_and_all_of_them_are_given_back(monkeypatch):
+    monkeypatch.setattr("peer.feed._AHEAD_SECONDS", 60.0)
+    source, placed = Shelf(100), []
+    sizes = {"ahead_steps": 3, "placed_steps": 2}
+    steps = feed(source, workers=1, place=lambda batch: placed.append(len(batch.captions)) or batch, **sizes)
+    works = iter(steps)
+    assert next(works).keys == tuple("0123")
+    ahead = [str(key) for key in range(4, 16)]
+    assert steps.ahead() == ahead
+    waits_for_decoding(steps)
+    assert next(works).keys == tuple("4567")
+    assert placed[:4] == [4] * 4 and len(steps._prepared) == 3  # two were handed out, two more were decoded and wait where they are trained
+    assert steps.state_dict()["ahead"] == [str(key) for key in range(8, 20)]
+    steps.close()
+    assert source.back == [str(key) for key in range(8, 20)]
+
+
+def test_what_is_placed_is_what_is_handed_out_and_with_every_key_once(monkeypatch):
+    monkeypatch.setattr("peer.feed._AHEAD_SECONDS", 60.0)
+    steps = feed(Shelf(22), workers=1, ahead_steps=2, placed_steps=2, place=lambda batch: replace(batch, weights=torch.ones(1)))
+    works = []
+    for work in steps:
+        works.append(work)
+        waits_for_decoding(steps)
+    steps.close()
+    assert [key for work in works for key in work.keys] == [str(key) for key in range(22)]
+    assert all(batch.weights is not None for work in works for batch in work.batches)
+
+
+def test_without_decoding_processes_nothing_is_read_ahead():
+    steps = feed(Shelf(100), ahead_steps=4)
+    next(iter(steps))
+    assert steps.ahead() == []
+
+
+class Resting(Shelf):
+    """A source that yields nothing while it rests."""
+
+    def __init__(self, count):
+        super().__init__(count, ends=False)
+        self.awake = threading.Event()
+        self.awake.set()
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            assert self.awake.wait(60)
+            yield sample
+
+    def rest(self, resting):
+        (self.awake.clear if resting else self.awake.set)()
+
+
+def test_a_feed_that_rests_gives_back_what_it_held_and_goes_on_with_the_rest():
+    source = Resting(12)
+    steps = feed(source, buckets=Buckets([(16, 16), (32, 8)]), batch_samples=3)
+    works = iter(steps)
+    handed = list(next(works).keys)
+    steps._drawer._requests.put(2)  # drawn ahead, as with decoding processes
+    while len(steps._drawer._hand) < 2:
+        threading.Event().wait(0.01)
+    steps.rest(True)
+    assert steps.ahead() == [] and len(source.back) == 2
+    steps.rest(False)
+    steps._drawer._answers.get()
+    handed += next(works).keys
+    assert len(set(handed + source.back)) == len(handed) + 2 and not set(handed) & set(source.back)
+    source.closed.set()
+    steps.close()

@@ -16,10 +16,12 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
+from peer.base_model import load_model
 from peer.checkpoint import Checkpoints
-from peer.finetune import load_model, parse, resolve_run
+from peer.command_line import parse
+from peer.resolving import resolve_run
 from swarm.digest import digest_model
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.conftest import ROOT
@@ -107,7 +109,7 @@ def test_dry_run_prints_both_configurations_and_starts_nothing(flags, tmp_path):
 def test_a_mistake_is_answered_with_one_line_that_says_what_to_do(flags, change, message):
     code, out, err = finish(start(*flags, *change))
     lines = [line for line in err.splitlines() if line.startswith("error:")]
-    assert code == 2 and not out and "Traceback" not in err
+    assert code == (ExitCode.DISK if "--output_dir" in change else ExitCode.CONFIG) and not out and "Traceback" not in err
     assert len(lines) == 1 and re.search(message, lines[0]), err
 
 

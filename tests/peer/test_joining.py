@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from peer.base_model import complete, load_model
+from peer.command_line import parse
 from peer.config import PeerConfig
-from peer.finetune import complete, load_model, parse, resolve_run
 from peer.joining import join
+from peer.resolving import known_hosts, resolve_run
 from swarm.digest import digest_model
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
@@ -276,11 +278,20 @@ def test_what_is_no_dataset_server_is_named():
             thread.join(20)
 
 
+def test_a_peers_key_and_those_of_the_hosts_that_it_has_seen_lie_in_one_folder(tmp_path):
+    peer = PeerConfig(output_dir=str(tmp_path / "out"))
+    elsewhere = dataclasses.replace(peer, identity_path=str(tmp_path / "keys" / "me"))
+    assert (peer.identity_file, elsewhere.identity_file) == (tmp_path / "out" / "identity.key", tmp_path / "keys" / "me")
+    for config, folder in ((peer, "out"), (elsewhere, "keys")):
+        known_hosts(config).check("http://host", "run", "ab" * 32)
+        assert [path.name for path in (tmp_path / folder).iterdir()] == ["known_hosts.json"]
+
+
 def test_a_url_that_refuses_is_named():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: refuses, and nobody else gets it
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        refusal(f"{url} does not answer", "--datasetserver", url, code=ExitCode.NETWORK)
+        refusal(f"{url} does not answer: Connection refused\\. Check the URL", "--datasetserver", url, code=ExitCode.NETWORK)
 
 
 @pytest.mark.parametrize("maddr", ["127.0.0.1:31337", "/ip4/127.0.0.1/tcp/31337", "/ip4/300.0.0.1/tcp/1/p2p/Qm"])

@@ -3,6 +3,9 @@ PyTorch 2.13, accelerate 1.15), as captured from two or three ranks of it."""
 
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -29,6 +32,7 @@ TORCHRUN = {
     "OMP_NUM_THREADS": "1", "RANK": "1", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "066c1928", "WORLD_SIZE": "2",
 }  # fmt: skip
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False", "OMP_NUM_THREADS": "1"}
+ROOT = Path(__file__).resolve().parents[2]
 CORES = frozenset(os.sched_getaffinity(0))
 
 
@@ -98,9 +102,9 @@ def test_ranks_share_a_nodes_cores_and_stay_on_those_they_are_bound_to(monkeypat
     threads = []
     for rank, cores in bound_to.items():
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(cores))
-        threads.append(share_of_cores(rank, Daemon(frozenset(range(16)), "")))
+        threads.append(share_of_cores(rank, range(16)))
     assert threads == [4, 8, 4, 1]
-    assert share_of_cores(Rank(0, 3, 0, 3), None) == 1, "never less than one"
+    assert share_of_cores(Rank(0, 32, 0, 32), range(16)) == 1, "never less than one"
 
 
 def test_two_hyperthreads_are_one_core_and_nodes_are_found(tmp_path):
@@ -111,6 +115,72 @@ def test_two_hyperthreads_are_one_core_and_nodes_are_found(tmp_path):
     assert launched.physical_cores({0, 1, 2, 3}, tmp_path) == 2 and launched.physical_cores({0, 2}, tmp_path) == 1
     assert launched.physical_cores({0, 1, 2}, tmp_path / "missing") == 3
     assert launched.numa_nodes({0, 1}, tmp_path) == [0, 1] and launched.numa_nodes({1, 3}, tmp_path) == [1]
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """`host(8)`: a host with two NUMA nodes of four logical CPUs each, on all of which we may run; what a rank is bound to is in `.bound`."""
+    for cpu in range(8):
+        (tmp_path / f"node{cpu // 4}" / f"cpu{cpu}").mkdir(parents=True)
+    bound = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(sorted(cpus)))
+
+    def bind(rank, shared=range(8), environ=None):
+        return launched.bind_to_nodes(rank, shared, environ or {}, tmp_path)
+
+    bind.bound = bound
+    return bind
+
+
+def test_each_of_several_ranks_is_bound_to_its_node(host):
+    said = [host(Rank(index, 4, index, 4)) for index in range(4)]
+    assert host.bound == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
+    assert said[0] == "bound to NUMA node 0 of 2, 4 of 8" and said[3] == "bound to NUMA node 1 of 2, 4 of 8"
+
+
+def test_a_rank_alone_on_its_host_has_all_of_it(host):
+    assert host(Rank()) == host(Rank(2, 3, 0, 1)) == "" and not host.bound
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes"), [(2, [[0, 1], [2, 3]]), (3, [[0], [1], [2, 3]]), (4, [[0], [1], [2], [3]]), (6, [[0], [0], [1], [2], [2], [3]])]
+)
+def test_ranks_go_to_the_nodes_in_order(ranks, nodes):
+    assert [list(launched.nodes_of(Rank(index, ranks, index, ranks), range(4))) for index in range(ranks)] == nodes
+
+
+def test_who_was_bound_already_stays_as_he_is_and_it_is_said(host, monkeypatch):
+    two = Rank(1, 2, 1, 2)
+    assert host(two, environ={"KMP_AFFINITY": "granularity=fine,compact"}) == "bound already, by KMP_AFFINITY"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
+    assert host(two) == "bound already, to 2 of 8"
+    assert not host.bound
+    assert host(two, shared={4, 5}) == "", "all ranks together were bound to one node"
+
+
+def test_a_process_that_was_bound_shares_what_its_parent_has():
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from peer.launched import shared_cpus; print(len(shared_cpus(None)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert int(done.stdout) == len(CORES)
+    assert launched.shared_cpus(Daemon(frozenset({3}), "")) == {3}
+
+
+def test_tcmalloc_is_advised_with_the_line_that_preloads_it_unless_such_an_allocator_is_there():
+    assert launched.allocator_advice("7f00 r-xp /lib/libtcmalloc_minimal.so.4", lambda patterns: "x") == ""
+    assert launched.allocator_advice("7f00 r-xp /lib/libc.so.6", lambda patterns: "/opt/lib/libtcmalloc.so.4") == (
+        "start with LD_PRELOAD=/opt/lib/libtcmalloc.so.4"
+    )
+    install = launched.allocator_advice("", lambda patterns: "")
+    assert install.startswith("sudo apt-get install google-perftools, then start with LD_PRELOAD=/usr/lib/")
+
+
+def test_a_library_is_found_where_python_has_its_own_first(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libdd_test.so.4").touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert launched.library(("libmissing.so*", "libdd_test.so*")) == str(tmp_path / "lib" / "libdd_test.so.4")
+    assert launched.library(("libmissing.so*",)) == ""
 
 
 def test_open_mpis_own_binding_is_undone_and_the_users_is_not(monkeypatch):

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from peer.base_model import load_model
 from peer.contracts import PixelBatch
 from peer.encoding import Encoder
-from peer.finetune import load_model
 from peer.rooms import load_part, parts
 from swarm.errors import UserError
 from swarm.run_config import RunConfig

@@ -107,7 +107,7 @@ def test_a_word_of_several_vectors_is_written_out_for_the_encoder():
 
 
 def test_the_originals_names_are_understood():
-    from peer.finetune import parse
+    from peer.command_line import parse
 
     given = parse(["--clip_penultimate", "True", "--extended_mode_chunks", "3"])[1]
     assert given == {"clip_skip": 1, "max_token_chunks": 3}

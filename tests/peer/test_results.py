@@ -9,9 +9,9 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusio
 from safetensors.torch import load_file
 
 from peer import export, generate
+from peer.base_model import load_model
 from peer.exports import loading
 from peer.exports.result import Form, Result, read_result, warn_of_unused, write_result
-from peer.finetune import load_model
 from peer.generate import GenerateConfig
 from peer.rooms import load_part
 from swarm.errors import UserError

@@ -68,6 +68,20 @@ def test_a_stopped_run_with_bf16_weights_goes_on_to_the_bit(start, optimizer):  
     assert torch.equal(flat(second.trainer.params), flat(whole.trainer.params))
 
 
+def test_what_the_optimizer_does_to_bf16_weights_is_seen_by_whoever_averages_them_and_the_other_way_round():
+    params = {"w": torch.nn.Parameter(torch.ones(64, 32))}
+    keep_in_bf16(params)
+    vector, memory = Flat(params), params["w"].data_ptr()
+    optimizer = RoundingOptimizer(build_optimizer(RunConfig(optimizer="adamw", learning_rate=0.1), params, CPU), "seed")
+    for _ in range(2):
+        params["w"].grad = torch.ones(64, 32, dtype=torch.bfloat16)
+        optimizer.step()
+        assert torch.equal(vector.read(0, 2048), params["w"].detach().float().flatten()) and params["w"].data_ptr() == memory
+        assert (params["w"] < 0.95).all()
+        vector.write(0, torch.ones(2048))
+        assert (params["w"] == 1).all()
+
+
 def test_to_the_swarm_bf16_weights_are_float32_ones_and_small_moves_of_its_state_reach_them_in_the_mean():
     params = {"w": torch.nn.Parameter(torch.ones(40_000)), "b": torch.nn.Parameter(torch.ones(8))}
     schema = Schema.of(params).digest

@@ -7,8 +7,8 @@ import torch
 from diffusers import DDPMScheduler
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from peer.base_model import load_model
 from peer.contracts import Member
-from peer.finetune import load_model
 from peer.methods import textual_inversion
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.outer import advance

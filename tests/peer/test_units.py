@@ -8,8 +8,10 @@ import shlex
 import pytest
 
 from peer import gone, units
+from peer.command_line import parse
 from peer.config import PeerConfig
-from peer.finetune import main, parse, resolve_run
+from peer.finetune import main
+from peer.resolving import resolve_run
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.conftest import ROOT
@@ -139,7 +141,8 @@ INVERSION = (
 )
 XLA = (
     "--pretrained_model_name_or_path=MODEL --dataset_name=lambdalabs/naruto-blip-captions --resolution=1024 --center_crop --random_flip "
-    "--train_batch_size=4  --max_train_steps=50 --learning_rate=1e-06 --mixed_precision=bf16 --output_dir=OUT --dataloader_num_workers=4"
+    "--train_batch_size=4  --max_train_steps=50 --learning_rate=1e-06 --mixed_precision=bf16 --profile_duration=80000 --output_dir=OUT "
+    "--dataloader_num_workers=4 --loader_prefetch_size=4 --device_prefetch_size=4"
 )
 
 
@@ -158,14 +161,13 @@ def test_the_textual_inversions_of_intel_aws_and_azure_are_what_they_were(tiny_m
     assert peer["save_as_full_pipeline"] and peer["mixed_precision"] == "bf16"
 
 
-def test_the_flux_run_of_the_xla_page_is_understood_but_for_what_only_its_accelerators_have(tiny_model, capsys):
+def test_the_flux_run_of_the_xla_page_is_understood(tiny_model, capsys):
     words = shlex.split(XLA.replace("MODEL", str(tiny_model)))
     assert main([*words, "--dry_run"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["run"]["total_samples"] == 200 and printed["peer"]["dataset_name"] == "lambdalabs/naruto-blip-captions"
-    for flag in ("--profile_duration=80000", "--loader_prefetch_size=4", "--device_prefetch_size=4"):
-        with pytest.raises(UserError, match="has no meaning in this trainer"):
-            parse([*words, flag])
+    sizes = [printed["peer"][name] for name in ("profile_duration", "loader_prefetch_size", "device_prefetch_size")]
+    assert sizes == [80000, 4, 4]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.stem)

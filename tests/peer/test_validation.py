@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from peer import trackers
 from peer.ema import Ema
-from peer.finetune import result_weights
 from swarm.errors import UserError
 from tests.datasetserver.hosting import until
 from tests.peer.test_alone import RUN, flat, start  # noqa: F401
@@ -58,8 +57,7 @@ def test_a_picture_shows_the_weights_of_its_step_and_the_same_ones_give_the_same
 
 
 def export(done, folder):
-    with result_weights(done.trainer):
-        done.method.export(done.trainer.model, done.trainer.params, folder)
+    done.results.export(folder)
 
 
 def pixels(path):

@@ -58,8 +58,10 @@ def test_the_tiny_model_is_a_real_pipeline_and_the_same_each_time(tmp_path):
 
     ink, _ = digits.load()
     captions = [digits.caption(digit) for digit in range(10)]
+    shown = []
     for name in ("first", "second"):
-        tiny_model.build(tmp_path / name, digits.pictures(ink[:64]), captions, vae_steps=2)
+        tiny_model.build(tmp_path / name, digits.pictures(ink[:64]), captions, vae_steps=2, show=lambda *step: shown.append(step))
+    assert shown == 2 * [(1, 2), (2, 2)]
     assert digest_model(tmp_path / "first") == digest_model(tmp_path / "second")
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "first", safety_checker=None)
     pipeline.set_progress_bar_config(disable=True)

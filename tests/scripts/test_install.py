@@ -3,6 +3,7 @@
 `install.py` runs as it is; only pip's downloads are left out, by a `pip` module in the new environment that writes down its arguments.
 """
 
+import configparser
 import json
 import os
 import shutil
@@ -49,7 +50,7 @@ def set_up(checkout, tmp_path, monkeypatch):
         record.write_text("")
         settings = {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "fake"), "PIP_RECORD": str(record)}
         command = [str(checkout / "scripts" / "setup"), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings, **env}, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings, **env}, timeout=600)
         done.asked = [line for line in record.read_text().splitlines() if line.startswith("install")]
         return done
 
@@ -69,6 +70,15 @@ def test_the_tests_extra_includes_the_demo_but_not_the_other_way_round(set_up):
     assert set_up("--extra", "demo").asked
     assert set_up("--extra", "dev").asked[-1].endswith("--editable .[dev]")
     assert set_up("--extra", "demo").asked == []
+
+
+def test_what_needs_a_pytorch_of_its_own_gets_an_environment_of_its_own(set_up, checkout, tmp_path):
+    asked = set_up("--extra", "ipex").asked
+    assert "torch==2.8.*" in asked[0] and asked[-1].endswith("--editable .[ipex,test]")
+    assert set_up("--extra", "ipex").asked == []
+    assert (checkout / ".venv-ipex" / "setup.json").exists() and not (checkout / ".venv").exists()
+    assert "torch==2.9.0" in set_up("--extra", "xla", "--venv", str(tmp_path / "elsewhere")).asked[0]
+    assert (tmp_path / "elsewhere" / "setup.json").exists() and not (checkout / ".venv-xla").exists()
 
 
 def test_changed_requirements_are_brought_up_to_date_in_place(set_up, checkout):
@@ -147,6 +157,14 @@ def test_torch_is_the_cpu_build_where_that_can_be_had(version, gpu, cpu_index, e
     assert install.torch_command(version, gpu, cpu_index) == expected
 
 
+def test_an_extra_with_a_torch_of_its_own_asks_for_the_one_that_is_installed_first():
+    """Another would replace the CPU build by the registry's, with its gigabytes of CUDA."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    for extra, torch in install.OWN_TORCH.items():
+        assert torch in setup["options.extras_require"][extra].split()
+
+
 def test_an_index_out_of_reach_is_noticed_at_once():
     assert not install.can_reach("http://127.0.0.1:9/torch/", seconds=2)
 
@@ -155,7 +173,7 @@ def test_too_little_space_and_other_systems_are_refused_in_words(monkeypatch, tm
     full = shutil.disk_usage(tmp_path)._replace(free=1 << 30)
     monkeypatch.setattr(install.shutil, "disk_usage", lambda _: full)
     with pytest.raises(install.SetupError, match=r"has 1\.0 GiB free"):
-        install.check_machine(tmp_path, gpu=False)
+        install.check_machine(tmp_path, large=False)
     monkeypatch.setattr(install.platform, "machine", lambda: "aarch64")
     with pytest.raises(install.SetupError, match="Linux x86-64"):
-        install.check_machine(tmp_path, gpu=False)
+        install.check_machine(tmp_path, large=False)

@@ -5,10 +5,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from datasetserver import __main__ as dd_datasetserver
 from scripts.demo import quickstart, swarm_run
 from scripts.demo.processes import Program
 from swarm.errors import UserError
@@ -24,7 +26,8 @@ sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from scripts.demo import processes
 from scripts.demo.processes import Program
-processes.adopt_orphans()
+from swarm.lifeline import adopt_orphans
+adopt_orphans()
 """
 
 
@@ -47,6 +50,28 @@ def test_help_explains_without_any_set_up(flag, tmp_path):
 def test_a_swarm_that_cannot_work_is_refused_before_it_starts(argv):
     with pytest.raises(UserError):
         quickstart.parse(argv)
+
+
+def test_what_takes_long_says_how_far_it_is():
+    said = []
+    tell = quickstart.every(50, "teaching its VAE", said.append)
+    for step in range(1, 121):
+        tell(step, 120)
+    assert [line.strip() for line in said] == [f"teaching its VAE: {step} of 120 steps" for step in (50, 100, 120)]
+
+
+def test_the_quickstarts_model_and_pictures_are_hosted_by_the_line_that_it_ends_with(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(quickstart, "ROOT", tmp_path)
+    result = {"digit_accuracy": 1, "pictures": 1, "judge_accuracy": 1, "rounds": 1, "samples": 1, "seconds_training": 1}
+    display = SimpleNamespace(say=said.append)
+    quickstart.conclude(display, tmp_path, result | {"peak_memory_gib": 1, "failures": [], "churn": True}, tmp_path / "peer-1" / "model")
+    (line,) = [line.split() for line in said if "dd-datasetserver" in line]
+    server, run = dd_datasetserver._read(line[1:])
+    assert server.dataset == str(tmp_path / "dataset") and run["model"] == str(tmp_path / "base")
+    (tmp_path / "run.toml").write_text(swarm_run.run_settings(swarm_run.Plan(tmp_path)), encoding="utf-8")
+    theirs = read_toml(tmp_path / "run.toml", RunConfig)
+    assert {name: run[name] for name in ("resolution", "learning_rate")} == {name: theirs[name] for name in ("resolution", "learning_rate")}
 
 
 def test_a_folder_of_the_users_own_is_never_emptied(tmp_path):

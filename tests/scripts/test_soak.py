@@ -1,13 +1,16 @@
 """`scripts/soak`: its checks find what is wrong, and five kills leave nothing to find."""
 
 import json
+import re
 import sqlite3
 import subprocess
+import sys
 
 import pytest
 
 from datasetserver.store import SCHEMA
 from scripts.churn import checks
+from swarm.errors import ExitCode
 from tests.conftest import ROOT
 
 STATES = [("a", "", 1, 5, [("p", 1, 2), ("q", 1, 3)]), ("b", "a", 2, 9, [("p", 2, 4)])]
@@ -92,3 +95,30 @@ def test_five_kills_lose_nothing(tmp_path):
     assert verdict["holds"] and len(verdict["records"]) == 5
     assert verdict["keys_counted"] == verdict["samples"] > 0
     assert all(seconds is not None for kill in verdict["records"] for seconds in kill["survivors"].values())
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(1500)
+def test_what_is_killed_comes_back_by_supervision_alone_and_the_page_stays_true(tmp_path):
+    """A trainer, the server and a p2pd. Real trainers under dd-peer; the page is read from its stream of events."""
+    record = tmp_path / "record.json"
+    command = [ROOT / "scripts" / "soak", "--minutes", "20", "--every", "5", "--kills", "3", "--no_browser", "--record", record]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1440)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    verdict = json.loads(record.read_text())
+    assert verdict["holds"] and [kill["kind"] for kill in verdict["records"]] == ["trainer", "server", "p2pd"]
+    for kill in verdict["records"]:
+        assert kill["page"]["peers"] == ["peer-1", "peer-2"] and kill["page"]["samples"] > 0 and not kill["faults"]
+
+
+@pytest.mark.swarm
+def test_a_soak_whose_peers_cannot_start_ends_with_the_reason(tmp_path):
+    """In a process of its own, since a soak ends whatever its process has left."""
+    program = "import sys; from scripts.churn import soak, supervised; from swarm.errors import run_program; supervised.BATCH = 10**6; "
+    program += "sys.exit(run_program(lambda: soak.main(sys.argv[1:])))"
+    flags = ["--minutes", "1", "--every", "1", "--peers", "1", "--no_browser", "--keep", tmp_path / "soak"]
+    done = subprocess.run([sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    said = done.stdout + done.stderr
+    assert done.returncode == ExitCode.FAILED, said[-4000:]
+    assert re.search(r"error: peer-1 gave up with status 2:.*One step of this peer takes 1000000 samples", said), said[-4000:]
+    assert "kills," not in said and "FAULT" not in said and "Traceback" not in said

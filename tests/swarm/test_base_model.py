@@ -84,9 +84,9 @@ def test_the_digest_of_a_folder_is_of_its_variant_where_it_has_nothing_else(tmp_
 
 def test_a_host_that_founds_a_run_finds_the_family_out(tmp_path):
     path = write_file(tmp_path / "model.safetensors", KEYS["sdxl"])
-    run = run_to_serve({"model": str(path)}, None, "d")
+    run = run_to_serve({"model": str(path)}, None)
     assert (run.family, run.model_digest) == ("sdxl", digest_model(path))
-    given = run_to_serve({"model": "somebody/something", "model_digest": "a" * 64, "family": "flux"}, None, "d")
+    given = run_to_serve({"model": "somebody/something", "model_digest": "a" * 64, "family": "flux"}, None)
     assert given.family == "flux"  # nothing is fetched for it
 
 

@@ -4,9 +4,11 @@ import asyncio
 import socket
 import time
 
+import psutil
 import pytest
 from hivemind.utils.multiaddr import Multiaddr
 
+from swarm import dht
 from swarm.dht import Identity, parse_maddrs, peer_id_of
 from swarm.errors import ExitCode, UserError
 from swarm.ports import with_ports
@@ -178,6 +180,18 @@ def test_an_address_that_is_none_is_one_line_with_an_example(text):
         parse_maddrs([text], need_peer_id=True)
 
 
+def test_p2pd_runs_on_one_core_unless_the_environment_says_otherwise(nodes, monkeypatch):
+    monkeypatch.setenv("GOGC", "150")
+    monkeypatch.delenv("GOMAXPROCS", raising=False)
+
+    async def scenario(start):
+        node = await start("one")
+        seen = psutil.Process(node.p2p._child.pid).environ()
+        assert (seen["GOMAXPROCS"], seen["GOGC"]) == ("1", "150")
+
+    nodes(scenario)
+
+
 def test_the_death_of_p2pd_shows(nodes):
     async def scenario(start):
         one = await start("one")
@@ -185,6 +199,59 @@ def test_the_death_of_p2pd_shows(nodes):
         one.p2p._child.kill()
         await one.p2p._child.wait()
         assert not await one.alive()
+
+    nodes(scenario)
+
+
+def test_a_question_to_p2pd_that_was_given_up_leaves_nothing_open(nodes):
+    async def scenario(start):
+        one = await start("one")
+        # As hivemind opens it, and leaves it when the question is cancelled.
+        _, writer = await one.p2p._client.control.daemon_connector.open_connection()
+        await one.close()
+        assert writer.transport.is_closing()
+
+    nodes(scenario)
+
+
+def test_a_p2pd_that_hangs_shows_and_is_ended_all_the_same(nodes, monkeypatch):
+    monkeypatch.setattr(dht, "ANSWER_SECONDS", 1.0)
+
+    async def scenario(start):
+        one = await start("one")
+        child = psutil.Process(one.p2p._child.pid)
+        child.suspend()
+
+        async def hangs():  # its threads stop one by one, and one of them may still answer
+            return not await one.alive()
+
+        await until(hangs)
+        assert not await one.ended_within(0.1)
+        await one.close()
+        assert one.p2p._child.returncode is not None
+
+    nodes(scenario)
+
+
+def test_whom_we_came_by_is_found_again_after_it_was_started_again_and_then_knows_us(nodes):
+    async def scenario(start):
+        server = await start("server")
+        maddrs = await server.maddrs()
+        peer = await start("peer", initial_peers=[*maddrs, *maddrs])
+        assert peer.came_by == [[*maddrs, *maddrs]] and server.came_by == []
+        await server.close()
+        for _ in range(2):  # hivemind forgets who does not answer
+            await peer.publish(RUN_ID, record(peer))
+            await peer.records(RUN_ID)
+        again = await start("server")
+        assert await again.maddrs() == maddrs
+
+        async def known():
+            met = [await peer.meet(group) for group in peer.came_by]
+            await peer.publish(RUN_ID, record(peer))
+            return all(met) and set(await again.records(RUN_ID)) == {peer.peer_id}
+
+        await until(known)
 
     nodes(scenario)
 

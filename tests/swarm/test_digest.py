@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from swarm.digest import canonical_json, digest_json, digest_model
+from swarm.digest import canonical_json, digest_json, digest_model, weight_files
 from swarm.errors import UserError
 
 
@@ -33,6 +33,17 @@ def test_a_models_digest_is_of_its_weights_alone(tmp_path):
 
     assert one == saved_elsewhere == digest_model(tmp_path / "one")
     assert one != digest_model(write_model(tmp_path / "three", weight=2.0))
+
+
+def test_a_models_weights_are_its_parts_files_and_a_variant_counts_where_there_is_nothing_else(tmp_path):
+    unet = write_model(tmp_path) / "unet"
+    for name in ("vae", "safety_checker"):
+        (tmp_path / name).mkdir()
+        save_file({"w": np.ones(3, np.float16)}, tmp_path / name / "model.fp16.safetensors")
+    (unet / "model.fp16.safetensors").write_bytes(b"a variant")
+
+    assert weight_files(tmp_path) == [unet / "model.safetensors", tmp_path / "vae" / "model.fp16.safetensors"]
+    assert weight_files(unet / "model.safetensors") == [unet / "model.safetensors"]
 
 
 def test_a_folder_that_is_no_pipeline_is_named(tmp_path):

@@ -1,6 +1,13 @@
-import pytest
+import asyncio
+import errno
+import http.client
+import socket
+import ssl
 
-from swarm.errors import ExitCode, UserError, run_program
+import pytest
+import torch
+
+from swarm.errors import ExitCode, UserError, of_machine, run_program, why
 
 
 def test_a_users_mistake_is_one_line_and_an_exit_code_of_its_kind(capsys):
@@ -36,3 +43,42 @@ def test_ctrl_c_is_no_traceback(capsys):
 
     assert run_program(main) == 130
     assert capsys.readouterr().err == "stopped.\n"
+
+
+def test_what_the_machine_is_short_of_is_a_circumstance_of_its_kind():
+    def too_much():
+        torch.empty(1 << 50)
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    def on_a_gpu():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore.")
+
+    for main, code in ((too_much, ExitCode.MEMORY), (on_a_gpu, ExitCode.MEMORY), (full, ExitCode.DISK)):
+        assert run_program(main) == code
+    assert of_machine(MemoryError()).code == ExitCode.MEMORY
+    assert str(of_machine(OSError(errno.ENOSPC, "No space left", "a.txt"))).startswith("No space left (a.txt).")
+    assert of_machine(OSError(errno.ENOENT, "No such file")) is None and of_machine(ValueError("1")) is None
+
+
+class Wrapped(OSError):
+    """As aiohttp wraps what asyncio raised."""
+
+    os_error = ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 9099)")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (Wrapped("Cannot connect to host 127.0.0.1:9099 ssl:default [...]"), "Connection refused"),
+        (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
+        (ssl.SSLError(1, "[SSL] record layer failure"), "[SSL] record layer failure"),
+        (asyncio.TimeoutError(), "timed out"),
+        (TimeoutError("the read timed out"), "the read timed out"),
+        (http.client.RemoteDisconnected("gone"), "gone"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_why_nobody_answered_is_told_in_the_systems_words(error, words):
+    assert why(error) == words

@@ -1,10 +1,10 @@
-import argparse
 from dataclasses import dataclass
 
 import pytest
 
+from swarm.arguments import ArgumentParser
 from swarm.errors import UserError
-from swarm.options import build, option, parse_flags, read_toml
+from swarm.options import build, option, parse_flags, read_toml, with_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Drink:
 
 
 def parse(*argv):
-    given, _ = parse_flags(argparse.ArgumentParser(allow_abbrev=False), argv, Drink)
+    given, _ = parse_flags(ArgumentParser(allow_abbrev=False), argv, Drink)
     return given
 
 
@@ -40,6 +40,15 @@ def test_a_list_takes_any_number_of_values():
 def test_an_unknown_flag_is_answered_with_the_nearest_right_one():
     with pytest.raises(UserError, match=r"--mililitres.*Did you mean '--millilitres'"):
         parse("--mililitres", "3")
+
+
+@pytest.mark.parametrize(
+    ("argv", "what"), [(["--ml", "many"], r"--millilitres/--ml: invalid int value: 'many'\. "), (["--ml"], "--ml: expected one argument")]
+)
+def test_a_wrong_value_is_one_line_without_a_page_of_usage(argv, what, capsys):
+    with pytest.raises(UserError, match=what):
+        parse(*argv)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_stray_word_is_an_error():
@@ -106,7 +115,7 @@ class Switch:
     ("words", "value"), [([], None), (["--on"], True), (["--on", "True"], True), (["--no_on"], False), (["--on=auto"], None)]
 )
 def test_a_switch_may_be_left_to_the_program(words, value):
-    given, _ = parse_flags(argparse.ArgumentParser(allow_abbrev=False), words, Switch)
+    given, _ = parse_flags(ArgumentParser(allow_abbrev=False), words, Switch)
     assert build(Switch, given).on is value
 
 
@@ -117,3 +126,20 @@ def test_a_switch_in_a_file_takes_the_same_words(tmp_path):
         assert build(Switch, read_toml(file, Switch)).on is value
     with pytest.raises(UserError, match="on is 'perhaps'"):
         build(Switch, {"on": "perhaps"})
+
+
+def test_a_token_that_begins_with_a_dash_is_a_token():
+    token = "-_l" + "a" * 40
+    assert with_token(["--token", token, "--found"]) == [f"--token={token}", "--found"]
+    for others in (["--token", "--found"], ["--token"], ["--token", "abc"], ["--name", token], [f"--token={token}"]):
+        assert with_token(others) == others
+
+
+def test_a_program_takes_a_token_that_begins_with_a_dash(monkeypatch):
+    from peer.command_line import parse
+    from swarm import status
+
+    token, seen = "--" + "a" * 41, []
+    assert parse(["--datasetserver", "http://203.0.113.7", "--token", token, "--found"], {})[0].token == token
+    monkeypatch.setattr(status, "_main", lambda args: seen.append(args.token))
+    assert status.cli(["http://203.0.113.7", "--token", token]) == 0 and seen == [token]

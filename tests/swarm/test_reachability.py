@@ -12,7 +12,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm import reachability
 from swarm.daemon import Daemon
-from swarm.reachability import DIAL_ME, Finding, at_its_own_address
+from swarm.reachability import DIAL_ME, Finding, at_its_own_address, explain
 
 NOBODY_LISTENS = "/ip4/127.0.0.1/tcp/9"
 
@@ -41,6 +41,7 @@ def test_a_peer_that_others_cannot_dial_becomes_a_client_and_says_why(nodes, cap
             hidden = await start("hidden", initial_peers=await one.maddrs(), announce_maddrs=[NOBODY_LISTENS], client_mode=None)
         assert hidden.client_mode and await hidden.maddrs() == []
         assert "client mode, because others cannot dial this peer: 1 of 1 peers asked could not dial it" in caplog.text
+        assert "open TCP port 9 in this machine's firewall" in caplog.text
 
     nodes(scenario)
 
@@ -143,3 +144,27 @@ def test_daemons_that_start_at_once_leave_asyncio_as_it_was(nodes):
 
     nodes(scenario)
     assert asyncio.subprocess.create_subprocess_exec is before
+
+
+def test_what_was_found_is_explained_with_the_port_to_forward_and_where_to():
+    maddrs = ["/ip4/192.168.1.5/tcp/41000", "/ip4/127.0.0.1/tcp/41000", "/ip6/::1/tcp/41001"]
+    hidden = explain(Finding(3, 0), maddrs)
+    assert "3 of 3 who tried did not get through" in hidden and "client mode" in hidden and "training works" in hidden
+    assert "forward TCP port 41000 on the router to this machine (192.168.1.5)" in hidden
+    assert "--host_maddrs /ip4/0.0.0.0/tcp/41000 --announce_maddrs /ip4/YOUR-PUBLIC-IP/tcp/41000" in hidden
+
+
+def test_a_peer_that_can_be_dialled_is_told_so_and_one_that_nobody_tried_is_not():
+    assert explain(Finding(3, 2), ["/ip4/203.0.113.7/tcp/41000"]) == (
+        "others can dial this peer: 2 of 3 who tried got through (/ip4/203.0.113.7/tcp/41000)"
+    )
+    assert "not known" in explain(Finding(), [])
+
+
+def test_a_port_that_is_forwarded_already_needs_only_to_be_announced():
+    said = explain(Finding(1, 0, "/ip4/203.0.113.7/tcp/41000"), ["/ip4/192.168.1.5/tcp/41000"])
+    assert "only at /ip4/203.0.113.7/tcp/41000" in said and said.endswith("--announce_maddrs /ip4/203.0.113.7/tcp/41000")
+
+
+def test_without_an_address_of_its_own_the_advice_names_a_usual_port():
+    assert "forward TCP port 31338 on the router to this machine," in explain(Finding(1, 0), ["/dns4/home.example/tcp/1"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swarm.records import MAX_RECORD_BYTES, BadRecord, PeerRecord, RunRecord
+from swarm.records import MAX_RECORD_BYTES, BadRecord, PeerRecord, RunRecord, words
 
 RECORD = PeerRecord(
     peer_id="QmPeer", config="c" * 64, schema="s" * 64, round=3, samples=120, digest="d" * 64, parents=("e" * 64,) * 8, waiting_samples=7,
@@ -26,7 +26,10 @@ BAD = {
     "time": [float("nan"), -1.0, 1e15],
     "loss": [float("nan"), float("inf"), "low"],
     "digest": ["d" * 65, 5, "a\nb", None],
-    "phase": ["x" * 17, 1],
+    "phase": ["x" * 17, 1, "dancing", None, [], {}],
+    "name": ["x" * 33, "a\nb", "\x1b[2J", None],
+    "hardware": ["x" * 65, 5],
+    "note": ["x" * 161, "a\u202eb"],
     "parents": ["text", ["x"] * 9, [5], ["x" * 65]],
     "maddrs": [["x"] * 7, ["x" * 257], 5],
     "sent_bytes": [-1, 1.5],
@@ -48,6 +51,11 @@ def test_a_record_comes_back_as_it_was_and_fits():
 def test_a_value_out_of_bounds_is_refused(name, value):
     with pytest.raises(BadRecord):
         PeerRecord.unpack(msgpack.packb({**dataclasses.asdict(RECORD), name: value}), owner="QmPeer")
+
+
+def test_words_become_one_line_of_a_length():
+    assert words(" a\nb\x1b[2J\u202e ", 9) == "a b [2J"
+    assert words("x" * 10, 10) == "x" * 10 and words("x" * 11, 10) == "x" * 9 + "…"
 
 
 @pytest.mark.parametrize("change", [{"more": 1}, {"round": None}])

@@ -5,7 +5,14 @@ import contextlib
 import http.server
 import io
 import json
+import os
+import pty
+import re
+import select
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,6 +21,7 @@ from rich.console import Console
 
 from swarm import status
 from swarm.errors import ExitCode, UserError
+from swarm.page import monitor
 from swarm.records import PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
@@ -45,9 +53,9 @@ def answering(code: int, body: bytes):
         thread.join(10)
 
 
-def shown(seen: dict, width: int = 120) -> str:
+def shown(seen: dict, width: int = 120, **view) -> str:
     console = Console(width=width, file=io.StringIO())
-    console.print(status.screen(seen))
+    console.print(status.screen(seen, **view))
     return console.file.getvalue()
 
 
@@ -83,6 +91,15 @@ def test_a_refusing_server_is_one_line_that_says_so(capsys):
     assert code == ExitCode.NETWORK and "does not answer: Connection refused" in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("program", "argv", "what"), [(status, ["u", "--every", "0"], "--every: use 0.1"), (monitor, [], "required: --peers")]
+)
+def test_a_wrong_argument_is_one_line(program, argv, what, capsys):
+    assert program.cli(argv) == ExitCode.CONFIG
+    error = capsys.readouterr().err
+    assert what in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize(("code", "body"), [(200, b"<html>hello</html>"), (200, b'{"run_id": 5}'), (404, b""), (500, b"oops")])
 def test_a_server_that_is_something_else_is_one_line_that_says_so(code, body, capsys):
     with answering(code, body) as url:
@@ -103,12 +120,29 @@ def test_a_bad_multiaddr_is_refused_with_an_example():
 
 
 def test_peers_alone_tell_how_the_swarm_is_doing():
-    peers = [a_peer(waiting_samples=100, samples_per_second=30.0, loss=0.2), a_peer(peer_id="QmPeer2", round=2, samples=4096, loss=0.4)]
+    peers = [
+        a_peer(waiting_samples=100, samples_per_second=30.0, loss=0.2),
+        a_peer(peer_id="QmPeer2", round=2, samples=4096, samples_per_second=10.0, loss=0.4),
+    ]
     seen = status.summarize(a_run(), peers, now=123.0)
     assert (seen["round"], seen["samples"], seen["waiting_samples"]) == (3, 6144, 100)
-    assert seen["loss"] == pytest.approx(0.3) and seen["samples_per_second"] == 30.0 and seen["ledger"] is None
+    assert seen["loss"] == pytest.approx(0.25) and seen["samples_per_second"] == 40.0 and seen["ledger"] is None
     screen = shown(seen)
     assert "6,144 of 65,536" in screen and "QmPeer2" in screen and "left" in screen
+
+
+def test_a_run_that_its_host_has_extended_goes_on_to_the_new_end():
+    extension = {"total_samples": 131_072, "host_key": "a" * 64, "signature": "b" * 128}
+    seen = status.summarize(a_run(extension=extension), [a_peer(samples=65536, samples_per_second=30.0)], now=123.0)
+    assert seen["total_samples"] == 131_072 and not seen["finished"] and "65,536 of 131,072 (50%), about" in shown(seen)
+
+
+@pytest.mark.parametrize("value", ["many", None, True, -1, 1.5, 10**400, [1]])
+def test_numbers_that_a_stranger_made_up_are_taken_for_unknown(value):
+    run = {"run_name": value, "total_samples": value, "target_batch_size": value, "resolution": value}
+    seen = status.summarize(a_run(run=run), [a_peer(samples_per_second=1.0)], now=123.0)
+    assert (seen["total_samples"], seen["target_batch_size"], seen["resolution"]) == (0, 0, 0)
+    assert "samples/s" in shown(seen)
 
 
 def test_a_run_whose_peers_are_gone_still_shows_its_last_known_head():
@@ -166,19 +200,51 @@ def test_the_screen_says_what_averaging_costs_and_how_large_a_round_should_be():
         ["...QmPeer1", "983", "MB", "79", "983", "MB", "79", "100.0", "12.5%"],
         ["...QmPeer2", "983", "MB", "786", "983", "MB", "786", "10.0", "0.0%"],
     ]
+    assert "1.97 GB sent, 1.97 GB received in the last round" in " ".join(screen.split())
 
 
 def test_nothing_of_a_peer_is_cut_off_in_a_terminal_of_80_columns():
     many = a_peer(
-        peer_id="QmPeerTwelve", round=12_345, waiting_samples=1_234_567, samples_per_second=1234.5, loss=0.1234, sent_bytes=983_000_000,
-        received_bytes=983_000_000, transfer_seconds=1234.5, share_lost=0.125, phase="assist",
+        peer_id="QmPeerTwelve", round=123_456, waiting_samples=1_234_567, samples_per_second=1234.5, loss=0.1234, sent_bytes=983_000_000,
+        received_bytes=983_000_000, transfer_seconds=1234.5, share_lost=0.125, phase="catching_up", hardware="NVIDIA A40", client_mode=True,
+        time=1e9 - 50,
     )  # fmt: skip
-    seen = {**status.summarize(a_run(), [many], now=1e9), "samples_by_peer": {"QmPeerTwelve": 123_456_789}}
-    rows = [line.split() for line in shown(seen, width=80).splitlines() if "...erTwelve" in line]
+    seen = {**status.summarize(a_run(), [many], now=1e9), "samples_by_peer": {"QmPeerTwelve": 6144}}
+    lines = shown(seen, width=80).splitlines()
+    rows = [line.split() for line in lines if "...erTwelve" in line]
     assert rows == [
-        ["...erTwelve", "12345", "1,234,567", "1,234.5", "0.1234", "123,456,789", "abababab", "assists"],
-        ["...erTwelve", "983", "MB", "6", "983", "MB", "6", "1,234.5", "12.5%"],
+        ["...erTwelve", "NVIDIA", "A40", "catching", "up", "123456", "1,234.5", "0.1234", "100%", "50", "s"],
+        ["...erTwelve", "983", "MB", "6", "983", "MB", "6", "1,234.5", "12.5%", "client"],
     ]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_thousand_peers_fit_on_a_screen_those_in_trouble_first():
+    peers = [a_peer(peer_id=f"QmPeer{number:04}", samples_per_second=float(number), transfer_seconds=1.0) for number in range(998)]
+    peers += [a_peer(peer_id="QmLost", note="out of memory", phase="leaving"), a_peer(peer_id="QmLate", phase="catching_up")]
+    lines = shown(status.summarize(a_run(), peers, now=1e9), width=80, height=24).splitlines()
+    assert len(lines) <= 24
+    first, second = next((lines[n + 1], lines[n + 2]) for n, line in enumerate(lines) if line.startswith("peer"))
+    assert "...QmLost" in first and "leaving" in first and "0997" in second
+    assert "...QmLost: out of memory" in lines
+    assert "more: 9" in lines[-1] and "1 catching up" in lines[-1]
+
+
+def test_words_of_strangers_neither_move_the_cursor_nor_change_the_colours():
+    rude = a_peer(name="\x1b[2Jalice\u202e", hardware="[red]x[/red]", note="[link=http://x]here\x07[/link]")
+    seen = status.summarize(a_run(run={"run_name": "[bold]cats\x1b]0;owned\x07"}), [rude], now=1e9)
+    console = Console(width=120, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(status.screen(seen, trouble="[red]gone\x1b[2J", age=3))
+    ours = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # the colours that we gave
+    assert not set(ours) & {"\x1b", "\x07", "\u202e"}
+    for words in (
+        r"\x1b[2Jalice\u202e",
+        "[red]x[/red]",
+        r"[link=http://x]here\x07[/link]",
+        r"[bold]cats\x1b]0;owned\x07",
+        r"[red]gone\x1b[2J",
+    ):
+        assert words in ours
 
 
 def test_before_the_first_averaged_round_the_screen_promises_nothing():
@@ -193,3 +259,123 @@ def test_a_peer_that_assists_is_shown_as_such_and_trains_nothing():
     (line,) = [line for line in lines if "QmHelper" in line]
     assert "assists" in line and not any("assists" in other for other in lines if other != line)
     assert (seen["waiting_samples"], seen["samples_per_second"], seen["loss"]) == (7, 3.0, 0.5)
+
+
+def looks(*results):
+    """A look that gives these, one after the other, and then Ctrl-C; an exception among them is raised."""
+    left = iter(results)
+
+    def look():
+        result = next(left, KeyboardInterrupt())
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    return look
+
+
+def watched(*results, as_json: bool) -> str:
+    console = Console(width=80, file=io.StringIO())
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        status.watch(looks(*results), every=0.001, console=console, as_json=as_json)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return console.file.getvalue()
+
+
+def test_watching_for_programs_is_a_line_of_json_for_each_update_also_while_nobody_answers():
+    one, two = (status.summarize(a_run(), [a_peer(samples=samples)], now=1e9) for samples in (6144, 8192))
+    away = UserError("http://x does not answer.", fix="Wait.", code=ExitCode.NETWORK)
+    lines = [json.loads(line) for line in watched(one, away, two, as_json=True).splitlines()]
+    assert [line["samples"] for line in lines] == [6144, 6144, 8192]
+    assert [line.get("error") for line in lines] == [None, "http://x does not answer.", None]
+    assert lines[1]["stale_seconds"] >= 0 and lines[2]["figures"]["share"] == 8192 / 65536
+
+
+def test_watching_into_a_file_is_one_screen_after_another():
+    one = status.summarize(a_run(), [], now=1e9)
+    text = watched(one, UserError("it is away.", fix="Wait."), as_json=False)
+    assert text.count("6,144 of") == 0 and text.count("samples/s") == 2 and text.count("old: it is away.") == 1 and "\x1b" not in text
+
+
+def test_watching_what_was_never_there_is_one_line_that_says_so():
+    with pytest.raises(UserError, match="does not answer"):
+        watched(UserError("http://x does not answer.", fix="Wait."), as_json=False)
+
+
+class Terminal:
+    """A program of ours on a terminal of 80 x 24."""
+
+    def __init__(self, *argv: str):
+        self.fd, theirs = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+        self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+        os.close(theirs)
+        self.text = ""
+
+    def until(self, words: str, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while words not in self.text:
+            assert time.monotonic() < deadline, f"no {words!r} in {self.text[-2000:]!r}"
+            if select.select([self.fd], [], [], 0.2)[0]:
+                with contextlib.suppress(OSError):  # the other end is closed
+                    self.text += os.read(self.fd, 65536).decode()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
+
+
+def test_watching_survives_the_server_and_ends_by_ctrl_c_or_with_its_reader(tmp_path):
+    host = Host(tmp_path, "--run_name", "my cats", samples=10).start()
+    terminal = Terminal(sys.executable, "-m", "swarm.status", host.url, "--watch", "--every", "0.2", "--timeout", "5")
+    try:
+        terminal.until("my cats")
+        host.stop()
+        terminal.until("old: http://127.0.0.1")
+        host.start()
+        terminal.text = ""
+        terminal.until("my cats")
+        command = [sys.executable, "-m", "swarm.status", host.url, "--watch", "--json", "--every", "0.1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as reader:
+            assert json.loads(reader.stdout.readline())["run_name"] == "my cats"
+            reader.stdout.close()  # as `| head -1` does
+            assert (reader.wait(60), reader.stderr.read()) == (0, "")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.until("\x1b[?25h")  # the cursor is back
+        assert terminal.process.wait(30) == 0 and "Traceback" not in terminal.text
+    finally:
+        terminal.close()
+        host.stop()
+
+
+@pytest.mark.swarm
+def test_a_visitor_of_the_dht_looks_again_and_says_when_nobody_is_there_any_more(tmp_path):
+    from swarm.dht import SwarmNode
+
+    loop, run = asyncio.new_event_loop(), a_run()
+    node = loop.run_until_complete(SwarmNode.join(identity_path=tmp_path / "identity.key", deadline_seconds=60))
+    living = threading.Thread(target=loop.run_forever)
+    living.start()
+
+    def there(what):
+        return asyncio.run_coroutine_threadsafe(what, loop).result(60)
+
+    try:
+        assert there(node.publish_run(run))
+        maddr = there(node.maddrs())[0]
+        nobody = "/ip4/127.0.0.1/tcp/1/p2p/QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN"
+        with status.asking([nobody, maddr], seconds=5) as look:
+            assert look()["run_id"] == look()["run_id"] == run.run_id
+            there(node.close())
+            with pytest.raises(UserError) as away:
+                look()
+            with pytest.raises(UserError) as gone:
+                look()
+        assert {away.value.code, gone.value.code} == {ExitCode.NETWORK}
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        living.join(10)
+        loop.close()

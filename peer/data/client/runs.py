@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -56,6 +57,12 @@ def report_round(url: str, run: RunConfig, peer_id: str, settlement: Settlement,
     reply = asyncio.run(_ask("POST", url, "/v1/rounds", body, timeout, token))
     if reply.status >= 300:  # old news to a server that knows better is no fault
         log.warning("the dataset server did not take round %d: status %d %s", settlement.round, reply.status, reply.code)
+
+
+def send_picture(url: str, body: Mapping[str, Any], timeout: float = 30.0, *, token: str = "") -> str:
+    """Put a `protocol.PictureRequest`, once; the code of the server's refusal, '' when it took it. Raises UserError when it does not answer."""
+    reply = asyncio.run(_ask("PUT", url, "/v1/pictures", dict(body), timeout, token))
+    return "" if reply.status < 300 else reply.code or f"status {reply.status}"
 
 
 def round_body(settlement: Settlement) -> dict[str, Any]:

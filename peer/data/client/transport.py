@@ -13,7 +13,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from swarm import protocol
-from swarm.errors import ExitCode, UserError
+from swarm.errors import ExitCode, UserError, why
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
@@ -72,7 +72,7 @@ async def exchange(
         async with session.request(method, url, json=body, timeout=timeout, headers=_authorization(token)) as response:
             reply = Reply(response.status, await _read(response), response.headers)
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-        raise ServerAway(str(error) or type(error).__name__) from error
+        raise ServerAway(why(error)) from error
     _refuse_stranger(url, reply)
     return reply
 
@@ -151,7 +151,7 @@ class Transport:
                 self.away_since = None
                 yield response
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
-            raise self._away(ServerAway(str(error) or type(error).__name__)) from None
+            raise self._away(ServerAway(why(error))) from None
         except ServerAway as away:
             raise self._away(away) from None
 

@@ -61,7 +61,7 @@ class Work:
         self._in_work: set[str] = set()  # yielded, and neither done with nor given back
         self._own: set[str] = set()  # those in work that we never leased
         self._units: deque[Unit] = deque()
-        self._ended = self._closed = self.paused = False
+        self._ended = self._closed = self.paused = self._resting = False
         self._failure: UserError | None = None
 
     # -- for the training thread
@@ -131,7 +131,7 @@ class Work:
     def wanted(self) -> int:
         """How many samples to lease now: what is missing to AHEAD_SECONDS of leased work, and to two batches; 0 or less: none."""
         with self._changed:
-            if self._closed:
+            if self._closed or self._resting:
                 return 0
             ahead = sum(len(unit.left) for unit in self._units if unit.lease and not unit.lost)
             return min(int(max(2 * self._batch, AHEAD_SECONDS * self._speed.rate)) - ahead, protocol.MAX_KEYS)
@@ -149,6 +149,11 @@ class Work:
             self._leases[lease.id] = lease
             self._lease_of.update(dict.fromkeys(lease.keys, lease))
             self._own.difference_update(lease.keys)
+            if self._resting:  # granted while we lay down
+                self._leases.pop(lease.id)
+                for key in lease.keys:
+                    self._lease_of.pop(key)
+                return False
             for unit in units:  # ours to finish, by this lease, if they are in work by an earlier one that was lost, or by our own choice
                 unit.left = deque(index for index in unit.left if unit.key(index) not in self._in_work)
             if not self._closed:
@@ -204,6 +209,18 @@ class Work:
             self.paused = paused
             self._changed.notify_all()
 
+    def rest(self, resting: bool) -> list[str]:
+        """What this machine's owner wants. Resting: nothing is yielded, and what was not is dropped; its keys, to be given back."""
+        with self._changed:
+            self._resting = resting
+            keys = [key for unit in self._units if unit.lease and not unit.lost for key in unit.keys_left()] if resting else []
+            if resting:
+                for unit in self._units:  # also of the one that the training thread is in the middle of
+                    unit.left.clear()
+                self._units.clear()
+            self._changed.notify_all()
+            return keys
+
     def end(self) -> None:
         """The run has ended: no more samples."""
         with self._changed:
@@ -232,7 +249,7 @@ class Work:
                     raise self._failure
                 if self._closed or self._ended:
                     return None
-                for unit in self._units if not self.paused else ():
+                for unit in self._units if not (self.paused or self._resting) else ():
                     if unit.path:
                         return unit
                 self._speed.pause()
@@ -240,7 +257,7 @@ class Work:
 
     def _next_index(self, unit: Unit) -> int | None:
         with self._changed:
-            if self._closed or self._ended or self.paused or self._failure or unit.lost or not unit.left:
+            if self._closed or self._ended or self.paused or self._resting or self._failure or unit.lost or not unit.left:
                 return None
             self._speed.count()
             index = unit.left.popleft()

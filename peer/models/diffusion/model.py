@@ -1,6 +1,8 @@
 """What models of all families have in common: a pipeline's parts, the VAE, and how the result is written."""
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +13,53 @@ from peer.contracts import Text
 from peer.models.diffusion.pipeline import save_pipeline
 from swarm.errors import UserError
 
+log = logging.getLogger(__name__)
+
+_CAST = (nn.Linear, nn.Conv2d)
+"""What autocast computes in its own format, whatever its weights are in."""
+
 
 class DiffusionModel:
     """The parts of a pipeline on a device. A family adds `encode_text` and `loss`."""
 
-    def __init__(self, pipeline: Any, device: torch.device):
-        self.pipeline, self.device = pipeline.to(device), device
+    def __init__(self, pipeline: Any, device: torch.device | None):
+        """device None: left on the CPU as the pipeline is, until `place`."""
+        self.pipeline, self.device = pipeline if device is None else pipeline.to(device), device or torch.device("cpu")
+        self.read: Callable[[], Any] | None = None
+        """Reads the pipeline anew, in float32 on the CPU."""
+        self._held: dict[str, torch.dtype] = {}
         names = ("unet", "transformer", "vae", "text_encoder", "text_encoder_2")
         self.parts: dict[str, nn.Module] = {name: getattr(pipeline, name) for name in names if getattr(pipeline, name, None) is not None}
         self.vae = self.parts["vae"]
         self.denoiser = self.parts["unet"] if "unet" in self.parts else self.parts["transformer"]
         self.vae_factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
 
+    def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = ()) -> None:
+        """Move to `device`. Of the parts that are not trained as a `whole`, the weights that autocast computes with are held in its `dtype`.
+
+        It would cast them to that at every step: so the results have the same bits, in half the memory. All else is float32. A VAE that
+        overflows in fp16 says so in its config, and stays as it is.
+        """
+        for name, part in self.parts.items():
+            if dtype is not None and name not in whole and not (name == "vae" and part.config.force_upcast):
+                self._held[name] = dtype
+            for module in part.modules():
+                held = self._held.get(name, torch.float32) if isinstance(module, _CAST) else torch.float32
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    if tensor.is_floating_point():
+                        tensor.data = tensor.data.to(held)
+        self.pipeline.to(device)
+        self.device = device
+
     def enable_gradient_checkpointing(self) -> None:
         """Of whatever may be trained: the denoiser and the text encoders, which honour it only in training mode."""
         self.denoiser.enable_gradient_checkpointing()
         for name, part in self.parts.items():
             if name.startswith("text_encoder"):
-                part.gradient_checkpointing_enable()
+                part.gradient_checkpointing_enable({"use_reentrant": False})
+                # transformers 5 has a frozen encoder's embeddings ask for gradients: all of it was then computed backwards, and cached nowhere.
+                with contextlib.suppress(AttributeError):  # 4 does not, and has nothing to take back
+                    part.disable_input_require_grads()
 
     @torch.no_grad()
     def encode_pixels(self, pixels: Tensor) -> Tensor:
@@ -47,7 +78,39 @@ class DiffusionModel:
         return as_arguments(self.encode_text(prompts))
 
     def save(self, folder: Path) -> None:
-        save_pipeline(self.pipeline, folder)
+        with self._as_read():
+            save_pipeline(self.pipeline, folder)
+
+    @contextlib.contextmanager
+    def _as_read(self) -> Iterator[None]:
+        """Within the block what is held in less than float32 is as its source has it, on the CPU; afterwards as before."""
+        exact = self._exact() if self._held else {}
+        held = {parameter: parameter.data for parameter in exact}
+        try:
+            for parameter, tensor in exact.items():
+                parameter.data = tensor
+            yield
+        finally:
+            for parameter, tensor in held.items():
+                parameter.data = tensor
+
+    def _exact(self) -> dict[nn.Parameter, Tensor]:
+        """The source's tensors of what is held in less; of none when the source is gone, or another by now: a result is written all the same."""
+        assert self.read is not None
+        try:
+            pipeline = self.read()
+        except UserError as error:
+            log.warning("%s What was not trained is written as it was held.", error.message)
+            return {}
+        found = {}
+        for name, dtype in self._held.items():
+            theirs = dict(getattr(pipeline, name).named_parameters())
+            ours = [(key, parameter) for key, parameter in self.parts[name].named_parameters() if parameter.dtype is dtype]
+            if all(key in theirs and torch.equal(theirs[key].to(dtype), parameter.cpu()) for key, parameter in ours):
+                found.update((parameter, theirs[key].data) for key, parameter in ours)
+            else:
+                log.warning("The model's %s has changed where it was read from; it is written as it was held, in %s.", name, dtype)
+        return found
 
 
 def as_arguments(text: Text, prefix: str = "") -> dict[str, Tensor]:

@@ -1,19 +1,36 @@
 """Pipelines of diffusers, read from folders and single files and written to folders."""
 
+import json
+import re
+import warnings
+from collections.abc import Collection
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from peer.models.diffusion.source import UNUSED, first_line, locate, quiet
 from swarm.base_model import PIPELINES
 from swarm.digest import read_header
 from swarm.errors import UserError
 
+_IN_FILES = {
+    "vae": ("first_stage_model.", "vae."),
+    "text_encoder": ("cond_stage_model.", "conditioner.embedders.0.", "text_encoders.clip_l."),
+    "text_encoder_2": ("conditioner.embedders.1.", "text_encoders.t5xxl."),
+}
+"""How the names of a part begin in single files: of FLUX most have the transformer alone."""
+_SCALED = re.compile(r"(^|\.)(scaled_fp8|scale_weight|weight_scale|absmax|quant_state\..*)$")
+"""Names of what quantized weights are multiplied by: diffusers passes it over, and would train other weights."""
 _NAMES = {"StableDiffusionPipeline": "Stable Diffusion", "StableDiffusionXLPipeline": "SDXL", "FluxPipeline": "FLUX"}
 
 
-def load_pipeline(kind: str, source: Path, config: str = "") -> Any:
+def load_pipeline(kind: str, source: Path, config: str = "", *, as_filed: bool = False) -> Any:
     """The pipeline of class `kind` in a diffusers folder, a .safetensors file (read with the configs of `config`) or a Hub id, in float32.
 
+    as_filed: a folder's parts in the precision of their files, so that a FLUX takes 34 GB here and not 70.
     Raises UserError when `source` holds no such pipeline.
     """
     path = locate(str(source))
@@ -32,24 +49,25 @@ def load_pipeline(kind: str, source: Path, config: str = "") -> Any:
         raise
     except Exception as error:  # diffusers raises whatever its parts raise: ValueError, OSError, KeyError, SafetensorError, ...
         if path.is_file() and not config:
-            fix = (
-                f"Add --model_config with a diffusers folder of a {_NAMES[kind]} model; it also has the text encoders that FLUX files lack."
-            )
+            fix = f"Add --model_config with a diffusers folder of a {_NAMES[kind]} model, or its Hub id."
         else:
             fix = f"Save or fetch it again, or check --family ({PIPELINES[kind]})."
         reason = "tensors are missing in it" if "meta tensor" in str(error) else first_line(error)
         raise UserError(f"{path} does not load as a {_NAMES[kind]} pipeline: {reason}", fix=fix) from error
-    for part in pipeline.components.values():
+    for part in pipeline.components.values() if not as_filed else ():
         if hasattr(part, "parameters"):
-            part.float()  # a folder may hold fp16 weights
+            part.float()
     return pipeline
 
 
 def _read_folder(kind: Any, path: Path, config: str, unused: dict[str, Any]) -> Any:
     """Of a folder that has its denoiser in fp16 only, that. Raises ValueError when the denoiser's files lack tensors: diffusers draws them anew."""
     files = [file for part in ("unet", "transformer") for file in (path / part).glob("*.safetensors")]
-    variant = "fp16" if files and all(".fp16." in file.name for file in files) else None
-    pipeline = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, variant=variant, **unused)
+    variant = _variant(files)
+    dtypes = {part.name: _dtype_in(part, variant) for part in path.iterdir() if part.is_dir()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer diffusers call it dtype, older ones know that name only
+        pipeline = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, variant=variant, torch_dtype=dtypes, **unused)
     denoiser = getattr(pipeline, "unet", None) or pipeline.transformer
     missing = sorted(denoiser.state_dict().keys() - {name for file in files for name in read_header(file)})
     if missing:
@@ -57,22 +75,61 @@ def _read_folder(kind: Any, path: Path, config: str, unused: dict[str, Any]) -> 
     return pipeline
 
 
-def _read_file(kind: Any, path: Path, config: str, unused: dict[str, Any]) -> Any:
-    """Tokenizers, configs and parts that the file lacks come from `config`, and from the family's own on the Hub without one."""
-    where = str(_config_folder(config)) if config else None
-    given = dict(unused)
-    if where and not any(name.startswith(("first_stage_model.", "vae.")) for name in read_header(path)):
-        from diffusers import AutoencoderKL
+def _variant(files: Collection[Path]) -> str | None:
+    return "fp16" if files and all(".fp16." in file.name for file in files) else None
 
-        given["vae"] = AutoencoderKL.from_pretrained(
-            where, subfolder="vae", local_files_only=True
-        )  # text encoders are taken so without saying
-    pipeline = kind.from_single_file(str(path), config=where, local_files_only=True, **given)
+
+def _dtype_in(part: Path, variant: str | None) -> torch.dtype:
+    """What the part's tensors are in, float32 where they differ."""
+    files = [file for file in part.glob("*.safetensors") if (f".{variant}." in file.name if variant else file.name.count(".") == 1)]
+    kinds = {tensor["dtype"] for file in files for name, tensor in read_header(file).items() if name != "__metadata__"}
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+
+
+def _read_file(kind: Any, path: Path, config: str, unused: dict[str, Any]) -> Any:
+    """Tokenizers, configs and parts that the file lacks come from `config`; without one the first two are its family's own on the Hub."""
+    header = read_header(path)
+    if scaled := next((name for name in header if _SCALED.search(name)), None):
+        raise UserError(
+            f"{path} is quantized: its weights are to be multiplied by others ({scaled}).", fix="Take the model's file in bf16 or fp16."
+        )
+    lacking = [name for name, starts in _IN_FILES.items() if name in signature(kind).parameters and not _begins(header, starts)]
+    if lacking and not config:
+        raise UserError(
+            f"{path} holds no {' and no '.join(lacking)}.",
+            fix=f"Add --model_config with a diffusers folder of a {_NAMES[kind.__name__]} model that they are read from, or its Hub id.",
+        )
+    where = _config_folder(config) if config else None
+    beside = _parts_of(where, lacking) if where else {}
+    pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **unused, **beside)
     for name, part in pipeline.components.items():
+        if hasattr(part, "tie_weights"):
+            part.tie_weights()  # T5's embedding has two names, of which files have one
         missing = [key for key, tensor in part.state_dict().items() if tensor.is_meta] if hasattr(part, "state_dict") else []
         if missing:
             raise ValueError(f"its {name} lacks {len(missing)} tensors, such as {missing[0]}")
     return pipeline
+
+
+def _begins(names: Collection[str], starts: tuple[str, ...]) -> bool:
+    return any(name.startswith(starts) for name in names)
+
+
+def _parts_of(folder: Path, names: Collection[str]) -> dict[str, Any]:
+    """These parts of the pipeline in `folder`. Raises UserError when the weights of one are not there."""
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    found = {}
+    for name in names:
+        files = [*(folder / name).glob("*.safetensors")]
+        if not files:
+            raise UserError(
+                f"The model's file holds no {name}, and {folder} has no weights of one.",
+                fix="Give a --model_config that is a whole diffusers folder of a like model, or its Hub id.",
+            )
+        library, part = index[name]
+        read = getattr(import_module(library), part).from_pretrained
+        found[name] = read(folder, subfolder=name, local_files_only=True, use_safetensors=True, variant=_variant(files))
+    return found
 
 
 def _config_folder(config: str) -> Path:

@@ -3,7 +3,8 @@
 import logging
 from pathlib import Path
 
-from swarm.errors import ExitCode, UserError
+from swarm.base_model import not_found
+from swarm.errors import UserError
 
 UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
 """Components of pipelines that training has no use for: 1.2 GB of SD 1.5 are its safety checker."""
@@ -27,11 +28,7 @@ def locate(source: str) -> Path:
     try:
         return Path(DiffusionPipeline.download(source, use_safetensors=True, **dict.fromkeys(UNUSED)))
     except Exception as error:  # OSError, ValueError, huggingface_hub's and httpx's own
-        raise UserError(
-            f"'{source}' is no model here, and the Hub did not give it: {first_line(error)}",
-            fix="Check the name and the network, or give a folder.",
-            code=ExitCode.NETWORK,
-        ) from error
+        raise not_found(source) from error
 
 
 def first_line(error: Exception) -> str:

@@ -16,7 +16,7 @@ from swarm.run_config import RunConfig
 class UNetModel(DiffusionModel):
     """Adds the loss; a family says what else the UNet is told besides the text's states."""
 
-    def __init__(self, pipeline: Any, device: torch.device, run: RunConfig):
+    def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
         name = type(pipeline).__name__
         defaults = RunConfig()
         for option in ("weighting_scheme", "logit_mean", "logit_std", "mode_scale", "guidance_scale", "max_sequence_length"):

@@ -10,17 +10,18 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from peer.contracts import Settlement
 from peer.sync.engine.beginning import head_of
+from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.download import Download
 from peer.sync.engine.kind import Kind, ask_kind
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
-from peer.sync.engine.neighbours import LEFT
 from peer.sync.engine.outer import Strategy, load_strategy
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State
@@ -30,8 +31,9 @@ from peer.sync.engine.trainer import Progress
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.advice import size
 from swarm.dht import SwarmNode
+from swarm.end import End
 from swarm.errors import ExitCode, UserError
-from swarm.records import PeerRecord
+from swarm.records import LEAVING, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
 _TOLD_EVERY_SECONDS = 60.0
+_WAITING = "waiting for the first peer that trains, whose state this peer can take"
+_SEEN_SECONDS = 1.0
 _WANTED = 16
 _STORED = 4
 """States on disk besides the kept ones: a state is settled a round or two after it was made, and kept then."""
@@ -72,6 +76,9 @@ class Assistant:
 
     def news(self, text: str) -> None:
         log.info("%s", text)
+
+    def extended(self, extension: Mapping[str, Any]) -> None:
+        """Nobody else here needs to know."""
 
     def done(self) -> None:
         self.ended.set()
@@ -137,12 +144,17 @@ async def assist(
     folder: Path,
     stop: asyncio.Event,
     settled: Callable[[Sequence[Settlement]], None],
+    seen: Callable[[dict[str, Any]], None] = lambda values: None,
     states_limit: int,
     server_url: str = "",
+    name: str = "",
+    hardware: str = "",
     last_known: Head | None = None,
     last_holders: tuple[str, ...] = (),
+    end: End | None = None,
+    upload: Bucket | None = None,
 ) -> None:
-    """Take part until the run's end or `stop`. settled: told of each state that is safe. Raises UserError."""
+    """Take part until the run's end or `stop`. settled: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
     store = StateStore(folder / "state", keep=_STORED)
     archive = Archive(folder / "settled", store, states_limit)
     strategy = load_strategy(f"peer.sync.{run.sync}:strategy", run)
@@ -163,8 +175,8 @@ async def assist(
     assistant = Assistant(on_settled)
     assistant.replica = replica = Replica(
         run=run, state=states.pop(), wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
-        rounds_path=folder / "rounds.jsonl", trainer=assistant, server_url=server_url,
-        last_known=last_known, last_holders=last_holders, assists=True,
+        rounds_path=folder / "rounds.jsonl", trainer=assistant, server_url=server_url, name=name, hardware=hardware,
+        last_known=last_known, last_holders=last_holders, assists=True, end=end, upload=upload,
     )  # fmt: skip
     await replica.start()
     header, num_bytes = replica.state.header, replica.state.buffer.num_bytes
@@ -173,8 +185,14 @@ async def assist(
         "keeping %s settled states in %s: %s each, %s free",
         states_limit or "all", archive.folder, size(num_bytes), size(shutil.disk_usage(archive.folder).free),
     )  # fmt: skip
-    await replica.live_until(archive.keep_forever(), stop.wait(), assistant.wait())
+    await replica.live_until(archive.keep_forever(), stop.wait(), assistant.wait(), _tell_forever(replica, seen))
     archive.keep()
+
+
+async def _tell_forever(replica: Replica, seen: Callable[[dict[str, Any]], None]) -> None:
+    while True:
+        seen(replica.seen())
+        await asyncio.sleep(_SEEN_SECONDS)
 
 
 async def _stored_or_fetched(
@@ -196,8 +214,27 @@ def _check_memory(run: RunConfig, strategy: Strategy, kind: Kind) -> None:
     check_memory(host_bytes(strategy, Wire(run.wire, *kind.sizes), trains=False), available_bytes())
 
 
-async def _first_from_others(run: RunConfig, strategy: Strategy, node: SwarmNode) -> tuple[Kind, State]:
-    """The best state of a run that this peer knows nothing of; waits until somebody is there who has one."""
+async def newest_state(run: RunConfig, strategy: Strategy, node: SwarmNode, seconds: float) -> State:
+    """The best state of a run, for who takes it and goes. Raises UserError (NETWORK) when nobody gives one in time."""
+    waiting = f"nobody who holds the state is here yet; waiting up to {seconds:.0f} s in all (--wait_seconds)"
+    finding = asyncio.create_task(_first_from_others(run, strategy, node, waiting, spare_memory=False))
+    try:
+        await asyncio.wait({finding}, timeout=seconds)
+        if finding.done():
+            return finding.result()[1]
+    finally:
+        await end_tasks(finding)
+    raise UserError(
+        f"Nobody gave a state of the run '{run.run_name}' within {seconds:.0f} s.",
+        fix="Try again while a peer trains or assists; a folder that one kept works without them (--state FOLDER).",
+        code=ExitCode.NETWORK,
+    )
+
+
+async def _first_from_others(
+    run: RunConfig, strategy: Strategy, node: SwarmNode, waiting: str = _WAITING, spare_memory: bool = True
+) -> tuple[Kind, State]:
+    """The best state of a run that this peer knows nothing of; waits until somebody is there who has one, and says so: `waiting`."""
     streams, told = Streams(node), -_TOLD_EVERY_SECONDS
     clock = asyncio.get_running_loop().time
     while True:
@@ -205,12 +242,13 @@ async def _first_from_others(run: RunConfig, strategy: Strategy, node: SwarmNode
         kind = await ask_kind(streams, [record.peer_id for record in records])
         alike = [record for record in records if kind is not None and record.schema == kind.schema]
         if alike:
-            _check_memory(run, strategy, kind)
+            if spare_memory:
+                _check_memory(run, strategy, kind)
             with contextlib.suppress(PeerLost, BadState):
                 return kind, await _fetch(streams, run, kind, strategy, alike)
         if clock() - told >= _TOLD_EVERY_SECONDS:
             told = clock()
-            log.info("waiting for the first peer that trains, whose state this peer can take")
+            log.info("%s", waiting)
         await asyncio.sleep(LOOK_SECONDS)
 
 
@@ -220,7 +258,9 @@ async def _records(run: RunConfig, node: SwarmNode) -> list[PeerRecord]:
     except Exception as error:  # a node that answers nothing: hivemind raises its own kinds
         log.debug("could not read the records: %r", error)
         return []
-    return [record for record in found.values() if record.config == run.digest and record.phase != LEFT and record.peer_id != node.peer_id]
+    return [
+        record for record in found.values() if record.config == run.digest and record.phase != LEAVING and record.peer_id != node.peer_id
+    ]
 
 
 async def _fetch(streams: Streams, run: RunConfig, kind: Kind, strategy: Strategy, records: Sequence[PeerRecord]) -> State:

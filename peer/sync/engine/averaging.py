@@ -22,12 +22,12 @@ from peer.sync.engine import points
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, square_norm
 from peer.sync.engine.groups import Group
 from peer.sync.engine.streams import CONNECT_SECONDS, Channel, PeerLost, Streams
-from peer.sync.engine.vectors import fresh
+from peer.sync.engine.vectors import Reused
 from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
-REDUCE = "distributed-diffusion.reduce.2"
+REDUCE = "distributed-diffusion.reduce.3"
 PART_SECONDS = 30.0
 _WINDOW = 8
 _SLOWEST_BYTES_PER_SECOND = 125_000
@@ -67,6 +67,8 @@ class Averager:
 
     def __init__(self, peer_id: str, streams: Streams, wire: Wire):
         self._peer_id, self._streams, self._wire = peer_id, streams, wire
+        self.memory = Reused(wire.num_bytes)
+        """Of encoded means."""
         self._reductions: dict[str, _Reduction] = {}
         self._announced = asyncio.Condition()
 
@@ -80,7 +82,7 @@ class Averager:
         """
         assert (mine is not None) == any(member.peer == self._peer_id for member in group.members)
         began = time.monotonic()
-        run = _Run(group, mine, fresh(self._wire.num_bytes), [0.0] * len(self._wire.parts))
+        run = _Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts))
         shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
         own, reduction, reason = shares.pop(self._peer_id, []), None, "it left"
         tasks = [asyncio.create_task(self._exchange(reducer, share, run)) for reducer, share in shares.items() if share]
@@ -150,7 +152,7 @@ class Averager:
             room = torch.empty(_WINDOW + 1, max(part.num_bytes for part in reduction.parts), dtype=torch.uint8)
             for index, part in enumerate(reduction.parts if channel.peer in reduction.senders else ()):
                 data = room[index % len(room)][: part.num_bytes]
-                await _receive(channel, part, data, PART_SECONDS)
+                await _receive(channel, part, data, PART_SECONDS, whole=False)  # decoding it checks its values
                 reduction.add(channel.peer, index, data)
                 if index >= _WINDOW:
                     await reduction.mean(index - _WINDOW)
@@ -230,13 +232,15 @@ class _Reduction:
             self.fail(f"{', '.join(sorted(peer[-6:] for peer in self.senders - self._came))} did not come")
 
     def add(self, peer: str, index: int, data: Tensor) -> None:
-        """One checked, encoded part of one member."""
+        """One encoded part of one member, of the right length."""
         if self._means[index].done():
             return
         self._received[index][peer] = data
         if len(self._received[index]) == len(self.senders):
             try:
                 self._means[index].set_result(self._average(index))
+            except PeerLost as error:
+                self.fail(str(error))
             except ValueError as error:
                 self.fail(f"the average has {error}")
             self._received[index] = {}
@@ -263,7 +267,10 @@ class _Reduction:
         total, values = self._scratch[:, : part.end - part.start]
         for count, peer in enumerate(sorted(self.senders)):
             into = values if count else total
-            part.decode(self._received[index][peer], into)
+            try:
+                part.decode(self._received[index][peer], into)
+            except ValueError as error:
+                raise PeerLost(f"{peer[-6:]} sent {error}") from None
             into.mul_(self._weights[peer])
             if count:
                 total.add_(into)
@@ -282,11 +289,11 @@ def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:
     return shares
 
 
-async def _receive(channel: Channel, part: Part, room: Tensor, seconds: float) -> dict:
-    """One encoded part into `room`, checked; the message's header. Raises PeerLost."""
+async def _receive(channel: Channel, part: Part, room: Tensor, seconds: float, *, whole: bool = True) -> dict:
+    """One encoded part into `room`, its length checked, and its values if `whole`; the message's header. Raises PeerLost."""
     header, count = await channel.receive_into(memoryview(room.numpy()), seconds=seconds)
     try:
-        part.check(room[:count])
+        (part.check if whole else part.check_length)(room[:count])
     except ValueError as error:
         raise PeerLost(f"{channel.peer[-6:]} sent {error}") from None
     return header

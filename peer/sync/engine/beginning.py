@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Collection
 
-from peer.sync.engine.neighbours import ASSIST
 from peer.sync.engine.state import Head, better
+from swarm.end import End
 from swarm.errors import ExitCode, UserError
-from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
+from swarm.records import ASSIST, JOINING, RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 
 _JOIN_PATIENCE_SECONDS = 60.0
@@ -28,7 +28,9 @@ class Beginning:
         last_holders: Collection[str],
         min_peers: int,
         clock: Callable[[], float] = time.monotonic,
+        end: End | None = None,
     ):
+        self._end = end or End(run)
         self._run, self._known, self._clock = run, last_known, clock
         self._holders = ", ".join(peer[-6:] for peer in last_holders) or "unknown peers"
         self._min_peers, self._company = min_peers, min_peers <= 1
@@ -42,13 +44,13 @@ class Beginning:
         if fetching or (waited < _JOIN_PATIENCE_SECONDS and any(better(head_of(record), ours) for record in others)):
             return False
         known = self._known
-        running = any(record.phase not in ("join", ASSIST) and record.round for record in others)
+        running = any(record.phase not in (JOINING, ASSIST) and record.round for record in others)
         if known is None or not known.samples or not better(known, ours) or running:
             return True
         if own_round and waited >= _HOLDER_PATIENCE_SECONDS:
             news(f"nobody has brought the state {known.digest[:8]} at {known.samples} samples; going on from {ours.samples}")
             return True
-        if 0 < self._run.total_samples <= known.samples and waited >= RECORD_LIFE_SECONDS:
+        if 0 < self._end.total <= known.samples and waited >= RECORD_LIFE_SECONDS:
             raise UserError(
                 f"The run '{self._run.run_name}' is over: all {known.samples} samples are in its last state, and no peer is left.",
                 fix=f"Ask the host for the result, or one of the peers that had it: {self._holders}.",

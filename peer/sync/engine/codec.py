@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from peer.sync.engine.vectors import Schema, fresh
+from peer.sync.engine.vectors import Schema
 
-PART_ELEMENTS = 128 << 10
-"""256 KiB at fp16: small enough to pipeline and to stay in a core's cache, large enough that Python's share stays small."""
+PART_ELEMENTS = 256 << 10
+"""512 KiB at fp16: small enough to pipeline and to stay in a core's cache, large enough that Python's share stays small."""
 _FP16_MAX = 65504.0
 _LARGEST = 2.0**100
 """Of a value in blocks, and of a scale: no product of a code and a scale, and no sum of such products, overflows float32."""
 _SMALLEST_SCALE = 2.0**-126
 """Below it are the subnormals, which some CPUs are told to flush to zero: such a block is zero for all."""
-_WIDE_ELEMENTS = 16 << 10
-"""128 KiB of float64: stays in a core's cache, and in the allocator's hands."""
 
 
 class Codec(Protocol):
@@ -194,9 +192,13 @@ class Part:
 
     def check(self, data: Tensor) -> None:
         """Raise ValueError unless `data` is as long as this part and decodes to finite values."""
+        self.check_length(data)
+        self.codec.check(data)
+
+    def check_length(self, data: Tensor) -> None:
+        """Raise ValueError unless `data` is as long as this part."""
         if data.numel() != self.num_bytes:
             raise ValueError(f"{data.numel()} bytes instead of {self.num_bytes}")
-        self.codec.check(data)
 
 
 _CODECS: dict[str, tuple[Codec, Codec]] = {
@@ -227,12 +229,12 @@ class Wire:
     def of(cls, name: str, schema: Schema) -> "Wire":
         return cls(name, schema.big_size, schema.size - schema.big_size)
 
-    def encode(self, vector: Tensor) -> Tensor:
-        """(size,) float32 -> (num_bytes,) uint8."""
-        encoded = fresh(self.num_bytes)
+    def encode(self, vector: Tensor, out: Tensor | None = None) -> Tensor:
+        """(size,) float32 -> (num_bytes,) uint8; into `out` when given."""
+        out = torch.empty(self.num_bytes, dtype=torch.uint8) if out is None else out
         for part in self.parts:
-            part.encode(part.of(vector), part.bytes_of(encoded))
-        return encoded
+            part.encode(part.of(vector), part.bytes_of(out))
+        return out
 
     def decode(self, encoded: Tensor) -> Tensor:
         """(num_bytes,) uint8 -> (size,) float32. Raises ValueError for a wrong length and for what is not finite."""
@@ -250,7 +252,7 @@ class Wire:
 
 def square_norm(values: Tensor) -> float:
     """Sum of squares in float64, where squares of float32 never overflow. Its last bits depend on the CPU."""
-    return sum(float(torch.dot(wide, wide)) for wide in map(Tensor.double, values.split(_WIDE_ELEMENTS)))
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
 def check_finite(values: Tensor) -> None:

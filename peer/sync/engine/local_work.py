@@ -61,6 +61,8 @@ class LocalWork:
         self.frozen: Frozen | None = None
         self.included: dict[int, int] = {}
         """Contributions of ours in a state that is not settled yet, and that state's round."""
+        self._spare: SharedBuffer | None = None
+        """Of a contribution that came into a state: nobody reads it any more."""
         self._sums: Params = {}
         """Sums of the samples' gradients that no contribution holds, where the strategy accumulates them; empty: zeros."""
 
@@ -75,7 +77,8 @@ class LocalWork:
         Raises NotFinite, after setting `params` back to the anchor; the open samples are lost then.
         """
         assert self.frozen is None and self.open_samples > 0
-        encoded = SharedBuffer(self._wire.num_bytes)
+        # What the last one took, when a state has it: new pages of 1.7 GB (SD 1.5, fp16) would hold training up for more than a second.
+        encoded, self._spare = self._spare or SharedBuffer(self._wire.num_bytes), None
         try:
             if self._strategy.steps_locally:
                 self._encode_steps(encoded.bytes())
@@ -90,18 +93,20 @@ class LocalWork:
 
     def _encode_steps(self, encoded: Tensor) -> None:
         anchor = self.state.anchor(self._wire.size)
-        for part in self._wire.parts:
-            learned = self._flat.minus(part.start, part.of(anchor))
-            check_finite(learned)
-            part.encode(learned, part.bytes_of(encoded))
+        with self._flat.in_order():
+            for part in self._wire.parts:
+                learned = self._flat.minus(part.start, part.of(anchor))
+                check_finite(learned)
+                part.encode(learned, part.bytes_of(encoded))
 
     def _encode_gradients(self, encoded: Tensor) -> None:
         sums = Flat(self._sums)
-        for part in self._wire.parts:
-            total, data = sums.read(part.start, part.end), part.bytes_of(encoded)
-            check_finite(total)
-            part.encode(total / self.open_samples, data)
-            sums.write(part.start, total.sub_(part.decode(data).mul_(self.open_samples)))
+        with sums.in_order():
+            for part in self._wire.parts:
+                total, data = sums.read(part.start, part.end), part.bytes_of(encoded)
+                check_finite(total)
+                part.encode(total / self.open_samples, data)
+                sums.write(part.start, total.sub_(part.decode(data).mul_(self.open_samples)))
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -124,7 +129,7 @@ class LocalWork:
         if self.frozen is not None and own_number >= self.frozen.number:
             self._move(old, new, self.frozen.encoded.bytes())
             self.included[self.frozen.number] = new.header.round
-            self.frozen = None
+            self.frozen, self._spare = None, self.frozen.encoded
             if not self._strategy.steps_locally and self.open_samples:
                 dropped += self._discard_open()
         elif follows(new.digest, new.header, old.digest, self._strategy):
@@ -167,9 +172,10 @@ class LocalWork:
         before, after = old.anchor(self._wire.size), new.anchor(self._wire.size)
         if not self._strategy.steps_locally:
             return self._flat.write(0, after)
-        for part in self._wire.parts:
-            start = part.of(before) if taken is None else part.decode(part.bytes_of(taken)).add_(part.of(before))
-            self._flat.move(part.start, start, part.of(after))
+        with self._flat.in_order():
+            for part in self._wire.parts:
+                start = part.of(before) if taken is None else part.decode(part.bytes_of(taken)).add_(part.of(before))
+                self._flat.move(part.start, start, part.of(after))
 
 
 def follows(digest: str, header: Header, before: str, strategy: Strategy) -> bool:

@@ -5,16 +5,13 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
+from swarm.clock import SwarmClock
 from swarm.dht import SwarmNode
-from swarm.records import RECORD_LIFE_SECONDS, RENEW_SECONDS, PeerRecord
+from swarm.records import LEAVING, RECORD_LIFE_SECONDS, RENEW_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
-LEFT = "left"
-"""The phase in the last record of a peer that leaves in order: nobody waits for it."""
-ASSIST = "assist"
-"""The phase in the record of a peer that trains nothing: it reduces, leads and hands out states for those who do."""
 PATIENT_ATTEMPTS = 3
 """A peer that stayed away from so many attempts in a row is not waited for and not counted, for a while."""
 _FIRST_PAUSE_SECONDS, _FIRST_PAUSE_OF_CALLERS_SECONDS, _LONGEST_PAUSE_SECONDS = 10.0, 1.0, 120.0
@@ -30,6 +27,7 @@ class Neighbours:
         self._node, self._run, self._schema, self._clock = node, run, schema, clock
         self._seen: dict[str, tuple[PeerRecord, float]] = {}
         self._own_read: float | None = None
+        self._swarm_clock, self._read_before = SwarmClock(), False
         self._started = clock()
         self._absences: dict[str, tuple[int, float]] = {}
         self.addresses: dict[str, tuple[str, ...]] = {}
@@ -43,10 +41,14 @@ class Neighbours:
             log.debug("could not read the records: %r", error)
             return
         now = self._clock()
-        for peer, record in found.items():
-            if peer not in self._seen or self._seen[peer][0].time != record.time:
-                self._seen[peer] = (record, now)
-                self._remember(record)
+        news = {peer: record for peer, record in found.items() if peer not in self._seen or self._seen[peer][0].time != record.time}
+        fresh = [record.time for peer, record in news.items() if peer != self._node.peer_id]
+        if self._read_before and (warning := self._swarm_clock.look(fresh, time.time())):
+            log.warning("%s", warning)
+        self._read_before = True
+        for peer, record in news.items():
+            self._seen[peer] = (record, now)
+            self._remember(record)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
         self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGOTTEN_SECONDS}
         if self._node.peer_id in found:
@@ -98,7 +100,7 @@ class Neighbours:
             for peer, (record, _) in self._seen.items()
             if peer != self._node.peer_id
             and record.config == self._run.digest
-            and record.phase != LEFT
+            and record.phase != LEAVING
             and record.waiting_samples <= 2 * self._run.target_batch_size
         ]
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from peer.sync.engine.neighbours import Neighbours
 from peer.sync.engine.streams import PeerLost
 from swarm.dht import SwarmNode
-from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
+from swarm.records import ASSIST, AVERAGING, CATCHING_UP, DONE, JOINING, LEAVING, PAUSED, RENEW_SECONDS, TRAIN, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 
 _RUN_RECORD_SECONDS = 60.0
@@ -20,6 +20,17 @@ _READ_PEERS_PER_SECOND = 20
 def read_seconds(period: float, others: int) -> float:
     """Seconds between two looks at `others` peers; period: as far apart as they may be."""
     return min(period, max(1.0, others / _READ_PEERS_PER_SECOND))
+
+
+def seen_as(phase: str, *, assists: bool, paused: bool) -> str:
+    """What our record calls the replica's phase; paused: by this machine's owner."""
+    if phase == "left":
+        return LEAVING
+    if assists:
+        return ASSIST
+    if phase == "train":
+        return PAUSED if paused else TRAIN
+    return {"join": JOINING, "fetch": CATCHING_UP, "done": DONE}.get(phase, AVERAGING)
 
 
 class Presence:
@@ -96,8 +107,11 @@ class Presence:
                 raise PeerLost("p2pd does not answer any more")
 
     async def _meet_forever(self) -> None:
-        """Dial those we lost: hivemind forgets peers for good after a partition, and two halves would never meet again."""
+        """Dial those we lost: hivemind forgets peers for good after a partition, and two halves would never meet again.
+
+        And those by whom we came: a dataset server that was started again knows nobody, and newcomers ask nobody else.
+        """
         while True:
             await asyncio.sleep(_MEET_SECONDS)
-            for maddrs in self._neighbours.lost():
+            for maddrs in [*self._neighbours.lost(), *self._node.came_by]:
                 await self._node.meet(maddrs)

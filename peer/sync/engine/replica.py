@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ from peer.contracts import Member
 from peer.sync.engine import points, span
 from peer.sync.engine.averaging import RoundFailed, Traffic
 from peer.sync.engine.beginning import Beginning, head_of
+from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import Donor, ask_head
 from peer.sync.engine.groups import NoGroup, Standing
 from peer.sync.engine.kind import Kind, serve_kind
+from peer.sync.engine.link import serve_link
 from peer.sync.engine.local_work import follows
-from peer.sync.engine.neighbours import ASSIST, LEFT, Neighbours
+from peer.sync.engine.neighbours import Neighbours
 from peer.sync.engine.outer import Strategy
-from peer.sync.engine.presence import Presence
+from peer.sync.engine.presence import Presence, seen_as
 from peer.sync.engine.replay import MeanStore, rounds_kept
 from peer.sync.engine.rounds import Round, Rounds
 from peer.sync.engine.rounds_file import write_round
@@ -39,7 +41,9 @@ from peer.sync.engine.takeover import Replaying, Takeover
 from peer.sync.engine.trainer import Offer, Progress, Trainer
 from swarm import advice
 from swarm.dht import SwarmNode
-from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
+from swarm.end import End
+from swarm.errors import UserError
+from swarm.records import ASSIST, MAX_NOTE, RENEW_SECONDS, PeerRecord, RunRecord, words
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 
@@ -70,33 +74,42 @@ class Replica:
         rounds_path: Path,
         trainer: Trainer,
         server_url: str = "",
+        name: str = "",
+        hardware: str = "",
         last_known: Head | None = None,
         last_holders: tuple[str, ...] = (),
         min_peers: int = 1,
         assists: bool = False,
+        end: End | None = None,
+        upload: Bucket | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.run, self.state, self.strategy, self.node = run, state, strategy, node
         self.trainer, self.server_url, self.clock = trainer, server_url, clock
         self.progress, self.offer = Progress(), None
         self.leaving, self.assists = False, assists
+        self.end = end or End(run)
+        self._look_for_end = False
+        self._name, self._hardware, self._note = name, hardware, ""
         self.neighbours = Neighbours(node, run, state.header.schema, clock)
-        streams = Streams(node)
+        streams = Streams(node, upload)
         self.rounds = Rounds(
-            run, node, streams, self.neighbours, strategy, wire,
+            run, self.end, node, streams, self.neighbours, strategy, wire,
             standing=self._standing, heard=self._heard, entered=self._set_phase, clock=clock,
         )  # fmt: skip
         self._streams, self._rounds_path = streams, rounds_path
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
         self._donor = Donor(streams, lambda: self.state, store, self._means, lambda: self._phase == "average", clock)
         self._takeover = Takeover(streams, self._refusal, clock, Replaying(wire.num_bytes, self.rounds.step, self._means))
-        self._beginning = Beginning(run, last_known, last_holders, min_peers, clock)
+        self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end)
         self._saver = Saver(store, state, self.wake, trainer.failed, self._trainer_landed, clock, node.peer_id)
         self._presence = Presence(run, node, self.neighbours, self.record, self._run_record, self._rate, self.wake, clock)
         self._settling = Settling(state)
         self._phase, self._group_size, self._asked = "join", 0, False
         self._traffic = Traffic()
         """Of the last averaged round."""
+        self._moved = (0, 0)
+        """Bytes up and down in those before it."""
         self._averaged = 0
         self._callers: dict[str, str] = {}
         """Who said, since the last attempt, that they are ready to average, and onto which state."""
@@ -112,6 +125,7 @@ class Replica:
         """Serve others; publish our record; read theirs."""
         await self.rounds.start()
         await self._donor.start()
+        await serve_link(self._streams)
         await serve_kind(self._streams, Kind(self.state.header.schema, self.rounds.wire.sizes))
         await self._presence.publish()
         await self.neighbours.read()
@@ -141,13 +155,26 @@ class Replica:
     def wake(self) -> None:
         self._wake.set()
 
+    def failed(self, reason: str) -> None:
+        """Our trainer ends for this reason: the others read it in our last record."""
+        self._note = reason
+
     async def leave(self) -> None:
-        """After living: the newest state on disk and reported, and nobody need wait until our record is too old. Raises UserError (disk)."""
-        await self._saver.save(self.state)
-        self._tell_trainer()
-        await self._settle()
-        self._set_phase(LEFT)
-        await self._presence.publish_last()
+        """After living: the newest state on disk and reported, and nobody need wait until our record is too old.
+
+        Raises UserError (disk), which is then what the others read of us.
+        """
+        try:
+            await self._saver.save(self.state)
+        except UserError as error:
+            self.failed(error.message)
+            raise
+        else:
+            self._tell_trainer()
+            await self._settle()
+        finally:
+            self._set_phase("left")
+            await self._presence.publish_last()
 
     async def live_until(self, *ends: Coroutine[Any, Any, Any]) -> None:
         """Live until one of `ends` does, or life itself; then leave in order. Raises what the first of them to end raised."""
@@ -170,13 +197,19 @@ class Replica:
             return
         self._tell_trainer()
         await self._settle()
-        if span.is_over(self.run, self.state.header):
-            return None if self._settling.waiting else await self._finish()
+        if self._look_for_end:
+            await self._extended_meanwhile()
+        if span.is_over(self.end, self.state.header):
+            return None if self._settling.waiting or await self._extended_meanwhile() else await self._finish()
         if self.assists:
             return await self._assist()
         if self.offer is None:
             self._set_phase("fetch" if self._held_back() else "train")
-            if not self._asked and self.progress.waiting and (self._callers or self._round_is_full() or self.leaving):
+            if (
+                not self._asked
+                and self.progress.waiting
+                and (self._callers or self._round_is_full() or self.leaving or self.progress.paused)
+            ):
                 self._asked = True
                 self.trainer.freeze()
         elif self._ready_to_attempt():
@@ -185,11 +218,16 @@ class Replica:
     def _may_start(self) -> bool:
         may = self._beginning.may_start(
             Head.of(self.state), own_round=self.state.header.round, fetching=self._takeover.signers > 0,
-            others=self.neighbours.others(), news=self.trainer.news,
+            others=self.neighbours.others(), news=self._waits,
         )  # fmt: skip
         if may:
+            self._note = ""
             self._set_phase("train")
         return may
+
+    def _waits(self, why: str) -> None:
+        self._note = why
+        self.trainer.news(why)
 
     async def _finish(self) -> None:
         """Tell the trainer, after those who are still behind had a chance to fetch the last state."""
@@ -217,8 +255,28 @@ class Replica:
         self._takeover.consider([(head_of(record), record.peer_id) for record in self.neighbours.others()], self.state)
 
     def _refusal(self, state: State) -> str:
-        over = span.began_after_the_end(self.run, state.header)
-        return f"it made a round after the run's end of {self.run.total_samples} samples" if over else ""
+        over = span.began_after_the_end(self.end, state.header)
+        self._look_for_end |= over  # or its makers have heard of an extension, and we have not
+        return f"it made a round after the run's end of {self.end.total} samples" if over else ""
+
+    def extend(self, extension: Mapping[str, Any]) -> None:
+        """The trainer has heard from the host that the run goes on."""
+        if self.end.extend(extension):
+            self.wake()
+
+    async def _extended_meanwhile(self) -> bool:
+        """Whether the peers that the DHT knows have heard from the host that the run goes on. Asked only where it matters, at the end."""
+        self._look_for_end = False
+        if not self.end.may_be_extended:
+            return False
+        with contextlib.suppress(Exception):  # a node that answers nothing is the watchdog's matter
+            records = await asyncio.wait_for(self.node.find_runs(), RENEW_SECONDS)
+            told = [record.extension for record in records if record.run_id == self.run.run_id]
+            if any([self.end.extend(extension) for extension in told]):
+                log.info("the host has extended the run to %d samples", self.end.total)
+                self.trainer.extended(self.end.extension)
+                return True
+        return False
 
     def _held_back(self) -> bool:
         """Whether to wait for the better state that is on its way: unless more live peers are with us than with it."""
@@ -282,7 +340,7 @@ class Replica:
                 age = min(max(time.time() - record.time, 0), RENEW_SECONDS)
                 promised = record.waiting_samples + int(record.samples_per_second * age)
                 total += min(promised, 2 * self.run.target_batch_size)
-        return total >= span.round_samples(self.run, self.state.header)
+        return total >= span.round_samples(self.run, self.end, self.state.header)
 
     def _ready_to_attempt(self) -> bool:
         company = self.neighbours.others() or self.neighbours.alone()
@@ -292,7 +350,7 @@ class Replica:
 
     def _wanted(self) -> bool:
         """Whether a contribution should be averaged now; one that came late for its round need not make a small one of its own."""
-        return self.leaving or self._called() or self._round_is_full()
+        return self.leaving or self.progress.paused or self._called() or self._round_is_full()
 
     def _called(self) -> bool:
         return self.state.digest in self._callers.values()
@@ -312,7 +370,7 @@ class Replica:
         since = self.clock() - self._progressed
         steps = since < 2 * progress.step_seconds + _STUCK_SECONDS and (progress.waiting > 0 or progress.samples_per_second > 0)
         has_it = self.assists or self.offer is not None
-        comes = self._knows(caller) and self._phase not in ("join", "fetch") and not span.is_over(self.run, header) and (has_it or steps)
+        comes = self._knows(caller) and self._phase not in ("join", "fetch") and not span.is_over(self.end, header) and (has_it or steps)
         return Standing(
             self.state.digest,
             comes,
@@ -346,6 +404,7 @@ class Replica:
             return self._set_phase("train")
         self._group_size = len(done.group.members)
         if done.how == "averaged":
+            self._moved = (self._moved[0] + self._traffic.up, self._moved[1] + self._traffic.down)
             self._traffic = done.mean.traffic
             self._advise()
         self._means.want(done.state, done.mean)
@@ -385,6 +444,7 @@ class Replica:
         self._set_phase("look")
         self._callers.clear()
         log.info("round=%d not averaged: %s", self.state.header.round + 1, error)
+        self._note = f"round {self.state.header.round + 1} not averaged: {error}"
         ahead = await self._ask_heads()
         await self.neighbours.read()
         ahead |= {record.peer_id for record in self.neighbours.others() if better(head_of(record), Head.of(self.state))}
@@ -400,7 +460,7 @@ class Replica:
 
     def _adopt(self, state: State, how: str) -> None:
         """The new state is ours: swap, publish, keep what is still to be settled; the trainer hears of it when it has time."""
-        previous, self.state, self._adopted = self.state, state, self.clock()
+        previous, self.state, self._adopted, self._note = self.state, state, self.clock(), ""
         self._donor.retire(previous)
         self.rounds.matchmaker.moved()
         self._settling.moved(previous, state)
@@ -448,6 +508,12 @@ class Replica:
     def _rate(self) -> float:
         return self.progress.samples_per_second
 
+    def _said(self) -> str:
+        """What keeps us from going on, for people to read."""
+        if self._takeover.signers and self._phase in ("join", "fetch"):
+            return f"fetching a newer state: {self._takeover.share:.0%} of it is here"
+        return self._note or self._takeover.trouble
+
     def record(self, maddrs: tuple[str, ...] = ()) -> PeerRecord:
         header, progress = self.state.header, self.progress
         return PeerRecord(
@@ -461,7 +527,10 @@ class Replica:
             waiting_samples=min(progress.waiting, 2 * self.run.target_batch_size),
             samples_per_second=progress.samples_per_second if self._phase == "train" else 0.0,
             loss=progress.loss,
-            phase=ASSIST if self.assists and self._phase != LEFT else self._phase,
+            phase=seen_as(self._phase, assists=self.assists, paused=self.progress.paused),
+            name=self._name,
+            hardware=self._hardware,
+            note=words(self._said(), MAX_NOTE),
             group_size=self._group_size,
             sent_bytes=self._traffic.up,
             received_bytes=self._traffic.down,
@@ -472,7 +541,35 @@ class Replica:
             time=time.time(),
         )
 
+    def seen(self) -> dict[str, Any]:
+        """For this peer's owner: what it does, and the figures of the swarm by the names that `peer.metrics.METRICS` has."""
+        record, others = self.record(), self.neighbours.others()
+        here = [other for other in others if other.digest == self.state.digest]
+        return {
+            "phase": record.phase,
+            "note": record.note,
+            "round": record.round,
+            "committed": record.samples,
+            "peers": len(self.state.header.members),
+            "live_peers": self._training(),
+            "swarm_samples_per_second": record.samples_per_second + sum(other.samples_per_second for other in others),
+            "round_waiting": record.waiting_samples + sum(other.waiting_samples for other in here),
+            "round_target": span.round_samples(self.run, self.end, self.state.header),
+            "sent_bytes": self._moved[0] + self._traffic.up,
+            "received_bytes": self._moved[1] + self._traffic.down,
+            "round_sent_bytes": record.sent_bytes,
+            "round_received_bytes": record.received_bytes,
+            "transfer_seconds": record.transfer_seconds,
+            "share_lost": record.share_lost,
+        }
+
     def _run_record(self) -> RunRecord:
         header = self.state.header
         head = {"digest": self.state.digest, "round": header.round, "samples": header.samples, "peers": [self.node.peer_id]}
-        return RunRecord(run_id=self.run.run_id, run=dataclasses.asdict(self.run), server_url=self.server_url, head=head if header.round else None)
+        return RunRecord(
+            run_id=self.run.run_id,
+            run=dataclasses.asdict(self.run),
+            server_url=self.server_url,
+            head=head if header.round else None,
+            extension=self.end.extension,
+        )

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from peer.contracts import Member
 from peer.sync.engine import points
 from peer.sync.engine.averaging import Averager, Mean, RoundFailed
@@ -17,6 +19,7 @@ from peer.sync.engine.state import Head, State
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.trainer import Offer
 from swarm.dht import SwarmNode
+from swarm.end import End
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class Rounds:
     def __init__(
         self,
         run: RunConfig,
+        end: End,
         node: SwarmNode,
         streams: Streams,
         neighbours: Neighbours,
@@ -57,7 +61,7 @@ class Rounds:
         entered: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._run, self._node, self._neighbours, self._strategy, self.wire = run, node, neighbours, strategy, wire
+        self._end, self._node, self._neighbours, self._strategy, self.wire = end, node, neighbours, strategy, wire
         self._entered, self._clock = entered, clock
         self.matchmaker = Matchmaker(node.peer_id, streams, standing, heard, 2 * run.target_batch_size, leads=not node.client_mode)
         self.averager = Averager(node.peer_id, streams, wire)
@@ -104,10 +108,13 @@ class Rounds:
     async def _own(self, offer: Offer) -> Mean:
         """What we have, as the mean of a group of one. Raises RoundFailed."""
         try:
-            square = await asyncio.get_running_loop().run_in_executor(None, self.wire.square_norm, offer.encoded)
+            return await asyncio.get_running_loop().run_in_executor(None, self._as_mean, offer.encoded)
         except ValueError as error:
             raise RoundFailed(f"our own contribution has {error}") from None
-        return Mean(offer.encoded, square)
+
+    def _as_mean(self, encoded: Tensor) -> Mean:
+        # A copy: means are kept for others after the trainer has used its contribution's memory again.
+        return Mean(self.averager.memory.take().copy_(encoded), self.wire.square_norm(encoded))
 
     def _expected(self, state: State, callers: Collection[str]) -> dict[str, bool]:
         """Peers that may come, and whether each can lead: those at our state, or behind it in the records, which are a second old."""
@@ -141,7 +148,7 @@ class Rounds:
         await points.reached("outer_step", self._node.peer_id)
         done, header = Round(group, mean, state), state.header
         log.info(
-            "%s round=%d peers=%d samples=%d of %d state=%s seconds=%.2f",
-            done.how, header.round, len(group.members), header.samples, self._run.total_samples, state.digest[:8], self._clock() - began,
+            "%s round=%d peers=%d samples=%d total_samples=%d state=%s seconds=%.2f",
+            done.how, header.round, len(group.members), header.samples, self._end.total, state.digest[:8], self._clock() - began,
         )  # fmt: skip
         return done

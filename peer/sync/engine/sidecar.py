@@ -12,13 +12,14 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from peer.contracts import Member, Settlement
+from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.outer import load_strategy
@@ -28,7 +29,9 @@ from peer.sync.engine.state import Head, Header, State, better
 from peer.sync.engine.trainer import Offer, Progress
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode, parse_maddrs
+from swarm.end import End
 from swarm.errors import ExitCode, UserError
+from swarm.life import answer_with_stacks
 from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
 from swarm.run_config import RunConfig
@@ -39,13 +42,14 @@ START_SECONDS = 60.0
 JOIN_SECONDS = 60.0
 REJOIN_SECONDS = 10.0
 HOUSEKEEPING_SECONDS = 1.0
+SEEN_SECONDS = 1.0
 
 
 class TrainerPort:
     """The replica's view of the trainer. Nothing here blocks: what a busy trainer has no room for is sent later, in order."""
 
     def __init__(self, port: Port):
-        self._port, self._last_news = port, ""
+        self._port, self._last_news, self._last_seen = port, "", 0.0
         self._queue: deque[tuple[str, tuple[SharedBuffer, ...], dict[str, Any]]] = deque()
 
     def send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
@@ -57,6 +61,11 @@ class TrainerPort:
         while self._queue and self._port.has_room():
             kind, buffers, values = self._queue.popleft()
             self._port.send(kind, *buffers, **values)
+
+    def pulse(self) -> None:
+        """A sign of life, for a trainer that listens: one that is busy finds enough of them."""
+        if not self._queue:
+            self.send("pulse")
 
     def freeze(self) -> None:
         self.send("freeze")
@@ -76,6 +85,15 @@ class TrainerPort:
             self._last_news = text
             self.send("news", text=text)
 
+    def extended(self, extension: Mapping[str, Any]) -> None:
+        self.send("extended", extension=dict(extension))
+
+    def seen(self, what: Callable[[], dict[str, Any]], now: float) -> None:
+        """Once a second, and only as an answer: what a busy trainer does not read must not pile up."""
+        if now - self._last_seen >= SEEN_SECONDS:
+            self._last_seen = now
+            self.send("seen", seen=what())
+
     def done(self) -> None:
         self.send("done")
 
@@ -85,13 +103,14 @@ class TrainerPort:
 
 def main(descriptor: int) -> int:
     die_with_parent(signal.SIGTERM)
+    answer_with_stacks()
     torch.set_num_threads(1)
     port = inherited(descriptor)
     try:
         kind, values, buffers = port.receive(START_SECONDS) or ("", {}, [])
         if kind != "start":
             return ExitCode.FAILED
-        setup_logging(debug=values["debug"], name=values["name"])
+        setup_logging(debug=values["debug"], name=values["name"], log_format=values["log_format"])
         asyncio.run(_serve(port, values, buffers))
     except (PortClosed, asyncio.CancelledError):
         return ExitCode.OK
@@ -192,9 +211,13 @@ def _replica(trainer: TrainerPort, values: dict[str, Any], buffer: SharedBuffer,
         rounds_path=folder / "rounds.jsonl",
         trainer=trainer,
         server_url=values["server_url"],
+        name=values["peer_name"],
+        hardware=values["hardware"],
         last_known=Head(known["digest"], known["samples"]) if known else None,
         last_holders=tuple(values["last_holders"]),
         min_peers=values["min_peers"],
+        end=End(run, values["host_key"], values["extension"]),
+        upload=Bucket(values["max_upload_mbit"]) if values["max_upload_mbit"] else None,
     )
 
 
@@ -206,6 +229,8 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
             trainer.flush()
             while (message := port.receive(0)) is not None:
                 _handle(replica, stop, *message)
+                if message[0] == "progress":
+                    trainer.seen(replica.seen, loop.time())
         except PortClosed:
             loop.remove_reader(port.socket)
             stop.set()
@@ -214,6 +239,7 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             trainer.flush()
+            trainer.pulse()
             _remember(folder, replica.neighbours.addresses.values())
 
     loop.add_reader(port.socket, on_message)
@@ -234,10 +260,13 @@ def _handle(replica: Replica, stop: asyncio.Event, kind: str, values: dict[str, 
         replica.offered(Offer(member, buffers[0].bytes(), values["parent"]))
     elif kind == "nothing":
         replica.nothing_to_freeze()
+    elif kind == "extend":
+        replica.extend(values["extension"])
     elif kind == "leave":
         replica.leaving = True
         replica.wake()
     elif kind == "close":
+        replica.failed(values["reason"])
         stop.set()
 
 

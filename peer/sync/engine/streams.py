@@ -15,6 +15,7 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
+from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.pipe import Pipe
 from swarm.dht import SwarmNode
 
@@ -43,10 +44,10 @@ class Broken(PeerLost):
 
 
 class Channel:
-    """One stream to `peer`. Everything that goes wrong with it is a PeerLost."""
+    """One stream to `peer`. Everything that goes wrong with it is a PeerLost. upload: what all streams together may send; None: all they can."""
 
-    def __init__(self, peer: str, pipe: Pipe):
-        self.peer, self._pipe = peer, pipe
+    def __init__(self, peer: str, pipe: Pipe, upload: Bucket | None = None):
+        self.peer, self._pipe, self._upload = peer, pipe, upload
         self.sent = self.received = 0
         """Bytes of messages so far, headers included."""
 
@@ -54,6 +55,8 @@ class Channel:
         """Send one message; waits while the other end is slow. Raises PeerLost."""
         packed = msgpack.packb(header)
         head = _FRAME.pack(len(packed), len(payload)) + packed
+        if self._upload:
+            await self._upload.take(len(head) + len(payload))
         try:
             await self._pipe.send(head, payload, until=_until(seconds))
         except OSError as error:
@@ -127,8 +130,8 @@ Handler = Callable[[Channel], Awaitable[None]]
 class Streams:
     """Opens and serves streams by name on a node."""
 
-    def __init__(self, node: SwarmNode):
-        self._node, self.peer_id = node, node.peer_id
+    def __init__(self, node: SwarmNode, upload: Bucket | None = None):
+        self._node, self.peer_id, self._upload = node, node.peer_id, upload
         self._serving: dict[asyncio.Task, str] = {}  # and whom; asyncio itself holds a task only weakly
 
     async def open(self, peer: str, name: str) -> Channel:
@@ -144,13 +147,13 @@ class Streams:
             if not isinstance(error, Exception):
                 raise
             raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
-        return Channel(peer, Pipe(reader, writer))
+        return Channel(peer, Pipe(reader, writer), self._upload)
 
     async def serve(self, name: str, handler: Handler) -> None:
         """Answer streams called `name`; a handler's PeerLost ends its stream, telling the other end why."""
 
         async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            channel = Channel(info.peer_id.to_base58(), Pipe(reader, writer))
+            channel = Channel(info.peer_id.to_base58(), Pipe(reader, writer), self._upload)
             self._serving[task := asyncio.current_task()] = channel.peer
             try:
                 if list(self._serving.values()).count(channel.peer) > _STREAMS_PER_PEER:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from peer.contracts import Member, Settlement, SyncContext, SyncReport
+from peer.device import describe_hardware
 from peer.sync.engine import points
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.local_work import OPEN, Frozen, Landing, LocalWork, NotFinite
@@ -27,6 +28,7 @@ from peer.sync.engine.port import Port, PortClosed
 from peer.sync.engine.state import Header, first_state
 from peer.sync.engine.vectors import Schema, SharedBuffer, flatten
 from swarm import advice, files
+from swarm.end import End
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,9 @@ CLOSE_SECONDS = 12.0
 _RESTARTS = 5
 _RESTARTS_WITHIN_SECONDS = 600.0
 _RATE_MEMORY = 0.9
+_SILENT_SECONDS, _SILENT_START_SECONDS = 60.0, 300.0
+"""Without a sign of life a sidecar hangs. Starting takes it up to two minutes (to load, and to find peers), copying a state some seconds."""
+_LISTENED_AT_MOST_SECONDS = 2.0
 
 
 class SwarmSync:
@@ -65,6 +70,13 @@ class SwarmSync:
         self._news = _News()
         self._joined = self._done = self._may_train = self._leaving = self._closing = False
         self._peer_id = ""
+        self._end = context.end or End(context.run)
+        self._told_extension = self._end.extension
+        self.seen: Mapping[str, Any] = {}
+        """What the sidecar last said of the swarm, by the names in `peer.metrics.METRICS`; never changed in place."""
+        self.paused = False
+        """Set while this peer's owner has paused it: the others see it."""
+        self._hardware = describe_hardware(next(iter(context.params.values())).device)
         self._rate, self._step_seconds, self._last_step, self._loss = 0.0, 0.0, 0.0, None
         self._lost = _Lost()
         self._restarts: list[float] = []
@@ -112,6 +124,12 @@ class SwarmSync:
         self._send("nothing")
         return self._report()
 
+    def rest(self, resting: bool) -> None:
+        """While resting, what we have is averaged as soon as can be, and `step(0)` says `wait`; states are held, and handed to others."""
+        self.paused = resting
+        if not resting:
+            self._last_step = 0.0
+
     def leave(self) -> SyncReport:
         """Ask the swarm to average what we have now; while the report says `wait`, call it again. It ends after LEAVE_SECONDS."""
         if not self._leaving:
@@ -131,13 +149,13 @@ class SwarmSync:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The swarm's own states are on disk beside the checkpoint, and the swarm's word counts more: nothing to load."""
 
-    def close(self) -> None:
-        """End the sidecar, hearing what it still has to say; kill what does not end by itself."""
+    def close(self, reason: str = "") -> None:
+        """End the sidecar, hearing what it still has to say; kill what does not end by itself. reason: what failed, for the others to read."""
         if self._process is None:
             return
         self._closing = True
         with contextlib.suppress(PortClosed):
-            self._port.send("close")
+            self._port.send("close", reason=reason)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_SECONDS)
         try:
@@ -149,10 +167,8 @@ class SwarmSync:
     # ---------------------------------------------------------------- reports
 
     def _report(self) -> SyncReport:
-        if self._leaving and not self._must_wait() and (self._work.waiting_samples or self._work.included):
-            # What is in no state once the sidecar has ended never will be: nobody is there to offer it.
-            self.close()
-            self._news.dropped += self._work.give_up() if self._work.waiting_samples else []
+        if self._leaving and not self._must_wait():
+            self._end_on_the_state()
         news, self._news = self._news, _News()
         return SyncReport(
             frozen=news.frozen,
@@ -163,6 +179,14 @@ class SwarmSync:
             done=self._done,
         )
 
+    def _end_on_the_state(self) -> None:
+        if self._work.waiting_samples or self._work.included:
+            # What is in no state once the sidecar has ended never will be: nobody is there to offer it.
+            self.close()
+        if self._work.waiting_samples or self.round:
+            # Exported is what all hold to the bit, without what the codec left over in our parameters.
+            self._news.dropped += self._work.give_up()
+
     def _must_wait(self) -> bool:
         if self._done:
             return False
@@ -170,7 +194,7 @@ class SwarmSync:
         if self._leaving:
             return bool(work.waiting_samples or work.included) and time.monotonic() < self._leave_until
         full = work.waiting_samples + self._batch_samples > 2 * self._context.run.target_batch_size
-        return not self._joined or full or (work.frozen is not None and not self._trains_on())
+        return not self._joined or self.paused or full or (work.frozen is not None and not self._trains_on())
 
     def _trains_on(self) -> bool:
         """Whether to train while a contribution is on its way: what a strategy could not move onto the next anchor would be in vain."""
@@ -202,20 +226,39 @@ class SwarmSync:
             return
         try:
             self._tell()
+            heard = False
             while (message := self._port.receive(seconds)) is not None:
-                seconds = 0
+                seconds, heard = 0, True
                 self._handle(*message)
                 if message[0] == "landed":
                     self._tell()
         except PortClosed:
+            self._restart()
+        else:
+            self._listen_for_life(heard)
+
+    def _listen_for_life(self, heard: bool) -> None:
+        """A sidecar that lives says so every second; one that hangs is killed, and another started."""
+        now = time.monotonic()
+        # A step of minutes, or a while in which this machine was stopped, is no time in which we listened.
+        self._silence = 0.0 if heard else self._silence + min(now - self._listened, _LISTENED_AT_MOST_SECONDS)
+        self._listened = now
+        has_started = self._heard_once or self._joined  # it may hang before its first sign of life
+        if self._silence > (_SILENT_SECONDS if has_started else _SILENT_START_SECONDS):
+            log.warning("the swarm process says nothing any more")
             self._restart()
 
     def _handle(self, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         getattr(self, f"_on_{kind}")(values, buffers)
 
     def _tell(self) -> None:
+        if not self._port.has_room():  # it is busy, or hangs: not a reason to hang with it
+            return
         if self._work.frozen is not None and not self._offered and self._news.frozen is None:
             self._send_offer(self._work.frozen)
+        if self._end.extension != self._told_extension:
+            self._port.send("extend", extension=self._end.extension)
+            self._told_extension = self._end.extension
         self._tell_progress()
 
     def _send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
@@ -226,7 +269,13 @@ class SwarmSync:
 
     def _tell_progress(self) -> None:
         rate = 0.0 if self._must_wait() else self._rate
-        figures = {"samples_per_second": rate, "step_seconds": self._step_seconds, "share_lost": self._lost.share, "loss": self._loss}
+        figures = {
+            "samples_per_second": rate,
+            "step_seconds": self._step_seconds,
+            "share_lost": self._lost.share,
+            "loss": self._loss,
+            "paused": self.paused,
+        }
         self._port.send("progress", waiting=self._work.waiting_samples, landed=self._work.state.digest, **figures)
 
     def _send_offer(self, frozen: Frozen) -> None:
@@ -237,6 +286,12 @@ class SwarmSync:
         self._peer_id = values["peer_id"]
         for maddr in values["maddrs"]:
             log.info("others can join with --peers %s", maddr)
+
+    def _on_pulse(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        self._heard_once = True
+
+    def _on_seen(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        self.seen = values["seen"]
 
     def _on_news(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         log.info("%s", values["text"])
@@ -251,6 +306,10 @@ class SwarmSync:
     def _on_done(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         self._done = True
         self._news.dropped += self._work.give_up()
+
+    def _on_extended(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        self._end.extend(values["extension"])
+        self._told_extension = self._end.extension
 
     def _on_settled(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         s = values["settlement"]
@@ -300,6 +359,7 @@ class SwarmSync:
     # ---------------------------------------------------------------- the sidecar process
 
     def _start(self) -> None:
+        self._heard_once, self._silence, self._listened = False, 0.0, time.monotonic()
         ours, theirs = Port.pair()
         root = str(Path(__file__).resolve().parents[3])
         environment = {
@@ -331,14 +391,20 @@ class SwarmSync:
             peers=list(context.initial_peers),
             host_maddrs=list(context.peer.host_maddrs),
             announce_maddrs=list(context.peer.announce_maddrs),
-            identity_path=context.peer.identity_path or str(self._folder / "identity.key"),
+            identity_path=str(context.peer.identity_file),
             client_mode=context.peer.client_mode,
             server_url=context.server_url,
             last_known={"digest": last["digest"], "samples": last["samples"]} if last else None,
             last_holders=list(last.get("peers", ())),
             min_peers=context.peer.min_peers,
+            host_key=self._end.host_key,
+            extension=self._end.extension,
+            max_upload_mbit=context.peer.max_upload_mbit,
+            peer_name=context.peer.peer_name,
+            hardware=self._hardware,
             name=context.peer.output_dir.rstrip("/").split("/")[-1],
             debug=context.peer.debug,
+            log_format=context.peer.log_format,
         )
 
     def _restart(self) -> None:

@@ -119,11 +119,19 @@ class Takeover:
         self._fetch: _Fetch | None = None
         self._partial: Download | None = None
         self._penalties: dict[str, tuple[int, float]] = {}
+        self.trouble = ""
+        """Why the last state that was to be fetched is not here; '' once one is."""
 
     @property
     def signers(self) -> int:
         """How many peers sign the state being fetched; 0 while none is."""
         return len(self._fetch.holders) if self._fetch is not None else 0
+
+    @property
+    def share(self) -> float:
+        """Of the state being fetched, what is here."""
+        download = self._fetch.download if self._fetch is not None else None
+        return len(download.done) / len(download.hashes) if download is not None and download.hashes else 0.0
 
     def consider(self, claims: Iterable[tuple[Head, str]], ours: State) -> None:
         """Start to fetch the best of what others claim to hold, (head, peer) each, if it beats `ours`."""
@@ -188,6 +196,7 @@ class Takeover:
             self._punish(done, BadState(refusal))
             return None
         self._forgive(done)
+        self.trouble = ""
         header, downloads = state.header, done.downloads
         log.info(
             "fetched round=%d state=%s samples=%d seconds=%.1f bytes=%d holders=%d replayed=%d",
@@ -214,6 +223,7 @@ class Takeover:
 
     def _punish(self, fetch: _Fetch, error: Exception) -> None:
         log.warning("could not take over state=%s: %s", fetch.head.digest[:8], error)
+        self.trouble = f"could not fetch a newer state: {error}"
         for peer in fetch.holders:
             self._penalize(peer, fetch.faults.get(peer, error) if isinstance(error, PeerLost) else error)
 

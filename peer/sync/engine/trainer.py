@@ -1,7 +1,8 @@
 """What the replica and the training process tell each other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ class Trainer(Protocol):
     def landed(self, state: State) -> None: ...
     def settled(self, settlements: list[Settlement]) -> None: ...
     def news(self, text: str) -> None: ...
+    def extended(self, extension: Mapping[str, Any]) -> None: ...
     def done(self) -> None: ...
     def failed(self, error: UserError) -> None: ...
 
@@ -45,3 +47,5 @@ class Progress:
     share_lost: float = 0.0
     """Of its time, what it spent on rounds: waiting, freezing, landing."""
     loss: float | None = None
+    paused: bool = False
+    """By its owner."""

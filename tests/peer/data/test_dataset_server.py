@@ -587,3 +587,19 @@ def test_peers_that_sort_leased_samples_into_buckets_hold_few_of_them_and_train_
             feed.close()
     finally:
         host.stop()
+
+
+def test_a_source_that_rests_gives_its_samples_to_others_and_keeps_what_is_in_work(serve, join):
+    host = serve(samples=16, shard_samples=4)
+    alice = join(host.url, "alice", batch_samples=4)
+    stream = iter(alice)
+    in_work = [next(stream).key for _ in range(3)]
+    alice.rest(True)
+    assert eventually(lambda: progress(host)["ledger"]["leased"] == 3)
+    others = iter(join(host.url, "bob", batch_samples=4))
+    bobs = [next(others).key for _ in range(13)]
+    assert sorted(bobs + in_work) == sorted({*bobs, *in_work}), "each of the 16 samples once"
+    alice.register(1, in_work)
+    assert progress(host)["ledger"]["pending"] == 3
+    alice.rest(False)
+    assert next(stream).key.startswith("1:"), "the next epoch: the first one is given out"

@@ -7,16 +7,19 @@ import pytest
 import torch
 
 from peer.contracts import Member, Settlement
+from peer.export import find
+from peer.exports.fetching import fetch_state
 from peer.sync.engine import assistant, neighbours
-from peer.sync.engine.assistant import Archive, assist
-from peer.sync.engine.disk import StateStore
+from peer.sync.engine.assistant import Archive, assist, newest_state
+from peer.sync.engine.disk import StateStore, read_state
 from peer.sync.engine.groups import rank
 from peer.sync.engine.kind import KIND, Kind, ask_kind, serve_kind
-from peer.sync.engine.neighbours import ASSIST
 from peer.sync.engine.state import next_state
+from peer.sync.parameters import Parameters
 from swarm.errors import ExitCode, UserError
-from tests.peer.sync.swarm_tools import state_of, until
-from tests.peer.sync.test_replica import SIZE, Peer, check_invariants, make_run
+from swarm.records import ASSIST
+from tests.peer.sync.swarm_tools import WAIT_SECONDS, state_of, until
+from tests.peer.sync.test_replica import SIZE, Peer, check_invariants, make_run, peers
 
 RUN = make_run(sync="parameters")
 
@@ -341,3 +344,35 @@ def test_a_kind_of_state_is_read_as_it_was_written(tmp_path):
     kind.write(tmp_path / "kind.json")
     assert Kind.read(tmp_path / "kind.json") == kind and Kind.read(tmp_path / "none.json") is None
     assert kind.num_bytes(slots=2) == 4 * 1007 * 3
+
+
+def test_the_newest_state_is_fetched_by_one_who_only_exports_it(swarm, tmp_path):
+    async def scenario(nodes):
+        run = make_run(total_samples=80)
+        couple = await peers(nodes, 2, run)
+        await until(lambda: all(peer.finished for peer in couple))
+        (maddr, *_) = await couple[0].node.maddrs()
+        path = await asyncio.to_thread(fetch_state, maddr, tmp_path, seconds=WAIT_SECONDS)
+        state = read_state(path, couple[0].head.buffer.num_bytes)
+        assert state.digest == couple[0].head.digest == couple[1].head.digest and state.header.samples >= 80
+        assert find(path) == (path, run)
+        for peer in couple:
+            await peer.stop()
+        with pytest.raises(UserError) as nobody:
+            await asyncio.to_thread(fetch_state, maddr, tmp_path, seconds=0.5)
+        assert nobody.value.code == ExitCode.NETWORK
+
+    swarm(scenario)
+
+
+def test_whoever_gives_no_state_in_time_is_not_waited_for_and_how_long_is_said_at_once(swarm, caplog):
+    caplog.set_level("INFO")
+
+    async def scenario(nodes):
+        node = await nodes.node()
+        with pytest.raises(UserError, match="Nobody gave a state"):
+            await newest_state(make_run(), Parameters(), node, 3)
+        assert "nobody who holds the state is here yet; waiting up to 3 s in all (--wait_seconds)" in caplog.text
+        assert "the first peer that trains" not in caplog.text
+
+    swarm(scenario)

@@ -12,7 +12,7 @@ BASE = Head("b" * 64, 0)
 
 
 def record(peer: str, **values) -> PeerRecord:
-    common = {"config": "c", "schema": "s", "round": 0, "samples": 0, "digest": BASE.digest, "phase": "join", "time": time.time()}
+    common = {"config": "c", "schema": "s", "round": 0, "samples": 0, "digest": BASE.digest, "phase": "joining", "time": time.time()}
     return PeerRecord(peer_id=peer, **{**common, **values})
 
 

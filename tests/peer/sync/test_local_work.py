@@ -60,6 +60,24 @@ def test_landing_on_a_near_state_moves_params_and_keeps_the_contributions_bytes(
     assert torch.equal(params["w"].data, final.vectors(SIZE)[0])
 
 
+def test_only_a_contribution_that_came_into_a_state_leaves_its_memory_to_the_next():
+    params, state, work = start()
+    train(params, work, 1.0)
+    first = work.freeze(1).encoded
+    work.withdraw()  # the sidecar may still be sending it
+    train(params, work, 1.0)
+    second = work.freeze(2).encoded
+    assert second is not first
+    new = child(state, 1.0, Member(ME, 2, 4))
+    work.land(landing(new), 2)
+    train(params, work, 2.0)
+    third = work.freeze(3).encoded
+    assert third is second and torch.equal(third.bytes().view(torch.float32), torch.full((SIZE,), 2.0))
+    train(params, work, 1.0)
+    work.land(landing(child(new, 1.0)), 2)  # a round without us: the third is still on its way
+    assert work.frozen.encoded is third and work._spare is None
+
+
 def test_landing_far_away_drops_all_work():
     params, state, work = start()
     train(params, work, 1.0)

@@ -1,8 +1,18 @@
 """How often a peer looks at the others."""
 
-from peer.sync.engine.presence import read_seconds
+from peer.sync.engine.presence import read_seconds, seen_as
+from swarm.records import PHASES
 
 
 def test_few_are_looked_at_every_second_and_many_as_seldom_as_the_round_allows():
     assert [read_seconds(5.0, others) for others in (0, 20, 60, 100, 1000)] == [1.0, 1.0, 3.0, 5.0, 5.0]
     assert [read_seconds(0.5, others) for others in (0, 60)] == [0.5, 0.5]
+
+
+def test_a_record_calls_every_phase_by_a_word_that_others_accept():
+    phases = ["join", "train", "fetch", "group", "average", "look", "done", "left"]
+    said = [seen_as(phase, assists=False, paused=False) for phase in phases]
+    assert said == ["joining", "train", "catching_up", "averaging", "averaging", "averaging", "done", "leaving"]
+    assert {seen_as(phase, assists=True, paused=False) for phase in phases} == {"assist", "leaving"}
+    assert seen_as("train", assists=False, paused=True) == "paused" and seen_as("fetch", assists=False, paused=True) == "catching_up"
+    assert {seen_as(phase, assists=assists, paused=paused) for phase in phases for assists in (0, 1) for paused in (0, 1)} <= set(PHASES)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from peer.contracts import Member
+from peer.metrics import NAMES
 from peer.sync import diloco, gradients, parameters
 from peer.sync.engine import arrivals, presence
 from peer.sync.engine.averaging import RoundFailed
@@ -22,15 +23,18 @@ from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.groups import CALL, NoGroup
 from peer.sync.engine.local_work import REBASED_ANCESTORS
-from peer.sync.engine.neighbours import LEFT, PATIENT_ATTEMPTS
+from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import Head, State, next_state
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.trainer import Offer, Progress
 from peer.sync.parameters import Parameters
 from swarm import dht
-from swarm.records import PeerRecord
+from swarm.end import End, sign_extension
+from swarm.errors import ExitCode, UserError
+from swarm.records import LEAVING, PeerRecord
 from swarm.run_config import RunConfig
+from swarm.signing import HostKey
 from swarm.tasks import end_tasks
 from tests.peer.sync.swarm_tools import named, state_of, until
 
@@ -64,6 +68,7 @@ class Peer:
         self.began_with, self.trained, self.dropped, self.counted = number, 0, 0, {}
         self.may_train, self.offers, self.failures = True, [], []
         self.settlements, self.lands, self.texts, self.finished = [], [], [], False
+        self.extensions = []
         self.store = StateStore(self.folder / "state")
         self.replica = Replica(
             run=run,
@@ -121,6 +126,9 @@ class Peer:
 
     def news(self, text):
         self.texts.append(text)
+
+    def extended(self, extension):
+        self.extensions.append(extension)
 
     def done(self):
         self.finished, self.rate = True, 0
@@ -218,6 +226,10 @@ def test_three_peers_hold_one_state_after_every_round_and_report_every_sample(sw
             assert settled_samples(peer) == peer.head.header.samples >= 200
             record, together = peer.replica.record(), any(line["how"] == "averaged" for line in peer.rounds())
             assert (min(record.sent_bytes, record.received_bytes, record.transfer_seconds) > 0) == together
+            seen = peer.replica.seen()
+            assert set(seen) - {"phase", "note"} <= set(NAMES) and seen["live_peers"] == 1 + len(peer.replica.neighbours.others())
+            assert (seen["round"], seen["committed"]) == (peer.head.header.round, peer.head.header.samples)
+            assert (seen["sent_bytes"] >= seen["round_sent_bytes"] > 0) == together
         check_invariants(*trio)
 
     swarm(scenario)
@@ -298,7 +310,7 @@ def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(
         await Peer(nodes, await nodes.node(), run, state=(later := branch(run, 51, 2.0)), rate=0).start(nodes)
         await until(lambda: waiter.at == later.digest)
         assert waiter.rounds()[0]["how"] == "fetched" and "round=1 not averaged: a better state has come" in caplog.text
-        await until(lambda: waiter.replica._phase == "train")
+        await until(lambda: waiter.replica._phase in ("train", "group"))  # it may wait for the promiser once more before we look
 
     swarm(scenario)
 
@@ -510,9 +522,47 @@ def test_a_peer_that_leaves_in_order_is_not_waited_for(swarm):
         await until(lambda: one.replica.neighbours.others())
         two.replica.close()
         await two.tasks[0]
+        two.replica.failed("CUDA is out of\nmemory")
         await two.replica.leave()
-        await until(lambda: one.replica.neighbours._seen[two.id][0].phase == LEFT)
+        await until(lambda: one.replica.neighbours._seen[two.id][0].phase == LEAVING)
         assert not one.replica.neighbours.others()
+        assert one.replica.neighbours._seen[two.id][0].note == "CUDA is out of memory"
+
+    swarm(scenario)
+
+
+def test_a_peer_whose_disk_is_full_leaves_with_that_as_its_last_words(swarm):
+    async def scenario(nodes):
+        one, two = await peers(nodes, 2, make_run(), rate=0)
+        await until(lambda: one.replica.neighbours.others())
+        two.replica.close()
+        await two.tasks[0]
+
+        async def full(state):
+            raise UserError("The disk is full.", fix="Make room.", code=ExitCode.DISK)
+
+        two.replica._saver.save = full
+        with pytest.raises(UserError, match="The disk is full"):
+            await two.replica.leave()
+        await until(lambda: one.replica.neighbours._seen[two.id][0].phase == LEAVING)
+        assert one.replica.neighbours._seen[two.id][0].note == "The disk is full."
+
+    swarm(scenario)
+
+
+def test_others_read_who_a_peer_is_and_why_its_round_failed(swarm):
+    async def scenario(nodes):
+        one, two = await peers(nodes, 2, make_run(), rate=40)
+        two.replica._name, two.replica._hardware = "Ada's cellar", "2 x NVIDIA A40"
+
+        async def lose(group, mine):
+            raise RoundFailed("as if the last part had not come")
+
+        one.replica.rounds.averager.average = two.replica.rounds.averager.average = lose
+        await until(lambda: any("as if" in record.note for record in one.replica.neighbours.others()))
+        (seen,) = one.replica.neighbours.others()
+        assert (seen.name, seen.hardware) == ("Ada's cellar", "2 x NVIDIA A40")
+        assert seen.note == "round 1 not averaged: as if the last part had not come"
 
     swarm(scenario)
 
@@ -533,3 +583,24 @@ def test_a_stopped_trainer_is_told_of_the_last_state_only(swarm):
         check_invariants(one, two)
 
     swarm(scenario)
+
+
+def test_who_has_not_heard_that_the_run_is_extended_asks_the_others_at_its_end(swarm, tmp_path, caplog):
+    """One peer has it from the host, the other one only from what the first says in the DHT; a third knows no host, and believes nobody."""
+
+    async def scenario(nodes):
+        key, run = HostKey(tmp_path / "host.key"), make_run(total_samples=80)
+        first, second, third = [await nodes.node() for _ in range(3)]
+        told = Peer(nodes, first, run, end=End(run, key.public, sign_extension(key, run, 200)))
+        untold, ignorant = Peer(nodes, second, run, end=End(run, key.public)), Peer(nodes, third, run)
+        await told.start(nodes)
+        await untold.start(nodes)
+        await until(lambda: told.finished and untold.finished)
+        assert told.head.digest == untold.head.digest and untold.head.header.samples >= 200
+        assert [extension["total_samples"] for extension in untold.extensions] == [200] and not told.extensions
+        assert not ignorant.replica.end.extend(told.replica.end.extension)
+
+    caplog.set_level(logging.INFO, "peer.sync.engine.rounds")
+    swarm(scenario)
+    rounds = [record.getMessage() for record in caplog.records if record.name == "peer.sync.engine.rounds"]
+    assert rounds and "total_samples=200" in rounds[-1]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, square_norm
-from peer.sync.engine.vectors import BIG_ELEMENTS, Flat, Schema, SharedBuffer, flatten, fresh
+from peer.sync.engine.vectors import BIG_ELEMENTS, Flat, Reused, Schema, SharedBuffer, flatten
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import shared_copy
 
@@ -222,9 +222,18 @@ def test_slices_of_tensors_are_those_of_the_flat_vector_whatever_their_strides(s
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 5 << 20])
-def test_fresh_memory_is_as_long_as_asked_for_and_can_be_written(num_bytes):
-    memory = fresh(num_bytes)
-    assert memory.shape == (num_bytes,) and bool((memory.fill_(7) == 7).all())
+def test_memory_is_used_again_only_when_no_tensor_is_left_on_it(num_bytes):
+    memory = Reused(num_bytes)
+    first, second = memory.take().fill_(7), memory.take().fill_(8)
+    assert first.shape == second.shape == (num_bytes,)
+    assert bool((first == 7).all()) and bool((second == 8).all())
+    part, place = memoryview(first[num_bytes // 2 :].numpy()), first.data_ptr()
+    del first
+    third = memory.take().fill_(9)
+    assert all(value == 7 for value in part[:10]) and bool((third == 9).all()), "a view keeps it"
+    del part
+    fourth = memory.take()
+    assert fourth.data_ptr() == place or not num_bytes
 
 
 def test_halves_whose_sum_no_half_holds_are_encoded_all_the_same():

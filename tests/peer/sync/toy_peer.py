@@ -16,6 +16,8 @@ from torch import nn
 
 from peer.config import PeerConfig
 from peer.contracts import SyncContext
+from peer.sync.engine import swarm_sync
+from peer.sync.engine.vectors import flatten
 from swarm.errors import run_program
 from swarm.logs import setup_logging
 from swarm.run_config import RunConfig
@@ -43,6 +45,8 @@ def main() -> int:
     options = dict(argument[2:].split("=") for argument in sys.argv[1:] if argument.startswith("--"))
     out, strategy, *peers = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
     setup_logging(name=Path(out).name)
+    if "silent" in options:
+        swarm_sync._SILENT_SECONDS = float(options["silent"])
     stopping = []
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
     params, sync = build(Path(out), strategy, peers, options)
@@ -90,6 +94,9 @@ def main() -> int:
     sync.close()
     counts |= {"trained": trained, "waiting": open_samples + sum(contributions.values())}
     counts |= {"overlapped": overlapped, "most_waiting": most_waiting}
+    if work is not None:
+        own = flatten(params, torch.empty(sum(p.numel() for p in params.values())))
+        counts["off_the_state"] = float((own - work.state.anchor(own.numel())).abs().max())
     finite = all(bool(torch.isfinite(p).all()) for p in params.values())
     checksum = float(sum(p.detach().double().sum() for p in params.values()))
     say(event="ended", round=sync.round, samples=sync.samples, done=done, finite=finite, checksum=checksum, **counts)

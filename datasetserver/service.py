@@ -1,0 +1,154 @@
+"""What the handlers of a server's requests share: its run, ledger, keys and files, and how the run is doing now."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from datasetserver import answers
+from datasetserver.book import Book
+from datasetserver.gallery import Gallery
+from datasetserver.ingest import Ingested, manifest_path
+from datasetserver.ledger import Ledger
+from datasetserver.limits import Limits
+from datasetserver.metrics import Metrics
+from datasetserver.refused import Refused
+from datasetserver.rendezvous import Rendezvous
+from datasetserver.states import States
+from datasetserver.tokens import Tokens
+from swarm import protocol
+from swarm.end import End, sign_extension
+from swarm.figures import mean_loss
+from swarm.page.history import History
+from swarm.page.watch import Watch
+from swarm.run_config import RunConfig
+from swarm.signing import HostKey
+
+Request = TypeVar("Request", bound=BaseModel)
+
+
+@dataclass
+class Service:
+    """All that the handlers need. `url`: how peers reach this server; `key`: what its host signs with; `rendezvous`: None without a DHT.
+
+    `run` and `ledger` are None until there is a run: the host's, or that of the first peer that founds one. `tokens`: None where
+    whoever reaches the server may use it.
+    """
+
+    data: Ingested
+    work_dir: Path
+    url: str
+    key: HostKey
+    open_ledger: Callable[[RunConfig], Ledger]
+    rendezvous: Rendezvous | None = None
+    run: RunConfig | None = None
+    ledger: Ledger | None = None
+    tokens: Tokens | None = None
+    limits: Limits = field(default_factory=Limits)
+    metrics: Metrics = field(default_factory=Metrics)
+    pictures_from: Sequence[str] = ()
+    states: States = field(default_factory=lambda: States(None))
+    extended: Callable[[], int] = lambda: 0
+    """To how many samples the host lets the run go on; 0: to its own total."""
+    _end: End | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.shards = {shard.digest: shard for shard in self.data.manifest.shards}
+        self.manifest_bytes = manifest_path(self.work_dir).stat().st_size
+        self.gallery = Gallery(self.work_dir / "gallery")
+        self.watch = Watch(partial(_look, self), History(self.work_dir / HISTORY), pictures=lambda: self.gallery.version)
+
+    def begin(self, run: RunConfig) -> None:
+        """Serve `run` from now on; it is on the disk when this returns. Raises UserError when the ledger is another run's."""
+        self.ledger, self.run, self._end = self.open_ledger(run), run, End(run, self.key.public)
+        if self.rendezvous:
+            self.rendezvous.tell(run_id=run.run_id, run=asdict(run))
+
+    def extension(self) -> dict[str, Any] | None:
+        """The host's signed order that the run goes on, which peers pass on to each other; None without one."""
+        if self._end is None:
+            return None
+        total = self.extended()
+        if total > self._end.total and self._end.extend(sign_extension(self.key, self.run, total)) and self.rendezvous:
+            self.rendezvous.tell(extension=self._end.extension)
+        return self._end.extension
+
+    @property
+    def total_samples(self) -> int:
+        """Where the run ends, extensions included; 0: nowhere."""
+        self.extension()
+        return self._end.total
+
+    def live_peers(self) -> list[protocol.PeerInfo]:
+        return self.rendezvous.peers() if self.rendezvous else []
+
+
+HISTORY = "history.sqlite"
+SERVICE = web.AppKey("service", Service)
+
+
+def with_run(request: web.Request, *, status: int) -> Service:
+    """The service, which has a run and a ledger; Refused with `status` while it has none."""
+    service = request.app[SERVICE]
+    if service.run is None:
+        message = f"This server has no run yet; its dataset is {service.data.digest}."
+        raise Refused(status, "no_run", message, "Found one: start the first peer with --found and --model.")
+    return service
+
+
+async def for_run(request: web.Request, model: type[Request]) -> tuple[Service, Request]:
+    """The service and the request's body as `model`, which is about the run that is served. Raises Refused."""
+    service, asked = with_run(request, status=409), await answers.read(request, model)
+    if asked.run_id != service.run.run_id:
+        message = f"This server serves run {service.run.run_id}, not {asked.run_id}."
+        raise Refused(409, "other_run", message, "Check the URL, or join this run.")
+    return service, asked
+
+
+async def progress_of(service: Service) -> protocol.Progress:
+    peers = service.live_peers()
+    figures = await service.ledger.call(_figures)
+    return protocol.Progress(
+        run_id=service.run.run_id,
+        run_name=service.run.run_name,
+        total_samples=service.total_samples,
+        target_batch_size=service.run.target_batch_size,
+        resolution=service.run.resolution,
+        waiting_samples=sum(peer.waiting_samples for peer in peers),
+        samples_per_second=sum(peer.samples_per_second for peer in peers),
+        loss=mean_loss((peer.loss, peer.samples_per_second) for peer in peers),
+        peers=peers,
+        dataset_samples=service.data.manifest.total,
+        checkpoint=service.states.newest(),
+        server_time=time.time(),
+        **figures,
+    )
+
+
+async def _look(service: Service) -> dict | None:
+    return (await progress_of(service)).model_dump() if service.run is not None else None
+
+
+def _figures(book: Book) -> dict:
+    book.sweep()
+    head, (epoch, epoch_samples) = book.tree.head, book.units.epoch_progress()
+    return {
+        "round": head.round if head else 0,
+        "samples": head.samples if head else 0,
+        "samples_by_peer": book.samples_by_peer(),
+        "epoch": epoch,
+        "epoch_samples": epoch_samples,
+        "ledger": protocol.LedgerTotals(**book.units.totals()),
+        "finished": book.state == "ended",
+        "state": book.state,
+    }
+
+
+def head_of(book: Book) -> protocol.Head | None:
+    head = book.tree.head
+    return head and protocol.Head(digest=head.digest, round=head.round, samples=head.samples, reporters=list(head.reporters))

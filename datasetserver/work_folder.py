@@ -1,0 +1,24 @@
+"""Names of what lies in a server's work folder, for the commands that look there without a server, and the flags by which they are told where it is."""
+
+import argparse
+from pathlib import Path
+
+from datasetserver.config import ServerConfig
+from swarm.errors import UserError
+
+LEDGER = "ledger.sqlite"
+HOST_KEY = "host.key"
+SERVING = "serving.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dataset", default="", metavar="DIR", help="the folder that is served")
+    parser.add_argument("--work_dir", default="", metavar="DIR", help="the server's work folder, where it was given one")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def given(args: argparse.Namespace) -> Path:
+    """The folder that `add_arguments`' flags name. Raises UserError when they name none."""
+    if not (args.dataset or args.work_dir):
+        raise UserError("Which run is not said.", fix="Give --dataset or --work_dir as to the server.")
+    return ServerConfig(dataset=args.dataset, work_dir=args.work_dir).work_folder()

@@ -1,0 +1,77 @@
+"""The base model of a run: which family it is of, whether this copy is the right one, and its parts loaded."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peer.rooms import load_part
+from swarm.base_model import AUTO, family_of
+from swarm.digest import digest_model
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from peer.contracts import Model
+
+log = logging.getLogger(__name__)
+
+
+def complete(run: RunConfig, *, digest: bool = False) -> RunConfig:
+    """The run with all that its founder works out for the others. Raises UserError when its base model is not there or of no known family."""
+    from peer.models.diffusion.source import locate
+
+    source = locate(run.model)
+    if run.family == AUTO:
+        run = dataclasses.replace(run, family=family_of(source))
+        log.info("the model %s is of family=%s", run.model, run.family)
+    return dataclasses.replace(run, model_digest=digest_model(source)) if digest else run
+
+
+def load_model(run: RunConfig, given: Mapping[str, Any], device: Any) -> "Model":
+    """The run's base model, or this peer's copy of it elsewhere (`--model`). Raises UserError when the weights are others."""
+    source = source_of(run, given)
+    run = dataclasses.replace(run, **{name: given[name] for name in ("model", "model_config") if given.get(name)})
+    family = family_of(source) if run.family == AUTO else run.family
+    return load_part("models", family).load(source, device, run)
+
+
+def source_of(run: RunConfig, given: Mapping[str, Any]) -> Path:
+    """The folder or file of `load_model`, without loading it. Raises UserError when it is not there, or the weights are others."""
+    source = locate_for(run, given)
+    if run.model_digest and digest_model(source) != run.model_digest:
+        raise UserError(
+            f"{source} is not the base model of the run '{run.run_name}': its weights have another digest than {run.model_digest[:16]}.",
+            fix=f"Fetch {run.model or 'the model'} as the founder has it, or give its folder with --model.",
+        )
+    return source
+
+
+def locate_for(run: RunConfig, given: Mapping[str, Any]) -> Path:
+    """Where this peer has the run's base model, or has it fetched to from the Hub. Raises UserError when it is nowhere."""
+    from peer.models.diffusion.source import locate
+
+    try:
+        return locate(given.get("model") or run.model)
+    except UserError as error:
+        its_founders = run.model_digest and not given.get("model")
+        if not its_founders or _could_be_on_hub(run.model):
+            raise
+        raise UserError(
+            f"The run's base model '{run.model}' is a folder or file on the host's machine.",
+            fix="Ask the host for it, and give it with --model FOLDER.",
+        ) from error
+
+
+def _could_be_on_hub(model: str) -> bool:
+    return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not model.endswith(".safetensors")
+
+
+def check_resolution(run: RunConfig, model: "Model") -> None:
+    if run.resolution % model.resolution_multiple:
+        below = run.resolution // model.resolution_multiple * model.resolution_multiple
+        raise UserError(
+            f"resolution is {run.resolution}, but this model needs a multiple of {model.resolution_multiple}.",
+            fix=f"Use {below or model.resolution_multiple}.",
+        )

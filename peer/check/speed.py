@@ -1,0 +1,103 @@
+"""How long a step of the run takes here: its model, forward and backward, on noise in place of pictures. No weight is changed by it."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from peer.config import PeerConfig
+from peer.contracts import PixelBatch
+from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
+
+_SAY_EVERY_SECONDS = 10.0
+_WARM_UP, _MEASURED = 1, 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """seconds: of one, without the first, which also allocates and compiles."""
+
+    seconds: float
+    samples: int
+    where: str
+
+
+def measure_step(
+    learner: Any,
+    run: RunConfig,
+    peer: PeerConfig,
+    deadline: float,
+    say: Callable[[str], None],
+    step: Callable[..., None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Step:
+    """Raises UserError when memory runs out, or when it is not done within `deadline` seconds; a step that hangs is left behind then."""
+    outcome: list[BaseException | list[float]] = []
+
+    def work() -> None:
+        try:
+            outcome.append([_timed(step or _step, learner, run, peer, clock) for _ in range(_WARM_UP + _MEASURED)])
+        except BaseException as error:
+            outcome.append(error)
+
+    thread, began = threading.Thread(target=work, name="step", daemon=True), clock()
+    thread.start()
+    while thread.is_alive() and clock() - began < deadline:
+        thread.join(min(_SAY_EVERY_SECONDS, max(deadline - (clock() - began), 0.01)))
+        if thread.is_alive():
+            say(f"measuring a step: {clock() - began:.0f} s of at most {deadline:.0f} s ...")
+    if not outcome:
+        raise UserError(
+            f"{_WARM_UP + _MEASURED} steps were not done after {deadline:.0f} s.",
+            fix="This machine is too slow for this run, or other programs use it; with a GPU, check that torch sees it (--device cuda).",
+            code=ExitCode.FAILED,
+        )
+    if isinstance(outcome[0], BaseException):
+        raise _readable(outcome[0], peer)
+    seconds = outcome[0][_WARM_UP:]
+    return Step(min(seconds), peer.train_batch_size * peer.gradient_accumulation_steps, _where(learner))
+
+
+def _timed(step: Callable[..., None], learner: Any, run: RunConfig, peer: PeerConfig, clock: Callable[[], float]) -> float:
+    began = clock()
+    step(learner, run, peer)
+    if learner.precision.device.type == "cuda":
+        torch.cuda.synchronize(learner.precision.device)
+    return clock() - began
+
+
+def _step(learner: Any, run: RunConfig, peer: PeerConfig) -> None:
+    """Forward and backward of all micro-batches of a local step."""
+    count, side, rng = peer.train_batch_size, run.resolution, torch.Generator(learner.precision.device).manual_seed(0)
+    for _ in range(peer.gradient_accumulation_steps):
+        pixels = torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        geometry = torch.tensor([[side, side, 0, 0, side, side]] * count)
+        batch = PixelBatch(pixels, ["a picture"] * count, geometry)
+        with learner.precision.autocast():
+            learner.model.loss(learner.encode(batch, rng), rng).sum().backward()
+    for parameter in learner.params.values():
+        parameter.grad = None
+
+
+def _readable(error: BaseException, peer: PeerConfig) -> UserError:
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return UserError(
+            f"A step of {peer.train_batch_size} pictures does not fit into the memory.",
+            fix="Lower --train_batch_size (and raise --gradient_accumulation_steps), add --gradient_checkpointing, or use --weights bf16.",
+            code=ExitCode.MEMORY,
+        )
+    return UserError(f"A step failed: {error!r}.", fix="Run again with --debug, and report it.", code=ExitCode.FAILED)
+
+
+def _where(learner: Any) -> str:
+    device = learner.precision.device
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / 2**30
+        return f"{torch.cuda.get_device_name(device)}, mixed_precision {learner.precision.reason}; {peak:.1f} GiB of its memory at most"
+    return f"{device.type}, {torch.get_num_threads()} threads, mixed_precision {learner.precision.reason}"

@@ -1,0 +1,49 @@
+"""The peer's command line: flags over the file that `--config` names, split into what this machine chooses and what it says of the run."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peer.config import PeerConfig
+from peer.gone import names_in, refuse_gone
+from peer.units import SAID_TWICE, refuse_both
+from swarm.arguments import ArgumentParser
+from swarm.errors import UserError
+from swarm.options import build, parse_flags, read_toml
+from swarm.run_config import RunConfig
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[PeerConfig, dict[str, Any]]:
+    """This peer's configuration, and what was said of the run: the keys of `--config`, overruled by flags. DD_TOKEN stands for `--token`."""
+    classes = (RunConfig, PeerConfig)
+    refuse_gone(names_in(argv))
+    parser = ArgumentParser(
+        prog="finetune.py", description="Train a diffusion model, alone or together with other peers.", allow_abbrev=False
+    )
+    parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
+    *parts, rest = parse_flags(parser, argv, *classes)
+    flags = {name: value for part in parts for name, value in part.items()}
+    from_file = read_toml(Path(rest["config"]), *classes) if rest["config"] else {}
+    for layer in (flags, from_file):
+        refuse_both(layer)
+    said = overrule(from_file, flags)
+    if "token" in said and not said.get("datasetserver"):
+        raise UserError(
+            "--token is for a dataset server, and none is named.", fix="Add --datasetserver URL: a token goes to that URL only."
+        )
+    own = {field.name for field in dataclasses.fields(PeerConfig)}
+    peer = build(PeerConfig, {"token": environ.get("DD_TOKEN", "").strip()}, {name: said[name] for name in own & said.keys()})
+    if peer.swarming and "num_train_epochs" in said:
+        raise UserError(
+            "A swarm counts no epochs.", fix="Give --max_train_steps (rounds) or --total_samples instead of --num_train_epochs."
+        )
+    return peer, {name: value for name, value in said.items() if name not in own}
+
+
+def overrule(from_file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags win over the file, also where they say the same thing in another unit."""
+    twins = SAID_TWICE | {samples: steps for steps, samples in SAID_TWICE.items()}
+    hidden = {twins[name] for name in flags if name in twins}
+    return {name: value for name, value in from_file.items() if name not in hidden} | dict(flags)

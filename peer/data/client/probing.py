@@ -1,0 +1,93 @@
+"""Asking a dataset server what it takes no part in the run to ask: how far away it is, its clock, how fast its bytes come, the state that it keeps."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from peer.data.client.transport import ServerAway, Transport, exchange, join_url
+from swarm import protocol
+
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Distance:
+    """seconds: of the quickest of a few questions and answers. ahead: by how much its clock is ahead of ours, give or take half of that."""
+
+    seconds: float
+    ahead: float
+
+
+def distance(url: str, token: str = "", seconds: float = 10.0) -> Distance:
+    """Raises ServerAway, and UserError when it wants another token."""
+
+    async def ask() -> Distance:
+        found = []
+        async with aiohttp.ClientSession() as session:
+            for _ in range(_TRIES):
+                began, wall = time.monotonic(), time.time()
+                reply = await exchange(session, "GET", join_url(url, "/v1/run"), seconds=seconds, token=token)
+                took = time.monotonic() - began
+                try:
+                    told = protocol.RunAnswer.model_validate_json(reply.body).server_time
+                except ValueError:
+                    raise ServerAway("something that is no answer of a dataset server") from None
+                found.append(Distance(took, told - wall - took / 2))
+        return min(found, key=lambda each: each.seconds)
+
+    return asyncio.run(ask())
+
+
+def download(url: str, manifest: str, token: str = "", *, most_bytes: int, seconds: float) -> tuple[int, float]:
+    """(bytes, seconds) of the begin of a shard. Stops at `most_bytes` or after `seconds`. Raises ServerAway."""
+
+    async def fetch() -> tuple[int, float]:
+        async with Transport(url, token) as transport:
+            reply = await exchange(transport._session, "GET", join_url(url, f"/v1/manifest/{manifest}"), seconds=30, token=token)
+            try:
+                shards = protocol.Manifest.model_validate_json(reply.body).shards
+            except ValueError:
+                raise ServerAway("a manifest that this program does not know") from None
+            shard, count, began = max(shards, key=lambda each: each.bytes), 0, time.monotonic()
+            headers = {"Range": f"bytes=0-{min(shard.bytes, most_bytes) - 1}"}
+            async with transport.stream(f"/v1/blobs/{shard.digest}.tar", headers) as response:
+                async for piece in response.content.iter_chunked(1 << 16):
+                    count += len(piece)
+                    if count >= most_bytes or time.monotonic() - began > seconds:
+                        break
+            return count, time.monotonic() - began
+
+    return asyncio.run(fetch())
+
+
+def download_state(url: str, folder: Path, token: str = "") -> Path | None:
+    """The newest settled state that the server offers, as a file in `folder`; None where it offers none. Raises ServerAway.
+
+    Whether its bytes are what its digest says is for its reader to check.
+    """
+
+    async def fetch() -> Path | None:
+        async with Transport(url, token) as transport:
+            reply = await exchange(transport._session, "GET", join_url(url, "/v1/progress"), seconds=30, token=token)
+            try:
+                offered = protocol.Progress.model_validate_json(reply.body).checkpoint
+            except ValueError:
+                raise ServerAway("something that is no answer of a dataset server") from None
+            if offered is None:
+                return None
+            folder.mkdir(parents=True, exist_ok=True)
+            path, count = folder / f"{offered.digest}.state", 0
+            async with transport.stream(f"/v1/states/{offered.digest}.state", {}) as response:
+                with path.open("wb") as file:
+                    async for piece in response.content.iter_chunked(1 << 20):
+                        count += file.write(piece)
+                        if count > offered.bytes:
+                            break
+            if count != offered.bytes:
+                raise ServerAway(f"{count} bytes of the state's {offered.bytes}")
+            return path
+
+    return asyncio.run(fetch())

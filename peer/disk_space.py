@@ -1,0 +1,42 @@
+"""Whether what a run will write fits on the disk, asked before the first hour of training rather than after it."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from swarm.advice import size
+from swarm.errors import ExitCode, UserError
+
+SPARE_BYTES = 64 << 20
+"""Left free on top of everything: other programs write, too."""
+
+
+def needed_bytes(trained: int, *, checkpoints: int, there: int, average: bool, swarming: bool) -> dict[str, float]:
+    """Bytes by what they are for. trained: of the trained tensors in float32; checkpoints: how many are kept, of which `there` are there.
+
+    A checkpoint has the weights, two moments of each (AdamW; an 8-bit optimizer has less) and the average where one is kept. A swarm's
+    states are weights and momentum, two of them and one that is being written; beside them lie the last two rounds' means.
+    """
+    checkpoint = trained * (3 + average)
+    return {
+        "a checkpoint beside the last one": checkpoint,
+        "further checkpoints": checkpoint * max(checkpoints - there, 0),
+        "the swarm's states": (3 * 2 + 2) * trained * swarming,
+        "the result": trained,
+    }
+
+
+def check_space(folder: Path, needed: Mapping[str, float]) -> tuple[bool, str]:
+    """Whether everything fits, and in words what is free and needed.
+
+    Raises UserError when not even the least fits, a checkpoint and the result.
+    """
+    free = shutil.disk_usage(folder).free
+    least = needed["a checkpoint beside the last one"] + needed["the result"] + SPARE_BYTES
+    total = sum(needed.values()) + SPARE_BYTES
+    items = ", ".join(f"{name} {size(count)}" for name, count in needed.items() if count)
+    told = f"{folder} has {size(free)} free, and this run needs up to {size(total)} ({items})"
+    if free < least:
+        fix = "Free some space, choose another --output_dir, or lower --checkpoints_total_limit."
+        raise UserError(f"{told}.", fix=fix, code=ExitCode.DISK)
+    return free >= total, told

@@ -1,0 +1,139 @@
+"""When an assisting peer draws, and what: the newest settled state that it keeps, every so many rounds, one after the other.
+
+Nobody waits for a drawing, and it takes nothing that reducing needs: it is made by a process of the lowest priority, with a bound on its
+memory, which the kernel ends first when memory is short, and which is gone when the pictures are sent.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peer.config import PeerConfig
+from peer.joining import Joined
+from peer.sync.engine.memory import available_bytes
+from swarm.errors import ExitCode
+from swarm.run_config import RunConfig
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+_STDERR = 2
+_LONGEST_SECONDS = 6 * 3600.0
+"""A large model on a slow CPU takes an hour; what takes longer hangs."""
+_MEMORY_SHARE = 0.5
+"""Of what is free when a drawing begins: reducing takes more and less in turns, and may be at its least just then."""
+_ROOT = Path(__file__).resolve().parents[2]
+_STATE, _DRAWN = re.compile(r"round-(\d+)-.*\.state"), re.compile(r"step-(\d+)\.png")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the drawing process is told: draw this state."""
+
+    peer: PeerConfig
+    given: Mapping[str, Any]
+    """What the command line said of the run: where its model lies here."""
+    run: RunConfig
+    server_url: str
+    peer_id: str
+    state: Path
+    round: int
+    memory_bytes: float
+    """What it may take."""
+
+    def to_json(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self), default=str).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "Order":
+        values = json.loads(data)
+        own = {
+            "peer": PeerConfig(**values["peer"]),
+            "run": RunConfig.from_mapping(values["run"], where="the order to draw"),
+            "state": Path(values["state"]),
+        }
+        return cls(**{**values, **own})
+
+
+class Artist:
+    """given: what the command line said of the run. command: what is told an Order on its stdin."""
+
+    def __init__(
+        self, peer: PeerConfig, given: Mapping[str, Any], joined: Joined, peer_id: str, command: tuple[str, ...] = ("-m", "peer.drawing")
+    ):
+        self._peer, self._given, self._joined, self._peer_id, self._command = peer, given, joined, peer_id, command
+        self._folder = Path(peer.output_dir)
+        self._drawn = max(_numbers(self._folder / "validation", _DRAWN), default=-1)
+
+    async def draw_forever(self) -> None:
+        """Ends when there is no use in trying again; of that and of what went wrong the drawing process has told."""
+        while self._peer.validation_prompts:
+            if (path := self._due()) and not await self._draw(path):
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _due(self) -> Path | None:
+        """The newest settled state, if it is of a round to draw or one to draw was passed over."""
+        newest = max(_numbers(self._folder / "settled", _STATE).items(), default=None)
+        every = self._peer.validation_steps or 1
+        if newest is None or newest[0] // every <= self._drawn // every:
+            return None
+        self._drawn = newest[0]
+        return newest[1]
+
+    async def _draw(self, path: Path) -> bool:
+        """Whether it is worth trying with a later state."""
+        order = Order(
+            peer=self._peer,
+            given=self._given,
+            run=self._joined.run,
+            server_url=self._joined.server_url,
+            peer_id=self._peer_id,
+            state=path,
+            round=self._drawn,
+            memory_bytes=_MEMORY_SHARE * available_bytes(),
+        )
+        try:
+            status = await self._told(order.to_json())
+        except (OSError, asyncio.TimeoutError) as error:
+            log.warning("no pictures of round %d: %s", order.round, str(error) or f"they were not drawn within {_LONGEST_SECONDS:.0f} s")
+            return True
+        if status < 0:
+            name = signal.Signals(-status).name
+            log.warning("no pictures of round %d: %s ended the process that draws; often memory was short", order.round, name)
+        return status not in (ExitCode.CONFIG, ExitCode.MEMORY)
+
+    async def _told(self, order: bytes) -> int:
+        """The exit status of the process that drew it. Raises OSError, TimeoutError."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=_STDERR,  # what libraries print
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))},
+        )
+        try:
+            await asyncio.wait_for(process.communicate(order), _LONGEST_SECONDS)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            while process.returncode is None:  # who cancels us does so again, and would leave it behind
+                with contextlib.suppress(asyncio.CancelledError):
+                    await process.wait()
+        return process.returncode
+
+
+def _numbers(folder: Path, names: re.Pattern) -> dict[int, Path]:
+    """The files of these names by the number in them."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return {int(found[1]): path for path in paths if (found := names.fullmatch(path.name))}

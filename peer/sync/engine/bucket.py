@@ -1,0 +1,29 @@
+"""A limit on what this process sends to other peers: `--max_upload_mbit`.
+
+Counted where our own streams write. p2pd's own traffic, some kB/s of DHT and whatever it relays for others, is not in it.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+_BURST_SECONDS = 0.1
+"""What may go at once after a pause, so that short messages wait for nothing."""
+
+
+class Bucket:
+    """Lets `mbit` million bits a second through. clock: seconds, monotonic."""
+
+    def __init__(
+        self, mbit: float, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    ):
+        self._bytes_per_second, self._clock, self._sleep = mbit * 1e6 / 8, clock, sleep
+        self._free_at = clock() - _BURST_SECONDS
+
+    async def take(self, num_bytes: int) -> None:
+        """Wait until what was taken before is paid for; whoever asks first goes first. A large message is sent whole, and paid for by the next."""
+        now = self._clock()
+        begins = max(self._free_at, now - _BURST_SECONDS)
+        self._free_at = begins + num_bytes / self._bytes_per_second
+        if begins > now:
+            await self._sleep(begins - now)

@@ -1,0 +1,443 @@
+"""A peer's parts, and the only place that puts them together: what learns, what it learns from, whom it agrees with, who is told."""
+
+import dataclasses
+import importlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from operator import length_hint
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peer.accounts import Accounts
+from peer.base_model import check_resolution, load_model
+from peer.batches import Decoder
+from peer.buckets import Buckets
+from peer.caches import Caches, open_caches
+from peer.checkpoint import Checkpoints
+from peer.compiling import Compiled
+from peer.config import PeerConfig
+from peer.contracts import LatentBatch, Method, Model, Params, PixelBatch, Source, SourceContext, Sync, SyncContext
+from peer.device import Precision, RankGroup, choose_precision, use_channels_last
+from peer.disk_space import check_space, needed_bytes
+from peer.display import wanted
+from peer.ema import Ema
+from peer.encoding import Encoder
+from peer.feed import Feed
+from peer.ipex import Ipex, check_ipex
+from peer.joining import Joined
+from peer.methods.shared.parts import denoiser
+from peer.metrics import Progress
+from peer.occasions import Occasion, Occasions
+from peer.optim import build_optimizer
+from peer.placing import Placing, placing
+from peer.prior import ClassPictures, draw_class_pictures
+from peer.profiling import Profiler, profile_folder
+from peer.ranked import RankedSync
+from peer.resolving import known_hosts, token_for
+from peer.results import Results
+from peer.rooms import load_part
+from peer.rounding import RoundingOptimizer, keep_in_bf16
+from peer.schedule import build_schedule
+from peer.showing import Showing
+from peer.trackers import Trackers
+from peer.train import Trainer
+from peer.trial import Trial
+from peer.units import step_samples, warm_up
+from peer.validation import Validation
+from peer.visible import show
+from peer.volunteer import Resting
+from swarm.end import End
+from swarm.errors import ExitCode, UserError
+from swarm.files import replace
+from swarm.run_config import RunConfig
+
+log = logging.getLogger(__name__)
+_CHECKPOINT_SAMPLES = 10_000
+"""Alone and without --checkpointing_steps, a checkpoint is saved every so many samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One start of a peer: the run, what this machine chose, its ranks, and how it ends."""
+
+    joined: Joined
+    peer: PeerConfig
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """What the command line said of the run."""
+    group: RankGroup
+    device: torch.device
+    stopping: Callable[[], bool]
+    end: End | None = None
+    """Where the run ends, by default as `joined` has it: whoever hears from the host that it was put off tells the others here."""
+    closing: ExitStack
+    """Closes the parts in the reverse order of their making."""
+
+    def __post_init__(self) -> None:
+        if self.end is None:
+            object.__setattr__(self, "end", End(self.joined.run, self.joined.host_key, self.joined.extension))
+
+    @property
+    def run(self) -> RunConfig:
+        return self.joined.run
+
+    @property
+    def output(self) -> Path:
+        """Where this peer writes. Raises UserError when it cannot be made."""
+        folder = Path(self.peer.output_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
+        return folder
+
+    @property
+    def cache_folder(self) -> Path:
+        return Path(self.peer.cache_dir) if self.peer.cache_dir else self.output / "cache"
+
+    @property
+    def local_step_samples(self) -> int:
+        """Of one step of all ranks."""
+        return self.peer.train_batch_size * self.peer.gradient_accumulation_steps * self.group.world
+
+
+@dataclass(kw_only=True)
+class Learner:
+    """What learns: a model, what of it is trained, and by which rule."""
+
+    model: Model
+    encode: Callable[[PixelBatch, torch.Generator], LatentBatch]
+    params: Params
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    place: Placing
+    caches: Caches = field(default_factory=Caches)
+    prior: ClassPictures | None = None
+
+
+def assemble(launch: Launch) -> tuple[Trainer, Results]:
+    """The trainer with all its parts, resumed where that was asked for, and what writes its result. Raises UserError."""
+    check_batch(launch)
+    if launch.device.type == "xla":
+        importlib.import_module("peer.xla").check_options(launch.peer)
+    if launch.peer.ipex:
+        check_ipex(launch.device)
+    own_id = launch.group.broadcast_object(peer_id(launch) if launch.group.is_main else None)
+    learner, method = build_learner(launch, own_id)
+    check_disk(launch, learner)
+    source = build_source(launch, own_id)
+    launch = with_end(launch, source)
+    if launch.group.is_main:
+        write_run(launch)
+    trainer, trackers = build_trainer(launch, learner, source, own_id)
+    results = Results(method, trainer, launch.run, launch.peer)
+    trainer.occasions = build_occasions(launch, trainer, results, trackers, own_id)
+    if launch.peer.resume_from_checkpoint:
+        resume(trainer, launch)
+    return trainer, results
+
+
+def check_batch(launch: Launch) -> None:
+    step, target = launch.local_step_samples, launch.run.target_batch_size
+    if launch.peer.swarming and step > target:
+        raise UserError(
+            f"One step of this peer takes {step} samples, more than a round of the whole swarm ({target}).",
+            fix="Lower --train_batch_size or --gradient_accumulation_steps.",
+        )
+
+
+def check_disk(launch: Launch, learner: Learner) -> None:
+    if launch.group.is_main:
+        peer, trained = launch.peer, 4 * sum(parameter.numel() for parameter in learner.params.values())
+        there = len(Checkpoints(launch.output, peer.checkpoints_total_limit).paths())
+        kept = {"checkpoints": peer.checkpoints_total_limit, "there": there, "average": peer.use_ema, "swarming": peer.swarming}
+        fits, told = check_space(launch.output, needed_bytes(trained, **kept))
+        if not fits:
+            log.warning("%s", told)
+
+
+def peer_id(launch: Launch) -> str:
+    """This peer's name in the swarm. Alone there is nobody to be told apart from, and a run must be repeatable."""
+    if not launch.peer.swarming:
+        return "alone"
+    from swarm.dht import Identity  # hivemind: not needed alone
+
+    identity = Identity(launch.peer.identity_file)
+    identity.close()
+    return identity.peer_id
+
+
+def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
+    """The model with what is trained of it, the same at all ranks, and the method that says what that is."""
+    run, peer, device = launch.run, launch.peer, launch.device
+    method = load_part("methods", run.method).build(run)
+    model = load_model(run, launch.given, None)
+    check_resolution(run, model)
+    in_bf16 = peer.weights == "bf16"
+    computing = sum(p.numel() for p in model.parts[denoiser(model)].parameters())
+    precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
+    by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
+    model.place(device, None if by_itself else precision.dtype, method.whole(model))
+    prior = prepare_prior(launch, model, precision)
+    if peer.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    if peer.channels_last:
+        log.info("channels_last=%s", ",".join(use_channels_last(model.parts)))
+    params = method.attach(model)
+    launch.group.broadcast_(list(params.values()))
+    kept = {"latents": peer.cache_latents, "texts": peer.cache_text}
+    with precision.autocast():
+        caches = open_caches(model, run, precision.dtype, launch.cache_folder, int(peer.cache_gib * 2**30), **kept)
+    optimizer = build_optimizer(run, params, device)
+    place = placing(device, peer.train_batch_size * (2 if prior else 1))
+    learner = Learner(
+        model=model,
+        encode=place.latents(Encoder(model, caches, place.lazy)),
+        params=params,
+        optimizer=RoundingOptimizer(optimizer, noise_seed(run, own_id)) if in_bf16 else optimizer,
+        precision=precision,
+        place=place,
+        caches=caches,
+        prior=prior,
+    )
+    return learner, method
+
+
+def build_trial(launch: Launch, learner: Learner) -> Trial | None:
+    """Of the other way to compute that this machine asked for."""
+    if not (launch.peer.compile or launch.peer.ipex):
+        return None
+    way = Ipex() if launch.peer.ipex else Compiled(learner.model.parts[denoiser(learner.model)])
+    return Trial(way, learner.params, learner.precision, launch.group)
+
+
+def noise_seed(run: RunConfig, own_id: str) -> str:
+    return f"{run.seed}:{own_id}"
+
+
+def prepare_prior(launch: Launch, model: Model, precision: Precision) -> ClassPictures | None:
+    """The pictures of the class that accompany this peer's own, those that are missing drawn with the base model."""
+    run, peer = launch.run, launch.peer
+    if not peer.with_prior_preservation:
+        return None
+    if run.method == "textual_inversion":
+        raise UserError(
+            "with_prior_preservation has nothing to preserve: textual_inversion changes nothing of the model.",
+            fix="Remove --with_prior_preservation.",
+        )
+    folder = Path(peer.class_data_dir)
+    draw_class_pictures(
+        model,
+        folder,
+        peer.class_prompt,
+        count=peer.num_class_images,
+        batch=peer.train_batch_size,
+        side=run.resolution,
+        denoising_steps=peer.validation_inference_steps,
+        seed=run.seed,
+        precision=precision,
+        group=launch.group,
+    )
+    return ClassPictures(folder, peer.class_prompt, count=peer.num_class_images, weight=peer.prior_loss_weight, seed=run.seed)
+
+
+def build_source(launch: Launch, own_id: str) -> Source | None:
+    """Rank 0's source of samples: this peer's own when it brings one, else the dataset server; None on other ranks."""
+    if not launch.group.is_main:
+        return None
+    joined, peer = launch.joined, launch.peer
+    context = SourceContext(
+        run=joined.run,
+        peer=peer,
+        url=joined.server_url,
+        token=token_for(joined.server_url, peer),
+        end=launch.end,
+        known_hosts=known_hosts(peer),
+        folder=Path(peer.train_data_dir) if peer.train_data_dir else None,
+        peer_id=own_id,
+        cache_dir=launch.cache_folder,
+        cache_gib=peer.cache_gib,
+        batch_samples=max(launch.local_step_samples, peer.lease_samples // 2),  # a source asks for two at a time
+        epochs=None if joined.run.total_samples or peer.swarming else peer.num_train_epochs,
+    )
+    own = "directory" if peer.train_data_dir else "huggingface"
+    source = load_part("data", own if peer.own_data else "dataset_server").build(context)
+    launch.closing.callback(source.close)
+    return source
+
+
+def with_end(launch: Launch, source: Source | None) -> Launch:
+    """Alone and without --total_samples, the run ends after --num_train_epochs: schedules need to know when that is.
+
+    A stream that does not say how long it is ends with its last row all the same.
+    """
+    run, peer = launch.run, launch.peer
+    if run.total_samples or peer.swarming:
+        return launch
+    total = launch.group.broadcast_object(length_hint(source) * peer.num_train_epochs if source is not None else None)
+    share = peer.lr_warmup_steps if peer.lr_warmup_steps < 1 else 0
+    warm = {"lr_warmup_samples": warm_up(share, total)} if share else {}
+    run = dataclasses.replace(run, total_samples=total, **warm)
+    return dataclasses.replace(launch, joined=dataclasses.replace(launch.joined, run=run), end=End(run))
+
+
+def write_run(launch: Launch) -> None:
+    """Beside the checkpoints, what they are of, so that `dd-export` needs no more than the folder."""
+    joined = launch.joined
+    about = {"run": dataclasses.asdict(joined.run), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
+    replace(launch.output / "run.json", json.dumps(about, indent=2).encode())
+
+
+def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_id: str) -> tuple[Trainer, Trackers]:
+    """The loop of `learner` over the samples of `source` (None on other ranks than 0), without occasions; and who is told its figures."""
+    run, peer, group, closing = launch.run, launch.peer, launch.group, launch.closing
+    trackers = build_trackers(launch)
+    closing.callback(trackers.close)
+    sync: Sync | None = None
+
+    def total_samples() -> int:
+        return launch.end.total
+
+    progress = Progress(
+        launch.output / "metrics.jsonl" if group.is_main else None,
+        total_samples=total_samples,
+        quiet=wanted(peer.log_format),
+        print_loss=peer.print_loss,
+        swarm=lambda: getattr(sync, "seen", {}),
+        tell=trackers.log,
+    )
+    closing.callback(progress.close)
+    if group.is_main:  # before the sidecar starts, which writes to the same terminal
+        show(peer, run, own_id, progress.values, total_samples, closing)
+    sync = build_sync(launch, learner.params)
+    if peer.weights == "bf16":  # not before the swarm's first state is made of them, which is the base model to the bit at every peer
+        keep_in_bf16(learner.params)
+    feed = Feed(
+        source,
+        Decoder(run, peer.dataloader_num_workers, learner.caches.latents, learner.prior),
+        group,
+        batch_samples=peer.train_batch_size,
+        accumulation=peer.gradient_accumulation_steps,
+        stopping=launch.stopping,
+        buckets=Buckets.of(run, learner.model.resolution_multiple),
+        bucket_info=peer.output_bucket_info and group.is_main,
+        ahead_steps=peer.loader_prefetch_size,
+        placed_steps=peer.device_prefetch_size,
+        place=learner.place.pixels,
+    )
+    closing.callback(feed.close)
+    profiler = Profiler(peer.profile_duration if group.is_main else 0, profile_folder(launch.output), launch.device)
+    closing.callback(profiler.close)
+    trainer = Trainer(
+        model=learner.model,
+        encode=learner.encode,
+        params=learner.params,
+        optimizer=learner.optimizer,
+        learning_rate=build_schedule(run),
+        max_grad_norm=run.max_grad_norm,
+        precision=learner.precision,
+        sync=RankedSync(sync, group, learner.params, moves=run.sync != "none"),
+        feed=feed,
+        accounts=Accounts(source),
+        group=group,
+        progress=progress,
+        stopping=launch.stopping,
+        resting=Resting(launch.output, peer.hours) if group.is_main else lambda: False,
+        save=Checkpoints(launch.output, peer.checkpoints_total_limit).save,
+        occasions=Occasions(),
+        by_rounds=peer.swarming,
+        average=Ema(learner.params, peer.ema_decay) if peer.use_ema and group.is_main else None,
+        noise_seed=noise_seed(run, own_id),
+        trial=build_trial(launch, learner),
+        boundary=learner.place.boundary,
+        stepped=profiler.stepped,
+    )
+    return trainer, trackers
+
+
+def build_sync(launch: Launch, params: Params) -> Sync | None:
+    """Rank 0's strategy; None on other ranks."""
+    if not launch.group.is_main:
+        return None
+    joined = launch.joined
+    context = SyncContext(
+        run=joined.run,
+        peer=launch.peer,
+        params=params,
+        output_dir=launch.output,
+        server_url=joined.server_url,
+        initial_peers=joined.initial_peers,
+        end=launch.end if joined.run.sync != "none" else None,
+        last_known=joined.last_known,
+    )
+    sync = load_part("sync", joined.run.sync).build(context)
+    launch.closing.push(lambda kind, error, trace: sync.close(str(error) if isinstance(error, Exception) else ""))
+    return sync
+
+
+def build_trackers(launch: Launch) -> Trackers:
+    """Rank 0's; on other ranks, trackers of nothing."""
+    peer = launch.peer
+    report_to = peer.report_to if launch.group.is_main else "none"
+    return Trackers(report_to, launch.output / peer.logging_dir, peer.tracker_project_name, dataclasses.asdict(launch.run))
+
+
+def build_occasions(launch: Launch, trainer: Trainer, results: Results, trackers: Trackers, own_id: str) -> Occasions:
+    """What is done every so many global steps: the running mean first, because what follows uses it."""
+    run, peer, average = launch.run, launch.peer, trainer.average
+    validation = Validation(
+        model=trainer.model,
+        group=launch.group,
+        precision=trainer.precision,
+        prompts=peer.validation_prompts,
+        images=peer.num_validation_images,
+        denoising_steps=peer.validation_inference_steps,
+        side=run.resolution,
+        seed=run.seed,
+        folder=launch.output / "validation",
+        weights=results.weights,
+        show=lambda step, grid: trackers.picture(trainer.step, "validation", grid),
+        share=build_showing(launch, trainer, own_id),
+    )
+    of_checkpoints = max(1, _CHECKPOINT_SAMPLES // step_samples(peer, run.target_batch_size, launch.group.world))
+    usual = {"validation": 1, "checkpoint": 1} if peer.swarming else {"validation": 100, "checkpoint": of_checkpoints}
+    validation_steps = peer.validation_steps or usual["validation"]
+    checkpointing_steps = peer.checkpointing_steps or usual["checkpoint"]
+    return Occasions(
+        [
+            *([Occasion(1, average.follow)] if average else []),
+            Occasion(validation_steps if peer.validation_prompts else 0, validation.draw),
+            Occasion(peer.save_steps, results.save),
+            Occasion(checkpointing_steps, lambda _: trainer.checkpoint(), at_end=False),
+        ]
+    )
+
+
+def build_showing(launch: Launch, trainer: Trainer, own_id: str) -> Callable[[list[tuple[str, Any]]], None]:
+    """Where pictures go besides the disk and the trackers: to the dataset server's page, where there is a server that may want them."""
+    url, peer = launch.joined.server_url, launch.peer
+    if not (url and peer.swarming and peer.validation_prompts and launch.group.is_main):
+        return lambda drawn: None
+    showing = Showing.to_server(url, peer, launch.run.run_id, own_id)
+    launch.closing.callback(showing.close)
+    return lambda drawn: showing.show(trainer.sync.round, trainer.sync.samples, drawn)
+
+
+def resume(trainer: Trainer, launch: Launch) -> None:
+    """Rank 0 reads and verifies the checkpoint; all ranks go on from it."""
+    found = (
+        Checkpoints(launch.output, launch.peer.checkpoints_total_limit).load(launch.peer.resume_from_checkpoint)
+        if launch.group.is_main
+        else None
+    )
+    state = launch.group.broadcast_object(found[1] if found else None)
+    if state is None:
+        log.info("no checkpoint to resume from yet; starting from the base model")
+        return
+    trainer.load_state_dict(state)
+    if found:
+        log.info("resumed checkpoint=%s step=%d samples=%d", found[0], trainer.step, trainer.sync.samples)

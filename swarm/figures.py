@@ -1,0 +1,71 @@
+"""What follows from what is known of a run: how long it will take, what its speed amounts to, how much of its time it trains.
+
+One place for the page, dd-monitor, dd-status and /metrics, so that they cannot disagree. All of it is worked out from the fields of
+`protocol.Progress`; what its teller cannot know may be None or missing there, and is None here.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.end import round_samples
+from swarm.records import ASSIST, LEAVING
+
+A100_SAMPLES_PER_SECOND = 8 / 1.40
+"""One A100-80GB trains SD 1.x whole, with 8-bit Adam, VAE and CLIP in the loop, at 512 pixels: 8 pictures in 1.40 s (the original project's README)."""
+_A100_RESOLUTION = 512
+_NOT_TRAINING = (ASSIST, LEAVING)
+
+
+@dataclass(frozen=True)
+class Figures:
+    share: float | None
+    """Of the run's samples, what is in its state; None for a run without end."""
+    round_target: int
+    """Samples that must wait before the next round begins."""
+    round_share: float
+    """Of these, what is trained and waits."""
+    epoch_share: float | None
+    eta_seconds: float | None
+    """None while nobody trains, and for a run without end."""
+    a100s: float
+    """So many of them would train as many pixels a second: a measure of speed, not of what this run's model and method ask for."""
+    utilisation: float | None
+    """Of the training peers' time, what they do not lose to rounds."""
+    trainers: int
+    assistants: int
+    sent_bytes: int
+    """By all peers, each in the last round it averaged."""
+    received_bytes: int
+    transfer_seconds: float
+    """Of that round, at the slowest peer."""
+
+
+def figures(seen: Mapping[str, Any]) -> Figures:
+    """seen: a `protocol.Progress` as `model_dump()` has it, or what `status.summarize` makes of the DHT's records."""
+    peers, total, speed = seen["peers"], seen["total_samples"], seen["samples_per_second"]
+    training = [peer for peer in peers if peer["phase"] not in _NOT_TRAINING]
+    utilisation = 1 - sum(peer["share_lost"] for peer in training) / len(training) if training else None
+    left = total - seen["samples"]
+    target = max(round_samples(total, seen["samples"], seen["target_batch_size"]), 0)
+    effective = speed * (utilisation or 0.0)
+    return Figures(
+        share=min(seen["samples"] / total, 1.0) if total else None,
+        round_target=target,
+        round_share=min(seen["waiting_samples"] / target, 1.0) if target else 1.0,
+        epoch_share=seen["epoch_samples"] / seen["dataset_samples"] if seen.get("dataset_samples") else None,
+        eta_seconds=max(left - seen["waiting_samples"], 0) / effective if total and effective > 0 and not seen["finished"] else None,
+        a100s=speed * ((seen.get("resolution") or _A100_RESOLUTION) / _A100_RESOLUTION) ** 2 / A100_SAMPLES_PER_SECOND,
+        utilisation=utilisation,
+        trainers=len(training),
+        assistants=sum(peer["phase"] == ASSIST for peer in peers),
+        sent_bytes=sum(peer["sent_bytes"] for peer in peers),
+        received_bytes=sum(peer["received_bytes"] for peer in peers),
+        transfer_seconds=max((peer["transfer_seconds"] for peer in peers), default=0.0),
+    )
+
+
+def mean_loss(told: Iterable[tuple[float | None, float]]) -> float | None:
+    """The swarm's loss, by what each peer says of its own: (loss, samples a second). Who trains faster counts for more."""
+    losses = [(loss, max(speed, 1e-9)) for loss, speed in told if loss is not None]
+    return sum(loss * speed for loss, speed in losses) / sum(speed for _, speed in losses) if losses else None

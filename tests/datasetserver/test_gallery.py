@@ -1,0 +1,164 @@
+"""Pictures on the page: from whom the host names and nobody else, encoded anew, and never more than there is room for."""
+
+import base64
+import io
+import time
+
+import pytest
+from PIL import Image
+
+from datasetserver.gallery import MAX_PIXELS, Gallery, encoded_anew
+from datasetserver.pictures import BadSample
+from swarm.dht import Identity, sign_as
+from swarm.peer_key import check_statement, peer_id_of
+from swarm.protocol import DrawnPicture, HistoryAnswer, PictureRequest, PicturesAnswer
+from swarm.signing import BadSignature
+from tests.datasetserver.hosting import Host
+from tests.datasetserver.test_http import call, get_run, refused
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    """Two peers' key files and their ids."""
+    folder, found = tmp_path_factory.mktemp("keys"), {}
+    for name in ("ada", "eve"):
+        identity = Identity(folder / name)
+        found[name] = (folder / name, identity.peer_id)
+        identity.close()
+    return found
+
+
+def encoded(side: int = 8, colour: str = "red", form: str = "PNG", **about) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (side, side), colour).save(out, form, **about)
+    return out.getvalue()
+
+
+def signed(key, run_id: str = RUN, *, data: bytes | None = None, peer: str | None = None, **values) -> PictureRequest:
+    path, own_id = key
+    known = {"round": 3, "samples": 96, "prompt": "a cat", "picture": base64.b64encode(data or encoded()).decode()}
+    request = PictureRequest(run_id=run_id, peer=peer or own_id, **{**known, **values})
+    public, signature = sign_as(path, request.statement())
+    return request.model_copy(update={"public_key": public, "signature": signature})
+
+
+def test_a_peers_signature_is_known_without_a_node(keys):
+    path, own_id = keys["ada"]
+    public, signature = sign_as(path, b"something")
+    assert peer_id_of(public.encode()) == own_id
+    check_statement(own_id, b"something", public, signature)
+    of_eve = sign_as(keys["eve"][0], b"something")
+    for peer, statement, key, sign in (
+        (own_id, b"something else", public, signature),
+        (keys["eve"][1], b"something", public, signature),
+        (own_id, b"something", *of_eve),
+        (own_id, b"something", public, of_eve[1]),
+        (own_id, b"something", public, "no base64!"),
+        (own_id, b"something", "ssh-ed25519 AAAA", signature),
+        (own_id, b"something", "", ""),
+    ):
+        with pytest.raises(BadSignature):
+            check_statement(peer, statement, key, sign)
+
+
+def test_only_whom_the_host_names_may_send_pictures_and_only_in_its_own_name(tmp_path, keys):
+    host = Host(tmp_path, "--pictures_from", keys["ada"][1], samples=16)
+    try:
+        host.start()
+        run_id = get_run(host).run_id
+
+        def send(key, **values):
+            return call(host, "/v1/pictures", signed(key, run_id, **values).model_dump(), method="PUT")
+
+        refused(send(keys["eve"]), 403, "not_asked_to_draw")
+        refused(send(keys["eve"], peer=keys["ada"][1]), 403, "bad_signature")
+        tampered = signed(keys["ada"], run_id).model_copy(update={"prompt": "another"})
+        refused(call(host, "/v1/pictures", tampered.model_dump(), method="PUT"), 403, "bad_signature")
+        refused(send(keys["ada"], data=b"no picture at all"), 422, "bad_picture")
+        refused(call(host, "/v1/pictures", signed(keys["ada"]).model_dump(), method="PUT"), 409, "other_run")
+        assert PicturesAnswer.model_validate_json(call(host, "/v1/pictures")[2]).pictures == []
+
+        status, _, body = send(keys["ada"], prompt="<b>a cat</b>")
+        (kept,) = PicturesAnswer.model_validate_json(call(host, "/v1/pictures")[2]).pictures
+        assert status == 200 and kept == DrawnPicture.model_validate_json(body) and kept.prompt == "<b>a cat</b>"
+        status, headers, picture = call(host, f"/v1/pictures/{kept.digest}")
+        assert status == 200 and headers["Content-Type"] == "image/webp" and headers["X-Content-Type-Options"] == "nosniff"
+        with Image.open(io.BytesIO(picture)) as image:
+            assert image.size == (8, 8)
+        refused(call(host, "/v1/pictures/" + "0" * 64), 404, "no_such_picture")
+        host.stop()
+        host.start()
+        assert PicturesAnswer.model_validate_json(call(host, "/v1/pictures")[2]).pictures == [kept]
+        assert HistoryAnswer.model_validate_json(call(host, "/v1/history")[2]).time == []
+    finally:
+        host.stop()
+
+
+def test_where_the_host_names_nobody_a_peer_that_is_not_live_may_not_send(tmp_path, keys):
+    host = Host(tmp_path, samples=16)
+    try:
+        host.start()
+        body = signed(keys["ada"], get_run(host).run_id).model_dump()
+        refused(call(host, "/v1/pictures", body, method="PUT"), 403, "not_asked_to_draw")
+    finally:
+        host.stop()
+
+
+def test_where_the_host_names_nobody_its_assisting_peer_is_asked_once_it_draws(tmp_path, keys):
+    gallery = Gallery(tmp_path / "gallery")
+    ada, here = keys["ada"][1], {keys["ada"][1]: "assist", keys["eve"][1]: "train"}
+    assert set(gallery.asked(here)) == set(here), "it may be one that does not draw"
+    gallery.add(signed(keys["ada"]), time.time())
+    assert set(gallery.asked(here)) == {ada}
+    assert set(gallery.asked({**here, ada: "train"})) == set(here)
+    assert set(gallery.asked({keys["eve"][1]: "train"})) == {keys["eve"][1]}, "when it has gone, all others are asked again"
+
+
+def test_nothing_but_pixels_comes_through():
+    secret = Image.Exif()
+    secret[0x010E] = "from Ada's home"
+    data = encoded(1500, form="JPEG", exif=secret)
+    assert b"Ada" in data
+    anew, size = encoded_anew(data)
+    assert size == (1024, 1024) and b"Ada" not in anew and anew[8:12] == b"WEBP"
+
+
+def test_bombs_and_other_formats_are_refused():
+    out = io.BytesIO()
+    Image.new("1", (2049, 2048)).save(out, "PNG")
+    assert MAX_PIXELS < 2049 * 2048
+    for data in (out.getvalue(), encoded(form="GIF"), encoded()[:40], b"", b"<svg onload=alert(1)>"):
+        with pytest.raises(BadSample):
+            encoded_anew(data)
+
+
+def test_a_gallery_keeps_the_newest_rounds_and_some_of_all_before(tmp_path, keys):
+    gallery = Gallery(tmp_path / "gallery", most=12)
+    request = signed(keys["ada"])
+    for number in range(60):
+        for prompt, colour in (("a cat", (number, 0, 0)), ("a dog", (0, number, 0))):
+            picture = base64.b64encode(encoded(colour=colour)).decode()
+            gallery.add(request.model_copy(update={"round": number, "prompt": prompt, "picture": picture}), time.time())
+        assert len(gallery.pictures()) <= 12
+    rounds = [picture.round for picture in gallery.pictures()]
+    assert rounds == sorted(rounds, reverse=True) and rounds[0] == 59 and rounds[-1] == 0 and rounds.count(59) == 2
+    assert {path.stem for path in (tmp_path / "gallery").glob("*.webp")} == {picture.digest for picture in gallery.pictures()}
+    assert Gallery(tmp_path / "gallery").pictures() == gallery.pictures()
+
+
+def test_the_second_picture_of_a_round_and_prompt_changes_nothing(tmp_path, keys):
+    gallery = Gallery(tmp_path / "gallery")
+    first = gallery.add(signed(keys["ada"]), 1.0)
+    version = gallery.version
+    assert gallery.add(signed(keys["ada"], data=encoded(colour="blue")), 2.0) == first and gallery.version == version
+
+
+@pytest.mark.parametrize("content", [b"{", b"[5]", b""])
+def test_a_gallery_whose_list_is_broken_begins_anew(tmp_path, keys, content, caplog):
+    (tmp_path / "pictures.json").write_bytes(content)
+    gallery = Gallery(tmp_path)
+    assert gallery.pictures() == [] and "begins anew" in caplog.text
+    gallery.add(signed(keys["ada"]), 1.0)
+    assert len(Gallery(tmp_path).pictures()) == 1

@@ -1,0 +1,146 @@
+"""The live page in a real browser: what it says, that it follows the run, what it does with what strangers wrote, and how it fails."""
+
+import asyncio
+import json
+
+import pytest
+
+from swarm.page.history import History
+from swarm.protocol import StateInfo
+from tests.datasetserver.hosting import Host, until
+from tests.page.chromium import PROGRAM, chromium
+from tests.page.scenes import HOSTILE, Scene, a_peer, a_run, served
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(PROGRAM is None, reason="no chromium here: apt-get install chromium"),
+]
+
+
+def browse(folder, scenario):
+    """Run `scenario(browser)` with a browser of its own."""
+
+    async def scene():
+        async with chromium(folder / "profile") as browser:
+            await scenario(browser)
+
+    asyncio.run(scene())
+
+
+def test_the_page_shows_the_run_and_follows_it(tmp_path):
+    history = History(None, period_seconds=0)
+    for number in range(20):
+        history.note("0123456789abcdef", (1e9 + 10.0 * number, number, 512 * number, 1 / (1 + number), 7.0, 2, 0.9))
+    peers = [
+        a_peer(1, name="Ada's cellar", hardware="NVIDIA H100 80GB HBM3"),
+        a_peer(2, name=HOSTILE, note=f"round 7 not averaged: {HOSTILE}", hardware=HOSTILE, phase="averaging", client_mode=True),
+        a_peer(3, phase="catching_up", round=5, note="fetching a newer state: 40% of it is here"),
+        a_peer(4, phase="assist", samples_per_second=0.0, loss=None),
+    ]
+
+    async def scenario(browser):
+        scene = Scene(a_run(peers, run_name=HOSTILE))
+        async with served(scene, history) as (url, _watch):
+            tab = await browser.tab()
+            await tab.open(url)
+            await tab.until("document.querySelectorAll('#peers tbody tr').length === 4")
+            text = await tab.text()
+            for words in (
+                "14,336 of 65,536",
+                "22%",
+                "next: 512 of 2,048 samples",
+                "0.1250",
+                "Ada's cellar",
+                "NVIDIA H100",
+                "↑ 99 ↓ 99 Mbit/s",
+            ):
+                assert words in text, f"{words} in {text}"
+            for words in ("5 (2 behind)", "40% of it is here", "cannot be dialled", "75%", "300 of 1,000 samples", "3 train, 1 assist"):
+                assert words in text, f"{words} in {text}"
+            assert await tab.text("#name") == HOSTILE and text.count(HOSTILE) == 4
+            assert await tab.run("document.querySelectorAll('main img').length") == 0
+            await tab.until("Chart.getChart('loss-chart')?.data.datasets[0].data.length >= 20")
+
+            how = await tab.text("#model-section")
+            assert "The peers hold the state of round 7, 14,336 samples" in how and f"dd-export {url} --out model" in how
+            assert await tab.run("document.getElementById('model-link').hidden")
+
+            scene.now = a_run(peers[:1], round=8, samples=16384, waiting_samples=0)
+            await tab.until("document.getElementById('samples').innerText.startsWith('16,384')")
+            await tab.until("document.querySelectorAll('#peers tr.gone').length === 3")
+            assert "40% of it is here" in await tab.text("#peers"), "why it failed stays to be read"
+
+            last = StateInfo(digest="ab" * 32, round=32, samples=65536, bytes=12_000_000)
+            scene.now = a_run([], finished=True, samples=65536, round=32, checkpoint=last)
+            await tab.until("document.getElementById('state').innerText === 'finished'")
+            how = await tab.text("#model-section")
+            assert "The result" in how and "The server keeps the state of round 32, 65,536 samples" in how and "12 MB" in how
+            assert await tab.run("document.getElementById('model-link').getAttribute('href')") == f"v1/states/{last.digest}.state"
+            assert "all of them are trained" in await tab.text()
+            assert tab.errors == []
+
+    browse(tmp_path, scenario)
+
+
+def test_empty_paused_and_lost_are_said_and_end(tmp_path):
+    async def scenario(browser):
+        scene = Scene(None)
+        async with served(scene) as (url, _watch):
+            tab = await browser.tab()
+            await tab.open(url)
+            await tab.until("document.getElementById('empty-title').innerText === 'No run yet'")
+            scene.now = a_run([])
+            await tab.until("document.getElementById('state').innerText === 'nobody trains'")
+            assert "Nobody is here to give it" in await tab.text("#model-section") and "dd-export" not in await tab.text("#model-section")
+            assert "Nobody is here yet" in await tab.text()
+            scene.now = a_run([], finished=True) | dict.fromkeys(("ledger", "samples_by_peer", "epoch", "checkpoint"))
+            await tab.until("document.getElementById('model-text').innerText.startsWith('Every peer that was there at the end')")
+            scene.now = a_run([a_peer(1)]) | dict.fromkeys(("ledger", "samples_by_peer", "epoch", "checkpoint"))
+            await tab.until("document.getElementById('model-command').innerText.startsWith('dd-export /ip4/')")
+            scene.now = a_run([a_peer(1)], state="paused")
+            await tab.until("document.getElementById('state').innerText === 'paused by the host'")
+            scene.now = RuntimeError("the DHT does not answer")
+            await tab.until("document.getElementById('banner').innerText.includes('the DHT does not answer')")
+            assert await tab.text("#state") == "stale" and "QmPeer1"[-8:] in await tab.text("#peers"), "the last that was known stays"
+            scene.now = a_run([a_peer(1)])
+            await tab.until("document.getElementById('state').innerText === 'live' && document.getElementById('banner').hidden")
+            assert tab.errors == []
+        await tab.until("document.getElementById('banner').innerText.startsWith('No news from the server')")
+        assert await tab.run("document.body.classList.contains('stale')")
+
+    browse(tmp_path, scenario)
+
+
+def test_a_token_opens_the_page_of_a_server_and_does_not_stay_in_its_address(tmp_path):
+    from datasetserver import tokens
+
+    token, helper, state = tokens.add(tmp_path / "tokens", "ada"), tmp_path / "helper", tmp_path / "round-3-samples-96.state"
+    (helper / "settled").mkdir(parents=True)
+    kept = json.dumps({"digest": "ab" * 32, "header": {"round": 3, "samples": 96}}).encode() + b"\n" + bytes(64)
+    (helper / "settled" / "round-00000003-samples-0000000096-abababababab.state").write_bytes(kept)
+    host = Host(tmp_path, "--tokens", str(tmp_path / "tokens"), "--run_name", "secret cats", "--states", str(helper), samples=16)
+
+    async def scenario(browser):
+        asked, given = await browser.tab(), await browser.tab()
+        await asked.open(host.url)
+        await asked.until("!document.getElementById('gate').hidden")
+        for wrong in ("not-a-token", token):
+            script = "document.getElementById('token').value = {}; document.querySelector('#gate button').click()"
+            await asked.run(script.format(json.dumps(wrong)))
+            await asked.until("!document.getElementById(" + ("'refused'" if wrong != token else "'board'") + ").hidden")
+        assert await asked.text("#name") == "secret cats" and [error for error in asked.errors if "401" not in error] == []
+
+        await given.open(f"{host.url}/#token={token}")
+        await given.until("document.getElementById('name').innerText === 'secret cats'")
+        assert await given.run("location.hash") == ""
+        await given.download_to(tmp_path)
+        await given.until("!document.getElementById('model-link').hidden")
+        await given.run("document.getElementById('model-link').click()")
+        await asyncio.to_thread(until, state.exists)
+        assert state.read_bytes() == kept and given.errors == []
+
+    try:
+        host.start()
+        browse(tmp_path, scenario)
+    finally:
+        host.stop()

@@ -1,0 +1,90 @@
+"""`--max_upload_mbit`, by bytes against a clock that is told."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from peer.config import PeerConfig
+from peer.sync.engine.bucket import Bucket
+from peer.sync.engine.pipe import Pipe
+from peer.sync.engine.streams import Channel
+from swarm.errors import UserError
+
+
+class Clock:
+    """Whoever sleeps moves it on."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_no_more_goes_through_than_the_limit_however_the_messages_are_cut():
+    async def scenario():
+        clock = Clock()
+        bucket, sent = Bucket(8.0, clock, clock.sleep), 0
+        for size in [100, 300_000, 1, 256 << 10, 50_000] * 20:
+            await bucket.take(size)
+            sent += size
+            # One megabyte a second, a tenth of one at once, and the message that is on its way.
+            assert sent <= 1e6 * clock.now + 1e5 + size + 1
+        await bucket.take(0)
+        assert sent == pytest.approx(1e6 * clock.now + 1e5)
+
+    asyncio.run(scenario())
+
+
+def test_what_was_not_used_is_not_saved_up():
+    async def scenario():
+        clock = Clock()
+        bucket = Bucket(8.0, clock, clock.sleep)
+        clock.now = 3600.0
+        for _ in range(10):
+            await bucket.take(100_000)
+        assert clock.now == pytest.approx(3600.8)
+
+    asyncio.run(scenario())
+
+
+def test_all_streams_of_a_peer_share_one_limit(tmp_path):
+    async def scenario():
+        clock = Clock()
+        bucket = Bucket(8.0, clock, clock.sleep)
+        arrived, ended = bytearray(), asyncio.Semaphore(0)
+
+        async def read(reader, writer):
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(1 << 16):
+                    arrived.extend(data)
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+            ended.release()
+
+        path = str(tmp_path / "socket")
+        async with await asyncio.start_unix_server(read, path):
+            channels = [Channel("QmPeer", Pipe(*await asyncio.open_unix_connection(path)), bucket) for _ in range(3)]
+            for _ in range(4):
+                for channel in channels:
+                    await channel.send({}, bytes(100_000), seconds=10)
+            sent = sum(channel.sent for channel in channels)
+            while len(arrived) < sent:
+                await asyncio.sleep(0.01)
+            for channel in channels:
+                channel.close()
+            for _ in channels:
+                await ended.acquire()
+        await bucket.take(0)
+        assert sent > 1_200_000 and sent == pytest.approx(1e6 * clock.now + 1e5)
+
+    asyncio.run(scenario())
+
+
+def test_a_limit_so_low_that_others_would_wait_in_vain_is_refused():
+    with pytest.raises(UserError, match=r"max_upload_mbit is 0\.5"):
+        PeerConfig(max_upload_mbit=0.5)

@@ -1,0 +1,133 @@
+"""What is not trained is held in autocast's own precision: the same bits in less memory, and results without loss."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from peer.contracts import LatentBatch
+from peer.rooms import load_part
+from peer.wiring import load_model
+from swarm.digest import digest_model
+from swarm.run_config import RunConfig
+from tests import tiny
+from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
+
+BF16 = torch.bfloat16
+METHODS = {
+    "full": {},
+    "lora": {"method": "lora", "rank": 2, "train_text_encoder": True},
+    "textual_inversion": {"placeholder_token": "<dicoo>", "initializer_token": "toy"},
+}
+
+
+def placed(folder, dtype, device=None, **options):
+    """A model as a peer has it, with its method and what that trains."""
+    run = RunConfig(model=str(folder), **options)
+    method, model = load_part("methods", run.method).build(run), load_model(run, {}, device)
+    model.place(CPU, dtype, method.whole(model))
+    return model, method, method.attach(model)
+
+
+def bytes_of(model):
+    return sum(parameter.nbytes for part in model.parts.values() for parameter in part.parameters() if not parameter.requires_grad)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["sd", "sdxl", "flux"])
+def test_losses_and_gradients_have_the_same_bits_in_less_memory(family, method, tiny_family):
+    found = []
+    for dtype in (None, BF16):
+        model, _, params = placed(tiny_family(family), dtype, **METHODS[method])
+        pixels = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
+        with torch.autocast("cpu", dtype=BF16):
+            latents, text = model.encode_pixels(pixels).chunk(2, dim=1)[0], model.encode_text(["a cat", "<dicoo>"])
+            loss = model.loss(LatentBatch(latents, text), torch.Generator().manual_seed(2))
+        loss.sum().backward()
+        assert {parameter.dtype for parameter in params.values()} == {torch.float32}
+        found.append(
+            (
+                loss.detach(),
+                flat({name: parameter.grad for name, parameter in params.items() if parameter.grad is not None}),
+                bytes_of(model),
+            )
+        )
+    (loss, gradients, before), (held_loss, held_gradients, after) = found
+    assert torch.equal(loss, held_loss) and torch.equal(gradients, held_gradients) and gradients.any()
+    assert after < before
+
+
+def test_a_vae_that_overflows_stays_as_it_is_and_others_do_not(tiny_family, tmp_path):
+    pipeline = tiny.build("sdxl")
+    pipeline.vae.register_to_config(force_upcast=False)
+    pipeline.save_pretrained(tmp_path)
+    kinds = [
+        {p.dtype for p in placed(folder, torch.float16)[0].vae.encoder.conv_in.parameters()} for folder in (tiny_family("sdxl"), tmp_path)
+    ]
+    assert kinds == [{torch.float32}, {torch.float16}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+def test_a_folder_in_half_precision_is_read_as_it_is_and_trained_in_float32(dtype, tmp_path):
+    tiny.build("flux").to(dtype).save_pretrained(tmp_path)
+    read = load_model(RunConfig(model=str(tmp_path)), {}, None)
+    assert {parameter.dtype for name in ("transformer", "vae") for parameter in read.parts[name].parameters()} == {dtype}
+    model, *_ = placed(tmp_path, None, method="full")
+    for name, part in load_model(RunConfig(model=str(tmp_path)), {}, CPU).parts.items():
+        for (key, parameter), ours in zip(part.named_parameters(), model.parts[name].parameters(), strict=True):
+            assert ours.dtype is parameter.dtype is torch.float32 and torch.equal(parameter, ours), key
+
+
+@pytest.mark.parametrize("family", ["sd", "flux"])
+def test_a_pipeline_is_saved_with_its_frozen_parts_as_their_source_has_them(family, tiny_family, tmp_path):
+    model, *_ = placed(tiny_family(family), BF16)
+    held = {name: [(p.data_ptr(), p.dtype) for p in part.parameters()] for name, part in model.parts.items()}
+    assert any(dtype is BF16 for part in held.values() for _, dtype in part)
+    model.save(tmp_path / "out")
+    placed(tiny_family(family), None)[0].save(tmp_path / "plain")
+    assert digest_model(tmp_path / "out") == digest_model(tmp_path / "plain")
+    assert {name: [(p.data_ptr(), p.dtype) for p in part.parameters()] for name, part in model.parts.items()} == held
+
+
+def test_a_pipeline_with_a_new_word_is_saved_as_its_source_has_it_but_for_the_word(tiny_family, tmp_path):
+    model, method, params = placed(tiny_family("sd"), BF16, **METHODS["textual_inversion"])
+    params["text_encoder.learned_embeds"].data.fill_(1 / 3)
+    method.complete(model, params)
+    model.save(tmp_path / "out")
+    ours, source = (load_file(folder / "text_encoder" / "model.safetensors") for folder in (tmp_path / "out", tiny_family("sd")))
+    for name, tensor in source.items():
+        mine = next(own for key, own in ours.items() if key.removeprefix("text_model.") == name.removeprefix("text_model."))
+        assert mine.dtype is torch.float32 and torch.equal(mine[: len(tensor)], tensor)
+        assert len(mine) == len(tensor) or (mine[-1] == torch.tensor(1 / 3)).all()
+
+
+@pytest.mark.parametrize("what", ["gone", "another"])
+def test_when_the_source_is_gone_or_another_the_result_is_written_all_the_same_and_says_so(what, tmp_path, caplog):
+    base = tiny.write_family(tmp_path / "base", "sd")
+    model, _, params = placed(base, BF16)
+    shutil.rmtree(base)
+    if what == "another":
+        tiny.write_family(base, "sd", seed=1)
+    model.save(tmp_path / "out")
+    assert ("is written as it was held" in caplog.text) and not any(p.isnan().any() for p in params.values())
+    saved = load_file(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
+    assert torch.equal(saved["conv_in.weight"], params["unet.conv_in.weight"])
+    assert load_model(RunConfig(model=str(tmp_path / "out")), {}, CPU).parts["text_encoder"].dtype is torch.float32
+
+
+def test_a_run_has_the_same_bits_with_and_without_and_goes_on_with_them(start, monkeypatch):  # noqa: F811
+    peer = {"mixed_precision": "bf16", "cache_text": True}
+    held = start("held", **peer).run()
+    assert BF16 in {p.dtype for p in held.trainer.model.parts["text_encoder"].parameters()}
+    first = start("parts", stop_after=7, **peer).run()
+    second = start("parts", resume_from_checkpoint="latest", **peer).run()
+    from peer.models.diffusion.model import DiffusionModel
+
+    place = DiffusionModel.place
+    monkeypatch.setattr(DiffusionModel, "place", lambda self, device, *_: place(self, device))
+    plain = start("plain", **peer).run()
+    assert {p.dtype for p in plain.trainer.model.parts["text_encoder"].parameters()} == {torch.float32}
+    assert held.losses == plain.losses == first.losses + second.losses
+    assert torch.equal(flat(held.trainer.params), flat(plain.trainer.params))
+    assert torch.equal(flat(second.trainer.params), flat(plain.trainer.params))

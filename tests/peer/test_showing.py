@@ -1,0 +1,89 @@
+"""Pictures on their way to the host's page: signed, one round at a time, and never in the way of training."""
+
+import threading
+
+import pytest
+from PIL import Image
+
+from peer.showing import SIDE_PIXELS, Showing
+from swarm.dht import Identity, sign_as
+from swarm.errors import ExitCode, UserError
+from swarm.peer_key import check_statement
+from swarm.protocol import PictureRequest
+from tests.datasetserver.hosting import until
+
+
+@pytest.fixture
+def showing(tmp_path):
+    """showing(send) makes one with a key of its own; closed with the test."""
+    identity, made = Identity(tmp_path / "key"), []
+
+    def make(send):
+        made.append(Showing(send, lambda statement: sign_as(tmp_path / "key", statement), "0123456789abcdef", identity.peer_id))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    identity.close()
+
+
+def drawn(side=16, prompt="a cat"):
+    return [(prompt, Image.new("RGB", (side, side), "red"))]
+
+
+def test_what_is_sent_is_signed_small_and_says_what_it_is(showing):
+    sent = []
+    one = showing(lambda body: sent.append(PictureRequest.model_validate(body)) or "")
+    one.show(3, 96, [*drawn(), *drawn(2 * SIDE_PIXELS, "two\nlines" + "x" * 600)])
+    until(lambda: len(sent) == 2)
+    for request in sent:
+        check_statement(request.peer, request.statement(), request.public_key, request.signature)
+        assert (request.round, request.samples) == (3, 96)
+    assert sent[0].prompt == "a cat" and sent[1].prompt.startswith("two lines") and len(sent[1].prompt) == 500
+
+
+def test_while_one_rounds_pictures_are_on_their_way_the_next_ones_are_left_out(showing):
+    sent, go = [], threading.Event()
+
+    def send(body):
+        sent.append(body["round"])
+        assert go.wait(60)
+        return ""
+
+    one = showing(send)
+    one.show(1, 32, drawn())
+    until(lambda: sent)
+    one.show(2, 64, drawn())
+    go.set()
+    until(lambda: one._last.done())
+    one.show(3, 96, drawn())
+    until(lambda: len(sent) == 2)
+    assert sent == [1, 3]
+
+
+def test_who_is_not_asked_to_draw_tries_with_one_picture_each_time_and_says_so_once(showing, caplog):
+    caplog.set_level("INFO", "peer.showing")
+    sent, answers = [], ["not_asked_to_draw", "not_asked_to_draw", "", ""]
+    one = showing(lambda body: sent.append(body["round"]) or answers.pop(0))
+    for number in (1, 2, 3):
+        one.show(number, 32, [*drawn(), *drawn()])
+        until(lambda: one._last.done())
+    assert sent == [1, 2, 3, 3] and caplog.text.count("ours (") == 1
+
+
+def test_a_server_that_is_away_or_says_no_costs_a_round_and_no_more(showing, caplog):
+    answers = [UserError("It does not answer.", fix="Wait.", code=ExitCode.NETWORK), "bad_picture", ""]
+
+    def send(body):
+        answer = answers.pop(0)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    one, left = showing(send), [2, 1, 0]
+    for number, expected in enumerate(left):
+        one.show(number, 0, drawn())
+        until(lambda: one._last.done())
+        assert len(answers) == expected
+    assert "bad_picture" in caplog.text

@@ -1,0 +1,50 @@
+import asyncio
+import logging
+
+import pytest
+
+from swarm import clock
+from swarm.clock import SwarmClock, check_clock, clock_error
+from swarm.dht import SwarmNode
+from swarm.errors import ExitCode, UserError
+
+
+def test_a_clock_is_wrong_only_by_what_the_answers_travel_cannot_explain():
+    assert clock_error(105.0, 100.0, 110.0) == 0
+    assert clock_error(117.0, 100.0, 110.0) == 7
+    assert clock_error(96.0, 100.0, 110.0) == -4
+
+
+def test_a_wrong_clock_is_warned_of_and_refused_where_the_swarm_would_refuse_it(caplog):
+    caplog.set_level(logging.WARNING, "swarm.clock")
+    check_clock(1.0, "the server", refuse=True)
+    assert not caplog.records
+    check_clock(-2.5, "the server", refuse=True)
+    check_clock(900.0, "the server", refuse=False)  # of a run in which nothing is averaged
+    assert "2.5 s ahead of that of the server" in caplog.messages[0] and "900.0 s behind" in caplog.messages[1]
+    with pytest.raises(UserError, match=r"clock is 3\.5 s behind that of the server") as refused:
+        check_clock(3.5, "the server", refuse=True)
+    assert refused.value.code == ExitCode.CLOCK
+
+
+def test_the_records_of_most_peers_show_a_wrong_clock_once():
+    swarm, now = SwarmClock(), 1000.0
+    assert swarm.look([], now) == swarm.look([now - 9, now - 1, now + 60], now) == ""  # one of three is wrong: it is not ours
+    assert "8.0 s behind that of 2 peers" in swarm.look([now + 8, now + 8], now)
+    assert swarm.look([now + 8], now) == ""
+    assert swarm.look([now - 1], now) == ""
+    assert "20.0 s ahead of" in swarm.look([now - 30], now)
+
+
+def test_peers_that_refuse_our_clock_are_a_circumstance_of_its_own(tmp_path, monkeypatch):
+    async def scenario():
+        one = await SwarmNode.join(identity_path=tmp_path / "one.key")
+        try:
+            monkeypatch.setattr("hivemind.dht.protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS", -1000.0)
+            with pytest.raises(UserError, match="refuse this machine's clock") as refused:
+                await SwarmNode.join(initial_peers=await one.maddrs(), identity_path=tmp_path / "two.key")
+            assert refused.value.code == ExitCode.CLOCK and clock.FIX in str(refused.value)
+        finally:
+            await one.close()
+
+    asyncio.run(scenario())

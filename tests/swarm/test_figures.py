@@ -1,0 +1,55 @@
+import time
+
+import pytest
+
+from swarm.figures import A100_SAMPLES_PER_SECOND, figures, mean_loss
+from swarm.status import summarize
+from tests.swarm.test_status import a_peer, a_run
+
+
+def seen(*peers, **run):
+    values = {"run_name": "cats", "total_samples": 1000, "target_batch_size": 200, "resolution": 512}
+    return summarize(a_run(run=values | run), peers, now=time.time())
+
+
+def test_what_is_left_takes_as_long_as_the_peers_train_beside_their_rounds():
+    one = a_peer(samples=400, waiting_samples=100, samples_per_second=10.0, share_lost=0.2)
+    shown = figures(seen(one))
+    assert (shown.share, shown.round_share, shown.utilisation) == (0.4, 0.5, 0.8)
+    assert shown.eta_seconds == pytest.approx(500 / 8)
+
+
+def test_who_assists_trains_nothing_and_lowers_no_utilisation():
+    trains, helps = a_peer(share_lost=0.5), a_peer(peer_id="QmHelper", phase="assist")
+    assert (figures(seen(trains, helps)).utilisation, figures(seen(trains, helps)).trainers) == (0.5, 1)
+    assert figures(seen(helps)).utilisation is None and figures(seen(helps)).eta_seconds is None
+
+
+def test_speed_in_a100s_is_measured_in_pixels():
+    two = [a_peer(peer_id=f"QmPeer{n}", samples_per_second=A100_SAMPLES_PER_SECOND) for n in (1, 2)]
+    assert figures(seen(*two)).a100s == pytest.approx(2)
+    assert figures(seen(*two, resolution=256)).a100s == pytest.approx(0.5)
+
+
+def test_a_run_without_end_promises_none():
+    shown = figures(seen(a_peer(samples_per_second=5.0), total_samples=0))
+    assert shown.share is None and shown.eta_seconds is None
+
+
+def test_the_last_round_is_what_is_left_smaller_or_a_little_larger_than_the_others():
+    targets = [figures(seen(a_peer(samples=samples))).round_target for samples in (0, 749, 750, 900, 1000, 1001)]
+    assert targets == [200, 200, 250, 100, 0, 0]
+    assert figures(seen(a_peer(samples=900, waiting_samples=50))).round_share == 0.5
+    assert figures(seen(a_peer(samples=1000))).round_share == 1.0
+
+
+def test_the_loss_is_that_of_the_fast_ones_most_of_all():
+    assert mean_loss([(0.2, 30.0), (0.4, 10.0), (None, 99.0)]) == pytest.approx(0.25)
+    assert mean_loss([(0.2, 0.0), (0.4, 0.0)]) == pytest.approx(0.3), "before anybody has a speed"
+    assert mean_loss([(None, 1.0)]) is None
+
+
+def test_bytes_are_those_of_all_peers_and_the_transfer_that_of_the_slowest():
+    one, two = a_peer(sent_bytes=3, received_bytes=5, transfer_seconds=2.0), a_peer(peer_id="QmPeer2", sent_bytes=4, transfer_seconds=7.0)
+    shown = figures(seen(one, two))
+    assert (shown.sent_bytes, shown.received_bytes, shown.transfer_seconds) == (7, 5, 7.0)

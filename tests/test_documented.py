@@ -1,0 +1,173 @@
+"""What a person meets is documented, and what is documented can be met: endpoints, metrics, exit codes, programs, lines of the log."""
+
+import ast
+import configparser
+import json
+import re
+import time
+from pathlib import Path
+
+import promql_parser
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from datasetserver.app import ENDPOINTS
+from datasetserver.metrics import Metrics
+from peer.exposing import PREFIX, registry
+from peer.metrics import METRICS
+from swarm.errors import STOPPED_AT_ONCE, ExitCode
+from swarm.status import summarize
+from tests.swarm.test_status import a_peer, a_run
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+DASHBOARD = json.loads((DOCS / "grafana" / "dashboard.json").read_text(encoding="utf-8"))
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+# -- endpoints
+
+
+def test_every_endpoint_is_in_the_page_of_the_http_interface_and_no_other():
+    code = {(endpoint.method, re.sub(r"{\w+}", "*", endpoint.path)) for endpoint in ENDPOINTS}
+    rows = [row.split("|")[1] for row in page("http.md").splitlines() if row.startswith("| `")]
+    documented = set()
+    for row in rows:
+        methods = re.findall(r"\b(GET|POST|PUT|DELETE)\b", row)
+        paths = [re.sub(r"<\w+>", "*", path) for path in re.findall(r"[` ](/[^` ]*)`", row)]
+        assert methods and paths, f"neither method nor path in {row}"
+        documented |= {(method, path) for method in methods for path in paths}
+    assert documented == code
+
+
+# -- metrics
+
+
+def exposed(text: bytes) -> set[str]:
+    """Every name that a query can ask for."""
+    return {sample.name for family in text_string_to_metric_families(text.decode()) for sample in family.samples}
+
+
+def server_metrics() -> set[str]:
+    metrics = Metrics()
+    with metrics.watch("/", "GET"):
+        metrics.sent(1)
+    return exposed(metrics.text(peers=2, progress=summarize(a_run(), [a_peer()], now=time.time()) | {"ledger": {"counted": 1}}))
+
+
+def peer_metrics() -> set[str]:
+    return exposed(generate_latest(registry(lambda: {metric.name: 1 for metric in METRICS}, {"run": "x"})))
+
+
+def test_every_metric_is_in_the_page_about_watching_and_no_other():
+    documented = set(re.findall(r"`(dd_\w*[a-z0-9])`", page("watching.md")))
+    ours = {name for name in server_metrics() | peer_metrics() if name.startswith("dd_") and not name.endswith("_created")}
+    bare = {re.sub(r"_(bucket|sum|count)$", "", name) if name.startswith("dd_http_seconds") else name for name in ours}
+    assert documented == bare
+
+
+def test_the_page_about_watching_gives_each_figure_its_one_name():
+    rows = {cells[1].strip(" `"): cells for cells in (row.split("|") for row in page("watching.md").splitlines() if row.startswith("| `"))}
+    for metric in METRICS:
+        *_, prometheus, meaning, _ = rows[metric.name]
+        assert prometheus.strip(" `") == PREFIX + metric.name + ("_total" if metric.counts else "") and meaning.strip() == metric.help
+
+
+# -- the dashboard
+
+
+def queries() -> list[str]:
+    variables = [v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
+    asked = [re.fullmatch(r"label_values\((\w+), \w+\)", query)[1] for query in variables]
+    return asked + [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+
+
+def test_the_dashboard_asks_only_for_metrics_that_server_or_peer_expose():
+    there = server_metrics() | peer_metrics()
+    for query in queries():
+        words = re.sub(r"\{[^}]*\}|\[[^]]*\]|\"[^\"]*\"", " ", query)
+        asked = set(re.findall(r"\b(?:dd|process)_\w+", words))
+        assert asked and asked <= there, query
+
+
+def test_every_query_of_the_dashboard_is_one():
+    with pytest.raises(ValueError):
+        promql_parser.parse("sum by (le (rate(x[5m]))")
+    for query in queries():
+        promql_parser.parse(query)
+
+
+def test_the_dashboards_panels_have_a_place_and_a_source_each():
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert not cells & taken and max(x for x, _ in cells) < 24, panel["title"]
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"} and panel["title"] and panel["targets"]
+            assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+    assert {v["name"] for v in DASHBOARD["templating"]["list"]} == {"datasource", "server", "peer"}
+
+
+# -- exit codes
+
+
+def test_every_exit_code_is_in_the_readmes_table_and_no_other():
+    table = re.search(r"\| code \| meaning \|\n\|[-|]+\|\n((?:\|.*\n)+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    codes = [int(code) for row in table[1].splitlines() for code in row.split("|")[1].split(",")]
+    assert sorted(codes) == sorted([*map(int, ExitCode), STOPPED_AT_ONCE])
+
+
+def test_what_dd_peer_does_about_each_exit_code_is_said():
+    rows = [row.split("|")[1] for row in page("running.md").splitlines() if row.startswith("|")]
+    said = {int(number) for row in rows for number in re.findall(r"(?<![\w.])\d(?=:|,)", row)}
+    assert said == {*map(int, ExitCode)} - {0}
+
+
+# -- programs
+
+
+def programs() -> set[str]:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return {line.split("=")[0].strip() for line in setup["options.entry_points"]["console_scripts"].strip().splitlines()}
+
+
+def test_every_program_is_in_the_docs_and_no_other():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
+    text = re.sub(r"--[\w-]+ dd-\w+", "", text)  # what somebody's cloud calls its machines
+    named = set(re.findall(r"(?<![\w/-])(?:\.venv/bin/)?(dd-[a-z]+)\b(?!-|/)", text))
+    assert named == programs()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {name for name in programs() if name not in readme} == set()
+
+
+# -- lines of the log
+
+
+def said_by_the_code() -> set[str]:
+    """Every text of the code, with … for what differs."""
+    found = set()
+    for package in ("swarm", "peer", "datasetserver"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+                if all(isinstance(part, ast.FormattedValue) or isinstance(getattr(part, "value", None), str) for part in parts):
+                    text = "".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)
+                    found.add(re.sub(r"%[-\d.]*[a-z]", "…", text))
+    return found
+
+
+def test_every_line_in_the_page_about_trouble_is_one_that_the_code_says():
+    quoted = [re.match(r"\| `(.*?)`", row)[1] for row in page("troubleshooting.md").splitlines() if row.startswith("| `")]
+    texts = "\n".join(said_by_the_code())
+    assert len(quoted) == len(set(quoted)) > 40
+    assert [line for line in quoted if line not in texts] == []  # change the page with the code
