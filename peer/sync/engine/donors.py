@@ -50,7 +50,7 @@ class Donor:
         self._in_round, self._clock, self._sleep = in_round, clock, sleep
         self._held: dict[str, _Held] = {}
         self._retired: dict[str, tuple[Manifest, weakref.ref[State]]] = {}
-        self._downloading: set[str] = set()
+        self._downloading: dict[str, Channel] = {}  # by peer
 
     async def start(self) -> None:
         await self._streams.serve(CHUNKS, self._serve)
@@ -128,9 +128,12 @@ class Donor:
         index = await self._wanted(channel, held, ANSWER_SECONDS)
         if index is None:
             return
-        if len(self._downloading) >= MAX_DOWNLOADS or channel.peer in self._downloading:
+        if (earlier := self._downloading.pop(channel.peer, None)) is not None:
+            # Nobody wants two at once: it gave that one up, which we may hear of only a minute later.
+            earlier.close()
+        if len(self._downloading) >= MAX_DOWNLOADS:
             raise PeerLost("too many downloads at once, try another peer")
-        self._downloading.add(channel.peer)
+        self._downloading[channel.peer] = channel
         try:
             while index is not None:
                 if index >= len(held.hashes) // 2:
@@ -139,7 +142,8 @@ class Donor:
                 await self._send(channel, await held.chunk(index))
                 index = await self._wanted(channel, held, REQUEST_SECONDS)
         finally:
-            self._downloading.discard(channel.peer)
+            if self._downloading.get(channel.peer) is channel:
+                del self._downloading[channel.peer]
 
     async def _wanted(self, channel: Channel, held: "_Held", seconds: float) -> int | None:
         """The next chunk that the other end asks for; None when it has all that it wants."""

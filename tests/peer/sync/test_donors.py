@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine import takeover
+from peer.sync.engine import donors, takeover
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import KEEP_SECONDS, Donor, ask_head
 from peer.sync.engine.download import CHUNKS, PIECE_BYTES, Download
@@ -57,6 +57,40 @@ async def chunk(channel, index: int) -> bytes:
     while len(data) < length:
         data += (await channel.receive(max_payload=1 << 20, seconds=60))[1]
     return data
+
+
+def test_who_asks_anew_has_given_up_what_it_asked_for_before(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        giver = await holder(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        given_up = await ask(streams, giver.node.peer_id, new.digest)
+        await chunk(given_up, 0)
+        assert same(await fetch(streams, [giver.node.peer_id], new.digest, base), new), "the first one is still open"
+        with pytest.raises(PeerLost):
+            await chunk(given_up, 1)
+        await until(lambda: not giver.donor.busy)
+
+    swarm(scenario)
+
+
+def test_one_download_too_many_is_sent_to_another_peer(swarm, monkeypatch):
+    monkeypatch.setattr(donors, "MAX_DOWNLOADS", 1)
+
+    async def scenario(nodes):
+        base, new = two_states()
+        giver = await holder(nodes, new)
+        ((_, first), (_, second)) = await nodes.streams(2)
+        channel = await ask(first, giver.node.peer_id, new.digest)
+        await chunk(channel, 0)
+        with pytest.raises(Refused, match="too many downloads at once, try another peer"):
+            await fetch(second, [giver.node.peer_id], new.digest, base)
+        assert await chunk(channel, 1) == bytes(new.chunk(1)), "the first one goes on"
+        channel.close()
+        await until(lambda: not giver.donor.busy)
+        assert same(await fetch(second, [giver.node.peer_id], new.digest, base), new)
+
+    swarm(scenario)
 
 
 def test_an_old_state_is_given_from_its_file_and_leaves_memory(swarm):
