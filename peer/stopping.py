@@ -56,7 +56,13 @@ class Stop:
 @contextlib.contextmanager
 def term_as_interrupt() -> Iterator[None]:
     """Within it SIGTERM is heard as Ctrl-C is, so that a short program that is ended takes its temporary files with it."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+
+    def hear(number: int, frame: object) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job that a script has put into the background
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, hear)
     try:
         yield
     finally:

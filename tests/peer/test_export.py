@@ -161,12 +161,16 @@ def test_an_output_dirs_result_goes_before_its_checkpoints(trained, tmp_path):
         export.main(["--state", str(folder), "--format", "embedding", "--out", str(tmp_path / "word")])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_export_that_is_stopped_while_it_fetches_leaves_nothing(tmp_path, number):
+BACKGROUND = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
+"""As a script's shell starts a job with `&`: SIGINT is ignored."""
+
+
+@pytest.mark.parametrize("started_by, number", [((), signal.SIGTERM), ((), signal.SIGINT), (BACKGROUND, signal.SIGTERM)])
+def test_an_export_that_is_stopped_while_it_fetches_leaves_nothing(tmp_path, started_by, number):
     with socket.create_server(("127.0.0.1", 0)) as server:  # that takes the question, and does not answer
         server.settimeout(200)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        command = [sys.executable, "-m", "peer.export", url, "--out", str(tmp_path / "model")]
+        command = [*started_by, sys.executable, "-m", "peer.export", url, "--out", str(tmp_path / "model")]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         try:
             question, _ = server.accept()
