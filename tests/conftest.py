@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import logging
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,6 +22,10 @@ from tests.datasetserver.hosting import Host
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("deep", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # long versions, where a test has one
 settings.load_profile("patient")
+
+# The shell has SIGINT ignored in `./scripts/test &`, and so would have every program that the tests start and stop.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 collect_ignore = [] if importlib.util.find_spec("torch_xla") else ["xla"]  # an environment of its own: scripts/test_xla
