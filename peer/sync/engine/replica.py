@@ -23,10 +23,11 @@ from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import Donor, ask_head
-from peer.sync.engine.groups import NoGroup, Standing
+from peer.sync.engine.groups import Standing
 from peer.sync.engine.kind import Kind, serve_kind
 from peer.sync.engine.link import serve_link
 from peer.sync.engine.local_work import follows
+from peer.sync.engine.matchmaking import NoGroup
 from peer.sync.engine.neighbours import Neighbours
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.presence import Presence, seen_as

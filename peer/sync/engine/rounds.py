@@ -12,7 +12,8 @@ from peer.contracts import Member
 from peer.sync.engine import points
 from peer.sync.engine.averaging import Averager, Mean, RoundFailed
 from peer.sync.engine.codec import Wire
-from peer.sync.engine.groups import Group, Matchmaker, NoGroup, Standing, Ticket
+from peer.sync.engine.groups import Group, Standing, Ticket
+from peer.sync.engine.matchmaking import Matchmaker, NoGroup
 from peer.sync.engine.neighbours import Neighbours
 from peer.sync.engine.outer import Strategy, advance
 from peer.sync.engine.state import Head, State

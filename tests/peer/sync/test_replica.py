@@ -21,8 +21,8 @@ from peer.sync.engine import arrivals, presence
 from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
-from peer.sync.engine.groups import CALL, NoGroup
 from peer.sync.engine.local_work import REBASED_ANCESTORS
+from peer.sync.engine.matchmaking import CALL, NoGroup
 from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import Head, State, next_state

@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
-from peer.sync.engine import arrivals, groups, points
-from peer.sync.engine.groups import CALL, JOIN, Matchmaker, NoGroup, Standing, rank
+from peer.sync.engine import arrivals, matchmaking, points
+from peer.sync.engine.groups import MAX_WAIT_SECONDS, Standing, parse_answer, rank
+from peer.sync.engine.matchmaking import CALL, JOIN, Matchmaker, NoGroup
 from peer.sync.engine.state import Head, better
 from peer.sync.engine.streams import Broken, Channel, PeerLost, Streams
 from tests.peer.sync.swarm_tools import ticket, until
@@ -250,8 +251,9 @@ def test_a_forged_announcement_is_refused(swarm):
 
 @pytest.mark.parametrize("claim", [float("nan"), float("inf"), -1e300, 1e300, "soon", None])
 def test_no_claim_about_time_makes_a_leader_wait_long(claim):
+    answer = {"coming": True, "ready_seconds": claim, "digest": "p", "samples": 0, "busy": False, "behind": False, "reason": ""}
     with contextlib.suppress(TypeError, ValueError):
-        assert 0 <= groups._seconds(claim) <= groups.MAX_WAIT_SECONDS
+        assert 0 <= parse_answer(answer).ready_seconds <= MAX_WAIT_SECONDS
 
 
 def test_garbage_in_answer_to_a_call_is_no_answer(swarm):
@@ -324,14 +326,14 @@ def test_who_is_a_state_behind_is_given_time_to_follow(swarm):
 
 
 def test_a_leader_that_is_stopped_costs_its_followers_a_few_beats(swarm, monkeypatch, caplog):
-    monkeypatch.setattr(groups, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(matchmaking, "BEAT_SECONDS", 0.2)
 
     async def scenario(nodes):
         leader, follower = sorted([Peer(await nodes.node()), Peer(await nodes.node())], key=lambda peer: rank("p", peer.id))
 
         async def stopped(channel: Channel) -> None:
             await channel.receive(seconds=60)
-            monkeypatch.setattr(groups, "ANSWER_SECONDS", 1.0)  # from now on: an answer to the call may take its time
+            monkeypatch.setattr(matchmaking, "ANSWER_SECONDS", 1.0)  # from now on: an answer to the call may take its time
             for _ in range(3):
                 await channel.send({"wait": True}, seconds=60)
                 await asyncio.sleep(0.2)
@@ -349,7 +351,7 @@ def test_a_leader_that_is_stopped_costs_its_followers_a_few_beats(swarm, monkeyp
 
 
 def test_a_leader_whose_trainer_stands_still_tells_its_followers(swarm, monkeypatch):
-    monkeypatch.setattr(groups, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(matchmaking, "BEAT_SECONDS", 0.2)
 
     async def scenario(nodes):
         leader, follower = await peers(nodes, 2)
@@ -364,8 +366,8 @@ def test_a_leader_whose_trainer_stands_still_tells_its_followers(swarm, monkeypa
 
 
 def test_a_leader_that_lives_and_never_leads_is_given_up(swarm, monkeypatch, caplog):
-    monkeypatch.setattr(groups, "BEAT_SECONDS", 0.2)
-    monkeypatch.setattr(groups, "JOIN_SECONDS", 0.5)
+    monkeypatch.setattr(matchmaking, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(matchmaking, "JOIN_SECONDS", 0.5)
 
     async def scenario(nodes):
         leader, follower = await peers(nodes, 2)

@@ -1,0 +1,381 @@
+"""Who averages with whom: every peer that is ready goes to the best ranked one it knows, and that one closes the group.
+
+A peer's rank is a hash of the parent state and its id: everybody computes the same order, no one is special for longer than a
+round, and since peers only ever join a better ranked one, nobody waits in a circle. A group closes at once when all who are
+expected came, declined or proved unreachable; no fixed matchmaking time is ever waited out. Whoever needs longer than the round is
+worth waiting for is left out, and comes with the same contribution into a later one.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from peer.sync.engine import points
+from peer.sync.engine.arrivals import Arrivals
+from peer.sync.engine.groups import (
+    MAX_WAIT_SECONDS,
+    Answer,
+    Group,
+    Standing,
+    Ticket,
+    parse_answer,
+    parse_group,
+    parse_head,
+    parse_ticket,
+    rank,
+)
+from peer.sync.engine.state import Head, better
+from peer.sync.engine.streams import Broken, Channel, PeerLost, Refused, Streams
+from swarm.tasks import end_tasks
+
+log = logging.getLogger(__name__)
+
+CALL, JOIN = "distributed-diffusion.call.1", "distributed-diffusion.join.1"
+ANSWER_SECONDS = 5.0
+BEAT_SECONDS = 3.0
+"""Whoever waits for a leader hears from it so often; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
+JOIN_SECONDS = 30.0
+"""A leader that lives but has not led for so long beyond its word and our patience is given up."""
+_MAX_REDIRECTS = 8
+_NOTICED_SECONDS = 1.0
+
+
+class NoGroup(Exception):
+    """No group came about; the reason is for the log. `silent`: the peers that did not answer at all."""
+
+    def __init__(self, reason: str, silent: Collection[str] = ()):
+        super().__init__(reason)
+        self.silent = frozenset(silent)
+
+
+@dataclass
+class _Open:
+    """A group that this peer leads or may come to lead: those who joined, each waiting for its answer."""
+
+    parent: str
+    waiting: dict[str, tuple[Ticket, asyncio.Future]] = field(default_factory=dict)
+    leader: str | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Matchmaker:
+    """Forms groups for one peer. `standing(peer)` says what it does, as far as that concerns `peer`; `heard(peer, head, ready)` is run
+    when `peer` says that it stands at `head`, ready to average onto it or not; whether we should rather fetch that state, it returns.
+
+    leads: whether others can dial this peer; max_samples: the most that one contribution may hold.
+    """
+
+    def __init__(
+        self,
+        peer_id: str,
+        streams: Streams,
+        standing: Callable[[str], Standing],
+        heard: Callable[[str, Head, bool], bool],
+        max_samples: int,
+        *,
+        leads: bool = True,
+    ):
+        self._peer_id, self._streams, self._standing, self._heard = peer_id, streams, standing, heard
+        self._max_samples, self._leads = max_samples, leads
+        self._arrivals = Arrivals()
+        self._open: _Open | None = None
+        self._announced: Group | None = None
+        """The group that this peer leads, until it is over."""
+
+    async def start(self) -> None:
+        await self._streams.serve(CALL, self._answer_call)
+        await self._streams.serve(JOIN, self._answer_join)
+
+    def over(self) -> None:
+        """The group that `form` returned has averaged, or failed to."""
+        self._announced = None
+
+    def moved(self) -> None:
+        """This peer's state has changed: whoever waits to average onto another one is told at once."""
+        if self._open is not None and self._open.parent != self._standing(self._peer_id).digest:
+            self._dismiss(self._open, {"error": "the group is closed"})
+            self._open = None
+
+    async def form(
+        self,
+        ticket: Ticket,
+        expected: dict[str, bool],
+        check: Callable[[Group], None] = lambda group: None,
+        *,
+        patience: float = MAX_WAIT_SECONDS,
+        behind_seconds: float = 0.0,
+    ) -> Group:
+        """A group for `ticket`, with as many of `expected` (peer -> whether it can lead) as come. Raises NoGroup.
+
+        check: may raise NoGroup when this peer leads; before the group is announced, so that nobody begins to average in vain.
+        patience: who needs more seconds than this to be ready is not waited for; behind_seconds: for how long those are waited for
+        that have to fetch our state first.
+
+        The group may be ours alone when everyone expected answered and none had anything to offer.
+        """
+        answers = await self._call_all(expected, ticket.parent)
+        await points.reached("called", self._peer_id)
+        silent = {peer for peer, answer in answers.items() if answer is None}
+        spoke = {peer: answer for peer, answer in answers.items() if answer is not None}
+        coming = {peer: answer.ready_seconds for peer, answer in spoke.items() if answer.coming and answer.ready_seconds <= patience}
+        leaders = {peer for peer in expected if expected[peer] and (peer in coming or (peer in spoke and spoke[peer].busy))}
+        _log_absent(spoke, coming)
+        for leader in self._before_us(ticket, leaders):
+            try:
+                seconds = MAX_WAIT_SECONDS if spoke[leader].busy else spoke[leader].ready_seconds + patience + JOIN_SECONDS
+                return await self._follow(leader, ticket, silent, min(seconds, MAX_WAIT_SECONDS))
+            except PeerLost as error:
+                log.info("not led by %s: %s", leader[-6:], error)
+                if not isinstance(error, Refused):
+                    silent.add(leader)
+                coming.pop(leader, None)
+        if silent and not ticket.reduces and not any(expected.values()):
+            raise NoGroup("no peer of this run can be dialled: one of them must open its port, or somebody run `dd-peer --assist`", silent)
+        behind = {peer for peer, answer in spoke.items() if answer.behind and behind_seconds}
+        if not ticket.reduces and (coming or behind):
+            raise NoGroup("every peer that others can dial is away, and this one cannot be dialled", silent)
+        alone_if_nobody_joins = not (
+            silent or leaders or any(answer.coming for answer in spoke.values() if answer.ready_seconds <= patience)
+        )
+        group, followers = await self._gather(ticket, coming, behind, behind_seconds, silent, alone_if_nobody_joins)
+        try:
+            if not group.members:
+                raise NoGroup("nobody who has samples came", silent)
+            check(group)
+        except NoGroup as error:
+            _tell(followers, {"error": str(error)})
+            raise
+        self._announced = group
+        _tell(followers, group.announcement())
+        return group
+
+    def _before_us(self, ticket: Ticket, leaders: Collection[str]) -> list[str]:
+        """Those of `leaders` that we should join, the best ranked first."""
+        ours = rank(ticket.parent, self._peer_id) if ticket.reduces else None
+        ranked = sorted((rank(ticket.parent, peer), peer) for peer in leaders)
+        return [peer for theirs, peer in ranked if ours is None or theirs < ours]
+
+    async def _call_all(self, peers: Collection[str], parent: str) -> dict[str, Answer | None]:
+        """Tell all that we are ready. Raises NoGroup when one of them has a better state, which is then being fetched."""
+        answers = dict(zip(peers, await asyncio.gather(*(self._call(peer, parent) for peer in peers)), strict=True))
+        for peer, answer in answers.items():
+            if answer is not None and self._heard(peer, answer.head, False):
+                raise NoGroup(f"{peer[-6:]} has a better state, {answer.head.digest[:8]}")
+        return answers
+
+    async def _call(self, peer: str, parent: str) -> Answer | None:
+        """Tell `peer` that we are ready; its answer, or None when there is none."""
+        try:
+            channel = await self._streams.open(peer, CALL)
+        except PeerLost as error:
+            log.info("no answer to a call: %s", error)
+            return None
+        with contextlib.closing(channel):
+            try:
+                await channel.send({"parent": parent, "samples": self._standing(self._peer_id).samples}, seconds=ANSWER_SECONDS)
+                answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
+                return parse_answer(answer)
+            except (PeerLost, KeyError, TypeError, ValueError) as error:
+                log.info("no answer to a call: %s", error)
+                return None
+
+    async def _follow(self, leader: str, ticket: Ticket, silent: set[str], seconds: float) -> Group:
+        self._redirect(ticket.parent, leader)
+        try:
+            for _ in range(_MAX_REDIRECTS):
+                try:
+                    answer = await self._join(leader, ticket, seconds)
+                except Broken as error:
+                    # Else the leader waits for us to come, and we for those who went to it.
+                    log.info("joining %s once more: %s", leader[-6:], error)
+                    answer = await self._join(leader, ticket, seconds)
+                if "leader" not in answer:
+                    group = parse_group(answer, ticket, leader, self._standing(self._peer_id), self._max_samples)
+                    return replace(group, silent=frozenset(silent))
+                onward = str(answer["leader"])
+                if onward in silent:
+                    # We know that one to be gone, and who points to it will notice as well.
+                    await asyncio.sleep(_NOTICED_SECONDS)
+                    continue
+                if onward == self._peer_id or rank(ticket.parent, onward) >= rank(ticket.parent, leader):
+                    raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it")
+                leader = onward
+                self._redirect(ticket.parent, leader)
+            raise PeerLost("sent on too often")
+        finally:
+            if self._open is not None:
+                self._open.leader = None
+
+    async def _join(self, leader: str, ticket: Ticket, seconds: float) -> dict[str, Any]:
+        """What `leader` says in the end: a group, or who leads instead. Raises PeerLost when it has not within `seconds`."""
+        channel = await self._streams.open(leader, JOIN)
+        with contextlib.closing(channel):
+            member = ticket.member
+            request = {"parent": ticket.parent, "number": member.number, "samples": member.samples, "reduces": ticket.reduces}
+            await channel.send(request, seconds=ANSWER_SECONDS)
+            answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
+            if "wait" in answer:
+                await points.reached("joined", self._peer_id)
+            until = asyncio.get_running_loop().time() + seconds
+            while "wait" in answer:
+                if asyncio.get_running_loop().time() >= until:
+                    raise PeerLost(f"{leader[-6:]} lives, but has not led within {seconds:.0f} s")
+                answer, _ = await channel.receive(seconds=BEAT_SECONDS + ANSWER_SECONDS)
+            return answer
+
+    async def _gather(
+        self,
+        ticket: Ticket,
+        coming: dict[str, float],
+        behind: Collection[str],
+        behind_seconds: float,
+        silent: set[str],
+        alone_if_nobody_joins: bool,
+    ) -> tuple[Group, list[asyncio.Future]]:
+        """Wait for those who are coming (peer -> seconds until it is ready) as long as each deserves by how late it came before.
+
+        Returns the group, and what its followers wait for.
+        """
+        book = self._book(ticket.parent)
+        book.leader = None
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        due = {peer: began + behind_seconds for peer in behind}
+        due |= {peer: began + min(ready + self._arrivals.grant(peer), MAX_WAIT_SECONDS) for peer, ready in coming.items()}
+        there: set[str] = set()
+        while True:
+            now = loop.time()
+            for peer in (set(coming) & set(book.waiting)) - there:
+                self._arrivals.came(peer, now - began - coming[peer])
+            there |= set(book.waiting)
+            missing = [until for peer, until in due.items() if peer not in book.waiting and until > now]
+            if not missing:
+                break
+            book.changed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(book.changed.wait(), max(missing) - now)
+        self._open = None
+        if not book.waiting and not alone_if_nobody_joins:
+            raise NoGroup(f"nobody came ({len(coming)} had promised to, {len(silent)} did not answer)", silent | set(coming))
+        late = set(coming) - set(book.waiting)
+        for peer in late:
+            self._arrivals.missed(peer)
+            log.info("closed without %s: it did not come within %.1f s", peer[-6:], due[peer] - began)
+        group = Group.of([ticket, *(joined for joined, _ in book.waiting.values())], silent | late)
+        return group, [answer for _, answer in book.waiting.values()]
+
+    async def _answer_call(self, channel: Channel) -> None:
+        request, _ = await channel.receive(seconds=ANSWER_SECONDS)
+        head = parse_head(request.get("parent"), request.get("samples", 0))
+        self._heard(channel.peer, head, True)
+        standing = self._standing(channel.peer)
+        ours = Head(standing.digest, standing.samples)
+        reason = "" if head == ours else f"it is at {ours.digest[:8]}, you average onto {head.digest[:8]}"
+        reason = reason or ("" if standing.has_samples else "it has nothing to average") or ("it is averaging" if standing.busy else "")
+        if reason:
+            log.info("does not come when %s calls: %s", channel.peer[-6:], reason)
+        answer = {
+            "coming": not reason,
+            "reason": reason,
+            "ready_seconds": standing.ready_seconds,
+            "busy": head == ours and standing.busy,
+            "behind": standing.has_samples and better(head, ours),
+            "digest": ours.digest,
+            "samples": ours.samples,
+        }
+        await channel.send(answer, seconds=ANSWER_SECONDS)
+
+    async def _answer_join(self, channel: Channel) -> None:
+        request, _ = await channel.receive(seconds=ANSWER_SECONDS)
+        standing = self._standing(channel.peer)
+        try:
+            ticket = parse_ticket(request, channel.peer, self._max_samples)
+            if reason := self._refusal(ticket, standing):
+                raise PeerLost(reason)
+        except PeerLost as error:
+            log.info("refused %s: %s", channel.peer[-6:], error)
+            raise
+        self._heard(channel.peer, Head(ticket.parent, standing.samples), True)
+        if self._announced is not None and self._announced.holds(ticket):
+            # Its stream broke before it heard so. Without it, all the others would wait for its parts in vain.
+            return await channel.send(self._announced.announcement(), seconds=ANSWER_SECONDS)
+        book = self._book(ticket.parent)
+        if book.leader is not None:
+            return await channel.send({"leader": book.leader}, seconds=ANSWER_SECONDS)
+        answer = asyncio.get_running_loop().create_future()
+        self._replace(book, channel.peer, (ticket, answer))
+        try:
+            await channel.send(await self._answer_unless_gone(ticket, answer, channel), seconds=ANSWER_SECONDS)
+        finally:
+            if book.waiting.get(channel.peer, (None, None))[1] is answer:
+                del book.waiting[channel.peer]
+
+    @staticmethod
+    def _replace(book: _Open, peer: str, entry: tuple[Ticket, asyncio.Future]) -> None:
+        if peer in book.waiting and not book.waiting[peer][1].done():
+            book.waiting[peer][1].set_result({"error": "joined once more"})
+        book.waiting[peer] = entry
+        book.changed.set()
+
+    async def _answer_unless_gone(self, ticket: Ticket, answer: asyncio.Future, channel: Channel) -> dict[str, Any]:
+        """Our word to a joiner, which hears meanwhile that we live. Raises PeerLost when one of us cannot be in a group any more.
+
+        A joiner says nothing while it waits: when its stream speaks or ends, it is gone, and must not be in the group.
+        """
+        gone = asyncio.create_task(channel.receive(seconds=MAX_WAIT_SECONDS))
+        try:
+            while not answer.done():
+                await channel.send({"wait": True}, seconds=ANSWER_SECONDS)
+                await asyncio.wait({answer, gone}, timeout=BEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                reason = "went away" if gone.done() else self._refusal(ticket, self._standing(channel.peer))
+                if reason and not answer.done():
+                    raise PeerLost(reason)
+            return answer.result()
+        finally:
+            await end_tasks(gone)
+
+    def _refusal(self, ticket: Ticket, standing: Standing) -> str:
+        if ticket.parent != standing.digest:
+            return f"it averages onto {ticket.parent[:8]}, this peer is at {standing.digest[:8]}"
+        if not self._leads:
+            return "this peer cannot be dialled and leads nobody"
+        if not standing.has_samples:
+            return "this peer has nothing to average with it yet"
+        if not ticket.assists and ticket.member.number <= standing.included.get(ticket.member.peer, 0):
+            return f"its contribution {ticket.member.number} is in the state already"
+        if ticket.reduces and rank(ticket.parent, ticket.member.peer) < rank(ticket.parent, self._peer_id):
+            return "it ranks before this peer and should lead itself"
+        return ""
+
+    def _book(self, parent: str) -> _Open:
+        if self._open is None or self._open.parent != parent:
+            if self._open is not None:
+                self._dismiss(self._open, {"error": "the group is closed"})
+            self._open = _Open(parent)
+        return self._open
+
+    def _redirect(self, parent: str, leader: str) -> None:
+        book = self._book(parent)
+        book.leader = leader
+        self._dismiss(book, {"leader": leader})
+
+    @staticmethod
+    def _dismiss(book: _Open, answer: dict[str, Any]) -> None:
+        _tell([waiting for _, waiting in book.waiting.values()], answer)
+
+
+def _tell(waiting: Collection[asyncio.Future], answer: dict[str, Any]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(answer)
+
+
+def _log_absent(spoke: Mapping[str, Answer], coming: Collection[str]) -> None:
+    absent = [
+        f"{peer[-6:]} ({answer.reason or f'ready in {answer.ready_seconds:.0f} s'})" for peer, answer in spoke.items() if peer not in coming
+    ]
+    if absent:
+        log.info("not waiting for %s", ", ".join(absent))
