@@ -270,7 +270,6 @@ def test_peers_of_unlike_precision_train_one_model(swarm):
     assert {name: peer.members() for name, peer in peers.items()} == dict.fromkeys(kinds, 3)
     assert len({peer.rounds()[-1]["digest"] for peer in peers.values()}) == 1
     assert ["autocast=bf16" in peer.text() for peer in peers.values()] == [False, True, True]
-    assert all(line["how"] != "fetched" for peer in peers.values() for line in peer.rounds()[:1]), "all have the base model"
     results = [unet_of(peer.folder / "model") for peer in peers.values()]
     assert digest_model(peers["single"].folder / "model") == digest_model(peers["autocast"].folder / "model")
     for name, tensor in unet_of(swarm.model).items():
