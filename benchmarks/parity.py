@@ -103,21 +103,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="four peers, too: about half an hour")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="train everything N times, each time with another seed [1]")
+    parser.add_argument("--sync", choices=tuple(SWARMS), help="this strategy alone, without speedup")
     args = parser.parse_args()
     quickstart.quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         base = Path(folder)
         exact = {str(peers): gradients(peers, base / f"gradients-{peers}") for peers in (2, 4)}
         quickstart.prepare(base)
-        runs = [run for repeat in range(args.repeats) for run in plan(args.full, repeat)]
+        runs = [run for repeat in range(args.repeats) for run in plan(args.full, repeat, args.sync)]
         train(base, runs)
         learned = judge_all(base, runs)
     report(learned, exact)
 
 
-def plan(full: bool, repeat: int = 0) -> Iterator[Run]:
-    seed, batches = 42 + repeat, {16, 32}
-    for strategy, (batch, settings) in SWARMS.items():
+def plan(full: bool, repeat: int = 0, only: str | None = None) -> Iterator[Run]:
+    """only: the strategy to try; then without the small batches at which one machine may be the soonest."""
+    seed, batches = 42 + repeat, set() if only else {16, 32}
+    for strategy in [only] if only else SWARMS:
+        batch, settings = SWARMS[strategy]
         for peers in (2, 4) if full else (2,):
             run = Run(f"{strategy}/{peers}", peers, batch, {"sync": strategy, "seed": seed, "learning_rate": RATE, **settings})
             batches.add(run.global_batch)

@@ -39,6 +39,11 @@ def test_every_swarm_has_its_one_machine_with_the_same_global_batch_at_both_rate
     assert len({parity.slug(run) for run in runs}) == len(runs)
 
 
+def test_one_strategy_alone_is_compared_with_the_one_machine_of_its_global_batch_only():
+    swarm, *alone = parity.plan(False, only="diloco")
+    assert swarm.name == "diloco/2" and [run.batch for run in alone] == [swarm.global_batch] * 2
+
+
 def test_a_swarm_s_global_step_is_a_round_and_one_machine_s_a_batch():
     swarm, alone = (next(run for run in parity.plan(False) if bool(run.peers) is peers) for peers in (True, False))
     assert swarm.flags()[-4:] == ["--checkpointing_steps", "4", "--checkpoints_total_limit", "1000"]
