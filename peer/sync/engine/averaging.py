@@ -10,7 +10,6 @@ more than one part.
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from peer.sync.engine import points
-from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, square_norm
+from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, square_norm
 from peer.sync.engine.groups import Group
 from peer.sync.engine.streams import CONNECT_SECONDS, Channel, PeerLost, Streams
 from peer.sync.engine.vectors import Reused
@@ -31,6 +30,8 @@ REDUCE = "distributed-diffusion.reduce.3"
 PART_SECONDS = 30.0
 _WINDOW = 8
 _SLOWEST_BYTES_PER_SECOND = 125_000
+_LARGEST_SQUARE = 2.0**1000
+"""Of a part: no sum of a state's 3,280 parts (SD 1.5) overflows, and float32's largest values stay far below."""
 _KNOWN_SOON_SECONDS = 10.0
 COME_SECONDS = 15.0
 """Every member has dialled every reducer by then, or it died after the group was closed and nobody need wait longer."""
@@ -102,7 +103,7 @@ class Averager:
                 self._reductions.pop(group.id, None)
             await end_tasks(*tasks)
         run.traffic.seconds = time.monotonic() - began
-        return Mean(run.result, sum(run.squares), run.traffic)
+        return Mean(run.result, add_up(run.squares), run.traffic)
 
     async def _reduce_own(self, reduction: "_Reduction", run: "_Run") -> None:
         if run.mine is not None:
@@ -301,7 +302,7 @@ async def _receive(channel: Channel, part: Part, room: Tensor, seconds: float, *
 
 def _square(header: dict, peer: str) -> float:
     square = header.get("square")
-    if not isinstance(square, float) or not math.isfinite(square) or square < 0:
+    if not isinstance(square, float) or not 0 <= square <= _LARGEST_SQUARE:
         raise PeerLost(f"{peer[-6:]} sent {str(square)[:40]} for a sum of squares")
     return square
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, square_norm
+from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, add_up, square_norm
 from peer.sync.engine.vectors import BIG_ELEMENTS, Flat, Reused, Schema, SharedBuffer, flatten
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import shared_copy
@@ -149,6 +149,11 @@ def test_encoding_by_parts_and_twice_gives_the_same_bytes(name, sizes, seed):
     assert (
         float((decoded - vector).abs().max()) <= {"fp32": 0, "fp16": scale * 2**-11, "int8": scale / 127 / 2, "int4": scale / 7 / 2}[name]
     )
+
+
+def test_sums_of_squares_are_rounded_once_in_every_python():
+    # `sum` gives 1.0 before Python 3.12.
+    assert add_up([1.0, 2**-53, 2**-53]) == add_up([2**-53, 1.0, 2**-53]) == 1 + 2**-52
 
 
 @pytest.mark.parametrize("name", WIRES)
