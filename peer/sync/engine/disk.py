@@ -91,7 +91,8 @@ class StateStore:
 
     def _files(self) -> list[Path]:
         """The best first. A branch that lost may have had more rounds; by rounds, its files would push out the better ones."""
-        return sorted(self.folder.glob("samples-*.state"), reverse=True)
+        by_digest = sorted(self.folder.glob("samples-*.state"), key=lambda path: path.stem[-12:])
+        return sorted(by_digest, key=lambda path: path.stem[: len("samples-") + 16], reverse=True)  # of as many samples: the smaller digest
 
 
 def read_state(path: Path, num_bytes: int) -> State:

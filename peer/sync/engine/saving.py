@@ -1,6 +1,7 @@
 """Writing each state to disk in the background, the newest only, and since when which one is there."""
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,7 +31,12 @@ class Saver:
         self._may_begin, self._peer = may_begin, peer
         self._next: State | None = None
         self._writing: asyncio.Task | None = None
-        self._saved: deque[tuple[str, float]] = deque([(state.digest, clock())] if state.header.round else [], maxlen=16)
+        self._saved: deque[tuple[str, float]] = deque(maxlen=16)
+        if (found := store.open(state.digest)) is not None:
+            with contextlib.closing(found[0]):
+                self._saved.append((state.digest, clock()))
+        elif state.header.round:
+            self._next = state  # the trainer's, or one just fetched: whoever had it may never have come to write it
 
     def want(self, state: State) -> None:
         """Save `state` when the state before is written; one that waits is replaced."""

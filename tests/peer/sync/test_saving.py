@@ -52,6 +52,20 @@ def test_leaving_while_a_state_is_written_waits_for_that_and_writes_no_second_ti
     asyncio.run(scenario())
 
 
+def test_a_state_that_was_handed_over_is_written_if_it_is_not_there_yet(tmp_path):
+    async def scenario():
+        store, state = StateStore(tmp_path), a_state()
+        saver = Saver(store, state, lambda: None, lambda error: None)
+        assert not saver.on_disk(), "nobody has written it here"
+        forever = asyncio.create_task(saver.save_forever())
+        await until(lambda: state.digest in saver.on_disk())
+        await end_tasks(forever)
+        assert store.load("run", "schema", state.buffer.num_bytes).digest == state.digest
+        assert Saver(store, state, lambda: None, lambda error: None).on_disk() == {state.digest}
+
+    asyncio.run(scenario())
+
+
 def test_a_state_is_not_written_before_its_time_and_then_the_newest_one(tmp_path):
     async def scenario():
         store, first, allowed, asked = SlowStore(tmp_path), a_state(), asyncio.Event(), []

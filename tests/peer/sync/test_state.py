@@ -159,6 +159,15 @@ def test_a_better_branch_with_fewer_rounds_is_not_pushed_out_by_the_branch_that_
     assert load(store).digest == winner.digest
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_two_stored_states_with_as_many_samples_the_better_one_is_read(tmp_path, turned):
+    store, base = StateStore(tmp_path), state_of(torch.zeros(10))
+    siblings = [next_state(base, [[torch.full((10,), value)]], [Member("a", 1, 8)]) for value in (1.0, 2.0)]
+    for state in sorted(siblings, key=lambda state: state.digest, reverse=turned):
+        store.save(state)
+    assert load(store).digest == min(state.digest for state in siblings)
+
+
 def test_a_full_disk_is_one_line_and_leaves_the_older_states_intact(tmp_path):
     """The limit on a file's size stands for the full disk: the same code path, without mounting one."""
     store, states = saved(tmp_path / "states", rounds=1)
