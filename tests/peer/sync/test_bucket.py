@@ -31,10 +31,25 @@ def test_no_more_goes_through_than_the_limit_however_the_messages_are_cut():
         for size in [100, 300_000, 1, 256 << 10, 50_000] * 20:
             await bucket.take(size)
             sent += size
-            # One megabyte a second, a tenth of one at once, and the message that is on its way.
-            assert sent <= 1e6 * clock.now + 1e5 + size + 1
-        await bucket.take(0)
+            # One megabyte a second, a tenth of one at once, the large message that is on its way, and short ones after it.
+            assert sent <= 1e6 * clock.now + 1e5 + 300_000 + 200
+        await bucket.take(50_000)  # waits until those before are paid for
         assert sent == pytest.approx(1e6 * clock.now + 1e5)
+
+    asyncio.run(scenario())
+
+
+def test_a_short_word_does_not_wait_behind_pieces_of_downloads_but_is_paid_for():
+    async def scenario():
+        clock = Clock()
+        bucket = Bucket(1.0, clock, clock.sleep)
+        for _ in range(2):
+            await bucket.take(256 << 10)
+        began = clock.now
+        await bucket.take(4096)
+        assert clock.now == began
+        await bucket.take(256 << 10)
+        assert clock.now == pytest.approx((2 * (256 << 10) + 4096) / 125_000 - 0.1)
 
     asyncio.run(scenario())
 
@@ -79,7 +94,7 @@ def test_all_streams_of_a_peer_share_one_limit(tmp_path):
                 channel.close()
             for _ in channels:
                 await ended.acquire()
-        await bucket.take(0)
+        await bucket.take(50_000)
         assert sent > 1_200_000 and sent == pytest.approx(1e6 * clock.now + 1e5)
 
     asyncio.run(scenario())
