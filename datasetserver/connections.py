@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import resource
 import socket
 import ssl
 from collections import Counter
@@ -16,6 +15,7 @@ from datasetserver import answers
 from datasetserver.limits import subject
 from datasetserver.metrics import Metrics
 from swarm.errors import UserError
+from swarm.files import raise_open_limit
 
 log = logging.getLogger(__name__)
 HEAD_SECONDS = 30.0
@@ -79,13 +79,8 @@ async def drain(server: asyncio.AbstractServer, runner: web.AppRunner, seconds: 
 
 
 def _room_for_files() -> int:
-    """Raise the number of files that this process may open to what the system allows; returns how many connections that leaves."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(65_536, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return max(16, (min(soft, 65_536) if soft != resource.RLIM_INFINITY else 65_536) - _SPARE_FILES) // 3  # a shard on its way: 3 files
+    """How many connections there is room for."""
+    return max(16, raise_open_limit() - _SPARE_FILES) // 3  # a shard on its way: 3 files
 
 
 class Open:

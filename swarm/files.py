@@ -1,10 +1,13 @@
-"""Writing that survives a power cut, and folders that one process has for itself."""
+"""Writing that survives a power cut, folders that one process has for itself, and how many files it may open."""
 
 import fcntl
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import TextIO
+
+_MOST_OPEN = 65_536
 
 
 def flush(path: Path) -> None:
@@ -26,6 +29,15 @@ def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         os.fsync(file.fileno())
     os.replace(part, path)
     flush(path.parent)
+
+
+def raise_open_limit() -> int:
+    """Let this process open as many files as the system allows it, up to 65,536; returns how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _MOST_OPEN if hard == resource.RLIM_INFINITY else min(_MOST_OPEN, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 def lock_folder(folder: Path) -> TextIO:

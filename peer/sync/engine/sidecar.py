@@ -31,6 +31,7 @@ from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode, parse_maddrs
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
+from swarm.files import raise_open_limit
 from swarm.life import answer_with_stacks
 from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
@@ -105,6 +106,7 @@ def main(descriptor: int) -> int:
     die_with_parent(signal.SIGTERM)
     answer_with_stacks()
     torch.set_num_threads(1)
+    raise_open_limit()  # every other peer may have 16 streams here, and 1,024 files are all that many systems allow at first
     port = inherited(descriptor)
     try:
         kind, values, buffers = port.receive(START_SECONDS) or ("", {}, [])

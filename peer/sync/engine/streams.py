@@ -141,19 +141,23 @@ class Streams:
             # Not `call_binary_stream_handler`: it leaves the connection to p2pd open for good whenever the dial fails (seen).
             reader, writer = await asyncio.open_unix_connection(self._node.p2p.daemon_listen_maddr["unix"])
             await asyncio.wait_for(_dial(reader, writer, peer, name), CONNECT_SECONDS)
+            return Channel(peer, Pipe(reader, writer), self._upload)
         except BaseException as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
             if writer is not None:
                 writer.close()
             if not isinstance(error, Exception):
                 raise
             raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
-        return Channel(peer, Pipe(reader, writer), self._upload)
 
     async def serve(self, name: str, handler: Handler) -> None:
         """Answer streams called `name`; a handler's PeerLost ends its stream, telling the other end why."""
 
         async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            channel = Channel(info.peer_id.to_base58(), Pipe(reader, writer), self._upload)
+            try:
+                channel = Channel(info.peer_id.to_base58(), Pipe(reader, writer), self._upload)
+            except OSError as error:  # no descriptor is left
+                log.warning("%s from %s failed: %s", name, info.peer_id.to_base58()[-6:], error)
+                return writer.close()
             self._serving[task := asyncio.current_task()] = channel.peer
             try:
                 if list(self._serving.values()).count(channel.peer) > _STREAMS_PER_PEER:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import math
 import struct
 
@@ -9,6 +10,7 @@ import msgpack
 import pytest
 
 from peer.sync.engine import streams as streams_module
+from peer.sync.engine.pipe import Pipe
 from peer.sync.engine.streams import Channel, PeerLost, Refused, Streams
 from tests.peer.sync.swarm_tools import open_descriptors, until
 
@@ -200,6 +202,35 @@ def test_a_dial_that_fails_leaves_no_connection_behind(swarm):
             with pytest.raises(PeerLost, match="cannot be reached"):
                 await streams.open(STRANGER, "test.1")
         await until(lambda: open_descriptors() <= before + 1)
+
+    swarm(scenario)
+
+
+@pytest.mark.parametrize("where", ["at the caller", "at the server"])
+def test_a_process_that_may_open_no_more_files_loses_a_stream_and_nothing_else(swarm, monkeypatch, where):
+    async def scenario(nodes):
+        (server, server_streams), (_, client) = await nodes.streams(2)
+
+        async def greet(channel):
+            await channel.send({"hello": 1}, seconds=60)
+
+        await server_streams.serve("test.1", greet)
+        us, refused = asyncio.current_task(), []
+
+        def pipe(reader, writer):
+            if not refused and (asyncio.current_task() is us) == (where == "at the caller"):
+                refused.append(writer)
+                raise OSError(errno.EMFILE, "Too many open files")
+            return Pipe(reader, writer)
+
+        monkeypatch.setattr(streams_module, "Pipe", pipe)
+        with pytest.raises(PeerLost, match="Too many open files" if where == "at the caller" else "says nothing"):
+            channel = await client.open(server.peer_id, "test.1")
+            await channel.receive(seconds=60)
+        assert refused[0].is_closing()
+        channel = await client.open(server.peer_id, "test.1")
+        assert await channel.receive(seconds=60) == ({"hello": 1}, b"")
+        channel.close()
 
     swarm(scenario)
 
