@@ -11,6 +11,7 @@ from torch import Tensor
 from peer.contracts import Member
 from peer.sync.engine.codec import Wire, check_finite
 from peer.sync.engine.state import State, hash_chunks, mean_digest, next_state
+from peer.sync.engine.vectors import SharedBuffer
 from swarm.run_config import RunConfig
 
 
@@ -44,11 +45,19 @@ class Strategy(Protocol):
         ...
 
 
-def advance(parent: State, members: Iterable[Member], mean: Tensor, square_norm: float, strategy: Strategy, wire: Wire) -> State:
+def advance(
+    parent: State,
+    members: Iterable[Member],
+    mean: Tensor,
+    square_norm: float,
+    strategy: Strategy,
+    wire: Wire,
+    into: SharedBuffer | None = None,
+) -> State:
     """The state after the round whose encoded mean is `mean`, (num_bytes,) uint8; square_norm: as its reducers worked it out.
 
-    Part by part, so that besides the two states no float vector of their size exists. Raises ValueError when the mean or the new state
-    is not finite.
+    Part by part, so that besides the two states no float vector of their size exists; with `into` the parent's own memory, not even two
+    states. Raises ValueError when the mean or the new state is not finite.
     """
     info = RoundInfo(parent.header.round + 1, parent.header.samples, math.sqrt(square_norm))
     old = parent.vectors(wire.size)
@@ -60,7 +69,7 @@ def advance(parent: State, members: Iterable[Member], mean: Tensor, square_norm:
                 check_finite(vector)
             yield values
 
-    return next_state(parent, pieces(), members, mean_digest(square_norm, hash_chunks(mean)))
+    return next_state(parent, pieces(), members, mean_digest(square_norm, hash_chunks(mean)), into)
 
 
 def load_strategy(path: str, run: RunConfig) -> Strategy:

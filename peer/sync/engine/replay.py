@@ -26,6 +26,7 @@ from peer.sync.engine.averaging import Mean
 from peer.sync.engine.download import ANSWER_SECONDS, Download, Lied, Manifest, split_hashes
 from peer.sync.engine.state import ANCESTORS_KEPT, CHUNK_BYTES, HASH_BYTES, BadState, Header, State, hash_chunks, mean_digest
 from peer.sync.engine.streams import Streams
+from peer.sync.engine.vectors import SharedBuffer
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +170,10 @@ class MeanOf:
         return Mean(self._encoded, self._square_norm)
 
 
+Step = Callable[[State, Mean, Sequence[Member], SharedBuffer | None], State]
+"""What every peer does to a state with a round's mean and members; the last: memory for what it makes, which may be that state's."""
+
+
 class Replay:
     """From `ours` to the state that `manifest` is of. `downloads`: of the means, the last one under way; `stepping`: while one is applied."""
 
@@ -178,10 +183,10 @@ class Replay:
         manifest: Manifest,
         digest: str,
         num_bytes: int,
-        step: Callable[[State, Mean, Sequence[Member]], State],
+        step: Step,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """num_bytes: of each mean. step: what every peer does to a state with a round's mean and members; may raise ValueError."""
+        """num_bytes: of each mean. step: may raise ValueError."""
         chain = [digest, *manifest.header.parents]
         self.ours, self._num_bytes, self._step, self._clock = ours, num_bytes, step, clock
         kept = rounds_kept(ours.buffer.num_bytes, num_bytes)
@@ -198,8 +203,9 @@ class Replay:
             self.downloads.append(Download(content, holders, self._clock))
             await self.downloads[-1].run(streams)
             mean, self.stepping = content.mean(), True
+            into = state.buffer if state is not self.ours else None  # of three states at once one is more than was counted
             try:
-                state = await asyncio.get_running_loop().run_in_executor(None, self._step, state, mean, content.members)
+                state = await asyncio.get_running_loop().run_in_executor(None, self._step, state, mean, content.members, into)
             except ValueError as error:
                 raise BadState(str(error)) from None
             finally:

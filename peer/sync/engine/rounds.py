@@ -19,6 +19,7 @@ from peer.sync.engine.outer import Strategy, advance
 from peer.sync.engine.state import Head, State
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.trainer import Offer
+from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.run_config import RunConfig
@@ -136,9 +137,9 @@ class Rounds:
         if group.samples <= sum(outside.values()):
             raise NoGroup(f"the group holds {group.samples} samples, {sum(outside.values())} wait elsewhere", group.silent | set(outside))
 
-    def step(self, parent: State, mean: Mean, members: Collection[Member]) -> State:
-        """What the round with that mean makes of `parent`. Raises ValueError."""
-        return advance(parent, members, mean.encoded, mean.square_norm, self._strategy, self.wire)
+    def step(self, parent: State, mean: Mean, members: Collection[Member], into: SharedBuffer | None = None) -> State:
+        """What the round with that mean makes of `parent`, in the memory of `into`, which may be the parent's. Raises ValueError."""
+        return advance(parent, members, mean.encoded, mean.square_norm, self._strategy, self.wire, into)
 
     async def _outer_step(self, parent: State, group: Group, mean: Mean) -> Round:
         began = self._clock()

@@ -128,12 +128,15 @@ def first_state(run: str, schema: str, anchor: Tensor, slots: int) -> State:
     return State(Header(run=run, schema=schema), buffer)
 
 
-def next_state(state: State, pieces: Iterable[Sequence[Tensor]], members: Iterable[Member], mean: str = "") -> State:
+def next_state(
+    state: State, pieces: Iterable[Sequence[Tensor]], members: Iterable[Member], mean: str = "", into: SharedBuffer | None = None
+) -> State:
     """The state after one round: new tensors, and a header that names the parent and the mean that led from it to here.
 
-    pieces: the vectors [anchor, *outer tensors] in consecutive slices, each written as soon as it comes.
+    pieces: the vectors [anchor, *outer tensors] in consecutive slices, each written as soon as it comes. into: the memory to take, which
+    may be that of `state` where it is needed no more.
     """
-    buffer, at = SharedBuffer(state.buffer.num_bytes), 0
+    buffer, at = into or SharedBuffer(state.buffer.num_bytes), 0
     for piece in pieces:
         end, targets = at + piece[0].numel(), buffer.floats().view(len(piece), -1)
         for target, vector in zip(targets, piece, strict=True):

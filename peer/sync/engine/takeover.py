@@ -3,17 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from peer.contracts import Member
-from peer.sync.engine.averaging import Mean
 from peer.sync.engine.download import Download, Lied, Manifest, ask_manifest
-from peer.sync.engine.replay import MeanStore, Replay
+from peer.sync.engine.replay import MeanStore, Replay, Step
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State, better
 from peer.sync.engine.streams import PeerLost, Refused, Streams
 from peer.sync.engine.vectors import SharedBuffer
@@ -69,10 +67,10 @@ class WholeState:
 
 @dataclass
 class Replaying:
-    """What it takes to repeat rounds. num_bytes: of an encoded mean; step: what every peer does to a state with a round's mean and members."""
+    """What it takes to repeat rounds. num_bytes: of an encoded mean."""
 
     num_bytes: int
-    step: Callable[[State, Mean, Sequence[Member]], State]
+    step: Step
     means: MeanStore
 
 
@@ -138,6 +136,9 @@ class Takeover:
         now = self._clock()
         if self._fetch is not None and not self._fetch.task.done() and now - self._fetch.last_progress(now) >= STALLED_SECONDS:
             self._give_up(self._fetch, "it stalled")
+        if self._fetch is not None and not self._fetch.task.done() and not better(self._fetch.head, Head.of(ours)):
+            log.info("fetching state=%s no more: ours is better by now", self._fetch.head.digest[:8])
+            self._drop(self._fetch)
         if self._partial is not None and now - self._partial.progressed > PARTIAL_SECONDS:
             self._partial = None
         wanted: dict[Head, set[str]] = {}
@@ -210,11 +211,14 @@ class Takeover:
             await end_tasks(self._fetch.task)
             self._fetch = None
 
-    def _give_up(self, fetch: _Fetch, reason: str) -> None:
+    def _drop(self, fetch: _Fetch) -> None:
         fetch.task.cancel()
         fetch.download.closed = True  # what still comes is not written over what the next one brings
         self._fetch = None
         self._keep(fetch.download)
+
+    def _give_up(self, fetch: _Fetch, reason: str) -> None:
+        self._drop(fetch)
         self._punish(fetch, PeerLost(reason))
 
     def _keep(self, download: Download) -> None:

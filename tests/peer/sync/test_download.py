@@ -328,6 +328,26 @@ def test_a_liar_is_avoided_for_a_while_although_the_download_succeeded(swarm):
     swarm(scenario)
 
 
+def test_a_download_that_is_not_better_any_more_makes_room_for_one_that_is(swarm):
+    async def scenario(nodes):
+        base, new = two_states()
+        slow, script = await scripted(nodes, base)
+        script.go_on.clear()
+        quick, _ = await scripted(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        chaser = Takeover(streams, lambda state: "", Clock())
+        chaser.consider([(Head("f" * 64, 3), slow)], base)
+        assert chaser.signers
+        ours = next_state(base, [[torch.ones(SIZE)]], [Member("b", 1, 5)])
+        chaser.consider([(Head("f" * 64, 3), slow), (Head(new.digest, 7), quick)], ours)
+        assert (await ended(chaser)).digest == new.digest
+        chaser.consider([(Head("e" * 64, 9), slow)], new)
+        assert chaser.signers, "it did nothing wrong"
+        await chaser.close()
+
+    swarm(scenario)
+
+
 def test_a_partial_download_does_not_stay_in_memory_for_ever(swarm):
     async def scenario(nodes):
         base, new = two_states()

@@ -22,16 +22,16 @@ SIZE = 5 * CHUNK_BYTES // 8 + 5  # a state of six chunks (two vectors), a mean o
 MEAN_BYTES = SIZE * 4
 
 
-def step(state: State, mean: Mean, members) -> State:
+def step(state: State, mean: Mean, members, into=None) -> State:
     """Like `gradients`: what it does depends on the mean's norm, and an outer tensor remembers."""
     anchor, slot = state.vectors(SIZE)
     slot = slot * 0.5 + mean.encoded.view(torch.float32) / math.sqrt(mean.square_norm)
-    return next_state(state, [[anchor - 0.1 * slot, slot]], members, mean_digest(mean.square_norm, hash_chunks(mean.encoded)))
+    return next_state(state, [[anchor - 0.1 * slot, slot]], members, mean_digest(mean.square_norm, hash_chunks(mean.encoded)), into)
 
 
-def other_step(state: State, mean: Mean, members) -> State:
+def other_step(state: State, mean: Mean, members, into=None) -> State:
     """Another arithmetic than everybody else's."""
-    return step(state, Mean(mean.encoded, mean.square_norm * 2), members)
+    return step(state, Mean(mean.encoded, mean.square_norm * 2), members, into)
 
 
 def rounds(count: int) -> tuple[list[State], list[Mean]]:
@@ -72,7 +72,14 @@ def test_who_missed_a_round_or_two_repeats_them(swarm, missed):
         states, means = rounds(3)
         pair = [await giver(nodes, states, means) for _ in range(2)]
         ((_, streams),) = await nodes.streams(1)
-        state, _, told = await taken(nodes, streams, states[3 - missed], states[3], [one.node.peer_id for one in pair])
+        taken_over = []
+
+        def counted_step(state, mean, members, into):
+            taken_over.append(into is state.buffer)
+            return step(state, mean, members, into)
+
+        state, _, told = await taken(nodes, streams, states[3 - missed], states[3], [one.node.peer_id for one in pair], counted_step)
+        assert taken_over == [False, True][:missed], "besides ours there is one state at a time"
         assert same(state, states[3])
         assert told["replayed"] == missed
         assert missed * MEAN_BYTES <= told["bytes"] <= 2 * missed * MEAN_BYTES  # a late chunk may come twice
