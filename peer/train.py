@@ -223,7 +223,7 @@ class Trainer:
         self.sync.rest(False)
         self.feed.rest(False)
         self.alive("training")
-        return self._follow(report)
+        return self._follow(self.sync.step(0))
 
     def _leave(self) -> None:
         report = self._settle(self.sync.leave())
@@ -233,6 +233,7 @@ class Trainer:
     def _settle(self, report: SyncReport) -> SyncReport:
         """Tell the source what became of our samples; a contribution that it refuses is withdrawn, and the answer to that returned."""
         if report.frozen is not None and not self.group.broadcast_object(self.accounts.register(report.frozen)):
+            self.accounts.apply(report)
             report = self.sync.withdraw(report.frozen)
         self.accounts.apply(report)
         return report

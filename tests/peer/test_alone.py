@@ -349,6 +349,31 @@ def test_a_contribution_whose_lease_was_lost_is_withdrawn_and_its_samples_are_gi
     assert not done.trainer.accounts._contributions
 
 
+def test_what_a_report_says_besides_a_contribution_that_is_refused_is_heard(start):
+    trainer = start(sync=Gradients()).trainer
+    accounts, source, settled, back = trainer.accounts, trainer.accounts._source, [], []
+    source.acknowledge, source.give_back = settled.extend, back.extend
+    accounts._contributions, accounts._open = {1: ["a"]}, ["b"]
+
+    def refuse(number, keys):
+        raise LeaseLost(number, "expired")
+
+    source.register = refuse
+    trainer._settle(SyncReport(frozen=2, settled=(1,)))
+    assert (settled, back) == (["a"], ["b"])
+
+
+def test_the_last_report_of_a_rest_is_followed_once(start):
+    sync = Gradients()
+    trainer = start(sync=sync).trainer
+    rests, reports, registered = iter([True]), iter([SyncReport(frozen=1)]), []
+    trainer.resting = lambda: next(rests, False)
+    sync.rest = lambda resting: None
+    sync.step = lambda samples, loss=None: next(reports, SyncReport())
+    trainer.accounts.register = lambda number: registered.append(number) or True
+    assert not trainer._rest() and registered == [1]
+
+
 def test_the_gradients_handed_over_add_up_to_those_of_the_whole_round_at_once(start):
     """Neither clipped nor divided: what three steps hand over is the gradient of the sum over all twelve samples."""
     sync = Gradients()

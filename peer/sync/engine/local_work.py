@@ -3,6 +3,7 @@
 The rule kept here: every sample trained is in the state, waiting to be, or given back, and exactly one of the three.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from peer.sync.engine.vectors import Flat, SharedBuffer
 REBASED_ANCESTORS = 8
 """A contribution made from the state itself or one of so many ancestors moves along with the anchor; an older one is dropped. So a peer
 whose step takes as long as several rounds of the others has a part in the swarm: its work is old then, but weighs little."""
+_SETTLED_KEPT = 64
 OPEN = 0
 """Stands for the samples that are in no contribution yet, where numbers of contributions are reported."""
 
@@ -61,6 +63,7 @@ class LocalWork:
         self.frozen: Frozen | None = None
         self.included: dict[int, int] = {}
         """Contributions of ours in a state that is not settled yet, and that state's round."""
+        self._settled: deque[tuple[str, int]] = deque(maxlen=_SETTLED_KEPT)
         self._spare: SharedBuffer | None = None
         """Of a contribution that came into a state: nobody reads it any more."""
         self._sums: Params = {}
@@ -144,9 +147,18 @@ class LocalWork:
         self._move(self.state, self.state, self.frozen.encoded.bytes())
         self.frozen = None
 
-    def settle(self, round: int) -> list[int]:
-        """The state of `round` is settled: our contributions that came into it or one before are done with."""
-        done = [number for number, included in self.included.items() if included <= round]
+    def settle(self, digest: str, round: int) -> None:
+        """The state named `digest`, of `round`, is settled."""
+        self._settled.append((digest, round))
+
+    def take_done(self) -> list[int]:
+        """Our contributions that came into a settled state, or into one before it; each once.
+
+        Only a settled state on which `params` stand, or stood before, says so: of another branch one may be heard before it is landed on.
+        """
+        lineage = {self.state.digest, *self.state.header.parents}
+        settled = max((round for digest, round in self._settled if digest in lineage), default=0)
+        done = [number for number, included in self.included.items() if included <= settled]
         for number in done:
             del self.included[number]
         return done

@@ -69,7 +69,7 @@ class SwarmSync:
         self._batch_samples = self._number = 0
         self._news = _News()
         self._joined = self._done = self._may_train = self._leaving = self._closing = False
-        self._peer_id = ""
+        self._peer_id, self._min_peers = "", context.peer.min_peers
         self._end = context.end or End(context.run)
         self._told_extension = self._end.extension
         self.seen: Mapping[str, Any] = {}
@@ -170,14 +170,7 @@ class SwarmSync:
         if self._leaving and not self._must_wait():
             self._end_on_the_state()
         news, self._news = self._news, _News()
-        return SyncReport(
-            frozen=news.frozen,
-            settled=tuple(news.settled),
-            dropped=tuple(news.dropped),
-            settlements=tuple(news.settlements),
-            wait=self._must_wait(),
-            done=self._done,
-        )
+        return news.report(wait=self._must_wait(), done=self._done)
 
     def _end_on_the_state(self) -> None:
         if self._work.waiting_samples or self._work.included:
@@ -315,7 +308,8 @@ class SwarmSync:
         s = values["settlement"]
         members = tuple(Member(*member) for member in s["members"])
         self._news.settlements.append(Settlement(s["digest"], s["parent"], s["round"], s["samples"], members))
-        self._news.settled += self._work.settle(s["round"])
+        self._work.settle(s["digest"], s["round"])
+        self._news.settled += self._work.take_done()
 
     # ---------------------------------------------------------------- freezing and landing
 
@@ -350,9 +344,11 @@ class SwarmSync:
         header = Header.from_json(values["header"])
         landing = Landing(values["digest"], header, buffers[0])
         self._news.dropped += self._work.land(landing, header.included.get(self._peer_id, 0))
+        self._news.settled += self._work.take_done()
         if self._joined:
             self._lost.landed(time.monotonic())
         self._joined, self._may_train, self._offered = True, False, False
+        self._min_peers = 1  # who leaves later stops nobody, also not a sidecar that was started again
         points.reached_in_trainer("landed")
         self._last_step = 0.0
 
@@ -396,7 +392,7 @@ class SwarmSync:
             server_url=context.server_url,
             last_known={"digest": last["digest"], "samples": last["samples"]} if last else None,
             last_holders=list(last.get("peers", ())),
-            min_peers=context.peer.min_peers,
+            min_peers=self._min_peers,
             host_key=self._end.host_key,
             extension=self._end.extension,
             max_upload_mbit=context.peer.max_upload_mbit,
@@ -460,3 +456,15 @@ class _News:
         self.settled: list[int] = []
         self.dropped: list[int] = []
         self.settlements: list[Settlement] = []
+
+    def report(self, *, wait: bool, done: bool) -> SyncReport:
+        if self.frozen in self.dropped:  # lost before its number was told: to whoever keeps the books, its samples are still open ones
+            self.dropped[self.dropped.index(self.frozen)], self.frozen = OPEN, None
+        return SyncReport(
+            frozen=self.frozen,
+            settled=tuple(self.settled),
+            dropped=tuple(self.dropped),
+            settlements=tuple(self.settlements),
+            wait=wait,
+            done=done,
+        )

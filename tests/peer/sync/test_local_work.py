@@ -11,6 +11,7 @@ from peer.contracts import Member
 from peer.sync.engine.codec import WIRES, Wire
 from peer.sync.engine.local_work import OPEN, REBASED_ANCESTORS, Landing, LocalWork, NotFinite
 from peer.sync.engine.state import State, next_state
+from peer.sync.engine.swarm_sync import _News
 from peer.sync.parameters import Parameters
 from tests.peer.sync.swarm_tools import state_of
 
@@ -44,7 +45,28 @@ def test_landing_on_a_state_that_includes_us_keeps_only_what_was_trained_since()
     new = child(state, 10.0, Member(ME, 1, 4))
     assert work.land(landing(new), 1) == [] and work.waiting_samples == 4
     assert torch.equal(params["w"].data, torch.arange(float(SIZE)) + 10.25)
-    assert work.settle(0) == [] and work.settle(1) == [1] and work.settle(1) == []
+    assert settled(work, state) == [] and settled(work, new) == [1] and settled(work, new) == []
+
+
+def settled(work: LocalWork, state: State) -> list[int]:
+    work.settle(state.digest, state.header.round)
+    return work.take_done()
+
+
+def test_a_settled_state_counts_for_those_who_stand_on_it_or_come_to_it_and_for_nobody_on_another_branch():
+    """The sidecar may settle what it has fetched before it tells of it, while the trainer stands on a state that lost."""
+    params, state, work = start()
+    for number in (1, 2):
+        train(params, work, 1.0)
+        work.freeze(number)
+        lost, won = (child(state, change, Member(ME, number, 4)) for change in (1.0, 2.0))
+        if number == 1:
+            won = child(state, 2.0)
+        work.land(landing(lost), number)
+        assert settled(work, won) == [], "ours is in its sibling"
+        assert work.land(landing(won), 0 if number == 1 else 2) == ([1] if number == 1 else [])
+        assert work.take_done() == ([] if number == 1 else [2])
+        state = won
 
 
 def test_landing_on_a_near_state_moves_params_and_keeps_the_contributions_bytes():
@@ -96,7 +118,7 @@ def test_a_fork_that_lost_gives_its_contributions_back():
     work.freeze(1)
     work.land(landing(child(state, 1.0, Member(ME, 1, 4))), 1)
     winner = child(state, 2.0, Member("other", 1, 50))
-    assert work.land(landing(winner), 0) == [1] and work.settle(9) == []
+    assert work.land(landing(winner), 0) == [1] and settled(work, winner) == []
 
 
 def test_an_older_settled_state_does_not_settle_a_newer_contribution():
@@ -106,7 +128,8 @@ def test_an_older_settled_state_does_not_settle_a_newer_contribution():
         work.freeze(number)
         state = child(state, 1.0, Member(ME, number, 4))
         work.land(landing(state), number)
-    assert work.settle(1) == [1] and work.settle(2) == [2]
+    work.settle(state.header.parents[0], 1)
+    assert work.take_done() == [1] and settled(work, state) == [2]
 
 
 def test_a_withdrawn_contribution_leaves_nothing_in_the_parameters():
@@ -138,6 +161,13 @@ def test_parameters_that_are_not_finite_go_back_to_the_state(wire):
     with pytest.raises(NotFinite):
         work.freeze(1)
     assert torch.equal(params["w"].data, state.vectors(SIZE)[0]) and work.waiting_samples == 0 and work.frozen is None
+
+
+def test_a_contribution_that_was_lost_before_its_number_was_told_is_reported_as_open_samples():
+    news = _News()
+    news.frozen, news.dropped = 7, [3, 7]
+    report = news.report(wait=False, done=False)
+    assert (report.frozen, report.dropped) == (None, (3, OPEN))
 
 
 class Bookkeeping(RuleBasedStateMachine):
@@ -209,8 +239,10 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @rule(behind=st.integers(0, 3))
     def settle(self, behind):
+        behind = min(behind, len(self.state.header.parents))
         round = self.state.header.round - behind
-        done = self.work.settle(round)
+        self.work.settle([self.state.digest, *self.state.header.parents][behind], round)
+        done = self.work.take_done()
         assert all(self.in_state[number] <= round for number in done)
         for number in done:
             del self.in_state[number]

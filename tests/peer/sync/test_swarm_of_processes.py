@@ -210,8 +210,8 @@ def test_a_sidecar_that_hangs_is_found_out_and_another_one_started(toys):
 
 
 def test_a_sidecar_and_a_p2pd_that_die_are_started_again_and_who_leaves_says_what_became_of_every_sample(toys):
-    founder = toys("founder")
-    joiner = toys("joiner", founder.maddr())
+    founder = toys("founder", min_peers=2)
+    joiner = toys("joiner", founder.maddr(), min_peers=2)
     until(lambda: min(founder.round(), joiner.round()) >= 1, founder, joiner)
     # The founder was given no address of anybody: it must remember whom it met.
     until(lambda: (founder.folder / "peers_met.json").exists(), founder)
@@ -227,6 +227,9 @@ def test_a_sidecar_and_a_p2pd_that_die_are_started_again_and_who_leaves_says_wha
     end = joiner.end()
     assert end["trained"] == end["settled"] + end["dropped"] and end["waiting"] == 0, (end, joiner.log)
     assert_one_lineage(founder, joiner)
+    founder.family("sidecar")[0].kill()
+    at = founder.round()
+    until(lambda: founder.round() > at + 1, founder)  # in company it was once: --min_peers is not asked for again
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1.0])
