@@ -365,6 +365,7 @@ class Matchmaker:
     @staticmethod
     def _dismiss(book: _Open, answer: dict[str, Any]) -> None:
         _tell([waiting for _, waiting in book.waiting.values()], answer)
+        book.waiting.clear()  # what they are told may be on its way for seconds: they are in no group of ours any more
 
 
 def _tell(waiting: Collection[asyncio.Future], answer: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 
@@ -49,12 +50,17 @@ class Presence:
     ):
         self._run, self._node, self._neighbours, self._record, self._run_record = run, node, neighbours, record, run_record
         self._rate, self._wake, self._clock = rate, wake, clock
-        self._now = asyncio.Event()
+        self._now, self._told_run = asyncio.Event(), -math.inf
 
     def tasks(self) -> list[Callable[[], Awaitable[None]]]:
         return [self._publish_forever, self._read_forever, self._watch_forever, self._meet_forever]
 
     def publish_soon(self) -> None:
+        self._now.set()
+
+    def publish_run_soon(self) -> None:
+        """Those who cannot reach the host hear from us that the run goes on."""
+        self._told_run = -math.inf
         self._now.set()
 
     async def publish(self) -> None:
@@ -79,14 +85,15 @@ class Presence:
         return min(max(self._run.target_batch_size / rate / 20, 0.5), RENEW_SECONDS) if rate > 0 else 1.0
 
     async def _publish_forever(self) -> None:
-        told_run = 0.0
         while True:
             self._now.clear()
             await self.publish()
-            if self._clock() >= told_run:
-                with contextlib.suppress(Exception):
+            if self._clock() >= self._told_run + _RUN_RECORD_SECONDS:
+                told, self._told_run = self._told_run, self._clock()
+                try:
                     await asyncio.wait_for(self._node.publish_run(self._run_record()), RENEW_SECONDS)
-                    told_run = self._clock() + _RUN_RECORD_SECONDS
+                except Exception:
+                    self._told_run = told
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._now.wait(), self._period())
 

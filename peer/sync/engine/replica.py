@@ -165,6 +165,7 @@ class Replica:
 
         Raises UserError (disk), which is then what the others read of us.
         """
+        self._set_phase("left")
         try:
             await self._saver.save(self.state)
         except UserError as error:
@@ -174,7 +175,6 @@ class Replica:
             self._tell_trainer()
             await self._settle()
         finally:
-            self._set_phase("left")
             await self._presence.publish_last()
 
     async def live_until(self, *ends: Coroutine[Any, Any, Any]) -> None:
@@ -204,13 +204,11 @@ class Replica:
             return None if self._settling.waiting or await self._extended_meanwhile() else await self._finish()
         if self.assists:
             return await self._assist()
+        self._set_phase("fetch" if self._held_back() else "train")
         if self.offer is None:
-            self._set_phase("fetch" if self._held_back() else "train")
-            if (
-                not self._asked
-                and self.progress.waiting
-                and (self._callers or self._round_is_full() or self.leaving or self.progress.paused)
-            ):
+            # Who calls onto the state before ours has missed a round, and comes after us.
+            called = any(digest not in self.state.header.parents for digest in self._callers.values())
+            if not self._asked and self.progress.waiting and (called or self._round_is_full() or self.leaving or self.progress.paused):
                 self._asked = True
                 self.trainer.freeze()
         elif self._ready_to_attempt():
@@ -231,12 +229,19 @@ class Replica:
         self.trainer.news(why)
 
     async def _finish(self) -> None:
-        """Tell the trainer, after those who are still behind had a chance to fetch the last state."""
+        """Tell the trainer, after those who are still behind had a chance to fetch the last state; unless the run goes on, or ended better."""
         self._set_phase("done")
-        began = self.clock()
+        last, began = self.state, self.clock()
         while not self._closed and (self._told != self.state.digest or self._needed_by_others(self.clock() - began)):
             self._tell_trainer()
             await asyncio.sleep(TICK_SECONDS)
+            self._look()
+            if self._look_for_end:
+                await self._extended_meanwhile()
+            if self.state is not last or not span.is_over(self.end, self.state.header):
+                return
+        if await self._extended_meanwhile():
+            return
         self.trainer.done()
         while not self._closed:
             await asyncio.sleep(TICK_SECONDS)
@@ -263,6 +268,7 @@ class Replica:
     def extend(self, extension: Mapping[str, Any]) -> None:
         """The trainer has heard from the host that the run goes on."""
         if self.end.extend(extension):
+            self._presence.publish_run_soon()
             self.wake()
 
     async def _extended_meanwhile(self) -> bool:
@@ -371,7 +377,12 @@ class Replica:
         since = self.clock() - self._progressed
         steps = since < 2 * progress.step_seconds + _STUCK_SECONDS and (progress.waiting > 0 or progress.samples_per_second > 0)
         has_it = self.assists or self.offer is not None
-        comes = self._knows(caller) and self._phase not in ("join", "fetch") and not span.is_over(self.end, header) and (has_it or steps)
+        comes = (
+            self._knows(caller)
+            and self._phase not in ("join", "fetch", "left")
+            and not span.is_over(self.end, header)
+            and (has_it or steps)
+        )
         return Standing(
             self.state.digest,
             comes,

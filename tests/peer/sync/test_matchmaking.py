@@ -249,6 +249,18 @@ def test_a_forged_announcement_is_refused(swarm):
     swarm(scenario)
 
 
+def test_who_was_sent_on_is_in_no_group_of_ours_although_it_has_not_heard_so_yet(swarm):
+    async def scenario(nodes):
+        (peer,) = await peers(nodes, 1)
+        answer = asyncio.get_running_loop().create_future()
+        book = peer.matchmaker._book("p")
+        peer.matchmaker._replace(book, "QmJoiner", (ticket("QmJoiner"), answer))
+        peer.matchmaker._redirect("p", "QmLeader")
+        assert answer.result() == {"leader": "QmLeader"} and not book.waiting
+
+    swarm(scenario)
+
+
 @pytest.mark.parametrize("claim", [float("nan"), float("inf"), -1e300, 1e300, "soon", None])
 def test_no_claim_about_time_makes_a_leader_wait_long(claim):
     answer = {"coming": True, "ready_seconds": claim, "digest": "p", "samples": 0, "busy": False, "behind": False, "reason": ""}

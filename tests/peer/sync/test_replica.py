@@ -567,6 +567,38 @@ def test_others_read_who_a_peer_is_and_why_its_round_failed(swarm):
     swarm(scenario)
 
 
+def test_who_calls_onto_the_state_before_ours_makes_nobody_offer_what_it_has_just_begun(swarm):
+    async def scenario(nodes):
+        run = make_run()
+        peer = Peer(nodes, await nodes.node(), run, state=branch(run, 50, 1.0), rate=0)
+        replica, peer.open = peer.replica, 4
+        replica._phase, replica.progress.waiting = "train", 4
+        for onto, frozen in ((peer.head.header.parents[0], False), (peer.head.digest, True)):
+            replica._callers = {"QmCaller": onto}
+            await replica._tick()
+            assert bool(peer.offers) is frozen
+
+    swarm(scenario)
+
+
+def test_a_peer_that_waits_for_a_better_state_or_leaves_says_that_it_does_not_come(swarm):
+    async def scenario(nodes):
+        peer = Peer(nodes, await nodes.node(), make_run(), rate=0)
+        replica = peer.replica
+        replica.offer, replica._phase = Offer(Member(peer.id, 1, 4), None, peer.base.digest), "train"
+        replica._knows = lambda caller: True
+        assert replica._standing("QmCaller").has_samples
+        replica._held_back = lambda: True
+        await replica._tick()
+        assert not replica._standing("QmCaller").has_samples
+        replica._phase, asked = "train", []
+        replica._saver.save = lambda state: asked.append(replica._standing("QmCaller").has_samples) or asyncio.sleep(0)
+        await replica.leave()
+        assert asked == [False]
+
+    swarm(scenario)
+
+
 def test_a_stopped_trainer_is_told_of_the_last_state_only(swarm):
     async def scenario(nodes):
         one, two = await peers(nodes, 2, make_run())
@@ -581,6 +613,24 @@ def test_a_stopped_trainer_is_told_of_the_last_state_only(swarm):
         await until(lambda: one.head.digest == two.head.digest)
         assert len(one.lands) <= told + 2
         check_invariants(one, two)
+
+    swarm(scenario)
+
+
+def test_a_run_that_is_extended_while_its_peers_see_to_those_behind_goes_on(swarm, tmp_path):
+    """One hears it from the host meanwhile, the other from what the first then says."""
+
+    async def scenario(nodes):
+        key, run = HostKey(tmp_path / "host.key"), make_run(total_samples=80)
+        pair = [Peer(nodes, await nodes.node(), run, end=End(run, key.public)) for _ in range(2)]
+        told, untold = [await peer.start(nodes) for peer in pair]
+        for peer in pair:
+            peer.replica._needed_by_others = lambda lingered, peer=peer: peer.replica.end.total < 200
+        await until(lambda: all(peer.replica._phase == "done" for peer in pair))
+        told.replica.extend(sign_extension(key, run, 200))
+        await until(lambda: all(peer.finished for peer in pair))
+        assert told.head.digest == untold.head.digest and told.head.header.samples >= 200
+        check_invariants(*pair)
 
     swarm(scenario)
 
