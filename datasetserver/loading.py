@@ -3,7 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
@@ -27,7 +27,7 @@ def load_all(pairs: Iterable[Pair], workers: int | None, total: int | None) -> I
     try:
         while True:
             while len(waiting) < 8 * count and (pair := next(rest, None)):
-                waiting.append((pair, pool.submit(_load, pair)))
+                waiting.append((pair, _submitted(pool, pair)))
             if not waiting:
                 return
             pair, future = waiting.popleft()
@@ -49,6 +49,16 @@ def _load(pair: Pair) -> Sample | str:
         return load_sample(pair.image, pair.caption, empty_ok=pair.empty_ok)
     except BadSample as bad:
         return str(bad)
+
+
+def _submitted(pool: ProcessPoolExecutor, pair: Pair) -> Future:
+    """A pool that a crash has broken meanwhile takes nothing more: that one shares the fate of those that wait."""
+    try:
+        return pool.submit(_load, pair)
+    except BrokenProcessPool as error:
+        future = Future()
+        future.set_exception(error)
+        return future
 
 
 def _load_alone(pair: Pair) -> Sample | str:

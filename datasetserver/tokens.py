@@ -39,7 +39,8 @@ class Tokens:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic):
         self._path, self._clock = path, clock
         self._names: dict[str, str] | None
-        self._names, self._looked, self._seen = _read(path), clock(), _version(path)
+        self._seen = _version(path)  # first: what changes while it is read is read again
+        self._names, self._looked = _read(path), clock()
 
     def holder(self, token: str) -> str | None:
         """The name that `token` was given to; None when it is none of ours. Raises Refused (503) while the file cannot be read."""

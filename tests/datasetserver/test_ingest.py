@@ -5,6 +5,7 @@ import io
 import os
 import struct
 import tarfile
+import time
 import zlib
 
 import pytest
@@ -121,6 +122,20 @@ def test_a_decoder_that_takes_its_process_down_costs_one_picture(tmp_path, monke
     result = ingest(folder, tmp_path / "work", workers=2)
     assert result.manifest.total == 39
     assert result.rejected == [("0007.png", "the decoder crashed on it")]
+
+
+def test_a_decoder_that_takes_its_process_down_while_nobody_looks_costs_one_picture(tmp_path, monkeypatch):
+    from datasetserver import loading
+
+    folder = write_dataset(tmp_path / "data", 40)
+    (folder / "0030.txt").write_text("crash")
+    monkeypatch.setattr(loading, "_load", crash_or_load)
+    loaded = []
+    for pair, sample in loading.load_all(find_pairs(folder), 2, 40):
+        loaded.append((pair.name, isinstance(sample, str)))
+        if len(loaded) == 18:
+            time.sleep(3)  # a shard is written: those that were waiting are through, and the one after them crashes
+    assert [name for name, is_reason in loaded if is_reason] == ["0030.png"] and len(loaded) == 40
 
 
 def crash_or_load(pair):
