@@ -98,7 +98,7 @@ class Server:
     """`python -m datasetserver` on a port that it keeps over its lives."""
 
     def __init__(self, folder: Path, *, target: int, sync: str, flags: Sequence[str] = ()):
-        self.folder, self.url = folder, f"http://127.0.0.1:{_free_port()}"
+        self.folder, self.url = folder, f"http://127.0.0.1:{free_port()}"
         dataset, model = write_dataset(folder / "dataset", PICTURES), write_model(folder / "base")
         self._command = [sys.executable, "-m", "datasetserver", "--dataset", str(dataset), "--model", str(model)]
         self._command += ["--work_dir", str(folder / "server"), "--port", self.url.rpartition(":")[2], "--ingest_workers", "0"]
@@ -177,7 +177,7 @@ def write_dataset(folder: Path, count: int) -> Path:
     return folder
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below those that the system gives to others: nobody takes it while the server is away."""
     while True:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(20_000, 30_000))) as probe:

@@ -4,6 +4,7 @@ More of it: `pytest tests/datasetserver/test_book_properties.py --hypothesis-pro
 more than 10,000 steps.
 """
 
+import itertools
 import sqlite3
 from collections import Counter
 
@@ -32,12 +33,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now, self.state = 0.0, "running"
         self.db = sqlite3.connect(":memory:", isolation_level=None)
         self.db.executescript(SCHEMA)
+        self.names = (f"lease{number:06d}" for number in itertools.count())
         self.book = self.open()
         self.leases, self.offered, self.states = [], [], []
 
     def open(self):
         periods = {"lease_seconds": 60, "grace_seconds": 60, "copy_seconds": COPY_SECONDS}
-        return Book(self.db, shards=SHARDS, seed=3, **periods, order=lambda: self.state, clock=lambda: self.now)
+        book = Book(self.db, shards=SHARDS, seed=3, **periods, order=lambda: self.state, clock=lambda: self.now)
+        book._names = self.names  # else what a restart makes of the leases' order could not be repeated
+        return book
 
     def teardown(self):
         """At the end everybody is gone, and a newcomer gets all that was not counted: nothing is lost."""

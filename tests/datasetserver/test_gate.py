@@ -135,10 +135,10 @@ def test_tls_serves_shards_and_refuses_the_rest(serve, certificate):  # noqa: F8
 
 
 def test_one_address_is_slowed_down_and_told_when_to_come_back(serve):
-    host = serve("--max_requests_per_second", "1")
+    host = serve("--max_requests_per_second", "0.1")
     answers = [call(host, "/healthz", headers=STRANGER) for _ in range(30)]
     statuses = [status for status, *_ in answers]
-    assert statuses.count(200) >= 10 and statuses.count(429) >= 5 and set(statuses) == {200, 429}
+    assert statuses.count(200) >= 1 and statuses.count(429) >= 5 and set(statuses) == {200, 429}
     late = next(one for one in answers if one[0] == 429)
     refused(late, 429, "too_many_requests")
     assert int(late[1]["Retry-After"]) >= 1
@@ -288,7 +288,8 @@ def serving(**limits):
 def test_a_connection_without_a_whole_request_is_closed(first):
     with serving(head_seconds=0.3) as (port, _), socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(first)
-        answer(connection)  # ends; else the socket's own limit does
+        with contextlib.suppress(ConnectionResetError):  # it had not even read that yet
+            answer(connection)  # ends; else the socket's own limit does
 
 
 def test_a_head_that_trickles_for_ever_is_cut_off():

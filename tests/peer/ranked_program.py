@@ -3,7 +3,9 @@
 Prints, at rank 0, one JSON line per call of the strategy: its name, the round, and each rank's digest of all parameters.
 """
 
+import contextlib
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -83,8 +85,18 @@ def main() -> None:
         getattr(sync, call)(*arguments)
         say(call)
     group.close()
-    threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
-    assert not [name for name in threads if "gloo" in name], "a thread of the group that outlives it may abort the process at its end"
+    deadline = time.monotonic() + 60  # the kernel lists a thread for a moment after it has been joined
+    while [name for name in threads() if "gloo" in name]:
+        assert time.monotonic() < deadline, "a thread of the group that outlives it may abort the process at its end"
+        time.sleep(0.01)
+
+
+def threads() -> list[str]:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names.append((task / "comm").read_text())
+    return names
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ from peer.contracts import Member, Settlement
 from peer.data.dataset_server import fetch_run
 from peer.finetune import main
 from peer.joining import Joined
+from scripts.churn.swarm import free_port
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 from tests.datasetserver.hosting import Host
-from tests.peer.test_visible import free_port, scraped
+from tests.peer.test_visible import scraped
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

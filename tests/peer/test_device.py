@@ -5,6 +5,7 @@ import torch
 
 from peer import device
 from peer.device import Rank, RankGroup, choose_device, choose_precision
+from peer.trial import relative_difference
 from swarm.errors import UserError
 from tests import tiny
 
@@ -109,7 +110,8 @@ def test_another_way_to_compute_attention_is_named():
 def test_channels_last_changes_what_flows_and_not_the_weights():
     pipeline = tiny.build("sd")
     parts = {"unet": pipeline.unet, "vae": pipeline.vae, "text_encoder": pipeline.text_encoder}
-    given = torch.randn(2, 4, 8, 8), torch.tensor([3, 700]), torch.randn(2, 77, 16)
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(2, 4, 8, 8, generator=generator), torch.tensor([3, 700]), torch.randn(2, 77, 16, generator=generator)
     weights = {name: (parameter, parameter.data_ptr(), parameter.stride()) for name, parameter in pipeline.unet.named_parameters()}
     plain = gradients(pipeline.unet, given)
     seen = []
@@ -120,7 +122,7 @@ def test_channels_last_changes_what_flows_and_not_the_weights():
     assert seen[-1] and list(weights) == [name for name, _ in pipeline.unet.named_parameters()]
     for name, parameter in pipeline.unet.named_parameters():
         assert weights[name] == (parameter, parameter.data_ptr(), parameter.stride()) and parameter.grad.stride() == parameter.stride()
-    torch.testing.assert_close(laid_out, plain, rtol=1e-3, atol=1e-5)
+    assert relative_difference(plain, laid_out) < 1e-4
 
 
 def gradients(unet, given):

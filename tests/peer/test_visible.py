@@ -1,5 +1,6 @@
 """What a peer shows of itself: to Prometheus, to trackers, and to whoever looks at its terminal."""
 
+import codecs
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from peer import trackers
 from peer.display import lines
 from peer.exposing import PREFIX, exposed
 from peer.metrics import METRICS, NAMES, Progress
+from scripts.churn.swarm import free_port
 from swarm.errors import ExitCode, UserError
 from tests.peer.test_alone import start  # noqa: F401  a fixture
 
@@ -89,12 +91,6 @@ def test_metrics_jsonl_and_trackers_have_the_same_names(tmp_path):
     assert set(scalars) == set(NAMES) - {"step"}
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
 def test_a_run_exposes_what_it_writes(start, tmp_path):  # noqa: F811
     port = free_port()
     start(metrics_port=port).run()
@@ -155,14 +151,14 @@ def test_log_lines_run_above_the_display_those_of_children_too():
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=theirs, env=environment
     )
     os.close(theirs)
-    text, deadline = "", time.monotonic() + 60
+    text, decode, deadline = "", codecs.getincrementaldecoder("utf-8")().decode, time.monotonic() + 60
 
     def read_until(words):
         nonlocal text
         while words not in text and time.monotonic() < deadline:
             if select.select([ours], [], [], 0.2)[0]:
                 try:
-                    text += os.read(ours, 65536).decode()
+                    text += decode(os.read(ours, 65536))
                 except OSError:  # the other end is closed
                     break
         assert words in text, text

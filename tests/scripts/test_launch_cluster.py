@@ -5,7 +5,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scripts.churn.swarm import free_port
 from tests.conftest import ROOT
 
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else "")
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
 
 RANK = """
 import os, subprocess, sys, time
@@ -149,8 +149,7 @@ def ssh(tmp_path):
         pytest.skip("no sshd on this machine")
     for key in ("host", "own"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / key], check=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     options = [
         f"Port {port}",
         "ListenAddress 127.0.0.1",
@@ -179,8 +178,7 @@ def ssh(tmp_path):
 
 @pytest.mark.slow
 def test_hosts_are_reached_over_ssh_and_the_smoke_passes_on_them(start, ssh):
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = start(["127.0.0.1", "127.0.0.2"], "--master_port", port, ssh=ssh, program="scripts/smoke")
     words = told(process)
     assert process.returncode == 0 and "smoke: passed, 2 ranks as one" in words, words

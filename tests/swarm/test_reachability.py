@@ -1,28 +1,18 @@
 """Peers that ask others to dial them: real p2pds on loopback."""
 
-import contextlib
 import json
 import logging
-import random
-import socket
 
 import pytest
 from hivemind.p2p import P2P
 from hivemind.utils.multiaddr import Multiaddr
 
+from scripts.churn.swarm import free_port
 from swarm import reachability
 from swarm.daemon import Daemon
 from swarm.reachability import DIAL_ME, Finding, at_its_own_address, explain
 
 NOBODY_LISTENS = "/ip4/127.0.0.1/tcp/9"
-
-
-def free_port() -> int:
-    """Below those that the system gives to others: nobody gets it between this look and p2pd's."""
-    while True:
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
-            return probe.getsockname()[1]
 
 
 def test_a_peer_that_others_can_dial_stays_a_node_and_so_does_the_first(nodes):

@@ -56,7 +56,7 @@ def progress(host):
         return json.loads(response.read())
 
 
-def eventually(condition, seconds=30):
+def eventually(condition, seconds=60):
     """Wait until `condition()` is true; its last value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()) and time.monotonic() < deadline:
@@ -237,7 +237,7 @@ def post(host, path, **body):
 
 
 def test_a_lease_that_was_lost_is_not_trained_any_further(serve, join):
-    host = serve("--lease_seconds", "1.5", samples=40, shard_samples=8)
+    host = serve("--lease_seconds", "9", samples=40, shard_samples=8)
     source = join(host.url, "alice", batch_samples=1)
     stream = iter(source)
     first = next(stream)
@@ -256,7 +256,7 @@ def test_a_lease_that_was_lost_is_not_trained_any_further(serve, join):
 
 
 def test_samples_in_work_are_not_yielded_again_when_their_lease_is_lost_and_granted_anew(serve, join):
-    host = serve("--lease_seconds", "1.5", samples=8, shard_samples=8)
+    host = serve("--lease_seconds", "9", samples=8, shard_samples=8)
     source = join(host.url, "alice", batch_samples=1)
     stream = iter(source)
     first = [next(stream).key for _ in range(3)]
@@ -270,11 +270,11 @@ def test_samples_in_work_are_not_yielded_again_when_their_lease_is_lost_and_gran
 
 
 def test_leases_are_renewed_while_nothing_is_asked_for(serve, join):
-    host = serve("--lease_seconds", "1", "--grace_seconds", "0", samples=8, shard_samples=8)
+    host = serve("--lease_seconds", "4", "--grace_seconds", "0", samples=8, shard_samples=8)
     source = join(host.url, "alice")
     keys = [sample.key for sample in islice(source, 3)]
     begun = progress(host)["server_time"]
-    assert eventually(lambda: progress(host)["server_time"] - begun > 3)
+    assert eventually(lambda: progress(host)["server_time"] - begun > 9)
     source.register(1, keys)
     assert progress(host)["ledger"]["pending"] == 3
 

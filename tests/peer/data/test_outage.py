@@ -92,6 +92,7 @@ def test_peers_train_through_half_an_hour_without_their_server_and_every_sample_
     try:
         swarm.rounds(6)
         before = {key for peer in peers for key in peer.keys}
+        until(lambda: not any(peer.source._work.short() for peer in peers))
         host.kill()
         swarm.rounds(1)  # what was leased before
         until(lambda: all(peer.source._transport.away_since is not None for peer in peers))
@@ -123,7 +124,7 @@ def test_peers_train_through_half_an_hour_without_their_server_and_every_sample_
 
 
 def test_a_paused_run_gives_no_samples_and_takes_none_away_and_an_ended_one_ends(tmp_path):
-    host = Host(tmp_path / "host", "--lease_seconds", "3", samples=8, shard_samples=4).start()
+    host = Host(tmp_path / "host", "--lease_seconds", "15", samples=8, shard_samples=4).start()
     work_dir = host.dataset.with_name(host.dataset.name + ".datasetserver")
     peer = Peer("alice", host.url, tmp_path, Clock())
     try:
@@ -139,7 +140,7 @@ def test_a_paused_run_gives_no_samples_and_takes_none_away_and_an_ended_one_ends
             assert second.result(120) != first
         give(work_dir, "ended")
         until(lambda: progress(host)["finished"])
-        assert len(list(peer.stream)) <= 8
+        assert len(list(peer.stream)) <= 12, "no more than what had been leased"
     finally:
         peer.source.close()
         assert host.stop() == 0
