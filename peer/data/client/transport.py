@@ -100,16 +100,19 @@ def retry_after(headers: Mapping[str, str]) -> float:
 
 
 class Backoff:
-    """Pauses between tries: 1, 2, 4 .. 30 seconds, each with jitter, and at least what the server asks for."""
+    """Pauses between tries: 1, 2, 4 .. 30 seconds, each with jitter, and at least what the server asks for; just that while it is only busy."""
 
     def __init__(self, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep, uniform: Callable[[float, float], float] = random.uniform):
-        self._sleep, self._uniform, self._seconds = sleep, uniform, FIRST_PAUSE_SECONDS
+        self._sleep, self._uniform, self._seconds, self._told = sleep, uniform, FIRST_PAUSE_SECONDS, False
 
     async def wait(self, what: str, away: ServerAway) -> None:
-        first = self._seconds == FIRST_PAUSE_SECONDS
-        log.log(logging.WARNING if first else logging.DEBUG, "the dataset server is away (%s): %s", what, away)
+        log.log(logging.DEBUG if self._told else logging.WARNING, "the dataset server is away (%s): %s", what, away)
+        self._told = True
+        asked_for = away.wait_seconds * self._uniform(1.0, 1 + JITTER)
+        if away.busy and asked_for:  # it is well and says when: after a pause of a minute the run goes on in seconds for everybody
+            return await self._sleep(asked_for)
         pause = self._seconds * self._uniform(1 - JITTER, 1 + JITTER)
-        await self._sleep(max(pause, away.wait_seconds * self._uniform(1.0, 1 + JITTER)))
+        await self._sleep(max(pause, asked_for))
         self._seconds = min(2 * self._seconds, LONGEST_PAUSE_SECONDS)
 
 

@@ -48,7 +48,7 @@ def test_what_is_leased_ahead_is_ten_seconds_of_work_by_the_measured_speed_and_t
 
 
 def test_pauses_grow_to_half_a_minute_differ_from_peer_to_peer_and_are_never_shorter_than_the_server_asks():
-    def pauses(uniform, wait=0.0, tries=8):
+    def pauses(uniform, wait=0.0, tries=8, busy=False):
         slept = []
 
         async def sleep(seconds):
@@ -57,7 +57,7 @@ def test_pauses_grow_to_half_a_minute_differ_from_peer_to_peer_and_are_never_sho
         async def fail():
             backoff = Backoff(sleep, uniform)
             for _ in range(tries):
-                await backoff.wait("a question", ServerAway("no answer", wait))
+                await backoff.wait("a question", ServerAway("no answer", wait, busy=busy))
 
         asyncio.run(fail())
         return slept
@@ -68,6 +68,8 @@ def test_pauses_grow_to_half_a_minute_differ_from_peer_to_peer_and_are_never_sho
     assert len({tuple(pauses(random.Random(seed).uniform)) for seed in range(10)}) == 10
     for seed in range(10):
         assert min(pauses(random.Random(seed).uniform, wait=17.0)) >= 17
+        paused = pauses(random.Random(seed).uniform, wait=5.0, busy=True)
+        assert min(paused) >= 5 and max(paused) <= 6.25, "a run that was paused for long goes on as soon as one paused for a moment"
 
 
 @pytest.mark.parametrize(
