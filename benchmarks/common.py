@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -50,11 +49,6 @@ def wait(what: str, found: Callable[[], Any], peers: Sequence[Peer], seconds: fl
                 raise UserError(f"{what} did not come within {seconds:.0f} s; {peer.folder.name} says:\n{last}", fix="Look at its log.")
         time.sleep(_LOOK_SECONDS)
     return value
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

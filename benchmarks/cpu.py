@@ -26,9 +26,10 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.common import free_port, print_result, print_table  # noqa: E402
+from benchmarks.common import print_result, print_table  # noqa: E402
 from peer.launched import library, physical_cores  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from swarm.ports import free_port  # noqa: E402
 
 SIZES = {
     "1 M": ((16, 32, 64, 64), 16, 64), "29 M": ((64, 128, 256, 256), 16, 192), "446 M": ((320, 640, 1280), 32, 768), "tiny": ((8, 8), 8, 8),

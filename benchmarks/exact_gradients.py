@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import free_port
 from peer.config import PeerConfig
 from peer.contracts import SyncContext, SyncReport
 from peer.sync import gradients
 from swarm.dht import Identity
+from swarm.ports import free_port
 from swarm.run_config import RunConfig
 
 ROUNDS = 20

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import random
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,10 @@ from pathlib import Path
 from hivemind.utils.multiaddr import Multiaddr
 
 log = logging.getLogger(__name__)
+
+_FROM, _TO = 20_000, 30_000
+"""Below those that systems give to whoever asks for any, 32,768 and up: nobody gets it until p2pd listens, or while this peer is away."""
+_TRIES = 100
 
 
 def with_ports(host_maddrs: Sequence[str], remembered_in: Path) -> list[str]:
@@ -36,15 +41,15 @@ def can_listen(maddr: Multiaddr, port: int) -> OSError | None:
             return error
 
 
+def free_port(maddr: Multiaddr | None = None) -> int:
+    """A TCP port on which nobody listens at `maddr` (127.0.0.1 without it); 0 where nobody could listen on any."""
+    maddr = maddr or Multiaddr("/ip4/127.0.0.1")
+    return next((port for port in random.sample(range(_FROM, _TO), _TRIES) if can_listen(maddr, port) is None), 0)
+
+
 def _port(maddr: Multiaddr, last: int) -> int:
-    if last and can_listen(maddr, last) is None:
-        return last
-    with _bound(maddr) as probe:
-        try:
-            probe.bind((_host(maddr), 0))
-            return probe.getsockname()[1]
-        except OSError:
-            return 0  # p2pd will say what is wrong with this address
+    """0: p2pd will say what is wrong with this address."""
+    return last if last and can_listen(maddr, last) is None else free_port(maddr)
 
 
 def _bound(maddr: Multiaddr) -> socket.socket:

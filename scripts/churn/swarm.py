@@ -1,10 +1,7 @@
 """A dataset server and peers on this machine that can be killed piece by piece and started again."""
 
-import contextlib
 import json
-import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,6 +18,7 @@ from scripts.churn import checks
 from scripts.demo.processes import Program, end_all, kill
 from scripts.demo.stand_in import write_model
 from swarm.errors import ExitCode, UserError
+from swarm.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0
@@ -175,10 +173,3 @@ def write_dataset(folder: Path, count: int) -> Path:
         Image.new("L", (16, 16), number % 256).save(folder / f"{number:04}.png")
         (folder / f"{number:04}.txt").write_text(f"picture {number}", encoding="utf-8")
     return folder
-
-
-def free_port() -> int:
-    """Below those that the system gives to others: nobody takes it while the server is away."""
-    while True:
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(20_000, 30_000))) as probe:
-            return probe.getsockname()[1]

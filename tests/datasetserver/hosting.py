@@ -11,6 +11,7 @@ from pathlib import Path
 from PIL import Image
 
 from scripts.demo.stand_in import write_model
+from swarm.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +41,7 @@ class Host:
         self.flags = ["--dataset", str(self.dataset), "--shard_samples", str(shard_samples)]
         self.flags += ["--model", str(self.model)] if founds else []
         self.flags += ["--ingest_workers", "0", *(flags if "--dht" in flags else ["--no_dht", *flags])]
-        self.port, self.process, self.lines = port, None, []
+        self.port, self.process, self.lines = port or free_port(), None, []
 
     def start(self) -> "Host":
         command = [sys.executable, "-m", "datasetserver", *self.flags, "--port", str(self.port)]

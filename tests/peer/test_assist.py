@@ -17,8 +17,8 @@ from peer.contracts import Member, Settlement
 from peer.data.dataset_server import fetch_run
 from peer.finetune import main
 from peer.joining import Joined
-from scripts.churn.swarm import free_port
 from swarm.errors import ExitCode, UserError
+from swarm.ports import free_port
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 from tests.datasetserver.hosting import Host

@@ -21,8 +21,8 @@ from peer import trackers
 from peer.display import lines
 from peer.exposing import PREFIX, exposed
 from peer.metrics import METRICS, NAMES, Progress
-from scripts.churn.swarm import free_port
 from swarm.errors import ExitCode, UserError
+from swarm.ports import free_port
 from tests.peer.test_alone import start  # noqa: F401  a fixture
 
 KNOWN = {

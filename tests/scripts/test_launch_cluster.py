@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.churn.swarm import free_port
+from swarm.ports import free_port
 from tests.conftest import ROOT
 
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else "")

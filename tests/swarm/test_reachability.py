@@ -7,9 +7,9 @@ import pytest
 from hivemind.p2p import P2P
 from hivemind.utils.multiaddr import Multiaddr
 
-from scripts.churn.swarm import free_port
 from swarm import reachability
 from swarm.daemon import Daemon
+from swarm.ports import free_port
 from swarm.reachability import DIAL_ME, Finding, at_its_own_address, explain
 
 NOBODY_LISTENS = "/ip4/127.0.0.1/tcp/9"
