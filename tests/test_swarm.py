@@ -160,7 +160,7 @@ class Swarm:
         for peer in self.peers:
             rounds = peer.rounds()
             back = [later["samples"] for earlier, later in itertools.pairwise(rounds) if later["samples"] < earlier["samples"]]
-            assert not back or (settled is not None and len(back) == 1 and back[0] > settled), "a round went back"
+            assert not back or (settled is not None and len(back) == 1 and back[0] >= settled), "a round went back"
             for line in rounds:
                 digests.setdefault((line["round"], line["parent"], str(line["members"])), set()).add(line["digest"])
         assert all(len(found) == 1 for found in digests.values()), digests
@@ -202,7 +202,7 @@ def address(peer: Peer) -> str:
 
 
 def test_two_peers_that_know_only_the_url_train_one_model(swarm):
-    host = swarm.host("--total_samples", "512")
+    host = swarm.host("--total_samples", "1024")
     one = swarm.peer("one", "--datasetserver", host.url, *TWO, "--log_format", "json")
     two = swarm.peer("two", "--datasetserver", host.url, *TWO)
 
@@ -213,7 +213,7 @@ def test_two_peers_that_know_only_the_url_train_one_model(swarm):
     assert one.rounds()[-1]["digest"] == two.rounds()[-1]["digest"]
     assert {line["how"] for line in one.rounds()} <= {"averaged", "fetched", "solo"}
     assert one.members() == 2
-    assert one.rounds()[-1]["samples"] >= 512
+    assert one.rounds()[-1]["samples"] >= 1024
     events = [json.loads(line) for line in one.text().splitlines()]  # of trainer and sidecar
     assert {"averaged", "finished"} <= {event["event"] for event in events} and {event["peer"] for event in events} == {"one"}
     figures = read_lines(two.folder / "metrics.jsonl")[-1]
@@ -260,7 +260,7 @@ def test_peers_with_their_own_pictures_need_no_server_and_one_that_nobody_can_di
 
 
 def test_peers_of_unlike_precision_train_one_model(swarm):
-    host = swarm.host("--total_samples", "512")
+    host = swarm.host("--total_samples", "1024")
     kinds = {"single": ("--mixed_precision", "no"), "autocast": ("--mixed_precision", "bf16"), "kept": ("--weights", "bf16")}
     peers = {name: swarm.peer(name, "--datasetserver", host.url, *THREE, *flags) for name, flags in kinds.items()}
 
@@ -303,7 +303,7 @@ def test_the_originals_own_lines_start_a_peer_of_two_ranks_and_one_that_joins_it
     pair = swarm.as_written("pair", line(NEW_SESSION, ranks=2))
     swarm.wait("address", lambda: "--peers /ip4/" in pair.text())
     single = swarm.as_written("single", line(EXISTING_SESSION, ranks=1, peers=address(pair)))
-    swarm.wait("second peer", lambda: "training myFinetunedModel" in single.text())
+    swarm.wait("second peer", lambda: "others can join with" in single.text())
     order(host, "resume")
 
     assert (pair.finish(), single.finish()) == (0, 0), pair.text() + single.text()

@@ -273,8 +273,9 @@ def test_a_peer_that_stalls_fails_the_round_when_the_time_of_a_part_is_over(swar
     swarm(scenario)
 
 
-def test_a_reducer_that_is_cancelled_says_so_at_once(swarm):
+def test_a_reducer_that_is_cancelled_says_so_at_once(swarm, monkeypatch):
     """It used to say nothing, and the others sat out the deadline of a part."""
+    monkeypatch.setattr(averaging, "_KNOWN_SOON_SECONDS", 100.0)
 
     async def scenario(nodes):
         members = await peers(nodes, 2, Wire("fp16", 2 * PART_ELEMENTS))
@@ -351,7 +352,9 @@ def test_a_member_that_never_comes_fails_the_round_soon(swarm, monkeypatch):
     swarm(scenario)
 
 
-def test_a_member_that_sent_everything_is_in_the_average_even_if_it_takes_nothing_back(swarm):
+def test_a_member_that_sent_everything_is_in_the_average_even_if_it_takes_nothing_back(swarm, monkeypatch):
+    monkeypatch.setattr(averaging, "_KNOWN_SOON_SECONDS", 100.0)
+
     async def scenario(nodes):
         wire = Wire("fp16", 2 * PART_ELEMENTS)
         members = await peers(nodes, 3, wire)

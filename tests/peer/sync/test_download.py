@@ -70,7 +70,10 @@ LIES = {
     "a flipped byte": ({"chunk": lambda i, data: bytes([data[0] ^ 1]) + data[1:]}, "not in the state"),
     "a short chunk": ({"chunk": lambda i, data: data[:-1]}, "instead of"),
     "an empty chunk": ({"chunk": lambda i, data: b""}, "instead of"),
-    "a long chunk": ({"chunk": lambda i, data: data[:-PIECE_BYTES] + data[: 2 * PIECE_BYTES]}, "announced|instead|not in the state"),
+    "a long chunk": (
+        {"chunk": lambda i, data: data[:-PIECE_BYTES] + data[: 2 * PIECE_BYTES] if len(data) > PIECE_BYTES else b""},
+        "announced|instead|not in the state",
+    ),
     "more samples": ({"header": lambda h: {**h, "samples": 8}}, "no header"),
     "another run's name": ({"header": lambda h: {**h, "run": "x"}}, "another state"),
     "no header": ({"header": lambda h: None}, "no header"),

@@ -237,7 +237,7 @@ def test_a_forged_announcement_is_refused(swarm):
         async def lie(channel):
             await channel.receive(seconds=60)
             await channel.send(forge(announcement(victim.id, leader.id), victim.id, leader.id), seconds=60)
-            await channel._hung_up()
+            await channel.hung_up(60)
 
         await leader.streams.serve(CALL, leader.matchmaker._answer_call)
         await leader.streams.serve(JOIN, lie)

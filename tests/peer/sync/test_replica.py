@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import re
 import signal
 import time
 
@@ -562,7 +563,7 @@ def test_others_read_who_a_peer_is_and_why_its_round_failed(swarm):
         await until(lambda: any("as if" in record.note for record in one.replica.neighbours.others()))
         (seen,) = one.replica.neighbours.others()
         assert (seen.name, seen.hardware) == ("Ada's cellar", "2 x NVIDIA A40")
-        assert seen.note == "round 1 not averaged: as if the last part had not come"
+        assert re.fullmatch(r"round \d+ not averaged: as if the last part had not come", seen.note)  # one may have made rounds alone
 
     swarm(scenario)
 

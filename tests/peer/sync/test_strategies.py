@@ -73,11 +73,12 @@ def test_parameters_add_the_mean():
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_diloco_is_torchs_nesterov_on_the_anchor(momentum):
     strategy = load_part("sync", "diloco").strategy(RunConfig(model="x", outer_learning_rate=0.7, outer_momentum=momentum))
-    anchor = nn.Parameter(torch.randn(SIZE))
+    rng = torch.Generator().manual_seed(1)
+    anchor = nn.Parameter(torch.randn(SIZE, generator=rng))
     reference = torch.optim.SGD([anchor], lr=0.7, momentum=momentum, nesterov=momentum > 0)
     ours = [anchor.detach().clone(), torch.zeros(SIZE)]
     for number in range(1, 6):
-        mean = torch.randn(SIZE)
+        mean = torch.randn(SIZE, generator=rng)
         ours = strategy.outer_step(ours, mean, info(number))
         anchor.grad = -mean
         reference.step()
