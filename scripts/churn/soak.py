@@ -11,12 +11,10 @@ states to the sample.
 """
 
 import argparse
-import contextlib
 import json
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +27,19 @@ if sys.path and sys.path[0] != str(ROOT):
 
 from benchmarks.common import about, print_table  # noqa: E402
 from scripts.churn import checks  # noqa: E402
-from scripts.churn.swarm import BATCH, ROUND_SECONDS, SAMPLE_SECONDS, Peer, Server, end, leave, peer_command, until  # noqa: E402
+from scripts.churn.swarm import (  # noqa: E402
+    BATCH,
+    ROUND_SECONDS,
+    SAMPLE_SECONDS,
+    Peer,
+    Server,
+    add_record_arguments,
+    end,
+    leave,
+    peer_command,
+    until,
+    work_folder,
+)
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 from swarm.lifeline import adopt_orphans  # noqa: E402
 
@@ -243,15 +253,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--sync", default="parameters", help="the run's strategy")
-    parser.add_argument("--record", type=Path, help="write the record there as JSON")
-    parser.add_argument("--keep", type=Path, help="work in this folder, which must not exist, and leave logs and states there")
+    add_record_arguments(parser)
     args = parser.parse_args(argv)
     adopt_orphans()
     print(f"{args.peers} peers, rounds of about {ROUND_SECONDS} s, steps of {BATCH * SAMPLE_SECONDS} s; seed {args.seed}", flush=True)
-    with contextlib.ExitStack() as closing:
-        folder = args.keep or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
-        folder.mkdir(parents=True, exist_ok=args.keep is None)
-        soak = Soak(folder.resolve(), peers=args.peers, seed=args.seed, sync=args.sync, say=lambda text: print(text, flush=True))
+    with work_folder(args.keep) as folder:
+        soak = Soak(folder, peers=args.peers, seed=args.seed, sync=args.sync, say=lambda text: print(text, flush=True))
         try:
             soak.story(args.kills)
         finally:

@@ -17,7 +17,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ import psutil
 
 from benchmarks.common import about, print_table
 from scripts.churn import checks
-from scripts.churn.swarm import ROOT, Peer, Server, end, leave, until
+from scripts.churn.swarm import ROOT, Peer, Server, add_record_arguments, end, leave, until, work_folder
 from scripts.demo import processes
 from swarm.errors import ExitCode, UserError
 from swarm.lifeline import adopt_orphans
@@ -357,17 +356,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument("--no_browser", action="store_true", help="read the page's events instead of its text in chromium")
-    parser.add_argument("--record", type=Path, help="write the record there as JSON")
-    parser.add_argument("--keep", type=Path, help="work in this folder, which must not exist, and leave logs and states there")
+    add_record_arguments(parser)
     args = parser.parse_args(argv)
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # all that was started is ended on the way out
-    with contextlib.ExitStack() as closing:
-        folder = args.keep or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
-        folder.mkdir(parents=True, exist_ok=args.keep is None)
+    with work_folder(args.keep) as folder:
         say = lambda text: print(text, flush=True)  # noqa: E731
         options = {"peers": args.peers, "seed": args.seed, "every": args.every}
-        soak = Soak(folder.resolve(), **options, browser=not args.no_browser, say=say)
+        soak = Soak(folder, **options, browser=not args.no_browser, say=say)
         say(f"{args.peers} peers under dd-peer, a kill every {args.every:.0f} s for {args.minutes:g} min; seed {args.seed}")
         try:
             soak.story(60 * args.minutes, args.kills)

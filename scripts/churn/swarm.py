@@ -1,13 +1,16 @@
 """A dataset server and peers on this machine that can be killed piece by piece and started again."""
 
+import argparse
+import contextlib
 import json
 import signal
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +176,19 @@ def write_dataset(folder: Path, count: int) -> Path:
         Image.new("L", (16, 16), number % 256).save(folder / f"{number:04}.png")
         (folder / f"{number:04}.txt").write_text(f"picture {number}", encoding="utf-8")
     return folder
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", type=Path, help="write the record there as JSON")
+    parser.add_argument("--keep", type=Path, help="work in this folder, which must not exist, and leave logs and states there")
+
+
+@contextlib.contextmanager
+def work_folder(keep: Path | None) -> Iterator[Path]:
+    """A new folder: `keep`, or one that is gone afterwards."""
+    if keep is not None:
+        keep.mkdir(parents=True)
+        yield keep.resolve()
+    else:
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            yield Path(folder).resolve()
