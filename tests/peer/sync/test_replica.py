@@ -517,12 +517,17 @@ def test_a_p2pd_that_hangs_ends_the_replica(swarm, monkeypatch):
     swarm(scenario)
 
 
+async def one_and_one_that_stopped(nodes) -> list[Peer]:
+    one, two = await peers(nodes, 2, make_run(), rate=0)
+    await until(lambda: one.replica.neighbours.others())
+    two.replica.close()
+    await two.tasks[0]
+    return [one, two]
+
+
 def test_a_peer_that_leaves_in_order_is_not_waited_for(swarm):
     async def scenario(nodes):
-        one, two = await peers(nodes, 2, make_run(), rate=0)
-        await until(lambda: one.replica.neighbours.others())
-        two.replica.close()
-        await two.tasks[0]
+        one, two = await one_and_one_that_stopped(nodes)
         two.replica.failed("CUDA is out of\nmemory")
         await two.replica.leave()
         await until(lambda: one.replica.neighbours._seen[two.id][0].phase == LEAVING)
@@ -534,10 +539,7 @@ def test_a_peer_that_leaves_in_order_is_not_waited_for(swarm):
 
 def test_a_peer_whose_disk_is_full_leaves_with_that_as_its_last_words(swarm):
     async def scenario(nodes):
-        one, two = await peers(nodes, 2, make_run(), rate=0)
-        await until(lambda: one.replica.neighbours.others())
-        two.replica.close()
-        await two.tasks[0]
+        one, two = await one_and_one_that_stopped(nodes)
 
         async def full(state):
             raise UserError("The disk is full.", fix="Make room.", code=ExitCode.DISK)
