@@ -60,13 +60,13 @@ def train(count: int, folder: Path) -> None:
 
     from benchmarks.sleeper import Sleeper
     from peer.config import PeerConfig
-    from peer.sync.engine import swarm_sync
+    from peer.sync.engine import sidecar_process
     from swarm.logs import setup_logging
     from swarm.run_config import RunConfig
 
     torch.set_num_threads(1)
     setup_logging()
-    swarm_sync.subprocess = _CountedSidecars()  # type: ignore[assignment]
+    sidecar_process.subprocess = _CountedSidecars()  # type: ignore[assignment]
     run = RunConfig(model="scale", target_batch_size=int(count * SAMPLES_PER_SECOND * ROUND_SECONDS))
     listen = ("/ip4/127.0.0.1/tcp/0",)
     founder: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from peer.sync.engine.neighbours import Neighbours
 from peer.sync.engine.streams import PeerLost
 from swarm.dht import SwarmNode
-from swarm.records import ASSIST, AVERAGING, CATCHING_UP, DONE, JOINING, LEAVING, PAUSED, RENEW_SECONDS, TRAIN, PeerRecord, RunRecord
+from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 
 _RUN_RECORD_SECONDS = 60.0
@@ -21,17 +21,6 @@ _READ_PEERS_PER_SECOND = 20
 def read_seconds(period: float, others: int) -> float:
     """Seconds between two looks at `others` peers; period: as far apart as they may be."""
     return min(period, max(1.0, others / _READ_PEERS_PER_SECOND))
-
-
-def seen_as(phase: str, *, assists: bool, paused: bool) -> str:
-    """What our record calls the replica's phase; paused: by this machine's owner."""
-    if phase == "left":
-        return LEAVING
-    if assists:
-        return ASSIST
-    if phase == "train":
-        return PAUSED if paused else TRAIN
-    return {"join": JOINING, "fetch": CATCHING_UP, "done": DONE}.get(phase, AVERAGING)
 
 
 class Presence:

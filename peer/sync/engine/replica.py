@@ -2,12 +2,11 @@
 
 Owns the swarm's state at this peer. Lives in the sidecar's loop, talks to the swarm through a node and to the trainer through a
 port, and never decides from a record that is not signed, fresh and within bounds. The rules, and what each one is for, are in
-docs/protocol.md. How one round is averaged is in `rounds.py`, who may start in `beginning.py`, what others see of us in `presence.py`.
+docs/protocol.md. How one round is averaged is in `rounds.py`, who may start in `beginning.py`, what others see of us in `status.py`.
 """
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import random
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 from peer.contracts import Member
 from peer.sync.engine import points, span
-from peer.sync.engine.averaging import RoundFailed, Traffic
+from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.beginning import Beginning, head_of
 from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
@@ -30,21 +29,21 @@ from peer.sync.engine.local_work import follows
 from peer.sync.engine.matchmaking import NoGroup
 from peer.sync.engine.neighbours import Neighbours
 from peer.sync.engine.outer import Strategy
-from peer.sync.engine.presence import Presence, seen_as
+from peer.sync.engine.presence import Presence
 from peer.sync.engine.replay import MeanStore, rounds_kept
 from peer.sync.engine.rounds import Round, Rounds
 from peer.sync.engine.rounds_file import write_round
 from peer.sync.engine.saving import Saver
 from peer.sync.engine.settling import Settling
 from peer.sync.engine.state import Head, State, better
+from peer.sync.engine.status import Status
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.takeover import Replaying, Takeover
 from peer.sync.engine.trainer import Offer, Progress, Trainer
-from swarm import advice
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import UserError
-from swarm.records import ASSIST, MAX_NOTE, RENEW_SECONDS, PeerRecord, RunRecord, words
+from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 
@@ -86,13 +85,14 @@ class Replica:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.run, self.state, self.strategy, self.node = run, state, strategy, node
-        self.trainer, self.server_url, self.clock = trainer, server_url, clock
+        self.trainer, self.clock = trainer, clock
         self.progress, self.offer = Progress(), None
         self.leaving, self.assists = False, assists
         self.end = end or End(run)
         self._look_for_end = False
-        self._name, self._hardware, self._note = name, hardware, ""
+        self._note = ""
         self.neighbours = Neighbours(node, run, state.header.schema, clock)
+        self.status = Status(run, node, self.neighbours, self.end, assists=assists, name=name, hardware=hardware, server_url=server_url)
         streams = Streams(node, upload)
         self.rounds = Rounds(
             run, self.end, node, streams, self.neighbours, strategy, wire,
@@ -106,12 +106,7 @@ class Replica:
         self._saver = Saver(store, state, self.wake, trainer.failed, self._trainer_landed, clock, node.peer_id)
         self._presence = Presence(run, node, self.neighbours, self.record, self._run_record, self._rate, self.wake, clock)
         self._settling = Settling(state)
-        self._phase, self._group_size, self._asked = "join", 0, False
-        self._traffic = Traffic()
-        """Of the last averaged round."""
-        self._moved = (0, 0)
-        """Bytes up and down in those before it."""
-        self._averaged = 0
+        self._phase, self._asked = "join", False
         self._callers: dict[str, str] = {}
         """Who said, since the last attempt, that they are ready to average, and onto which state."""
         self._adopted = self._progressed = clock()
@@ -392,10 +387,6 @@ class Replica:
             busy=self._phase == "average",
         )
 
-    def _training(self) -> int:
-        """Live peers that train, this one included."""
-        return sum(record.phase != ASSIST for record in self.neighbours.others()) + (not self.assists)
-
     def _heard(self, peer: str, head: Head, ready: bool) -> bool:
         """`peer` stands at `head`, and is ready to average onto it or not. Returns whether we should rather fetch that."""
         if not self._knows(peer):
@@ -414,11 +405,8 @@ class Replica:
             return await self._after_failure(offer, error)
         if done is None:
             return self._set_phase("train")
-        self._group_size = len(done.group.members)
-        if done.how == "averaged":
-            self._moved = (self._moved[0] + self._traffic.up, self._moved[1] + self._traffic.down)
-            self._traffic = done.mean.traffic
-            self._advise()
+        if self.status.had(done) and not self.assists:
+            self.trainer.news(self.status.advice(self.progress))
         self._means.want(done.state, done.mean)
         self._adopt(done.state, done.how)
         self._set_phase("train")
@@ -442,14 +430,6 @@ class Replica:
             return attempting.result()
         finally:
             await end_tasks(attempting)
-
-    def _advise(self) -> None:
-        """After the first averaged round, the second, the fourth, the eighth...: at first it is news, later it changes seldom."""
-        self._averaged += 1
-        if self._averaged.bit_count() == 1 and not self.assists:
-            rate = self.progress.samples_per_second + sum(record.samples_per_second for record in self.neighbours.others())
-            traffic, lost = self._traffic, self.progress.share_lost
-            self.trainer.news(advice.measured(advice.Traffic(traffic.up, traffic.down), traffic.seconds, rate, lost))
 
     async def _after_failure(self, offer: Offer, error: NoGroup | RoundFailed) -> None:
         """Look whether the others have committed; if not, wait a little and offer the same bytes again. Training goes on."""
@@ -486,7 +466,7 @@ class Replica:
                 self.offer = None
         self._asked = False
         self._callers = {peer: digest for peer, digest in self._callers.items() if digest == state.digest}
-        write_round(self._rounds_path, state, how, self._training(), self.node.peer_id)
+        write_round(self._rounds_path, state, how, self.status.training(), self.node.peer_id)
         self._tell_trainer()
         self._presence.publish_soon()
 
@@ -527,61 +507,10 @@ class Replica:
         return self._note or self._takeover.trouble
 
     def record(self, maddrs: tuple[str, ...] = ()) -> PeerRecord:
-        header, progress = self.state.header, self.progress
-        return PeerRecord(
-            peer_id=self.node.peer_id,
-            config=self.run.digest,
-            schema=header.schema,
-            round=header.round,
-            samples=header.samples,
-            digest=self.state.digest,
-            parents=header.parents,
-            waiting_samples=min(progress.waiting, 2 * self.run.target_batch_size),
-            samples_per_second=progress.samples_per_second if self._phase == "train" else 0.0,
-            loss=progress.loss,
-            phase=seen_as(self._phase, assists=self.assists, paused=self.progress.paused),
-            name=self._name,
-            hardware=self._hardware,
-            note=words(self._said(), MAX_NOTE),
-            group_size=self._group_size,
-            sent_bytes=self._traffic.up,
-            received_bytes=self._traffic.down,
-            transfer_seconds=self._traffic.seconds,
-            share_lost=progress.share_lost,
-            client_mode=self.node.client_mode,
-            maddrs=maddrs[:6],
-            time=time.time(),
-        )
+        return self.status.record(self.state, self.progress, self._phase, self._said(), maddrs)
 
     def seen(self) -> dict[str, Any]:
-        """For this peer's owner: what it does, and the figures of the swarm by the names that `peer.metrics.METRICS` has."""
-        record, others = self.record(), self.neighbours.others()
-        here = [other for other in others if other.digest == self.state.digest]
-        return {
-            "phase": record.phase,
-            "note": record.note,
-            "round": record.round,
-            "committed": record.samples,
-            "peers": len(self.state.header.members),
-            "live_peers": self._training(),
-            "swarm_samples_per_second": record.samples_per_second + sum(other.samples_per_second for other in others),
-            "round_waiting": record.waiting_samples + sum(other.waiting_samples for other in here),
-            "round_target": span.round_samples(self.run, self.end, self.state.header),
-            "sent_bytes": self._moved[0] + self._traffic.up,
-            "received_bytes": self._moved[1] + self._traffic.down,
-            "round_sent_bytes": record.sent_bytes,
-            "round_received_bytes": record.received_bytes,
-            "transfer_seconds": record.transfer_seconds,
-            "share_lost": record.share_lost,
-        }
+        return self.status.seen(self.state, self.record())
 
     def _run_record(self) -> RunRecord:
-        header = self.state.header
-        head = {"digest": self.state.digest, "round": header.round, "samples": header.samples, "peers": [self.node.peer_id]}
-        return RunRecord(
-            run_id=self.run.run_id,
-            run=dataclasses.asdict(self.run),
-            server_url=self.server_url,
-            head=head if header.round else None,
-            extension=self.end.extension,
-        )
+        return self.status.run_record(self.state)

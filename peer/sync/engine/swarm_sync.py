@@ -1,4 +1,4 @@
-"""The trainer's side of a swarm: freezes contributions, lands states, and keeps a sidecar running.
+"""The trainer's side of a swarm: freezes contributions, lands states, and tells its sidecar of both.
 
 Implements `contracts.Sync` for every strategy that averages; what differs between them is an `outer.Strategy`.
 """
@@ -6,13 +6,8 @@ Implements `contracts.Sync` for every strategy that averages; what differs betwe
 import contextlib
 import dataclasses
 import logging
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +19,8 @@ from peer.sync.engine.codec import Wire
 from peer.sync.engine.local_work import OPEN, Frozen, Landing, LocalWork, NotFinite
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.outer import load_strategy
-from peer.sync.engine.port import Port, PortClosed
+from peer.sync.engine.port import PortClosed
+from peer.sync.engine.sidecar_process import SidecarProcess
 from peer.sync.engine.state import Header, first_state
 from peer.sync.engine.vectors import Schema, SharedBuffer, flatten
 from swarm import advice, files
@@ -35,13 +31,7 @@ log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 10.0
 POLL_SECONDS = 0.5
-CLOSE_SECONDS = 12.0
-_RESTARTS = 5
-_RESTARTS_WITHIN_SECONDS = 600.0
 _RATE_MEMORY = 0.9
-_SILENT_SECONDS, _SILENT_START_SECONDS = 60.0, 300.0
-"""Without a sign of life a sidecar hangs. Starting takes it up to two minutes (to load, and to find peers), copying a state some seconds."""
-_LISTENED_AT_MOST_SECONDS = 2.0
 
 
 class SwarmSync:
@@ -79,10 +69,7 @@ class SwarmSync:
         self._hardware = describe_hardware(next(iter(context.params.values())).device)
         self._rate, self._step_seconds, self._last_step, self._loss = 0.0, 0.0, 0.0, None
         self._lost = _Lost()
-        self._restarts: list[float] = []
-        self._process: subprocess.Popen | None = None
-        self._port: Port | None = None
-        self._start()
+        self._sidecar = SidecarProcess(self._opening, self._handle)
 
     # ---------------------------------------------------------------- the contract
 
@@ -151,18 +138,8 @@ class SwarmSync:
 
     def close(self, reason: str = "") -> None:
         """End the sidecar, hearing what it still has to say; kill what does not end by itself. reason: what failed, for the others to read."""
-        if self._process is None:
-            return
         self._closing = True
-        with contextlib.suppress(PortClosed):
-            self._port.send("close", reason=reason)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_SECONDS)
-        try:
-            self._drain()
-        except UserError as error:
-            log.error("%s", error)
-        self._end_process()
+        self._sidecar.close(reason)
 
     # ---------------------------------------------------------------- reports
 
@@ -215,48 +192,33 @@ class SwarmSync:
 
     def _exchange(self, seconds: float) -> None:
         """Tell our progress, offer what is frozen, and handle every message that is there; wait up to `seconds` for the first."""
-        if self._process is None:
+        if self._sidecar.ended:
             return
         try:
             self._tell()
-            heard = False
-            while (message := self._port.receive(seconds)) is not None:
-                seconds, heard = 0, True
+            for message in self._sidecar.messages(seconds):
                 self._handle(*message)
                 if message[0] == "landed":
                     self._tell()
         except PortClosed:
-            self._restart()
-        else:
-            self._listen_for_life(heard)
-
-    def _listen_for_life(self, heard: bool) -> None:
-        """A sidecar that lives says so every second; one that hangs is killed, and another started."""
-        now = time.monotonic()
-        # A step of minutes, or a while in which this machine was stopped, is no time in which we listened.
-        self._silence = 0.0 if heard else self._silence + min(now - self._listened, _LISTENED_AT_MOST_SECONDS)
-        self._listened = now
-        has_started = self._heard_once or self._joined  # it may hang before its first sign of life
-        if self._silence > (_SILENT_SECONDS if has_started else _SILENT_START_SECONDS):
-            log.warning("the swarm process says nothing any more")
             self._restart()
 
     def _handle(self, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         getattr(self, f"_on_{kind}")(values, buffers)
 
     def _tell(self) -> None:
-        if not self._port.has_room():  # it is busy, or hangs: not a reason to hang with it
+        if not self._sidecar.has_room():  # not a reason to hang with it
             return
         if self._work.frozen is not None and not self._offered and self._news.frozen is None:
             self._send_offer(self._work.frozen)
         if self._end.extension != self._told_extension:
-            self._port.send("extend", extension=self._end.extension)
+            self._sidecar.send("extend", extension=self._end.extension)
             self._told_extension = self._end.extension
         self._tell_progress()
 
     def _send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
         try:
-            self._port.send(kind, *buffers, **values)
+            self._sidecar.send(kind, *buffers, **values)
         except PortClosed:
             self._restart()
 
@@ -269,10 +231,10 @@ class SwarmSync:
             "loss": self._loss,
             "paused": self.paused,
         }
-        self._port.send("progress", waiting=self._work.waiting_samples, landed=self._work.state.digest, **figures)
+        self._sidecar.send("progress", waiting=self._work.waiting_samples, landed=self._work.state.digest, **figures)
 
     def _send_offer(self, frozen: Frozen) -> None:
-        self._port.send("offer", frozen.encoded, number=frozen.number, samples=frozen.samples, parent=self._work.state.digest)
+        self._sidecar.send("offer", frozen.encoded, number=frozen.number, samples=frozen.samples, parent=self._work.state.digest)
         self._offered = True
 
     def _on_ready(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
@@ -281,7 +243,7 @@ class SwarmSync:
             log.info("others can join with --peers %s", maddr)
 
     def _on_pulse(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
-        self._heard_once = True
+        """It lives."""
 
     def _on_seen(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         self.seen = values["seen"]
@@ -318,7 +280,7 @@ class SwarmSync:
             self._offered = False  # it does not know: tell it once more
             return
         if self._work.open_samples == 0:
-            return self._port.send("nothing")
+            return self._sidecar.send("nothing")
         try:
             self._news.frozen = self._work.freeze(self._next_number()).number
             self._may_train = self._offered = False
@@ -326,7 +288,7 @@ class SwarmSync:
         except NotFinite:
             log.warning("the parameters are not finite any more; going back to the swarm's state")
             self._news.dropped.append(OPEN)
-            self._port.send("nothing")
+            self._sidecar.send("nothing")
 
     def _next_number(self) -> int:
         """One more than any this identity ever used; on disk before it is used."""
@@ -352,88 +314,41 @@ class SwarmSync:
         points.reached_in_trainer("landed")
         self._last_step = 0.0
 
-    # ---------------------------------------------------------------- the sidecar process
+    # ---------------------------------------------------------------- the sidecar's life
 
-    def _start(self) -> None:
-        self._heard_once, self._silence, self._listened = False, 0.0, time.monotonic()
-        ours, theirs = Port.pair()
-        root = str(Path(__file__).resolve().parents[3])
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
-        }
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"):
-            environment.pop(name, None)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "peer.sync.engine.sidecar", str(theirs.socket.fileno())],
-            pass_fds=[theirs.socket.fileno()],
-            env={**environment, "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl+C is for the trainer, which then leaves in order
-        )
-        theirs.close()
-        self._port = ours
+    def _opening(self) -> tuple[SharedBuffer, dict[str, Any]]:
+        """What a new sidecar begins with: the state that `params` last landed on, and who we are."""
         context, state = self._context, self._work.state
         last = context.last_known or {}
-        self._port.send(
-            "start",
-            state.buffer,
-            run=dataclasses.asdict(context.run),
-            header=state.header.to_json(),
-            sizes=[self._schema.big_size, self._schema.size - self._schema.big_size],
-            strategy=self._strategy_path,
-            folder=str(self._folder),
-            peers=list(context.initial_peers),
-            host_maddrs=list(context.peer.host_maddrs),
-            announce_maddrs=list(context.peer.announce_maddrs),
-            identity_path=str(context.peer.identity_file),
-            client_mode=context.peer.client_mode,
-            server_url=context.server_url,
-            last_known={"digest": last["digest"], "samples": last["samples"]} if last else None,
-            last_holders=list(last.get("peers", ())),
-            min_peers=self._min_peers,
-            host_key=self._end.host_key,
-            extension=self._end.extension,
-            max_upload_mbit=context.peer.max_upload_mbit,
-            peer_name=context.peer.peer_name,
-            hardware=self._hardware,
-            name=context.peer.output_dir.rstrip("/").split("/")[-1],
-            debug=context.peer.debug,
-            log_format=context.peer.log_format,
-        )
+        return state.buffer, {
+            "run": dataclasses.asdict(context.run),
+            "header": state.header.to_json(),
+            "sizes": [self._schema.big_size, self._schema.size - self._schema.big_size],
+            "strategy": self._strategy_path,
+            "folder": str(self._folder),
+            "peers": list(context.initial_peers),
+            "host_maddrs": list(context.peer.host_maddrs),
+            "announce_maddrs": list(context.peer.announce_maddrs),
+            "identity_path": str(context.peer.identity_file),
+            "client_mode": context.peer.client_mode,
+            "server_url": context.server_url,
+            "last_known": {"digest": last["digest"], "samples": last["samples"]} if last else None,
+            "last_holders": list(last.get("peers", ())),
+            "min_peers": self._min_peers,
+            "host_key": self._end.host_key,
+            "extension": self._end.extension,
+            "max_upload_mbit": context.peer.max_upload_mbit,
+            "peer_name": context.peer.peer_name,
+            "hardware": self._hardware,
+            "name": context.peer.output_dir.rstrip("/").split("/")[-1],
+            "debug": context.peer.debug,
+            "log_format": context.peer.log_format,
+        }
 
     def _restart(self) -> None:
-        """A new sidecar takes over from the state that `params` last landed on; a frozen contribution is offered again."""
-        code = self._process.poll()
-        self._drain()
-        self._end_process()
-        now = time.monotonic()
-        self._restarts = [t for t in self._restarts if t > now - _RESTARTS_WITHIN_SECONDS]
-        if len(self._restarts) >= _RESTARTS:
-            raise UserError(
-                f"The swarm process died {_RESTARTS} times within {_RESTARTS_WITHIN_SECONDS / 60:.0f} minutes (last exit status {code}).",
-                fix="Its log lines above say why; start again with --debug to see more.",
-                code=ExitCode.NETWORK,
-            )
-        log.warning("the swarm process died (exit status %s); starting it again", code)
-        time.sleep(min(2 ** len(self._restarts), 30) if self._restarts else 0)
-        self._restarts.append(now)
+        """The new one does not know of our frozen contribution: it is offered again once we have landed on what the swarm has now."""
+        self._sidecar.restart()
         self._offered = self._joined = False
-        self._start()
-
-    def _drain(self) -> None:
-        """What the sidecar still had to say before it died, its reason first of all."""
-        with contextlib.suppress(PortClosed):
-            while (message := self._port.receive(0)) is not None:
-                self._handle(*message)
-
-    def _end_process(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._port.close()
-        self._process = None
 
 
 class _Lost:

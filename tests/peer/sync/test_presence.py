@@ -1,6 +1,7 @@
 """How often a peer looks at the others."""
 
-from peer.sync.engine.presence import read_seconds, seen_as
+from peer.sync.engine.presence import read_seconds
+from peer.sync.engine.status import seen_as
 from swarm.records import PHASES
 
 

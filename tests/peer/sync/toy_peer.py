@@ -16,7 +16,7 @@ from torch import nn
 
 from peer.config import PeerConfig
 from peer.contracts import SyncContext
-from peer.sync.engine import swarm_sync
+from peer.sync.engine import sidecar_process
 from peer.sync.engine.vectors import flatten
 from swarm.errors import run_program
 from swarm.logs import setup_logging
@@ -46,11 +46,11 @@ def main() -> int:
     out, strategy, *peers = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
     setup_logging(name=Path(out).name)
     if "silent" in options:
-        swarm_sync._SILENT_SECONDS = float(options["silent"])
+        sidecar_process._SILENT_SECONDS = float(options["silent"])
     stopping = []
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
     params, sync = build(Path(out), strategy, peers, options)
-    say(event="started", sidecar=sync._process.pid if getattr(sync, "_process", None) else 0)
+    say(event="started", sidecar=sync._sidecar.pid if hasattr(sync, "_sidecar") else 0)
     counts = {"trained": 0, "settled": 0, "dropped": 0}
     open_samples, contributions, trained, overlapped, most_waiting = 0, {}, 0, 0, 0
     work = getattr(sync, "_work", None)

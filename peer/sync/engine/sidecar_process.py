@@ -1,0 +1,148 @@
+"""The swarm process beside a trainer: started, listened to, started again when it died or hangs, ended.
+
+What it does is in `sidecar.py`, what both say to each other in `port.py`. It is this process's child and the leader of a group of its
+own, so that Ctrl+C is for the trainer alone, which then leaves in order, and so that p2pd never outlives it.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from peer.sync.engine.port import Port, PortClosed
+from peer.sync.engine.vectors import SharedBuffer
+from swarm.errors import ExitCode, UserError
+
+log = logging.getLogger(__name__)
+
+Message = tuple[str, dict[str, Any], list[SharedBuffer]]
+
+CLOSE_SECONDS = 12.0
+RESTARTS = 5
+_RESTARTS_WITHIN_SECONDS = 600.0
+_SILENT_SECONDS, _SILENT_START_SECONDS = 60.0, 300.0
+"""Without a sign of life a sidecar hangs. Starting takes it up to two minutes (to load, and to find peers), copying a state some seconds."""
+_LISTENED_AT_MOST_SECONDS = 2.0
+_NOT_FOR_IT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""A rank's variables: the sidecar belongs to the group of ranks, not to one of them."""
+
+
+class SidecarProcess:
+    """opening: the state's memory and the words by which a new sidecar begins; handle: takes what one says, also its last words."""
+
+    def __init__(self, opening: Callable[[], tuple[SharedBuffer, dict[str, Any]]], handle: Callable[..., None]):
+        self._opening, self._handle = opening, handle
+        self._restarts: list[float] = []
+        self._process: subprocess.Popen | None = None
+        self._port: Port | None = None
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def ended(self) -> bool:
+        """For good: closed, or died too often."""
+        return self._process is None
+
+    # ---------------------------------------------------------------- talking to it
+
+    def send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
+        """Raises PortClosed."""
+        self._port.send(kind, *buffers, **values)
+
+    def has_room(self) -> bool:
+        """Whether it takes what we say; one that does not is busy or hangs. Raises PortClosed."""
+        return self._port.has_room()
+
+    def messages(self, seconds: float) -> Iterator[Message]:
+        """What it has said; waits up to `seconds` for the first. Raises PortClosed, also when it has said nothing for too long."""
+        heard = False
+        while (message := self._port.receive(seconds)) is not None:
+            seconds, heard = 0, True
+            self._has_started |= message[0] in ("pulse", "landed")
+            yield message
+        self._listen_for_life(heard)
+
+    def _listen_for_life(self, heard: bool) -> None:
+        """One that lives says so every second."""
+        now = time.monotonic()
+        # A step of minutes, or a while in which this machine was stopped, is no time in which we listened.
+        self._silence = 0.0 if heard else self._silence + min(now - self._listened, _LISTENED_AT_MOST_SECONDS)
+        self._listened = now
+        if self._silence > (_SILENT_SECONDS if self._has_started else _SILENT_START_SECONDS):
+            log.warning("the swarm process says nothing any more")
+            raise PortClosed("it says nothing any more")
+
+    # ---------------------------------------------------------------- its life
+
+    def _start(self) -> None:
+        self._has_started, self._silence, self._listened = False, 0.0, time.monotonic()
+        self._port, theirs = Port.pair()
+        root = str(Path(__file__).resolve().parents[3])
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "peer.sync.engine.sidecar", str(theirs.socket.fileno())],
+            pass_fds=[theirs.socket.fileno()],
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        buffer, words = self._opening()
+        with contextlib.suppress(PortClosed):  # whoever listens next finds it dead, and starts another
+            self._port.send("start", buffer, **words)
+
+    def restart(self) -> None:
+        """A new one in place of one that died or hangs, which is heard to the end first. Raises UserError when too many have died."""
+        assert not self.ended
+        code = self._process.poll()
+        self._hear_out()
+        self._end()
+        now = time.monotonic()
+        self._restarts = [t for t in self._restarts if t > now - _RESTARTS_WITHIN_SECONDS]
+        if len(self._restarts) >= RESTARTS:
+            raise UserError(
+                f"The swarm process died {RESTARTS} times within {_RESTARTS_WITHIN_SECONDS / 60:.0f} minutes (last exit status {code}).",
+                fix="Its log lines above say why; start again with --debug to see more.",
+                code=ExitCode.NETWORK,
+            )
+        log.warning("the swarm process died (exit status %s); starting it again", code)
+        time.sleep(min(2 ** len(self._restarts), 30) if self._restarts else 0)
+        self._restarts.append(now)
+        self._start()
+
+    def close(self, reason: str = "") -> None:
+        """End it, hearing what it still has to say; kill it when it does not end by itself. reason: what failed, for the others to read."""
+        if self.ended:
+            return
+        with contextlib.suppress(PortClosed):
+            self._port.send("close", reason=reason)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_SECONDS)
+        try:
+            self._hear_out()
+        except UserError as error:
+            log.error("%s", error)
+        self._end()
+
+    def _hear_out(self) -> None:
+        """What it still had to say before it ended, its reason first of all."""
+        with contextlib.suppress(PortClosed):
+            while (message := self._port.receive(0)) is not None:
+                self._handle(*message)
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._port.close()
+        self._process = None
