@@ -556,7 +556,7 @@ def test_a_peer_whose_disk_is_full_leaves_with_that_as_its_last_words(swarm):
 def test_others_read_who_a_peer_is_and_why_its_round_failed(swarm):
     async def scenario(nodes):
         one, two = await peers(nodes, 2, make_run(), rate=40)
-        two.replica._name, two.replica._hardware = "Ada's cellar", "2 x NVIDIA A40"
+        two.replica.status._name, two.replica.status._hardware = "Ada's cellar", "2 x NVIDIA A40"
 
         async def lose(group, mine):
             raise RoundFailed("as if the last part had not come")
