@@ -15,7 +15,9 @@ from swarm.options import option
 class ServerConfig:
     """This server (the host's own choice)."""
 
-    dataset: str = option("", "Folder of pictures with a .txt or .caption beside each, of WebDataset tars, or of both.")
+    dataset: str = option(
+        "", "Folder of pictures with a .txt or .caption beside each, of WebDataset tars, or of both.", section="the dataset"
+    )
     dataset_name: str = option(
         "", "Instead of --dataset: a dataset of the Hugging Face Hub, or a folder that `datasets` can load; streamed."
     )
@@ -26,17 +28,6 @@ class ServerConfig:
     caption_column: str = option("text", "Column of --dataset_name with the captions; of several in a row, the first is taken.")
     max_train_samples: int = option(0, "Take only so many rows of --dataset_name; 0: all.")
     grow: bool = option(False, "The dataset has grown: train what is new in it from the run's next epoch on.")
-    run: str = option("", "TOML file with the run's options; flags win over it.")
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for peers on other machines, together with --tokens or --open.")
-    port: int = option(9090, "Port to listen on; 0: any free one.")
-    public_url: str = option("", "URL under which peers reach this server, when it is not http://HOST:PORT.")
-    tokens: str = option(
-        "", "File of tokens, without one of which nobody gets in; 'dd-datasetserver token add NAME --tokens FILE' makes them."
-    )
-    open: bool = option(False, "Let in whoever can reach --host, without tokens.")
-    tls_cert: str = option("", "Certificate chain (PEM): serve https, together with --tls_key.")
-    tls_key: str = option("", "The certificate's key (PEM).")
-    max_requests_per_second: float = option(50.0, "Requests of one address; a burst may have ten seconds' worth; 0: no limits per address.")
     work_dir: str = option(
         "",
         "Where shards, ledger and identity are kept; default: DATASET.datasetserver beside the dataset. Without a dataset: serve what is ready there.",
@@ -50,6 +41,8 @@ class ServerConfig:
     )
     duplicates: str = option("keep", "Pictures that are there more than once, byte by byte: 'keep' or 'drop'; they are listed in any case.")
     dry_run: bool = option(False, "Check the pictures, say what would be left out, and end; nothing is written or served.")
+
+    run: str = option("", "TOML file with the run's options; flags win over it.", section="the run")
     lease_seconds: float = option(60.0, "A lease that is not renewed for so long goes to another peer.")
     grace_seconds: float = option(60.0, "Work of a peer that is gone may still be averaged for so long; then its samples are leased again.")
     copy_seconds: float = option(
@@ -58,15 +51,34 @@ class ServerConfig:
     states: str = option(
         "", "Output folder of a peer that assists on this machine: the newest settled state in it is offered for download."
     )
-    dht: bool = option(True, "Run a DHT node, where peers meet. Without, they need each other's addresses (--peers).")
+
+    host: str = option(
+        "127.0.0.1",
+        "Address to listen on; 0.0.0.0 for peers on other machines, together with --tokens or --open.",
+        section="its address, and who may come in",
+    )
+    port: int = option(9090, "Port to listen on; 0: any free one.")
+    public_url: str = option("", "URL under which peers reach this server, when it is not http://HOST:PORT.")
+    tokens: str = option(
+        "", "File of tokens, without one of which nobody gets in; 'dd-datasetserver token add NAME --tokens FILE' makes them."
+    )
+    open: bool = option(False, "Let in whoever can reach --host, without tokens.")
+    tls_cert: str = option("", "Certificate chain (PEM): serve https, together with --tls_key.")
+    tls_key: str = option("", "The certificate's key (PEM).")
+    max_requests_per_second: float = option(50.0, "Requests of one address; a burst may have ten seconds' worth; 0: no limits per address.")
+
+    dht: bool = option(
+        True, "Run a DHT node, where peers meet. Without, they need each other's addresses (--peers).", section="its DHT node"
+    )
     host_maddrs: tuple[str, ...] = option((), "Multiaddrs where that node listens; default: --host, any free port.")
     announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach that node, when they differ.")
     identity_path: str = option("", "That node's key file, made when missing; default: identity.key inside --work_dir.")
-    # the page
+
     pictures_from: tuple[str, ...] = option(
         (),
         "Ids of the peers whose pictures the page shows (they need --validation_prompts). Default: the one on this very machine that assists, "
         "if it draws, else any there.",
+        section="the page and the log",
     )
     log_format: str = option("text", "Log lines on stderr: for people, or a JSON object per line.", choices=FORMATS)
     debug: bool = option(False, "Log more, and show tracebacks.")

@@ -1,5 +1,6 @@
 """The peer's command line: flags over the file that `--config` names, split into what this machine chooses and what it says of the run."""
 
+import argparse
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,24 @@ from swarm.errors import UserError
 from swarm.options import build, parse_flags, read_toml
 from swarm.run_config import RunConfig
 
+_EXAMPLES = """examples:
+  %(prog)s --datasetserver http://HOST:9090                 join the run that a host serves
+  %(prog)s --peers /ip4/203.0.113.7/tcp/31337/p2p/Qm...     join the run that a peer is in
+  %(prog)s --model MODEL --train_data_dir PICTURES          train alone
+  %(prog)s --model MODEL --train_data_dir PICTURES --found  found a run without a host
+  dd-peer --check http://HOST:9090                          say what works between here and the run, and end
+docs/options.md has all options as a page, docs/joining.md and docs/running.md what to do with them."""
+
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[PeerConfig, dict[str, Any]]:
     """This peer's configuration, and what was said of the run: the keys of `--config`, overruled by flags. DD_TOKEN stands for `--token`."""
-    classes = (RunConfig, PeerConfig)
+    classes = (PeerConfig, RunConfig)
     refuse_gone(names_in(argv))
     parser = ArgumentParser(
-        prog="finetune.py", description="Train a diffusion model, alone or together with other peers.", allow_abbrev=False
+        description="Train a diffusion model, alone or together with other peers.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
     *parts, rest = parse_flags(parser, argv, *classes)

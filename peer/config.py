@@ -17,7 +17,7 @@ from swarm.records import MAX_NAME
 class PeerConfig:
     """This peer (every machine chooses its own)."""
 
-    datasetserver: str = option("", "URL of the run's dataset server; alone enough to join.")
+    datasetserver: str = option("", "URL of the run's dataset server; alone enough to join.", section="the run it joins or founds")
     token: str = option("", "What the host gave you for --datasetserver; other users of this machine see flags, not the variable DD_TOKEN.")
     host_key: str = option(
         "", "The key that the host's server prints at its start: one that shows another is refused. Default: the key it showed first."
@@ -25,20 +25,62 @@ class PeerConfig:
     peers: tuple[str, ...] = option((), "Multiaddrs of peers that are in the run; alone enough to join.", aliases=("initial_peers",))
     found: bool = option(False, "Found a run: listen for peers, with this peer's flags as the run's.", aliases=("hivemind",))
     run_id: str = option("", "Which run to join, when the peers given serve several.")
-    train_data_dir: str = option(
-        "",
-        "Folder of pictures, each with a .txt or .caption beside it, or described in a metadata.jsonl or metadata.csv; folders in it, too.",
-        aliases=("dataset",),
+    min_peers: int = option(1, "Wait at the start until so many peers are live, this one included.")
+    peer_name: str = option(
+        "", "What others shall call this peer, on the page and in dd-status: up to 32 characters. Default: its key's end."
     )
-    output_dir: str = option("output", "Where checkpoints, logs and the result go.", aliases=("output_path",))
-    num_train_epochs: int = option(1, "Passes over the data when the run sets no --total_samples.", aliases=("epochs",))
-    train_batch_size: int = option(1, "Samples per local step and rank.", aliases=("batch_size",))
+    check: str = option(
+        "", "Say in order what works between this machine and the run at this URL (or multiaddr), and end; trains and leases nothing."
+    )
+    dry_run: bool = option(False, "Print the resolved configuration and end.")
+
+    host_maddrs: tuple[str, ...] = option(
+        ("/ip4/0.0.0.0/tcp/0",), "Multiaddrs to listen on for other peers.", section="how others reach it"
+    )
+    announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach this peer, when they differ.")
+    identity_path: str = option("", "This peer's key file, made when missing; default: identity.key inside --output_dir.")
+    client_mode: bool | None = option(
+        None, "Open no port: others cannot dial this peer, it dials them. auto: exactly when those it asks cannot dial it."
+    )
+    max_upload_mbit: float = option(0.0, "Send at most so many million bits a second to other peers; 0: as fast as the link takes it.")
+
+    assist: bool = option(
+        False,
+        "Train nothing, but reduce, lead, relay and keep the run's states, for peers that nobody can dial; needs no GPU, model or data.",
+        section="helping without training",
+    )
+    states_total_limit: int = option(0, "With --assist: keep this many settled states, the newest; 0: all of them.")
+
+    train_batch_size: int = option(1, "Samples per local step and rank.", aliases=("batch_size",), section="training")
     gradient_accumulation_steps: int = option(1, "Micro-batches per local optimizer step.")
     mixed_precision: str = option(
         "auto", "Autocast; auto: by device, the reason is printed.", choices=("auto", "no", "fp16", "bf16"), switches={"fp16": "fp16"}
     )
+    weights: str = option(
+        "fp32",
+        "How this machine keeps what it trains; bf16: half the memory, rounded by chance so that no small update is lost.",
+        choices=("fp32", "bf16"),
+    )
     overlap: bool = option(False, "Train on while a contribution is averaged: no waiting, but what is learned meanwhile is a little stale.")
     gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
+    max_train_steps: int = option(0, "End the run after so many global steps: another way to say --total_samples.")
+    num_train_epochs: int = option(1, "Passes over the data when the run sets no --total_samples.", aliases=("epochs",))
+    lr_warmup_steps: float = option(
+        0.0,
+        "Global steps over which the learning rate rises, below 1 the share of the run: another way to say --lr_warmup_samples.",
+        aliases=("lr_scheduler_warmup",),
+    )
+    scale_lr: bool = option(False, "Multiply --learning_rate by the samples of a global step, once, when the run begins.")
+    use_ema: bool = option(False, "Keep a moving average of the weights by global steps; it is what is exported and drawn.")
+    ema_decay: float = option(0.9999, "Its decay, which it rises to: (1 + n) / (10 + n) after n steps.")
+    lease_samples: int = option(
+        0, "Lease at least so many samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",)
+    )
+
+    device: str = option(
+        "auto", "auto, cpu, cuda, cuda:N, or xla: all TPU chips of this host, by PyTorch/XLA (docs/tpu.md).", section="this machine"
+    )
+    num_threads: int = option(0, "Threads of torch on a CPU; 0: the cores divided by the local ranks.")
     compile: bool = option(
         False,
         "Compile the denoiser (torch.compile), if its gradients of the first batch are right; see docs/devices.md.",
@@ -46,70 +88,26 @@ class PeerConfig:
     )
     channels_last: bool = option(False, "Have the convolutions compute with channels last in memory.")
     ipex: bool = option(False, "On a CPU with PyTorch 2.8: use the kernels of Intel's extension for PyTorch, which has come to its end.")
-    device: str = option("auto", "auto, cpu, cuda, cuda:N, or xla: all TPU chips of this host, by PyTorch/XLA (docs/tpu.md).")
-    num_threads: int = option(0, "Threads of torch on a CPU; 0: the cores divided by the local ranks.")
     dataloader_num_workers: int = option(0, "Processes that decode pictures; 0: in the training process.")
+    loader_prefetch_size: int = option(1, "With --dataloader_num_workers: local steps that are read and decoded ahead.")
+    device_prefetch_size: int = option(0, "Of these, how many are moved to the GPU or to the XLA devices ahead.")
     cache_dir: str = option("", "Where shards, latents and texts are kept; default: inside --output_dir.")
     cache_gib: float = option(20.0, "Limit in GiB of each of these three.")
-    assist: bool = option(
+    cache_latents: bool = option(
         False,
-        "Train nothing, but reduce, lead, relay and keep the run's states, for peers that nobody can dial; needs no GPU, model or data.",
+        "Keep what the VAE makes of each picture in --cache_dir: computed and decoded once. A picture is then always cropped at one place.",
     )
-    states_total_limit: int = option(0, "With --assist: keep this many settled states, the newest; 0: all of them.")
-    checkpoints_total_limit: int = option(2, "Keep this many checkpoints.")
-    resume_from_checkpoint: str = option("", "A checkpoint's folder, or 'latest'.", aliases=("resume",))
-    host_maddrs: tuple[str, ...] = option(("/ip4/0.0.0.0/tcp/0",), "Multiaddrs to listen on for other peers.")
-    announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach this peer, when they differ.")
-    identity_path: str = option("", "This peer's key file, made when missing; default: identity.key inside --output_dir.")
-    client_mode: bool | None = option(
-        None, "Open no port: others cannot dial this peer, it dials them. auto: exactly when those it asks cannot dial it."
-    )
-    peer_name: str = option(
-        "", "What others shall call this peer, on the page and in dd-status: up to 32 characters. Default: its key's end."
-    )
-    min_peers: int = option(1, "Wait at the start until so many peers are live, this one included.")
-
-    # loop: lengths in global steps, which are optimizer steps alone and rounds of target_batch_size samples in a swarm
-    max_train_steps: int = option(0, "End the run after so many global steps: another way to say --total_samples.")
-    lr_warmup_steps: float = option(
-        0.0,
-        "Global steps over which the learning rate rises, below 1 the share of the run: another way to say --lr_warmup_samples.",
-        aliases=("lr_scheduler_warmup",),
-    )
-    scale_lr: bool = option(False, "Multiply --learning_rate by the samples of a global step, once, when the run begins.")
-    checkpointing_steps: int = option(
-        0,
-        "Save a resumable checkpoint every so many global steps; 0: every round of a swarm, alone every 10,000 samples.",
-        aliases=("checkpointing_rounds",),
-    )
-    save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-N every so many global steps; 0: at the end only.")
-    weights: str = option(
-        "fp32",
-        "How this machine keeps what it trains; bf16: half the memory, rounded by chance so that no small update is lost.",
-        choices=("fp32", "bf16"),
-    )
-    use_ema: bool = option(False, "Keep a moving average of the weights by global steps; it is what is exported and drawn.")
-    ema_decay: float = option(0.9999, "Its decay, which it rises to: (1 + n) / (10 + n) after n steps.")
-    validation_prompts: tuple[str, ...] = option(
-        (),
-        "Draw these while training, into OUTPUT_DIR/validation and --report_to; with --assist, from the newest settled state.",
-        aliases=("validation_prompt",),
-    )
-    num_validation_images: int = option(4, "Pictures of each prompt, always from the same seeds.", aliases=("image_log_amount",))
-    validation_steps: int = option(
-        0, "Draw every so many global steps; 0: every round of a swarm, alone every 100 steps.", aliases=("image_log_steps",)
-    )
-    validation_inference_steps: int = option(25, "Denoising steps of these pictures.", aliases=("image_log_inference_steps",))
-    report_to: str = option(
-        "none", "Also show metrics and pictures there.", choices=("none", "tensorboard", "wandb", "all"), switches={"wandb": "wandb"}
-    )
-    logging_dir: str = option("logs", "Where trackers keep their files, inside --output_dir.")
-    tracker_project_name: str = option("distributed-diffusion", "Name of the project in the tracker.", aliases=("project_id",))
-    lease_samples: int = option(
-        0, "Lease at least so many samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",)
+    cache_text: bool = option(False, "Keep what the frozen text encoders make of each caption in --cache_dir.")
+    hours: str = option(
+        "", "Train only at this time of day, local time: 22-7, or 22:30-7:15. Outside of it the peer rests, see dd-peer pause."
     )
 
-    # sources: this machine's data
+    train_data_dir: str = option(
+        "",
+        "Folder of pictures, each with a .txt or .caption beside it, or described in a metadata.jsonl or metadata.csv; folders in it, too.",
+        aliases=("dataset",),
+        section="pictures of its own",
+    )
     dataset_name: str = option(
         "",
         "Instead of --train_data_dir: a dataset of the Hugging Face Hub, or a folder that `datasets` can load; streamed.",
@@ -139,14 +137,19 @@ class PeerConfig:
     class_prompt: str = option("", "With --with_prior_preservation: what they show, such as 'a photo of a dog'.")
     prior_loss_weight: float = option(1.0, "With --with_prior_preservation: weight of their losses.")
     num_class_images: int = option(100, "With --with_prior_preservation: how many there shall be.")
-    cache_latents: bool = option(
-        False,
-        "Keep what the VAE makes of each picture in --cache_dir: computed and decoded once. A picture is then always cropped at one place.",
-    )
-    cache_text: bool = option(False, "Keep what the frozen text encoders make of each caption in --cache_dir.")
     output_bucket_info: bool = option(False, "Log the buckets at the start, and at the end how many samples were in each.")
 
-    # methods: in which form the result is written, and where it goes
+    output_dir: str = option(
+        "output", "Where checkpoints, logs and the result go.", aliases=("output_path",), section="checkpoints and the result"
+    )
+    checkpointing_steps: int = option(
+        0,
+        "Save a resumable checkpoint every so many global steps; 0: every round of a swarm, alone every 10,000 samples.",
+        aliases=("checkpointing_rounds",),
+    )
+    checkpoints_total_limit: int = option(2, "Keep this many checkpoints.")
+    resume_from_checkpoint: str = option("", "A checkpoint's folder, or 'latest'.", aliases=("resume",))
+    save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-N every so many global steps; 0: at the end only.")
     save_as_full_pipeline: bool = option(False, "textual_inversion: write the whole pipeline as well, which knows the new word.")
     safe_serialization: bool = option(
         True, "textual_inversion: write .safetensors; --no_safe_serialization: torch's own format, learned_embeds.bin."
@@ -157,8 +160,35 @@ class PeerConfig:
         "", "Token for the Hub; other users of this machine see flags, not the variable HF_TOKEN.", aliases=("hf_token",)
     )
 
-    # supervision: what dd-peer does for the trainer, which itself has no use for these
-    nproc_per_node: int = option(1, "dd-peer: ranks to start here, one for each GPU.")
+    validation_prompts: tuple[str, ...] = option(
+        (),
+        "Draw these while training, into OUTPUT_DIR/validation and --report_to; with --assist, from the newest settled state.",
+        aliases=("validation_prompt",),
+        section="watching it",
+    )
+    num_validation_images: int = option(4, "Pictures of each prompt, always from the same seeds.", aliases=("image_log_amount",))
+    validation_steps: int = option(
+        0, "Draw every so many global steps; 0: every round of a swarm, alone every 100 steps.", aliases=("image_log_steps",)
+    )
+    validation_inference_steps: int = option(25, "Denoising steps of these pictures.", aliases=("image_log_inference_steps",))
+    report_to: str = option(
+        "none", "Also show metrics and pictures there.", choices=("none", "tensorboard", "wandb", "all"), switches={"wandb": "wandb"}
+    )
+    logging_dir: str = option("logs", "Where trackers keep their files, inside --output_dir.")
+    tracker_project_name: str = option("distributed-diffusion", "Name of the project in the tracker.", aliases=("project_id",))
+    metrics_port: int = option(
+        0, "Serve this peer's figures to Prometheus at this port, as http://METRICS_HOST:PORT/metrics; 0: not at all."
+    )
+    metrics_host: str = option("127.0.0.1", "Address to serve them at; they have no password.")
+    print_loss: bool = option(False, "Log the loss of every local step; metrics.jsonl has the means of ten.")
+    profile_duration: int = option(
+        0,
+        "Record what the device does for so many milliseconds, from the third local step on, into PROFILE_DIR (a variable) or OUTPUT_DIR/profile.",
+    )
+    log_format: str = option("text", "Log lines on stderr: for people, or a JSON object per line.", choices=FORMATS)
+    debug: bool = option(False, "Log more, and show tracebacks.")
+
+    nproc_per_node: int = option(1, "dd-peer: ranks to start here, one for each GPU.", section="dd-peer, which starts it again")
     stall_seconds: float = option(
         600.0,
         "dd-peer: a trainer without a sign of life for so long, or 6 times that while it loads, saves or draws, is ended and started again; 0: never.",
@@ -167,33 +197,6 @@ class PeerConfig:
     log_file: str = option("", "dd-peer: the log of all this peer's processes goes there instead of to the terminal.")
     log_file_mib: float = option(10.0, "dd-peer: turn --log_file over at this size.")
     log_files: int = option(5, "dd-peer: keep so many of them, the current one included.")
-
-    # xla: what its original has, here on every device
-    loader_prefetch_size: int = option(1, "With --dataloader_num_workers: local steps that are read and decoded ahead.")
-    device_prefetch_size: int = option(0, "Of these, how many are moved to the GPU or to the XLA devices ahead.")
-    print_loss: bool = option(False, "Log the loss of every local step; metrics.jsonl has the means of ten.")
-    profile_duration: int = option(
-        0,
-        "Record what the device does for so many milliseconds, from the third local step on, into PROFILE_DIR (a variable) or OUTPUT_DIR/profile.",
-    )
-    # watch: how this peer shows what it does
-    log_format: str = option("text", "Log lines on stderr: for people, or a JSON object per line.", choices=FORMATS)
-    metrics_port: int = option(
-        0, "Serve this peer's figures to Prometheus at this port, as http://METRICS_HOST:PORT/metrics; 0: not at all."
-    )
-    metrics_host: str = option("127.0.0.1", "Address to serve them at; they have no password.")
-
-    # ease: what this machine's owner allows
-    check: str = option(
-        "", "Say in order what works between this machine and the run at this URL (or multiaddr), and end; trains and leases nothing."
-    )
-    hours: str = option(
-        "", "Train only at this time of day, local time: 22-7, or 22:30-7:15. Outside of it the peer rests, see dd-peer pause."
-    )
-    max_upload_mbit: float = option(0.0, "Send at most so many million bits a second to other peers; 0: as fast as the link takes it.")
-
-    dry_run: bool = option(False, "Print the resolved configuration and end.")
-    debug: bool = option(False, "Log more, and show tracebacks.")
 
     def __post_init__(self) -> None:
         self._check_access()

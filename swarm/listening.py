@@ -7,7 +7,9 @@ from swarm.errors import ExitCode, UserError
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, bound before anything slow is done. Raises UserError when the port is in use."""
+    """A listening socket, bound before anything slow is done. Raises UserError when the port is in use, or none at all."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"There is no port {port}.", fix="Use 0 (any free one) to 65535.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

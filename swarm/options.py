@@ -34,9 +34,13 @@ def option(
     aliases: Sequence[str] = (),
     choices: Sequence[str] | None = None,
     switches: Mapping[str, Any] | None = None,
+    section: str = "",
 ) -> Any:
-    """Declare one option of a frozen dataclass; `aliases` are further flag names, without the dashes, `switches` flags that stand for a value."""
-    metadata = {"help": help, "aliases": tuple(aliases), "choices": choices, "switches": dict(switches or {})}
+    """Declare one option of a frozen dataclass.
+
+    aliases: further flag names, without the dashes; switches: flags that stand for a value; section: the heading of this option and those after it.
+    """
+    metadata = {"help": help, "aliases": tuple(aliases), "choices": choices, "switches": dict(switches or {}), "section": section}
     if isinstance(default, list | tuple):
         return dataclasses.field(default_factory=lambda: tuple(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -54,10 +58,13 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], *classes: 
     Flags already added to `parser` by the caller come last, as one further mapping.
     Raises UserError for an unknown flag, naming the nearest right one.
     """
+    parser.usage = parser.usage or "%(prog)s [options]"  # a hundred of them, each explained below
     for cls in classes:
-        group = parser.add_argument_group(_title(cls))
-        for field in dataclasses.fields(cls):
-            _add_flag(group, field, typing.get_type_hints(cls)[field.name])
+        name, about = _title(cls)
+        for number, (section, fields) in enumerate(sections(cls)):
+            group = parser.add_argument_group(f"{name}: {section}" if section else name, None if number else about)
+            for field in fields:
+                _add_flag(group, field, typing.get_type_hints(cls)[field.name])
     namespace, unknown = parser.parse_known_args(with_token(argv))
     if unknown:
         flag = unknown[0].split("=")[0]
@@ -68,6 +75,16 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], *classes: 
     names = [{field.name for field in dataclasses.fields(cls)} for cls in classes]
     result = [{name: given[name] for name in group if name in given} for group in names]
     return [*result, {name: value for name, value in given.items() if not any(name in group for group in names)}]
+
+
+def sections(cls: type) -> list[tuple[str, list[dataclasses.Field]]]:
+    """The options of `cls` in order, below their headings."""
+    found: list[tuple[str, list[dataclasses.Field]]] = []
+    for field in dataclasses.fields(cls):
+        if field.metadata["section"] or not found:
+            found.append((field.metadata["section"], []))
+        found[-1][1].append(field)
+    return found
 
 
 def with_token(argv: Sequence[str]) -> list[str]:
@@ -149,8 +166,10 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     raise UserError(f"{name} is {value!r}, which is not {expected}.", fix=f"Give {name} a value of type {expected}.")
 
 
-def _title(cls: type) -> str:
-    return (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
+def _title(cls: type) -> tuple[str, str | None]:
+    """'The run', 'the same for every peer', of a docstring that begins with 'The run (the same for every peer).'."""
+    name, _, about = cls.__doc__.strip().splitlines()[0].rstrip(".").partition(" (")
+    return name, about.rstrip(")") or None
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: Any) -> None:

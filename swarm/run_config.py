@@ -29,7 +29,7 @@ OPTIONS_OF_METHOD = {
 class RunConfig:
     """The run (the same for every peer; taken from the server or the DHT when joining)."""
 
-    run_name: str = option("distributed-diffusion", "Name of the run, for people.")
+    run_name: str = option("distributed-diffusion", "Name of the run, for people.", section="what is trained, and how peers agree")
     model: str = option("", "Base model: a diffusers folder, a Hub id or a .safetensors file.", aliases=("pretrained_model_name_or_path",))
     model_digest: str = option("", "Digest of the base model's weights; worked out by the founder.")
     family: str = option("auto", "What is trained: a module of peer/models; auto: the founder reads it from the model.")
@@ -47,11 +47,13 @@ class RunConfig:
     dataset_digest: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")
     total_samples: int = option(0, "The run ends when this many samples are in committed rounds; 0: no end.")
     target_batch_size: int = option(2048, "Samples of the whole swarm per round.")
+
     optimizer: str = option(
         "auto",
         "Local optimizer; auto: 8-bit AdamW on a GPU, fused AdamW on a CPU; adafactor: the least memory.",
         choices=("auto", "adamw", "adamw8bit", "adafactor"),
         switches={"use_8bit_adam": "adamw8bit"},
+        section="the optimizer",
     )
     learning_rate: float = option(
         0.0,
@@ -67,12 +69,14 @@ class RunConfig:
     adam_weight_decay: float = option(1e-2, "The optimizer's decoupled weight decay.")
     adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
     max_grad_norm: float = option(1.0, "Clip each step's gradient to this norm, with --sync gradients the round's; 0: never.")
-    resolution: int = option(512, "Side of the training square in pixels; with --num_buckets its square is the largest area.")
+
+    resolution: int = option(
+        512, "Side of the training square in pixels; with --num_buckets its square is the largest area.", section="pictures and captions"
+    )
     center_crop: bool = option(False, "Crop the middle instead of a random square.")
     random_flip: bool = option(False, "Mirror half of the pictures.")
     ucg: float = option(0.1, "Share of samples whose caption is dropped.", aliases=("proportion_empty_prompts",))
     seed: int = option(42, "Seed of data order and fresh weights; noise is seeded per peer as well.")
-    # sources: what pictures and captions become before the model sees them
     shuffle_tags: bool = option(False, "Captions are tags between commas: put them in another order each time.")
     keep_tokens: int = option(0, "With --shuffle_tags: so many of the first tags keep their places.")
     num_buckets: int = option(
@@ -83,10 +87,11 @@ class RunConfig:
     image_interpolation_mode: str = option(
         "lanczos", "How pictures are resized.", choices=("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
     )
-    # methods: what they need
+
     train_text_encoder: bool = option(
         False,
         "With full and lora: train the CLIP text encoders too, all that the family has; a T5 stays as it is, as in diffusers' scripts.",
+        section="the method",
     )
     rank: int = option(4, "lora: rank of the two matrices of each layer.")
     lora_alpha: float = option(0.0, "lora: what the layers add is scaled by lora_alpha / rank; 0: the rank, so by 1.")
@@ -101,10 +106,10 @@ class RunConfig:
         1, "textual_inversion: how many vectors the word has; more say more, and take more of the prompt's 77 tokens."
     )
 
-    # families: what the model is told, and what it is to predict
     model_config: str = option(
         "",
         "For a .safetensors --model: diffusers folder or Hub id with its configs, tokenizers and missing parts; default: its family's own on the Hub.",
+        section="the model and its loss",
     )
     clip_skip: int = option(
         0, "Read CLIP this many layers below the one that the family reads, 1: penultimate; not FLUX.", switches={"clip_penultimate": 1}

@@ -13,6 +13,11 @@ def test_who_listens_first_has_the_port_and_the_next_is_told():
         assert refused.value.code == ExitCode.NETWORK
 
 
+def test_what_is_no_port_is_refused():
+    with pytest.raises(UserError, match="There is no port 70000"):
+        listen("127.0.0.1", 70000)
+
+
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
 def test_what_nobody_else_reaches_is_loopback(host):
     assert is_loopback(host)

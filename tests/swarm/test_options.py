@@ -9,11 +9,11 @@ from swarm.options import build, option, parse_flags, read_toml, with_token
 
 @dataclass(frozen=True, kw_only=True)
 class Drink:
-    """A drink."""
+    """A drink (as everybody likes it)."""
 
     kind: str = option("tea", "What is in the cup.", choices=("tea", "coffee"))
     millilitres: int = option(200, "How much.", aliases=("ml",))
-    sugar: float = option(0.0, "Share of sugar.")
+    sugar: float = option(0.0, "Share of sugar.", section="how it is served")
     hot: bool = option(True, "Whether it steams.")
     guests: tuple[str, ...] = option((), "Who drinks.")
 
@@ -31,6 +31,16 @@ def test_only_what_was_given_is_in_the_answer():
 @pytest.mark.parametrize(("flag", "value"), [("--hot", True), ("--hot=True", True), ("--hot=False", False), ("--no_hot", False)])
 def test_a_boolean_stands_alone_or_takes_a_word(flag, value):
     assert parse(flag) == {"hot": value}
+
+
+def test_help_shows_the_options_below_their_headings_after_one_line_of_usage(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = [line for line in capsys.readouterr().out.splitlines() if line and (not line.startswith("   ") or "--" in line)]
+    assert shown[0].endswith(" [options]")
+    after = shown[shown.index("A drink:") + 1 :]
+    assert [line.split()[0] for line in after] == ["as", "--kind", "--millilitres", "A", "--sugar", "--hot", "--guests"]
+    assert "A drink: how it is served:" in after
 
 
 def test_a_list_takes_any_number_of_values():
