@@ -53,6 +53,7 @@ def _main(argv: Sequence[str]) -> None:
     if config.dataset and not Path(config.dataset).is_dir():
         raise UserError(f"There is no folder {config.dataset}.", fix="Check --dataset.")
     if config.dry_run:
+        run_to_serve(run_values, stored_run(work_dir / LEDGER))
         _ingest(work_dir, config)
         return
     guard = server.guard(config)

@@ -40,7 +40,7 @@ class ServerConfig:
         aliases=("captions",),
     )
     duplicates: str = option("keep", "Pictures that are there more than once, byte by byte: 'keep' or 'drop'; they are listed in any case.")
-    dry_run: bool = option(False, "Check the pictures, say what would be left out, and end; nothing is written or served.")
+    dry_run: bool = option(False, "Check the run's options and the pictures, say what would be left out, and end; nothing is written or served.")
 
     run: str = option("", "TOML file with the run's options; flags win over it.", section="the run")
     lease_seconds: float = option(60.0, "A lease that is not renewed for so long goes to another peer.")

@@ -322,6 +322,8 @@ def test_a_dry_run_says_what_would_be_left_out_and_leaves_nothing(tmp_path, caps
     assert cli(["--dataset", str(folder), "--dry_run", "--ingest_workers", "0"]) == 0
     said = capsys.readouterr().out
     assert "5 samples" in said and "0001.png: no caption" in said and "1 pictures are there more than once" in said
+    assert cli(["--dataset", str(folder), "--dry_run", "--ingest_workers", "0", "--wire", "fp12"]) == ExitCode.CONFIG
+    assert "wire is 'fp12'" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
     assert cli(["--dataset", str(folder), "--missing_captions", "guess"]) == ExitCode.CONFIG
     assert "reject or empty or none" in capsys.readouterr().err
