@@ -5,7 +5,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.peer.sync.swarm_tools import Nodes, run_swarm
+pytest.register_assert_rewrite("tests.peer.sync.replicas")
+
+from tests.peer.sync.swarm_tools import Nodes, run_swarm  # noqa: E402
 
 LOOP_SECONDS = 540.0
 """Far above the longest scenario, also on a machine ten times as slow, and below pytest's own limit, which would say less."""

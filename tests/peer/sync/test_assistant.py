@@ -18,8 +18,8 @@ from peer.sync.engine.state import next_state
 from peer.sync.parameters import Parameters
 from swarm.errors import ExitCode, UserError
 from swarm.records import ASSIST
+from tests.peer.sync.replicas import SIZE, Peer, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import WAIT_SECONDS, state_of, until
-from tests.peer.sync.test_replica import SIZE, Peer, check_invariants, make_run, peers
 
 RUN = make_run(sync="parameters")
 

@@ -12,8 +12,8 @@ import torch
 from peer.sync.engine import points, replica
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.streams import Broken, PeerLost
+from tests.peer.sync.replicas import Peer, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import named, until
-from tests.peer.sync.test_replica import Peer, check_invariants, make_run, peers
 
 LARGE = 10 * 131_072
 """Ten parts, so that each member sends several to each reducer; two chunks of state."""

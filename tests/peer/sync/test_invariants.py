@@ -8,9 +8,9 @@ import pytest
 from peer.sync.engine import points, replica
 from peer.sync.engine.streams import Broken
 from tests.peer.sync.conftest import LOOP_SECONDS
+from tests.peer.sync.replicas import make_run, peers
 from tests.peer.sync.swarm_tools import Nodes, run_swarm, until
 from tests.peer.sync.test_failures import PAUSES, SECONDS, Trap, average_together, back, balanced, die, lineage
-from tests.peer.sync.test_replica import make_run, peers
 
 
 class Past:
