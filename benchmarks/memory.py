@@ -3,9 +3,9 @@
     python -m benchmarks.memory            two peers, 50 M parameters, three ways to average; then 200 rounds with failures: some eight minutes
     python -m benchmarks.memory --full     200 M parameters, 1,000 rounds
 
-Compute is a sleep (`benchmarks.sleeper`), all else is real. Memory is the proportional set size (PSS) of a peer's processes, trainer,
-sidecar and p2pd: what they share counts once. From its peak is taken what the same peer has with almost no parameters, and the
-parameters themselves, which are there without averaging too.
+Compute is a sleep (`benchmarks.sleeper`), all else is real. Memory is that of a peer's processes, trainer, sidecar and p2pd, without
+the pages of libraries, of which each has fewer the more programs run here. From its peak is taken what the same peer has with almost no
+parameters, and the parameters themselves, which are there without averaging too.
 
 For the growth a third peer joins, and is killed with all its processes in every tenth round: the rounds that it leaves fail at first.
 """
@@ -43,11 +43,13 @@ FEW = 100_000
 ROUNDS = 5
 _LOOK_SECONDS = 0.05
 _WAIT_SECONDS = 300.0
+_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+) *(.*)\n(?:.*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
+"""One of /proc/PID/smaps: inode, name and resident kB."""
 _ADDRESS = re.compile(r"--peers (/ip4/127\S+)")
 
 
 class Peer:
-    """A sleeper in processes of its own, all killed at the end. peak: the largest PSS of all of them together, in bytes."""
+    """A sleeper in processes of its own, all killed at the end. peak: the most memory that all of them together had, in bytes."""
 
     def __init__(self, folder: Path, num_parameters: int, *options: str):
         self.folder = folder
@@ -64,7 +66,7 @@ class Peer:
 
     def _watch(self) -> None:
         while self.process.poll() is None:
-            self.peak = max(self.peak, self.pss())
+            self.peak = max(self.peak, self.memory())
             time.sleep(_LOOK_SECONDS)
 
     def family(self) -> list[psutil.Process]:
@@ -73,13 +75,17 @@ class Peer:
             return [own, *own.children(recursive=True)]
         return []
 
-    def pss(self) -> int:
-        total = 0
+    def memory(self) -> int:
+        """In bytes. A buffer that processes share counts once, also while it moves from one to the other between two looks."""
+        own, shared = 0, {}
         for process in self.family():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-                total += int(re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE).group(1)) * 1024
-        return total
+            with contextlib.suppress(OSError):
+                for inode, name, size in _MAPPING.findall(Path(f"/proc/{process.pid}/smaps").read_text()):
+                    if name.startswith("/memfd:"):
+                        shared[inode] = max(shared.get(inode, 0), int(size) * 1024)
+                    elif not name.startswith("/"):
+                        own += int(size) * 1024
+        return own + sum(shared.values())
 
     @property
     def log(self) -> str:
@@ -150,7 +156,7 @@ def grow(folder: Path, rounds: int) -> dict[str, Any]:
             while (at := len(one.rounds())) < rounds:
                 if time.monotonic() > until or any(peer.process.poll() is not None for peer in peers):
                     raise UserError(f"The swarm came to round {at} of {rounds} only.", fix="Look at the peers' logs.")
-                looks.append((at, sum(peer.pss() for peer in peers) // 2))
+                looks.append((at, sum(peer.memory() for peer in peers) // 2))
                 if third is None:
                     third, came = Peer(folder / f"third-{killed}", 1_000_000, "--peers", one.address(), *options), at
                 elif at >= came + 10 and third.rounds():
@@ -162,8 +168,8 @@ def grow(folder: Path, rounds: int) -> dict[str, Any]:
                 third.kill()
         failed = sum(peer.log.count("not averaged") for peer in peers)
     quarter = rounds // 4
-    early = max((pss for at, pss in looks if quarter <= at < 2 * quarter), default=0)
-    late = max((pss for at, pss in looks if at >= 3 * quarter), default=0)
+    early = max((size for at, size in looks if quarter <= at < 2 * quarter), default=0)
+    late = max((size for at, size in looks if at >= 3 * quarter), default=0)
     return {
         "rounds": rounds,
         "kills": killed,
