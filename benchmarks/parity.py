@@ -44,15 +44,16 @@ AVERAGED = 2048
 """Samples over which the weights that are judged are averaged; the last of them have a weight of 63 %."""
 PER_DIGIT, DRAWING_STEPS = 20, 10
 SWARMS = {
-    "parameters": (16, {"target_batch_size": 256}),
-    "diloco": (64, {"target_batch_size": 2048, "outer_learning_rate": 0.8, "outer_momentum": 0.4}),
+    "parameters": ({2: 16, 4: 16}, {"target_batch_size": 256}),
+    "diloco": ({2: 128, 4: 64}, {"target_batch_size": 2048, "outer_learning_rate": 0.8, "outer_momentum": 0.4}),
 }
-"""Each peer's batch, and the run. Small rounds are there soonest; those of 2,048 are what a home line carries (wan.py), and a run of some
-twenty rounds needs large batches. The best simulated so far (docs/log.md)."""
-RATE = 2e-3
-LEARNING_RATES = {16: (1e-3, 2e-3), 32: (1e-3, 2e-3), 64: (2e-3, 4e-3), 128: (2e-3, 4e-3), 256: (2e-3, 4e-3)}
+"""Each peer's batch, by the number of peers, and the run. Small rounds are there soonest; those of 2,048 are what a home line carries
+(wan.py), and a run of some thirty rounds needs large batches. The best simulated so far (docs/log.md)."""
+RATES = {16: 2e-3, 64: 2e-3, 128: 4e-3}
+"""A swarm's learning rate by its peers' batch: at which one machine with that batch is there soonest."""
+LEARNING_RATES = {16: (1e-3, 2e-3), 32: (1e-3, 2e-3), 64: (2e-3, 4e-3), 256: (2e-3, 4e-3)}
 """The one machine's, by its batch."""
-TOTALS = {16: 18_432, 32: 22_528, 64: 32_768, 128: 46_080, 256: 73_728}
+TOTALS = {16: 18_432, 32: 22_528, 64: 32_768, 256: 81_920}
 """No run takes more samples than this, by its global batch."""
 TIMED = 32
 """One machine with this batch or less may be the soonest: it has the machine to itself."""
@@ -120,9 +121,10 @@ def plan(full: bool, repeat: int = 0, only: str | None = None) -> Iterator[Run]:
     """only: the strategy to try; then without the small batches at which one machine may be the soonest."""
     seed, batches = 42 + repeat, set() if only else {16, 32}
     for strategy in [only] if only else SWARMS:
-        batch, settings = SWARMS[strategy]
+        batch_of, settings = SWARMS[strategy]
         for peers in (2, 4) if full else (2,):
-            run = Run(f"{strategy}/{peers}", peers, batch, {"sync": strategy, "seed": seed, "learning_rate": RATE, **settings})
+            batch = batch_of[peers]
+            run = Run(f"{strategy}/{peers}", peers, batch, {"sync": strategy, "seed": seed, "learning_rate": RATES[batch], **settings})
             batches.add(run.global_batch)
             yield run
     for batch in sorted(batches):
