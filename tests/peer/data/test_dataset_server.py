@@ -1,11 +1,7 @@
 """The source that leases from a dataset server, against a real server in its own process."""
 
-import http.server
 import io
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -16,39 +12,18 @@ from PIL import Image
 
 from peer.batches import Decoder
 from peer.buckets import Buckets
-from peer.contracts import LeaseLost, Member, Settlement, SourceContext
+from peer.contracts import LeaseLost, Member, Settlement
 from peer.data import dataset_server
-from peer.data.dataset_server import build, fetch_run, found_run, report_round
-from peer.data.shards import ShardCache, read_shard
+from peer.data.dataset_server import fetch_run
 from peer.data.unsaid import Unsaid
 from peer.device import Rank, RankGroup
 from peer.feed import Feed
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
-from swarm.run_config import RunConfig
-from swarm.signing import SIGNATURE_HEADER
-from tests.datasetserver.hosting import ROOT, Host
-from tests.datasetserver.test_blobs import certificate  # noqa: F401 (a fixture)
+from tests.datasetserver.hosting import Host
 from tests.peer.data.meddler import Meddler
 
 BASE = "0" * 64
-
-
-@pytest.fixture
-def join(tmp_path):
-    """`join(url, "alice")` is a source; all are closed in the end."""
-    sources = []
-
-    def make(url, peer_id, *, batch_samples=2, cache_gib=1.0):
-        run = RunConfig.from_mapping(fetch_run(url, 20).run, where=url)
-        cache = tmp_path / f"cache-{peer_id}"
-        context = SourceContext(run=run, url=url, peer_id=peer_id, cache_dir=cache, cache_gib=cache_gib, batch_samples=batch_samples)
-        sources.append(build(context))
-        return sources[-1]
-
-    yield make
-    for source in sources:
-        source.close()
 
 
 def progress(host):
@@ -330,190 +305,7 @@ def manifest(host):
         return json.loads(response.read())
 
 
-# -- joining
-
-
-class Answer(http.server.BaseHTTPRequestHandler):
-    body = b"<html>It works!</html>"
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("body", "what"),
-    [
-        (b"<html>It works!</html>", "no dataset server"),
-        (b"[]", "no dataset server"),
-        (b'{"protocol": 999}', "protocol 999"),
-        (b'{"protocol": 1, "run": {"learning_rat": 1}}', "does not know"),
-    ],
-)
-def test_something_else_at_the_url_is_a_users_error(body, what):
-    handler = type("Handler", (Answer,), {"body": body})
-    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with pytest.raises(UserError, match=what) as raised:
-                fetch_run(f"http://127.0.0.1:{server.server_address[1]}", 20)
-        finally:
-            server.shutdown()
-            thread.join()
-    assert raised.value.code == ExitCode.NETWORK
-
-
-def test_a_url_that_refuses_another_run_or_no_url_is_a_users_error(serve):
-    host = serve()
-    with pytest.raises(UserError, match=r"serves run .* not 1234"):
-        fetch_run(host.url, run_id="1234")
-    host.stop()
-    for url in (host.url, "no url", "http://", "ftp://127.0.0.1/"):
-        with pytest.raises(UserError) as raised:
-            fetch_run(url, 0.5)
-        assert raised.value.code == ExitCode.NETWORK and url in str(raised.value)
-
-
-# -- who may use a server, and how often
-
-
-def test_a_peer_shows_its_token_for_whatever_it_asks(serve, tmp_path):
-    from datasetserver.tokens import add, remove
-
-    token = add(tmp_path / "tokens", "alice")
-    host = serve("--tokens", str(tmp_path / "tokens"), samples=8, shard_samples=4)
-    for wrong, what in [("", "hold a token"), ("x" * 43, "opens nothing")]:
-        with pytest.raises(UserError, match=what) as raised:
-            fetch_run(host.url, 20, token=wrong)
-        assert raised.value.code == ExitCode.AUTH
-    answer = fetch_run(host.url, 20, token=token)
-    run = RunConfig.from_mapping(answer.run, where=host.url)
-    assert found_run(host.url, run, 20, token=token).run_id == run.run_id
-    context = SourceContext(
-        run=run, url=host.url, token=token, peer_id="alice", cache_dir=tmp_path / "cache", cache_gib=1.0, batch_samples=2
-    )
-    assert token not in repr(context)
-    source = build(context)
-    keys = [sample.key for sample in islice(source, 4)]
-    source.register(1, keys)
-    settlement = Settlement("1" * 64, BASE, 1, 4, (Member("alice", 1, 4),))
-    report_round(host.url, run, "bob", settlement, 20, token=token)
-    assert fetch_run(host.url, 20, token=token).head.samples == 4
-    remove(tmp_path / "tokens", "alice")
-    with pytest.raises(UserError) as raised:  # at the latest with the first lease after the server has looked at its file
-        for sample in source:
-            source.give_back([sample.key])
-    assert raised.value.code == ExitCode.AUTH
-    source.close()
-
-
-def test_a_peer_trusts_a_certificate_that_its_system_trusts_and_names_one_that_it_does_not(serve, certificate, tmp_path):  # noqa: F811
-    host = serve("--tls_cert", str(certificate / "cert.pem"), "--tls_key", str(certificate / "key.pem"))
-    with pytest.raises(UserError, match="not trusted") as raised:
-        fetch_run(host.url, 20)
-    assert raised.value.code == ExitCode.NETWORK and "SSL_CERT_FILE" in raised.value.fix
-    program = (
-        "import sys; from itertools import islice; from pathlib import Path\n"
-        "from peer.contracts import SourceContext; from peer.data.dataset_server import build, fetch_run\n"
-        "from swarm.run_config import RunConfig\n"
-        "url, cache = sys.argv[1:]\n"
-        "run = RunConfig.from_mapping(fetch_run(url, 20).run, where=url)\n"
-        "source = build(SourceContext(run=run, url=url, peer_id='a', cache_dir=Path(cache), cache_gib=1.0, batch_samples=2))\n"
-        "print(len([sample.key for sample in islice(source, 10)])); source.close()\n"
-    )
-    environment = {**os.environ, "SSL_CERT_FILE": str(certificate / "cert.pem")}
-    command = [sys.executable, "-c", program, host.url, str(tmp_path / "cache")]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert (result.stdout, result.returncode) == ("10\n", 0), result.stderr
-
-
-class Busy(http.server.BaseHTTPRequestHandler):
-    """Says `refusals` times to come back later, then passes on to a real server; `asked`: when, by path, and what it answered."""
-
-    protocol_version = "HTTP/1.1"
-    refusals, status, real, asked = 0, 429, "", []
-
-    def do_GET(self):
-        self._answer(None)
-
-    def do_POST(self):
-        self._answer(self.rfile.read(int(self.headers["Content-Length"])))
-
-    def _answer(self, body):
-        kind = type(self)
-        path = self.path
-        refuse = path not in ("/v1/run",) and sum(1 for _, known, status in kind.asked if known == path and status != 200) < kind.refusals
-        if refuse:
-            headers, status = {"Retry-After": "2"}, kind.status
-            data = json.dumps({"error": {"code": "too_many_requests", "message": "Not now.", "fix": "Wait."}}).encode()
-        else:
-            request = urllib.request.Request(kind.real + path, body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=60) as response:
-                signature = response.headers.get(SIGNATURE_HEADER)
-                headers, status, data = {SIGNATURE_HEADER: signature} if signature else {}, 200, response.read()
-        kind.asked.append((time.monotonic(), path, status))
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_peer_comes_back_when_retry_after_says_and_not_before(serve, join, status):
-    host = serve(samples=8, shard_samples=8)
-    handler = type("Handler", (Busy,), {"refusals": 1, "status": status, "real": host.url, "asked": []})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            source = join(f"http://127.0.0.1:{server.server_address[1]}", "alice")
-            assert len(list(islice(source, 8))) == 8
-            source.close()
-        finally:
-            server.shutdown()
-            thread.join()
-    lease = [(when, answered) for when, path, answered in handler.asked if path == "/v1/leases"]
-    blob = [(when, answered) for when, path, answered in handler.asked if path.startswith("/v1/blobs/")]
-    for (refused, first), (again, second) in (lease[:2], blob[:2]):
-        assert (first, second) == (status, 200)
-        assert again - refused >= 2.0, "as a busy server asks: more is no fault, less is"
-
-
 # -- the cache
-
-
-def fill(cache, *contents):
-    digests = []
-    for content in contents:
-        digest = digest_bytes(content)
-        cache.part(digest).write_bytes(content)
-        assert cache.admit(digest)
-        digests.append(digest)
-    return digests
-
-
-def test_the_cache_forgets_what_was_not_used_for_longest_and_nothing_that_is_not_its_own(tmp_path):
-    import os
-
-    pinned = set()
-    cache = ShardCache(tmp_path, 300, pinned=lambda: pinned)
-    digests = fill(cache, b"a" * 100, b"b" * 100, b"c" * 100)
-    (tmp_path / "shards" / "holiday.tar").write_bytes(bytes(1000))
-    for age, digest in enumerate(digests):
-        os.utime(tmp_path / "shards" / f"{digest}.tar", (1000 + age, 1000 + age))
-    pinned.add(digests[0])
-    cache.make_room(100)
-    assert [cache.get(digest) is not None for digest in digests] == [True, False, True]
-    assert (tmp_path / "shards" / "holiday.tar").exists()
 
 
 def test_a_small_cache_stays_small_while_shards_come_and_go_and_touches_nothing_else(serve, join, tmp_path):
@@ -530,33 +322,6 @@ def test_a_small_cache_stays_small_while_shards_come_and_go_and_touches_nothing_
     foreign = [files.pop(name) for name in ("holiday.tar", "0.tar.part", f"{BASE}.zip")]
     assert foreign == [10 * size] * 3
     assert len(files) >= 2 and sum(files.values()) <= 5.5 * size
-
-
-def test_the_cache_admits_only_what_its_name_says(tmp_path):
-    cache = ShardCache(tmp_path, 1000)
-    cache.part(BASE).write_bytes(b"something else")
-    assert cache.admit(BASE) is None
-    assert not cache.part(BASE).exists() and cache.get(BASE) is None
-
-
-def test_a_cache_that_cannot_be_written_is_a_users_error(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError) as raised:
-        ShardCache(tmp_path / "file", 1000)
-    assert raised.value.code == ExitCode.DISK
-
-
-def test_shards_with_png_and_jpeg_are_read_alike(tmp_path):
-    from datasetserver.ingest import ingest, shard_path
-
-    (tmp_path / "data").mkdir()
-    for number in range(8):
-        Image.new("RGB", (8, 8)).save(tmp_path / "data" / f"{number}.{'png' if number % 2 else 'jpg'}")
-        (tmp_path / "data" / f"{number}.txt").write_text(f"número {number}", encoding="utf-8")
-    result = ingest(tmp_path / "data", tmp_path / "work", workers=0)
-    rows = read_shard(shard_path(tmp_path / "work", result.manifest.shards[0].digest))
-    assert sorted(caption for _, caption in rows) == [f"número {number}" for number in range(8)]
-    assert {Image.open(io.BytesIO(image)).format for image, _ in rows} == {"PNG", "JPEG"}
 
 
 def test_peers_that_sort_leased_samples_into_buckets_hold_few_of_them_and_train_each_once(tmp_path, join):
