@@ -60,11 +60,11 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], *classes: 
     """
     parser.usage = parser.usage or "%(prog)s [options]"  # a hundred of them, each explained below
     for cls in classes:
-        name, about = _title(cls)
+        (name, about), hints = _title(cls), typing.get_type_hints(cls)
         for number, (section, fields) in enumerate(sections(cls)):
             group = parser.add_argument_group(f"{name}: {section}" if section else name, None if number else about)
             for field in fields:
-                _add_flag(group, field, typing.get_type_hints(cls)[field.name])
+                _add_flag(group, field, hints[field.name])
     namespace, unknown = parser.parse_known_args(with_token(argv))
     if unknown:
         flag = unknown[0].split("=")[0]

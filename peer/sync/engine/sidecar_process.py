@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Message = tuple[str, dict[str, Any], list[SharedBuffer]]
 
 CLOSE_SECONDS = 12.0
-RESTARTS = 5
+_RESTARTS = 5
 _RESTARTS_WITHIN_SECONDS = 600.0
 _SILENT_SECONDS, _SILENT_START_SECONDS = 60.0, 300.0
 """Without a sign of life a sidecar hangs. Starting takes it up to two minutes (to load, and to find peers), copying a state some seconds."""
@@ -63,19 +63,24 @@ class SidecarProcess:
         return self._port.has_room()
 
     def messages(self, seconds: float) -> Iterator[Message]:
-        """What it has said; waits up to `seconds` for the first. Raises PortClosed, also when it has said nothing for too long."""
-        heard = False
-        while (message := self._port.receive(seconds)) is not None:
-            seconds, heard = 0, True
-            self._has_started |= message[0] in ("pulse", "landed")
-            yield message
-        self._listen_for_life(heard)
+        """What it has said; waits up to `seconds` for the first. Raises PortClosed, also when it has given no sign of life for too long."""
+        self._heard = False
+        yield from self._said(seconds)
+        self._listen_for_life()
 
-    def _listen_for_life(self, heard: bool) -> None:
+    def _said(self, seconds: float) -> Iterator[Message]:
+        """All but its pulse, which says nothing but that it lives."""
+        while (message := self._port.receive(seconds)) is not None:
+            seconds, self._heard = 0, True
+            self._has_started |= message[0] in ("pulse", "landed")
+            if message[0] != "pulse":
+                yield message
+
+    def _listen_for_life(self) -> None:
         """One that lives says so every second."""
         now = time.monotonic()
         # A step of minutes, or a while in which this machine was stopped, is no time in which we listened.
-        self._silence = 0.0 if heard else self._silence + min(now - self._listened, _LISTENED_AT_MOST_SECONDS)
+        self._silence = 0.0 if self._heard else self._silence + min(now - self._listened, _LISTENED_AT_MOST_SECONDS)
         self._listened = now
         if self._silence > (_SILENT_SECONDS if self._has_started else _SILENT_START_SECONDS):
             log.warning("the swarm process says nothing any more")
@@ -84,7 +89,8 @@ class SidecarProcess:
     # ---------------------------------------------------------------- its life
 
     def _start(self) -> None:
-        self._has_started, self._silence, self._listened = False, 0.0, time.monotonic()
+        self._has_started = self._heard = False
+        self._silence, self._listened = 0.0, time.monotonic()
         self._port, theirs = Port.pair()
         root = str(Path(__file__).resolve().parents[3])
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
@@ -109,9 +115,9 @@ class SidecarProcess:
         self._end()
         now = time.monotonic()
         self._restarts = [t for t in self._restarts if t > now - _RESTARTS_WITHIN_SECONDS]
-        if len(self._restarts) >= RESTARTS:
+        if len(self._restarts) >= _RESTARTS:
             raise UserError(
-                f"The swarm process died {RESTARTS} times within {_RESTARTS_WITHIN_SECONDS / 60:.0f} minutes (last exit status {code}).",
+                f"The swarm process died {_RESTARTS} times within {_RESTARTS_WITHIN_SECONDS / 60:.0f} minutes (last exit status {code}).",
                 fix="Its log lines above say why; start again with --debug to see more.",
                 code=ExitCode.NETWORK,
             )
@@ -137,7 +143,7 @@ class SidecarProcess:
     def _hear_out(self) -> None:
         """What it still had to say before it ended, its reason first of all."""
         with contextlib.suppress(PortClosed):
-            while (message := self._port.receive(0)) is not None:
+            for message in self._said(0):
                 self._handle(*message)
 
     def _end(self) -> None:

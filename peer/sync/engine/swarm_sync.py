@@ -242,9 +242,6 @@ class SwarmSync:
         for maddr in values["maddrs"]:
             log.info("others can join with --peers %s", maddr)
 
-    def _on_pulse(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
-        """It lives."""
-
     def _on_seen(self, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         self.seen = values["seen"]
 
