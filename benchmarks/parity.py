@@ -5,14 +5,15 @@
 * gradients: a round of `--sync gradients` against one process that takes the whole batch, over 2 and 4 peers (exact_gradients.py).
 * samples: real peers learn the quickstart's digits. How many samples until 95 % of the drawn digits are read right, over those that one
   machine needs that takes the same global batch (peers times their batch), at the better of two learning rates?
-* speedup: seconds until then of one peer on one core, at the batch and learning rate that bring it there soonest, over those of the
-  fastest two peers with a core each; all counted from the first logged step, so without the programs' start.
+* speedup: seconds until then of one peer over those of two, a core each: the same program with the same server, the one peer at the
+  batch and learning rate that bring it there soonest; all counted from the first logged step, so without the programs' start. Beside it
+  speedup_over_no_swarm: the same of one process that trains alone from the folder, which leases nothing and holds no rounds.
 
 What is judged is what a run would export: a moving average of the weights (`--use_ema`) over about 2,048 samples, the one machine's as well
 as the swarm's. A state at a constant learning rate is noise about it that a swarm averages away at its end, and one machine never.
 Judged afterwards, so that judging takes no time from training, from the checkpoints of about every 1,024 samples: 200 digits, drawn in 10
 steps each; between two looks the line is straight. Two seeds may differ by a fifth (docs/log.md): a ratio from one repeat is a rough one.
-Without `--full` two peers only, 13 to 20 minutes by the machine. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its
+Without `--full` two peers only, some 17 minutes. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its
 last line, one JSON object; its figures are of the medians over the repeats.
 """
 
@@ -43,25 +44,30 @@ EVERY = 1024
 AVERAGED = 2048
 """Samples over which the weights that are judged are averaged; the last of them have a weight of 63 %."""
 PER_DIGIT, DRAWING_STEPS = 20, 10
+SMALL_ROUNDS = ({2: 32, 4: 16}, {"target_batch_size": 256, "learning_rate": 6e-3})
+HOME_ROUNDS = ({2: 128, 4: 64}, {"target_batch_size": 2048, "learning_rate": 8e-3})
+"""Each peer's batch, by the number of peers, and the run. With small rounds two are there soonest; 2,048 samples a round are what a home
+line carries (wan.py), and a run of some twenty rounds needs large batches. The best simulated so far (docs/log.md)."""
 SWARMS = {
-    "parameters": ({2: 16, 4: 16}, {"target_batch_size": 256}),
-    "diloco": ({2: 128, 4: 64}, {"target_batch_size": 2048, "outer_learning_rate": 0.8, "outer_momentum": 0.4}),
+    "parameters, small rounds": ("parameters", *SMALL_ROUNDS),
+    "parameters": ("parameters", *HOME_ROUNDS),
+    "diloco": ("diloco", HOME_ROUNDS[0], {**HOME_ROUNDS[1], "outer_learning_rate": 1.0, "outer_momentum": 0.2}),
 }
-"""Each peer's batch, by the number of peers, and the run. Small rounds are there soonest; those of 2,048 are what a home line carries
-(wan.py), and a run of some thirty rounds needs large batches. The best simulated so far (docs/log.md)."""
-RATES = {16: 2e-3, 64: 2e-3, 128: 4e-3}
-"""A swarm's learning rate by its peers' batch: at which one machine with that batch is there soonest."""
-LEARNING_RATES = {16: (1e-3, 2e-3), 32: (1e-3, 2e-3), 64: (2e-3, 4e-3), 256: (2e-3, 4e-3)}
-"""The one machine's, by its batch."""
-TOTALS = {16: 18_432, 32: 22_528, 64: 32_768, 256: 81_920}
+LEARNING_RATES = {32: (2e-3, 3e-3), 64: (4e-3, 6e-3), 256: (4e-3, 8e-3)}
+"""The one machine's, by its batch; the second is the one peer's."""
+BETA2 = 0.99
+WARM_UP = {32: 2048, 64: 2048, 256: 8192}
+"""Samples over which the learning rate rises, by the global batch. With it large batches bear higher rates: 64 learn as much from a
+sample as 32 do, and 256 need 43 k samples instead of 64 k."""
+TOTALS = {32: 20_480, 64: 22_528, 256: 49_152}
 """No run takes more samples than this, by its global batch."""
-TIMED = 32
-"""One machine with this batch or less may be the soonest: it has the machine to itself."""
+TIMED = (32, 64)
+"""One peer, or one machine, is soonest with one of these batches."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run; peers 0: one machine without a swarm."""
+    """One training run; peers 0: one machine without a swarm, 1: a swarm of one."""
 
     name: str
     peers: int
@@ -79,7 +85,7 @@ class Run:
 
     @property
     def round(self) -> int:
-        return self.settings.get("target_batch_size", EVERY)
+        return self.settings["target_batch_size"]
 
     def flags(self) -> list[str]:
         """A global step of one machine is its batch, a swarm's a round."""
@@ -104,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="four peers, too: about half an hour")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="train everything N times, each time with another seed [1]")
-    parser.add_argument("--sync", choices=tuple(SWARMS), help="this strategy alone, without speedup")
+    parser.add_argument("--sync", choices=tuple(SWARMS), help="these rounds alone, without speedup")
     args = parser.parse_args()
     quickstart.quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
@@ -118,33 +124,35 @@ def main() -> None:
 
 
 def plan(full: bool, repeat: int = 0, only: str | None = None) -> Iterator[Run]:
-    """only: the strategy to try; then without the small batches at which one machine may be the soonest."""
-    seed, batches = 42 + repeat, set() if only else {16, 32}
-    for strategy in [only] if only else SWARMS:
-        batch_of, settings = SWARMS[strategy]
+    """only: the rounds to try; then without what is there for the speedup."""
+    seed, batches = 42 + repeat, set() if only else set(TIMED)
+    for name in [only] if only else SWARMS:
+        strategy, batch_of, settings = SWARMS[name]
         for peers in (2, 4) if full else (2,):
-            batch = batch_of[peers]
-            run = Run(f"{strategy}/{peers}", peers, batch, {"sync": strategy, "seed": seed, "learning_rate": RATES[batch], **settings})
-            batches.add(run.global_batch)
-            yield run
+            yield run_of(f"{name}/{peers}", peers, batch_of[peers], seed, sync=strategy, **settings)
+            batches.add(peers * batch_of[peers])
+    for batch in () if only else TIMED:
+        rate = LEARNING_RATES[batch][1]
+        yield run_of(f"one peer, batch {batch}", 1, batch, seed, sync="parameters", **{**SMALL_ROUNDS[1], "learning_rate": rate})
     for batch in sorted(batches):
         for rate in LEARNING_RATES[batch]:
-            settings = {"learning_rate": rate, "seed": seed, "target_batch_size": EVERY}
-            yield Run(f"one machine, batch {batch}, rate {rate:g}", 0, batch, settings)
+            yield run_of(f"one machine, batch {batch}, rate {rate:g}", 0, batch, seed, learning_rate=rate, target_batch_size=EVERY)
+
+
+def run_of(name: str, peers: int, batch: int, seed: int, **settings: Any) -> Run:
+    return Run(name, peers, batch, {"seed": seed, "adam_beta2": BETA2, "lr_warmup_samples": WARM_UP[max(1, peers) * batch], **settings})
 
 
 # ---------------------------------------------------------------- training
 
 
 def train(base: Path, runs: Sequence[Run]) -> None:
-    """Whose seconds count has the machine to itself, one after the other; the others run two at a time."""
+    """Swarms have the machine to themselves, one after the other. Of one machine's runs there are always two, a core each as well."""
     for run in runs:
         if run.peers:
             together(base, run)
-        elif run.batch <= TIMED:
-            alone(base, run)
     with ThreadPoolExecutor(2) as two:
-        list(two.map(lambda run: alone(base, run), [run for run in runs if not run.peers and run.batch > TIMED]))
+        list(two.map(lambda run: alone(base, run), [run for run in runs if not run.peers]))
 
 
 def alone(base: Path, run: Run) -> None:
@@ -166,7 +174,10 @@ def together(base: Path, run: Run) -> None:
     for shared in ("dataset", "base"):
         (folder / shared).symlink_to(base / shared)
     display = Display()
-    plan = swarm_run.Plan(folder, run.peers, run.total, run.round, batch=run.batch, settings=run.settings, peer_flags=tuple(run.flags()))
+    plan = swarm_run.Plan(
+        folder, run.peers, run.total, run.round, batch=run.batch, settings=run.settings, peer_flags=tuple(run.flags()),
+        core_each=run.peers <= 2,
+    )  # fmt: skip
     with display, swarm_run.SwarmRun(plan, display) as swarm:
         swarm.run()
 
@@ -249,11 +260,16 @@ def report(learned: Sequence[Learned], exact: Mapping[str, float]) -> None:
     for peers, found in exact.items():
         print(f"gradients, {peers} peers and one more from round 10 on: parameters differ by {found:.1e} after 20 rounds")
     usual = medians(learned)
-    ratios = {one.run.name: ratio(one.samples, best(usual, "samples", one.run.global_batch)) for one in usual if one.run.peers}
+    ratios = {one.run.name: ratio(one.samples, best(usual, "samples", 0, one.run.global_batch)) for one in usual if one.run.peers > 1}
     common.print_table([row(one, ratios.get(one.run.name)) for one in learned])
-    two = [one.seconds for one in usual if one.run.peers == 2 and one.seconds]
-    speedup = ratio(best(usual, "seconds", *(batch for batch in LEARNING_RATES if batch <= TIMED)), min(two, default=None))
-    common.print_result({"gradients_max_relative_difference": exact, "samples_ratio": ratios, "speedup": speedup})
+    one_machine, one_peer = (best(usual, "seconds", peers, *TIMED) for peers in (0, 1))
+    two_peers = min((one.seconds for one in usual if one.run.peers == 2 and one.seconds), default=None)
+    common.print_result({
+        "gradients_max_relative_difference": exact,
+        "samples_ratio": ratios,
+        "speedup": ratio(one_peer, two_peers),
+        "speedup_over_no_swarm": ratio(one_machine, two_peers),
+    })  # fmt: skip
 
 
 def medians(learned: Sequence[Learned]) -> list[Learned]:
@@ -266,9 +282,9 @@ def medians(learned: Sequence[Learned]) -> list[Learned]:
     return found
 
 
-def best(learned: Sequence[Learned], what: str, *batches: int) -> float | None:
-    """The fewest samples or seconds of one machine with one of these batches."""
-    found = [getattr(one, what) for one in learned if not one.run.peers and one.run.batch in batches]
+def best(learned: Sequence[Learned], what: str, peers: int, *batches: int) -> float | None:
+    """The fewest samples or seconds of one machine (peers 0) or one peer (1) with one of these batches."""
+    found = [getattr(one, what) for one in learned if one.run.peers == peers and one.run.batch in batches]
     return min((value for value in found if value is not None), default=None)
 
 

@@ -42,6 +42,8 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The run's options where they are not the quickstart's."""
     peer_flags: tuple[str, ...] = ()
+    core_each: bool = False
+    """Every peer has one core, with all its processes; the server goes where there is time."""
 
 
 @dataclass
@@ -132,9 +134,11 @@ class SwarmRun:
 
     def _start_peer(self, number: int) -> None:
         name = f"peer-{number}"
-        threads = max(1, len(os.sched_getaffinity(0)) // self.plan.peers)
+        cores = sorted(os.sched_getaffinity(0))
+        threads = 1 if self.plan.core_each else max(1, len(cores) // self.plan.peers)
         # torchrun itself would listen on one fixed port; --standalone lets several on one machine choose free ones.
-        command = [
+        command = ["taskset", "--cpu-list", str(cores[(number - 1) % len(cores)])] if self.plan.core_each else []
+        command += [
             str(Path(sys.executable).with_name("torchrun")),
             "--standalone",
             "--nproc_per_node=1",

@@ -24,16 +24,18 @@ def test_a_run_that_never_comes_there_has_no_figure():
 
 def test_the_one_machine_counts_at_the_better_of_its_learning_rates():
     learned = [parity.Learned(parity.Run("", 0, 64, {"learning_rate": rate}), at, at) for rate, at in ((1e-3, 40.0), (2e-3, 30.0))]
-    assert parity.best([*learned, parity.Learned(parity.Run("", 0, 64, {}), None, None)], "samples", 64) == 30
-    assert parity.best(learned, "samples", 128) is None
+    assert parity.best([*learned, parity.Learned(parity.Run("", 0, 64, {}), None, None)], "samples", 0, 64) == 30
+    assert parity.best(learned, "samples", 0, 128) is None
+    assert parity.best(learned, "samples", 1, 64) is None
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_every_swarm_has_its_one_machine_with_the_same_global_batch_at_both_rates(full):
     runs = list(parity.plan(full))
-    swarms = [run for run in runs if run.peers]
+    swarms = [run for run in runs if run.peers > 1]
     assert {run.name for run in swarms} == {f"{strategy}/{peers}" for strategy in parity.SWARMS for peers in ((2, 4) if full else (2,))}
-    for batch in (16, 32, *(run.global_batch for run in swarms)):
+    assert [run.batch for run in runs if run.peers == 1] == list(parity.TIMED)
+    for batch in (*parity.TIMED, *(run.global_batch for run in swarms)):
         alone = [run.settings["learning_rate"] for run in runs if not run.peers and run.batch == batch]
         assert sorted(alone) == sorted(parity.LEARNING_RATES[batch]) and len(alone) == 2
     assert len({parity.slug(run) for run in runs}) == len(runs)
@@ -55,13 +57,15 @@ def test_a_swarm_s_global_step_is_a_round_and_one_machine_s_a_batch():
 def test_ratio_and_speedup_are_over_the_better_one_machine_and_a_run_that_never_came_there_has_none(capsys):
     def learned(peers, batch, samples, seconds, rate=1e-3):
         settings = {"learning_rate": rate, "target_batch_size": 1024, "seed": 42}
-        return parity.Learned(parity.Run(f"swarm/{peers}" if peers else f"{batch} at {rate}", peers, batch, settings), samples, seconds)
+        name = f"swarm/{peers}" if peers > 1 else f"{peers}: {batch} at {rate}"
+        return parity.Learned(parity.Run(name, peers, batch, settings), samples, seconds)
 
-    alone = [learned(0, 16, 100.0, 60.0), learned(0, 16, 90.0, 66.0, 2e-3), learned(0, 32, 120.0, 70.0), learned(0, 64, None, 10.0)]
-    parity.report([*alone, learned(2, 16, 126.0, 40.0), learned(4, 16, 200.0, 80.0)], {"2": 1e-7})
+    alone = [learned(0, 32, 100.0, 60.0), learned(0, 32, 90.0, 66.0, 2e-3), learned(0, 64, 120.0, 70.0), learned(0, 128, None, 10.0)]
+    peers = [learned(1, 32, 100.0, 80.0), learned(1, 64, 110.0, 64.0), learned(2, 32, 126.0, 40.0), learned(4, 32, 200.0, 30.0)]
+    parity.report([*alone, *peers], {"2": 1e-7})
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["samples_ratio"] == {"swarm/2": 1.05, "swarm/4": None}
-    assert result["speedup"] == 1.5
+    assert result["speedup"] == 1.6 and result["speedup_over_no_swarm"] == 1.5
 
 
 def test_repeats_count_by_their_median_and_differ_in_their_seed():
