@@ -110,6 +110,8 @@ class Replica:
         self._callers: dict[str, str] = {}
         """Who said, since the last attempt, that they are ready to average, and onto which state."""
         self._adopted = self._progressed = clock()
+        self._speed = 0.0
+        """Samples per second of our trainer while it last trained."""
         self._wake = asyncio.Event()
         self._told = self._landed = ""
         self._closed = False
@@ -304,6 +306,7 @@ class Replica:
         if landed != self.state.digest:
             progress.waiting = self.progress.waiting
         self.progress = progress
+        self._speed = progress.samples_per_second or self._speed
         self._wake.set()
 
     def offered(self, offer: Offer) -> None:
@@ -336,13 +339,24 @@ class Replica:
     def _round_is_full(self) -> bool:
         if self.progress.waiting == 0:
             return False
-        total = self.progress.waiting
-        for record in self.neighbours.counted_upon():
-            if record.digest == self.state.digest:
-                age = min(max(time.time() - record.time, 0), RENEW_SECONDS)
-                promised = record.waiting_samples + int(record.samples_per_second * age)
-                total += min(promised, 2 * self.run.target_batch_size)
+        total = self.progress.waiting + sum(self._promised(record) for record in self.neighbours.counted_upon())
         return total >= span.round_samples(self.run, self.end, self.state.header)
+
+    def _promised(self, record: PeerRecord) -> int:
+        """Samples that its owner has for the next round, at the speed that it last had.
+
+        Who made our state with us stands on it, whatever its record said before: with rounds of half a second, and records read once a
+        second, every second round would otherwise be twice as large as its target.
+        """
+        header = self.state.header
+        if record.digest == self.state.digest:
+            waiting, seconds = record.waiting_samples, time.time() - record.time
+        elif record.digest in header.parents and any(member.peer == record.peer_id for member in header.members):
+            waiting, seconds = 0, self.clock() - self._adopted
+        else:
+            return 0
+        promised = waiting + int(record.samples_per_second * min(max(seconds, 0), RENEW_SECONDS))
+        return min(promised, 2 * self.run.target_batch_size)
 
     def _ready_to_attempt(self) -> bool:
         company = self.neighbours.others() or self.neighbours.alone()
@@ -464,6 +478,9 @@ class Replica:
                 self.offer.failures, self.offer.next_attempt = 0, self.clock() + _BACKOFF_SECONDS[-1]
             else:
                 self.offer = None
+        if not (self.progress.paused or self.leaving):
+            # Its last word was that it waits. It trains on as soon as it has landed, and the record that says so is published now.
+            self.progress.samples_per_second = self._speed
         self._asked = False
         self._callers = {peer: digest for peer, digest in self._callers.items() if digest == state.digest}
         write_round(self._rounds_path, state, how, self.status.training(), self.node.peer_id)

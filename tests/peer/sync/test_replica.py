@@ -15,9 +15,9 @@ from peer.sync.engine import arrivals
 from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.matchmaking import CALL, NoGroup
 from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
-from peer.sync.engine.state import Head
+from peer.sync.engine.state import Head, next_state
 from peer.sync.engine.streams import Streams
-from peer.sync.engine.trainer import Offer
+from peer.sync.engine.trainer import Offer, Progress
 from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, check_invariants, make_run, peers, settled_samples
 from tests.peer.sync.swarm_tools import state_of, until
 
@@ -52,6 +52,44 @@ def test_a_newcomer_catches_up_and_simultaneous_founders_end_in_one_run(swarm):
         await until(lambda: any(late.id in peer.head.header.included for peer in pair))
         assert late.lands[0].header.round >= 1
         check_invariants(*pair, late)
+
+    swarm(scenario)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_who_made_our_state_with_us_trains_on_it_before_its_record_says_so(swarm, together):
+    """Seen: with rounds of half a second, and records read once a second, all rounds were twice as large as their target."""
+
+    async def scenario(nodes):
+        now, run = [time.monotonic()], make_run(target_batch_size=40)
+        one, other = Peer(nodes, await nodes.node(), run, clock=lambda: now[0]), Liar(await nodes.node(), run)
+        await other.say(digest=one.base.digest, round=0, samples_per_second=20.0)
+        await one.replica.start()
+        assert [record.peer_id for record in one.replica.neighbours.others()] == [other.node.peer_id]
+        members = [Member(one.id, 1, 20), *([Member(other.node.peer_id, 1, 20)] if together else [])]
+        one.replica._adopt(next_state(one.base, [[torch.ones(SIZE)]], members), "averaged")
+        one.replica.progress = Progress(20, 20.0, 0.05)
+        assert not one.replica._round_is_full()
+        now[0] += 1.5
+        assert one.replica._round_is_full() is together
+
+    swarm(scenario)
+
+
+def test_the_record_of_a_new_state_says_how_fast_its_trainer_is_not_that_it_waited(swarm):
+    """Seen: whoever read it took the peer for one that does nothing, and half of the swarm's speed was missing in what people see."""
+
+    async def scenario(nodes):
+        one = Peer(nodes, await nodes.node(), make_run())
+        await one.replica.start()
+        one.replica._set_phase("train")
+        states = [one.base]
+        for paused, told in ((False, 20.0), (True, 0.0)):
+            one.replica.progressed(Progress(20, 20.0, 0.05), states[-1].digest)
+            one.replica.progressed(Progress(20, 0.0, 0.05, paused=paused), states[-1].digest)  # its contribution is being averaged
+            states.append(next_state(states[-1], [[torch.ones(SIZE)]], [Member(one.id, len(states), 20)]))
+            one.replica._adopt(states[-1], "averaged")
+            assert one.replica.record().samples_per_second == told
 
     swarm(scenario)
 
