@@ -44,7 +44,7 @@ EVERY = 1024
 AVERAGED = 2048
 """Samples over which the weights that are judged are averaged; the last of them have a weight of 63 %."""
 PER_DIGIT, DRAWING_STEPS = 20, 10
-SMALL_ROUNDS = ({2: 32, 4: 16}, {"target_batch_size": 256, "learning_rate": 6e-3})
+SMALL_ROUNDS = ({2: 32, 4: 16}, {"target_batch_size": 448, "learning_rate": 6e-3})
 HOME_ROUNDS = ({2: 128, 4: 64}, {"target_batch_size": 2048, "learning_rate": 8e-3})
 """Each peer's batch, by the number of peers, and the run. With small rounds two are there soonest; 2,048 samples a round are what a home
 line carries (wan.py), and a run of some twenty rounds needs large batches. The best simulated so far (docs/log.md)."""

@@ -48,7 +48,7 @@ def test_one_strategy_alone_is_compared_with_the_one_machine_of_its_global_batch
 
 def test_a_swarm_s_global_step_is_a_round_and_one_machine_s_a_batch():
     swarm, alone = (next(run for run in parity.plan(False) if bool(run.peers) is peers) for peers in (True, False))
-    assert swarm.flags()[-4:] == ["--checkpointing_steps", "4", "--checkpoints_total_limit", "1000"]
+    assert swarm.flags()[-4:] == ["--checkpointing_steps", "2", "--checkpoints_total_limit", "1000"]
     assert alone.flags()[-3] == str(parity.EVERY // alone.batch)
     decays = [float(run.flags()[2]) ** (parity.AVERAGED / step) for run, step in ((swarm, swarm.round), (alone, alone.batch))]
     assert decays == pytest.approx([math.exp(-1)] * 2)
