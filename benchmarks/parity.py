@@ -57,8 +57,8 @@ LEARNING_RATES = {32: (2e-3, 3e-3), 64: (4e-3, 6e-3), 256: (4e-3, 8e-3)}
 """The one machine's, by its batch; the second is the one peer's."""
 BETA2 = 0.99
 WARM_UP = {32: 2048, 64: 2048, 256: 8192}
-"""Samples over which the learning rate rises, by the global batch. With it large batches bear higher rates: 64 learn as much from a
-sample as 32 do, and 256 need 43 k samples instead of 64 k."""
+"""Samples over which the learning rate rises, by the global batch. With it large batches bear higher rates: 64 need
+18 k samples where 32 need 16 k, and 256 need 43 k samples instead of 64 k."""
 TOTALS = {32: 20_480, 64: 22_528, 256: 49_152}
 """No run takes more samples than this, by its global batch."""
 TIMED = (32, 64)
