@@ -110,8 +110,6 @@ class Replica:
         self._callers: dict[str, str] = {}
         """Who said, since the last attempt, that they are ready to average, and onto which state."""
         self._adopted = self._progressed = clock()
-        self._speed = 0.0
-        """Samples per second of our trainer while it last trained."""
         self._wake = asyncio.Event()
         self._told = self._landed = ""
         self._closed = False
@@ -306,7 +304,6 @@ class Replica:
         if landed != self.state.digest:
             progress.waiting = self.progress.waiting
         self.progress = progress
-        self._speed = progress.samples_per_second or self._speed
         self._wake.set()
 
     def offered(self, offer: Offer) -> None:
@@ -337,10 +334,14 @@ class Replica:
     # ---------------------------------------------------------------- a round
 
     def _round_is_full(self) -> bool:
-        if self.progress.waiting == 0:
+        """To the nearest end of a step: who begins another one shortly before, keeps all others waiting for it."""
+        progress, needed = self.progress, span.round_samples(self.run, self.end, self.state.header)
+        if progress.waiting == 0:
             return False
-        total = self.progress.waiting + sum(self._promised(record) for record in self.neighbours.counted_upon())
-        return total >= span.round_samples(self.run, self.end, self.state.header)
+        promised = sum(self._promised(record) for record in self.neighbours.counted_upon())
+        is_last = needed < self.run.target_batch_size  # falling short of that by a few samples would take one more round
+        half_a_step = progress.samples_per_second * progress.step_seconds / 2 if promised and not is_last else 0
+        return progress.waiting + promised + half_a_step >= needed
 
     def _promised(self, record: PeerRecord) -> int:
         """Samples that its owner has for the next round, at the speed that it last had.
@@ -384,7 +385,7 @@ class Replica:
         """What to tell `caller`; only a peer whose signed record we know may make us average."""
         header, progress = self.state.header, self.progress
         since = self.clock() - self._progressed
-        steps = since < 2 * progress.step_seconds + _STUCK_SECONDS and (progress.waiting > 0 or progress.samples_per_second > 0)
+        steps = since < 2 * progress.step_seconds + _STUCK_SECONDS and (progress.waiting > 0 or (progress.samples_per_second > 0 and not progress.waits))
         has_it = self.assists or self.offer is not None
         comes = (
             self._knows(caller)
@@ -478,9 +479,8 @@ class Replica:
                 self.offer.failures, self.offer.next_attempt = 0, self.clock() + _BACKOFF_SECONDS[-1]
             else:
                 self.offer = None
-        if not (self.progress.paused or self.leaving):
-            # Its last word was that it waits. It trains on as soon as it has landed, and the record that says so is published now.
-            self.progress.samples_per_second = self._speed
+        # Its last word was that it waits. It trains on as soon as it has landed, and the record that says so is published now.
+        self.progress.waits = self.progress.paused or self.leaving
         self._asked = False
         self._callers = {peer: digest for peer, digest in self._callers.items() if digest == state.digest}
         write_round(self._rounds_path, state, how, self.status.training(), self.node.peer_id)

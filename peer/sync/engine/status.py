@@ -85,7 +85,7 @@ class Status:
             digest=state.digest,
             parents=header.parents,
             waiting_samples=min(progress.waiting, 2 * self._run.target_batch_size),
-            samples_per_second=progress.samples_per_second if phase == "train" else 0.0,
+            samples_per_second=progress.samples_per_second if phase == "train" and not progress.waits else 0.0,
             loss=progress.loss,
             phase=seen_as(phase, assists=self._assists, paused=progress.paused),
             name=self._name,

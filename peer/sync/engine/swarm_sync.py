@@ -223,12 +223,12 @@ class SwarmSync:
             self._restart()
 
     def _tell_progress(self) -> None:
-        rate = 0.0 if self._must_wait() else self._rate
         figures = {
-            "samples_per_second": rate,
+            "samples_per_second": self._rate,
             "step_seconds": self._step_seconds,
             "share_lost": self._lost.share,
             "loss": self._loss,
+            "waits": self._must_wait(),
             "paused": self.paused,
         }
         self._sidecar.send("progress", waiting=self._work.waiting_samples, landed=self._work.state.digest, **figures)

@@ -47,5 +47,7 @@ class Progress:
     share_lost: float = 0.0
     """Of its time, what it spent on rounds: waiting, freezing, landing."""
     loss: float | None = None
+    waits: bool = False
+    """For the swarm, instead of training at that speed."""
     paused: bool = False
     """By its owner."""

@@ -76,6 +76,33 @@ def test_who_made_our_state_with_us_trains_on_it_before_its_record_says_so(swarm
     swarm(scenario)
 
 
+def test_a_round_is_full_at_the_end_of_a_step_that_is_nearest_to_its_target(swarm):
+    """Seen: of two whose steps ended together the first began one more, for the other's last step was not in its record yet, and the
+    other waited for that one in every round."""
+
+    async def scenario(nodes):
+        run = make_run(target_batch_size=40, total_samples=78)
+        one, other = Peer(nodes, await nodes.node(), run), Liar(await nodes.node(), run)
+        await one.replica.start()
+        full, step = one.replica._round_is_full, 0.25  # of 10 samples
+        one.replica.progress = Progress(35, 40.0, step)
+        assert not full()  # alone it keeps nobody waiting
+        await other.say(digest=one.base.digest, round=0, waiting_samples=15)
+        await one.replica.neighbours.read()
+        for waiting, is_full in ((19, False), (20, True)):
+            one.replica.progress = Progress(waiting, 40.0, step)
+            assert full() is is_full
+        members = [Member(one.id, 1, 20), Member(other.node.peer_id, 1, 20)]
+        one.replica._adopt(next_state(one.base, [[torch.ones(SIZE)]], members), "averaged")
+        await other.say(digest=one.head.digest, round=1, samples=40, waiting_samples=15)
+        await one.replica.neighbours.read()
+        for waiting, is_full in ((22, False), (23, True)):  # the run's last 38
+            one.replica.progress = Progress(waiting, 40.0, step)
+            assert full() is is_full
+
+    swarm(scenario)
+
+
 def test_the_record_of_a_new_state_says_how_fast_its_trainer_is_not_that_it_waited(swarm):
     """Seen: whoever read it took the peer for one that does nothing, and half of the swarm's speed was missing in what people see."""
 
@@ -86,7 +113,7 @@ def test_the_record_of_a_new_state_says_how_fast_its_trainer_is_not_that_it_wait
         states = [one.base]
         for paused, told in ((False, 20.0), (True, 0.0)):
             one.replica.progressed(Progress(20, 20.0, 0.05), states[-1].digest)
-            one.replica.progressed(Progress(20, 0.0, 0.05, paused=paused), states[-1].digest)  # its contribution is being averaged
+            one.replica.progressed(Progress(20, 20.0, 0.05, waits=True, paused=paused), states[-1].digest)  # its contribution is being averaged
             states.append(next_state(states[-1], [[torch.ones(SIZE)]], [Member(one.id, len(states), 20)]))
             one.replica._adopt(states[-1], "averaged")
             assert one.replica.record().samples_per_second == told
