@@ -122,22 +122,22 @@ class Trainer:
         self.accounts.unusable(work.bad)
         if not work.keys:
             return None
-        loss, finite = self._accumulate(work)
+        loss, norm = self._accumulate(work)
         if not math.isfinite(loss):
             self.optimizer.zero_grad()
             self.accounts.set_aside(work.keys)
             return self._count_bad(f"the loss is {loss}")
-        if not self._use_gradients(len(work.keys), finite):
+        if not self._use_gradients(len(work.keys), norm):
             self.accounts.lost(work.keys)
             return None if self.precision.scaled else self._count_bad("a gradient is not finite")
         self._bad_steps = 0
         self.accounts.trained(work.keys)
         return loss
 
-    def _accumulate(self, work: "Work") -> tuple[float, bool]:
+    def _accumulate(self, work: "Work") -> tuple[float, Tensor]:
         """Add the gradient of the SUM of this step's losses, over all ranks, to the parameters' `.grad`.
 
-        Returns their mean, and whether the whole gradient is finite.
+        Returns the losses' mean, and the whole gradient's norm, () float32 on the CPU.
         """
         if self.trial and self.trial(partial(self._backward, work.batches[0], work.first) if work.batches else None):
             self.trial = None
@@ -156,8 +156,8 @@ class Trainer:
         norm = torch.nn.utils.get_total_norm(gradients)
         self.boundary()
         # Both at once: each question to a device waits for it.
-        loss, norm = torch.stack([total, norm.float()]).tolist()
-        return loss / len(work.keys), math.isfinite(norm)
+        loss, norm = torch.stack([total, norm.float()]).cpu()
+        return loss.item() / len(work.keys), norm
 
     def _backward(self, pixels: PixelBatch, number: int) -> Tensor:
         """Add the gradient of the sum of a micro-batch's losses; returns these, (B,)."""
@@ -174,14 +174,16 @@ class Trainer:
             losses = self.model.loss(self.encode(pixels, rng), rng)
         return losses if pixels.weights is None else losses * pixels.weights.to(losses.device)
 
-    def _use_gradients(self, samples: int, finite: bool) -> bool:
-        """Hand the step's gradients to the strategy, or step the optimizer; False when they are not finite and nothing was changed."""
+    def _use_gradients(self, samples: int, norm: Tensor) -> bool:
+        """Hand the step's gradients, of that norm, to the strategy, or step the optimizer; False when they are not finite and nothing was changed."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.sync.samples)
+        finite, norm_of_mean = bool(norm.isfinite()), norm / self._scaler.get_scale() / samples
         self._scaler.unscale_(self.optimizer)
         if finite and self.sync.before_step():
             torch._foreach_div_([parameter.grad for parameter in self.params.values()], samples)
-            torch.nn.utils.clip_grad_norm_(self.params.values(), self.max_grad_norm or math.inf)
+            if self.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(self.params.values(), self.max_grad_norm, norm_of_mean)
             self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad()
