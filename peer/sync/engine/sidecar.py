@@ -6,6 +6,7 @@ all the same. It dies with its parent, and p2pd with it. Started by `SwarmSync`:
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -140,6 +141,8 @@ async def _serve(port: Port, values: dict[str, Any], buffers: list[SharedBuffer]
         replica = _replica(trainer, values, buffers.pop(), node)
         trainer.send("ready", peer_id=node.peer_id, maddrs=await node.maddrs())
         await replica.start()
+        gc.collect()
+        gc.freeze()  # else its many modules are looked through every minute or so, and nobody is answered meanwhile
         if replica.neighbours.of_other_tensors():
             raise UserError(
                 "The peers of this run train other tensors than this peer (names, shapes or dtypes differ).",
