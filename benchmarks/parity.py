@@ -5,14 +5,15 @@
 * gradients: a round of `--sync gradients` against one process that takes the whole batch, over 2 and 4 peers (exact_gradients.py).
 * samples: real peers learn the quickstart's digits. How many samples until 95 % of the drawn digits are read right, over those that one
   machine needs that takes the same global batch (peers times their batch), at the better of two learning rates?
-* speedup: seconds until then of one peer over those of two, a core each: the same program with the same server, the one peer at the
-  batch and learning rate that bring it there soonest; all counted from the first logged step, so without the programs' start. Beside it
-  speedup_over_no_swarm: the same of one process that trains alone from the folder, which leases nothing and holds no rounds.
+* speedup: seconds until then of one peer over those of two, a core each: the same program with the same server, which has no core of its
+  own and takes its time from theirs, the one peer at the batch and learning rate that bring it there soonest; all counted from the first
+  logged step, so without the programs' start. Beside it speedup_over_no_swarm: the same of one process that trains alone from the folder,
+  which leases nothing and holds no rounds.
 
 What is judged is what a run would export: a moving average of the weights (`--use_ema`) over about 2,048 samples, the one machine's as well
 as the swarm's. A state at a constant learning rate is noise about it that a swarm averages away at its end, and one machine never.
-Judged afterwards, so that judging takes no time from training, from the checkpoints of about every 1,024 samples: 200 digits, drawn in 10
-steps each; between two looks the line is straight. Two seeds may differ by a fifth (docs/log.md): a ratio from one repeat is a rough one.
+Judged afterwards, so that judging takes no time from training, from one peer's checkpoints of about every 1,024 samples: 200 digits, drawn
+in 10 steps each; between two looks the line is straight. Two seeds may differ by a fifth (docs/log.md): a ratio from one repeat is a rough one.
 Without `--full` two peers only, some 17 minutes. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its
 last line, one JSON object; its figures are of the medians over the repeats.
 """
@@ -26,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,29 +42,29 @@ from scripts.demo import report as pictures  # noqa: E402
 from scripts.demo.display import Display  # noqa: E402
 
 WANTED, NEAR = 0.95, 0.8
-EVERY = 1024
+EVERY, NEVER = 1024, 1_000_000_000
 AVERAGED = 2048
 """Samples over which the weights that are judged are averaged; the last of them have a weight of 63 %."""
 PER_DIGIT, DRAWING_STEPS = 20, 10
-SMALL_ROUNDS = ({2: 32, 4: 16}, {"target_batch_size": 448, "learning_rate": 6e-3})
+SMALL_ROUNDS = ({2: 32, 4: 16}, {"target_batch_size": 448, "learning_rate": 7e-3, "lr_warmup_samples": 3072})
 HOME_ROUNDS = ({2: 128, 4: 64}, {"target_batch_size": 2048, "learning_rate": 8e-3})
 """Each peer's batch, by the number of peers, and the run. With small rounds two are there soonest; 2,048 samples a round are what a home
 line carries (wan.py), and a run of some twenty rounds needs large batches. The best simulated so far (docs/log.md)."""
 SWARMS = {
-    "parameters, small rounds": ("parameters", *SMALL_ROUNDS),
+    "small-rounds": ("parameters", *SMALL_ROUNDS),
     "parameters": ("parameters", *HOME_ROUNDS),
     "diloco": ("diloco", HOME_ROUNDS[0], {**HOME_ROUNDS[1], "outer_learning_rate": 1.0, "outer_momentum": 0.2}),
 }
-LEARNING_RATES = {32: (2e-3, 3e-3), 64: (4e-3, 6e-3), 256: (4e-3, 8e-3)}
-"""The one machine's, by its batch; the second is the one peer's."""
+LEARNING_RATES = {64: (4e-3, 6e-3), 256: (4e-3, 8e-3)}
+"""The one machine's, by its batch."""
+ONE_PEER = {32: 3e-3, 64: 6e-3}
+"""The one peer's learning rate, by its batch: it is soonest with one of these."""
 BETA2 = 0.99
 WARM_UP = {32: 2048, 64: 2048, 256: 8192}
 """Samples over which the learning rate rises, by the global batch. With it large batches bear higher rates: 64 need
 18 k samples where 32 need 16 k, and 256 need 43 k samples instead of 64 k."""
 TOTALS = {32: 20_480, 64: 22_528, 256: 49_152}
 """No run takes more samples than this, by its global batch."""
-TIMED = (32, 64)
-"""One peer, or one machine, is soonest with one of these batches."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,18 @@ class Run:
     def round(self) -> int:
         return self.settings["target_batch_size"]
 
-    def flags(self) -> list[str]:
-        """A global step of one machine is its batch, a swarm's a round."""
-        step = self.round if self.peers else self.batch
-        flags = ["--use_ema", "--ema_decay", math.exp(-step / AVERAGED)]
-        flags += ["--checkpointing_steps", max(1, EVERY // step), "--checkpoints_total_limit", 1000]
-        return list(map(str, flags))
+    @property
+    def step(self) -> int:
+        """Samples of a global step: one machine's is its batch, a swarm's a round."""
+        return self.round if self.peers else self.batch
+
+    def flags(self) -> tuple[str, ...]:
+        """Of every peer: by itself each would write a checkpoint after each round, which here is a second."""
+        return "--use_ema", "--ema_decay", str(math.exp(-self.step / AVERAGED)), "--checkpointing_steps", str(NEVER)
+
+    def saving(self) -> tuple[str, ...]:
+        """Of the peer whose checkpoints are judged."""
+        return "--checkpointing_steps", str(max(1, EVERY // self.step)), "--checkpoints_total_limit", "1000"
 
 
 @dataclass(frozen=True)
@@ -110,30 +118,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="four peers, too: about half an hour")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="train everything N times, each time with another seed [1]")
-    parser.add_argument("--sync", choices=tuple(SWARMS), help="these rounds alone, without speedup")
+    parser.add_argument("--only", choices=tuple(SWARMS), help="these rounds alone; speedup is of the small ones")
     args = parser.parse_args()
     quickstart.quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         base = Path(folder)
         exact = {str(peers): gradients(peers, base / f"gradients-{peers}") for peers in (2, 4)}
         quickstart.prepare(base)
-        runs = [run for repeat in range(args.repeats) for run in plan(args.full, repeat, args.sync)]
+        runs = [run for repeat in range(args.repeats) for run in plan(args.full, repeat, args.only)]
         train(base, runs)
         learned = judge_all(base, runs)
     report(learned, exact)
 
 
 def plan(full: bool, repeat: int = 0, only: str | None = None) -> Iterator[Run]:
-    """only: the rounds to try; then without what is there for the speedup."""
-    seed, batches = 42 + repeat, set() if only else set(TIMED)
-    for name in [only] if only else SWARMS:
+    """only: the rounds to try."""
+    seed, batches, names = 42 + repeat, set(), [only] if only else list(SWARMS)
+    for name in names:
         strategy, batch_of, settings = SWARMS[name]
         for peers in (2, 4) if full else (2,):
             yield run_of(f"{name}/{peers}", peers, batch_of[peers], seed, sync=strategy, **settings)
             batches.add(peers * batch_of[peers])
-    for batch in () if only else TIMED:
-        rate = LEARNING_RATES[batch][1]
-        yield run_of(f"one peer, batch {batch}", 1, batch, seed, sync="parameters", **{**SMALL_ROUNDS[1], "learning_rate": rate})
+    for batch, rate in ONE_PEER.items() if "small-rounds" in names else ():
+        target = SMALL_ROUNDS[1]["target_batch_size"]
+        yield run_of(f"one peer, batch {batch}", 1, batch, seed, sync="parameters", target_batch_size=target, learning_rate=rate)
     for batch in sorted(batches):
         for rate in LEARNING_RATES[batch]:
             yield run_of(f"one machine, batch {batch}, rate {rate:g}", 0, batch, seed, learning_rate=rate, target_batch_size=EVERY)
@@ -161,25 +169,36 @@ def alone(base: Path, run: Run) -> None:
     folder.mkdir()
     (folder / "run.toml").write_text(swarm_run.run_settings(swarm_run.Plan(base, total_samples=run.total, settings=run.settings)))
     flags = ["--config", folder / "run.toml", "--train_data_dir", base / "dataset", "--output_dir", folder / "peer-1", "--num_threads", 1]
-    flags += ["--train_batch_size", run.batch, *run.flags()]
+    flags += ["--train_batch_size", run.batch, *run.flags(), *run.saving()]
     command = [str(part) for part in (sys.executable, ROOT / "peer" / "finetune.py", *flags)]
     with (folder / "log").open("wb") as log:
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
 
 
 def together(base: Path, run: Run) -> None:
-    """A dataset server and real peers on this machine, each of which writes checkpoints as the one machine does."""
+    """A dataset server and real peers on this machine, the first of which writes checkpoints as the one machine does."""
     folder = base / slug(run)
     folder.mkdir()
     for shared in ("dataset", "base"):
         (folder / shared).symlink_to(base / shared)
     display = Display()
     plan = swarm_run.Plan(
-        folder, run.peers, run.total, run.round, batch=run.batch, settings=run.settings, peer_flags=tuple(run.flags()),
-        core_each=run.peers <= 2,
+        folder, run.peers, run.total, run.round, batch=run.batch, settings=run.settings, peer_flags=run.flags(),
+        first_peer_flags=run.saving(), core_each=run.peers <= 2,
     )  # fmt: skip
-    with display, swarm_run.SwarmRun(plan, display) as swarm:
+    with on_cores(run.peers), display, swarm_run.SwarmRun(plan, display) as swarm:
         swarm.run()
+
+
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """This process, and all that it starts, on no more than so many cores."""
+    usual = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(usual)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, usual)
 
 
 def slug(run: Run) -> str:
@@ -262,7 +281,7 @@ def report(learned: Sequence[Learned], exact: Mapping[str, float]) -> None:
     usual = medians(learned)
     ratios = {one.run.name: ratio(one.samples, best(usual, "samples", 0, one.run.global_batch)) for one in usual if one.run.peers > 1}
     common.print_table([row(one, ratios.get(one.run.name)) for one in learned])
-    one_machine, one_peer = (best(usual, "seconds", peers, *TIMED) for peers in (0, 1))
+    one_machine, one_peer = (best(usual, "seconds", peers) for peers in (0, 1))
     two_peers = min((one.seconds for one in usual if one.run.peers == 2 and one.seconds), default=None)
     common.print_result({
         "gradients_max_relative_difference": exact,
@@ -283,8 +302,8 @@ def medians(learned: Sequence[Learned]) -> list[Learned]:
 
 
 def best(learned: Sequence[Learned], what: str, peers: int, *batches: int) -> float | None:
-    """The fewest samples or seconds of one machine (peers 0) or one peer (1) with one of these batches."""
-    found = [getattr(one, what) for one in learned if one.run.peers == peers and one.run.batch in batches]
+    """The fewest samples or seconds of one machine (peers 0) or one peer (1), with one of these batches or any."""
+    found = [getattr(one, what) for one in learned if one.run.peers == peers and one.run.batch in (batches or [one.run.batch])]
     return min((value for value in found if value is not None), default=None)
 
 

@@ -42,8 +42,10 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The run's options where they are not the quickstart's."""
     peer_flags: tuple[str, ...] = ()
+    first_peer_flags: tuple[str, ...] = ()
+    """Besides, of the first peer alone."""
     core_each: bool = False
-    """Every peer has one core, with all its processes; the server goes where there is time."""
+    """Every peer has one core, with all its processes."""
 
 
 @dataclass
@@ -146,6 +148,7 @@ class SwarmRun:
         ]
         command += ["--datasetserver", self._url, "--output_dir", str(self.plan.folder / name)]
         command += ["--train_batch_size", str(self.plan.batch), "--num_threads", str(threads), *self.plan.peer_flags]
+        command += self.plan.first_peer_flags if number == 1 else ()
         env = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         self.peers[name] = Program(name, command, self.plan.folder / "logs" / f"{name}.log", env, ROOT)
         self.display.say(f"{name} started with nothing but that address")

@@ -34,8 +34,8 @@ def test_every_swarm_has_its_one_machine_with_the_same_global_batch_at_both_rate
     runs = list(parity.plan(full))
     swarms = [run for run in runs if run.peers > 1]
     assert {run.name for run in swarms} == {f"{strategy}/{peers}" for strategy in parity.SWARMS for peers in ((2, 4) if full else (2,))}
-    assert [run.batch for run in runs if run.peers == 1] == list(parity.TIMED)
-    for batch in (*parity.TIMED, *(run.global_batch for run in swarms)):
+    assert [run.batch for run in runs if run.peers == 1] == list(parity.ONE_PEER)
+    for batch in (run.global_batch for run in swarms):
         alone = [run.settings["learning_rate"] for run in runs if not run.peers and run.batch == batch]
         assert sorted(alone) == sorted(parity.LEARNING_RATES[batch]) and len(alone) == 2
     assert len({parity.slug(run) for run in runs}) == len(runs)
@@ -44,12 +44,13 @@ def test_every_swarm_has_its_one_machine_with_the_same_global_batch_at_both_rate
 def test_one_strategy_alone_is_compared_with_the_one_machine_of_its_global_batch_only():
     swarm, *alone = parity.plan(False, only="diloco")
     assert swarm.name == "diloco/2" and [run.batch for run in alone] == [swarm.global_batch] * 2
+    assert [run.peers for run in parity.plan(False, only="small-rounds")] == [2, *[1] * len(parity.ONE_PEER), 0, 0]
 
 
 def test_a_swarm_s_global_step_is_a_round_and_one_machine_s_a_batch():
     swarm, alone = (next(run for run in parity.plan(False) if bool(run.peers) is peers) for peers in (True, False))
-    assert swarm.flags()[-4:] == ["--checkpointing_steps", "2", "--checkpoints_total_limit", "1000"]
-    assert alone.flags()[-3] == str(parity.EVERY // alone.batch)
+    assert swarm.saving() == ("--checkpointing_steps", "2", "--checkpoints_total_limit", "1000")
+    assert alone.saving()[1] == str(parity.EVERY // alone.batch)
     decays = [float(run.flags()[2]) ** (parity.AVERAGED / step) for run, step in ((swarm, swarm.round), (alone, alone.batch))]
     assert decays == pytest.approx([math.exp(-1)] * 2)
 
@@ -60,7 +61,7 @@ def test_ratio_and_speedup_are_over_the_better_one_machine_and_a_run_that_never_
         name = f"swarm/{peers}" if peers > 1 else f"{peers}: {batch} at {rate}"
         return parity.Learned(parity.Run(name, peers, batch, settings), samples, seconds)
 
-    alone = [learned(0, 32, 100.0, 60.0), learned(0, 32, 90.0, 66.0, 2e-3), learned(0, 64, 120.0, 70.0), learned(0, 128, None, 10.0)]
+    alone = [learned(0, 32, 100.0, 60.0), learned(0, 32, 90.0, 66.0, 2e-3), learned(0, 64, 120.0, 70.0), learned(0, 128, None, None)]
     peers = [learned(1, 32, 100.0, 80.0), learned(1, 64, 110.0, 64.0), learned(2, 32, 126.0, 40.0), learned(4, 32, 200.0, 30.0)]
     parity.report([*alone, *peers], {"2": 1e-7})
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
