@@ -229,7 +229,7 @@ def judge(base: Path, run: Run) -> Learned:
     config = RunConfig()
     model = stable_diffusion.load(base / "base", torch.device("cpu"), config)
     params = full.build(config).attach(model)
-    the_judge, seen, due = Judge.from_real_digits(), [], run.total // 2
+    the_judge, seen, due = Judge.from_real_digits(), [], run.total * 5 // 8
     for path in checkpoint.Checkpoints(base / slug(run) / "peer-1", 1000).paths():
         samples = checkpoint.about(path)["samples"]
         if samples < due:
