@@ -61,8 +61,8 @@ ONE_PEER = 64, 6e-3
 """The one peer's batch and learning rate: with 32 at 3e-3 it took 79, 85 and 83 s where it takes 65, 61 and 66 s so (ae8ea03)."""
 BETA2 = 0.99
 WARM_UP = {64: 2048, 256: 8192}
-"""Samples over which the learning rate rises, by the global batch. With it large batches bear higher rates: 64 need
-18 k samples where 32 need 16 k, and 256 need 43 k samples instead of 64 k."""
+"""Samples over which the learning rate rises, by the global batch. With it large batches bear higher rates: 64 need 18 k samples where 32
+need 16 k, and 256 need 43 k samples instead of 64 k."""
 TOTALS = {64: 22_528, 256: 49_152}
 """No run takes more samples than this, by its global batch."""
 
@@ -302,9 +302,9 @@ def medians(learned: Sequence[Learned]) -> list[Learned]:
     return found
 
 
-def best(learned: Sequence[Learned], what: str, peers: int, *batches: int) -> float | None:
-    """The fewest samples or seconds of one machine (peers 0) or one peer (1), with one of these batches or any."""
-    found = [getattr(one, what) for one in learned if one.run.peers == peers and one.run.batch in (batches or [one.run.batch])]
+def best(learned: Sequence[Learned], what: str, peers: int, batch: int | None = None) -> float | None:
+    """The fewest samples or seconds of one machine (peers 0) or one peer (1), with this batch or any."""
+    found = [getattr(one, what) for one in learned if one.run.peers == peers and batch in (None, one.run.batch)]
     return min((value for value in found if value is not None), default=None)
 
 
