@@ -14,7 +14,7 @@ What is judged is what a run would export: a moving average of the weights (`--u
 as the swarm's. A state at a constant learning rate is noise about it that a swarm averages away at its end, and one machine never.
 Judged afterwards, so that judging takes no time from training, from one peer's checkpoints of about every 1,024 samples: 200 digits, drawn
 in 10 steps each; between two looks the line is straight. Two seeds may differ by a fifth (docs/log.md): a ratio from one repeat is a rough one.
-Without `--full` two peers only, some 16 minutes. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its
+Without `--full` two peers only, some 12 minutes. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its
 last line, one JSON object; its figures are of the medians over the repeats.
 """
 
