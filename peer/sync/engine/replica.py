@@ -2,7 +2,8 @@
 
 Owns the swarm's state at this peer. Lives in the sidecar's loop, talks to the swarm through a node and to the trainer through a
 port, and never decides from a record that is not signed, fresh and within bounds. The rules, and what each one is for, are in
-docs/protocol.md. How one round is averaged is in `rounds.py`, who may start in `beginning.py`, what others see of us in `status.py`.
+docs/protocol.md. When a round is due is in `next_round.py`, how it is averaged in `rounds.py`, who may start in `beginning.py`, when the
+run is over in `ending.py`, what others see of us in `status.py`.
 """
 
 import asyncio
@@ -15,19 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from peer.contracts import Member
-from peer.sync.engine import points, span
+from peer.sync.engine import points
 from peer.sync.engine.averaging import RoundFailed
 from peer.sync.engine.beginning import Beginning, head_of
 from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import Donor, ask_head
+from peer.sync.engine.ending import Ending
 from peer.sync.engine.groups import Standing
 from peer.sync.engine.kind import Kind, serve_kind
 from peer.sync.engine.link import serve_link
 from peer.sync.engine.local_work import follows
 from peer.sync.engine.matchmaking import NoGroup
 from peer.sync.engine.neighbours import Neighbours
+from peer.sync.engine.next_round import NextRound
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.presence import Presence
 from peer.sync.engine.replay import MeanStore, rounds_kept
@@ -43,7 +46,7 @@ from peer.sync.engine.trainer import Offer, Progress, Trainer
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import UserError
-from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
+from swarm.records import PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 
@@ -54,9 +57,8 @@ _BACKOFF_SECONDS = (1, 2, 4, 8, 16, 30)
 _LINGER_SECONDS = 15.0
 _LONGEST_LINGER_SECONDS = 300.0
 _ASK_SECONDS = _CLOSE_SECONDS = 5.0
-_STUCK_SECONDS = 5.0
 _LAND_SECONDS = 2.0
-"""A trainer that said nothing for so long beyond two of its steps does something else than steps."""
+"""A trainer that did not land for so long has other things to do: the state is written without waiting for it."""
 SETTLE_SECONDS = 120.0
 """A state that was on disk and on our lineage for so long is settled even when a live peer signs another one: it may never follow."""
 
@@ -89,10 +91,11 @@ class Replica:
         self.progress, self.offer = Progress(), None
         self.leaving, self.assists = False, assists
         self.end = end or End(run)
-        self._look_for_end = False
+        self._ending = Ending(run, self.end, node, trainer.extended)
         self._note = ""
         self.neighbours = Neighbours(node, run, state.header.schema, clock)
         self.status = Status(run, node, self.neighbours, self.end, assists=assists, name=name, hardware=hardware, server_url=server_url)
+        self.next_round = NextRound(run, self.end, self.neighbours, state, clock)
         streams = Streams(node, upload)
         self.rounds = Rounds(
             run, self.end, node, streams, self.neighbours, strategy, wire,
@@ -101,15 +104,13 @@ class Replica:
         self._streams, self._rounds_path = streams, rounds_path
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
         self._donor = Donor(streams, lambda: self.state, store, self._means, lambda: self._phase == "average", clock)
-        self._takeover = Takeover(streams, self._refusal, clock, Replaying(wire.num_bytes, self.rounds.step, self._means))
+        self._takeover = Takeover(streams, self._ending.refusal, clock, Replaying(wire.num_bytes, self.rounds.step, self._means))
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end)
         self._saver = Saver(store, state, self.wake, trainer.failed, self._trainer_landed, clock, node.peer_id)
         self._presence = Presence(run, node, self.neighbours, self.record, self._run_record, self._rate, self.wake, clock)
         self._settling = Settling(state)
         self._phase, self._asked = "join", False
-        self._callers: dict[str, str] = {}
-        """Who said, since the last attempt, that they are ready to average, and onto which state."""
-        self._adopted = self._progressed = clock()
+        self._progressed = clock()
         self._wake = asyncio.Event()
         self._told = self._landed = ""
         self._closed = False
@@ -193,17 +194,15 @@ class Replica:
             return
         self._tell_trainer()
         await self._settle()
-        if self._look_for_end:
-            await self._extended_meanwhile()
-        if span.is_over(self.end, self.state.header):
-            return None if self._settling.waiting or await self._extended_meanwhile() else await self._finish()
+        if self._ending.in_doubt:
+            await self._ending.was_put_off()
+        if self._ending.is_over(self.state):
+            return None if self._settling.waiting or await self._ending.was_put_off() else await self._finish()
         if self.assists:
             return await self._assist()
         self._set_phase("fetch" if self._held_back() else "train")
         if self.offer is None:
-            # Who calls onto the state before ours has missed a round, and comes after us.
-            called = any(digest not in self.state.header.parents for digest in self._callers.values())
-            if not self._asked and self.progress.waiting and (called or self._round_is_full() or self.leaving or self.progress.paused):
+            if not self._asked and self.progress.waiting and self._due():
                 self._asked = True
                 self.trainer.freeze()
         elif self._ready_to_attempt():
@@ -231,11 +230,11 @@ class Replica:
             self._tell_trainer()
             await asyncio.sleep(TICK_SECONDS)
             self._look()
-            if self._look_for_end:
-                await self._extended_meanwhile()
-            if self.state is not last or not span.is_over(self.end, self.state.header):
+            if self._ending.in_doubt:
+                await self._ending.was_put_off()
+            if self.state is not last or not self._ending.is_over(self.state):
                 return
-        if await self._extended_meanwhile():
+        if await self._ending.was_put_off():
             return
         self.trainer.done()
         while not self._closed:
@@ -255,30 +254,11 @@ class Replica:
             self._adopt(state, "fetched")
         self._takeover.consider([(head_of(record), record.peer_id) for record in self.neighbours.others()], self.state)
 
-    def _refusal(self, state: State) -> str:
-        over = span.began_after_the_end(self.end, state.header)
-        self._look_for_end |= over  # or its makers have heard of an extension, and we have not
-        return f"it made a round after the run's end of {self.end.total} samples" if over else ""
-
     def extend(self, extension: Mapping[str, Any]) -> None:
         """The trainer has heard from the host that the run goes on."""
         if self.end.extend(extension):
             self._presence.publish_run_soon()
             self.wake()
-
-    async def _extended_meanwhile(self) -> bool:
-        """Whether the peers that the DHT knows have heard from the host that the run goes on. Asked only where it matters, at the end."""
-        self._look_for_end = False
-        if not self.end.may_be_extended:
-            return False
-        with contextlib.suppress(Exception):  # a node that answers nothing is the watchdog's matter
-            records = await asyncio.wait_for(self.node.find_runs(), RENEW_SECONDS)
-            told = [record.extension for record in records if record.run_id == self.run.run_id]
-            if any([self.end.extend(extension) for extension in told]):
-                log.info("the host has extended the run to %d samples", self.end.total)
-                self.trainer.extended(self.end.extension)
-                return True
-        return False
 
     def _held_back(self) -> bool:
         """Whether to wait for the better state that is on its way: unless more live peers are with us than with it."""
@@ -333,44 +313,23 @@ class Replica:
 
     # ---------------------------------------------------------------- a round
 
-    def _round_is_full(self) -> bool:
-        """To the nearest end of a step: who begins another one shortly before, keeps all others waiting for it."""
-        progress, needed = self.progress, span.round_samples(self.run, self.end, self.state.header)
-        if progress.waiting == 0:
-            return False
-        promised = sum(self._promised(record) for record in self.neighbours.counted_upon())
-        is_last = needed < self.run.target_batch_size  # falling short of that by a few samples would take one more round
-        half_a_step = progress.samples_per_second * progress.step_seconds / 2 if promised and not is_last else 0
-        return progress.waiting + promised + half_a_step >= needed
-
-    def _promised(self, record: PeerRecord) -> int:
-        """Samples that its owner has for the next round, at the speed that it last had.
-
-        Who made our state with us stands on it, whatever its record said before: with rounds of half a second, and records read once a
-        second, every second round would otherwise be twice as large as its target.
-        """
-        header = self.state.header
-        if record.digest == self.state.digest:
-            waiting, seconds = record.waiting_samples, time.time() - record.time
-        elif record.digest in header.parents and any(member.peer == record.peer_id for member in header.members):
-            waiting, seconds = 0, self.clock() - self._adopted
-        else:
-            return 0
-        promised = waiting + int(record.samples_per_second * min(max(seconds, 0), RENEW_SECONDS))
-        return min(promised, 2 * self.run.target_batch_size)
-
     def _ready_to_attempt(self) -> bool:
         company = self.neighbours.others() or self.neighbours.alone()
         if not company or self._held_back():
             return False
-        return self._called() or self.clock() >= self.offer.next_attempt or (not self.offer.failures and self._wanted())
+        return self.next_round.is_called() or self.clock() >= self.offer.next_attempt or (not self.offer.failures and self._wanted())
+
+    def _due(self) -> bool:
+        """Whether the trainer should freeze what it has."""
+        return self._goes() or self.next_round.is_called_here_or_ahead() or self.next_round.is_full(self.progress)
 
     def _wanted(self) -> bool:
         """Whether a contribution should be averaged now; one that came late for its round need not make a small one of its own."""
-        return self.leaving or self.progress.paused or self._called() or self._round_is_full()
+        return self._goes() or self.next_round.is_called() or self.next_round.is_full(self.progress)
 
-    def _called(self) -> bool:
-        return self.state.digest in self._callers.values()
+    def _goes(self) -> bool:
+        """Whether we make no more samples for now: what we have is averaged, however little it is."""
+        return self.leaving or self.progress.paused
 
     def _knows(self, peer: str) -> bool:
         return peer == self.node.peer_id or any(record.peer_id == peer for record in self.neighbours.others())
@@ -378,44 +337,32 @@ class Replica:
     async def _assist(self) -> None:
         """We bring nothing of our own: we come when somebody calls, and never begin a round."""
         self._set_phase("fetch" if self._held_back() else "train")
-        if self._called() and self._phase == "train":
+        if self.next_round.is_called() and self._phase == "train":
             await self._attempt(Offer(Member(self.node.peer_id, 0, 0), None, self.state.digest))
 
     def _standing(self, caller: str) -> Standing:
         """What to tell `caller`; only a peer whose signed record we know may make us average."""
-        header, progress = self.state.header, self.progress
-        since = self.clock() - self._progressed
-        steps = since < 2 * progress.step_seconds + _STUCK_SECONDS and (progress.waiting > 0 or (progress.samples_per_second > 0 and not progress.waits))
-        has_it = self.assists or self.offer is not None
-        comes = (
-            self._knows(caller)
-            and self._phase not in ("join", "fetch", "left")
-            and not span.is_over(self.end, header)
-            and (has_it or steps)
-        )
-        return Standing(
-            self.state.digest,
-            comes,
-            0.0 if has_it else max(progress.step_seconds - since, 0.0),
-            header.included,
-            header.samples,
-            busy=self._phase == "average",
-        )
+        since, has_it = self.clock() - self._progressed, self.assists or self.offer is not None
+        ready_seconds = 0.0 if has_it else max(self.progress.step_seconds - since, 0.0)
+        may_come = self._knows(caller) and self._phase not in ("join", "fetch", "left") and not self._ending.is_over(self.state)
+        has_samples = may_come and (has_it or self.progress.brings_samples(since))
+        header = self.state.header
+        return Standing(self.state.digest, has_samples, ready_seconds, header.included, header.samples, busy=self._phase == "average")
 
     def _heard(self, peer: str, head: Head, ready: bool) -> bool:
         """`peer` stands at `head`, and is ready to average onto it or not. Returns whether we should rather fetch that."""
         if not self._knows(peer):
             return False
         if ready:
-            self._callers[peer] = head.digest
+            self.next_round.call(peer, head.digest)
         self._takeover.consider([(head, peer)], self.state)
         self._wake.set()
         return self._held_back()
 
     async def _attempt(self, offer: Offer) -> None:
-        callers, self._callers = frozenset(self._callers), {}
+        callers = self.next_round.take_callers()
         try:
-            done = await self._unless_overtaken(self.rounds.attempt(self.state, offer, callers, self.clock() - self._adopted))
+            done = await self._unless_overtaken(self.rounds.attempt(self.state, offer, callers, self.next_round.age_seconds))
         except (NoGroup, RoundFailed) as error:
             return await self._after_failure(offer, error)
         if done is None:
@@ -449,7 +396,7 @@ class Replica:
     async def _after_failure(self, offer: Offer, error: NoGroup | RoundFailed) -> None:
         """Look whether the others have committed; if not, wait a little and offer the same bytes again. Training goes on."""
         self._set_phase("look")
-        self._callers.clear()
+        self.next_round.take_callers()
         log.info("round=%d not averaged: %s", self.state.header.round + 1, error)
         self._note = f"round {self.state.header.round + 1} not averaged: {error}"
         ahead = await self._ask_heads()
@@ -467,7 +414,8 @@ class Replica:
 
     def _adopt(self, state: State, how: str) -> None:
         """The new state is ours: swap, publish, keep what is still to be settled; the trainer hears of it when it has time."""
-        previous, self.state, self._adopted, self._note = self.state, state, self.clock(), ""
+        previous, self.state, self._note = self.state, state, ""
+        self.next_round.follows(state)
         self._donor.retire(previous)
         self.rounds.matchmaker.moved()
         self._settling.moved(previous, state)
@@ -480,9 +428,8 @@ class Replica:
             else:
                 self.offer = None
         # Its last word was that it waits. It trains on as soon as it has landed, and the record that says so is published now.
-        self.progress.waits = self.progress.paused or self.leaving
+        self.progress.waits = self._goes()
         self._asked = False
-        self._callers = {peer: digest for peer, digest in self._callers.items() if digest == state.digest}
         write_round(self._rounds_path, state, how, self.status.training(), self.node.peer_id)
         self._tell_trainer()
         self._presence.publish_soon()
@@ -495,7 +442,7 @@ class Replica:
 
     def _trainer_landed(self) -> bool:
         """Or it has other things to do. Writing a state takes a core and the memory, and the trainer needs both for landing on it."""
-        return self.assists or self._landed == self.state.digest or self.clock() - self._adopted > _LAND_SECONDS
+        return self.assists or self._landed == self.state.digest or self.next_round.age_seconds > _LAND_SECONDS
 
     async def _settle(self) -> None:
         """A state is settled when a second live peer signs it or a descendant of it or, alone, when it is on disk."""

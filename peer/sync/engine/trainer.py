@@ -10,6 +10,9 @@ from peer.contracts import Member, Settlement
 from peer.sync.engine.state import State
 from swarm.errors import UserError
 
+_STUCK_SECONDS = 5.0
+"""A trainer that said nothing for so long beyond two of its steps does something else than steps."""
+
 
 class Trainer(Protocol):
     """What the replica tells the training process; nothing here blocks."""
@@ -51,3 +54,9 @@ class Progress:
     """For the swarm, instead of training at that speed."""
     paused: bool = False
     """By its owner."""
+
+    def brings_samples(self, age_seconds: float) -> bool:
+        """Whether samples are to be expected of a trainer that said this so long ago."""
+        if age_seconds >= 2 * self.step_seconds + _STUCK_SECONDS:
+            return False
+        return self.waiting > 0 or (self.samples_per_second > 0 and not self.waits)

@@ -191,7 +191,7 @@ def test_a_helper_alone_makes_no_round_whoever_calls(swarm, monkeypatch, caplog)
 
         def answered() -> bool:
             """Somebody calls until it is: with a record's life of 2 s, a helper on a busy machine may not be sure for a moment."""
-            helper.replica._callers["who died a moment later"] = helper.head.digest
+            helper.replica.next_round.call("who died a moment later", helper.head.digest)
             return "nobody is left to assist" in caplog.text
 
         await until(answered)
@@ -208,9 +208,9 @@ def test_helpers_without_anybody_who_trains_make_no_round(swarm, caplog, by_the_
         helpers = [await Peer(nodes, await nodes.node(), RUN, rate=0, assists=True).start(nodes) for _ in range(2)]
         await until(lambda: all(peer.replica.neighbours.others() and peer.at for peer in helpers))
         called = sorted(helpers, key=lambda peer: rank(peer.head.digest, peer.id))[by_the_last].replica
-        called._callers["who died a moment later"] = called.state.digest
+        called.next_round.call("who died a moment later", called.state.digest)
         await until(lambda: "nobody who has samples came" in caplog.text)
-        await until(lambda: not any(peer.replica._callers or peer.replica._phase != "train" for peer in helpers))
+        await until(lambda: not any(peer.replica.next_round.is_called_here_or_ahead() or peer.replica._phase != "train" for peer in helpers))
         assert not any(peer.rounds() for peer in helpers)
 
     swarm(scenario)

@@ -56,53 +56,6 @@ def test_a_newcomer_catches_up_and_simultaneous_founders_end_in_one_run(swarm):
     swarm(scenario)
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_who_made_our_state_with_us_trains_on_it_before_its_record_says_so(swarm, together):
-    """Seen: with rounds of half a second, and records read once a second, all rounds were twice as large as their target."""
-
-    async def scenario(nodes):
-        now, run = [time.monotonic()], make_run(target_batch_size=40)
-        one, other = Peer(nodes, await nodes.node(), run, clock=lambda: now[0]), Liar(await nodes.node(), run)
-        await other.say(digest=one.base.digest, round=0, samples_per_second=20.0)
-        await one.replica.start()
-        assert [record.peer_id for record in one.replica.neighbours.others()] == [other.node.peer_id]
-        members = [Member(one.id, 1, 20), *([Member(other.node.peer_id, 1, 20)] if together else [])]
-        one.replica._adopt(next_state(one.base, [[torch.ones(SIZE)]], members), "averaged")
-        one.replica.progress = Progress(20, 20.0, 0.05)
-        assert not one.replica._round_is_full()
-        now[0] += 1.5
-        assert one.replica._round_is_full() is together
-
-    swarm(scenario)
-
-
-def test_a_round_is_full_at_the_end_of_a_step_that_is_nearest_to_its_target(swarm):
-    """Seen: of two whose steps ended together the first began one more, for the other's last step was not in its record yet, and the
-    other waited for that one in every round."""
-
-    async def scenario(nodes):
-        run = make_run(target_batch_size=40, total_samples=78)
-        one, other = Peer(nodes, await nodes.node(), run), Liar(await nodes.node(), run)
-        await one.replica.start()
-        full, step = one.replica._round_is_full, 0.25  # of 10 samples
-        one.replica.progress = Progress(35, 40.0, step)
-        assert not full()  # alone it keeps nobody waiting
-        await other.say(digest=one.base.digest, round=0, waiting_samples=15)
-        await one.replica.neighbours.read()
-        for waiting, is_full in ((19, False), (20, True)):
-            one.replica.progress = Progress(waiting, 40.0, step)
-            assert full() is is_full
-        members = [Member(one.id, 1, 20), Member(other.node.peer_id, 1, 20)]
-        one.replica._adopt(next_state(one.base, [[torch.ones(SIZE)]], members), "averaged")
-        await other.say(digest=one.head.digest, round=1, samples=40, waiting_samples=15)
-        await one.replica.neighbours.read()
-        for waiting, is_full in ((22, False), (23, True)):  # the run's last 38
-            one.replica.progress = Progress(waiting, 40.0, step)
-            assert full() is is_full
-
-    swarm(scenario)
-
-
 def test_the_record_of_a_new_state_says_how_fast_its_trainer_is_not_that_it_waited(swarm):
     """Seen: whoever read it took the peer for one that does nothing, and half of the swarm's speed was missing in what people see."""
 
@@ -298,7 +251,7 @@ def test_who_calls_onto_the_state_before_ours_makes_nobody_offer_what_it_has_jus
         replica, peer.open = peer.replica, 4
         replica._phase, replica.progress.waiting = "train", 4
         for onto, frozen in ((peer.head.header.parents[0], False), (peer.head.digest, True)):
-            replica._callers = {"QmCaller": onto}
+            replica.next_round.call("QmCaller", onto)
             await replica._tick()
             assert bool(peer.offers) is frozen
 
