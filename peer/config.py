@@ -144,7 +144,7 @@ class PeerConfig:
     )
     checkpointing_steps: int = option(
         0,
-        "Save a resumable checkpoint every so many global steps; 0: every round of a swarm, alone every 10,000 samples.",
+        "Save a resumable checkpoint every so many global steps; 0: after a swarm's rounds for 1 % of the time, alone every 10,000 samples.",
         aliases=("checkpointing_rounds",),
     )
     checkpoints_total_limit: int = option(2, "Keep this many checkpoints.")

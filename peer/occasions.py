@@ -1,5 +1,7 @@
 """What is done every so many global steps: an average of the weights, pictures, results, checkpoints."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,3 +32,17 @@ class Occasions:
         for occasion in self._occasions:
             if occasion.every and step // occasion.every > before // occasion.every and (occasion.at_end or not end):
                 occasion.do(step)
+
+
+def seldom(do: Callable[[int], None], share: float, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:
+    """`do`, but left out where it would take more than `share` of the time, going by how long it last took."""
+    not_before = -math.inf
+
+    def done(step: int) -> None:
+        nonlocal not_before
+        began = clock()
+        if began >= not_before:
+            do(step)
+            not_before = began + (clock() - began) / share
+
+    return done
