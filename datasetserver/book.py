@@ -317,6 +317,10 @@ class Book:
         for pair in pairs & self._contributions.keys():
             self._count(self._contributions[pair])
         self._included |= pairs
+        newest = dict(sorted(pairs))
+        for peer, number in sorted(pair for pair in self._pending if pair[1] < newest.get(pair[0], 0)):
+            # No state takes an earlier contribution after a later one: its peer died, and another process of it goes on.
+            self._withdraw(self._contributions[peer, number])
 
     def _leave_branch(self, included: set[tuple[str, int]]) -> None:
         """The head is on another branch: what was counted on ours only is withdrawn, as its peers drop it too."""

@@ -314,6 +314,22 @@ def test_a_withdrawn_contribution_that_settles_after_all_counts_once(book, clock
     assert book.units.totals() == {"available": 11 - len(mine), "leased": 0, "pending": 0, "counted": len(mine)}
 
 
+def test_a_contribution_that_a_later_one_of_its_peer_has_passed_is_given_to_others_though_the_peer_lives(book):
+    """Seen in the code: a peer that was killed and came back kept what its dead process had registered from everybody, for as long as it lived."""
+    lost, other = keys(book.lease("alice", 4)), keys(book.lease("bob", 4))
+    book.contribute("alice", 1, lost)  # and was killed
+    book.contribute("bob", 1, other)
+    book.settle(state("a", None, 1, len(other), ("bob", 1, len(other))), "bob")
+    assert book.units.totals()["pending"] == len(lost)
+    again = keys(book.lease("alice", 3))
+    book.contribute("alice", 2, again)
+    book.settle(state("b", "a", 2, len(other) + len(again), ("alice", 2, len(again))), "bob")
+    assert book.units.totals()["pending"] == 0
+    assert keys(book.lease("bob", 1)) == lost
+    with refusal("withdrawn"):
+        book.contribute("alice", 1, lost)
+
+
 def test_giving_back_keys_withdraws_their_contribution(book):
     grant = book.lease("alice", 4)
     mine = keys(grant)
