@@ -140,7 +140,7 @@ class SyncReport:
     frozen: int | None = None
     """Number of the contribution that holds all samples counted since the one before; register its keys, then call `step` again."""
     settled: tuple[int, ...] = ()
-    """Our contributions that are now in a settled state: their samples are done."""
+    """Our contributions that are now in a settled state, or of which others tell the ledger: with their samples we are done."""
     dropped: tuple[int, ...] = ()
     """Our contributions that will never be in the state: give their samples back. 0 stands for the samples not yet frozen."""
     settlements: tuple[Settlement, ...] = ()
@@ -204,7 +204,10 @@ class Sync(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> SyncReport:
+        """A process that has ended had `state`, and the parameters, which are loaded already: what became of its work."""
+        ...
+
     def close(self, reason: str = "") -> None:
         """reason: why the training failed, for other peers to read."""
         ...

@@ -55,12 +55,8 @@ class RankedSync:
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict() if self._inner else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        def load() -> SyncReport:
-            self._inner.load_state_dict(state)
-            return SyncReport()
-
-        self._mirror(load)
+    def load_state_dict(self, state: Mapping[str, Any]) -> SyncReport:
+        return self._mirror(lambda: self._inner.load_state_dict(state))
 
     def close(self) -> None:
         if self._inner:

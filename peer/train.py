@@ -261,14 +261,19 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, the same on all ranks. Raises UserError when it is of other parameters."""
+        """Go on from `state`, the same on all ranks. Raises UserError when it is of other parameters, or of a run without a swarm."""
+        if self.group.is_main and state["sync"].keys() != self.sync.state_dict().keys():
+            raise UserError(
+                "The checkpoint is of a run with another --sync: either that or this one has no swarm.",
+                fix="Start without --resume_from_checkpoint, in another --output_dir; what was learned goes on as the --model of a new run.",
+            )
         load_params(self.params, state["params"])
         self.step, self.trained = state["step"], state["trained"]
         self.optimizer.load_state_dict(state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
-        self.sync.load_state_dict(state["sync"])
         self.feed.load_state_dict(state["feed"])
         self.accounts.load_state_dict(state["accounts"])
+        self.accounts.apply(self.sync.load_state_dict(state["sync"]))
         if self.average and state.get("average"):
             self.average.load_state_dict(state["average"])
 

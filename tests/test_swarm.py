@@ -367,7 +367,7 @@ def test_after_all_were_killed_they_go_on_from_their_last_state_and_a_stranger_w
     swarm.wait("word of who has the state", lambda: "waiting for one who has that state" in stranger.text())
     assert stranger.rounds() == []
 
-    again = swarm.peer("one", "--datasetserver", host.url)
+    again = swarm.peer("one", "--datasetserver", host.url, "--resume_from_checkpoint", "latest")
     other = swarm.peer("two", "--datasetserver", host.url)
 
     swarm.wait("round of all", lambda: stranger.members() == 3)
@@ -375,6 +375,7 @@ def test_after_all_were_killed_they_go_on_from_their_last_state_and_a_stranger_w
         peer.stop()
     assert [peer.finish() for peer in (again, other, stranger)] == [0, 0, 0], again.text() + other.text() + stranger.text()
     swarm.check(settled)
+    assert "resumed checkpoint=" in again.text()
     assert stranger.rounds()[0]["how"] == "fetched"
     assert stranger.rounds()[0]["samples"] >= settled
     assert swarm.orphans() == []

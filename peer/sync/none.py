@@ -69,9 +69,11 @@ class NoSync:
     def state_dict(self) -> dict[str, Any]:
         return {"round": self.round, "samples": self.samples, "waiting": self._waiting, "number": self._number}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> SyncReport:
+        """All work is in the parameters, which the checkpoint has: none is lost."""
         self.round, self.samples = state["round"], state["samples"]
         self._waiting, self._number = state["waiting"], state["number"]
+        return SyncReport()
 
     def close(self, reason: str = "") -> None:
         pass

@@ -54,8 +54,9 @@ class Swarm:
         self._land()
         return SyncReport(done=True)
 
-    def load_state_dict(self, state) -> None:
+    def load_state_dict(self, state) -> SyncReport:
         self._land()
+        return SyncReport(dropped=(0,))
 
 
 def main() -> None:

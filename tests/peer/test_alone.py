@@ -167,6 +167,13 @@ def test_a_checkpoint_of_another_model_is_refused(start, tmp_path):
         trainer.load_state_dict(state)
 
 
+def test_a_checkpoint_of_a_swarm_is_refused_by_a_run_without_one(start):
+    trainer = start().trainer
+    swarms = {"digest": "d", "round": 3, "samples": 24, "contributions": []}
+    with pytest.raises(UserError, match=r"of a run with another --sync"):
+        trainer.load_state_dict(trainer.state_dict() | {"sync": swarms})
+
+
 def test_checkpoints_are_saved_every_so_many_steps(start, tmp_path):
     start(checkpointing_steps=4, checkpoints_total_limit=9).run()
     assert len(Checkpoints(tmp_path / "out", keep=9).paths()) == 4  # after 4, 8 and 12 steps, and at the end
@@ -309,7 +316,7 @@ class Gradients:
         return {}
 
     def load_state_dict(self, state):
-        pass
+        return SyncReport(settled=(1,), dropped=(0, 2))
 
     def close(self):
         pass
@@ -329,6 +336,16 @@ def test_a_strategy_may_take_over_the_gradients_and_lose_rounds_and_every_sample
     assert all(torch.equal(parameter, old) for parameter, old in zip(sync.params.values(), before, strict=True))
     assert len(told["done"]) == len(set(told["done"])) == 36 == sync.samples
     assert len(told["back"]) == 24 and not done.trainer.accounts._open and not done.trainer.accounts._contributions
+
+
+def test_what_a_resumed_strategy_lost_is_given_back_and_what_others_tell_the_ledger_of_is_forgotten(start):
+    trainer = start(sync=Gradients()).trainer
+    source, told = trainer.accounts._source, {"done": [], "back": []}
+    source.acknowledge, source.give_back = told["done"].extend, told["back"].extend
+    accounts = {"open": ["of the last step"], "contributions": {1: ["in a state"], 2: ["lost"]}, "aside": ["for later"]}
+    trainer.load_state_dict({**trainer.state_dict(), "accounts": accounts})
+    assert told == {"done": ["in a state"], "back": ["of the last step", "lost"]}
+    assert trainer.accounts.state_dict() == {"open": [], "contributions": {}, "aside": ["for later"]}
 
 
 def test_a_contribution_whose_lease_was_lost_is_withdrawn_and_its_samples_are_given_back(start):

@@ -74,6 +74,10 @@ class LocalWork:
         """Trained, but in no state yet."""
         return self.open_samples + (self.frozen.samples if self.frozen else 0)
 
+    def numbers(self) -> list[int]:
+        """Our contributions that are in no settled state yet."""
+        return [*self.included, *([self.frozen.number] if self.frozen else [])]
+
     def freeze(self, number: int) -> Frozen:
         """Encode the open samples' work ONCE, as contribution `number`.
 

@@ -131,10 +131,16 @@ class SwarmSync:
         return self._report()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"digest": self._work.state.digest, "round": self.round, "samples": self.samples}
+        return {"digest": self._work.state.digest, "round": self.round, "samples": self.samples, "contributions": self._work.numbers()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The swarm's own states are on disk beside the checkpoint, and the swarm's word counts more: nothing to load."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> SyncReport:
+        """The swarm's states are on disk beside the checkpoint, and the swarm's word counts more: its parameters come with the first landing.
+
+        What was trained beyond a state is gone with the process that did it. Whether a contribution of that one came into a state, the
+        members of its round say, and the ledger withdraws it once a later one of ours has come into one.
+        """
+        self._work.give_up()
+        return SyncReport(settled=tuple(state["contributions"]), dropped=(OPEN,))
 
     def close(self, reason: str = "") -> None:
         """End the sidecar, hearing what it still has to say; kill what does not end by itself. reason: what failed, for the others to read."""

@@ -13,8 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from peer import rooms
+from peer.contracts import Member, SyncReport
+from peer.sync.engine.state import first_state, next_state
+from peer.sync.engine.vectors import flatten
+from tests.peer.sync.toy_peer import build
 
 pytestmark = pytest.mark.swarm
 ROOT = Path(__file__).resolve().parents[3]
@@ -194,6 +199,31 @@ def test_a_killed_peer_stops_nobody_and_comes_back(toys):
     assert "averaging sends and receives up to" in one.log and "% of the time is lost to rounds" in one.log
     # Between two contributions: the state, the last contribution's memory, which the next one takes, and nothing of the past.
     until(lambda: one.shared_buffers() == 2, one, back)
+
+
+def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp_path):
+    """Seen in the code: in a run's first eight rounds it landed on that state PLUS all that the run had learned until the checkpoint, and
+    what had been trained beyond a state counted as trained though no contribution held it."""
+    params, sync = build(tmp_path / "out", "parameters", [], {})
+    base = flatten(params, torch.empty(10_007))
+    sync.step(8)
+    sync._on_freeze({}, [])
+    assert sync.step(8).frozen == 1
+    books = sync.state_dict()
+    sync.close()
+
+    params, sync = build(tmp_path / "out", "parameters", [], {})
+    try:
+        for parameter in params.values():
+            parameter.data.add_(1.0)  # the checkpoint's
+        assert sync.load_state_dict(books) == SyncReport(settled=(1,), dropped=(0,))
+        run = sync._context.run.digest
+        start = first_state(run, sync._schema.digest, base, 0)
+        state = next_state(start, [[base + 0.5]], [Member("QmOther", 1, 64)])
+        sync._on_landed({"digest": state.digest, "header": state.header.to_json()}, [state.buffer])
+        assert torch.equal(flatten(params, torch.empty(10_007)), base + 0.5)
+    finally:
+        sync.close()
 
 
 def test_a_sidecar_that_hangs_is_found_out_and_another_one_started(toys):
