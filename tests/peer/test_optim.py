@@ -95,6 +95,23 @@ def test_the_learning_rate_is_diffusers_schedule_read_in_the_middle_of_the_round
     assert rate(950) == 0.5 * factor(975)  # the last round is shorter
 
 
+@pytest.mark.parametrize(
+    ("name", "own", "options"),
+    [
+        ("cosine_with_restarts", {"lr_num_cycles": 3}, {"num_cycles": 3}),
+        ("polynomial", {"lr_power": 2.0}, {"power": 2.0}),
+    ],
+)
+def test_a_schedules_own_options_reach_diffusers(name, own, options):
+    run = RunConfig(lr_scheduler=name, total_samples=1000, target_batch_size=100, learning_rate=0.5, **own)
+    factor = get_scheduler(
+        name, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), num_warmup_steps=0, num_training_steps=1000, **options
+    ).lr_lambdas[0]
+    rate = build_schedule(run)
+    assert [rate(n) for n in range(0, 1000, 100)] == [0.5 * factor(n + 50) for n in range(0, 1000, 100)]
+    assert rate(300) != build_schedule(dataclasses.replace(run, lr_num_cycles=1, lr_power=1.0))(300)
+
+
 def test_without_an_end_only_a_constant_rate_makes_sense():
     assert build_schedule(RunConfig(learning_rate=0.5))(10**9) == 0.5
     with pytest.raises(UserError, match=r"must know where the run ends\. Give --max_train_steps or --total_samples"):
