@@ -118,8 +118,8 @@ class Client(threading.Thread):
             self._told.unsettled.append((self.name, self._number))
 
     def _settle(self) -> None:
-        """Report a round of what was registered last, of each peer one contribution; the lock is held."""
-        members = dict(self._told.unsettled)
+        """Report a round of what is registered, of each peer one contribution; the lock is held."""
+        members = dict(reversed(self._told.unsettled))  # the oldest of each: a later one would pass it
         if len(members) < 4:
             return
         before = self._told.rounds[-1] if self._told.rounds else {"digest": "f" * 64, "round": 0, "samples": 0}

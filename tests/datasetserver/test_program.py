@@ -153,16 +153,15 @@ def test_what_was_answered_survives_kill_9(tmp_path):
             deadline = time.monotonic() + 60
             while len(answered) < goal and time.monotonic() < deadline:
                 time.sleep(0.01)
-            included = [entry for entry in answered[:] if entry not in settled]
-            newest = {}
-            for peer, number, keys in included:
-                newest[peer] = (peer, number, keys)
-            members = [{"peer": peer, "number": number, "samples": len(keys)} for peer, number, keys in newest.values()]
+            oldest = {}  # of each peer: a later contribution would pass it
+            for peer, number, keys in [entry for entry in answered[:] if entry not in settled]:
+                oldest.setdefault(peer, (peer, number, keys))
+            members = [{"peer": peer, "number": number, "samples": len(keys)} for peer, number, keys in oldest.values()]
             samples += sum(member["samples"] for member in members)
             digest = f"{round_:064x}"
             status, body = insist("/v1/rounds", peer="peer0", digest=digest, parent=parent, round=round_, samples=samples, members=members)
             assert status == 200, body
-            settled += list(newest.values())
+            settled += list(oldest.values())
             parent = digest
             host.kill()
             host.start()
