@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 
 from swarm.clock import SwarmClock
@@ -18,6 +19,9 @@ _FIRST_PAUSE_SECONDS, _FIRST_PAUSE_OF_CALLERS_SECONDS, _LONGEST_PAUSE_SECONDS = 
 """The while doubles with every absence more. Two that missed each other must meet again soon; who calls is there, and is forgiven sooner."""
 _FORGOTTEN_SECONDS = 600.0
 _REMEMBERED = 32
+_PREDECESSOR_SECONDS = RECORD_LIFE_SECONDS + RENEW_SECONDS
+"""After so long no record of an earlier process with our identity is left, whatever the clocks say."""
+_OWN_RECORDS = 1024
 
 
 class Neighbours:
@@ -27,6 +31,10 @@ class Neighbours:
         self._node, self._run, self._schema, self._clock = node, run, schema, clock
         self._seen: dict[str, tuple[PeerRecord, float]] = {}
         self._own_read: float | None = None
+        self._said: deque[float] = deque(maxlen=_OWN_RECORDS)
+        self._not_ours: float | None = None
+        self.doubled = False
+        """Whether records appear under our identity that we did not publish: another peer has it, on another machine."""
         self._swarm_clock, self._read_before = SwarmClock(), False
         self._started = clock()
         self._absences: dict[str, tuple[int, float]] = {}
@@ -51,8 +59,19 @@ class Neighbours:
             self._remember(record)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
         self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGOTTEN_SECONDS}
-        if self._node.peer_id in found:
+        if own := found.get(self._node.peer_id):
             self._own_read = now
+            self._look_for_a_double(own, now)
+
+    def _look_for_a_double(self, own: PeerRecord, now: float) -> None:
+        """One record may be the last word of an earlier process, stopped for a while; who goes on publishing is alive."""
+        if own.time not in self._said and now - self._started >= _PREDECESSOR_SECONDS:
+            self.doubled |= self._not_ours not in (None, own.time)
+            self._not_ours = own.time
+
+    def say(self, record: PeerRecord) -> None:
+        """We publish this record of ourselves."""
+        self._said.append(record.time)
 
     def others(self) -> list[PeerRecord]:
         """Live peers of this run other than us, with the same tensors, within what an honest peer does."""

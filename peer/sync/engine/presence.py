@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -9,10 +10,14 @@ from collections.abc import Awaitable, Callable
 from peer.sync.engine.neighbours import Neighbours
 from peer.sync.engine.streams import PeerLost
 from swarm.dht import SwarmNode
+from swarm.errors import UserError
 from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 
+log = logging.getLogger(__name__)
+
 _RUN_RECORD_SECONDS = 60.0
+_NEWCOMER_SECONDS = 120.0
 _MEET_SECONDS = 15.0
 _READ_PEERS_PER_SECOND = 20
 """A look asks up to 20 nodes, and each answers with all records, of 1.6 kB each: 6 Mbit/s with 20 peers, 10 with 100 (docs/scale.md)."""
@@ -40,6 +45,7 @@ class Presence:
         self._run, self._node, self._neighbours, self._record, self._run_record = run, node, neighbours, record, run_record
         self._rate, self._wake, self._clock = rate, wake, clock
         self._now, self._told_run = asyncio.Event(), -math.inf
+        self._began, self._warned = clock(), False
 
     def tasks(self) -> list[Callable[[], Awaitable[None]]]:
         return [self._publish_forever, self._read_forever, self._watch_forever, self._meet_forever]
@@ -66,7 +72,9 @@ class Presence:
         await self._publish_record(tuple(await self._node.maddrs()))
 
     async def _publish_record(self, maddrs: tuple[str, ...]) -> None:
-        await self._node.publish(self._run.run_id, self._record(maddrs))
+        record = self._record(maddrs)
+        self._neighbours.say(record)
+        await self._node.publish(self._run.run_id, record)
 
     def _period(self) -> float:
         """Seconds between two looks at each other: a twentieth of a round, so that a round is not overrun by more than that."""
@@ -90,7 +98,22 @@ class Presence:
         while True:
             await asyncio.sleep(read_seconds(self._period(), len(self._neighbours.others())))
             await self._neighbours.read()
+            if self._neighbours.doubled:
+                self._refuse_our_double()
             self._wake()
+
+    def _refuse_our_double(self) -> None:
+        """Of two with one identity each takes the other's contributions for its own, and what it trained itself for done. The newcomer gives way."""
+        what = (
+            f"Another peer of this run has this one's identity ({self._node.peer_id[-6:]}): a copy of its folder, or of the whole machine."
+        )
+        if self._clock() - self._began < _NEWCOMER_SECONDS:
+            raise UserError(
+                what, fix="Delete identity.key in this --output_dir (or where --identity_path says), and start again as a new peer."
+            )
+        if not self._warned:
+            self._warned = True
+            log.warning("%s It will give way; if it does not, delete its identity.key and start it again.", what)
 
     async def _watch_forever(self) -> None:
         """hivemind notices nothing of p2pd's death: end when it is gone or hangs, so that a new sidecar is started."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
@@ -34,10 +35,12 @@ class Nodes:
         self._keys: dict[str, Path] = {}
         self.maddrs: list[str] = []
 
-    async def node(self, *, client_mode: bool = False, again: SwarmNode | None = None) -> SwarmNode:
-        """A new one; or `again`, which is gone, with the identity that it had."""
+    async def node(self, *, client_mode: bool = False, again: SwarmNode | None = None, double: SwarmNode | None = None) -> SwarmNode:
+        """A new one; or `again`, which is gone, with the identity that it had; or one beside `double`, with a copy of its identity."""
         self._count += 1
         key = self._keys[again.peer_id] if again else self.folder / f"{self._count}.key"
+        if double:
+            shutil.copy(self._keys[double.peer_id], key)
         node = await SwarmNode.join(initial_peers=self.maddrs, identity_path=key, client_mode=client_mode, deadline_seconds=60)
         self._keys[node.peer_id] = key
         self._stack.push_async_callback(node.close)

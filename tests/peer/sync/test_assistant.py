@@ -210,7 +210,9 @@ def test_helpers_without_anybody_who_trains_make_no_round(swarm, caplog, by_the_
         called = sorted(helpers, key=lambda peer: rank(peer.head.digest, peer.id))[by_the_last].replica
         called.next_round.call("who died a moment later", called.state.digest)
         await until(lambda: "nobody who has samples came" in caplog.text)
-        await until(lambda: not any(peer.replica.next_round.is_called_here_or_ahead() or peer.replica._phase != "train" for peer in helpers))
+        await until(
+            lambda: not any(peer.replica.next_round.is_called_here_or_ahead() or peer.replica._phase != "train" for peer in helpers)
+        )
         assert not any(peer.rounds() for peer in helpers)
 
     swarm(scenario)

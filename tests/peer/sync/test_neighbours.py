@@ -1,13 +1,19 @@
-"""Who is waited for: somebody who stayed away often is left out for a while, which grows, and ends sooner when he calls."""
+"""Who is waited for: somebody who stayed away often is left out for a while, which grows, and ends sooner when he calls. And who has a double."""
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from peer.sync.engine import neighbours, presence
 from peer.sync.engine.neighbours import PATIENT_ATTEMPTS, Neighbours
+from peer.sync.engine.presence import Presence
+from swarm.errors import UserError
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
+from tests.peer.sync.replicas import Peer, make_run, peers
+from tests.peer.sync.swarm_tools import until
 
 RUN = RunConfig(model="x", target_batch_size=40)
 
@@ -19,16 +25,17 @@ class Clock:
         return self.now
 
 
+def record_of(peer: str, at: float) -> PeerRecord:
+    return PeerRecord(peer_id=peer, config=RUN.digest, schema="schema", round=1, samples=8, digest="d", waiting_samples=8, time=at)
+
+
 class OneRecord:
     """A node that knows of one other peer."""
 
     peer_id = "us"
 
     async def records(self, run_id: str) -> dict[str, PeerRecord]:
-        record = PeerRecord(
-            peer_id="them", config=RUN.digest, schema="schema", round=1, samples=8, digest="d", waiting_samples=8, time=time.time()
-        )
-        return {"them": record}
+        return {"them": record_of("them", time.time())}
 
 
 @pytest.fixture
@@ -79,3 +86,61 @@ def test_who_calls_is_counted_upon_sooner_but_not_whenever_it_likes(known):
     assert not counted(neighbours, "them")
     clock.now += 1
     assert counted(neighbours, "them")
+
+
+def test_who_reads_records_of_its_own_that_it_never_wrote_has_a_double(known):
+    """Seen in the code: of two peers with one identity each takes the other's contributions for its own, and its own work for done."""
+    neighbours, clock = known
+    ours = record_of("us", 5000.0)
+    neighbours.say(ours)
+
+    def reads(record: PeerRecord) -> bool:
+        async def records(run_id: str) -> dict[str, PeerRecord]:
+            return {"us": record}
+
+        neighbours._node.records = records
+        asyncio.run(neighbours.read())
+        return neighbours.doubled
+
+    assert not reads(record_of("us", 4000.0)) and not reads(record_of("us", 4001.0))  # of the process before this one
+    clock.now += 25.0
+    assert not reads(ours)
+    assert not reads(record_of("us", 6000.0)) and not reads(ours)  # a process that was stopped, and left when it was let go
+    assert not reads(record_of("us", 6000.0))
+    assert reads(record_of("us", 6001.0))
+
+
+def test_a_newcomer_gives_way_to_its_double_and_who_was_there_first_is_told(known, caplog):
+    neighbours, clock = known
+    newcomer, first = (
+        Presence(RUN, neighbours._node, neighbours, record=None, run_record=None, rate=lambda: 0.0, wake=lambda: None, clock=clock)
+        for _ in range(2)
+    )
+    with pytest.raises(UserError, match=r"has this one's identity \(us\)[^.]*\. Delete identity\.key in this --output_dir"):
+        newcomer._refuse_our_double()
+    clock.now += 121.0
+    first._refuse_our_double()
+    first._refuse_our_double()
+    assert caplog.text.count("It will give way") == 1
+
+
+def test_of_two_with_one_identity_the_newcomer_gives_way_and_the_other_goes_on(swarm, monkeypatch, caplog):
+    """As when a machine is cloned on which a peer had run."""
+    monkeypatch.setattr(neighbours, "_PREDECESSOR_SECONDS", 3.0)
+    monkeypatch.setattr(presence, "_NEWCOMER_SECONDS", 10.0)
+
+    async def scenario(nodes):
+        run, began = make_run(), time.monotonic()
+        one, two = await peers(nodes, 2, run)
+        await until(lambda: min(len(one.rounds()), len(two.rounds())) >= 2 and time.monotonic() > began + 10.0)
+        elsewhere = SimpleNamespace(folder=nodes.folder / "elsewhere", ends_with_the_test=nodes.ends_with_the_test)
+        copy = await Peer(elsewhere, await nodes.node(double=two.node), run).start(elsewhere)
+        assert copy.id == two.id
+        await until(lambda: copy.failures)
+        assert isinstance(copy.failures[0], UserError) and "has this one's identity" in copy.failures[0].message
+        await copy.stop()
+        at = two.head.header.round
+        await until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in two.rounds()))
+        assert not one.failures and not two.failures and "It will give way" in caplog.text
+
+    swarm(scenario)
