@@ -43,8 +43,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--churn", action="store_true", help="a peer comes late and catches up; then the first one is killed with SIGKILL")
     parser.add_argument("--peers", type=int, default=2, metavar="N", help="peers at the start [2]")
-    parser.add_argument("--total_samples", type=int, default=65_536, metavar="N", help="end when so many are in committed rounds [65536]")
-    parser.add_argument("--target_batch_size", type=int, default=2048, metavar="N", help="samples of the whole swarm per round [2048]")
+    parser.add_argument("--total_samples", type=int, default=32_768, metavar="N", help="end when so many are in committed rounds [32,768]")
+    parser.add_argument("--target_batch_size", type=int, default=1024, metavar="N", help="samples of the whole swarm per round [1,024]")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port of the dataset server; 0: any free one [0]")
     parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="where everything goes [quickstart, beside the code]")
     parser.add_argument("--keep", action="store_true", help="keep shards, caches and checkpoints as well")
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
     display.say("1/4  real handwritten digits, and a small Stable Diffusion that knows nothing yet")
     prepare(folder, display.say)
     display.say(f"2/4  a swarm of {args.peers} peers" + (", one more later, and then one less" if args.churn else ""))
-    plan = Plan(folder, args.peers, args.total_samples, args.target_batch_size, args.port, args.churn)
+    plan = Plan(folder, args.peers, args.total_samples, args.target_batch_size, args.port, args.churn, settings=recipe(args.total_samples))
     with display, SwarmRun(plan, display) as swarm:
         story = swarm.run()
     held = results.survived(swarm.held(), story.killed_peer)
@@ -123,6 +123,11 @@ def prepare(folder: Path, say: Callable[[str], None] = lambda text: None) -> Non
 def every(steps: int, what: str, say: Callable[[str], None]) -> Callable[[int, int], None]:
     """To be told each step: says every so many of them, and the last."""
     return lambda step, of: say(f"     {what}: {step} of {of} steps") if step % steps == 0 or step == of else None
+
+
+def recipe(total_samples: int) -> dict[str, Any]:
+    """A learning rate that rises to 6e-3 and falls to nothing: half of the samples that a constant 1e-3 takes."""
+    return {"learning_rate": 6e-3, "lr_scheduler": "cosine", "lr_warmup_samples": min(2048, total_samples // 8)}
 
 
 def judge(model: Path) -> dict[str, Any]:

@@ -148,9 +148,9 @@ def shortcomings(result: Mapping[str, Any], *, churn: bool, total_samples: int) 
         share = result["share_of_rounds_by_all_peers"]
         found.append(f"Only {share:.0%} of the rounds were averaged by all live peers with a fair share of the samples from each.")
     if churn and not result["caught_up"]:
-        found.append("The late peer never had a part in a round.")
+        found.append("The late peer never had a part in a round; on a fast machine give it more time with --total_samples.")
     if churn and result["killed_at_round"] is None:
-        found.append("The first peer was not killed before the run ended.")
+        found.append("The first peer was not killed before the run ended; give it more time with --total_samples.")
     if churn and result["rounds_after_kill"] < 1:
         found.append("No round was committed after the first peer was killed.")
     if result["processes_left"]:

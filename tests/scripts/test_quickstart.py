@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from datasetserver import __main__ as dd_datasetserver
+from peer.schedule import build_schedule
 from scripts.demo import quickstart, swarm_run
 from scripts.demo.processes import Program
 from swarm.errors import UserError
@@ -88,9 +89,10 @@ def test_a_quickstarts_folder_is_emptied(tmp_path):
 
 
 def test_the_runs_file_is_a_configuration_that_peers_accept(tmp_path):
-    plan = swarm_run.Plan(tmp_path / 'a "folder"', total_samples=4096)
+    plan = swarm_run.Plan(tmp_path / 'a "folder"', total_samples=4096, settings=quickstart.recipe(4096))
     (tmp_path / "run.toml").write_text(swarm_run.run_settings(plan), encoding="utf-8")
     run = build(RunConfig, read_toml(tmp_path / "run.toml", RunConfig))
+    assert build_schedule(run)(2048) > build_schedule(run)(4000) > 0 and run.lr_warmup_samples == 512
     assert run.total_samples == 4096 and run.resolution == 16 and run.model == str(tmp_path / 'a "folder"' / "base")
 
 
