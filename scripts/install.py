@@ -131,6 +131,8 @@ def make_venv(venv: Path) -> None:
             f"sudo apt-get install python{version}-venv), or name another Python with PYTHON=.",
             2,
         ) from None
+    if venv.is_symlink():
+        raise SetupError(f"{venv} is a link, and what it leads to may be another's. Remove the link and run this again.", 2)
     if venv.exists():
         shutil.rmtree(venv)
     venv.mkdir()

@@ -105,6 +105,15 @@ def test_an_environment_made_by_someone_else_is_not_thrown_away(set_up, checkout
     assert set_up().returncode == 0 and (checkout / ".venv" / "mine").exists()
 
 
+def test_a_link_to_an_environment_that_does_not_fit_is_not_followed_to_delete_what_is_there(set_up, checkout, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "setup.json").write_text(json.dumps({"fingerprint": {"root": "/elsewhere"}}))
+    (checkout / ".venv").symlink_to(tmp_path / "theirs")
+    done = set_up()
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "is a link" in done.stderr
+    assert (tmp_path / "theirs" / "setup.json").exists()
+
+
 def test_a_moved_checkout_gets_a_new_environment(checkout):
     wanted = install.fingerprint(checkout, "3.11.7")
     venv = checkout / ".venv"
