@@ -17,7 +17,7 @@ from datasetserver.samples import Masks, UnitId, full, indices, parse_keys, size
 from datasetserver.store import Store
 from datasetserver.tree import State, StateTree
 from datasetserver.units import Contribution, Lease, Unit, Units
-from swarm.protocol import MAX_KEYS, RunState
+from swarm.protocol import MAX_KEYS, NO_LEASE, RunState
 
 MOST_LEASED = 2 * MAX_KEYS
 """A peer that trains holds what one contribution may have, and what it leased ahead; one that holds more trains nothing."""
@@ -107,15 +107,18 @@ class Book:
     def release(self, lease_id: str, peer: str, keys: Iterable[str] | None) -> int:
         """Make samples leasable at once; returns how many. None: all that the lease still holds, and the lease ends.
 
-        Keys: those that `peer` holds by any lease; a contribution of which it gives back a key is withdrawn as a whole, since it
-        will not be in any state. Keys that it does not hold, and leases that ended, are passed over: replays do no harm.
+        Keys: those that the lease still holds. With NO_LEASE, those that `peer` holds by any lease; a contribution of which it gives back a
+        key is withdrawn as a whole then, since it will not be in any state. Keys that it does not hold, and leases that ended, are
+        passed over: replays do no harm.
         """
         self.sweep()
         self._touch(peer)
-        if keys is None:
+        masks = parse_keys(keys, self.units.samples) if keys is not None else {}
+        if lease_id != NO_LEASE:
             lease = self._leases.get(lease_id)
-            return self._end(lease) if lease and lease.peer == peer else 0
-        masks = parse_keys(keys, self.units.samples)
+            if lease is None or lease.peer != peer:
+                return 0
+            return self._end(lease) if keys is None else self._give_up(lease, masks)
         withdrawn = [c for c in self._live_of(peer) if any(mask & c.units.get(uid, 0) for uid, mask in masks.items())]
         released = sum(self._withdraw(contribution) for contribution in withdrawn)
         for uid, mask in masks.items():
@@ -261,6 +264,15 @@ class Book:
             del lease.units[unit.uid]
             unit.holders.remove(lease)
 
+    def _give_up(self, lease: Lease, masks: Masks) -> int:
+        """Of these samples, those that the lease holds go back; returns how many become leasable."""
+        released = 0
+        for uid, mask in masks.items():
+            if held := lease.units.get(uid, 0) & mask:
+                self._take(lease, self.units[uid], held)
+                released += self._free(uid, held)
+        return released
+
     def _end(self, lease: Lease) -> int:
         """End a lease; returns how many samples become leasable."""
         del self._leases[lease.id]
@@ -306,7 +318,10 @@ class Book:
         """The head was `before`; usually the new one is its child, and nothing else can have changed."""
         head = self.tree.head
         if before is not None and head.parent == before.digest:
+            self._withdraw_passed(head)
+            self._last |= dict(head.contributions())
             return self._include(set(head.contributions()))
+        self._look_back()
         included = {pair for state in self.tree.chain() for pair in state.contributions()}
         if not self._included <= included:
             self._leave_branch(included)
@@ -317,10 +332,27 @@ class Book:
         for pair in pairs & self._contributions.keys():
             self._count(self._contributions[pair])
         self._included |= pairs
-        newest = dict(sorted(pairs))
-        for peer, number in sorted(pair for pair in self._pending if pair[1] < newest.get(pair[0], 0)):
-            # No state takes an earlier contribution after a later one: its peer died, and another process of it goes on.
-            self._withdraw(self._contributions[peer, number])
+
+    def _look_back(self) -> None:
+        """Each peer's last contribution in the head's chain, and whether we know the whole chain; else only what follows its last gap."""
+        self._last: dict[str, int] = {}
+        self._whole, known = True, ""
+        for state in self.tree.chain():
+            if state.parent != known if known else state.round != 1:
+                self._last, self._whole = {}, False
+            self._last |= dict(state.contributions())
+            known = state.digest
+
+    def _withdraw_passed(self, head: State) -> None:
+        """Withdraw what the members of `head`, the child of the head before, had registered between their last part in its chain and this.
+
+        No state takes an earlier contribution after a later one: its peer died, and another process of it goes on. One that may be in a
+        state whose report was lost stays.
+        """
+        now = dict(head.contributions())
+        for peer, number in sorted(pair for pair in self._pending if pair[1] < now.get(pair[0], 0)):
+            if self._last.get(peer, 0 if self._whole else number) < number:
+                self._withdraw(self._contributions[peer, number])
 
     def _leave_branch(self, included: set[tuple[str, int]]) -> None:
         """The head is on another branch: what was counted on ours only is withdrawn, as its peers drop it too."""
@@ -348,6 +380,7 @@ class Book:
         self._by_peer: Counter[str] = Counter()
         self._held_by: Counter[str] = Counter()
         self._included = {pair for state in self.tree.chain() for pair in state.contributions()}
+        self._look_back()
         for lease in self._leases.values():
             self._held_by[lease.peer] += lease.samples
             for uid in lease.units:

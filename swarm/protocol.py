@@ -15,6 +15,7 @@ from swarm.digest import digest_json
 
 PROTOCOL_VERSION = 1
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
+NO_LEASE = "0" * 32  # in place of a lease's name: keys that a peer holds by any lease, or in a contribution
 MAX_BODY_BYTES = 8 << 20  # holds MAX_KEYS keys
 MAX_MEMBERS = 4096
 MAX_SHARDS = 1_000_000

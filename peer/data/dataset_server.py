@@ -38,7 +38,6 @@ CLOSE_SECONDS = 5.0
 OUTAGE_SECONDS = 10.0
 """The server has been away for so long: do not wait for it. As long as what is leased ahead lasts."""
 _CORRUPT_PAUSE_SECONDS = 30.0
-_NO_LEASE = "0" * 32
 
 
 def build(context: SourceContext) -> "DatasetServer":
@@ -90,7 +89,9 @@ class DatasetServer:
     # -- for the training thread
 
     def __iter__(self) -> Iterator[Sample]:
+        self._work.begin()
         self._start()
+        self._wake(self._hungry)
         for key, (image, caption) in self._work.samples(read_shard):
             self._wake(self._hungry, self._short)
             yield Sample(key, image, caption)
@@ -100,6 +101,7 @@ class DatasetServer:
 
         Raises LeaseLost when the server says that samples of it are not ours.
         """
+        self._work.register(keys)
         offered = {"offered": True} if self._work.any_own(keys) else {}  # nobody could have leased them to us
         letter = self._outbox.put(CONTRIBUTIONS, self._envelope(number=number, keys=list(keys), **offered))
         patience = 0.0 if self._transport.away_seconds() > REGISTER_SECONDS else REGISTER_SECONDS
@@ -122,8 +124,8 @@ class DatasetServer:
         self._wake(self._hungry, self._short)
 
     def give_back(self, keys: Sequence[str]) -> None:
-        if keys:
-            self._release(_NO_LEASE, list(keys))
+        for lease_id, some in self._work.by_lease(keys).items():
+            self._release(lease_id, some)
         self.acknowledge(keys)
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,7 +138,8 @@ class DatasetServer:
         for letter in state["outbox"]:
             self._outbox.put(letter["path"], dict(letter["body"]))
         self._work.load_state_dict(state)
-        self.give_back(list(state["untouched"]))
+        for lease_id, keys in state["untouched"].items():
+            self._release(lease_id, keys)
 
     def close(self) -> None:
         """Release what is leased, try for some seconds to say what is unsaid, and end; iteration ends too."""

@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from swarm.protocol import NO_LEASE
 from tests.datasetserver.hosting import Host
 from tests.datasetserver.test_http import BASE, call, envelope, keys_of, lease, refused
 
@@ -84,7 +85,7 @@ def test_who_comes_too_late_is_told_so(host):
     granted = lease(host, late, want=4)
     keys = keys_of(granted)
     assert call(host, "/v1/contributions", envelope(host, late, number=1, keys=keys[:1]))[0] == 200
-    assert call(host, f"/v1/leases/{granted.lease_id}/release", envelope(host, late, keys=keys))[0] == 200
+    assert call(host, f"/v1/leases/{NO_LEASE}/release", envelope(host, late, keys=keys))[0] == 200
     assert call(host, f"/v1/leases/{granted.lease_id}/release", envelope(host, late))[0] == 200
     refused(call(host, f"/v1/leases/{granted.lease_id}/renew", envelope(host, late)), 410, "lease_lost")
     refused(call(host, "/v1/contributions", envelope(host, late, number=2, keys=keys)), 409, "not_held")

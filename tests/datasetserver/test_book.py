@@ -8,7 +8,7 @@ from datasetserver.book import Book
 from datasetserver.refused import Refused
 from datasetserver.store import SCHEMA
 from datasetserver.tree import State
-from swarm.protocol import sample_key
+from swarm.protocol import NO_LEASE, sample_key
 
 BASE = "0" * 64
 SHARDS = (4, 4, 3)
@@ -330,13 +330,40 @@ def test_a_contribution_that_a_later_one_of_its_peer_has_passed_is_given_to_othe
         book.contribute("alice", 1, lost)
 
 
+def test_what_may_be_in_a_state_whose_report_was_lost_is_not_given_to_others(book, db, clock):
+    """After an outage of many rounds: their contributions are told of, but only the last rounds."""
+    mine = [keys(book.lease("alice", 1)) for _ in range(5)]
+    for number, some in enumerate(mine, 1):
+        book.contribute("alice", number, some, offered=True)
+    samples = [sum(map(len, mine[: n + 1])) for n in range(5)]
+    for again in range(2):
+        book.settle(state("c", "b", 3, samples[2], ("alice", 3, len(mine[2]))), "bob")
+        book.settle(state("d", "c", 4, samples[3] + 4, ("alice", 4, len(mine[3])), ("bob", 1, 4)), "bob")
+        book.settle(state("e", "d", 5, samples[4] + 4, ("alice", 5, len(mine[4]))), "bob")
+        assert book.units.totals()["pending"] == len(mine[0]) + len(mine[1]), again
+        book = reopen(book, db, clock)
+    book.settle(state("b", "a", 2, samples[1], ("alice", 2, len(mine[1]))), "alice")
+    book.settle(state("a", None, 1, samples[0], ("alice", 1, len(mine[0]))), "alice")
+    assert book.units.totals()["pending"] == 0 and book.samples_by_peer()["alice"] == samples[4]
+
+
 def test_giving_back_keys_withdraws_their_contribution(book):
     grant = book.lease("alice", 4)
     mine = keys(grant)
     book.contribute("alice", 1, mine)
-    assert book.release(grant.lease_id, "alice", mine) == len(mine)
-    assert book.release(grant.lease_id, "alice", mine) == 0
+    assert book.release(grant.lease_id, "alice", mine) == 0, "the lease does not hold them any more"
+    assert book.release(NO_LEASE, "alice", mine) == len(mine)
+    assert book.release(NO_LEASE, "alice", mine) == 0
     assert keys(book.lease("bob", 1)) == mine
+
+
+def test_keys_given_back_by_the_name_of_an_earlier_lease_are_left_to_the_later_one(book):
+    first = book.lease("alice", 4)
+    book.release(first.lease_id, "alice", None)
+    again = book.lease("alice", 4)
+    assert keys(again) == keys(first)
+    assert book.release(first.lease_id, "alice", keys(first)) == 0
+    assert book.contribute("alice", 1, keys(again)).samples == len(keys(again))
 
 
 def test_the_head_is_the_state_with_more_samples_then_the_smaller_digest(book):

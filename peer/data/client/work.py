@@ -60,11 +60,17 @@ class Work:
         self._lease_of: dict[str, Lease] = {}
         self._in_work: set[str] = set()  # yielded, and neither done with nor given back
         self._own: set[str] = set()  # those in work that we never leased
+        self._registered: set[str] = set()  # those in work that are in a contribution
         self._units: deque[Unit] = deque()
-        self._ended = self._closed = self.paused = self._resting = False
+        self._begun = self._ended = self._closed = self.paused = self._resting = False
         self._failure: UserError | None = None
 
     # -- for the training thread
+
+    def begin(self) -> None:
+        """Samples are wanted from now on: nothing is leased while a checkpoint's books are still being read."""
+        with self._changed:
+            self._begun = True
 
     def samples(self, rows: Callable[[Path], Sequence[Any]]) -> Iterator[tuple[str, Any]]:
         """(key, row) of one sample after the other; blocks while there is none, ends with the run or with `close`. Raises UserError.
@@ -82,6 +88,7 @@ class Work:
         with self._changed:
             self._in_work.difference_update(keys)
             self._own.difference_update(keys)
+            self._registered.difference_update(keys)
             for key in keys:
                 lease = self._lease_of.pop(key, None)
                 if lease is None:
@@ -90,6 +97,23 @@ class Work:
                 if not lease.keys and self._leases.pop(lease.id, None):
                     done.append(lease.id)
         return done
+
+    def register(self, keys: Sequence[str]) -> None:
+        """They are in a contribution: no lease of ours holds them any more."""
+        with self._changed:
+            self._registered.update(keys)
+
+    def by_lease(self, keys: Sequence[str]) -> dict[str, list[str]]:
+        """These keys by the name of the lease that holds them; NO_LEASE: those that none does.
+
+        Given back by its lease's name, a key of long ago (an older checkpoint's) changes nothing that has been leased or registered since.
+        """
+        found: dict[str, list[str]] = {}
+        with self._changed:
+            for key in keys:
+                lease = self._lease_of.get(key) if key not in self._registered else None
+                found.setdefault(lease.id if lease else protocol.NO_LEASE, []).append(key)
+        return found
 
     def any_own(self, keys: Sequence[str]) -> bool:
         """Whether a sample among `keys`, which are in work, was never leased to us."""
@@ -107,13 +131,14 @@ class Work:
             return list(self._leases)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which samples are held: those yielded and in work by lease, those of our own choice, and those never yielded."""
+        """Which samples are held: by lease those yielded and in work, and those never yielded; those of our own choice; those in contributions."""
         with self._changed:
             untouched = {key for unit in self._units if unit.lease for key in unit.keys_left()}
             return {
                 "leases": {lease.id: sorted(lease.keys - untouched) for lease in self._leases.values()},
+                "untouched": {lease.id: sorted(lease.keys & untouched) for lease in self._leases.values()},
                 "own": sorted(self._own),
-                "untouched": sorted(untouched),
+                "registered": sorted(self._registered),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +148,8 @@ class Work:
                 lease = self._leases[lease_id] = Lease(lease_id, set(keys))
                 self._lease_of.update(dict.fromkeys(keys, lease))
                 self._in_work.update(keys)
-            self._own.update(state.get("own", ()))
+            self._own.update(state["own"])
+            self._registered.update(state["registered"])
             self._in_work.update(self._own)
 
     # -- for the thread that talks to the server
@@ -131,7 +157,7 @@ class Work:
     def wanted(self) -> int:
         """How many samples to lease now: what is missing to AHEAD_SECONDS of leased work, and to two batches; 0 or less: none."""
         with self._changed:
-            if self._closed or self._resting:
+            if self._closed or self._resting or not self._begun:
                 return 0
             ahead = sum(len(unit.left) for unit in self._units if unit.lease and not unit.lost)
             return min(int(max(2 * self._batch, AHEAD_SECONDS * self._speed.rate)) - ahead, protocol.MAX_KEYS)

@@ -32,6 +32,8 @@ def unit(lease, shard, samples=100):
 def test_what_is_leased_ahead_is_ten_seconds_of_work_by_the_measured_speed_and_two_batches_at_least():
     clock = Clock()
     work, lease = Work(4, clock), Lease("1" * 32)
+    assert work.wanted() == 0, "nobody asks for samples yet"
+    work.begin()
     assert work.wanted() == 8, "its speed is not known yet"
     units = [unit(lease, shard) for shard in range(10)]
     work.add(lease, units)

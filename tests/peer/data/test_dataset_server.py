@@ -145,10 +145,27 @@ def test_what_was_unsaid_and_held_lasts_in_a_checkpoint(serve, join):
     again.load_state_dict(state)
     again.register(1, keys)
     assert eventually(lambda: progress(host)["ledger"]["counted"] == 4)
-    untouched = set(state["untouched"])
+    untouched = {key for keys in state["untouched"].values() for key in keys}
     assert untouched and untouched <= {sample.key for sample in islice(join(host.url, "bob"), 40)} | {
         sample.key for sample in islice(again, 40)
     }
+
+
+def test_who_resumes_after_its_leases_have_ended_trains_what_it_leased_again_once(serve, join):
+    """Seen in the code: what the checkpoint knew of was given back, though the same samples had been leased anew a moment before."""
+    host = serve(samples=16, shard_samples=8)
+    source = join(host.url, "alice")
+    first = [sample.key for sample in islice(source, 2)]
+    state = json.loads(json.dumps(source.state_dict()))
+    source.give_back(first)
+    source.close()
+    again = join(host.url, "alice")
+    again.load_state_dict(state)
+    again.give_back(first)
+    keys = [sample.key for sample in islice(again, 16)]
+    assert len(set(keys)) == 16
+    again.register(1, keys)
+    assert eventually(lambda: progress(host)["ledger"]["pending"] == 16)
 
 
 def killed(source):
@@ -218,7 +235,7 @@ def test_a_lease_that_was_lost_is_not_trained_any_further(serve, join):
     first = next(stream)
     state = source.state_dict()
     (lease,) = state["leases"]
-    lost = [first.key, *state["untouched"]]
+    lost = [first.key, *(key for keys in state["untouched"].values() for key in keys)]
     # As if another had trained them meanwhile: they are counted, and the lease has ended.
     post(host, "/v1/contributions", number=99, keys=lost)
     members = [{"peer": "alice", "number": 99, "samples": len(lost)}]
