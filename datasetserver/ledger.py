@@ -43,7 +43,7 @@ class Ledger:
         try:
             _prepare(self._db)
             _check_owner(self._db, path, run)
-            self._book = make_book(self._db)
+            self._book: Book | None = make_book(self._db)
         except BaseException as error:
             self._db.close()
             if not isinstance(error, sqlite3.DatabaseError):
@@ -79,19 +79,22 @@ class Ledger:
     def _commit(self, batch: list[tuple[Callable[[Book], Any], asyncio.Future]]) -> None:
         outcomes: list[Any] = []
         try:
+            book = self._book or self._make_book(self._db)
             for operation, _ in batch:
                 try:
-                    outcomes.append(operation(self._book))
+                    outcomes.append(operation(book))
                 except Refused as refused:
                     outcomes.append(refused)
             self._db.execute("BEGIN IMMEDIATE")
-            self._book.save()
+            book.save()
             self._db.execute("COMMIT")
-        except Exception as error:  # a full disk, or a fault of ours: memory is ahead of the disk, so read it again
+            self._book = book
+        except Exception as error:  # a full disk, one that is gone, or a fault of ours
             log.exception("the ledger could not be written: nothing of %d requests was done", len(batch))
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            self._book = self._make_book(self._db)
+            self._book = None  # memory is ahead of the disk: it is read again when something is asked next, and again until that succeeds
+            with contextlib.suppress(sqlite3.Error):
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
             outcomes = [error] * len(batch)
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Any]]] = {}
         for (_, future), outcome in zip(batch, outcomes, strict=True):

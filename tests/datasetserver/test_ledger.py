@@ -76,6 +76,25 @@ def test_a_fault_of_ours_in_one_request_leaves_the_ledger_whole(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_disk_that_goes_away_and_comes_back_is_told_and_then_the_ledger_answers_again(tmp_path):
+    def faulty(book):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    async def scenario():
+        ledger = open_ledger(tmp_path / "ledger.sqlite")
+        await lease(ledger)
+        make_book = ledger._make_book
+        ledger._make_book = faulty
+        for _ in range(3):
+            with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
+                await asyncio.wait_for(ledger.call(faulty), 30)
+        ledger._make_book = make_book
+        assert (await asyncio.wait_for(totals(ledger), 30))["leased"] == 64
+        ledger.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_damaged_or_foreign_ledger_is_a_users_error(tmp_path):
     open_ledger(tmp_path / "ledger.sqlite", run_name="a").close()
     with pytest.raises(
