@@ -62,7 +62,7 @@ class Checkpoints:
             files = {name: _digest(folder / name) for name in ("tensors.safetensors", "state.json")}
             manifest = {"about": dict(about), "files": files}
             (folder / "manifest.json").write_text(json.dumps(manifest | {"digest": digest_json(manifest)}), encoding="utf-8")
-        for path in paths[: len(paths) + 1 - self._keep]:
+        for path in paths[: max(0, len(paths) + 1 - self._keep)]:
             shutil.rmtree(path, ignore_errors=True)
         log.info("saved %s %s", target, " ".join(f"{name}={value}" for name, value in about.items()))
         return target

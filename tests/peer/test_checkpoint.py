@@ -47,6 +47,14 @@ def test_the_last_ones_are_kept_and_nothing_else_is_left(tmp_path):
     assert equal(checkpoints.load("latest")[1], state(4))
 
 
+@pytest.mark.parametrize("keep", [1, 3, 4, 5, 10])
+def test_as_many_are_kept_as_were_asked_for(tmp_path, keep):
+    checkpoints = Checkpoints(tmp_path, keep=keep)
+    for i in range(12):
+        checkpoints.save({"i": i}, {})
+        assert len(checkpoints.paths()) == min(i + 1, keep)
+
+
 def test_there_may_be_none_yet_but_one_that_is_named_must_be_there(tmp_path):
     assert Checkpoints(tmp_path, keep=2).load("latest") is None
     with pytest.raises(UserError, match="There is no checkpoint"):
