@@ -19,6 +19,7 @@ from typing import Any
 from PIL import Image
 
 from peer.contracts import Sample, Settlement, SourceContext
+from swarm.digest import digest_json
 from swarm.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Directory:
         self._folder, self._seed, self._epochs = folder, rules.seed, epochs
         self._pictures = {picture.name: picture for picture in list_pictures(folder, rules)}
         self._places = [(name, again) for name, picture in self._pictures.items() for again in range(picture.repeats)]
+        self._digest = digest_json(self._places)
         self._epoch = self._position = 0
         self._shuffled, self._shuffled_for = self._places, -1
         self._again: deque[str] = deque()
@@ -131,10 +133,15 @@ class Directory:
         self._again.extendleft(reversed(keys))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "position": self._position, "again": list(self._again)}
+        return {"epoch": self._epoch, "position": self._position, "again": list(self._again), "pictures": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Where other pictures are there than then, the order is another one: no position in it means anything."""
         self._epoch, self._position, self._again = state["epoch"], state["position"], deque(state["again"])
+        if state["pictures"] != self._digest:
+            log.warning("the pictures in %s are not those of the checkpoint; epoch %d begins anew", self._folder, self._epoch + 1)
+            self._position = 0
+            self._again = deque(key for key in self._again if key.partition(":")[2] in self._pictures)
 
     def close(self) -> None:
         self._closed = True

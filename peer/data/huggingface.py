@@ -193,7 +193,7 @@ class HuggingFace:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._file, self._window = state["epoch"], state["file"], state["window"]
         self._position, self._starts, self._again = state["position"], dict(state["starts"]), deque(state["again"])
-        self._any = bool(self._starts)
+        self._any = any((self._epoch, self._file, self._window, self._position))
 
     def close(self) -> None:
         self._closed = True

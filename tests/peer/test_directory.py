@@ -235,3 +235,17 @@ def test_a_picture_that_is_gone_since_the_start_is_left_out_like_a_broken_one(pi
 def test_options_of_the_data_that_make_no_sense_are_refused(options, said):
     with pytest.raises(UserError, match=said):
         PeerConfig(**options)
+
+
+def test_where_pictures_went_since_the_checkpoint_its_epoch_begins_anew(pictures, caplog):
+    data = source(pictures, epochs=None)
+    first = [sample.key for sample in islice(data, 10)]
+    data.give_back(first[:2])
+    state = data.state_dict()
+    for key in [first[0], *first[4:7]]:
+        (pictures / key.partition(":")[2]).unlink()
+    other = source(pictures, epochs=None)
+    other.load_state_dict(state)
+    assert "not those of the checkpoint; epoch 1 begins anew" in caplog.text
+    keys = [sample.key for sample in islice(other, 9)]
+    assert keys[0] == first[1] and len(set(keys[1:])) == 8 and all(sample.startswith("0:") for sample in keys)

@@ -103,6 +103,21 @@ def test_a_source_goes_on_exactly_where_its_state_was_taken(dataset, drawn, part
     assert list(islice(other, 30)) == [*seen[-5:], *islice(samples, 30 - len(seen[-5:]))]
 
 
+@pytest.mark.parametrize("drawn", [3, 6])
+def test_a_small_dataset_goes_on_where_an_epoch_has_just_ended(tmp_path, drawn):
+    import datasets
+
+    rows = {"image": [{"bytes": picture(i), "path": None} for i in range(3)], "text": list("abc")}
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    data = source(tmp_path, epochs=None)
+    samples = iter(data)
+    list(islice(samples, drawn))
+    other = source(tmp_path, epochs=None)
+    other.load_state_dict(data.state_dict())
+    assert list(islice(other, 6)) == list(islice(samples, 6))
+
+
 def test_samples_given_back_come_again_from_windows_long_past(dataset):
     data = source(dataset, epochs=1)
     samples = iter(data)
