@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ from peer.device import RankGroup
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
+_WORDLESS_SECONDS = 20.0
+"""Ranks that wait for rank 0's samples hear from it so often: a group takes a rank without a word for 10 minutes for lost."""
 _AHEAD_SECONDS = 0.05
 _QUIET_SECONDS = 1.0
 
@@ -148,14 +151,20 @@ class Feed:
 
     def _prepare(self, *, wait: bool) -> Prepared | None:
         drawn = self._draw(wait) if self._drawer else []
+        while wait and self._group.broadcast_object(drawn is None):
+            drawn = self._draw(wait) if self._drawer else []
         micro = self._group.scatter(self._shares(drawn) if self._drawer else None)
         if micro is None:
             return None
         return Prepared(drawn, micro, [self._decoder.start(batch.samples, batch.size) for batch in micro])
 
-    def _draw(self, wait: bool) -> list[MicroBatch]:
-        """The micro-batches of one step, fewer when the data end with them; none when they are not here yet, or never will be."""
+    def _draw(self, wait: bool) -> list[MicroBatch] | None:
+        """The micro-batches of one step, fewer when the data end with them; none when they are not here yet, or never will be.
+
+        None: they were waited for, for as long as other ranks may be left without a word; a host may pause a run for days.
+        """
         assert self._drawer is not None
+        until = time.monotonic() + _WORDLESS_SECONDS
         while self._pool.num_ready < self._per_step:
             if self._stopping():
                 return []
@@ -167,6 +176,8 @@ class Feed:
                 break
             elif not wait:
                 return []
+            elif time.monotonic() > until:
+                return None
         return self._pool.take(self._per_step)
 
     def _shares(self, drawn: Sequence[MicroBatch]) -> list[list[MicroBatch] | None]:

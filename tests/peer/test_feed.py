@@ -55,6 +55,19 @@ def test_accumulation_splits_a_step_into_micro_batches():
     assert [[len(batch.captions) for batch in work.batches] for work in works] == [[2, 2, 2], [2, 2]]
 
 
+def test_ranks_that_wait_long_for_samples_hear_that_they_are_still_waited_for(monkeypatch):
+    """Seen in the code: after ten minutes of a host's pause the group took rank 0 for lost, and the peer ended."""
+    monkeypatch.setattr("peer.feed._WORDLESS_SECONDS", 0.1)
+    source, told = Shelf(4, ends=False), []
+    steps = feed(source, stopping=lambda: len(told) >= 4)
+    broadcast = steps._group.broadcast_object
+    steps._group.broadcast_object = lambda value: (told.append(value), broadcast(value))[1]
+    assert [work.keys for work in steps] == [tuple("0123")]
+    assert told[0] is False and told[1:4] == [True] * 3
+    steps.close()
+    source.closed.set()
+
+
 def test_a_stop_is_heard_while_the_source_has_nothing_and_what_was_drawn_is_given_back():
     source = Shelf(6, ends=False)
     steps = feed(source, stopping=source.empty.is_set)
