@@ -196,10 +196,11 @@ class Sync(Protocol):
         """This machine's owner wants it back for a while: average what we have; `step(0)` meanwhile. Until told otherwise."""
         ...
 
-    def leave(self) -> SyncReport:
+    def leave(self, *, hurry: bool) -> SyncReport:
         """Offer the work done, wait a few seconds for it to be averaged, and say what became of it.
 
-        While the report says `wait`, its samples are registered or settled and `leave` is called again; within 20 s it must not.
+        While the report says `wait`, its samples are registered or settled and `leave` is called again. hurry: somebody waits for us to
+        end, so within 20 s it must not say that; else the data have ended, and the run's last state may be on its way here.
         """
         ...
 

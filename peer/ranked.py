@@ -31,14 +31,17 @@ class RankedSync:
         return self._mirror(lambda: self._inner.step(samples, loss))
 
     def withdraw(self, number: int) -> SyncReport:
-        return self._mirror(lambda: self._inner.withdraw(number))
+        report = self._mirror(lambda: self._inner.withdraw(number))
+        if self._moves:  # and says nothing of it: neither the report nor the round shows that the parameters are others now
+            self._group.broadcast_(list(self._params.values()))
+        return report
 
     def rest(self, resting: bool) -> None:
         if self._inner:
             self._inner.rest(resting)
 
-    def leave(self) -> SyncReport:
-        return self._mirror(lambda: self._inner.leave())
+    def leave(self, *, hurry: bool) -> SyncReport:
+        return self._mirror(lambda: self._inner.leave(hurry=hurry))
 
     def _mirror(self, ask: Callable[[], SyncReport]) -> SyncReport:
         """Rank 0 asks its strategy; all ranks take over the answer, its position and, unless nothing happened, the parameters."""

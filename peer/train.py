@@ -228,9 +228,9 @@ class Trainer:
         return self._follow(self.sync.step(0))
 
     def _leave(self) -> None:
-        report = self._settle(self.sync.leave())
+        report = SyncReport(wait=True)
         while report.wait:
-            report = self._settle(self.sync.leave())
+            report = self._settle(self.sync.leave(hurry=self.group.broadcast_object(self.stopping())))
 
     def _settle(self, report: SyncReport) -> SyncReport:
         """Tell the source what became of our samples; a contribution that it refuses is withdrawn, and the answer to that returned."""

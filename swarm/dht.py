@@ -214,8 +214,12 @@ class SwarmNode:
             raise
         node = cls(daemon, dht, identity, validator, bool(client_mode))
         node.reachability = found
-        node.came_by = _by_peer(initial_peers)[:_MOST_CAME_BY]
+        node.keep_meeting(initial_peers)
         return node
+
+    def keep_meeting(self, maddrs: Sequence[str]) -> None:
+        """These peers are dialled again and again, whether they answer now or not."""
+        self.came_by = _by_peer(maddrs)[:_MOST_CAME_BY]
 
     async def maddrs(self) -> list[str]:
         """Addresses, each with our peer id, under which others may reach us; none in client mode."""

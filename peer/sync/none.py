@@ -55,7 +55,7 @@ class NoSync:
     def rest(self, resting: bool) -> None:
         """There is nobody to offer anything to."""
 
-    def leave(self) -> SyncReport:
+    def leave(self, *, hurry: bool) -> SyncReport:
         """The samples waiting are done: their work is in the checkpoint that follows.
 
         They go on waiting for the round to fill, so that a resumed run closes its rounds, which set the learning rate,

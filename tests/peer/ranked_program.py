@@ -47,10 +47,13 @@ class Swarm:
         return SyncReport(settled=(self.round,)) if self._steps % 2 else SyncReport()  # the round alone says that something changed
 
     def withdraw(self, number) -> SyncReport:
+        """Only the parameters show that something changed."""
+        at = self.round, self.samples
         self._land()
-        return SyncReport(dropped=(number,))
+        self.round, self.samples = at
+        return SyncReport()
 
-    def leave(self) -> SyncReport:
+    def leave(self, *, hurry) -> SyncReport:
         self._land()
         return SyncReport(done=True)
 
@@ -82,8 +85,8 @@ def main() -> None:
             optimizer.step()
         sync.step(4, 0.5)
         say("step")
-    for call, arguments in (("withdraw", (3,)), ("load_state_dict", ({},)), ("leave", ())):
-        getattr(sync, call)(*arguments)
+    for call, arguments in (("withdraw", {"number": 3}), ("load_state_dict", {"state": {}}), ("leave", {"hurry": True})):
+        getattr(sync, call)(**arguments)
         say(call)
     group.close()
     deadline = time.monotonic() + 60  # the kernel lists a thread for a moment after it has been joined

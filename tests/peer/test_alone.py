@@ -308,7 +308,7 @@ class Gradients:
         self._waiting = 0
         return SyncReport(dropped=(number,))
 
-    def leave(self):
+    def leave(self, *, hurry):
         self.left = True
         return SyncReport(dropped=(0,))
 

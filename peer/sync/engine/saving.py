@@ -12,6 +12,8 @@ from peer.sync.engine.state import State
 from swarm.errors import UserError
 
 _LOOK_SECONDS = 0.2
+_REMEMBERED_SECONDS = 600.0
+"""Longer than a state must have been on disk to be settled without company, however many rounds are made in that time."""
 
 
 class Saver:
@@ -31,7 +33,7 @@ class Saver:
         self._may_begin, self._peer = may_begin, peer
         self._next: State | None = None
         self._writing: asyncio.Task | None = None
-        self._saved: deque[tuple[str, float]] = deque(maxlen=16)
+        self._saved: deque[tuple[str, float]] = deque()
         if (found := store.open(state.digest)) is not None:
             with contextlib.closing(found[0]):
                 self._saved.append((state.digest, clock()))
@@ -70,4 +72,7 @@ class Saver:
 
     async def _write(self, state: State) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._store.save, state)
-        self._saved.append((state.digest, self._clock()))
+        now = self._clock()
+        self._saved.append((state.digest, now))
+        while now - self._saved[0][1] > _REMEMBERED_SECONDS:
+            self._saved.popleft()

@@ -169,15 +169,18 @@ async def _join(values: dict[str, Any]) -> SwarmNode:
     remembered = [maddr for maddrs in _remembered(Path(values["folder"])) for maddr in maddrs]
     options = {name: values[name] for name in ("host_maddrs", "announce_maddrs", "client_mode")}
     options["identity_path"] = Path(values["identity_path"])
+    newcomer = values["peers"] and not values["has_landed"]
     try:
         return await SwarmNode.join(
-            initial_peers=[*values["peers"], *remembered], deadline_seconds=JOIN_SECONDS if values["peers"] else REJOIN_SECONDS, **options
+            initial_peers=[*values["peers"], *remembered], deadline_seconds=JOIN_SECONDS if newcomer else REJOIN_SECONDS, **options
         )
     except UserError as error:
-        if values["peers"] or not remembered or error.code != ExitCode.NETWORK:
+        if newcomer or not (values["peers"] or remembered) or error.code != ExitCode.NETWORK:
             raise
         log.info("none of the peers met before answers; waiting for others to come")
-        return await SwarmNode.join(initial_peers=[], **options)
+        node = await SwarmNode.join(initial_peers=[], **options)
+        node.keep_meeting([*values["peers"], *remembered])
+        return node
 
 
 def _remembered(folder: Path) -> list[list[str]]:

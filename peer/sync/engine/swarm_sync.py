@@ -26,10 +26,12 @@ from peer.sync.engine.vectors import Schema, SharedBuffer, flatten
 from swarm import advice, files
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
+from swarm.records import CATCHING_UP, DONE
 
 log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 10.0
+LAST_STATE_SECONDS, MOST_LAST_STATE_SECONDS = 15.0, 330.0
 POLL_SECONDS = 0.5
 _RATE_MEMORY = 0.9
 
@@ -58,7 +60,7 @@ class SwarmSync:
         """Whether the sidecar knows that the frozen contribution stands on our state."""
         self._batch_samples = self._number = 0
         self._news = _News()
-        self._joined = self._done = self._may_train = self._leaving = self._closing = False
+        self._joined = self._has_landed = self._done = self._may_train = self._leaving = self._closing = False
         self._peer_id, self._min_peers = "", context.peer.min_peers
         self._end = context.end or End(context.run)
         self._told_extension = self._end.extension
@@ -117,15 +119,25 @@ class SwarmSync:
         if not resting:
             self._last_step = 0.0
 
-    def leave(self) -> SyncReport:
-        """Ask the swarm to average what we have now; while the report says `wait`, call it again. It ends after LEAVE_SECONDS."""
+    def leave(self, *, hurry: bool) -> SyncReport:
+        """Ask the swarm to average what we have now; while the report says `wait`, call it again. It ends after LEAVE_SECONDS.
+
+        Not in a hurry, it also waits for the run's last state, which the others may have made without us, and for those who fetch it
+        from us: for LAST_STATE_SECONDS after the last sign of either, and MOST_LAST_STATE_SECONDS in all.
+        """
+        now = time.monotonic()
         if not self._leaving:
-            self._leaving = True
-            self._leave_until = time.monotonic() + LEAVE_SECONDS
-            if self._joined and not self._done and (self._work.waiting_samples or self._work.included):
+            self._leaving, takes_part = True, self._joined and not self._done
+            has_work = takes_part and (self._work.waiting_samples or self._work.included)
+            self._leave_until = now + LEAVE_SECONDS if has_work else 0.0
+            self._end_until = now + LAST_STATE_SECONDS if takes_part and self._end.total else 0.0
+            self._end_at_most = now + MOST_LAST_STATE_SECONDS
+            if has_work:
                 self._send("leave")
-            else:
-                self._leave_until = 0.0
+        if self._end_until and self.seen.get("phase") in (CATCHING_UP, DONE):
+            self._end_until = min(now + LAST_STATE_SECONDS, self._end_at_most)
+        if hurry:
+            self._end_until = 0.0
         if self._must_wait():
             self._exchange(POLL_SECONDS)
         return self._report()
@@ -168,7 +180,8 @@ class SwarmSync:
             return False
         work = self._work
         if self._leaving:
-            return bool(work.waiting_samples or work.included) and time.monotonic() < self._leave_until
+            now = time.monotonic()
+            return (bool(work.waiting_samples or work.included) and now < self._leave_until) or now < self._end_until
         full = work.waiting_samples + self._batch_samples > 2 * self._context.run.target_batch_size
         return not self._joined or self.paused or full or (work.frozen is not None and not self._trains_on())
 
@@ -313,6 +326,7 @@ class SwarmSync:
         if self._joined:
             self._lost.landed(time.monotonic())
         self._joined, self._may_train, self._offered = True, False, False
+        self._has_landed = True
         self._min_peers = 1  # who leaves later stops nobody, also not a sidecar that was started again
         points.reached_in_trainer("landed")
         self._last_step = 0.0
@@ -330,6 +344,7 @@ class SwarmSync:
             "strategy": self._strategy_path,
             "folder": str(self._folder),
             "peers": list(context.initial_peers),
+            "has_landed": self._has_landed,
             "host_maddrs": list(context.peer.host_maddrs),
             "announce_maddrs": list(context.peer.announce_maddrs),
             "identity_path": str(context.peer.identity_file),

@@ -8,6 +8,7 @@ import torch
 
 from peer.contracts import Member
 from peer.sync.engine.disk import StateStore
+from peer.sync.engine.replica import SETTLE_SECONDS
 from peer.sync.engine.saving import Saver
 from peer.sync.engine.state import State, next_state
 from swarm.errors import UserError
@@ -48,6 +49,21 @@ def test_leaving_while_a_state_is_written_waits_for_that_and_writes_no_second_ti
         await asyncio.wait_for(leaving, 60)
         assert store.begun == 1 and state.digest in saver.on_disk()
         assert store.load("run", "schema", state.buffer.num_bytes).digest == state.digest
+
+    asyncio.run(scenario())
+
+
+def test_of_many_quick_rounds_each_is_remembered_for_as_long_as_settling_takes(tmp_path):
+    """Seen in the code: of rounds of three seconds none was ever on the disk for the two minutes that settle one without company."""
+
+    async def scenario():
+        now, state = [0.0], a_state()
+        saver = Saver(StateStore(tmp_path), state_of(torch.zeros(10)), lambda: None, lambda error: None, clock=lambda: now[0])
+        for number in range(2, 302):
+            state = next_state(state, [[torch.ones(10)]], [Member("a", number, 8)])
+            await saver.save(state)
+            now[0] += 3.0
+        assert len(saver.on_disk(SETTLE_SECONDS)) > 100 and len(saver.on_disk()) <= 202
 
     asyncio.run(scenario())
 

@@ -17,6 +17,7 @@ import torch
 
 from peer import rooms
 from peer.contracts import Member, SyncReport
+from peer.sync.engine import swarm_sync
 from peer.sync.engine.state import first_state, next_state
 from peer.sync.engine.vectors import flatten
 from tests.peer.sync.toy_peer import build
@@ -199,6 +200,45 @@ def test_a_killed_peer_stops_nobody_and_comes_back(toys):
     assert "averaging sends and receives up to" in one.log and "% of the time is lost to rounds" in one.log
     # Between two contributions: the state, the last contribution's memory, which the next one takes, and nothing of the past.
     until(lambda: one.shared_buffers() == 2, one, back)
+
+
+def test_a_joiner_whose_sidecar_dies_after_the_peer_it_came_by_goes_on_and_meets_it_again(toys):
+    founder = toys("founder", host="/ip4/127.0.0.1/tcp/0")
+    joiner = toys("joiner", founder.maddr())
+    until(lambda: min(founder.round(), joiner.round()) >= 1, founder, joiner)
+    came_by = founder.maddr()
+    founder.kill()
+    until(lambda: not psutil.pid_exists(founder.lines[0]["sidecar"]) or not founder.family(), joiner)
+    joiner.family("sidecar")[0].kill()
+    until(lambda: "none of the peers met before answers" in joiner.log, joiner)
+    at = joiner.round()
+    until(lambda: joiner.round() > at + 1, joiner)
+    port = came_by.split("/tcp/")[1].split("/")[0]
+    again = toys("founder", host=f"/ip4/127.0.0.1/tcp/{port}")
+    until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in joiner.rounds()), joiner, again)
+    assert_one_lineage(joiner, again)
+
+
+def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_way(tmp_path, monkeypatch):
+    """Seen in the code: the server had ended the run, so the data ended, and a peer exported the state before the last one."""
+    monkeypatch.setattr(swarm_sync, "LAST_STATE_SECONDS", 0.5)
+    _, sync = build(tmp_path / "out", "parameters", [], {"total": "64"})
+    try:
+        until(lambda: not sync.step(0).wait)  # it has landed on the base
+        sync._exchange = lambda seconds: time.sleep(0.01)  # what the sidecar says from now on is said here
+        sync.seen = {"phase": "catching_up"}
+        began = time.monotonic()
+        while sync.leave(hurry=False).wait and time.monotonic() < began + 1.5:
+            pass
+        assert sync.leave(hurry=False).wait, "three times as long as without that sign"
+        assert not sync.leave(hurry=True).wait
+        sync.leave(hurry=False)
+        sync.seen = {"phase": "train"}
+        until(lambda: not sync.leave(hurry=False).wait)
+        sync._on_done({}, [])
+        assert not sync.leave(hurry=False).wait
+    finally:
+        sync.close()
 
 
 def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp_path):

@@ -88,9 +88,9 @@ def main() -> int:
         report = follow(sync.step(8, 1.0))
         most_waiting = max(most_waiting, work.waiting_samples if work else 0)
     done = report.done
-    report = follow(sync.leave())
+    report = follow(sync.leave(hurry=bool(stopping)))
     while report.wait:
-        report = follow(sync.leave())
+        report = follow(sync.leave(hurry=bool(stopping)))
     sync.close()
     counts |= {"trained": trained, "waiting": open_samples + sum(contributions.values())}
     counts |= {"overlapped": overlapped, "most_waiting": most_waiting}
