@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 Message = tuple[str, dict[str, Any], list[SharedBuffer]]
 
-CLOSE_SECONDS = 12.0
+CLOSE_SECONDS, CLOSE_AT_MOST_SECONDS = 12.0, 300.0
+"""Without a sign of life for so long a sidecar that was told to leave is killed; and after so long in any case."""
 _RESTARTS = 5
 _RESTARTS_WITHIN_SECONDS = 600.0
 _SILENT_SECONDS, _SILENT_START_SECONDS = 60.0, 300.0
@@ -130,15 +131,33 @@ class SidecarProcess:
         """End it, hearing what it still has to say; kill it when it does not end by itself. reason: what failed, for the others to read."""
         if self.ended:
             return
-        with contextlib.suppress(PortClosed):
-            self._port.send("close", reason=reason)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_SECONDS)
+        patience = CLOSE_SECONDS
         try:
-            self._hear_out()
+            self._port.send("close", reason=reason)
+            self._listen_to_its_end()
+            patience = 0.0
+        except PortClosed:
+            pass  # it ends, or has ended
         except UserError as error:
             log.error("%s", error)
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            log.warning("the swarm process did not end by itself; the last state may not be on the disk")
         self._end()
+
+    def _listen_to_its_end(self) -> None:
+        """For as long as it gives signs of life: a state of 10 GB takes minutes to a slow disk. Raises PortClosed when it ends; UserError."""
+        began = heard = time.monotonic()
+        told = False
+        while (now := time.monotonic()) - heard < CLOSE_SECONDS and now - began < CLOSE_AT_MOST_SECONDS:
+            self._heard = False
+            for message in self._said(0.2):
+                self._handle(*message)
+            heard = now if self._heard else heard
+            if now - began > CLOSE_SECONDS and not told:
+                told = True
+                log.info("waiting for the swarm process, which writes the last state to the disk; Ctrl-C ends it at once")
 
     def _hear_out(self) -> None:
         """What it still had to say before it ended, its reason first of all."""

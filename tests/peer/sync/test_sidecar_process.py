@@ -1,0 +1,65 @@
+"""How a sidecar is ended: with patience while it shows life, and without when it shows none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peer.sync.engine import sidecar_process
+from peer.sync.engine.port import Port
+from peer.sync.engine.sidecar_process import SidecarProcess
+
+ROOT = Path(__file__).resolve().parents[3]
+WRITES = """
+import sys, time
+from pathlib import Path
+from peer.sync.engine.port import inherited
+port, silent = inherited(int(sys.argv[1])), sys.argv[2] == "silent"
+port.send("pulse")
+assert port.receive(60)[0] == "close"
+for _ in range(20):
+    time.sleep(0.2)
+    if not silent:
+        port.send("pulse")
+time.sleep(60 * silent)
+Path(sys.argv[3]).write_text("the last state")
+"""
+
+
+@pytest.fixture
+def sidecar(monkeypatch, tmp_path):
+    def start(how: str) -> SidecarProcess:
+        def begin(self) -> None:
+            self._port, theirs = Port.pair()
+            self._has_started = self._heard = False
+            descriptor = theirs.socket.fileno()
+            command = [sys.executable, "-c", WRITES, str(descriptor), how, str(tmp_path / "state")]
+            self._process = subprocess.Popen(
+                command, env={**os.environ, "PYTHONPATH": str(ROOT)}, pass_fds=[descriptor], start_new_session=True
+            )
+            theirs.close()
+
+        monkeypatch.setattr(SidecarProcess, "_start", begin)
+        process = SidecarProcess(opening=lambda: None, handle=lambda *message: None)
+        assert process._port.receive(60)[0] == "pulse"  # its modules are loaded
+        return process
+
+    return start
+
+
+def test_a_sidecar_that_writes_for_long_is_waited_for_while_it_shows_life(sidecar, monkeypatch, tmp_path, caplog):
+    """Seen in the code: after 12 s it was killed without a word, and a state of several GB was not on the disk."""
+    caplog.set_level("INFO")
+    process = sidecar("lives")
+    monkeypatch.setattr(sidecar_process, "CLOSE_SECONDS", 3.0)  # it writes for four
+    process.close()
+    assert process.ended and (tmp_path / "state").exists() and "writes the last state" in caplog.text
+
+
+def test_a_sidecar_that_shows_no_life_is_killed_and_that_is_said(sidecar, monkeypatch, tmp_path, caplog):
+    process = sidecar("silent")
+    monkeypatch.setattr(sidecar_process, "CLOSE_SECONDS", 1.0)
+    process.close()
+    assert process.ended and not (tmp_path / "state").exists() and "did not end by itself" in caplog.text
