@@ -19,7 +19,7 @@ from peer.contracts import LeaseLost, Sample, Settlement, SourceContext
 from peer.data.client.download import Corrupt, fetch
 from peer.data.client.manifest import SignedShards
 from peer.data.client.outage import Seen, choose
-from peer.data.client.outbox import CONTRIBUTIONS, Letter, Outbox
+from peer.data.client.outbox import CONTRIBUTIONS, ROUNDS, Letter, Outbox
 from peer.data.client.runs import check_run, fetch_run, found_run, report_round, round_body, send_picture
 from peer.data.client.transport import Refusal, ServerAway, Transport
 from peer.data.client.work import Lease, Unit, Work
@@ -112,7 +112,7 @@ class DatasetServer:
             raise LeaseLost(number, str(refusal)) from None
 
     def settle(self, settlement: Settlement) -> None:
-        self._send("/v1/rounds", **round_body(settlement))
+        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=self._transport.away_seconds() > 0)
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         for lease_id in self._work.forget(keys):

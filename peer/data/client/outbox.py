@@ -13,7 +13,7 @@ from peer.data.client.transport import Refusal, Transport
 from peer.data.unsaid import Unsaid
 
 log = logging.getLogger(__name__)
-CONTRIBUTIONS = "/v1/contributions"
+CONTRIBUTIONS, ROUNDS = "/v1/contributions", "/v1/rounds"
 
 
 @dataclass(eq=False)
@@ -26,14 +26,14 @@ class Letter:
 
 
 class Outbox:
-    """Letters in their order. unsaid: where contributions are kept that were offered before the server knew of them.
+    """Letters in their order. unsaid: where contributions are kept that were offered before the server knew of them, and rounds settled meanwhile.
 
     news: called after a letter was put in, in the thread that put it.
     """
 
     def __init__(self, unsaid: Unsaid, news: Callable[[], None]):
         self._unsaid, self._news, self._lock = unsaid, news, threading.Lock()
-        self._letters: deque[Letter] = deque(Letter(CONTRIBUTIONS, body) for body in unsaid.letters())
+        self._letters: deque[Letter] = deque(Letter(_path_of(body), body) for body in unsaid.letters())
 
     def __len__(self) -> int:
         return len(self._letters)
@@ -42,8 +42,11 @@ class Outbox:
         with self._lock:
             return list(self._letters)
 
-    def put(self, path: str, body: dict[str, Any]) -> Letter:
+    def put(self, path: str, body: dict[str, Any], *, keep: bool = False) -> Letter:
+        """keep: on disk as well, for the server is away. Raises UserError when the disk does not take it."""
         letter = Letter(path, body)
+        if keep:
+            self._unsaid.keep(body)
         with self._lock:
             self._letters.append(letter)
         self._news()
@@ -85,5 +88,9 @@ class Outbox:
                 letter.answer.set_exception(refusal)
             else:
                 letter.answer.set_result(None)
-            if letter.path == CONTRIBUTIONS:
+            if letter.path in (CONTRIBUTIONS, ROUNDS):
                 self._unsaid.said(letter.body)
+
+
+def _path_of(body: dict[str, Any]) -> str:
+    return ROUNDS if "members" in body else CONTRIBUTIONS

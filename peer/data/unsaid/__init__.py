@@ -1,5 +1,6 @@
-"""Which samples are in the contributions that were offered while the dataset server was away: on disk, so that it will hear of them
-even when this peer is killed before it is back. Otherwise the swarm would have learned from them and the ledger give them out again.
+"""Which samples are in the contributions that were offered while the dataset server was away, and which rounds were settled: on disk, so
+that it will hear of them even when this peer is killed before it is back. Otherwise the swarm would have learned from samples that the
+ledger gives out again.
 """
 
 import json

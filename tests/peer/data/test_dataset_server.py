@@ -194,6 +194,27 @@ def test_a_peer_killed_while_the_server_is_away_says_afterwards_what_it_had_offe
     assert eventually(lambda: not list((tmp_path / "cache-alice").glob("unsaid*")))
 
 
+def test_a_lone_peer_killed_while_the_server_is_away_says_afterwards_which_rounds_were_settled(serve, join, tmp_path, monkeypatch):
+    """A state tells of its last eight ancestors; of an outage of more rounds nobody else would."""
+    monkeypatch.setattr(dataset_server, "REGISTER_SECONDS", 0.2)
+    host = serve(samples=40, shard_samples=8)
+    source = join(host.url, "alice")
+    stream = iter(source)
+    first, second = ([sample.key for sample in islice(stream, 4)] for _ in range(2))
+    host.kill()
+    source.register(1, first)
+    assert eventually(lambda: source._transport.away_seconds() > 0)
+    settle(source, "alice", 1, first)
+    source.register(2, second)
+    settle(source, "alice", 2, second, round_=2, parent=f"{1:064x}", before=4)
+    killed(source)
+    host.start()
+    again = join(host.url, "alice")
+    next(iter(again))
+    assert eventually(lambda: progress(host)["ledger"]["counted"] == 8, 60)
+    assert eventually(lambda: not list((tmp_path / "cache-alice").glob("unsaid*")))
+
+
 def test_what_is_said_in_time_is_not_kept_and_what_the_disk_does_not_take_ends_the_training(serve, join, tmp_path, monkeypatch):
     host = serve(samples=40, shard_samples=8)
     source = join(host.url, "alice")
