@@ -71,9 +71,9 @@ class Sleeper:
                     break
                 self._step()
                 report = self._follow(self.sync.step(self._batch, 1.0))
-            report = self._follow(self.sync.leave())
+            report = self._follow(self.sync.leave(hurry=stopping()))
             while report.wait:
-                report = self._follow(self.sync.leave())
+                report = self._follow(self.sync.leave(hurry=stopping()))
         finally:
             self.sync.close()
             self._say("ended", trained=self._trained)
