@@ -1,7 +1,7 @@
 """Stable Diffusion 1.5 at its full size on a GPU: pictures per second and peak memory, and whether it fits on a card of 12 GB.
 
-    python -m benchmarks.gpu_sd15                        all rows, at most 15 minutes; needs a CUDA GPU, 20 GB of disk, 16 GiB of memory
-    python -m benchmarks.gpu_sd15 --tiny --device cpu    the same rows with tiny weights, to try them: these figures mean nothing
+    .venv/bin/python benchmarks/gpu_sd15.py                        all rows, at most 15 minutes; needs a CUDA GPU, 20 GB of disk, 16 GiB of memory
+    .venv/bin/python benchmarks/gpu_sd15.py --tiny --device cpu    the same rows with tiny weights, to try them: these figures mean nothing
 
 The model has random weights and the real one's sizes, pictures are 512 px. Each row is the program's own trainer, put together from a
 command line as a peer's is, in a process of its own: one that runs out of memory says so, and the next goes on. Only checkpoints are left
@@ -27,6 +27,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
+    sys.path[0] = root
 
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel

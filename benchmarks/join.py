@@ -1,7 +1,7 @@
 """How soon a newcomer's first contribution is in a state: three peers train over slow links, a fourth comes.
 
-    python -m benchmarks.join            20 Mbit/s and 40 ms each way, a state of 60 MB (diloco, int4): some six minutes
-    python -m benchmarks.join --full     100 Mbit/s, a state of 600 MB
+    .venv/bin/python benchmarks/join.py            20 Mbit/s and 40 ms each way, a state of 60 MB (diloco, int4): some six minutes
+    .venv/bin/python benchmarks/join.py --full     100 Mbit/s, a state of 600 MB
 
 Compute is a sleep (`benchmarks.sleeper`), all else is real: processes, sidecars, p2pd, links of `benchmarks.links`. Time runs from the
 start of the newcomer's process, Python's imports included, until another peer's rounds.jsonl has a state with its contribution.
@@ -19,6 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
+    sys.path[0] = root
 
 from benchmarks.common import ROOT, print_result, print_table, wait
 from benchmarks.links import Link, Net, linked

@@ -1,7 +1,7 @@
 """How much memory averaging takes, against what is counted before it starts; and whether it grows with the rounds.
 
-    python -m benchmarks.memory            two peers, 50 M parameters, three ways to average; then 200 rounds with failures: some eight minutes
-    python -m benchmarks.memory --full     200 M parameters, 1,000 rounds
+    .venv/bin/python benchmarks/memory.py            two peers, 50 M parameters, three ways to average; then 200 rounds with failures: some eight minutes
+    .venv/bin/python benchmarks/memory.py --full     200 M parameters, 1,000 rounds
 
 Compute is a sleep (`benchmarks.sleeper`), all else is real. Memory is that of a peer's processes, trainer, sidecar and p2pd, without
 the pages of libraries, of which each has fewer the more programs run here. From its peak is taken what the same peer has with almost no
@@ -24,6 +24,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
+    sys.path[0] = root
 
 import psutil
 
