@@ -131,9 +131,10 @@ class SidecarProcess:
         """End it, hearing what it still has to say; kill it when it does not end by itself. reason: what failed, for the others to read."""
         if self.ended:
             return
+        with contextlib.suppress(PortClosed):  # one that has ended still has its last words in the port
+            self._port.send("close", reason=reason)
         patience = CLOSE_SECONDS
         try:
-            self._port.send("close", reason=reason)
             self._listen_to_its_end()
             patience = 0.0
         except PortClosed:

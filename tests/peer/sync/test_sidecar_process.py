@@ -18,6 +18,9 @@ from pathlib import Path
 from peer.sync.engine.port import inherited
 port, silent = inherited(int(sys.argv[1])), sys.argv[2] == "silent"
 port.send("pulse")
+if sys.argv[2] == "dies":
+    port.send("news", text="its last words")
+    sys.exit(1)
 assert port.receive(60)[0] == "close"
 for _ in range(20):
     time.sleep(0.2)
@@ -30,7 +33,7 @@ Path(sys.argv[3]).write_text("the last state")
 
 @pytest.fixture
 def sidecar(monkeypatch, tmp_path):
-    def start(how: str) -> SidecarProcess:
+    def start(how: str, handle=lambda *message: None) -> SidecarProcess:
         def begin(self) -> None:
             self._port, theirs = Port.pair()
             self._has_started = self._heard = False
@@ -42,7 +45,7 @@ def sidecar(monkeypatch, tmp_path):
             theirs.close()
 
         monkeypatch.setattr(SidecarProcess, "_start", begin)
-        process = SidecarProcess(opening=lambda: None, handle=lambda *message: None)
+        process = SidecarProcess(opening=lambda: None, handle=handle)
         assert process._port.receive(60)[0] == "pulse"  # its modules are loaded
         return process
 
@@ -63,3 +66,11 @@ def test_a_sidecar_that_shows_no_life_is_killed_and_that_is_said(sidecar, monkey
     monkeypatch.setattr(sidecar_process, "CLOSE_SECONDS", 1.0)
     process.close()
     assert process.ended and not (tmp_path / "state").exists() and "did not end by itself" in caplog.text
+
+
+def test_the_last_words_of_a_sidecar_that_had_died_before_it_was_closed_are_heard(sidecar):
+    heard = []
+    process = sidecar("dies", lambda *message: heard.append(message[:2]))
+    process._process.wait(60)
+    process.close()
+    assert process.ended and heard == [("news", {"text": "its last words"})]
