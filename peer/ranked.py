@@ -31,10 +31,7 @@ class RankedSync:
         return self._mirror(lambda: self._inner.step(samples, loss))
 
     def withdraw(self, number: int) -> SyncReport:
-        report = self._mirror(lambda: self._inner.withdraw(number))
-        if self._moves:  # and says nothing of it: neither the report nor the round shows that the parameters are others now
-            self._group.broadcast_(list(self._params.values()))
-        return report
+        return self._mirror(lambda: self._inner.withdraw(number), moved=True)
 
     def rest(self, resting: bool) -> None:
         if self._inner:
@@ -43,15 +40,18 @@ class RankedSync:
     def leave(self, *, hurry: bool) -> SyncReport:
         return self._mirror(lambda: self._inner.leave(hurry=hurry))
 
-    def _mirror(self, ask: Callable[[], SyncReport]) -> SyncReport:
-        """Rank 0 asks its strategy; all ranks take over the answer, its position and, unless nothing happened, the parameters."""
+    def _mirror(self, ask: Callable[[], SyncReport], *, moved: bool = False) -> SyncReport:
+        """Rank 0 asks its strategy; all ranks take over the answer, its position and, unless nothing happened, the parameters.
+
+        moved: the parameters are others now, though neither the answer nor the position may show it.
+        """
         before = (self.round, self.samples)
         told = None
         if self._inner:
             report = ask()
             told = (report, self._inner.round, self._inner.samples, self._inner.peers)
         report, self.round, self.samples, self.peers = self._group.broadcast_object(told)
-        if self._moves and (report != SyncReport() or (self.round, self.samples) != before):
+        if self._moves and (moved or report != SyncReport() or (self.round, self.samples) != before):
             self._group.broadcast_(list(self._params.values()))
         return report
 
