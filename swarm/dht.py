@@ -8,15 +8,15 @@ import asyncio
 import contextlib
 import fcntl
 import logging
-import re
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from hivemind.dht.crypto import RSASignatureValidator
+import msgpack
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import ValidationError
-from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import CompositeValidator, DHTRecord
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon import P2PDaemonError
 from hivemind.proto import crypto_pb2
@@ -26,20 +26,19 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm import clock, reachability
 from swarm.daemon import Daemon
+from swarm.dht_protocol import DHTProtocol
+from swarm.dht_rules import RUNS_KEY, Rules, Signatures, peers_key, signer_of
+from swarm.dht_storage import MOST_OF_A_KEY
 from swarm.errors import ExitCode, UserError
-from swarm.peer_key import peer_id_of
 from swarm.ports import can_listen, with_ports
 from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS, BadRecord, PeerRecord, RunRecord
 
 log = logging.getLogger(__name__)
 
-RUNS_KEY = "distributed-diffusion.runs.1"
 JOIN_SECONDS = 60.0
 ANSWER_SECONDS = 10.0
 """In which p2pd answers a question about itself, or hangs."""
 _MOST_CAME_BY = 2
-_SIGNATURE_BYTES = 512
-_PUBLIC_KEY = re.compile(re.escape(RSASignatureValidator.PUBLIC_KEY_FORMAT).replace(b"_key_", rb"(.+?)"))
 
 
 def parse_maddrs(texts: Iterable[str], *, need_peer_id: bool) -> list[str]:
@@ -91,43 +90,29 @@ class Identity:
         self._lock.close()
 
 
-def sign_as(identity_path: Path, statement: bytes) -> tuple[str, str]:
-    """(public key, signature) for `peer_key.check_statement`, by the identity in that file, which may be in use. Raises OSError, ValueError."""
-    key = _key_in(identity_path.read_bytes())
-    return key.get_public_key().to_bytes().decode(), key.sign(statement).decode()
-
-
 def _key_in(identity: bytes) -> RSAPrivateKey:
     key = RSAPrivateKey.__new__(RSAPrivateKey)
     key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity).data})
     return key
 
 
-class _Bounds(RecordValidatorBase):
-    """Refuses what no program of ours stores: unsigned, long or long-lived records."""
-
-    priority = 20
-
-    def validate(self, record: DHTRecord) -> bool:
-        return (
-            len(record.value) <= MAX_RECORD_BYTES + _SIGNATURE_BYTES
-            and record.expiration_time <= time.time() + 1.1 * RUN_RECORD_LIFE_SECONDS
-            and record.subkey is not None
-            and _PUBLIC_KEY.search(record.subkey) is not None
-        )
-
-
 class SwarmNode:
     """This process in the DHT. Create with `await SwarmNode.join(...)`; `p2p` carries further streams of the same identity."""
 
-    def __init__(self, daemon: Daemon, dht: DHTNode, identity: Identity, validator: RSASignatureValidator, client_mode: bool):
+    def __init__(self, daemon: Daemon, dht: DHTNode, identity: Identity, validator: Signatures, client_mode: bool):
         self.p2p, self.client_mode = daemon.p2p, client_mode
         self._daemon, self._dht, self._identity, self._validator = daemon, dht, identity, validator
         self.reachability = ""
         """In plain words, what those who were asked to dial this node found; '' when nobody was asked."""
         self.peer_id = identity.peer_id
+        self.unread: frozenset[str] = frozenset()
+        """Peers whose signed records under the run's key were no records as this program knows them, when we last looked."""
         self.came_by: list[list[str]] = []
         """Addresses of those by whom we came into the swarm, above all the dataset server's node: one list per peer."""
+        assert isinstance(dht.protocol, DHTProtocol)
+        self._stored = dht.protocol.storage
+        self._stored.ours = validator.local_public_key
+        self._is_known: Callable[[str], bool] = lambda peer: False
 
     @classmethod
     async def join(
@@ -199,12 +184,13 @@ class SwarmNode:
                 client_mode = True
                 await daemon.close()
                 daemon = await Daemon.start(**common, **nowhere)
-            validator = RSASignatureValidator(identity.key)
+            validator = Signatures(identity.key)
             dht = await DHTNode.create(
                 p2p=daemon.p2p,
                 initial_peers=common["initial_peers"],
                 client_mode=bool(client_mode),
-                record_validator=CompositeValidator([_Bounds(), validator]),
+                record_validator=CompositeValidator([Rules(), validator]),
+                cache_locally=False,  # a cache has no bounds, and would be handed on
                 cache_nearest=0,
                 bootstrap_timeout=5,
             )
@@ -220,6 +206,11 @@ class SwarmNode:
     def keep_meeting(self, maddrs: Sequence[str]) -> None:
         """These peers are dialled again and again, whether they answer now or not."""
         self.came_by = _by_peer(maddrs)[:_MOST_CAME_BY]
+
+    def prefer(self, is_known: Callable[[str], bool]) -> None:
+        """Where there is no room for all, records of peers that are known have it: in what we store, and in what we read."""
+        self._is_known = is_known
+        self._stored.is_known = lambda owner: is_known(signer_of(msgpack.packb(owner)))
 
     async def maddrs(self) -> list[str]:
         """Addresses, each with our peer id, under which others may reach us; none in client mode."""
@@ -251,7 +242,7 @@ class SwarmNode:
 
     async def publish(self, run_id: str, record: PeerRecord) -> bool:
         """Sign and store our record for RECORD_LIFE_SECONDS."""
-        return await self._store(f"{run_id}.peers", record.pack(), RECORD_LIFE_SECONDS)
+        return await self._store(peers_key(run_id), record.pack(), RECORD_LIFE_SECONDS)
 
     async def publish_run(self, record: RunRecord) -> bool:
         """Let newcomers who know no more than an address find the run."""
@@ -259,24 +250,25 @@ class SwarmNode:
 
     async def records(self, run_id: str) -> dict[str, PeerRecord]:
         """Live peers of the run by peer id: signed by the key of that id, within bounds; ours included."""
-        found = {}
-        async for owner, data in self._owned(f"{run_id}.peers"):
+        found, unread = {}, set()
+        for owner, data in await self._owned(peers_key(run_id)):
             try:
                 found[owner] = PeerRecord.unpack(data, owner=owner)
             except BadRecord as error:
+                unread.add(owner)
                 log.debug("ignored a record of %s: %s", owner, error)
+        self.unread = frozenset(unread)
         return found
 
-    async def find_runs(self) -> list[RunRecord]:
-        """The runs whose peers can be reached from here, one record per (run, server, head)."""
+    async def find_runs(self) -> dict[str, RunRecord]:
+        """What peers that can be reached from here say about their runs, by the peer id of who signed it; `discovery.py` chooses."""
         found = {}
-        async for owner, data in self._owned(RUNS_KEY):
+        for owner, data in await self._owned(RUNS_KEY):
             try:
-                record = RunRecord.unpack(data)
-                found[data] = record
+                found[owner] = RunRecord.unpack(data)
             except BadRecord as error:
                 log.debug("ignored a run record of %s: %s", owner, error)
-        return list(found.values())
+        return found
 
     async def close(self) -> None:
         """End the node and p2pd."""
@@ -285,18 +277,26 @@ class SwarmNode:
         await self._daemon.close()
         self._identity.close()
 
-    async def _store(self, key: str, data: bytes, seconds: float) -> bool:
-        assert len(data) <= MAX_RECORD_BYTES, f"record of {len(data)} bytes"
-        return bool(await self._dht.store(key, data, expiration_time=time.time() + seconds, subkey=self._validator.local_public_key))
+    async def _store(self, name: str, data: bytes, seconds: float) -> bool:
+        if len(data) > MAX_RECORD_BYTES:  # of a run whose configuration came from others, sparse and long
+            raise BadRecord(f"a record of {len(data)} bytes, at most {MAX_RECORD_BYTES} are allowed")
+        key, until, owner = DHTID.generate(source=name), time.time() + seconds, self._validator.local_public_key
+        self._stored.reserve(key)
+        if not self.client_mode:
+            # Strangers can take the places nearest to a key, and with them all copies. Who looks asks this node as well.
+            record = DHTRecord(key.to_bytes(), msgpack.packb(owner), msgpack.packb(data), until)
+            self._stored.store(key, self._validator.sign_value(record), until, subkey=owner)
+        # A little newer, so that our own node, if it is one of the nearest, says yes to it as well.
+        return bool(await self._dht.store(name, data, expiration_time=until + 1e-3, subkey=owner))
 
-    async def _owned(self, key: str) -> AsyncIterator[tuple[str, bytes]]:
+    async def _owned(self, key: str) -> list[tuple[str, bytes]]:
+        """(peer id, record) of as many peers as one node may keep, however many nodes answered: ours, known ones, and the others."""
+        self._stored.reserve(DHTID.generate(source=key))
         answer = await self._dht.get(key, latest=True)
-        for subkey, item in answer.value.items() if answer is not None and isinstance(answer.value, dict) else ():
-            match = _PUBLIC_KEY.fullmatch(subkey) if isinstance(subkey, bytes) else None
-            if match is None or item.expiration_time <= time.time():
-                continue
-            with contextlib.suppress(ValueError):
-                yield peer_id_of(match[1]), item.value
+        items = answer.value.items() if answer is not None else ()
+        found = [(signer_of(msgpack.packb(owner)), item.value) for owner, item in items if item.expiration_time > time.time()]
+        found.sort(key=lambda entry: (entry[0] != self.peer_id, not self._is_known(entry[0])))
+        return found[:MOST_OF_A_KEY]
 
 
 def _by_peer(maddrs: Sequence[str]) -> list[list[str]]:

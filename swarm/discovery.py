@@ -6,42 +6,43 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swarm.dht import SwarmNode
-from swarm.errors import ExitCode, UserError
-from swarm.records import RunRecord
+from swarm.runs import FoundRun, choose, genuine, named_in, several
 
 FIND_SECONDS = 30.0
 _LOOK_AGAIN_SECONDS = 2.0
+_PATIENCE_SECONDS = 6.0
+"""How long a run of which only others tell is not taken for that of the peers named, whose record may be on its way."""
 
 
-def find_run(peers: Sequence[str], *, run_id: str = "", seconds: float = FIND_SECONDS) -> RunRecord | None:
-    """The run that the DHT behind `peers` serves, with its newest head; None when there is none after `seconds`.
+def find_run(peers: Sequence[str], *, run_id: str = "", seconds: float = FIND_SECONDS) -> FoundRun | None:
+    """The run that the DHT behind `peers` serves; None when there is none after `seconds`.
 
-    Raises UserError when none of `peers` answers, or when there are several runs and `run_id` does not say which.
+    Raises UserError when none of `peers` answers, or when there are several runs and neither `run_id` nor `peers` say which.
     """
-    found = asyncio.run(_find(peers, run_id, seconds))
-    names = sorted({record.run_id for record in found})
-    if len(names) > 1:
-        raise UserError(f"These peers serve {len(names)} runs: {', '.join(names)}.", fix="Say which with --run_id.", code=ExitCode.CONFIG)
-    return newest(found)
+    return asyncio.run(_find(peers, run_id, seconds))
 
 
-def newest(records: Sequence[RunRecord]) -> RunRecord | None:
-    """Of several peers' descriptions of one run, the one whose head has the most samples."""
-    return max(records, key=lambda record: (record.head or {"samples": 0})["samples"], default=None)
-
-
-async def _find(peers: Sequence[str], run_id: str, seconds: float) -> list[RunRecord]:
+async def _find(peers: Sequence[str], run_id: str, seconds: float) -> FoundRun | None:
     with tempfile.TemporaryDirectory(prefix="dd-visitor-") as folder:
         node = await SwarmNode.join(
             initial_peers=peers, identity_path=Path(folder) / "identity.key", client_mode=True, deadline_seconds=seconds
         )
         try:
-            loop = asyncio.get_running_loop()
-            deadline = loop.time() + seconds
-            while True:
-                found = [record for record in await node.find_runs() if run_id in ("", record.run_id)]
-                if found or loop.time() + _LOOK_AGAIN_SECONDS > deadline:
-                    return found
-                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+            runs = await _look(node, peers, run_id, seconds)
+            if len(runs) > 1:
+                raise several(runs, {found.run.run_id: len(await node.records(found.run.run_id)) for found in runs})
+            return runs[0] if runs else None
         finally:
             await node.close()
+
+
+async def _look(node: SwarmNode, peers: Sequence[str], run_id: str, seconds: float) -> list[FoundRun]:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while True:
+        runs = choose(genuine(await node.find_runs(), named_in(peers)), run_id)
+        if any(found.vouched for found in runs) or (runs and loop.time() - began >= _PATIENCE_SECONDS):
+            return runs
+        if loop.time() + _LOOK_AGAIN_SECONDS > began + seconds:
+            return runs
+        await asyncio.sleep(_LOOK_AGAIN_SECONDS)

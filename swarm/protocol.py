@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_validator
 
-from swarm.digest import digest_json
-
 PROTOCOL_VERSION = 1
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
 NO_LEASE = "0" * 32  # in place of a lease's name: keys that a peer holds by any lease, or in a contribution
@@ -21,6 +19,7 @@ MAX_MEMBERS = 4096
 MAX_SHARDS = 1_000_000
 MAX_SHARD_SAMPLES = 1_000_000
 MAX_GENERATIONS = 1000
+MAX_CAPTION_BYTES = 64 << 10  # UTF-8, of a sample of a shard
 MAX_RUN_BYTES = 2048  # a run's configuration as JSON: with its head it must fit in one record of the DHT
 _MAX_COUNT = 2**53  # exact in every JSON reader
 
@@ -143,7 +142,7 @@ class Extension(Message):
 
 
 class RunAnswer(Message):
-    """GET /v1/run: all that a newcomer needs. `run` are the values of RunConfig, whose digest begins with `run_id`.
+    """GET /v1/run: all that a newcomer needs. `run` is RunConfig's mapping; its digest begins with `run_id`.
 
     `signature`: that of `host_key` for the digest of `run`'s canonical JSON; see `swarm.signing`.
     """
@@ -171,9 +170,9 @@ RunValue = (  # None: an option that was left to whoever reads the model
 
 
 class FoundRequest(Message):
-    """PUT /v1/run: found this run at a server that has none. `run` are values of RunConfig; the server fills in `dataset_digest`."""
+    """PUT /v1/run: found this run at a server that has none. `run` is RunConfig's mapping; the server fills in `dataset_digest`."""
 
-    run: dict[str, RunValue]
+    run: dict[str, RunValue | dict[str, RunValue]]
 
 
 class PeerInfo(Message):
@@ -354,10 +353,7 @@ Prompt = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00-\x1f
 
 
 class PictureRequest(Message):
-    """PUT /v1/pictures: what the state after `round` draws for `prompt`. picture: a PNG, JPEG or WebP in base64.
-
-    public_key: OpenSSH's form of the key that `peer` is the id of; signature: base64 of its RSA-PSS over `statement()`.
-    """
+    """PUT /v1/pictures: what the state after `round` draws for `prompt`. picture: a PNG, JPEG or WebP in base64."""
 
     run_id: RunId
     peer: PeerId
@@ -365,13 +361,6 @@ class PictureRequest(Message):
     samples: Count
     prompt: Prompt
     picture: Annotated[str, StringConstraints(max_length=4 << 20, pattern=r"^[A-Za-z0-9+/]+={0,2}$")]
-    public_key: Annotated[str, StringConstraints(max_length=2000)] = ""
-    signature: Annotated[str, StringConstraints(max_length=2000)] = ""
-
-    def statement(self) -> bytes:
-        """What the peer signs: everything else."""
-        digest = digest_json(self.model_dump(exclude={"public_key", "signature"}))
-        return f"distributed-diffusion picture {digest}".encode()
 
 
 class DrawnPicture(Message):

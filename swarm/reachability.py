@@ -2,6 +2,7 @@
 
 Whoever is asked dials with a fresh p2pd of its own, since an open connection would answer for a new one, and only at the IP address
 from which it was asked: nobody can be made to knock at a third party's door. libp2p checks that the one who answers is who asked.
+A p2pd costs half a second of a core to start, so questions are answered one at a time and a few a minute; who is refused asks others.
 libp2p's own AutoNAT does much the same, but p2pd does not tell what it found.
 """
 
@@ -9,7 +10,8 @@ import asyncio
 import ipaddress
 import json
 import logging
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from hivemind.p2p import P2P, PeerID
@@ -17,6 +19,8 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.daemon import Daemon
+from swarm.places import ip_of, place_of
+from swarm.quota import Quota
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +30,10 @@ ASK_SECONDS = 30.0
 DIAL_SECONDS = 6.0
 _ASKED = 5
 _MAX_ADDRESSES = 8
-_DIALS_AT_ONCE = 2
+_PER_MINUTE, _PER_MINUTE_AND_ASKER = 6, 3
+"""Questions answered: in all, and of one peer or one address. An asker that a router gave another port meanwhile asks twice."""
+_QUEUE = 3
+"""Questions at once, the one being answered among them: an asker waits ASK_SECONDS, and one dial takes up to 2 x DIAL_SECONDS."""
 _MAX_REQUEST_BYTES = 4096
 
 
@@ -91,31 +98,62 @@ async def _ask(p2p: P2P, peer: PeerID, maddrs: Sequence[str]) -> str | None:
 
 
 class Prober:
-    """Answers those who ask on `p2p`. At most two dials at once; whoever waits longer than it wants to asks somebody else."""
+    """Answers those who ask on `p2p`, within a budget, one after the other. It cannot tell what it is not free to try."""
 
-    def __init__(self, p2p: P2P):
-        self._p2p, self._places = p2p, asyncio.Semaphore(_DIALS_AT_ONCE)
+    def __init__(self, p2p: P2P, clock: Callable[[], float] = time.monotonic):
+        self._p2p, self._dialling, self._waiting = p2p, asyncio.Lock(), 0
+        self._budget = Quota(_PER_MINUTE, _PER_MINUTE_AND_ASKER, 60.0, clock)
 
     async def start(self) -> None:
         await self._p2p._client.add_unary_handler(DIAL_ME, self._answer)
 
     async def _answer(self, request: bytes, caller: PeerID) -> bytes:
-        if len(request) > _MAX_REQUEST_BYTES:
-            raise ValueError("too long a question")
-        maddrs = [Multiaddr(str(maddr)) for maddr in json.loads(request)[:_MAX_ADDRESSES]]
-        async with self._places:
-            peers = await self._p2p.list_peers()
-            seen_at = {ip for info in peers if info.peer_id == caller for ip in map(_ip, info.addrs) if ip}
-            return json.dumps({"reached": await _dial(caller, maddrs, seen_at)}).encode()
+        maddrs = _parse(request)
+        return json.dumps({"reached": await self._try(caller, maddrs)}).encode()
+
+    async def _try(self, caller: PeerID, maddrs: Sequence[Multiaddr]) -> str | None:
+        """As `_dial`; None as well when there is no budget or no room to wait in."""
+        peer = caller.to_base58()
+        if self._waiting >= _QUEUE or not self._budget.allows(peer):  # before p2pd is asked: this is what a flood of questions costs
+            return None
+        self._waiting += 1
+        try:
+            async with self._dialling:
+                addrs = [maddr for info in await self._p2p.list_peers() if info.peer_id == caller for maddr in info.addrs]
+                if not self._budget.allows(peer, *(places := {place_of(maddr) for maddr in addrs})):
+                    return None
+                groups = [group for group in at_its_own_address(maddrs, {ip for ip in map(ip_of, addrs) if ip}) if group]
+                if not groups:
+                    return None
+                self._budget.take(peer, *places)
+                return await _dial(caller, groups)
+        finally:
+            self._waiting -= 1
 
 
-async def _dial(caller: PeerID, maddrs: Sequence[Multiaddr], seen_at: Collection[str]) -> str | None:
-    """The address at which `caller` answers, announced ones first; '' when at none, None when there is none that we may dial."""
-    groups = [group for group in at_its_own_address(maddrs, seen_at) if group]
-    for group in groups:
-        if answered := await _answers(caller, group):
-            return answered
-    return "" if groups else None
+def _parse(request: bytes) -> list[Multiaddr]:
+    """The addresses of a question. Raises ValueError."""
+    if len(request) > _MAX_REQUEST_BYTES:
+        raise ValueError("too long a question")
+    try:
+        maddrs = json.loads(request)
+        if not isinstance(maddrs, list) or not all(isinstance(maddr, str) for maddr in maddrs):
+            raise ValueError("no list of addresses")
+        return [Multiaddr(maddr) for maddr in maddrs[:_MAX_ADDRESSES]]
+    except Exception as error:  # the library of addresses raises its own kinds, and JSON that is nested 1,000 deep a RecursionError
+        raise ValueError(f"no question: {type(error).__name__}") from None
+
+
+async def _dial(caller: PeerID, groups: Iterable[Sequence[Multiaddr]]) -> str:
+    """The address at which `caller` answers, of the first group of which one does; '' when at none. One p2pd for all."""
+    daemon = await Daemon.start(host_maddrs=None, no_listen=True, dht_mode="client", use_relay=False, auto_nat=False, nat_port_map=False)
+    try:
+        for group in groups:
+            if answered := await _answers(daemon.p2p, caller, group):
+                return answered
+        return ""
+    finally:
+        await daemon.close()
 
 
 def at_its_own_address(maddrs: Iterable[Multiaddr], seen_at: Collection[str]) -> tuple[list[Multiaddr], list[Multiaddr]]:
@@ -126,7 +164,7 @@ def at_its_own_address(maddrs: Iterable[Multiaddr], seen_at: Collection[str]) ->
     """
     announced, guessed = [], []
     for maddr in maddrs:
-        ip = _ip(maddr)
+        ip = ip_of(maddr)
         if not ip:
             return [], []  # a name, or a relay: we cannot tell whose it is
         if ip in seen_at:
@@ -139,27 +177,17 @@ def at_its_own_address(maddrs: Iterable[Multiaddr], seen_at: Collection[str]) ->
     return announced, [maddr for maddr in dict.fromkeys(guessed) if maddr not in announced]
 
 
-async def _answers(peer: PeerID, maddrs: Sequence[Multiaddr]) -> str:
-    """Which of `maddrs` a fresh connection to `peer` came about at, or ''."""
-    daemon = await Daemon.start(host_maddrs=None, no_listen=True, dht_mode="client", use_relay=False, auto_nat=False, nat_port_map=False)
+async def _answers(p2p: P2P, peer: PeerID, maddrs: Sequence[Multiaddr]) -> str:
+    """Which of `maddrs` the first connection of `p2p` to `peer` came about at, or ''."""
     try:
-        await asyncio.wait_for(daemon.p2p._client.connect(peer, maddrs), DIAL_SECONDS)
-        connected = {str(maddr) for info in await daemon.p2p.list_peers() if info.peer_id == peer for maddr in info.addrs}
+        await asyncio.wait_for(p2p._client.connect(peer, maddrs), DIAL_SECONDS)
+        connected = {str(maddr) for info in await p2p.list_peers() if info.peer_id == peer for maddr in info.addrs}
         return next((str(maddr) for maddr in maddrs if str(maddr) in connected), "")
     except (ControlFailure, asyncio.TimeoutError) as error:
         log.debug("%s does not answer at %s: %r", peer.to_base58()[-6:], ", ".join(map(str, maddrs)), error)
         return ""
-    finally:
-        await daemon.close()
 
 
 def _ip_and_port(maddr: str) -> tuple[str, int]:
     parsed = Multiaddr(maddr)
-    return _ip(parsed), int(parsed["tcp"]) if "tcp" in parsed else 0
-
-
-def _ip(maddr: Multiaddr) -> str:
-    """The IP address that a multiaddr leads to directly; '' for names and relays."""
-    if "p2p-circuit" in maddr:
-        return ""
-    return next((str(maddr[kind]) for kind in ("ip4", "ip6") if kind in maddr), "")
+    return ip_of(parsed), int(parsed["tcp"]) if "tcp" in parsed else 0

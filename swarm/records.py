@@ -1,15 +1,20 @@
 """What peers tell each other through the DHT: short signed records, renewed while their owner lives, gone soon after it died.
 
 Nothing is decided upon before it passed the bounds here. Signatures are `dht.py`'s matter.
+
+Peers of several versions meet in one run: a field that this program does not know is ignored, and one that is missing has its default here. So
+a version may add fields that have a default; it must not take one away, or widen what one may hold.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+
+from swarm.unpacking import unpack
 
 RECORD_LIFE_SECONDS = 20.0
 """A peer without a renewed record for this long is gone."""
@@ -40,7 +45,7 @@ class PeerRecord:
     """One live peer, as it describes itself.
 
     digest, parents: its state's digest and those of the state's last ancestors, the parent first. samples: all samples ever
-    averaged into that state. waiting_samples: trained since, in no state yet. sent_bytes, received_bytes, transfer_seconds: of its
+    averaged into that state. backers: live peers whom this one has met, and that stand with it, itself included. waiting_samples: trained since, in no state yet. sent_bytes, received_bytes, transfer_seconds: of its
     last averaged round. share_lost: of its time, in which it waited for rounds. phase: one of PHASES. name: what its owner calls it, if
     anything. note: what it is waiting for, or what failed and why; '' while all is well.
     """
@@ -52,6 +57,7 @@ class PeerRecord:
     samples: int
     digest: str
     parents: tuple[str, ...] = ()
+    backers: int = 1
     waiting_samples: int = 0
     samples_per_second: float = 0.0
     loss: float | None = None
@@ -77,12 +83,9 @@ class PeerRecord:
     @classmethod
     def unpack(cls, data: bytes, *, owner: str) -> "PeerRecord":
         """The record of `owner`, whose key signed it. Raises BadRecord."""
-        values = _unpack_mapping(data)
-        if set(values) != {field.name for field in dataclasses.fields(cls)}:
-            raise BadRecord(f"fields {sorted(map(str, values))}")
-        record = cls(
-            **{**values, "parents": _texts(values["parents"], _MAX_PARENTS, 64), "maddrs": _texts(values["maddrs"], _MAX_ADDRESSES, 256)}
-        )
+        values = _fields_of(cls, _unpack_mapping(data))
+        lists = {"parents": (_MAX_PARENTS, 64), "maddrs": (_MAX_ADDRESSES, 256)}
+        record = cls(**{**values, **{name: _texts(values[name], *bounds) for name, bounds in lists.items() if name in values}})
         if record.peer_id != owner:
             raise BadRecord(f"signed by {owner}, but speaks for {record.peer_id}")
         for name in ("config", "schema", "digest"):
@@ -91,7 +94,7 @@ class PeerRecord:
             _text(getattr(record, name), longest)
         if record.phase not in PHASES:
             raise BadRecord(f"phase {str(record.phase)[:40]!r}")
-        for name in ("round", "samples", "waiting_samples", "group_size", "sent_bytes", "received_bytes"):
+        for name in ("round", "samples", "backers", "waiting_samples", "group_size", "sent_bytes", "received_bytes"):
             _count(getattr(record, name))
         _number(record.transfer_seconds, 0, 1e6)
         _number(record.share_lost, 0, 1)
@@ -124,32 +127,48 @@ class RunRecord:
     @classmethod
     def unpack(cls, data: bytes) -> "RunRecord":
         """Raises BadRecord; the configuration itself is checked by `RunConfig.from_mapping`."""
-        values = _unpack_mapping(data)
-        if set(values) != {"run_id", "run", "server_url", "head", "extension"} or not isinstance(values["run"], dict):
-            raise BadRecord(f"fields {sorted(map(str, values))}")
-        _text(values["run_id"], 64)
-        _text(values["server_url"], 512)
-        head = values["head"]
-        if head is not None:
-            if not isinstance(head, dict) or set(head) != {"digest", "round", "samples", "peers"}:
-                raise BadRecord("head")
-            _text(head["digest"], 64)
-            _count(head["round"])
-            _count(head["samples"])
-            _texts(head["peers"], 8, 64)
-        _check_extension(values["extension"])
-        return cls(**values)
+        record = cls(**_fields_of(cls, _unpack_mapping(data)))
+        if not isinstance(record.run, dict):
+            raise BadRecord("run")
+        _text(record.run_id, 64)
+        _text(record.server_url, 512)
+        return dataclasses.replace(record, head=_head(record.head), extension=_extension(record.extension))
 
 
-def _check_extension(values: Any) -> None:
+def _fields_of(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that are fields of `cls`. Raises BadRecord when one that has no default is missing."""
+    fields = dataclasses.fields(cls)
+    missing = [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in values]
+    if missing:
+        raise BadRecord(f"without {', '.join(missing)}")
+    return {field.name: values[field.name] for field in fields if field.name in values}
+
+
+def _head(values: Any) -> dict[str, Any] | None:
+    head = _part(values, ("digest", "round", "samples", "peers"), "head")
+    if head is not None:
+        _text(head["digest"], 64)
+        _count(head["round"])
+        _count(head["samples"])
+        _texts(head["peers"], 8, 64)
+    return head
+
+
+def _extension(values: Any) -> dict[str, Any] | None:
     """Raises BadRecord for one that is out of bounds; whose it is, `swarm.end` tells."""
-    if values is None:
-        return
-    if not isinstance(values, dict) or set(values) != {"total_samples", "host_key", "signature"}:
-        raise BadRecord("extension")
-    _count(values["total_samples"])
-    _text(values["host_key"], 64)
-    _text(values["signature"], 128)
+    extension = _part(values, ("total_samples", "host_key", "signature"), "extension")
+    if extension is not None:
+        _count(extension["total_samples"])
+        _text(extension["host_key"], 64)
+        _text(extension["signature"], 128)
+    return extension
+
+
+def _part(values: Any, names: Sequence[str], what: str) -> dict[str, Any] | None:
+    """These of a mapping's values, all of which must be there; None for None."""
+    if values is not None and not (isinstance(values, dict) and set(names) <= set(values)):
+        raise BadRecord(what)
+    return None if values is None else {name: values[name] for name in names}
 
 
 def words(text: str, longest: int) -> str:
@@ -162,9 +181,9 @@ def _unpack_mapping(data: bytes) -> dict[str, Any]:
     if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
         raise BadRecord("not bytes, or too long")
     try:
-        values = msgpack.unpackb(data)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise BadRecord(f"no msgpack: {error}") from None
+        values = unpack(data)
+    except ValueError as error:
+        raise BadRecord(str(error)) from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise BadRecord("no mapping")
     return values

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.digest import digest_json
+from swarm import choices, run_identity
 from swarm.errors import UserError
 from swarm.options import build, check_keys, option
+from swarm.run_defaults import DEFAULTS
+from swarm.run_identity import PLACES
 
-_PLACES = ("model", "model_config")
-"""Where a peer has the base model: one on its disk, another one on the Hub."""
 _FOUND_OUT = {"family": "auto", "method": "auto", "learning_rate": 0.0}
 """Values that leave it to the program; a peer that gives one agrees with any run."""
 
@@ -29,14 +29,19 @@ OPTIONS_OF_METHOD = {
 class RunConfig:
     """The run (the same for every peer; taken from the server or the DHT when joining)."""
 
+    sent: dataclasses.InitVar[tuple[str, ...] | None] = None
+    """The options that a run by rule 1 was sent with; None for rule 2 (swarm/run_identity.py). No option itself; `dataclasses.replace` keeps it."""
+
     run_name: str = option("distributed-diffusion", "Name of the run, for people.", section="what is trained, and how peers agree")
     model: str = option("", "Base model: a diffusers folder, a Hub id or a .safetensors file.", aliases=("pretrained_model_name_or_path",))
     model_digest: str = option("", "Digest of the base model's weights; worked out by the founder.")
-    family: str = option("auto", "What is trained: a module of peer/models; auto: the founder reads it from the model.")
+    family: str = option("auto", "What is trained; auto: the founder reads it from the model.", choices=("auto", *choices.FAMILIES))
     method: str = option(
-        "auto", "Which tensors are trained: full, lora or textual_inversion; auto: textual_inversion with a --placeholder_token, else full."
+        "auto",
+        "Which tensors are trained; auto: textual_inversion with a --placeholder_token, else full.",
+        choices=("auto", *choices.METHODS),
     )
-    sync: str = option("parameters", "How peers agree: a module of peer/sync.")
+    sync: str = option("parameters", "How peers agree.", choices=tuple(choices.SYNCS))
     wire: str = option(
         "fp16",
         "How contributions travel: 32, 16, 8.1 or 4.3 bits a value; what the last three lose goes into the next contribution.",
@@ -60,7 +65,9 @@ class RunConfig:
         "Peak learning rate of the local optimizer; 0: the method's own, 5e-6 for full, 1e-4 for lora, 5e-4 for textual_inversion.",
         aliases=("lr",),
     )
-    lr_scheduler: str = option("constant", "Schedule over committed samples: a name diffusers' get_scheduler knows.")
+    lr_scheduler: str = option(
+        "constant", "Schedule over committed samples, as diffusers' get_scheduler has it.", choices=tuple(choices.LR_SCHEDULERS)
+    )
     lr_warmup_samples: int = option(0, "Samples of the swarm over which the learning rate rises from 0.")
     lr_num_cycles: int = option(1, "Hard restarts of --lr_scheduler cosine_with_restarts.")
     lr_power: float = option(1.0, "Power of --lr_scheduler polynomial.")
@@ -154,7 +161,8 @@ class RunConfig:
     timestep_bias_end: int = option(1000, "Timestep before which the range ends.")
     timestep_bias_portion: float = option(0.25, "Share of the timesteps that earlier and later mean.")
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, sent: tuple[str, ...] | None) -> None:
+        object.__setattr__(self, "sent", sent)
         self._resolve_method()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -201,7 +209,7 @@ class RunConfig:
         _at_least("num_vectors", self.num_vectors, 1)
         for method, names in OPTIONS_OF_METHOD.items():
             for name in names:
-                if method != self.method and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                if method != self.method and self.was_given(name):
                     raise UserError(
                         f"{name} is for --method {method}, but this run's method is {self.method}.",
                         fix=f"Add --method {method}, or remove --{name}.",
@@ -218,41 +226,58 @@ class RunConfig:
             if not value or value != value.strip() or len(value.split()) > 1:
                 raise UserError(f"{name} is '{value}', but must be one word.", fix=f"For example: --{name} '{example}'.")
 
+    def was_given(self, name: str) -> bool:
+        """Whether the founder must have given this option: it has neither this program's default nor the one of runs that do not send it."""
+        return getattr(self, name) not in (type(self).__dataclass_fields__[name].default, DEFAULTS[name])
+
     @functools.cached_property  # a server compares it at every request
     def digest(self) -> str:
-        """Hash of every field but the model's place, which `model_digest` stands for; peers whose digests differ never average together."""
-        return digest_json({name: value for name, value in dataclasses.asdict(self).items() if name not in _PLACES})
+        """Names the run for ever (swarm/run_identity.py); peers whose digests differ never average together."""
+        return run_identity.digest(dataclasses.asdict(self), self.sent)
 
     @property
     def run_id(self) -> str:
         """Name of the run in the DHT; two founders with equal configurations meet under it."""
         return self.digest[:16]
 
+    def to_mapping(self) -> dict[str, Any]:
+        """The run as it is sent, kept and signed: `from_mapping` makes the same run of it, with the same digest, also in another version."""
+        return run_identity.written(dataclasses.asdict(self), self.sent)
+
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], *, where: str) -> "RunConfig":
-        """A configuration that came over a network or from a file. Raises UserError for unknown keys or bad values."""
-        check_keys(values, cls, where=where)
-        return build(cls, values)
+    def from_mapping(cls, run: Mapping[str, Any], *, where: str) -> "RunConfig":
+        """A run that came over a network or from a file. Raises UserError for unknown keys or bad values, or for one that a newer program founded."""
+        try:
+            values, sent = run_identity.read(run)
+            check_keys(values, cls, where=where)
+            return dataclasses.replace(build(cls, DEFAULTS, values), sent=sent)
+        except UserError as error:
+            raise run_identity.too_new(run, where, error) from None
 
     def refuse_differences(self, flags: Mapping[str, Any]) -> None:
         """Raise UserError naming the first flag of this peer that disagrees with the run it joins."""
-        for name, ours in flags.items():
-            theirs = getattr(self, name)
-            if name not in _PLACES and ours != theirs and ours != _FOUND_OUT.get(name):
-                raise UserError(
-                    f"The run '{self.run_name}' ({self.run_id}) has {name} = {theirs}, but this peer was started with {ours}.",
-                    fix=f"Remove --{name} to take the run's value, or found a run of your own.",
-                )
-
-    def refuse_another(self, other: "RunConfig") -> None:
-        """Raise UserError naming what differs when `other`, which the host's options make, is not this run, which has begun."""
-        ours, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
-        differ = [f"{name} was {was}, now {theirs[name]}" for name, was in ours.items() if name not in _PLACES and theirs[name] != was]
-        if differ:
+        for name in self.differing(flags):
             raise UserError(
-                f"The run '{self.run_name}' ({self.run_id}) has begun here with other options: {'; '.join(differ)}.",
+                f"The run '{self.run_name}' ({self.run_id}) has {name} = {getattr(self, name)}, but this peer was started with {flags[name]}.",
+                fix=f"Remove --{name} to take the run's value, or found a run of your own.",
+            )
+
+    def refuse_another(self, said: Mapping[str, Any]) -> None:
+        """Raise UserError naming what differs when `said`, of the host's options, is not this run, which has begun.
+
+        What the host does not say stays as it began, also where another version of the program has other options or defaults.
+        """
+        if differ := self.differing(said):
+            changes = "; ".join(f"{name} was {getattr(self, name)}, now {said[name]}" for name in differ)
+            raise UserError(
+                f"The run '{self.run_name}' ({self.run_id}) has begun here with other options: {changes}.",
                 fix="Start with its own; or give another --work_dir for a new run, with a new host key: invite lines sent out before do not fit it.",
             )
+
+    def differing(self, said: Mapping[str, Any]) -> list[str]:
+        """Which of the options in `said` this run has otherwise; the model's places do not count, nor what is left to the program."""
+        left_open = {name for name, value in _FOUND_OUT.items() if said.get(name) == value}
+        return [name for name, value in said.items() if name not in {*PLACES, *left_open} and value != getattr(self, name)]
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import http.client
@@ -22,11 +23,14 @@ from pydantic import ValidationError
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from swarm import protocol
+from swarm import protocol, run_identity
 from swarm.arguments import ArgumentParser
+from swarm.dialling import dialable, grounds
 from swarm.errors import ExitCode, UserError, run_program, why
 from swarm.figures import figures, mean_loss
 from swarm.options import with_token
+from swarm.run_defaults import DEFAULTS
+from swarm.runs import choose, genuine, named_in, several
 from swarm.screen import screen
 from swarm.tasks import end_tasks
 
@@ -179,23 +183,22 @@ class _Visitor:
     async def _look(self) -> dict[str, Any]:
         if self._node is None:
             self._node = await self._join()
-        runs = [record for record in await self._node.find_runs() if self._run_id in ("", record.run_id)]
-        names = sorted({record.run_id for record in runs})
-        if not names:
+        runs = choose(genuine(await self._node.find_runs(), named_in(self._maddrs)), self._run_id)
+        of_runs = {found.run.run_id: await self._node.records(found.run.run_id) for found in runs}
+        if len(runs) > 1:
+            raise several(runs, {run_id: len(records) for run_id, records in of_runs.items()})
+        records = [record for found in of_runs.values() for record in found.values()]
+        if not records and not any(await asyncio.gather(*(self._node.meet([maddr]) for maddr in self._maddrs))):
+            raise UserError(f"{self._place} does not answer any more.", fix="Ask another peer.", code=ExitCode.NETWORK)
+        if not runs:
             raise UserError(
                 f"{self._place} answers, but no run is known there.",
                 fix="Ask again in a minute, or ask another peer.",
                 code=ExitCode.NETWORK,
             )
-        if len(names) > 1:
-            raise UserError(f"There are {len(names)} runs: {', '.join(names)}.", fix="Say which with --run_id.")
-        records = (await self._node.records(names[0])).values()
-        # hivemind keeps what it read: a run is known for ten minutes after the last of those who told of it has gone.
-        if not records and not any(await asyncio.gather(*(self._node.meet([maddr]) for maddr in self._maddrs))):
-            raise UserError(f"{self._place} does not answer any more.", fix="Ask another peer.", code=ExitCode.NETWORK)
-        self._met = [maddr for record in records for maddr in record.maddrs][:_MOST_MET]
-        run = max(runs, key=lambda record: (record.head or {"samples": 0})["samples"])
-        return summarize(run, records, now=time.time())
+        led_into = grounds([self._maddrs], ())
+        self._met = [maddr for record in records for maddr in dialable(record.maddrs, record.peer_id, led_into)][:_MOST_MET]
+        return summarize(runs[0].record(), records, now=time.time())
 
     async def _join(self) -> Any:
         from swarm.dht import SwarmNode  # hivemind: not needed to ask a server
@@ -221,18 +224,18 @@ def summarize(run: Any, records: Any, *, now: float) -> dict[str, Any]:
     """The fields of `protocol.Progress` from a RunRecord and the PeerRecords of its live peers; now: in UNIX seconds."""
     peers = sorted((record.asdict() for record in records), key=lambda peer: peer["peer_id"])
     known = set(protocol.PeerInfo.model_fields)
-    heads = [*peers, *([run.head] if run.head else [])]
-    best = max(heads, key=lambda head: head["samples"], default={"round": 0, "samples": 0})
+    best = _head_of_most(peers) or run.head or {"round": 0, "samples": 0}
     # Who only looks knows no host whose signature could be checked, and takes either number on the peers' word.
-    total = max(_whole(values.get("total_samples")) for values in (run.run, run.extension or {}))
+    said = _said(run.run)
+    total = max(_whole(values.get("total_samples")) for values in (said, run.extension or {}))
     return {
         "run_id": run.run_id,
-        "run_name": str(run.run.get("run_name", ""))[:_LONGEST_NAME],
+        "run_name": str(said.get("run_name", ""))[:_LONGEST_NAME],
         "round": best["round"],
         "samples": best["samples"],
         "total_samples": total,
-        "target_batch_size": _whole(run.run.get("target_batch_size")),
-        "resolution": _whole(run.run.get("resolution"), most=1 << 20),
+        "target_batch_size": _whole(said.get("target_batch_size")),
+        "resolution": _whole(said.get("resolution"), most=1 << 20),
         "waiting_samples": sum(peer["waiting_samples"] for peer in peers),
         "samples_per_second": sum(peer["samples_per_second"] for peer in peers),
         "loss": mean_loss((peer["loss"], peer["samples_per_second"]) for peer in peers),
@@ -245,6 +248,12 @@ def summarize(run: Any, records: Any, *, now: float) -> dict[str, Any]:
         "finished": bool(total and best["samples"] >= total),
         "server_time": now,
     }
+
+
+def _head_of_most(peers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """One of the peers on the state that most are on, and of several such on the one with most samples: a single record may say anything."""
+    on = collections.Counter(peer["digest"] for peer in peers if peer["round"])
+    return max((peer for peer in peers if peer["round"]), key=lambda peer: (on[peer["digest"]], peer["samples"]), default=None)
 
 
 def watch(look: Callable[[], dict[str, Any]], *, every: float, console: Console, as_json: bool = False) -> None:
@@ -288,6 +297,14 @@ def watch(look: Callable[[], dict[str, Any]], *, every: float, console: Console,
         os.dup2(os.open(os.devnull, os.O_WRONLY), console.file.fileno())
     if drawn:
         console.print(draw())
+
+
+def _said(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run that a stranger published, unchecked; none where it is not written as a run is."""
+    try:
+        return {**DEFAULTS, **run_identity.read(run)[0]}
+    except UserError:
+        return {}
 
 
 def _whole(value: Any, most: int = 1 << 53) -> int:

@@ -1,25 +1,29 @@
 """Nodes of the DHT, each with a real p2pd, in one loop."""
 
 import asyncio
+import dataclasses
 import socket
 import time
 
+import msgpack
 import psutil
 import pytest
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm import dht
-from swarm.dht import Identity, parse_maddrs, peer_id_of
+from swarm.dht import Identity, parse_maddrs
 from swarm.errors import ExitCode, UserError
+from swarm.peer_key import peer_id_of
 from swarm.ports import with_ports
-from swarm.records import PeerRecord, RunRecord
+from swarm.records import BadRecord, PeerRecord, RunRecord
 
-RUN_ID = "run"
+CONFIG = "c0ffee" * 10
+RUN_ID = CONFIG[:16]
 
 
 def record(node, **values) -> PeerRecord:
     return PeerRecord(
-        **{"peer_id": node.peer_id, "config": "c", "schema": "s", "round": 0, "samples": 0, "digest": "d", "time": time.time(), **values}
+        **{"peer_id": node.peer_id, "config": CONFIG, "schema": "s", "round": 0, "samples": 0, "digest": "d", "time": time.time(), **values}
     )
 
 
@@ -46,7 +50,7 @@ def test_records_and_runs_reach_everybody_in_the_swarm(nodes):
         run = RunRecord(run_id=RUN_ID, run={"model": "x"})
 
         async def run_known_to_all():
-            return all([await node.find_runs() == [run] for node in nodes])
+            return all([await node.find_runs() == {two.peer_id: run} for node in nodes])
 
         assert await two.publish_run(run)
         await until(run_known_to_all)
@@ -68,6 +72,27 @@ def test_a_later_record_replaces_the_one_before(nodes):
                 return one.peer_id in found and found[one.peer_id].round == round
 
             await until(seen)
+
+    nodes(scenario)
+
+
+def test_who_signs_what_we_cannot_read_is_known_and_no_peer(nodes):
+    async def scenario(start):
+        one = await start("one")
+        two = await start("two", initial_peers=await one.maddrs())
+        values = {**dataclasses.asdict(record(two)), "phase": "dreaming"}  # of a version to come
+
+        async def unread():
+            await two._store(f"{RUN_ID}.peers", msgpack.packb(values), 20)
+            return await one.records(RUN_ID) == {} and one.unread == {two.peer_id}
+
+        await until(unread)
+
+        async def read_again():
+            await two.publish(RUN_ID, record(two))
+            return set(await one.records(RUN_ID)) == {two.peer_id} and not one.unread
+
+        await until(read_again)
 
     nodes(scenario)
 
@@ -275,5 +300,16 @@ def test_two_swarms_become_one_when_one_node_meets_another(nodes):
         await until(seen)
         assert not await two.meet(["/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"])
         assert not await two.meet(["garbage"]) and not await two.meet([])
+
+    nodes(scenario)
+
+
+def test_a_run_too_long_for_a_record_is_refused_with_its_size(nodes):
+    """A configuration from others may be sparse, and too long once every default is in it."""
+
+    async def scenario(start):
+        one = await start("one")
+        with pytest.raises(BadRecord, match="at most 4096"):
+            await one.publish_run(RunRecord(run_id="r", run={"model": "x" * 4096}))
 
     nodes(scenario)

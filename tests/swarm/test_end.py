@@ -1,5 +1,7 @@
 """A run's end: put off by its host alone, and never brought forward."""
 
+import dataclasses
+
 import pytest
 
 from swarm.end import End, refuse_extension, sign_extension
@@ -65,10 +67,11 @@ def test_a_run_without_an_end_or_with_a_rate_that_ends_is_not_extended(host):
 def test_a_runs_record_carries_it_within_bounds(host):
     record = RunRecord(run_id=RUN.run_id, run={"model": "x"}, extension=sign_extension(host, RUN, 3000))
     assert RunRecord.unpack(record.pack()) == record
+    newer = dataclasses.replace(record, extension={**record.extension, "more": 1})
+    assert RunRecord.unpack(newer.pack()) == record, "what a newer version says beyond that is ignored"
     for wrong in (
         {},
         [],
-        {**record.extension, "more": 1},
         {**record.extension, "signature": "x" * 129},
         {**record.extension, "total_samples": -1},
     ):

@@ -158,3 +158,42 @@ def test_a_port_that_is_forwarded_already_needs_only_to_be_announced():
 
 def test_without_an_address_of_its_own_the_advice_names_a_usual_port():
     assert "forward TCP port 31338 on the router to this machine," in explain(Finding(1, 0), ["/dns4/home.example/tcp/1"])
+
+
+def test_a_flood_of_questions_by_five_identities_starts_a_few_p2pds_one_at_a_time(nodes, monkeypatch):
+    import asyncio
+
+    started, running, most_at_once = 0, 0, 0
+    dial = reachability._dial
+
+    async def counted(caller, groups):
+        nonlocal started, running, most_at_once
+        started, running = started + 1, running + 1
+        most_at_once = max(most_at_once, running)
+        try:
+            return await dial(caller, groups)
+        finally:
+            running -= 1
+
+    async def scenario(start):
+        one = await start("one")
+        monkeypatch.setattr(reachability, "_dial", counted)
+        strangers = [await start(f"stranger{i}", initial_peers=await one.maddrs()) for i in range(5)]
+        places = {node: [str(maddr).rsplit("/p2p/", 1)[0] for maddr in await node.maddrs()] for node in strangers}
+
+        async def flood(node):
+            for _ in range(8):
+                asked = [node.p2p._client.call_unary_handler(one.p2p.peer_id, DIAL_ME, json.dumps(places[node]).encode()) for _ in range(5)]
+                for answer in await asyncio.gather(*asked):
+                    assert json.loads(answer)["reached"] in (None, *places[node])
+
+        await asyncio.gather(*map(flood, strangers))  # 200 questions
+        assert started == 3 and most_at_once == 1, "all five have one address"
+
+    nodes(scenario)
+
+
+@pytest.mark.parametrize("question", [b"[" * 4000, b'{"0": 1}', b"null", b"[[]]", b'["/ip4/1.2.3.4/tcp/99999999"]', b'["/ip4/\xff"]', b"7"])
+def test_what_is_no_question_has_one_kind_of_error(question):
+    with pytest.raises(ValueError, match="no question"):
+        reachability._parse(question)

@@ -58,12 +58,32 @@ def test_words_become_one_line_of_a_length():
     assert words("x" * 10, 10) == "x" * 10 and words("x" * 11, 10) == "x" * 9 + "…"
 
 
-@pytest.mark.parametrize("change", [{"more": 1}, {"round": None}])
-def test_a_record_with_a_field_too_many_or_too_few_is_refused(change):
-    values = {**dataclasses.asdict(RECORD), **change}
-    values = {name: value for name, value in values.items() if value is not None or name == "loss"}
-    with pytest.raises(BadRecord):
+def test_a_record_of_another_version_is_read_for_what_we_know_of_it():
+    newer = {**dataclasses.asdict(RECORD), "mood": "fine", "more": [1, {"deep": None}]}
+    assert PeerRecord.unpack(msgpack.packb(newer), owner="QmPeer") == RECORD
+    run = {**dataclasses.asdict(RUN), "mood": 1, "head": {**RUN.head, "mood": 1}, "extension": None}
+    assert RunRecord.unpack(msgpack.packb(run)) == RUN
+    older = {
+        name: value
+        for name, value in dataclasses.asdict(RECORD).items()
+        if name in ("peer_id", "config", "schema", "round", "samples", "digest")
+    }
+    assert PeerRecord.unpack(msgpack.packb(older), owner="QmPeer") == PeerRecord(**older)
+    assert RunRecord.unpack(msgpack.packb({"run_id": "r", "run": {}})) == RunRecord(run_id="r", run={})
+
+
+@pytest.mark.parametrize("name", ["peer_id", "config", "schema", "round", "samples", "digest"])
+def test_a_record_without_what_every_version_has_is_refused(name):
+    values = dataclasses.asdict(RECORD)
+    del values[name]
+    with pytest.raises(BadRecord, match=f"without {name}"):
         PeerRecord.unpack(msgpack.packb(values), owner="QmPeer")
+
+
+@pytest.mark.parametrize("extension", [5, {}, {"total_samples": 5}, {"total_samples": -1, "host_key": "a", "signature": "b", "more": 1}])
+def test_a_run_with_a_bad_extension_is_refused(extension):
+    with pytest.raises(BadRecord):
+        RunRecord.unpack(msgpack.packb({**dataclasses.asdict(RUN), "extension": extension}))
 
 
 @pytest.mark.parametrize("head", [5, {}, {"digest": "d"}, {"digest": "d", "round": -1, "samples": 2, "peers": []}])

@@ -161,7 +161,7 @@ def test_a_peers_multiaddr_is_enough_to_see_the_swarm(tmp_path):
     async def scenario():
         node = await SwarmNode.join(identity_path=tmp_path / "identity.key", deadline_seconds=60)
         try:
-            assert await node.publish_run(RunRecord(run_id=run.run_id, run={"run_name": "digits", "total_samples": 65536}))
+            assert await node.publish_run(RunRecord(run_id=run.run_id, run=run.to_mapping()))
 
             async def live():
                 while True:  # as peers do: a record is old after 20 s, and so long the visitor may need to come
@@ -179,6 +179,13 @@ def test_a_peers_multiaddr_is_enough_to_see_the_swarm(tmp_path):
     seen, peer_id = asyncio.run(scenario())
     assert seen["run_name"] == "digits" and seen["round"] == 3
     assert [peer["peer_id"] for peer in seen["peers"]] == [peer_id]
+
+
+def test_one_record_that_claims_the_end_of_the_run_does_not_end_it_for_who_looks():
+    peers = [a_peer(peer_id=f"QmPeer{number}") for number in range(3)]
+    lie = a_peer(peer_id="QmLiar", samples=2**53, round=10**6, digest="f" * 64)
+    seen = status.summarize(a_run(), [*peers, lie], now=123.0)
+    assert (seen["round"], seen["samples"], seen["finished"]) == (3, 6144, False)
 
 
 def test_a_server_without_a_run_says_so(tmp_path):
@@ -355,7 +362,8 @@ def test_watching_survives_the_server_and_ends_by_ctrl_c_or_with_its_reader(tmp_
 def test_a_visitor_of_the_dht_looks_again_and_says_when_nobody_is_there_any_more(tmp_path):
     from swarm.dht import SwarmNode
 
-    loop, run = asyncio.new_event_loop(), a_run()
+    loop, digits = asyncio.new_event_loop(), RunConfig(run_name="digits", model="base")
+    run = RunRecord(run_id=digits.run_id, run=digits.to_mapping())
     node = loop.run_until_complete(SwarmNode.join(identity_path=tmp_path / "identity.key", deadline_seconds=60))
     living = threading.Thread(target=loop.run_forever)
     living.start()

@@ -1,0 +1,37 @@
+"""How much may be done for somebody: so much at once, and so much a second after that."""
+
+import time
+from collections.abc import Callable, Hashable
+
+
+class Budget:
+    """`take()` until it says no. clock: in seconds."""
+
+    def __init__(self, per_second: float, at_once: int, clock: Callable[[], float] = time.monotonic):
+        self._per_second, self._at_once, self._clock = per_second, at_once, clock
+        self._left, self._counted = float(at_once), clock()
+
+    def take(self) -> bool:
+        """Whether there is one left; it is spent then."""
+        now = self._clock()
+        self._left = min(self._at_once, self._left + (now - self._counted) * self._per_second)
+        self._counted = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class Budgets:
+    """A budget each, of which the `most` used last are remembered: a stranger with many names must not fill our memory."""
+
+    def __init__(self, per_second: float, at_once: int, most: int = 1024, clock: Callable[[], float] = time.monotonic):
+        self._terms, self._most, self._clock = (per_second, at_once), most, clock
+        self._of: dict[Hashable, Budget] = {}
+
+    def take(self, whose: Hashable) -> bool:
+        budget = self._of.pop(whose, None) or Budget(*self._terms, self._clock)
+        self._of[whose] = budget
+        if len(self._of) > self._most:
+            del self._of[next(iter(self._of))]
+        return budget.take()

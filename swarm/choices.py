@@ -1,0 +1,20 @@
+"""The names that a run may choose its parts by, each with the version of this program that first had it.
+
+The parts themselves are modules of `peer`, which need torch. Whoever founds a run knows their names without it, so that a misspelt one is
+found before the run is signed and not by the first peer. Tests compare these tables with the modules and with diffusers.
+"""
+
+FAMILIES = {"stable_diffusion": "0.1.0", "sdxl": "0.1.0", "flux": "0.1.0"}
+METHODS = {"full": "0.1.0", "lora": "0.1.0", "textual_inversion": "0.1.0"}
+SYNCS = {"parameters": "0.1.0", "diloco": "0.1.0", "gradients": "0.1.0", "none": "0.1.0"}
+LR_SCHEDULERS = {
+    "linear": "0.1.0",
+    "cosine": "0.1.0",
+    "cosine_with_restarts": "0.1.0",
+    "polynomial": "0.1.0",
+    "constant": "0.1.0",
+    "constant_with_warmup": "0.1.0",
+}
+
+SINCE = {"family": FAMILIES, "method": METHODS, "sync": SYNCS, "lr_scheduler": LR_SCHEDULERS}
+"""By option."""

@@ -1,0 +1,51 @@
+"""What every peer would refuse of a run, found out by whoever founds it: before it is signed, and without torch."""
+
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+_FLOW_MATCHING = ("weighting_scheme", "logit_mean", "logit_std", "mode_scale", "guidance_scale", "max_sequence_length")
+_OF_UNETS = {"is not trained by flow matching": _FLOW_MATCHING}
+_NOISES = ("prediction_type", "rescale_betas_zero_snr", "snr_gamma", "noise_offset", "input_perturbation", "timestep_bias_strategy")
+REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "stable_diffusion": _OF_UNETS,
+    "sdxl": _OF_UNETS,
+    "flux": {
+        "is trained by flow matching, which has no such thing": _NOISES,
+        "reads captions with T5": ("clip_skip", "max_token_chunks"),
+    },
+}
+"""By family: why it cannot have which options."""
+
+
+def check_founding(run: RunConfig) -> None:
+    """Raise UserError for what no peer of `run` could train; run: with its family, where that is known."""
+    check_schedule(run)
+    check_sides(run.resolution, run.num_buckets, run.bucket_side_min, run.bucket_side_max)
+    check_family(run.family, run)
+
+
+def check_family(family: str, run: RunConfig) -> None:
+    """Raise UserError for an option of `run` that the family has no use for: whoever gave it meant another model."""
+    for reason, names in REFUSED.get(family, {}).items():
+        for name in names:
+            if run.was_given(name):
+                raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
+
+
+def check_schedule(run: RunConfig) -> None:
+    """Raise UserError for a learning rate that falls towards an end which the run does not have."""
+    if not run.total_samples and not run.lr_scheduler.startswith("constant"):
+        raise UserError(
+            f"lr_scheduler '{run.lr_scheduler}' must know where the run ends.", fix="Give --max_train_steps or --total_samples."
+        )
+
+
+def check_sides(resolution: int, num_buckets: int, side_min: int, side_max: int) -> tuple[int, int]:
+    """The shortest and longest side of a bucket; 0 stands for half and one and a half of the resolution. Raises UserError where no square is left."""
+    side_min, side_max = side_min or resolution // 2, side_max or resolution * 3 // 2
+    if num_buckets > 1 and not side_min <= resolution <= side_max:
+        raise UserError(
+            f"bucket_side_min is {side_min} and bucket_side_max {side_max}, but resolution {resolution} must lie between them.",
+            fix="Leave them out: then they are half and one and a half of the resolution.",
+        )
+    return side_min, side_max

@@ -1,0 +1,216 @@
+"""What strangers send to a node's DHT, as bytes on the wire: real p2pds, hivemind's own messages, nothing of ours on the stranger's side."""
+
+import asyncio
+import itertools
+import random
+import time
+
+import msgpack
+import pytest
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils.crypto import RSAPrivateKey
+
+from swarm.records import PeerRecord, RunRecord
+
+CONFIG = "5ca1ab1e" * 8
+RUN_ID = CONFIG[:16]
+PEERS, RUNS = f"{RUN_ID}.peers", "distributed-diffusion.runs.1"
+RANDOM = random.Random(4711)
+
+
+def claims(peer_id: str, **values) -> dict:
+    record = PeerRecord(peer_id=peer_id, config=CONFIG, schema="s", round=1, samples=7, digest="d", time=time.time())
+    return msgpack.unpackb(record.pack()) | values
+
+
+def signed(key: RSAPrivateKey, name: str, content: object, *, subkey: bytes | None = None, seconds: float = 20.0) -> dict:
+    """A store request's columns for one record, signed as hivemind signs. content: packed twice if a mapping, else as it is."""
+    validator = RSASignatureValidator(key)
+    value = msgpack.packb(msgpack.packb(content)) if isinstance(content, dict) else content
+    tag = msgpack.packb(validator.local_public_key if subkey is None else subkey)
+    record = DHTRecord(DHTID.generate(source=name).to_bytes(), tag, value, time.time() + seconds)
+    return {"keys": record.key, "subkeys": tag, "values": validator.sign_value(record), "expiration_time": record.expiration_time}
+
+
+async def store(stranger, victim, *records: dict, in_cache: bool = False) -> list[bool]:
+    columns = {name: [record[name] for record in records] for name in ("keys", "subkeys", "values", "expiration_time")}
+    request = dht_pb2.StoreRequest(**columns, in_cache=[in_cache] * len(records))
+    peer = PeerID.from_base58(victim.peer_id)
+    answer = await stranger.p2p.call_protobuf_handler(peer, "DHTProtocol.rpc_store", request, dht_pb2.StoreResponse)
+    return list(answer.store_ok)
+
+
+def kept(node) -> list[str]:
+    return [owner.decode() for _, found in node._stored.items() for owner in dict(found.value.items())]
+
+
+def test_one_identity_has_one_record_under_a_key(nodes):
+    """3,000 came in while a subkey had only to contain a key."""
+
+    async def scenario(start):
+        victim = await start("victim")
+        stranger = await start("stranger", initial_peers=await victim.maddrs())
+        key, owner = stranger._identity.key, stranger._validator.local_public_key
+        spellings = [owner + b"x", b"x" + owner, owner + owner, owner.replace(b"]", b" a comment]"), owner.replace(b"ssh-rsa ", b"ssh-rsa  ")]
+        spellings += [owner[:-1] + bytes([RANDOM.randrange(33, 90)]) + b"]" for _ in range(20)]
+        for subkey in spellings:
+            assert await store(stranger, victim, signed(key, PEERS, claims(stranger.peer_id), subkey=subkey)) == [False]
+        for _ in range(3):
+            assert await store(stranger, victim, signed(key, PEERS, claims(stranger.peer_id))) == [True]
+            await asyncio.sleep(0.01)
+        assert kept(victim) == [owner.decode()]
+
+    nodes(scenario)
+
+
+def test_junk_under_random_keys_and_of_other_kinds_is_not_kept(nodes):
+    async def scenario(start):
+        victim = await start("victim")
+        stranger = await start("stranger", initial_peers=await victim.maddrs())
+        key = stranger._identity.key
+        junk = [
+            signed(key, RANDOM.randbytes(9).hex(), claims(stranger.peer_id)),  # not the key of the run that it names
+            signed(key, PEERS, claims(stranger.peer_id, config=RANDOM.randbytes(32).hex())),
+            signed(key, RUNS, claims(stranger.peer_id)),
+            signed(key, PEERS, {"run": {}, "run_id": RUN_ID}),
+            signed(key, PEERS, claims("QmSomebodyElse")),
+            signed(key, PEERS, RANDOM.randbytes(2000)),  # signed, and no msgpack: hivemind's readers hang over it
+            signed(key, PEERS, msgpack.packb(RANDOM.randrange(2**60))),
+            signed(key, PEERS, claims(stranger.peer_id, note="x" * 8000)),
+            signed(key, PEERS, claims(stranger.peer_id), seconds=3600),
+            signed(key, PEERS, claims(stranger.peer_id), seconds=float("nan")),
+        ]
+        for record in junk:
+            assert await store(stranger, victim, record) == [False]
+        assert await store(stranger, victim, signed(key, PEERS, claims(stranger.peer_id)), in_cache=True) == [False]
+        assert len(victim._stored) == 0
+        of_made_up_runs = []
+        for config in (RANDOM.randbytes(32).hex() for _ in range(12)):
+            record = signed(key, f"{config[:16]}.peers", claims(stranger.peer_id, config=config))
+            of_made_up_runs += await store(stranger, victim, record)
+        assert sum(of_made_up_runs) == 4 and victim._stored.num_bytes < 4 * 6000
+
+    nodes(scenario)
+
+
+def test_nobody_stores_what_another_signed_nor_a_whole_dictionary(nodes):
+    async def scenario(start):
+        victim = await start("victim")
+        stranger = await start("stranger", initial_peers=await victim.maddrs())
+        other = RSAPrivateKey()
+        replayed = signed(other, PEERS, claims("Qm" + "x" * 44))
+        assert await store(stranger, victim, replayed) == [False]
+        whole = {**signed(stranger._identity.key, PEERS, claims(stranger.peer_id)), "subkeys": b""}
+        assert await store(stranger, victim, whole) == [False]
+        assert len(victim._stored) == 0
+
+    nodes(scenario)
+
+
+def test_a_question_that_is_too_long_or_one_too_many_is_not_answered_and_others_are(nodes):
+    async def scenario(start):
+        victim = await start("victim")
+        stranger, honest = [await start(name, initial_peers=await victim.maddrs()) for name in ("stranger", "honest")]
+        peer, answer = PeerID.from_base58(victim.peer_id), dht_pb2.FindResponse
+
+        async def ask(*keys: bytes):
+            return await stranger.p2p.call_protobuf_handler(peer, "DHTProtocol.rpc_find", dht_pb2.FindRequest(keys=keys), answer)
+
+        for keys in ([RANDOM.randbytes(20)] * 5000, [RANDOM.randbytes(21)]):
+            with pytest.raises(Exception, match="too long a question"):
+                await ask(*keys)
+        with pytest.raises(Exception, match="too many questions"):
+            await asyncio.gather(*(ask(RANDOM.randbytes(20)) for _ in range(300)))
+        assert await honest.publish(RUN_ID, PeerRecord(**claims(honest.peer_id)))
+        assert honest.peer_id in await victim.records(RUN_ID)
+
+    nodes(scenario)
+
+
+def dictionary(items: list, *, maxsize: object = float("inf"), latest: object = 0.0) -> bytes:
+    return msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([maxsize, latest, items])))
+
+
+def nonsense(stranger) -> dict[str, dict]:
+    """Answers to 'find' that stopped or filled whoever asked."""
+    mine = signed(stranger._identity.key, PEERS, claims(stranger.peer_id))
+    owner = msgpack.unpackb(mine["subkeys"])
+    item = [owner, mine["values"], mine["expiration_time"]]
+    garbled = signed(stranger._identity.key, PEERS, b"\xc1" * 30)
+    return {
+        "over for ever": {"value": dictionary([]), "expiration_time": float("inf")},
+        "no length": {"value": dictionary([item], maxsize="many")},
+        "a signed record that is no msgpack": {"value": dictionary([[owner, garbled["values"], garbled["expiration_time"]]])},
+        "items of other kinds": {"value": dictionary([[1, 2, 3], [[], {}, None], "x", item])},
+        "no dictionary": {"value": msgpack.packb({"a": 1})},
+        "2 MiB": {"value": dictionary([[owner + RANDOM.randbytes(3), mine["values"], mine["expiration_time"]] for _ in range(1000)])},
+        "nothing": {"value": b""},
+    }
+
+
+def test_no_answer_of_a_stranger_hides_the_others_or_comes_in(nodes):
+    async def scenario(start):
+        one = await start("one")
+        two = await start("two", initial_peers=await one.maddrs())
+        stranger = await start("stranger", initial_peers=await one.maddrs())
+        ids = itertools.count()
+
+        async def answer(request: dht_pb2.FindRequest, context) -> dht_pb2.FindResponse:
+            # and names itself under new ids for ever, each nearer than the one before
+            near = DHTID.from_bytes(request.keys[0])
+            names = [(near ^ (2**100 - next(ids))).to_bytes(20, "big") for _ in range(20)]
+            result = dht_pb2.FindResult(
+                type=dht_pb2.FOUND_DICTIONARY, nearest_node_ids=names, nearest_peer_ids=[stranger.p2p.peer_id.to_bytes()] * 20, **given
+            )
+            return dht_pb2.FindResponse(results=[result], peer=dht_pb2.NodeInfo(node_id=names[0]))
+
+        await stranger.p2p.remove_protobuf_handler("DHTProtocol.rpc_find")
+        given: dict = {}
+        for what, lie in nonsense(stranger).items():
+            given = lie
+            await stranger.p2p.add_protobuf_handler("DHTProtocol.rpc_find", answer, dht_pb2.FindRequest)
+            for node in (one, two):
+                await node.publish(RUN_ID, PeerRecord(**claims(node.peer_id)))
+            for node in (one, two):
+                found = await asyncio.wait_for(node.records(RUN_ID), 60)
+                assert {one.peer_id, two.peer_id} <= set(found) <= {one.peer_id, two.peer_id, stranger.peer_id}, what
+            await stranger.p2p.remove_protobuf_handler("DHTProtocol.rpc_find")
+        assert all(len(node._stored) <= 3 for node in (one, two))
+
+    nodes(scenario)
+
+
+def test_a_peer_with_many_node_ids_has_one_place_in_the_table_and_takes_nobody_elses(nodes):
+    async def scenario(start):
+        victim = await start("victim")
+        honest = await start("honest", initial_peers=await victim.maddrs())
+        stranger = await start("stranger", initial_peers=await victim.maddrs())
+        taken = honest._dht.node_id.to_bytes()
+        for node_id in [RANDOM.randbytes(20) for _ in range(60)] + [taken]:
+            ping = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=node_id))
+            await stranger.p2p.call_protobuf_handler(victim.p2p.peer_id, "DHTProtocol.rpc_ping", ping, dht_pb2.PingResponse)
+        table = victim._dht.protocol.routing_table
+        assert len(table.uid_to_peer_id) == 2 and table.get(node_id=honest._dht.node_id) == honest.p2p.peer_id
+
+    nodes(scenario)
+
+
+def test_records_outlive_the_node_by_which_all_came(nodes):
+    """Nobody hands on what others signed: owners renew it at the nodes that there are."""
+
+    async def scenario(start):
+        first = await start("first")
+        two, three = [await start(name, initial_peers=await first.maddrs()) for name in ("two", "three")]
+        run = RunRecord(run_id=RUN_ID, run={"model": "x"})
+        assert await two.publish_run(run)
+        await first.close()
+        newcomer = await start("newcomer", initial_peers=await three.maddrs())
+        assert await newcomer.find_runs() == {two.peer_id: run}
+        await two.publish(RUN_ID, PeerRecord(**claims(two.peer_id)))
+        assert two.peer_id in await newcomer.records(RUN_ID)
+
+    nodes(scenario)

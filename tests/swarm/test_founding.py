@@ -1,0 +1,81 @@
+"""What no peer could train is refused where the run is founded, without torch, and by the names that the trainer has."""
+
+import subprocess
+import sys
+
+import pytest
+
+from swarm import choices
+from swarm.errors import UserError
+from swarm.founding import REFUSED, check_family, check_founding
+from swarm.options import build
+from swarm.run_config import RunConfig
+from tests.conftest import ROOT
+
+
+@pytest.mark.parametrize(("room", "names"), [("models", choices.FAMILIES), ("methods", choices.METHODS), ("sync", choices.SYNCS)])
+def test_the_names_are_those_of_the_modules(room, names):
+    from peer.rooms import parts
+
+    assert parts(room) == sorted(names)
+
+
+def test_the_schedules_are_those_that_diffusers_has_for_one_rate():
+    from diffusers.optimization import SchedulerType
+
+    assert set(choices.LR_SCHEDULERS) == {kind.value for kind in SchedulerType} - {"piecewise_constant"}
+
+
+def test_the_families_are_those_that_a_model_can_be_of():
+    from swarm.base_model import PIPELINES
+
+    assert set(PIPELINES.values()) == set(choices.FAMILIES) == set(REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "right"),
+    [
+        ("method", "lorra", "lora"),
+        ("sync", "dilocco", "diloco"),
+        ("family", "sdlx", "sdxl"),
+        ("lr_scheduler", "cosin", "cosine"),
+        ("wire", "int44", "int4"),
+        ("optimizer", "adafactr", "adafactor"),
+        ("prediction_type", "v_predict", "v_prediction"),
+    ],
+)
+def test_a_misspelt_name_is_one_line_with_the_right_one(option, wrong, right):
+    with pytest.raises(UserError, match=rf"^{option} is '{wrong}'\. Did you mean '{right}'\? Use one of .*{right}"):
+        build(RunConfig, {option: wrong})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr_scheduler": "cosine"}, "lr_scheduler 'cosine' must know where the run ends. Give --max_train_steps or --total_samples."),
+        ({"num_buckets": 4, "bucket_side_min": 640}, "bucket_side_min is 640 and bucket_side_max 768, but resolution 512 must lie between"),
+        ({"family": "flux", "snr_gamma": 5.0}, "snr_gamma is 5.0, but flux is trained by flow matching"),
+        ({"family": "flux", "clip_skip": 1}, "clip_skip is 1, but flux reads captions with T5"),
+        (
+            {"family": "sdxl", "guidance_scale": 1.0},
+            "guidance_scale is 1.0, but sdxl is not trained by flow matching. Remove --guidance_scale",
+        ),
+    ],
+)
+def test_what_every_peer_would_refuse_is_refused_before(values, message):
+    with pytest.raises(UserError) as caught:
+        check_founding(RunConfig(**values))
+    assert str(caught.value).startswith(message)
+
+
+def test_what_peers_can_train_is_not_refused():
+    for values in ({"lr_scheduler": "cosine", "total_samples": 9}, {"bucket_side_min": 640}, {"family": "flux", "guidance_scale": 1.0}):
+        check_founding(RunConfig(**values))
+    check_family("a family of one's own", RunConfig(snr_gamma=5.0))
+
+
+def test_all_this_needs_no_torch():
+    program = (
+        "import sys, swarm.founding, datasetserver.founding; sys.exit(bool({'torch', 'diffusers', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=240).returncode == 0
