@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasetserver import invite, orders, template, tokens
+from datasetserver import heads, invite, orders, template, tokens
 from datasetserver.config import ServerConfig
 from datasetserver.work_folder import LEDGER
 from swarm.arguments import ArgumentParser
@@ -17,7 +17,7 @@ from swarm.run_config import RunConfig
 
 _COMMANDS = (
     "Commands: init writes a run.toml to fill in; invite NAME prints what a volunteer pastes; pause, resume, end and extend say what becomes of "
-    "a run; token add, remove and list say who may use the server. Each has --help."
+    "a run; heads lists its newest states and discard forgets a forged one; token add, remove and list say who may use the server. Each has --help."
 )
 _LISTED = 20  # rejected files shown on the terminal; all are in rejected.csv
 
@@ -35,6 +35,8 @@ def _main(argv: Sequence[str]) -> None:
         return invite.main(argv[1:])
     if list(argv[:1]) == ["init"]:
         return template.main(argv[1:])
+    if argv and argv[0] in heads.VERBS:
+        return heads.main(argv)
     if argv and argv[0] in orders.VERBS:
         return orders.main(argv)
     config, run_values = _read(argv)

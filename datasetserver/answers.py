@@ -51,18 +51,22 @@ def error(status: int, code: str, message: str, fix: str, headers: Mapping[str, 
     return web.Response(body=canonical_json(body.model_dump()), status=status, content_type="application/json", headers=headers)
 
 
-async def read(request: web.Request, model: type[Request], *, seconds: float = BODY_SECONDS) -> Request:
+async def read(request: web.Request, model: type[Request]) -> Request:
     """The request's body as `model`. Raises Refused: 400, 408, 413, 415, 422."""
+    return parse(await read_body(request), model)
+
+
+async def read_body(request: web.Request, *, seconds: float = BODY_SECONDS) -> bytes:
+    """The request's body as it came. Raises Refused: 400, 408, 413, 415."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Refused(415, "unsupported_media_type", "A compressed body.", "Send it as it is.")
     try:
         # A small body has come with its head: then there is nothing to wait for, and no task and timer to pay for.
-        body = await (_body(request) if request.content.is_eof() else asyncio.wait_for(_body(request), seconds))
+        return await (_body(request) if request.content.is_eof() else asyncio.wait_for(_body(request), seconds))
     except asyncio.TimeoutError:
         raise Refused(408, "request_timeout", f"The body did not arrive within {seconds:.0f} s.", "Try again.") from None
     except web.RequestPayloadError as fault:
         raise Refused(400, "bad_request", f"The body is broken: {fault}."[:500], "Send it again.") from None
-    return parse(body, model)
 
 
 async def _body(request: web.Request) -> bytes:

@@ -5,7 +5,9 @@ No path, header or body of a user ever reaches the file system: a shard is found
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -14,7 +16,7 @@ from datasetserver.addresses import is_this_machine, visible_maddrs
 from datasetserver.book import Book
 from datasetserver.downloads import get_blob, get_manifest, get_state
 from datasetserver.founding import acceptable_run
-from datasetserver.gate import Gate, caller, holds_token
+from datasetserver.gate import Gate, caller, holds_token, sender
 from datasetserver.live import get_asset, get_events, get_history, get_page, get_picture, get_pictures, put_picture
 from datasetserver.metrics import CONTENT_TYPE
 from datasetserver.openapi import Endpoint, describe
@@ -26,12 +28,14 @@ from swarm.digest import canonical_json, digest_json
 from swarm.errors import UserError
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 def make_app(service: Service) -> web.Application:
-    gate = Gate(ENDPOINTS, service.tokens, service.limits, service.metrics)
+    gate = Gate(ENDPOINTS, service.tokens, service.limits, service.metrics, service.names)
     app = web.Application(middlewares=[gate.middleware])
     app[SERVICE] = service
+    app.on_response_prepare.append(gate.keep_private)
     app.cleanup_ctx.append(service.watch.running)
     for endpoint in ENDPOINTS:
         if endpoint.method == "GET":
@@ -60,7 +64,7 @@ async def get_run(request: web.Request) -> web.Response:
 
 async def _run_answer(service: Service, asker: str, status: int = 200) -> web.Response:
     maddrs = service.rendezvous.maddrs if service.rendezvous else []
-    run = asdict(service.run)
+    run = service.run.to_mapping()
     return answers.answer(
         protocol.RunAnswer(
             protocol=protocol.PROTOCOL_VERSION,
@@ -115,13 +119,11 @@ async def put_run(request: web.Request) -> web.Response:
         except UserError as error:
             raise Refused(503, "ledger_unavailable", error.message, error.fix) from None
         log.info("the run '%s' (%s) was founded by a peer at %s", run.run_name, run.run_id, caller(request))
-    elif run.digest != service.run.digest:
-        ours = asdict(service.run)
-        name = next(name for name, value in asdict(run).items() if name != "model" and value != ours[name])
+    elif differ := service.run.differing(asdict(run)):  # none also where an older or newer program names the same run otherwise
         raise Refused(
             409,
             "run_exists",
-            f"This server has the run '{service.run.run_name}' ({service.run.run_id}), with {name} = {ours[name]}.",
+            f"This server has the run '{service.run.run_name}' ({service.run.run_id}), with {differ[0]} = {getattr(service.run, differ[0])}.",
             "Join that run, or give a run of your own another server.",
         )
     return await _run_answer(service, caller(request), 201 if new else 200)
@@ -135,7 +137,7 @@ async def post_lease(request: web.Request) -> web.Response:
         units = [_leased_unit(service.data.manifest.shards[shard], epoch, skip) for (epoch, shard), skip in grant.units]
         return protocol.LeaseAnswer(lease_id=grant.lease_id, units=units, **_periods(book))
 
-    return answers.answer(await service.ledger.call(operation), status=201)
+    return answers.answer(await _told(request, asked.peer, operation), status=201)
 
 
 async def post_renew(request: web.Request) -> web.Response:
@@ -147,29 +149,29 @@ async def post_renew(request: web.Request) -> web.Response:
         book.renew(request.match_info["lease"], asked.peer)
         return protocol.RenewAnswer(**_periods(book), state=book.state, extension=extension)
 
-    return answers.answer(await service.ledger.call(operation))
+    return answers.answer(await _told(request, asked.peer, operation))
 
 
 async def post_release(request: web.Request) -> web.Response:
-    service, asked = await for_run(request, protocol.ReleaseRequest)
+    _, asked = await for_run(request, protocol.ReleaseRequest)
     lease = request.match_info["lease"]
-    released = await service.ledger.call(lambda book: book.release(lease, asked.peer, asked.keys))
+    released = await _told(request, asked.peer, lambda book: book.release(lease, asked.peer, asked.keys))
     return answers.answer(protocol.ReleaseAnswer(released=released))
 
 
 async def post_contribution(request: web.Request) -> web.Response:
-    service, asked = await for_run(request, protocol.ContributionRequest)
+    _, asked = await for_run(request, protocol.ContributionRequest)
 
     def operation(book: Book) -> protocol.ContributionAnswer:
         contribution = book.contribute(asked.peer, asked.number, asked.keys, offered=asked.offered)
         counts = {"registered": contribution.samples, "repeated": contribution.repeated}
         return protocol.ContributionAnswer(**counts, counted=contribution.counted)
 
-    return answers.answer(await service.ledger.call(operation))
+    return answers.answer(await _told(request, asked.peer, operation))
 
 
 async def post_round(request: web.Request) -> web.Response:
-    service, asked = await for_run(request, protocol.RoundRequest)
+    _, asked = await for_run(request, protocol.RoundRequest)
     members = tuple((member.peer, member.number, member.samples) for member in asked.members)
 
     def operation(book: Book) -> tuple[protocol.Head, bool]:
@@ -177,10 +179,21 @@ async def post_round(request: web.Request) -> web.Response:
         book.settle(State(asked.digest, asked.parent, asked.round, asked.samples, members), asked.peer)
         return head_of(book), new
 
-    head, new = await service.ledger.call(operation)
+    head, new = await _told(request, asked.peer, operation)
     if new:
         log.info("settled round=%d samples=%d members=%d digest=%s", asked.round, asked.samples, len(members), asked.digest[:16])
     return answers.answer(protocol.RoundAnswer(head=head))
+
+
+async def _told(request: web.Request, peer: str, operation: Callable[[Book], Result]) -> Result:
+    """What the ledger answers to `peer`, if the request's sender may speak for it. Raises Refused."""
+    who = sender(request, request.app[SERVICE].tokens)
+
+    def admitted(book: Book) -> Result:
+        book.admit(peer, who)
+        return operation(book)
+
+    return await request.app[SERVICE].ledger.call(admitted)
 
 
 # -- from the ledger's words to the protocol's

@@ -8,20 +8,26 @@ promises is durable only when the caller has saved and committed: see `ledger.py
 import secrets
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
+from datasetserver.holdings import Holdings
+from datasetserver.lineage import Lineage
+from datasetserver.owners import Owners, Sender
 from datasetserver.refused import Refused
 from datasetserver.samples import Masks, UnitId, full, indices, parse_keys, size
 from datasetserver.store import Store
-from datasetserver.tree import State, StateTree
+from datasetserver.tree import State, StateTree, spare
 from datasetserver.units import Contribution, Lease, Unit, Units
 from swarm.protocol import MAX_KEYS, NO_LEASE, RunState
 
 MOST_LEASED = 2 * MAX_KEYS
 """A peer that trains holds what one contribution may have, and what it leased ahead; one that holds more trains nothing."""
 _MOST_REPORTERS = 64
+_MOST_SPARE_MEMBERS = 1 << 16
+"""In all states that one owner's peers were the first to report and that are not on the head's chain: about 10 MB, or 1,000 rounds of 64 peers."""
+_MOST_DISCARDED = 10_000
 _NAMES = 256
 
 
@@ -36,9 +42,10 @@ class Grant:
 class Book:
     """The ledger's state in memory, read from `db`, and written to it by `save`.
 
-    shards: number of samples per shard. generations: see `Units`. most_leased: samples that a peer may hold by leases, beyond which it gets none.
-    copy_seconds: after which a unit of an epoch that is otherwise given out goes to a second peer; 0: never. order: the host's.
-    extended: to how many samples the host lets the run go on; 0: to total_samples.
+    shards: number of samples per shard. generations: see `Units`. most_leased: see `Holdings`. most_of_one: samples of one member that a
+    state may have, 0: any number. copy_seconds: after which a unit of an epoch that is otherwise given out goes to a second peer; 0: never.
+    order: the host's. extended: to how many samples the host lets the run go on; 0: to total_samples. discarded: digests of states that the
+    host names as forged.
     clock: seconds, monotonic. Every method but `sweep` may raise Refused, and then has changed nothing.
     """
 
@@ -54,21 +61,33 @@ class Book:
         lease_seconds: float = 60.0,
         grace_seconds: float = 60.0,
         most_leased: int = MOST_LEASED,
+        most_of_one: int = 0,
         copy_seconds: float = 0.0,
         order: Callable[[], RunState] = lambda: "running",
+        discarded: Callable[[], Collection[str]] = lambda: (),
         clock: Callable[[], float],
     ):
         self._store, self._shards, self._seed, self._total, self._clock = Store(db, shards), shards, seed, total_samples, clock
         self._generations = generations
         self.lease_seconds, self.grace_seconds = lease_seconds, grace_seconds
         self._most_leased, self._copy_seconds, self._order, self._extended = most_leased, copy_seconds, order, extended
+        self._to_discard = discarded
         self._seen: dict[str, float] = {}
         self._names = _unguessable()
-        self.tree = StateTree()
+        self._owners = Owners(self._store)
+        self._contributions: dict[tuple[str, int], Contribution] = {}
+        self.tree = StateTree(self._registered, most_of_one)
         self._load()
+        self._lineage = Lineage(self.tree)
         self._rebuild()
+        self._begun = self.units.last_epoch
+        """The last epoch of which a unit was leased; after a restart that of any unit we know."""
 
     # -- what peers ask for
+
+    def admit(self, peer: str, sender: Sender) -> None:
+        """`sender` is about to ask something for `peer`; see `Owners`. Raises Refused (403)."""
+        self._owners.admit(peer, sender)
 
     def lease(self, peer: str, want_samples: int) -> Grant:
         """Grant `peer` the next units with at least `want_samples` samples together, no barrier between epochs.
@@ -78,9 +97,7 @@ class Book:
         """
         self.sweep()
         self._refuse_when_over()
-        if self._held_by[peer] >= self._most_leased:
-            message = f"{peer} holds {self._held_by[peer]} samples by leases."
-            raise Refused(429, "too_many_leased", message, "Register or release some of them, and ask again.")
+        self._holdings.refuse_more(self._owners, peer, self._by_peer)
         lease = Lease(next(self._names), peer, self._clock() + self.lease_seconds, self._clock())
         for unit, mask in chain(self.units.returned(), self._late(peer), self.units.ahead()):
             lease.units[unit.uid] = mask
@@ -89,7 +106,8 @@ class Book:
             if want_samples <= 0:
                 break
         self._leases[lease.id] = lease
-        self._held_by[peer] += lease.samples
+        self._holdings.lease(peer, lease.samples)
+        self._begun = max(self._begun, *(epoch for epoch, _ in lease.units))
         self._touch(peer)
         for uid, mask in lease.units.items():
             self._store.set_lease_unit(lease, uid, mask)
@@ -141,7 +159,8 @@ class Book:
         if not offered:
             for uid, mask in masks.items():
                 self._refuse_foreign(peer, uid, mask)
-        units = {uid: own for uid, mask in masks.items() if (own := mask & self._open_to(peer, uid))}
+        last = self._begun + 1  # counted once: what one request asks for does not begin an epoch
+        units = {uid: own for uid, mask in masks.items() if uid[0] <= last and (own := mask & self._open_to(peer, uid))}
         contribution = Contribution(peer, number, units, repeated=size(masks) - size(units))
         self._contributions[peer, number] = contribution
         self._store.add_contribution(contribution)
@@ -149,9 +168,12 @@ class Book:
             self._strip(uid, mask, peer=peer)
         for uid, mask in units.items():
             self.units[uid].pending |= mask
-        self._pending.add((peer, number))
-        if (peer, number) in self._included:
+        self._await(contribution)
+        if (peer, number) in self._lineage.included:
             self._count(contribution)
+        before = self.tree.head
+        self.tree.count_again((peer, number))
+        self._follow_head(before)
         return contribution
 
     def settle(self, state: State, reporter: str) -> State:
@@ -169,18 +191,24 @@ class Book:
                 known.reporters.append(reporter)
                 self._store.set_state(known)
             return self.tree.head
+        self._refuse_discarded(state)
         wrong = self.tree.contradiction(state)
         if wrong:
             raise Refused(409, "contradiction", f"State {state.digest[:16]} cannot be: {wrong}.", "Catch up with the swarm.")
         state.reporters = [reporter]
-        self._store.set_state(state)
         before = self.tree.head
         self.tree.add(state)
-        self._follow_head(before)
+        self._store.set_state(state)
+        if self.tree.is_followed(state):  # a report that comes late: the head's chain may be another though the head is not
+            self._change_branch()
+        else:
+            self._follow_head(before)
+        self._forget_spare(state)
         return self.tree.head
 
     def sweep(self) -> None:
         """End leases that were not renewed in time, and withdraw what peers that are long gone left unsettled."""
+        self._discard()
         now = self._clock()
         if now < self._next_expiry:
             return
@@ -198,9 +226,13 @@ class Book:
 
     @property
     def state(self) -> RunState:
-        """What the host ordered; ended in any case once the run has all its samples."""
-        head = self.tree.head
-        return "ended" if self._total and head and head.samples >= max(self._total, self._extended()) else self._order()
+        """What the host ordered; ended in any case once we have counted all the run's samples."""
+        return "ended" if self._total and self.counted_samples >= max(self._total, self._extended()) else self._order()
+
+    @property
+    def counted_samples(self) -> int:
+        """In the head's chain, repeated ones included, whatever reports say."""
+        return self.tree.head.counted if self.tree.head else 0
 
     def samples_by_peer(self) -> Mapping[str, int]:
         """Counted samples per peer."""
@@ -213,7 +245,7 @@ class Book:
     # -- who gets what
 
     def _refuse_when_over(self) -> None:
-        samples = self.tree.head.samples if self.tree.head else 0
+        samples = self.counted_samples
         if self.state == "ended":
             raise Refused(410, "run_finished", f"The run is finished: {samples} samples are in it.", "Export the result.")
         if self.state == "paused":
@@ -238,9 +270,7 @@ class Book:
             raise Refused(409, "not_held", message, "Drop these samples and lease again.")
 
     def _open_to(self, peer: str, uid: UnitId) -> int:
-        """The samples of a unit that the peer may make its own: those it leased, and those nobody has, up to one epoch ahead of all."""
-        if uid[0] > self.units.last_epoch + 1:
-            return 0
+        """The samples of a unit that the peer may make its own: those it leased, and those nobody has."""
         unit = self.units[uid]
         return unit.held_by(peer) & unit.leased | unit.available
 
@@ -256,7 +286,7 @@ class Book:
 
     def _take(self, lease: Lease, unit: Unit, mask: int) -> None:
         left = lease.units[unit.uid] & ~mask
-        self._held_by[lease.peer] -= mask.bit_count()
+        self._holdings.leased[lease.peer] -= mask.bit_count()
         self._store.set_lease_unit(lease, unit.uid, left)
         if left:
             lease.units[unit.uid] = left
@@ -277,9 +307,7 @@ class Book:
         """End a lease; returns how many samples become leasable."""
         del self._leases[lease.id]
         self._store.remove_lease(lease)
-        self._held_by[lease.peer] -= lease.samples
-        if not self._held_by[lease.peer]:
-            del self._held_by[lease.peer]
+        self._holdings.end_lease(lease.peer, lease.samples)
         for uid in lease.units:
             self.units[uid].holders.remove(lease)
         return sum(self._free(uid, mask) for uid, mask in lease.units.items())
@@ -287,7 +315,7 @@ class Book:
     def _withdraw(self, contribution: Contribution) -> int:
         """Withdraw a live contribution; returns how many samples become leasable."""
         contribution.live = False
-        self._pending.discard((contribution.peer, contribution.number))
+        self._settle(contribution)
         self._store.set_contribution(contribution)
         for uid, mask in contribution.units.items():
             self.units[uid].pending &= ~mask
@@ -295,7 +323,7 @@ class Book:
 
     def _count(self, contribution: Contribution) -> None:
         contribution.counted = True
-        self._pending.discard((contribution.peer, contribution.number))
+        self._settle(contribution)
         for uid, mask in contribution.units.items():
             unit = self.units[uid]
             self._by_peer[contribution.peer] += (mask & ~unit.counted).bit_count()
@@ -312,56 +340,92 @@ class Book:
             self.units.free(unit)
         return freed.bit_count()
 
+    def _await(self, contribution: Contribution) -> None:
+        self._pending.add((contribution.peer, contribution.number))
+        self._holdings.pending[contribution.peer] += contribution.samples
+
+    def _settle(self, contribution: Contribution) -> None:
+        """It is not pending any more."""
+        if (contribution.peer, contribution.number) in self._pending:
+            self._pending.remove((contribution.peer, contribution.number))
+            self._holdings.pending[contribution.peer] -= contribution.samples
+
     # -- the head
 
     def _follow_head(self, before: State | None) -> None:
         """The head was `before`; usually the new one is its child, and nothing else can have changed."""
-        head = self.tree.head
-        if before is not None and head.parent == before.digest:
-            self._withdraw_passed(head)
-            self._last |= dict(head.contributions())
-            return self._include(set(head.contributions()))
-        self._look_back()
-        included = {pair for state in self.tree.chain() for pair in state.contributions()}
-        if not self._included <= included:
-            self._leave_branch(included)
+        if self.tree.head is before:
             return
-        self._include(included - self._included)
+        following = self.tree.since(before)
+        if following is None:
+            self._change_branch()
+            return
+        for state in following:
+            for pair in self._lineage.passed(state, self._pending):
+                self._withdraw(self._contributions[pair])
+            self._include(set(state.contributions()) - self._lineage.included)
+            self._lineage.extend(state)
 
     def _include(self, pairs: set[tuple[str, int]]) -> None:
-        for pair in pairs & self._contributions.keys():
+        for pair in sorted(pairs & self._contributions.keys()):
             self._count(self._contributions[pair])
-        self._included |= pairs
 
-    def _look_back(self) -> None:
-        """Each peer's last contribution in the head's chain, and whether we know the whole chain; else only what follows its last gap."""
-        self._last: dict[str, int] = {}
-        self._whole, known = True, ""
-        for state in self.tree.chain():
-            if state.parent != known if known else state.round != 1:
-                self._last, self._whole = {}, False
-            self._last |= dict(state.contributions())
-            known = state.digest
-
-    def _withdraw_passed(self, head: State) -> None:
-        """Withdraw what the members of `head`, the child of the head before, had registered between their last part in its chain and this.
-
-        No state takes an earlier contribution after a later one: its peer died, and another process of it goes on. One that may be in a
-        state whose report was lost stays.
-        """
-        now = dict(head.contributions())
-        for peer, number in sorted(pair for pair in self._pending if pair[1] < now.get(pair[0], 0)):
-            if self._last.get(peer, 0 if self._whole else number) < number:
-                self._withdraw(self._contributions[peer, number])
-
-    def _leave_branch(self, included: set[tuple[str, int]]) -> None:
-        """The head is on another branch: what was counted on ours only is withdrawn, as its peers drop it too."""
-        for pair in sorted(self._included - included):
+    def _change_branch(self) -> None:
+        """What was counted on the head's former chain only is withdrawn, as its peers drop it too."""
+        before = self._lineage.included
+        self._lineage.read()
+        for pair in sorted(before - self._lineage.included):
             contribution = self._contributions.get(pair)
             if contribution and contribution.live:
                 contribution.live = False
                 self._store.set_contribution(contribution)
-        self._rebuild()
+        if not before <= self._lineage.included:
+            return self._rebuild()
+        for state in self.tree.chain():
+            self._include(set(state.contributions()) - before)
+
+    def _registered(self, pair: tuple[str, int]) -> int:
+        contribution = self._contributions.get(pair)
+        return contribution.samples + contribution.repeated if contribution else 0
+
+    def _forget_spare(self, new: State) -> None:
+        """Reports that are on no chain of ours take room; the least of those that the same owner's peers brought make way."""
+        if new is self.tree.head:
+            return
+        owner = self._owners.of(new.reporters[0])
+        while victim := spare(self.tree, [s for s in self.tree if self._owners.of(s.reporters[0]) == owner], _MOST_SPARE_MEMBERS):
+            self._remove(victim.digest)
+
+    def _remove(self, digest: str) -> list[State]:
+        gone, moved = self.tree.remove(digest)
+        for state in gone:
+            self._store.remove_state(state.digest)
+        for state in moved:
+            self._store.set_state(state)
+        return gone
+
+    def _refuse_discarded(self, state: State) -> None:
+        if self._discarded.isdisjoint((state.digest, state.parent)):
+            return
+        if len(self._discarded) < _MOST_DISCARDED:
+            self._never_take(state.digest)  # so that what follows it is refused, too
+        message = f"The host has discarded state {state.digest[:16]}, or one before it."
+        raise Refused(409, "discarded", message, "Go on from a state of before: remove the newer ones from --output_dir, and start again.")
+
+    def _discard(self) -> None:
+        """Do what the host ordered since: forget states that it names, and all that descend from them."""
+        new = set(self._to_discard()) - self._discarded
+        if not new:
+            return
+        for digest in sorted(new):
+            for state in self._remove(digest):
+                self._never_take(state.digest)
+            self._never_take(digest)
+        self._change_branch()
+
+    def _never_take(self, digest: str) -> None:
+        self._discarded.add(digest)
+        self._store.discard(digest)
 
     # -- start
 
@@ -369,7 +433,8 @@ class Book:
         self._leases = {lease.id: lease for lease in self._store.leases()}
         for lease in self._leases.values():
             lease.deadline, lease.since = self._clock() + self.lease_seconds, self._clock()
-        self._contributions = {(c.peer, c.number): c for c in self._store.contributions()}
+        self._contributions.update({(c.peer, c.number): c for c in self._store.contributions()})
+        self._discarded = self._store.discarded()
         for state in self._store.states():
             self.tree.add(state)
 
@@ -378,21 +443,20 @@ class Book:
         now = self._clock()
         self.units = Units(self._shards, self._seed, self._generations)
         self._by_peer: Counter[str] = Counter()
-        self._held_by: Counter[str] = Counter()
-        self._included = {pair for state in self.tree.chain() for pair in state.contributions()}
-        self._look_back()
+        self._holdings = Holdings(self._most_leased)
         for lease in self._leases.values():
-            self._held_by[lease.peer] += lease.samples
+            self._holdings.lease(lease.peer, lease.samples)
             for uid in lease.units:
                 self.units[uid].holders.append(lease)
-        self._pending = {pair for pair, contribution in self._contributions.items() if contribution.live}
+        self._pending: set[tuple[str, int]] = set()
         for contribution in self._contributions.values():
             contribution.counted = False
+            if contribution.live:
+                self._await(contribution)
             for uid, mask in contribution.units.items():
                 self.units[uid].pending |= mask if contribution.live else 0
-        for pair in (pair for state in self.tree.chain() for pair in state.contributions()):
-            if pair in self._contributions:
-                self._count(self._contributions[pair])
+        for state in self.tree.chain():
+            self._include(set(state.contributions()))
         for peer in {lease.peer for lease in self._leases.values()} | {peer for peer, _ in self._pending}:
             self._seen.setdefault(peer, now)
         self._next_expiry = now

@@ -59,6 +59,9 @@ class ServerConfig:
     )
     port: int = option(9090, "Port to listen on; 0: any free one.")
     public_url: str = option("", "URL under which peers reach this server, when it is not http://HOST:PORT.")
+    server_names: tuple[str, ...] = option(
+        (), "Further names under which this server is reached, besides its addresses, localhost, this machine's name and that of --public_url."
+    )
     tokens: str = option(
         "", "File of tokens, without one of which nobody gets in; 'dd-datasetserver token add NAME --tokens FILE' makes them."
     )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,11 @@ from datasetserver.refused import Refused
 from swarm.base_model import AUTO, family_of, not_found
 from swarm.digest import canonical_json, digest_model
 from swarm.errors import UserError
+from swarm.founding import check_founding
 from swarm.options import build
 from swarm.protocol import MAX_RUN_BYTES
 from swarm.run_config import RunConfig
+from swarm.run_identity import PLACES
 
 
 def run_to_serve(values: Mapping[str, Any], stored: RunConfig | None) -> RunConfig | None:
@@ -21,14 +23,25 @@ def run_to_serve(values: Mapping[str, Any], stored: RunConfig | None) -> RunConf
     All that needs no dataset, so that nobody waits for pictures to be checked to hear of a mistyped option. Raises UserError when the values
     are wrong, there is no such model, or the ledger's run is another.
     """
-    if values.get("model") or (values and not stored):
-        run = _with_model(build(RunConfig, values))
+    if not values.get("model") and (stored or not values):
         if stored:
-            stored.refuse_another(run if run.dataset_digest else replace(run, dataset_digest=stored.dataset_digest))
-        return run
+            stored.refuse_differences(values)
+        return stored
+    run = _with_model(build(RunConfig, values))
     if stored:
-        stored.refuse_differences(values)
-    return stored
+        return _as_it_began(stored, values, run)
+    check_founding(run)
+    return run
+
+
+def _as_it_began(stored: RunConfig, values: Mapping[str, Any], run: RunConfig) -> RunConfig:
+    """The ledger's run, as its peers know it, when `run`, which the host's `values` make now, is the same. Raises UserError when it is another.
+
+    Only what the host says is compared: since the run began this program may have got new options, or other defaults.
+    """
+    said = {name: getattr(run, name) for name in values if not (name == "dataset_digest" and not values[name])}
+    stored.refuse_another({**said, "model_digest": run.model_digest})
+    return replace(stored, **{name: getattr(run, name) for name in PLACES if name in values})
 
 
 def with_dataset(run: RunConfig, dataset_digest: str) -> RunConfig:
@@ -41,13 +54,14 @@ def acceptable_run(values: Mapping[str, Any], dataset_digest: str) -> RunConfig:
     """The run that a peer asks to found, complete with the dataset's digest. Raises Refused with 400."""
     try:
         run = RunConfig.from_mapping(values, where="run")
+        check_founding(run)
         _check_dataset(run, dataset_digest)
     except UserError as error:
         raise Refused(400, "bad_run", error.message, error.fix) from None
     if not re.fullmatch("[0-9a-f]{64}", run.model_digest):
         raise Refused(400, "bad_run", f"model_digest is '{run.model_digest[:80]}'.", "Send the digest of the base model's weights.")
     run = replace(run, dataset_digest=dataset_digest)
-    size = len(canonical_json(asdict(run)))
+    size = len(canonical_json(run.to_mapping()))
     if size > MAX_RUN_BYTES:
         raise Refused(
             400, "bad_run", f"The run's options take {size} bytes, more than {MAX_RUN_BYTES}.", "Shorten its name or its model's path."

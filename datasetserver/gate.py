@@ -1,4 +1,6 @@
-"""What stands before every handler: limits, then tokens; and every failure leaves in the one form of errors."""
+"""What stands before every handler: limits, then what a browser may be made to send, then tokens; and every failure leaves in the one form of
+errors, no answer for a store that others read from.
+"""
 
 import logging
 import sqlite3
@@ -8,9 +10,11 @@ from aiohttp import web
 
 from datasetserver import answers
 from datasetserver.addresses import caller_address
-from datasetserver.limits import Limits
+from datasetserver.limits import Limits, subject
 from datasetserver.metrics import Metrics
 from datasetserver.openapi import Endpoint
+from datasetserver.origins import Names
+from datasetserver.owners import Sender
 from datasetserver.refused import Refused
 from datasetserver.tokens import Tokens
 from swarm import protocol
@@ -18,14 +22,15 @@ from swarm import protocol
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _HOLDER = "holder"
+_READING = ("GET", "HEAD")
 
 
 class Gate:
-    """tokens: None where everybody may pass."""
+    """tokens: None where everybody may pass. names: under which the server is known."""
 
-    def __init__(self, endpoints: Iterable[Endpoint], tokens: Tokens | None, limits: Limits, metrics: Metrics):
+    def __init__(self, endpoints: Iterable[Endpoint], tokens: Tokens | None, limits: Limits, metrics: Metrics, names: Names):
         self._endpoints = {endpoint.handler: endpoint for endpoint in endpoints}
-        self._tokens, self._limits, self._metrics = tokens, limits, metrics
+        self._tokens, self._limits, self._metrics, self._names = tokens, limits, metrics, names
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -37,9 +42,20 @@ class Gate:
 
     async def _admitted(self, request: web.Request, handler: Handler, endpoint: Endpoint | None) -> web.StreamResponse:
         with self._limits.admit(caller(request), _body_bytes(request, endpoint)):
-            if self._tokens and endpoint and not endpoint.public:
+            self._names.check(request.headers, writes=endpoint is not None and endpoint.method not in _READING)
+            if self._guards(endpoint):
                 request[_HOLDER] = _holder(request, self._tokens)
             return await handler(request)
+
+    def _guards(self, endpoint: Endpoint | None) -> bool:
+        return self._tokens is not None and endpoint is not None and not endpoint.public
+
+    async def keep_private(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Before any answer's head leaves: no proxy's store may give it to others, unless the handler says so and no token is asked for."""
+        response.headers.setdefault("Cache-Control", "no-store")
+        if self._guards(self._endpoints.get(request.match_info.handler)):
+            response.headers["Cache-Control"] = response.headers["Cache-Control"].replace("public", "private")
+            response.headers["Vary"] = "Authorization"
 
 
 def caller(request: web.Request) -> str:
@@ -49,6 +65,11 @@ def caller(request: web.Request) -> str:
 def holds_token(request: web.Request) -> bool:
     """Whether the caller showed a token; never where none is asked for."""
     return _HOLDER in request
+
+
+def sender(request: web.Request, tokens: Tokens | None) -> Sender:
+    """For the ledger: who speaks, on whose account."""
+    return Sender(request.get(_HOLDER, ""), tokens.holders() if tokens else (), subject(caller(request)))
 
 
 def _holder(request: web.Request, tokens: Tokens) -> str:

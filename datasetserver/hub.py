@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from datasetserver.pictures import MAX_FILE_BYTES
 from datasetserver.sources import Faults, Listing, Pair, in_random_order
+from swarm.dataset_rows import NoPicture, read_picture
 from swarm.errors import ExitCode, UserError
 
 WINDOW_ROWS = 1024
@@ -41,31 +40,17 @@ class HubDataset:
         size = 0
         for number, row in enumerate(_rows(self)):
             name = f"{self.split}/{number:09d}"
-            picture = self._picture(row[self.image_column])
-            if isinstance(picture, str):
-                faults.append((name, picture))
+            try:
+                picture = read_picture(row[self.image_column], self.name)
+            except NoPicture as reason:
+                faults.append((name, str(reason)))
                 continue
             window.append(Pair(name, picture, _caption(row[self.caption_column])))
-            size += len(picture) if isinstance(picture, bytes) else 0
+            size += len(picture)
             if len(window) == WINDOW_ROWS or size > WINDOW_BYTES:
                 yield from in_random_order(window)
                 window, size = [], 0
         yield from in_random_order(window)
-
-    def _picture(self, value: Any) -> bytes | Path | str:
-        """The picture's bytes or file; or, as text, why there is none. A path is a stranger's word: it must lead into the dataset."""
-        if isinstance(value, dict):
-            value = value.get("bytes") or value.get("path")
-        if isinstance(value, bytes):
-            return value
-        if not isinstance(value, str):
-            return "no picture in this row"
-        folder, path = Path(self.name), Path(value)
-        if folder.is_dir() and path.resolve().is_relative_to(folder.resolve()):
-            return path
-        if value.startswith(f"hf://datasets/{self.name}@"):
-            return _fetch(value)
-        return "a path that leads out of the dataset"
 
 
 def _caption(value: Any) -> str | None:
@@ -73,16 +58,6 @@ def _caption(value: Any) -> str | None:
     if isinstance(value, list):
         value = value[0] if value else None
     return value if isinstance(value, str) else None
-
-
-def _fetch(path: str) -> bytes | str:
-    from datasets.utils.file_utils import xopen
-
-    try:
-        with xopen(path, "rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        return f"cannot be fetched: {error}"
 
 
 def _rows(hub: HubDataset) -> Iterator[dict[str, Any]]:

@@ -161,9 +161,13 @@ def _prepare(db: sqlite3.Connection) -> None:
 def _check_owner(db: sqlite3.Connection, path: Path, run: RunConfig) -> None:
     meta = dict(db.execute("SELECT key, value FROM meta"))
     if not meta:  # one statement: all of it is on the disk or nothing
-        rows = ("schema", _SCHEMA_VERSION, "run", run.digest, "run_config", json.dumps(asdict(run)))
+        rows = ("schema", _SCHEMA_VERSION, "run", run.digest, "run_config", json.dumps(run.to_mapping()))
         db.execute("INSERT INTO meta VALUES (?, ?), (?, ?), (?, ?)", rows)
     elif meta.get("schema") != _SCHEMA_VERSION:
         raise UserError(f"The ledger {path} has format {meta.get('schema')}.", fix="Use the version of this program that wrote it.")
     elif meta.get("run") != run.digest:
-        RunConfig.from_mapping(json.loads(meta["run_config"]), where=str(path)).refuse_another(run)
+        begun = RunConfig.from_mapping(json.loads(meta["run_config"]), where=str(path))
+        begun.refuse_another(asdict(run))
+        raise UserError(  # the same options, named by another rule: never served over the samples of another id without a word
+            f"The ledger {path} is of the run {begun.run_id}, not {run.run_id}.", fix="Start without --model and --run to go on with it."
+        )

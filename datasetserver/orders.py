@@ -1,8 +1,9 @@
-"""What the host orders of the run that it serves: pause, resume, end, extend. A word or a number in a file of the work folder, which nobody else
+"""What the host orders of the run that it serves: pause, resume, end, extend, discard. A word or a number in a file of the work folder, which nobody else
 can write. A running server looks at it once a second, one that is started later at once. No order is lost with the server.
 """
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ from swarm.protocol import RunState
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
-_FILE, _EXTENSION = "run_state", "run_extension"
+_FILE, _EXTENSION, _DISCARDED = "run_state", "run_extension", "run_discarded"
 _STATES: dict[str, RunState] = {"pause": "paused", "resume": "running", "end": "ended"}
 VERBS = (*_STATES, "extend")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _MEANING = {
     "paused": "peers get no more samples, and wait; what they trained is still counted",
     "running": "peers get samples",
@@ -34,6 +36,7 @@ class Orders:
         self._path, self._clock = work_dir / _FILE, clock
         self._extension = work_dir / _EXTENSION
         self._looked, self._state, self._extended = float("-inf"), "running", 0
+        self._discarded: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
     def __call__(self) -> RunState:
@@ -45,6 +48,11 @@ class Orders:
         self._look_seldom()
         return self._extended
 
+    def discarded(self) -> frozenset[str]:
+        """Digests of the states that are not to be taken, whoever reports them."""
+        self._look_seldom()
+        return self._discarded
+
     def _look_seldom(self) -> None:
         with self._lock:
             now = self._clock()
@@ -52,6 +60,17 @@ class Orders:
                 self._looked = now
                 self._look()
                 self._look_for_extension()
+                self._look_for_discarded()
+
+    def _look_for_discarded(self) -> None:
+        try:
+            discarded = discarded_in(self._extension.parent)
+        except UserError as error:
+            log.error("%s No further state is discarded.", error)
+            return
+        for digest in sorted(discarded - self._discarded):
+            log.info("the host's order: state %s is discarded, and what follows from it", digest)
+        self._discarded = discarded
 
     def _look_for_extension(self) -> None:
         try:
@@ -91,6 +110,27 @@ def extension_in(work_dir: Path) -> int:
     if not text.isdecimal() or len(text) > 16:
         raise UserError(f"{path} says no number of samples.", fix="Give the order again: dd-datasetserver extend.")
     return int(text)
+
+
+def discarded_in(work_dir: Path) -> frozenset[str]:
+    """The digests that the host has discarded there. Raises UserError for a file that says something else."""
+    path = work_dir / _DISCARDED
+    try:
+        lines = path.read_text(encoding="ascii").split()
+    except FileNotFoundError:
+        return frozenset()
+    except (OSError, UnicodeDecodeError) as error:
+        lines = [repr(error)]
+    if not all(_DIGEST.fullmatch(line) for line in lines):
+        raise UserError(f"{path} has a line that is no digest.", fix="Remove that line.")
+    return frozenset(lines)
+
+
+def discard(work_dir: Path, digest: str) -> None:
+    """Order that a state is forgotten, and what follows from it. Raises UserError when it cannot."""
+    if not _DIGEST.fullmatch(digest):
+        raise UserError(f"'{digest}' is no digest of a state.", fix="dd-datasetserver heads shows them.")
+    _write(work_dir, _DISCARDED, "\n".join(sorted({*discarded_in(work_dir), digest})))
 
 
 def extend(work_dir: Path, total_samples: int) -> None:

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from swarm.protocol import MAX_CAPTION_BYTES
+
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 MAX_FILE_BYTES = 256 << 20
 MAX_PIXELS = 100_000_000
 MAX_SIDE_PIXELS = 32_768
-MAX_CAPTION_BYTES = 64 << 10
 _ORIENTATION = 0x0112
 
 

@@ -19,11 +19,13 @@ from datasetserver import connections
 from datasetserver.app import make_app
 from datasetserver.book import Book
 from datasetserver.config import ServerConfig
+from datasetserver.holdings import most_leased
 from datasetserver.ingest import Ingested
 from datasetserver.invite import Serving
 from datasetserver.ledger import Ledger
 from datasetserver.limits import Limits
 from datasetserver.orders import Orders
+from datasetserver.origins import Names
 from datasetserver.rendezvous import Rendezvous
 from datasetserver.service import Service
 from datasetserver.states import States
@@ -69,8 +71,11 @@ def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, config: ServerCo
             lease_seconds=config.lease_seconds,
             grace_seconds=config.grace_seconds,
             copy_seconds=config.copy_seconds,
+            most_leased=most_leased(run.target_batch_size),
+            most_of_one=2 * run.target_batch_size,
             order=orders,
             extended=orders.extended,
+            discarded=orders.discarded,
             clock=time.monotonic,
         )
 
@@ -109,6 +114,7 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
         data, work_dir, url, key, open_, rendezvous,
         tokens=guard.tokens, limits=Limits(config.max_requests_per_second), pictures_from=config.pictures_from,
         extended=orders.extended, states=States(Path(config.states) if config.states else None),
+        names=Names([here, config.public_url], [config.host, *config.server_names]),
     )  # fmt: skip
     runner = web.AppRunner(make_app(service), access_log=None, shutdown_timeout=_LAST_SECONDS)
     server: asyncio.AbstractServer | None = None

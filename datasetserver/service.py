@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +17,10 @@ from datasetserver.ingest import Ingested, manifest_path
 from datasetserver.ledger import Ledger
 from datasetserver.limits import Limits
 from datasetserver.metrics import Metrics
+from datasetserver.origins import Names
 from datasetserver.refused import Refused
 from datasetserver.rendezvous import Rendezvous
+from datasetserver.signed import Signatures
 from datasetserver.states import States
 from datasetserver.tokens import Tokens
 from swarm import protocol
@@ -53,6 +55,8 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     pictures_from: Sequence[str] = ()
     states: States = field(default_factory=lambda: States(None))
+    names: Names = field(default_factory=Names)
+    signatures: Signatures = field(default_factory=Signatures)
     extended: Callable[[], int] = lambda: 0
     """To how many samples the host lets the run go on; 0: to its own total."""
     _end: End | None = field(default=None, init=False)
@@ -67,7 +71,7 @@ class Service:
         """Serve `run` from now on; it is on the disk when this returns. Raises UserError when the ledger is another run's."""
         self.ledger, self.run, self._end = self.open_ledger(run), run, End(run, self.key.public)
         if self.rendezvous:
-            self.rendezvous.tell(run_id=run.run_id, run=asdict(run))
+            self.rendezvous.tell(run_id=run.run_id, run=run.to_mapping())
 
     def extension(self) -> dict[str, Any] | None:
         """The host's signed order that the run goes on, which peers pass on to each other; None without one."""
@@ -102,11 +106,13 @@ def with_run(request: web.Request, *, status: int) -> Service:
 
 
 async def for_run(request: web.Request, model: type[Request]) -> tuple[Service, Request]:
-    """The service and the request's body as `model`, which is about the run that is served. Raises Refused."""
-    service, asked = with_run(request, status=409), await answers.read(request, model)
+    """The service and the request's body as `model`, which is about the run that is served, and signed by its peer. Raises Refused."""
+    service, body = with_run(request, status=409), await answers.read_body(request)
+    asked = answers.parse(body, model)
     if asked.run_id != service.run.run_id:
         message = f"This server serves run {service.run.run_id}, not {asked.run_id}."
         raise Refused(409, "other_run", message, "Check the URL, or join this run.")
+    service.signatures.check(asked.peer, request.method, request.path, request.headers, body)
     return service, asked
 
 
@@ -139,7 +145,7 @@ def _figures(book: Book) -> dict:
     head, (epoch, epoch_samples) = book.tree.head, book.units.epoch_progress()
     return {
         "round": head.round if head else 0,
-        "samples": head.samples if head else 0,
+        "samples": book.counted_samples,
         "samples_by_peer": book.samples_by_peer(),
         "epoch": epoch,
         "epoch_samples": epoch_samples,

@@ -1,9 +1,7 @@
 """Where samples come from: a folder of captioned pictures, WebDataset tars within it, or a dataset of the Hub. Nothing is decoded here."""
 
-import io
 import json
 import os
-import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from blake3 import blake3
 from datasetserver.pictures import Piece
 from swarm.digest import digest_bytes
 from swarm.errors import UserError
+from swarm.tars import members
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 CAPTION_SUFFIXES = (".txt", ".caption")
@@ -21,7 +20,6 @@ PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 METADATA = "metadata.jsonl"
 CAPTION_FIELDS = ("text", "caption", "prompt")
 _MAX_LINE_BYTES = 1 << 20
-_MAX_TAR_HEADER_BYTES = 1 << 20
 
 Faults = list[tuple[str, str]]
 """(name, reason) of what is no sample."""
@@ -176,7 +174,7 @@ def find_in_tar(path: Path, name: str, faults: Faults) -> list[Pair]:
     """
     groups: dict[str, dict[str, Piece]] = {}
     try:
-        for member, piece in _members(path, name, faults):
+        for member, piece in _pieces(path, name, faults):
             folder, _, file = member.rpartition("/")
             key, _, suffix = file.partition(".")
             group = groups.setdefault(f"{folder}/{key}" if folder else key, {})
@@ -194,46 +192,15 @@ def _pairs_of(key: str, group: dict[str, Piece]) -> Iterator[Pair]:
             yield Pair(key + suffix, group[suffix], caption)
 
 
-def _members(path: Path, name: str, faults: Faults) -> Iterator[tuple[str, Piece]]:
+def _pieces(path: Path, name: str, faults: Faults) -> Iterator[tuple[str, Piece]]:
     """Names and places of the pictures and captions in a tar. Raises what tarfile raises."""
-    if not path.is_file():
-        raise OSError("no file, or a link that leads nowhere")
-    size, position = path.stat().st_size, -1
-    with path.open("rb") as file, tarfile.open(fileobj=_Headers(file), mode="r:") as tar:
-        while (member := tar.next()) is not None:
-            tar.members.clear()  # it keeps them all
-            if member.size < 0 or tar.offset <= position:  # older versions of tarfile go round in circles
-                raise tarfile.ReadError("a negative size")
-            position = tar.offset
-            if not member.name.lower().endswith((*IMAGE_SUFFIXES, *CAPTION_SUFFIXES)):
-                continue
-            if not member.isreg() or member.issparse() or "\0" in member.name:
-                faults.append((f"{name}/{member.name}", "no plain file within the tar"))
-            elif member.offset_data + member.size > size:
-                raise tarfile.ReadError(f"{member.name} is cut off")
-            else:
-                yield member.name, Piece(path, member.offset_data, member.size)
-        file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes this for the end
-            raise tarfile.ReadError(f"no header at byte {tar.offset}")
-
-
-class _Headers(io.RawIOBase):
-    """A tar's file as far as its headers need it: one whose header claims to be larger is damaged, and reading it would take all memory."""
-
-    def __init__(self, file: io.BufferedReader):
-        self._file = file
-
-    def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= _MAX_TAR_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {size} bytes")
-        return self._file.read(size)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
+    for member in members(path):
+        if not member.name.lower().endswith((*IMAGE_SUFFIXES, *CAPTION_SUFFIXES)):
+            continue
+        if member.plain:
+            yield member.name, Piece(path, member.offset, member.size)
+        else:
+            faults.append((f"{name}/{member.name}", "no plain file within the tar"))
 
 
 # -- has it changed?

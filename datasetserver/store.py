@@ -19,10 +19,21 @@ CREATE TABLE IF NOT EXISTS contribution (peer TEXT, number INT, live INT, repeat
 CREATE TABLE IF NOT EXISTS contribution_unit
     (peer TEXT, number INT, epoch INT, shard INT, samples BLOB, PRIMARY KEY (peer, number, epoch, shard)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS state (digest TEXT PRIMARY KEY, parent TEXT, round INT, samples INT, members TEXT, reporters TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS bridge (digest TEXT PRIMARY KEY, ancestor TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS discarded (digest TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS peer_token (peer TEXT PRIMARY KEY, token TEXT) WITHOUT ROWID;
 """
 
 
-_KEYS = {"lease": (0, 2, 3), "contribution": (0, 1), "contribution_unit": (0, 1, 2, 3), "state": (0,)}
+_KEYS = {
+    "lease": (0, 2, 3),
+    "contribution": (0, 1),
+    "contribution_unit": (0, 1, 2, 3),
+    "state": (0,),
+    "bridge": (0,),
+    "discarded": (0,),
+    "peer_token": (0,),
+}
 """Where in a table's row its primary key is."""
 _ROWS = 500  # in one statement; SQLite takes 32,766 values
 
@@ -34,6 +45,7 @@ class Store:
         self._db, self._shards = db, shards
         self._changed: dict[str, dict[tuple, tuple]] = {table: {} for table in _KEYS}
         self._ended_leases: list[str] = []
+        self._gone_states: list[str] = []
 
     def flush(self) -> None:
         """Write what has changed since the last time. Raises sqlite3.Error."""
@@ -42,9 +54,15 @@ class Store:
                 row = f"({', '.join('?' * len(some[0]))})"
                 self._db.execute(f"REPLACE INTO {table} VALUES {', '.join([row] * len(some))}", [value for row in some for value in row])
             rows.clear()
-        for some in _parts(self._ended_leases):
-            self._db.execute(f"DELETE FROM lease WHERE id IN ({', '.join('?' * len(some))})", some)
+        self._delete("lease", "id", self._ended_leases)
+        for table in ("state", "bridge"):
+            self._delete(table, "digest", self._gone_states)
         self._ended_leases.clear()
+        self._gone_states.clear()
+
+    def _delete(self, table: str, column: str, keys: list[str]) -> None:
+        for some in _parts(keys):
+            self._db.execute(f"DELETE FROM {table} WHERE {column} IN ({', '.join('?' * len(some))})", some)
 
     def _put(self, table: str, *row: Any) -> None:
         self._changed[table][tuple(row[place] for place in _KEYS[table])] = row
@@ -91,14 +109,37 @@ class Store:
 
     def states(self) -> Iterator[State]:
         """Parents before their children."""
+        bridges = dict(self._db.execute("SELECT digest, ancestor FROM bridge"))
         query = "SELECT digest, parent, round, samples, members, reporters FROM state ORDER BY round"
         for digest, parent, round_, samples, members, reporters in self._db.execute(query):
             pairs = tuple((peer, number, count) for peer, number, count in json.loads(members))
-            yield State(digest, parent, round_, samples, pairs, json.loads(reporters))
+            yield State(digest, parent, round_, samples, pairs, json.loads(reporters), bridges.get(digest))
 
     def set_state(self, state: State) -> None:
         members, reporters = json.dumps(state.members), json.dumps(state.reporters)
         self._put("state", state.digest, state.parent, state.round, state.samples, members, reporters)
+        if state.bridge is not None:
+            self._put("bridge", state.digest, state.bridge)
+
+    def remove_state(self, digest: str) -> None:
+        for table in ("state", "bridge"):
+            self._changed[table].pop((digest,), None)
+        self._gone_states.append(digest)
+
+    def discarded(self) -> set[str]:
+        """Digests of the states that are not to be taken."""
+        return {digest for (digest,) in self._db.execute("SELECT digest FROM discarded")}
+
+    def discard(self, digest: str) -> None:
+        self._put("discarded", digest)
+
+    # -- whose token a peer came with first
+
+    def tokens_of_peers(self) -> Iterator[tuple[str, str]]:
+        yield from self._db.execute("SELECT peer, token FROM peer_token")
+
+    def set_token_of_peer(self, peer: str, token: str) -> None:
+        self._put("peer_token", peer, token)
 
     def _pack(self, uid: UnitId, mask: int) -> bytes:
         return mask.to_bytes((self._shards[uid[1]] + 7) // 8, "little")

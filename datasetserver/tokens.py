@@ -1,7 +1,8 @@
 """Who may use a server: a file of names, each with the digest of a token that was shown once. `dd-datasetserver token add NAME`.
 
 A token is 256 random bits, so that one fast hash keeps it as safe as a slow one would: nobody can try them all, and every request
-pays for the hash. It does not say which peer may do what: whoever holds one may do all that a peer does.
+pays for the hash. It does not say which peer may do what: whoever holds one may do all that a peer does, in the name of peers whose keys
+he has, and that came with no other token before (`owners.py`).
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from datasetserver.refused import Refused
@@ -50,6 +51,10 @@ class Tokens:
             raise Refused(503, "tokens_unavailable", "The server cannot tell who may use it.", fix)
         digest = _digest(token)
         return next((name for known, name in self._names.items() if secrets.compare_digest(known, digest)), None)
+
+    def holders(self) -> Collection[str]:
+        """The names of all tokens there are, as of the last request."""
+        return set(self._names.values()) if self._names else ()
 
     def _look(self) -> None:
         if self._clock() - self._looked < LOOK_SECONDS:

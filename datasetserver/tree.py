@@ -1,6 +1,11 @@
-"""The settled states of a run as a tree, and which of them is right."""
+"""The settled states of a run as a tree, what the ledger itself counts for each, and which of them is the head.
 
-from collections.abc import Iterator
+A report is somebody's word. Of each member a state counts at most what that member registered, and no contribution twice in a lineage.
+A state whose parent we do not know is kept, and says nothing by itself. Not promised: that a state exists, or is any good.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 Contribution = tuple[str, int]
@@ -9,7 +14,11 @@ Contribution = tuple[str, int]
 
 @dataclass
 class State:
-    """A settled state; `members` are (peer, number, samples) of the contributions averaged into it, `reporters` who told us."""
+    """A settled state; `members` are (peer, number, samples) of the contributions averaged into it, `reporters` who told us.
+
+    bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided. counted: the samples that the
+    ledger counts in it and its ancestors. gaps: how many of these have an unknown parent.
+    """
 
     digest: str
     parent: str
@@ -17,6 +26,9 @@ class State:
     samples: int
     members: tuple[tuple[str, int, int], ...]
     reporters: list[str] = field(default_factory=list)
+    bridge: str | None = None
+    counted: int = 0
+    gaps: int = 0
 
     @property
     def own_samples(self) -> int:
@@ -32,24 +44,64 @@ class State:
 
 
 class StateTree:
-    """States by digest. The head: a descendant beats its ancestor; else more samples; else the smaller digest.
+    """States by digest. The head is the one with the most counted samples; see `_rank`.
 
-    A descendant always has more samples (`contradiction` refuses others), so the best by samples is the head.
+    registered: the samples that a contribution was registered with, those that count as another's included; 0 for an unknown one.
+    most: samples of one member; 0: no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, registered: Callable[[Contribution], int], most: int = 0) -> None:
+        self._registered, self._most = registered, most
         self._states: dict[str, State] = {}
-        self._children: dict[str, list[str]] = {}
+        self._children: defaultdict[str, list[str]] = defaultdict(list)
+        self._bridged: defaultdict[str, list[str]] = defaultdict(list)
+        self._having: defaultdict[Contribution, list[str]] = defaultdict(list)
         self.head: State | None = None
 
     def get(self, digest: str) -> State | None:
         return self._states.get(digest)
 
+    def __iter__(self) -> Iterator[State]:
+        return iter(list(self._states.values()))
+
     def add(self, state: State) -> None:
+        """Take a state that `contradiction` has nothing against."""
         self._states[state.digest] = state
-        self._children.setdefault(state.parent, []).append(state.digest)
-        if self.head is None or _rank(state) > _rank(self.head):
-            self.head = state
+        self._children[state.parent].append(state.digest)
+        for pair in state.contributions():
+            self._having[pair].append(state.digest)
+        if self._has_gap(state):
+            decided = state.bridge == "" or state.bridge in self._states
+            self._set_bridge(state, state.bridge if decided else self._likely_ancestor(state))
+        for child in self._children.get(state.digest, ()):
+            self._set_bridge(self._states[child], None)
+        self._count_from(state)
+
+    def count_again(self, pair: Contribution) -> None:
+        """A contribution was registered after a state that has it was reported."""
+        for digest in self._having.get(pair, ()):
+            self._count_from(self._states[digest])
+
+    def remove(self, digest: str) -> tuple[list[State], list[State]]:
+        """Forget a state and all that descend from it; returns them, and those that were only taken to descend from them."""
+        gone = list(self._descendants(digest, self._children)) if digest in self._states else []
+        orphans = [orphan for state in gone for orphan in self._bridged.get(state.digest, ())]
+        for state in gone:
+            self._forget(state)
+        self.head = max(self._states.values(), key=_rank, default=None)
+        moved = [self._states[orphan] for orphan in orphans if orphan in self._states]
+        for state in moved:
+            self._set_bridge(state, self._likely_ancestor(state))
+            self._count_from(state)
+        return gone, moved
+
+    def since(self, ancestor: State | None) -> list[State] | None:
+        """The head and its ancestors after `ancestor`, the oldest first; None where a parent is unknown, or it is on another branch."""
+        states, state = [], self.head
+        while state is not None and ancestor is not None and state.round > ancestor.round:
+            states.append(state)
+            state = self._states.get(state.parent)
+        return states[::-1] if state is not None and state is ancestor else None
 
     def contradiction(self, state: State) -> str | None:
         """Why a state cannot be true beside those known, or None. Sums and rounds must follow from parent to child."""
@@ -57,6 +109,9 @@ class StateTree:
             return "it is its own parent"
         if len({peer for peer, _, _ in state.members}) != len(state.members):
             return "a peer is in it twice"
+        largest = max(samples for _, _, samples in state.members)
+        if self._most and largest > self._most:
+            return f"a member has {largest} samples in it, and two rounds have {self._most}"
         if state.round == 1 and state.samples != state.own_samples:
             return f"it is the first round, has {state.samples} samples, and its members {state.own_samples}"
         if state.samples < state.own_samples:
@@ -70,24 +125,109 @@ class StateTree:
                 return f"{older.samples} samples before and {newer.own_samples} of the members make not {newer.samples}"
         return None
 
-    def chain(self) -> list[State]:
-        """The head and its ancestors, the oldest first."""
-        states, state = [], self.head
+    def chain(self, state: State | None = None) -> list[State]:
+        """A state (the head) and its ancestors, the oldest first."""
+        states, state = [], state or self.head
         while state is not None:
             states.append(state)
-            state = self._states.get(state.parent) or self._bridge(state)
+            state = self._ancestor(state)
         return states[::-1]
 
-    def _bridge(self, state: State) -> State | None:
-        """The likely ancestor across a report that never came: the best known state of an earlier round with no more samples than ours had before its members.
+    def is_followed(self, state: State) -> bool:
+        """Whether another state descends from it."""
+        return bool(self._children.get(state.digest) or self._bridged.get(state.digest))
+
+    def tips(self) -> list[State]:
+        """The states that no other descends from, the best first."""
+        tips = [state for state in self._states.values() if not self.is_followed(state)]
+        return sorted(tips, key=_rank, reverse=True)
+
+    # -- ancestors
+
+    def _ancestor(self, state: State) -> State | None:
+        return self._states.get(state.parent) or self._states.get(state.bridge or "")
+
+    def _has_gap(self, state: State) -> bool:
+        return state.round != 1 and state.parent not in self._states
+
+    def _likely_ancestor(self, state: State) -> str:
+        """The best state of an earlier round that has no more samples than `state` had before its members; '' for none.
 
         Without it one lost report would make all work before it leasable again.
         """
-        older = [
-            other for other in self._states.values() if other.round < state.round - 1 and other.samples <= state.samples - state.own_samples
-        ]
-        return max(older, key=_rank, default=None)
+        before = state.samples - state.own_samples
+        older = (other for other in self._states.values() if other.round < state.round - 1 and other.samples <= before)
+        return best.digest if (best := max(older, key=_rank, default=None)) else ""
+
+    def _set_bridge(self, state: State, ancestor: str | None) -> None:
+        if state.digest in self._bridged.get(state.bridge or "", ()):
+            self._bridged[state.bridge].remove(state.digest)
+        state.bridge = ancestor
+        if ancestor:
+            self._bridged[ancestor].append(state.digest)
+
+    def _descendants(self, digest: str, *links: dict[str, list[str]]) -> Iterator[State]:
+        """The state, and after it all that descend from it, parents before their children."""
+        waiting = [digest]
+        for one in waiting:
+            yield self._states[one]
+            waiting += [child for link in links for child in link.get(one, ())]
+
+    # -- counting
+
+    def _count_from(self, state: State) -> None:
+        """Count a state anew, and with it all that descend from it; usually it is the newest, and nothing does."""
+        fell = False
+        for one in self._descendants(state.digest, self._children, self._bridged):
+            before, ancestor = one.counted, self._ancestor(one)
+            one.counted = self._own_count(one, ancestor) + (ancestor.counted if ancestor else 0)
+            one.gaps = self._has_gap(one) + (ancestor.gaps if ancestor else 0)
+            fell = fell or one.counted < before
+            if self.head is None or _rank(one) > _rank(self.head):
+                self.head = one
+        if fell:
+            self.head = max(self._states.values(), key=_rank)
+
+    def _own_count(self, state: State, ancestor: State | None) -> int:
+        """What its members add: of each no more than it registered, nor than two rounds have, and nothing that an ancestor has."""
+        total = 0
+        for peer, number, samples in state.members:
+            if not self._in_lineage((peer, number), state, ancestor):
+                total += min(samples, self._registered((peer, number)), self._most or samples)
+        return total
+
+    def _in_lineage(self, pair: Contribution, state: State, ancestor: State | None) -> bool:
+        others = [self._states[digest] for digest in self._having.get(pair, ()) if digest != state.digest]
+        for other in others:
+            older = ancestor
+            while older is not None and older.round > other.round:
+                older = self._ancestor(older)
+            if older is other:
+                return True
+        return False
+
+    def _forget(self, state: State) -> None:
+        self._set_bridge(state, None)
+        del self._states[state.digest]
+        self._children[state.parent].remove(state.digest)
+        for pair in state.contributions():
+            self._having[pair].remove(state.digest)
 
 
-def _rank(state: State) -> tuple[int, int]:
-    return state.samples, -int(state.digest, 16)
+def spare(tree: StateTree, states: Iterable[State], most_members: int) -> State | None:
+    """Of these states the least that may be forgotten, when together they have more than so many members; None when they have not."""
+    kept = {state.digest for state in tree.chain()}
+    extra = [state for state in states if state.digest not in kept]
+    if sum(len(state.members) for state in extra) <= most_members:
+        return None
+    tips = {state.digest for state in tree.tips()}
+    return min((state for state in extra if state.digest in tips), key=_rank, default=None)
+
+
+def _rank(state: State) -> tuple[int, int, int, int, int]:
+    """More counted samples; then fewer gaps. Where nothing is counted (peers bring their own data): the later round, then more samples.
+
+    Else the earlier round: a state that adds nothing the ledger knows of waits until one after it does.
+    """
+    later = -state.round if state.counted else state.round
+    return state.counted, -state.gaps, later, state.samples, -int(state.digest, 16)

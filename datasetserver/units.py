@@ -6,7 +6,7 @@ contribution), leased, available.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -93,22 +93,21 @@ class Units:
         """A heap of the places of units that were given out and have something available again."""
         self.frontier = (0, 0)
         """The place of the first unit that was never given out."""
+        self.last_epoch = -1
+        """The last one of which a unit was ever of interest; -1: none."""
+        self._tally, self._lowest = Tally(), 0
 
     def __getitem__(self, uid: UnitId) -> Unit:
         unit = self._units.get(uid)
         if unit is None:
             epoch, shard = uid
             unit = self._units[uid] = Unit(uid, self._order(epoch).positions[shard], self.shards[shard])
+        self._tally.touched.add(uid)
         return unit
 
     def get(self, uid: UnitId) -> Unit | None:
         """A unit that was of interest before, or None."""
-        return self._units.get(uid)
-
-    @property
-    def last_epoch(self) -> int:
-        """The last one of which a unit was ever of interest; -1: none."""
-        return max(self._orders, default=-1)
+        return self[uid] if uid in self._units else None
 
     def known(self) -> Sequence[Unit]:
         return list(self._units.values())
@@ -135,24 +134,16 @@ class Units:
 
     def totals(self) -> dict[str, int]:
         """Samples per state, over all epochs of which a unit was ever of interest."""
-        totals = Counter()
-        for unit in self._units.values():
-            for state in ("leased", "pending", "counted"):
-                totals[state] += getattr(unit, state).bit_count()
-        return {
-            "available": sum(map(self.epoch_samples, range(self.last_epoch + 1))) - totals.total(),
-            **{s: totals[s] for s in ("leased", "pending", "counted")},
-        }
+        claimed = self._tally.look(self._units)
+        return {"available": self._samples_through(self.last_epoch) - sum(claimed.values()), **claimed}
 
     def epoch_progress(self) -> tuple[int, int]:
         """(the lowest epoch that is not wholly counted, its counted samples)."""
-        counted = Counter()
-        for (epoch, _), unit in self._units.items():
-            counted[epoch] += unit.counted.bit_count()
-        epoch = 0
-        while counted[epoch] == self.epoch_samples(epoch):
-            epoch += 1
-        return epoch, counted[epoch]
+        self._tally.look(self._units)
+        counted = self._tally.counted_in
+        while counted[self._lowest] == self.epoch_samples(self._lowest):
+            self._lowest += 1  # for good: what is counted stays so, or all units are made anew
+        return self._lowest, counted[self._lowest]
 
     def samples(self, uid: UnitId) -> int:
         """Of a unit; 0 where the epoch has no such shard."""
@@ -161,6 +152,12 @@ class Units:
 
     def epoch_samples(self, epoch: int) -> int:
         return self._sums[self._count(epoch)]
+
+    def _samples_through(self, epoch: int) -> int:
+        """Of all epochs up to this one together."""
+        firsts = [first for first, _ in self._generations[1:]]
+        spans = zip(self._generations, [*firsts, epoch + 1], strict=True)
+        return sum(max(0, min(end, epoch + 1) - first) * self._sums[count] for (first, count), end in spans)
 
     def _count(self, epoch: int) -> int:
         """How many shards the epoch has."""
@@ -173,7 +170,33 @@ class Units:
     def _order(self, epoch: int) -> "_Order":
         if epoch not in self._orders:
             self._orders[epoch] = _Order(shuffled(self._count(epoch), self._seed, "units", epoch))
+            self.last_epoch = max(self.last_epoch, epoch)
         return self._orders[epoch]
+
+
+class Tally:
+    """Sums over all units, kept up to date: what is asked for every second looks only at units that somebody had in hand since.
+
+    touched: units that may have changed. counted_in: counted samples by epoch, as of the last look.
+    """
+
+    _KINDS = ("leased", "pending", "counted")
+
+    def __init__(self) -> None:
+        self.touched: set[UnitId] = set()
+        self.counted_in: Counter[int] = Counter()
+        self._known: dict[UnitId, tuple[int, ...]] = {}
+        self._sums = [0, 0, 0]
+
+    def look(self, units: Mapping[UnitId, Unit]) -> dict[str, int]:
+        """Samples leased, pending and counted."""
+        for uid in self.touched:
+            before = self._known.get(uid, (0, 0, 0))
+            now = self._known[uid] = tuple(getattr(units[uid], kind).bit_count() for kind in self._KINDS)
+            self._sums = [total + new - old for total, new, old in zip(self._sums, now, before, strict=True)]
+            self.counted_in[uid[0]] += now[2] - before[2]
+        self.touched.clear()
+        return dict(zip(self._KINDS, self._sums, strict=True))
 
 
 class _Order:

@@ -11,6 +11,7 @@ import pytest
 from swarm.protocol import NO_LEASE
 from tests.datasetserver.hosting import Host
 from tests.datasetserver.test_http import BASE, call, envelope, keys_of, lease, refused
+from tests.identities import id_of
 
 SAMPLES = 40
 
@@ -38,7 +39,7 @@ numbers = itertools.count(1)
 def round_of(host, *members):
     """The next state on the head, of these (peer, number, samples)."""
     head = json.loads(call(host, "/v1/run")[2])["head"] or {"digest": BASE, "round": 0, "samples": 0}
-    said = [{"peer": peer, "number": number, "samples": samples} for peer, number, samples in members]
+    said = [{"peer": id_of(peer), "number": number, "samples": samples} for peer, number, samples in members]
     samples = head["samples"] + sum(member[2] for member in members)
     return {"digest": f"{next(numbers):064x}", "parent": head["digest"], "round": head["round"] + 1, "samples": samples, "members": said}
 

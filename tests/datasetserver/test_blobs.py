@@ -170,7 +170,7 @@ def test_a_client_that_leaves_in_the_middle_leaves_no_descriptor_behind(file):
         async with serving(file, Selected(200, 0, 5_000_000)) as (port, counts):
             for _ in range(20):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 await reader.readexactly(1000)
                 writer.transport.abort()
             deadline = time.monotonic() + 20
@@ -195,7 +195,7 @@ def test_a_file_that_shrinks_while_it_is_sent_ends_the_connection(tmp_path):
     async def main():
         async with serving(path, Selected(200, 0, 64_000_000)) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await reader.readexactly(1000)
             os.truncate(path, 1_000_000)
             got = 1000 + len(await asyncio.wait_for(reader.read(), 20))

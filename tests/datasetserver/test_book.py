@@ -5,6 +5,7 @@ import sqlite3
 import pytest
 
 from datasetserver.book import Book
+from datasetserver.owners import Sender
 from datasetserver.refused import Refused
 from datasetserver.store import SCHEMA
 from datasetserver.tree import State
@@ -375,15 +376,20 @@ def test_the_head_is_the_state_with_more_samples_then_the_smaller_digest(book):
 
 def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):
     hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 3))
-    book.contribute("alice", 1, hers)
+    lease = book.lease("alice", 1)
+    book.contribute("alice", 1, hers[:1])
     book.contribute("bob", 1, his)
-    book.settle(state("x", None, 1, len(hers), ("alice", 1, len(hers))), "alice")
-    book.settle(state("y", None, 1, 50, ("bob", 1, 50)), "bob")
+    book.settle(state("x", None, 1, 1, ("alice", 1, 1)), "alice")
+    book.settle(state("y", None, 1, len(his), ("bob", 1, len(his))), "bob")
     assert book.samples_by_peer() == {"bob": len(his)}
-    assert keys(book.lease("carol", 1)) == hers
-    book.settle(state("z", "x", 2, 100, ("dora", 1, 100 - len(hers))), "dora")
-    assert book.samples_by_peer() == {"alice": len(hers)}
-    assert book.units.totals()["counted"] == len(hers)
+    book.contribute("alice", 2, hers[1:])
+    book.contribute("alice", 3, keys(lease))
+    more = len(hers) - 1 + len(keys(lease))
+    book.settle(state("z", "x", 2, len(hers), ("alice", 2, len(hers) - 1)), "dora")
+    book.settle(state("w", "z", 3, 1 + more, ("alice", 3, len(keys(lease)))), "dora")
+    assert book.samples_by_peer() == {"alice": 1 + more}
+    assert book.units.totals()["counted"] == 1 + more
+    assert keys(book.lease("carol", 1)) == his
 
 
 def test_a_lost_report_does_not_make_the_work_before_it_leasable(book):
@@ -416,9 +422,10 @@ def test_a_state_that_contradicts_what_is_known_is_refused(book, wrong):
 
 
 def test_a_finished_run_leases_no_more(db, clock):
-    book = open_book(db, clock, total=10)
-    book.lease("alice", 1)
-    book.settle(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
+    book = open_book(db, clock, total=7)
+    mine = keys(book.lease("alice", 7))
+    book.contribute("alice", 1, mine)
+    book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
     with refusal("run_finished"):
         book.lease("alice", 1)
 
@@ -465,3 +472,144 @@ def test_a_run_that_has_all_its_samples_goes_on_when_it_is_extended(db, clock):
     assert book.state == "ended"
     extended[0] = 100
     assert book.state == "running" and keys(book.lease("bob", 1))
+
+
+# -- what the ledger counts itself
+
+
+def settled(book, number, parent, round_, before, peer="alice"):
+    """A contribution of a whole unit and a state with it; the samples in the state."""
+    mine = keys(book.lease(peer, 1))
+    book.contribute(peer, number, mine)
+    book.settle(state(f"{peer}{number}", parent, round_, before + len(mine), (peer, number, len(mine))), peer)
+    return before + len(mine)
+
+
+def test_a_run_ends_on_what_was_registered_and_not_on_what_is_reported(db, clock):
+    book = open_book(db, clock, total=8)
+    mine = keys(book.lease("alice", 3))
+    book.contribute("alice", 1, mine)
+    book.settle(state("a", None, 1, 2**40, ("alice", 1, 2**40)), "alice")
+    assert (book.counted_samples, book.state) == (len(mine), "running")
+    repeated = book.contribute("bob", 1, mine, offered=True)
+    assert repeated.samples == 0
+    for number, (peer, many) in enumerate([("bob", 2**40), ("bob", 2**40), ("alice", 2**40)], 2):
+        book.settle(state(f"a{number}", "a" if number == 2 else f"a{number - 1}", number, number * 2**40, (peer, 1, many)), "alice")
+    assert book.counted_samples == 2 * len(mine), "repeated samples count, and a contribution once"
+    assert reopen(book, db, clock).counted_samples == 2 * len(mine)
+
+
+def test_a_state_counts_more_once_a_member_registers_late_and_its_branch_may_become_the_head(book, db, clock):
+    first, second = keys(book.lease("alice", 1)), keys(book.lease("bob", 1))
+    book.contribute("alice", 1, first[:1])
+    book.settle(state("a", None, 1, 1, ("alice", 1, 1)), "alice")
+    book.settle(state("b", None, 1, len(second), ("bob", 1, len(second))), "bob")
+    assert book.tree.head.digest == digest("a")
+    assert book.contribute("bob", 1, second).counted
+    assert (book.tree.head.digest, book.counted_samples, book.samples_by_peer()) == (digest("b"), len(second), {"bob": len(second)})
+    assert reopen(book, db, clock).tree.head == book.tree.head
+
+
+def test_a_report_with_an_unknown_parent_is_kept_and_says_nothing_until_its_members_count(book, db, clock):
+    before = settled(book, 1, None, 1, 0)
+    head = book.tree.head
+    book.settle(state("x", "lost", 7, 2**53, ("mallory", 1, 1)), "mallory")
+    assert book.tree.head is head and book.tree.get(digest("x")).bridge == head.digest
+    after = settled(book, 2, "lost too", 3, before + 10)
+    assert book.tree.head.gaps == 1 and book.counted_samples == after - 10, "nothing for the gap"
+    again = reopen(book, db, clock)
+    assert again.tree.head == book.tree.head and again.tree.get(digest("x")) == book.tree.get(digest("x"))
+
+
+def test_a_ledger_of_before_that_was_hit_goes_on_from_the_honest_head(db, clock):
+    book = open_book(db, clock, total=100)
+    before = settled(book, 1, None, 1, 0)
+    book.save()
+    members = '[["mallory", 1, 9007199254740992]]'
+    db.execute("INSERT INTO state VALUES (?, ?, 9, 9007199254740992, ?, '[\"mallory\"]')", (digest("x"), digest("lost"), members))
+    book = open_book(db, clock, total=100)
+    assert (book.state, book.tree.head.digest, book.counted_samples) == ("running", digest("alice1"), before)
+
+
+def test_reports_that_are_in_no_chain_of_ours_take_only_so_much_room(book, db, clock, monkeypatch):
+    monkeypatch.setattr("datasetserver.book._MOST_SPARE_MEMBERS", 10)
+    before = settled(book, 1, None, 1, 0)
+    for number in range(50):
+        parent = "alice1" if number % 2 else f"lost{number}"
+        round_, samples = (2, before + 3) if number % 2 else (5, before + 1000)
+        members = [(f"mallory{member}", number + 1, 1) for member in range(3)]
+        book.settle(state(f"forged{number}", parent, round_, samples, *members), "mallory")
+        assert sum(len(one.members) for one in book.tree) <= 11
+    settled(book, 2, "alice1", 2, before)
+    again = reopen(book, db, clock)
+    assert {one.digest for one in again.tree} == {one.digest for one in book.tree}
+    assert again.tree.head.digest == digest("alice2")
+
+
+def test_a_discarded_state_goes_with_what_follows_and_what_only_seemed_to_goes_on_elsewhere(db, clock):
+    orders = set()
+    book = open_book(db, clock, total=8, discarded=lambda: orders)
+    before = settled(book, 1, None, 1, 0)
+    bad = settled(book, 1, "alice1", 2, before, peer="mallory")
+    late = state("orphan", "lost", 9, 2**30, ("carol", 1, 1))
+    book.settle(late, "carol")
+    assert late.bridge == digest("mallory1") == book.tree.head.digest
+    assert settled(book, 2, "mallory1", 3, bad) >= 8 and book.state == "ended"
+    orders.add(digest("mallory1"))
+    for again in (book, None):
+        again = again or open_book(db, clock, total=8)  # without the order: what was done is in the ledger
+        again.sweep()
+        assert (again.state, again.tree.head.digest, again.counted_samples) == ("running", digest("alice1"), before)
+        assert again.tree.get(digest("orphan")).bridge == digest("alice1")
+        assert again.samples_by_peer() == {"alice": before}
+        for name, parent, round_ in (("mallory1", "alice1", 2), ("alice2", "mallory1", 3), ("new", "alice2", 4), ("newer", "new", 5)):
+            with refusal("discarded"):
+                again.settle(state(name, parent, round_, 2**20, ("mallory", 5, 1)), "mallory")
+        again.save()
+
+
+def test_one_request_begins_no_epochs(book):
+    book.lease("carol", 1)
+    far = [sample_key(epoch, 0, 0) for epoch in range(1000)]
+    assert book.contribute("mallory", 1, far, offered=True).samples <= 2
+    assert book.contribute("mallory", 2, [sample_key(epoch, 1, 0) for epoch in range(1, 1000)], offered=True).samples == 1
+    assert book.units.last_epoch == 1
+
+
+def test_peers_of_one_owner_hold_no_more_than_one_peer_may_and_a_restart_forgets_no_token(db, clock):
+    book = open_book(db, clock, most_leased=7)
+    for name in ("one", "two"):
+        book.admit(name, Sender("volunteer", {"volunteer"}))
+        book.lease(name, 4)
+    book.admit("bob", Sender(address="198.51.100.7"))
+    assert book.lease("bob", 1)
+    for _ in range(2):
+        book.admit("three", Sender("volunteer", {"volunteer"}))
+        with refusal("too_many_leased"):
+            book.lease("three", 1)
+        with refusal("other_token"):
+            book.admit("one", Sender("thief", {"volunteer", "thief"}))
+        book = reopen(book, db, clock)
+        book._most_leased = book._holdings.most_leased = 7
+    book.admit("one", Sender("heir", {"heir"}))
+    with refusal("other_token"):
+        book.admit("one", Sender("volunteer", {"volunteer", "heir"}))
+
+
+def test_what_waits_for_its_round_counts_as_held_beside_as_much_as_was_counted(db, clock):
+    book = open_book(db, clock, most_leased=4)
+    total, refusals = 0, 0
+    for number in range(1, 9):
+        try:
+            mine = keys(book.lease("alice", 1))
+        except Refused as refused:
+            assert refused.code == "too_many_leased"
+            refusals += 1
+            continue
+        book.contribute("alice", number, mine)
+        total += len(mine)
+    assert refusals and total < 2 * 4 + 4
+    pending = sorted(book._pending)
+    samples = book._contributions[pending[0]].samples
+    book.settle(state("a", None, 1, samples, (*pending[0], samples)), "alice")
+    assert book.lease("alice", 1), "what is settled gives room"

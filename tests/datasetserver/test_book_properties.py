@@ -77,7 +77,7 @@ class LedgerMachine(RuleBasedStateMachine):
         late = set()
         for lease in self.book._leases.values():
             for uid, mask in lease.units.items():
-                unit = self.book.units[uid]
+                unit = self.book.units._units[uid]
                 if lease.peer != peer and lease.since + COPY_SECONDS <= self.now and len(unit.holders) == 1:
                     late |= {sample_key(*uid, index) for index in range(unit.samples) if (mask & unit.leased) >> index & 1}
         return late
@@ -167,6 +167,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def counted(self):
         return self.keys_in(lambda unit: unit.counted)
 
+    @staticmethod
+    def claims(book):
+        """What is claimed of each unit; asked of units that are known, for whoever takes one in hand has it summed up again."""
+        return {unit.uid: found for unit in book.units.known() if any(found := (unit.leased, unit.pending, unit.counted))}
+
     def keys_in(self, mask):
         return {
             sample_key(*unit.uid, index) for unit in self.book.units.known() for index in range(unit.samples) if mask(unit) >> index & 1
@@ -196,18 +201,46 @@ class LedgerMachine(RuleBasedStateMachine):
     def memory_equals_what_a_restart_would_read(self):
         self.book.save()
         again = self.open()
-        touched = {unit.uid for book in (self.book, again) for unit in book.units.known()}
-        for uid in touched:
-            ours, theirs = self.book.units[uid], again.units[uid]
-            assert (ours.leased, ours.pending, ours.counted) == (theirs.leased, theirs.pending, theirs.counted)
+        ours, theirs = self.claims(self.book), self.claims(again)
+        assert ours == theirs
         assert again.tree.head == self.book.tree.head
+        assert {state.digest: state for state in again.tree} == {state.digest: state for state in self.book.tree}
 
     @invariant()
     def what_a_peer_holds_is_known(self):
         held = Counter()
         for lease in self.book._leases.values():
             held[lease.peer] += sum(mask.bit_count() for mask in lease.units.values())
-        assert +self.book._held_by == +held
+        waiting = Counter()
+        for peer, number in self.book._pending:
+            waiting[peer] += self.book._contributions[peer, number].samples
+        holdings = self.book._holdings
+        assert (+holdings.leased, +holdings.pending) == (+held, +waiting)
+        assert holdings.leases == Counter(lease.peer for lease in self.book._leases.values())
+
+    @invariant()
+    def what_the_ledger_counts_is_what_was_registered(self):
+        """Of each contribution once, of the head's chain, worked out anew."""
+        said = {}
+        for state in self.book.tree.chain():
+            for peer, number, samples in state.members:
+                said.setdefault((peer, number), samples)
+        known = self.book._contributions
+        own = sum(min(samples, known[pair].samples + known[pair].repeated) for pair, samples in said.items() if pair in known)
+        assert self.book.counted_samples == own
+        assert all(self.book.counted_samples >= state.counted for state in self.book.tree)
+
+    @invariant()
+    def sums_that_are_kept_are_those_worked_out_anew(self):
+        units = self.book.units
+        known = {kind: sum(getattr(unit, kind).bit_count() for unit in units.known()) for kind in ("leased", "pending", "counted")}
+        epochs = (units.last_epoch + 1) * sum(SHARDS)
+        assert units.totals() == {"available": epochs - sum(known.values()), **known}
+        counted = Counter()
+        for unit in units.known():
+            counted[unit.uid[0]] += unit.counted.bit_count()
+        lowest = next(epoch for epoch in itertools.count() if counted[epoch] != sum(SHARDS))
+        assert units.epoch_progress() == (lowest, counted[lowest])
 
     @invariant()
     def nothing_available_is_out_of_reach(self):

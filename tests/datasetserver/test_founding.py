@@ -1,5 +1,6 @@
 """A server without a run, and the peer that founds one there."""
 
+import dataclasses
 import json
 import threading
 from dataclasses import asdict
@@ -133,11 +134,11 @@ def test_a_run_founded_by_a_peer_is_told_in_the_dht(tmp_path):
     host = Host(tmp_path, "--dht", founds=False).start()
     try:
         answer = RunAnswer.model_validate_json(put(host, RUN)[2])
-        record = find_run(answer.initial_peers)
-        assert (record.run_id, record.run, record.server_url) == (answer.run_id, answer.run, host.url)
+        found = find_run(answer.initial_peers)
+        assert (found.run.run_id, dataclasses.asdict(found.run), found.server_url) == (answer.run_id, answer.run, host.url)
         host.kill()
         host.start()
         again = get_run(host)
-        assert find_run(again.initial_peers).run == answer.run
+        assert find_run(again.initial_peers).run == found.run
     finally:
         assert host.stop() == 0

@@ -5,13 +5,15 @@ import io
 import time
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 from PIL import Image
 
 from datasetserver.gallery import MAX_PIXELS, Gallery, encoded_anew
 from datasetserver.pictures import BadSample
-from swarm.dht import Identity, sign_as
-from swarm.peer_key import check_statement, peer_id_of
+from swarm.dht import Identity
+from swarm.peer_key import PeerKey, check_statement, peer_id_of
 from swarm.protocol import DrawnPicture, HistoryAnswer, PictureRequest, PicturesAnswer
+from swarm.signed_request import Signer
 from swarm.signing import BadSignature
 from tests.datasetserver.hosting import Host
 from tests.datasetserver.test_http import call, get_run, refused
@@ -21,11 +23,12 @@ RUN = "0123456789abcdef"
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    """Two peers' key files and their ids."""
+    """Two peers' keys, read from files that p2pd wrote."""
     folder, found = tmp_path_factory.mktemp("keys"), {}
     for name in ("ada", "eve"):
         identity = Identity(folder / name)
-        found[name] = (folder / name, identity.peer_id)
+        found[name] = PeerKey.read(folder / name)
+        assert found[name].peer_id == identity.peer_id
         identity.close()
     return found
 
@@ -36,51 +39,58 @@ def encoded(side: int = 8, colour: str = "red", form: str = "PNG", **about) -> b
     return out.getvalue()
 
 
-def signed(key, run_id: str = RUN, *, data: bytes | None = None, peer: str | None = None, **values) -> PictureRequest:
-    path, own_id = key
+def request_of(key, run_id: str = RUN, *, data: bytes | None = None, peer: str | None = None, **values) -> PictureRequest:
     known = {"round": 3, "samples": 96, "prompt": "a cat", "picture": base64.b64encode(data or encoded()).decode()}
-    request = PictureRequest(run_id=run_id, peer=peer or own_id, **{**known, **values})
-    public, signature = sign_as(path, request.statement())
-    return request.model_copy(update={"public_key": public, "signature": signature})
+    return PictureRequest(run_id=run_id, peer=peer or key.peer_id, **{**known, **values})
+
+
+def put(host, key, request: PictureRequest):
+    """What the server answers when the holder of `key` sends it."""
+    body = request.model_dump_json().encode()
+    return call(host, "/v1/pictures", raw=body, method="PUT", headers=Signer(key).headers("PUT", "/v1/pictures", body))
 
 
 def test_a_peers_signature_is_known_without_a_node(keys):
-    path, own_id = keys["ada"]
-    public, signature = sign_as(path, b"something")
-    assert peer_id_of(public.encode()) == own_id
-    check_statement(own_id, b"something", public, signature)
-    of_eve = sign_as(keys["eve"][0], b"something")
+    ada, eve = keys["ada"], keys["eve"]
+    signature = ada.sign(b"something")
+    assert peer_id_of(ada.public.encode()) == ada.peer_id
+    check_statement(ada.peer_id, b"something", ada.public, signature)
+    with pytest.raises(ValueError, match="another exponent"):
+        PeerKey(rsa.generate_private_key(public_exponent=3, key_size=2048))
     for peer, statement, key, sign in (
-        (own_id, b"something else", public, signature),
-        (keys["eve"][1], b"something", public, signature),
-        (own_id, b"something", *of_eve),
-        (own_id, b"something", public, of_eve[1]),
-        (own_id, b"something", public, "no base64!"),
-        (own_id, b"something", "ssh-ed25519 AAAA", signature),
-        (own_id, b"something", "", ""),
+        (ada.peer_id, b"something else", ada.public, signature),
+        (eve.peer_id, b"something", ada.public, signature),
+        (ada.peer_id, b"something", eve.public, eve.sign(b"something")),
+        (ada.peer_id, b"something", ada.public, eve.sign(b"something")),
+        (ada.peer_id, b"something", ada.public, "no base64!"),
+        (ada.peer_id, b"something", "ssh-ed25519 AAAA", signature),
+        (ada.peer_id, b"something", ada.public + "A" * 2000, signature),
+        (ada.peer_id, b"something", "", ""),
     ):
         with pytest.raises(BadSignature):
             check_statement(peer, statement, key, sign)
 
 
+def test_what_is_no_identity_file_is_told(tmp_path):
+    for content in (b"", b"\x08\x01\x12\x00", b"\x08\x00\x12\x82\x01torn", b"\x08\x00\x12\x03abc"):
+        (tmp_path / "key").write_bytes(content)
+        with pytest.raises(ValueError):
+            PeerKey.read(tmp_path / "key")
+
+
 def test_only_whom_the_host_names_may_send_pictures_and_only_in_its_own_name(tmp_path, keys):
-    host = Host(tmp_path, "--pictures_from", keys["ada"][1], samples=16)
+    ada, eve = keys["ada"], keys["eve"]
+    host = Host(tmp_path, "--pictures_from", ada.peer_id, samples=16)
     try:
         host.start()
         run_id = get_run(host).run_id
-
-        def send(key, **values):
-            return call(host, "/v1/pictures", signed(key, run_id, **values).model_dump(), method="PUT")
-
-        refused(send(keys["eve"]), 403, "not_asked_to_draw")
-        refused(send(keys["eve"], peer=keys["ada"][1]), 403, "bad_signature")
-        tampered = signed(keys["ada"], run_id).model_copy(update={"prompt": "another"})
-        refused(call(host, "/v1/pictures", tampered.model_dump(), method="PUT"), 403, "bad_signature")
-        refused(send(keys["ada"], data=b"no picture at all"), 422, "bad_picture")
-        refused(call(host, "/v1/pictures", signed(keys["ada"]).model_dump(), method="PUT"), 409, "other_run")
+        refused(put(host, eve, request_of(eve, run_id)), 403, "not_asked_to_draw")
+        refused(put(host, eve, request_of(eve, run_id, peer=ada.peer_id)), 403, "bad_signature")
+        refused(put(host, ada, request_of(ada, run_id, data=b"no picture at all")), 422, "bad_picture")
+        refused(put(host, ada, request_of(ada)), 409, "other_run")
         assert PicturesAnswer.model_validate_json(call(host, "/v1/pictures")[2]).pictures == []
 
-        status, _, body = send(keys["ada"], prompt="<b>a cat</b>")
+        status, _, body = put(host, ada, request_of(ada, run_id, prompt="<b>a cat</b>"))
         (kept,) = PicturesAnswer.model_validate_json(call(host, "/v1/pictures")[2]).pictures
         assert status == 200 and kept == DrawnPicture.model_validate_json(body) and kept.prompt == "<b>a cat</b>"
         status, headers, picture = call(host, f"/v1/pictures/{kept.digest}")
@@ -100,20 +110,19 @@ def test_where_the_host_names_nobody_a_peer_that_is_not_live_may_not_send(tmp_pa
     host = Host(tmp_path, samples=16)
     try:
         host.start()
-        body = signed(keys["ada"], get_run(host).run_id).model_dump()
-        refused(call(host, "/v1/pictures", body, method="PUT"), 403, "not_asked_to_draw")
+        refused(put(host, keys["ada"], request_of(keys["ada"], get_run(host).run_id)), 403, "not_asked_to_draw")
     finally:
         host.stop()
 
 
 def test_where_the_host_names_nobody_its_assisting_peer_is_asked_once_it_draws(tmp_path, keys):
     gallery = Gallery(tmp_path / "gallery")
-    ada, here = keys["ada"][1], {keys["ada"][1]: "assist", keys["eve"][1]: "train"}
+    ada, here = keys["ada"].peer_id, {keys["ada"].peer_id: "assist", keys["eve"].peer_id: "train"}
     assert set(gallery.asked(here)) == set(here), "it may be one that does not draw"
-    gallery.add(signed(keys["ada"]), time.time())
+    gallery.add(request_of(keys["ada"]), time.time())
     assert set(gallery.asked(here)) == {ada}
     assert set(gallery.asked({**here, ada: "train"})) == set(here)
-    assert set(gallery.asked({keys["eve"][1]: "train"})) == {keys["eve"][1]}, "when it has gone, all others are asked again"
+    assert set(gallery.asked({keys["eve"].peer_id: "train"})) == {keys["eve"].peer_id}, "when it has gone, all others are asked again"
 
 
 def test_nothing_but_pixels_comes_through():
@@ -136,7 +145,7 @@ def test_bombs_and_other_formats_are_refused():
 
 def test_a_gallery_keeps_the_newest_rounds_and_some_of_all_before(tmp_path, keys):
     gallery = Gallery(tmp_path / "gallery", most=12)
-    request = signed(keys["ada"])
+    request = request_of(keys["ada"])
     for number in range(60):
         for prompt, colour in (("a cat", (number, 0, 0)), ("a dog", (0, number, 0))):
             picture = base64.b64encode(encoded(colour=colour)).decode()
@@ -150,9 +159,9 @@ def test_a_gallery_keeps_the_newest_rounds_and_some_of_all_before(tmp_path, keys
 
 def test_the_second_picture_of_a_round_and_prompt_changes_nothing(tmp_path, keys):
     gallery = Gallery(tmp_path / "gallery")
-    first = gallery.add(signed(keys["ada"]), 1.0)
+    first = gallery.add(request_of(keys["ada"]), 1.0)
     version = gallery.version
-    assert gallery.add(signed(keys["ada"], data=encoded(colour="blue")), 2.0) == first and gallery.version == version
+    assert gallery.add(request_of(keys["ada"], data=encoded(colour="blue")), 2.0) == first and gallery.version == version
 
 
 @pytest.mark.parametrize("content", [b"{", b"[5]", b""])
@@ -160,5 +169,5 @@ def test_a_gallery_whose_list_is_broken_begins_anew(tmp_path, keys, content, cap
     (tmp_path / "pictures.json").write_bytes(content)
     gallery = Gallery(tmp_path)
     assert gallery.pictures() == [] and "begins anew" in caplog.text
-    gallery.add(signed(keys["ada"]), 1.0)
+    gallery.add(request_of(keys["ada"]), 1.0)
     assert len(Gallery(tmp_path).pictures()) == 1

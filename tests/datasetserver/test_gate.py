@@ -27,8 +27,9 @@ from swarm.protocol import ErrorAnswer, Manifest
 from swarm.status import fetch
 from tests.datasetserver.hosting import write_dataset
 from tests.datasetserver.test_blobs import certificate  # noqa: F401 (a fixture)
-from tests.datasetserver.test_http import call, envelope, refused
+from tests.datasetserver.test_http import call, envelope, refused, signed
 
+JSON_POST = b"POST /v1/leases HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 STRANGER = {"X-Forwarded-For": "198.51.100.7"}  # believed from this machine, as from a proxy on it
 
 
@@ -124,7 +125,7 @@ def test_tls_serves_shards_and_refuses_the_rest(serve, certificate):  # noqa: F8
     with pytest.raises(urllib.error.URLError, match="certificate"):
         call(host, "/v1/run")
     with connect(host) as connection:
-        connection.sendall(b"GET /v1/run HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /v1/run HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"run_id" not in answer(connection)
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
@@ -152,11 +153,11 @@ def test_bodies_that_are_late_compressed_or_broken_are_the_callers_fault(serve):
     refused(call(host, "/v1/leases", raw=good, headers={"Content-Encoding": "gzip"}), 415, "unsupported_media_type")
     for head in (b"Content-Length: 9000000000", b"Content-Length: 8388609"):
         with connect(host) as connection:
-            connection.sendall(b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + head + b"\r\n\r\n{")
+            connection.sendall(JSON_POST + b"Connection: close\r\n" + head + b"\r\n\r\n{")
             assert b" 413 " in answer(connection).splitlines()[0]
     with connect(host) as connection:
         connection.sendall(
-            b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\nzz\r\n"
+            JSON_POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\nzz\r\n"
         )
         assert b" 400 " in answer(connection).splitlines()[0]
     assert call(host, "/v1/leases", raw=good)[0] == 201
@@ -224,17 +225,17 @@ def test_on_sigterm_answers_on_their_way_arrive_and_nobody_new_gets_in(serve):
     host = serve(samples=400, shard_samples=400)
     body = json.dumps(envelope(host, want_samples=1)).encode()
     with connect(host) as idle, connect(host) as busy:
-        idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 200 " in idle.recv(65536)
-        head = f"POST /v1/leases HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        busy.sendall(head + body[:5])
+        by = "".join(f"{name}: {value}\r\n" for name, value in signed("/v1/leases", body).items())
+        busy.sendall(JSON_POST + f"{by}Content-Length: {len(body)}\r\n\r\n".encode() + body[:5])
         deadline = time.monotonic() + 60
         while "dd_http_active_requests 2.0" not in call(host, "/metrics")[2].decode() and time.monotonic() < deadline:
             time.sleep(0.01)  # until the server has begun to read
         host.process.send_signal(signal.SIGTERM)
         assert idle.recv(65536) == b"", "idle connections are closed at once"
         with pytest.raises(OSError), connect(host) as late:
-            late.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            late.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             if not late.recv(100):
                 raise ConnectionResetError
         busy.sendall(body[5:])
@@ -252,7 +253,7 @@ def test_a_client_that_never_takes_its_shard_does_not_keep_the_server_from_endin
     shard = Manifest.model_validate_json(call(host, f"/v1/manifest/{envelope_manifest(host)}")[2]).shards[0]
     assert shard.bytes > 24 << 20, "more than sockets hold"
     with connect(host) as stuck:
-        stuck.sendall(f"GET /v1/blobs/{shard.digest}.tar HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        stuck.sendall(f"GET /v1/blobs/{shard.digest}.tar HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert stuck.recv(100)
         assert host.stop() == 0
     assert "Traceback" not in host.stderr
@@ -284,7 +285,7 @@ def serving(**limits):
         loop.close()
 
 
-@pytest.mark.parametrize("first", [b"", b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("first", [b"", b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_a_connection_without_a_whole_request_is_closed(first):
     with serving(head_seconds=0.3) as (port, _), socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(first)
@@ -306,7 +307,7 @@ def test_connections_beyond_what_there_is_room_for_are_closed_and_the_next_gets_
         """The connection, if a request on it is answered."""
         connection = socket.create_connection(("127.0.0.1", port), timeout=60)
         try:
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             if connection.recv(1000):
                 return connection
         except ConnectionError:

@@ -12,6 +12,7 @@ from swarm.digest import digest_bytes
 from swarm.protocol import ErrorAnswer, Head, LeaseAnswer, Manifest, PeersAnswer, Progress, RunAnswer, sample_key
 from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host
+from tests.identities import id_of, signer
 
 BASE = "0" * 64
 
@@ -24,9 +25,10 @@ def host(tmp_path_factory):
 
 
 def call(host, path, body=None, *, method=None, headers=None, raw=None):
-    """(status, headers, body) of one request; `body` is sent as JSON, `raw` as it is."""
+    """(status, headers, body) of one request; `body` is sent as JSON, signed by its peer where we have its key, `raw` as it is."""
     data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(host.url + path, data=data, method=method, headers=headers or {})
+    headers = {**({} if data is None else {"Content-Type": "application/json"}), **signed(path, data, method or "POST"), **(headers or {})}
+    request = urllib.request.Request(host.url + path, data=data, method=method, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=20) as response:
             return response.status, response.headers, response.read()
@@ -35,12 +37,22 @@ def call(host, path, body=None, *, method=None, headers=None, raw=None):
             return error.code, error.headers, error.read()
 
 
+def signed(path, data, method="POST"):
+    """The headers by which the peer that `data` names signs it; none where it names nobody whose key we have."""
+    try:
+        peer = json.loads(data)["peer"]
+    except (TypeError, ValueError, KeyError, RecursionError):
+        return {}
+    key = signer(peer) if isinstance(peer, str) else None
+    return key.headers(method, path, data) if key else {}
+
+
 def get_run(host):
     return RunAnswer.model_validate_json(call(host, "/v1/run")[2])
 
 
 def envelope(host, peer="alice", **body):
-    return {"run_id": get_run(host).run_id, "peer": peer, **body}
+    return {"run_id": get_run(host).run_id, "peer": id_of(peer), **body}
 
 
 def lease(host, peer="alice", want=1):
@@ -101,13 +113,13 @@ def test_a_lease_is_renewed_registered_released_and_its_round_counted(host):
     assert (status, json.loads(data)) == (200, {"registered": 5, "repeated": 0, "counted": False})
     release = envelope(host, "bob", keys=keys[5:6])
     assert json.loads(call(host, f"/v1/leases/{granted.lease_id}/release", release)[2]) == {"released": 1}
-    round_ = {"digest": "a" * 64, "parent": BASE, "round": 1, "samples": 5, "members": [{"peer": "bob", "number": 1, "samples": 5}]}
+    round_ = {"digest": "a" * 64, "parent": BASE, "round": 1, "samples": 5, "members": [{"peer": id_of("bob"), "number": 1, "samples": 5}]}
     for _ in range(2):
         status, _, data = call(host, "/v1/rounds", envelope(host, "bob", **round_))
         assert status == 200
-    assert Head.model_validate(json.loads(data)["head"]) == Head(digest="a" * 64, round=1, samples=5, reporters=["bob"])
+    assert Head.model_validate(json.loads(data)["head"]) == Head(digest="a" * 64, round=1, samples=5, reporters=[id_of("bob")])
     progress = Progress.model_validate_json(call(host, "/v1/progress")[2])
-    assert (progress.round, progress.samples, progress.samples_by_peer, progress.ledger.counted) == (1, 5, {"bob": 5}, 5)
+    assert (progress.round, progress.samples, progress.samples_by_peer, progress.ledger.counted) == (1, 5, {id_of("bob"): 5}, 5)
     assert get_run(host).head.digest == "a" * 64
     assert json.loads(call(host, f"/v1/leases/{granted.lease_id}/release", envelope(host, "bob"))[2])["released"] == len(keys) - 6
     refused(call(host, f"/v1/leases/{granted.lease_id}/renew", envelope(host, "bob")), 410, "lease_lost")
@@ -190,7 +202,7 @@ def test_a_malformed_request_line_is_no_fault_of_the_server(host):
     for junk in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
         b"GET\r\n\r\n",
-        b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/leases HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
     ):
         with socket.create_connection((netloc.hostname, netloc.port), timeout=20) as connection:
             connection.sendall(junk)

@@ -205,7 +205,7 @@ def test_what_the_peers_read_is_what_was_checked(result):
     from peer.pictures import Frame, decode
 
     for shard in result[0].manifest.shards:
-        rows = list(read_shard(shard_path(result[1], shard.digest)))
+        rows = list(read_shard(shard_path(result[1], shard.digest), shard.samples))
         assert len(rows) == shard.samples
         for image, _ in rows:
             assert decode(image, Frame(8, 8)).pixels.shape == (8, 8, 3)

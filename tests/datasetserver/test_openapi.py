@@ -7,6 +7,7 @@ import json
 from collections import Counter
 
 import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode, checks
@@ -15,7 +16,8 @@ from schemathesis.specs.openapi import checks as openapi_checks
 from datasetserver.app import ENDPOINTS
 from swarm.protocol import ErrorAnswer
 from tests.datasetserver.hosting import Host
-from tests.datasetserver.test_http import call, envelope
+from tests.datasetserver.test_http import call, envelope, signed
+from tests.identities import id_of
 
 CHECKS = [
     checks.not_a_server_error,
@@ -58,9 +60,12 @@ def test_no_request_makes_the_server_err_or_answer_what_it_does_not_describe(hos
     @settings(max_examples=400 if deep else 40, derandomize=not deep, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case):
+        headers = {}
         if isinstance(case.body, dict) and "run_id" in case.body and mode is GenerationMode.POSITIVE:
-            case.body["run_id"] = run_id  # so that it gets past the first check
-        response = case.call(base_url=host.url)
+            case.body |= {"run_id": run_id, "peer": id_of("schemathesis")}  # so that it gets past the first checks
+            sent = requests.Request(**case.as_transport_kwargs(base_url=host.url)).prepare()
+            headers = signed(sent.path_url, sent.body, sent.method)
+        response = case.call(base_url=host.url, headers=headers)
         statuses[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
         if response.status_code >= 400:

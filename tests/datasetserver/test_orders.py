@@ -78,7 +78,7 @@ def test_a_run_is_extended_by_its_host_and_peers_are_told_with_its_signature(tmp
     until(lambda: told(renew, envelope(host, "alice"))["extension"])
     answer = told("/v1/run")
     end = End(RunConfig.from_mapping(answer["run"], where=""), answer["host_key"], answer["extension"])
-    assert end.total == 40 == told("/v1/progress")["total_samples"] and answer["run"]["total_samples"] == 16
+    assert end.total == 40 == told("/v1/progress")["total_samples"] and answer["run"]["values"]["total_samples"] == 16
     assert cli(["extend", *folder, "--total_samples", "40"]) == 2 and "not later" in capsys.readouterr().err
     host.kill()
     host.start()

@@ -79,6 +79,6 @@ def test_a_server_gives_the_state_and_export_fetches_it_without_any_peer(tmp_pat
         (tmp_path / "scratch").mkdir()
         fetched = fetch_state(host.url, tmp_path / "scratch", seconds=1)
         assert read_state(fetched, state.buffer.num_bytes).digest == state.digest
-        assert json.loads((fetched.parent.parent / "run.json").read_text())["run"]["model"] == run.model
+        assert json.loads((fetched.parent.parent / "run.json").read_text())["run"]["values"]["model"] == run.model
     finally:
         host.stop()

@@ -1,0 +1,70 @@
+"""Who answers for a peer: the token that used its id first, or where no token is asked for, the address that it calls from.
+
+Ids cost nothing, so what one caller may hold is counted for all peers of one owner together.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from datasetserver.refused import Refused
+from datasetserver.store import Store
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who sent a request. token: the name of the token it showed, '' where none is asked for; tokens: the names of all there are now.
+
+    address: what `limits.subject` says; None for this machine.
+    """
+
+    token: str = ""
+    tokens: Collection[str] = ()
+    address: str | None = None
+
+
+class Owners:
+    """Peers and their owners; the tokens' names are kept in the ledger, so that a restart frees no id."""
+
+    def __init__(self, store: Store):
+        self._store, self._token_of = store, dict(store.tokens_of_peers())
+        self._owner_of: dict[str, str] = {}
+        self._peers_of: defaultdict[str, set[str]] = defaultdict(set)
+        for peer, token in self._token_of.items():
+            self._set(peer, f"token {token}")
+
+    def admit(self, peer: str, sender: Sender) -> None:
+        """`sender` speaks for `peer`. Refused (403) when another token did so before, and is still there.
+
+        Once that token is removed the id is free: who is given a new one, under whatever name, goes on with it.
+        """
+        if not sender.token:
+            self._set(peer, f"address {sender.address}" if sender.address else "")
+            return
+        bound = self._token_of.get(peer)
+        if bound != sender.token:
+            if bound in sender.tokens:
+                fix = "Use the token that this peer used first, or start it with another --identity_path."
+                raise Refused(403, "other_token", f"{peer} came with another token before.", fix)
+            self._token_of[peer] = sender.token
+            self._store.set_token_of_peer(peer, sender.token)
+        self._set(peer, f"token {sender.token}")
+
+    def of(self, peer: str) -> str:
+        """A peer without an owner (on this machine, where no token is asked for) answers for itself."""
+        return self._owner_of.get(peer) or f"peer {peer}"
+
+    def total(self, peer: str, amount: Callable[[str], int]) -> int:
+        """The sum of `amount` over all peers of the owner of `peer`."""
+        owner = self._owner_of.get(peer)
+        return sum(map(amount, self._peers_of[owner])) if owner else amount(peer)
+
+    def _set(self, peer: str, owner: str) -> None:
+        before = self._owner_of.get(peer)
+        if before == owner:
+            return
+        if before:
+            self._peers_of[before].discard(peer)
+        self._owner_of[peer] = owner
+        if owner:
+            self._peers_of[owner].add(peer)
