@@ -10,19 +10,20 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from peer.contracts import Settlement
-from peer.sync.engine.beginning import head_of
 from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.download import Download
+from peer.sync.engine.heads import most_signed
 from peer.sync.engine.kind import Kind, ask_kind
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.outer import Strategy, load_strategy
+from peer.sync.engine.pace import Slow, fetch_seconds
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State
 from peer.sync.engine.streams import PeerLost, Streams
@@ -178,6 +179,7 @@ async def assist(
         rounds_path=folder / "rounds.jsonl", trainer=assistant, server_url=server_url, name=name, hardware=hardware,
         last_known=last_known, last_holders=last_holders, assists=True, end=end, upload=upload,
     )  # fmt: skip
+    node.prefer(replica.met.__contains__)
     await replica.start()
     header, num_bytes = replica.state.header, replica.state.buffer.num_bytes
     log.info("assisting '%s' from round=%d samples=%d", run.run_name, header.round, header.samples)
@@ -202,7 +204,7 @@ async def _stored_or_fetched(
     kind = Kind.read(path)
     if kind is not None:
         _check_memory(run, strategy, kind)
-    state = store.load(run.digest, kind.schema, kind.num_bytes(strategy.slots)) if kind is not None else None
+    state = store.load(run.digest, kind.schema, kind.num_bytes(strategy.slots), run.target_batch_size) if kind is not None else None
     if state is None:
         kind, state = await _first_from_others(run, strategy, node)
         kind.write(path)
@@ -214,10 +216,15 @@ def _check_memory(run: RunConfig, strategy: Strategy, kind: Kind) -> None:
     check_memory(host_bytes(strategy, Wire(run.wire, *kind.sizes), trains=False), available_bytes())
 
 
-async def newest_state(run: RunConfig, strategy: Strategy, node: SwarmNode, seconds: float) -> State:
-    """The best state of a run, for who takes it and goes. Raises UserError (NETWORK) when nobody gives one in time."""
+async def newest_state(
+    run: RunConfig, strategy: Strategy, node: SwarmNode, seconds: float, named: Collection[str] = (), known: str = ""
+) -> State:
+    """The best state of a run, for who takes it and goes. Raises UserError (NETWORK) when nobody gives one in time.
+
+    named: peers whose word this user takes, before that of however many others; known: digest of the state that the server knows.
+    """
     waiting = f"nobody who holds the state is here yet; waiting up to {seconds:.0f} s in all (--wait_seconds)"
-    finding = asyncio.create_task(_first_from_others(run, strategy, node, waiting, spare_memory=False))
+    finding = asyncio.create_task(_first_from_others(run, strategy, node, waiting, False, named, known))
     try:
         await asyncio.wait({finding}, timeout=seconds)
         if finding.done():
@@ -232,20 +239,28 @@ async def newest_state(run: RunConfig, strategy: Strategy, node: SwarmNode, seco
 
 
 async def _first_from_others(
-    run: RunConfig, strategy: Strategy, node: SwarmNode, waiting: str = _WAITING, spare_memory: bool = True
+    run: RunConfig,
+    strategy: Strategy,
+    node: SwarmNode,
+    waiting: str = _WAITING,
+    spare_memory: bool = True,
+    named: Collection[str] = (),
+    known: str = "",
 ) -> tuple[Kind, State]:
     """The best state of a run that this peer knows nothing of; waits until somebody is there who has one, and says so: `waiting`."""
     streams, told = Streams(node), -_TOLD_EVERY_SECONDS
+    failures: collections.Counter[str] = collections.Counter()
     clock = asyncio.get_running_loop().time
     while True:
         records = await _records(run, node)
-        kind = await ask_kind(streams, [record.peer_id for record in records])
+        peers = [record.peer_id for record in records]
+        kind = await ask_kind(streams, [peer for peer in peers if peer in named]) or await ask_kind(streams, peers)
         alike = [record for record in records if kind is not None and record.schema == kind.schema]
         if alike:
             if spare_memory:
                 _check_memory(run, strategy, kind)
             with contextlib.suppress(PeerLost, BadState):
-                return kind, await _fetch(streams, run, kind, strategy, alike)
+                return kind, await _fetch(streams, run, kind, strategy, alike, failures, named, known)
         if clock() - told >= _TOLD_EVERY_SECONDS:
             told = clock()
             log.info("%s", waiting)
@@ -263,15 +278,55 @@ async def _records(run: RunConfig, node: SwarmNode) -> list[PeerRecord]:
     ]
 
 
-async def _fetch(streams: Streams, run: RunConfig, kind: Kind, strategy: Strategy, records: Sequence[PeerRecord]) -> State:
-    """What most of them sign, and of several such the one with more samples. Raises PeerLost, BadState."""
-    signers: dict[Head, set[str]] = {}
-    for record in records:
-        signers.setdefault(head_of(record), set()).add(record.peer_id)
-    best = min(signers, key=lambda head: (-len(signers[head]), -head.samples, head.digest))
+async def _fetch(
+    streams: Streams,
+    run: RunConfig,
+    kind: Kind,
+    strategy: Strategy,
+    records: Sequence[PeerRecord],
+    failures: collections.Counter[str],
+    named: Collection[str] = (),
+    known: str = "",
+) -> State:
+    """The first of `_choices` that its holders give; who failed us least comes first (`failures`, which this adds to).
+
+    Raises PeerLost, BadState.
+    """
     num_bytes = kind.num_bytes(strategy.slots)
     nothing = (bytes(HASH_BYTES),) * -(-num_bytes // CHUNK_BYTES)
     like = State(Header(run=run.digest, schema=kind.schema), SharedBuffer(num_bytes), nothing)
-    content = WholeState(best.digest, like)
-    await Download(content, signers[best]).run(streams)
+    fewest = min(failures[record.peer_id] for record in records)
+    choices = _choices([record for record in records if failures[record.peer_id] == fewest], named, known)
+    reason: PeerLost | BadState = PeerLost("none of them has a state")
+    for digest, holders in choices:
+        try:
+            state = await _download(streams, digest, holders, like, fetch_seconds(num_bytes, contested=len(choices) > 1))
+            state.header.check_bounds(run.target_batch_size)
+            return state
+        except (PeerLost, BadState) as error:
+            failures.update(holders)
+            reason = error
+    raise reason
+
+
+async def _download(streams: Streams, digest: str, holders: Collection[str], like: State, longest: float) -> State:
+    content = WholeState(digest, like)
+    try:
+        await asyncio.wait_for(Download(content, set(holders)).run(streams), longest)
+    except asyncio.TimeoutError:
+        raise Slow(f"the state {digest[:8]} has not come within {longest:.0f} s") from None
     return content.state()
+
+
+def _choices(records: Sequence[PeerRecord], named: Collection[str], known: str) -> list[tuple[str, set[str]]]:
+    """Digests to ask for, with those who say that they hold them, in order. Keys cost nothing, so numbers are the last thing to go by.
+
+    First what peers that were named sign, then the state that the server knows, then what most sign.
+    """
+    signers: dict[str, set[str]] = {}
+    for record in sorted(records, key=lambda record: -record.samples):
+        signers.setdefault(record.digest, set()).add(record.peer_id)
+    of_named = [(digest, holders) for digest, holders in signers.items() if not holders.isdisjoint(named)]
+    of_known = {record.peer_id for record in records if known and known in (record.digest, *record.parents)}
+    of_most = [(head.digest, holders) for head, holders in most_signed(records).items()]
+    return [*of_named, *([(known, of_known)] if of_known else []), *of_most]

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from peer.sync.engine import points
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, square_norm
 from peer.sync.engine.groups import Group
-from peer.sync.engine.streams import CONNECT_SECONDS, Channel, PeerLost, Streams
+from peer.sync.engine.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
 from peer.sync.engine.vectors import Reused
 from swarm.tasks import end_tasks
 
@@ -35,10 +35,49 @@ _LARGEST_SQUARE = 2.0**1000
 _KNOWN_SOON_SECONDS = 10.0
 COME_SECONDS = 15.0
 """Every member has dialled every reducer by then, or it died after the group was closed and nobody need wait longer."""
+_REMEMBERED_FAILURES = 8
+_EXPLAINED_SECONDS = 1.0
+"""Whoever gives up because of another says so within that, on the streams of its own share."""
 
 
 class RoundFailed(Exception):
-    """The average is incomplete at this peer; whether others have it, their heads tell."""
+    """The average is incomplete at this peer; whether others have it, their heads tell.
+
+    culprits: whom we saw cause it; slow: those of them that went away without a word, as the honest may; told: a reducer's word about
+    others, None if there is none. at_once: whether the next attempt need not wait, since somebody will not be in it.
+    """
+
+    silent: frozenset[str] = frozenset()
+
+    def __init__(self, reason: str, culprits: Collection[str] = (), slow: Collection[str] = (), told: "_Told | None" = None):
+        super().__init__(reason)
+        self.culprits, self.slow, self.told = frozenset(culprits), frozenset(slow), told
+        self.at_once = bool(culprits)
+
+
+class _Told(PeerLost):
+    """A reducer failed, and said to whom that is owed: a word against a word."""
+
+    def __init__(self, reason: str, accuser: str, accused: Collection[str], *, hearsay: bool):
+        super().__init__(reason, accused, hearsay=hearsay)
+        self.accuser = accuser
+
+
+class _Gone(PeerLost):
+    """Somebody's stream ended without a word. It may be dead, or have given up for a reason that it tells on another stream."""
+
+
+@dataclass(frozen=True)
+class Strangers:
+    """Who in a group has less time than the others: `seconds` for its first word, and for each part, as far as its link may be
+    as slow as documented."""
+
+    peers: frozenset[str] = frozenset()
+    seconds: float = PART_SECONDS
+
+    def for_part(self, wire: Wire, reducers: int) -> float:
+        largest = max((part.num_bytes for part in wire.parts), default=0)
+        return min(self.seconds + largest * reducers / _SLOWEST_BYTES_PER_SECOND, PART_SECONDS)
 
 
 @dataclass
@@ -71,39 +110,77 @@ class Averager:
         self.memory = Reused(wire.num_bytes)
         """Of encoded means."""
         self._reductions: dict[str, _Reduction] = {}
+        self._failed: dict[str, PeerLost] = {}
+        """Groups whose share we have given up, the last few: a member that dials us only now is told why."""
         self._announced = asyncio.Condition()
 
     async def start(self) -> None:
         await self._streams.serve(REDUCE, self._serve)
 
-    async def average(self, group: Group, mine: Tensor | None) -> Mean:
+    async def average(self, group: Group, mine: Tensor | None, strangers: Strangers | None = None) -> Mean:
         """The mean, weighted by samples, of all members' vectors. Raises RoundFailed.
 
         mine: our vector, encoded, (num_bytes,) uint8; None at a reducer that is no member.
         """
         assert (mine is not None) == any(member.peer == self._peer_id for member in group.members)
         began = time.monotonic()
-        run = _Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts))
+        run = _Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts), strangers or Strangers())
         shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
-        own, reduction, reason = shares.pop(self._peer_id, []), None, "it left"
-        tasks = [asyncio.create_task(self._exchange(reducer, share, run)) for reducer, share in shares.items() if share]
+        own, reduction, failure = shares.pop(self._peer_id, []), None, PeerLost("it left")
+        run.missing = {reducer: len(share) for reducer, share in shares.items() if share}
+        tasks = exchanges = [asyncio.create_task(self._exchange(reducer, share, run)) for reducer, share in shares.items() if share]
         if own:
-            reduction = self._reductions[group.id] = _Reduction(run, [self._wire.parts[index] for index in own], own)
-            tasks += [asyncio.create_task(self._reduce_own(reduction, run)), asyncio.create_task(reduction.fail_unless_all_come())]
+            reduction = self._reductions[group.id] = _Reduction(run, [self._wire.parts[index] for index in own], own, self._wire)
+            jobs = self._reduce_own(reduction, run), reduction.fail_unless_all_come(), self._hurry_strangers(reduction, run)
+            tasks = [*exchanges, *(asyncio.create_task(job) for job in jobs)]
         try:
             await asyncio.wait_for(_all(tasks), 60 + 2 * self._wire.num_bytes / _SLOWEST_BYTES_PER_SECOND)
+            failure = None
         except (PeerLost, ValueError, asyncio.TimeoutError) as error:
-            reason = str(error) or "it took too long"
-            raise RoundFailed(reason) from None
+            failure = await _explanation(self._as_lost(error, run, reduction), exchanges)
+            raise self._round_failed(failure) from None
         finally:
             # Whoever still takes averages from us does so in a handler of its own, which this does not end; whoever waits for one
             # that will not be, also because we were cancelled, need not sit out its deadline.
             if reduction is not None:
-                reduction.fail(f"{self._peer_id[-6:]} gave up: {reason}")
                 self._reductions.pop(group.id, None)
+                if failure is not None:
+                    self._give_up(group.id, reduction, failure)
             await end_tasks(*tasks)
         run.traffic.seconds = time.monotonic() - began
         return Mean(run.result, add_up(run.squares), run.traffic)
+
+    def _as_lost(self, error: Exception, run: "_Run", reduction: "_Reduction | None") -> PeerLost:
+        if isinstance(error, PeerLost):
+            return error
+        if isinstance(error, ValueError):
+            return PeerLost(str(error))
+        return PeerLost("it took too long", run.missing.keys() | (reduction.late() if reduction is not None else set()))
+
+    def _round_failed(self, failure: PeerLost) -> RoundFailed:
+        if isinstance(failure, _Told):
+            return RoundFailed(str(failure), told=failure)
+        culprits = set(failure.culprits) - {self._peer_id}
+        return RoundFailed(str(failure), culprits, culprits if isinstance(failure, _Gone) else ())
+
+    def _give_up(self, group_id: str, reduction: "_Reduction", failure: PeerLost) -> None:
+        """Tell all who take our share why there is none: what we were told or can only guess, as such."""
+        lost = PeerLost(f"{self._peer_id[-6:]} gave up: {failure}", failure.culprits, hearsay=isinstance(failure, _Told | _Gone))
+        reduction.fail(lost)
+        self._failed[group_id] = lost
+        while len(self._failed) > _REMEMBERED_FAILURES:
+            del self._failed[next(iter(self._failed))]
+
+    async def _hurry_strangers(self, reduction: "_Reduction", run: "_Run") -> None:
+        """When all members' parts of our own share were there, a reducer that we have not met has them as well: it gives its next mean
+        soon, or fails the round. Raises PeerLost."""
+        await reduction.whole()
+        loop = asyncio.get_running_loop()
+        began, seconds = loop.time(), run.strangers.for_part(self._wire, len(run.group.reducers))
+        while waited := {peer: max(run.last_mean.get(peer, 0.0), began) for peer in run.missing if peer in run.strangers.peers}:
+            if slow := sorted(peer for peer, since in waited.items() if loop.time() >= since + seconds):
+                raise PeerLost(f"{_names(slow)} gave no mean for {seconds:.0f} s", slow)
+            await asyncio.sleep(min(waited.values()) + seconds - loop.time())
 
     async def _reduce_own(self, reduction: "_Reduction", run: "_Run") -> None:
         if run.mine is not None:
@@ -117,7 +194,21 @@ class Averager:
 
     async def _exchange(self, reducer: str, share: Sequence[int], run: "_Run") -> None:
         """Send our part of a reducer's share to it, and take the averages back, both at once."""
-        channel = await self._streams.open(reducer, REDUCE)
+        try:
+            channel = await self._streams.open(reducer, REDUCE)
+            with contextlib.closing(channel):
+                await self._talk(channel, share, run)
+        except Refused as error:
+            accused = [peer for peer in error.culprits if peer != reducer]
+            if accused or error.hearsay:
+                raise _Told(str(error), reducer, accused, hearsay=error.hearsay) from None
+            raise PeerLost(str(error), [reducer]) from None  # it fails its share and names nobody: itself, then
+        except Broken as error:
+            raise _Gone(str(error), [reducer]) from None
+        except PeerLost as error:
+            raise PeerLost(str(error), [reducer]) from None
+
+    async def _talk(self, channel: Channel, share: Sequence[int], run: "_Run") -> None:
         parts = self._wire.parts
 
         async def send() -> None:
@@ -125,22 +216,25 @@ class Averager:
                 await channel.send({}, memoryview(parts[index].bytes_of(run.mine).numpy()), seconds=PART_SECONDS)
                 await points.part_sent(count, len(share), self._peer_id)
 
+        # The reducer gives up before us, and tells us because of whom; a stranger may be believed to wait for a member, but not for long.
+        is_stranger = channel.peer in run.strangers.peers
+        patience = run.strangers.for_part(self._wire, len(run.group.reducers)) if is_stranger else PART_SECONDS
+
         async def receive() -> None:
             for index in share:
-                # The reducer gives up before us, and tells us because of whom.
                 room = parts[index].bytes_of(run.result)
-                header = await _receive(channel, parts[index], room, COME_SECONDS + PART_SECONDS)
-                run.squares[index] = _square(header, reducer)
+                header = await _receive(channel, parts[index], room, COME_SECONDS + patience)
+                run.squares[index] = _square(header, channel.peer)
+                run.got_mean(channel.peer)
 
-        with contextlib.closing(channel):
-            tasks = []
-            try:
-                await channel.send({"group": run.group.id}, seconds=CONNECT_SECONDS)
-                tasks = [asyncio.create_task(send()), asyncio.create_task(receive())]
-                await _all(tasks)
-            finally:
-                await end_tasks(*tasks)
-                run.count(channel)
+        tasks = []
+        try:
+            await channel.send({"group": run.group.id}, seconds=CONNECT_SECONDS)
+            tasks = [asyncio.create_task(send()), asyncio.create_task(receive())]
+            await _all(tasks)
+        finally:
+            await end_tasks(*tasks)
+            run.count(channel)
 
     async def _serve(self, channel: Channel) -> None:
         """Take a member's parts of our share, and give it the averages."""
@@ -172,10 +266,12 @@ class Averager:
             reasons = [task.exception() for task in tasks if not task.cancelled() and task.exception()]
             # A member whose parts are all here is in the average, even if it takes nothing back.
             if taking.cancelled() or taking.exception():
-                reduction.fail(f"{channel.peer[-6:]} fell out: {reasons[0] if reasons else 'we are closing'}")
+                reduction.fail(_fell_out(channel.peer, reasons[0] if reasons else None))
 
     async def _reduction(self, group_id: str) -> "_Reduction":
         # A member may hear of the group, and dial us, a moment before the leader's message reaches us.
+        if group_id in self._failed:
+            raise self._failed[group_id]
         try:
             async with self._announced:
                 await asyncio.wait_for(self._announced.wait_for(lambda: group_id in self._reductions), _KNOWN_SOON_SECONDS)
@@ -193,7 +289,18 @@ class _Run:
     result: Tensor
     squares: list[float]
     """Of each part of the mean."""
+    strangers: Strangers = field(default_factory=Strangers)
+    missing: dict[str, int] = field(default_factory=dict)
+    """Reducer -> how many means it still owes us."""
+    last_mean: dict[str, float] = field(default_factory=dict)
+    """Reducer -> when it gave us its last one, by the loop's clock."""
     traffic: Traffic = field(default_factory=Traffic)
+
+    def got_mean(self, reducer: str) -> None:
+        self.last_mean[reducer] = asyncio.get_running_loop().time()
+        self.missing[reducer] -= 1
+        if not self.missing[reducer]:
+            del self.missing[reducer]
 
     def count(self, channel: Channel) -> None:
         self.traffic.up += channel.sent
@@ -203,8 +310,11 @@ class _Run:
 class _Reduction:
     """Our share within one group: parts come in from all members, each average is made once when its last part is there."""
 
-    def __init__(self, run: _Run, parts: Sequence[Part], indices: Sequence[int]):
+    def __init__(self, run: _Run, parts: Sequence[Part], indices: Sequence[int], wire: Wire):
         self.run, self.parts, self._indices = run, parts, indices
+        self._strangers = run.strangers.peers
+        self._strangers_come_seconds = min(run.strangers.seconds, COME_SECONDS)
+        self._strangers_part_seconds = run.strangers.for_part(wire, len(run.group.reducers))
         members = run.group.members
         self.senders = {member.peer for member in members}
         self._takers = self.senders | set(run.group.reducers)
@@ -227,10 +337,13 @@ class _Reduction:
             self._all_came.set()
 
     async def fail_unless_all_come(self) -> None:
-        try:
-            await asyncio.wait_for(self._all_came.wait(), COME_SECONDS)
-        except asyncio.TimeoutError:
-            self.fail(f"{', '.join(sorted(peer[-6:] for peer in self.senders - self._came))} did not come")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for seconds, awaited in ((self._strangers_come_seconds, self._strangers), (COME_SECONDS, self.senders)):
+            with contextlib.suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(self._all_came.wait(), began + seconds - loop.time())
+            if absent := sorted((self.senders & awaited) - self._came):
+                return self.fail(PeerLost(f"{_names(absent)} did not come", absent))
 
     def add(self, peer: str, index: int, data: Tensor) -> None:
         """One encoded part of one member, of the right length."""
@@ -241,25 +354,37 @@ class _Reduction:
             try:
                 self._means[index].set_result(self._average(index))
             except PeerLost as error:
-                self.fail(str(error))
+                self.fail(error)
             except ValueError as error:
-                self.fail(f"the average has {error}")
+                self.fail(PeerLost(f"the average has {error}"))
             self._received[index] = {}
 
     async def mean(self, index: int) -> tuple[Tensor, float]:
         """The encoded average of one part, and its sum of squares. Raises PeerLost when it cannot be had any more."""
-        future = self._means[index]
-        if not future.done():
-            await asyncio.wait([future], timeout=PART_SECONDS)
-        if not future.done():
-            missing = sorted(peer[-6:] for peer in self.senders - self._received[index].keys())
-            self.fail(f"{', '.join(missing)} sent no part for {PART_SECONDS:g} s")
+        future, loop = self._means[index], asyncio.get_running_loop()
+        began = loop.time()
+        for seconds, awaited in ((self._strangers_part_seconds, self._strangers), (PART_SECONDS, self.senders)):
+            if not future.done():
+                await asyncio.wait([future], timeout=began + seconds - loop.time())
+            # Of peers that we have met, a part may take longer, and a stranger's may be held up by nothing but that.
+            missing = sorted(self.senders - self._received[index].keys())
+            if not future.done() and awaited.issuperset(missing):
+                self.fail(PeerLost(f"{_names(missing)} sent no part for {seconds:g} s", missing))
         return future.result()
 
-    def fail(self, reason: str) -> None:
+    async def whole(self) -> None:
+        """Wait until all parts are averaged, or none will be any more."""
+        await asyncio.wait(self._means)
+
+    def late(self) -> set[str]:
+        """Those whose parts are still missing."""
+        open_parts = [received for received, mean in zip(self._received, self._means, strict=True) if not mean.done()]
+        return {peer for received in open_parts for peer in self.senders - received.keys()}
+
+    def fail(self, lost: PeerLost) -> None:
         for future in self._means:
             if not future.done():
-                future.set_exception(PeerLost(reason))
+                future.set_exception(lost)
                 future.exception()  # nobody need be waiting for it
         self._received = [{} for _ in self.parts]
 
@@ -271,7 +396,7 @@ class _Reduction:
             try:
                 part.decode(self._received[index][peer], into)
             except ValueError as error:
-                raise PeerLost(f"{peer[-6:]} sent {error}") from None
+                raise PeerLost(f"{peer[-6:]} sent {error}", [peer]) from None
             into.mul_(self._weights[peer])
             if count:
                 total.add_(into)
@@ -279,6 +404,36 @@ class _Reduction:
         # Decoding checks it: finite values may add up to more than a float holds.
         square = self.run.squares[self._indices[index]] = square_norm(part.decode(encoded, values))
         return encoded, square
+
+
+def _fell_out(peer: str, error: BaseException | None) -> PeerLost:
+    """What becomes of a share of which a member's parts will not come."""
+    reason = f"{peer[-6:]} fell out: {error or 'we are closing'}"
+    if error is None:
+        return PeerLost(reason)
+    return _Gone(reason, [peer], hearsay=True) if isinstance(error, Broken) else PeerLost(reason, [peer])
+
+
+async def _explanation(failure: PeerLost, exchanges: Collection[asyncio.Task]) -> PeerLost:
+    """Why the round failed, where `failure` leaves that open: who went away may yet be heard to have done so because of another."""
+    loop = asyncio.get_running_loop()
+    until, open_ = loop.time() + _EXPLAINED_SECONDS, set(exchanges)
+    while _doubt(failure) and open_ and loop.time() < until:
+        done, open_ = await asyncio.wait(open_, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+        reasons = [task.exception() for task in done if not task.cancelled()]
+        failure = min([failure, *(reason for reason in reasons if isinstance(reason, PeerLost))], key=_doubt)
+    return failure
+
+
+def _doubt(failure: PeerLost) -> int:
+    """None where somebody was seen at fault, or is named by one who saw it; more where one went away; most where others only heard."""
+    if isinstance(failure, _Told):
+        return 2 if failure.hearsay else 0
+    return 1 if isinstance(failure, _Gone) else 0
+
+
+def _names(peers: Collection[str]) -> str:
+    return ", ".join(peer[-6:] for peer in peers)
 
 
 def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:

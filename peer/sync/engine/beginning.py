@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection
 
+from peer.sync.engine.heads import head_of
 from peer.sync.engine.state import Head, better
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
@@ -10,9 +11,10 @@ from swarm.records import ASSIST, JOINING, RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 
 _JOIN_PATIENCE_SECONDS = 60.0
-"""A newcomer waits so long for a better state that somebody signs, before it starts from its own."""
+"""A peer with a state of its own, and a founder, wait so long for a better state that somebody signs, before they start from theirs."""
 _HOLDER_PATIENCE_SECONDS = 120.0
 """A peer that has a state of its own waits so long for the holder of a later one that nobody live has."""
+_NAMED = 8
 
 
 class Beginning:
@@ -36,12 +38,34 @@ class Beginning:
         self._min_peers, self._company = min_peers, min_peers <= 1
         self._began = clock()
 
-    def may_start(self, ours: Head, *, own_round: int, fetching: bool, others: Collection[PeerRecord], news: Callable[[str], None]) -> bool:
-        """Whether we may train from our state `ours`; `news` is told why not. Raises UserError when the run is over."""
+    def again(self) -> None:
+        """We were away, and have to look around as if we had just come."""
+        self._began = self._clock()
+
+    def may_start(
+        self,
+        ours: Head,
+        *,
+        own_round: int,
+        fetching: bool,
+        behind: bool,
+        others: Collection[PeerRecord],
+        news: Callable[[str], None],
+        counts: Callable[[str], bool] = lambda peer: True,
+    ) -> bool:
+        """Whether we may train from our state `ours`; `news` is told why not. Raises UserError when the run is over.
+
+        behind: whether another state is right (heads.py). counts: whether a peer that signs a later one may still give it to us (promises.py).
+        """
         if not self._in_company(others, news):
             return False
         waited = self._clock() - self._began
-        if fetching or (waited < _JOIN_PATIENCE_SECONDS and any(better(head_of(record), ours) for record in others)):
+        if fetching or (behind and waited < _JOIN_PATIENCE_SECONDS):
+            return False
+        others = [record for record in others if not better(head_of(record), ours) or counts(record.peer_id)]
+        holders = sorted(record.peer_id[-6:] for record in others if record.round and better(head_of(record), ours))
+        if not own_round and holders:
+            news(f"waiting for the run's state, which this peer does not begin anew while others hold it: {', '.join(holders[:_NAMED])}")
             return False
         known = self._known
         running = any(record.phase not in (JOINING, ASSIST) and record.round for record in others)
@@ -70,7 +94,3 @@ class Beginning:
         if not self._company:
             news(f"waiting for company: {live} of {self._min_peers} peers are live (--min_peers)")
         return self._company
-
-
-def head_of(record: PeerRecord) -> Head:
-    return Head(record.digest, record.samples)

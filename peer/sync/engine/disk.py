@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
+from peer.sync.engine.discarded import Discarded
 from peer.sync.engine.state import BadState, Header, State
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.errors import ExitCode, UserError
@@ -34,6 +35,7 @@ class StateStore:
             raise UserError(
                 f"Cannot keep states in {folder}: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK
             ) from None
+        self.discarded = Discarded(folder)
 
     def save(self, state: State) -> Path:
         """Write `state` durably, then delete all but the last `keep`. Raises UserError (disk) and leaves what was there."""
@@ -58,7 +60,8 @@ class StateStore:
                 fix="Free some space; the states saved before are intact.",
                 code=ExitCode.DISK,
             ) from None
-        for old in self._files()[self.keep :]:
+        # What has more samples than the newest is of a branch that lost: read again, it would lead us back there.
+        for old in [*self._files()[self.keep :], *(file for file in self._files() if _samples(file) > _samples(path))]:
             if old != path:
                 old.unlink(missing_ok=True)
         return path
@@ -76,13 +79,17 @@ class StateStore:
                 log.warning("passed over %s: %s", path.name, error)
         return None
 
-    def load(self, run: str, schema: str, num_bytes: int) -> State | None:
-        """The best state of this run that is whole; a damaged or foreign one is passed over with a warning."""
+    def load(self, run: str, schema: str, num_bytes: int, target: int) -> State | None:
+        """The best state of this run that is whole; a damaged, foreign or forged one is passed over with a warning. target: samples of a round."""
         for path in self._files():
             try:
                 state = read_state(path, num_bytes)
+                state.header.check_bounds(target)
             except (OSError, BadState) as error:
                 log.warning("passed over %s: %s", path.name, error)
+                continue
+            if self.discarded.holds(state.digest, state.header.parents):
+                log.warning("passed over %s: it is discarded", path.name)
                 continue
             if (state.header.run, state.header.schema) == (run, schema):
                 return state
@@ -111,3 +118,8 @@ def read_state(path: Path, num_bytes: int) -> State:
     if state.digest != promised:
         raise BadState("its digest is wrong: a bit has flipped")
     return state
+
+
+def _samples(path: Path) -> str:
+    """The number of samples in a state's file name, 16 digits."""
+    return path.stem[len("samples-") : len("samples-") + 16]

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from typing import Any, BinaryIO
 
 from blake3 import blake3
@@ -15,6 +15,7 @@ from peer.sync.engine import points
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.download import ANSWER_SECONDS, CHUNKS, PIECE_BYTES, Manifest
 from peer.sync.engine.replay import MeanStore
+from peer.sync.engine.slots import Slot, Slots
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State
 from peer.sync.engine.streams import Channel, PeerLost, Streams
 
@@ -25,7 +26,6 @@ KEEP_SECONDS = 60.0
 """A state's file stays open for this long after its last request, or a slow newcomer would never finish one (hivemind issue 443)."""
 REQUEST_SECONDS = 60.0
 PIECE_SECONDS = 30.0
-MAX_DOWNLOADS = 4
 _ROUND_FIRST = 3
 """While a round is averaged, a piece is followed by a pause of so many times its own duration, for each download."""
 _LONGEST_PAUSE_SECONDS = 4.0
@@ -44,13 +44,14 @@ class Donor:
         in_round: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        met: Container[str] = (),
     ):
-        """in_round: whether our link is needed for averaging right now."""
+        """in_round: whether our link is needed for averaging right now. met: the peers that we have averaged with."""
         self._streams, self._current, self._store, self._means = streams, current, store, means
         self._in_round, self._clock, self._sleep = in_round, clock, sleep
         self._held: dict[str, _Held] = {}
         self._retired: dict[str, tuple[Manifest, weakref.ref[State]]] = {}
-        self._downloading: dict[str, Channel] = {}  # by peer
+        self._slots = Slots(met, clock)
 
     async def start(self) -> None:
         await self._streams.serve(CHUNKS, self._serve)
@@ -58,7 +59,7 @@ class Donor:
 
     @property
     def busy(self) -> bool:
-        return bool(self._downloading)
+        return bool(self._slots)
 
     async def tidy_forever(self) -> None:
         while True:
@@ -128,22 +129,19 @@ class Donor:
         index = await self._wanted(channel, held, ANSWER_SECONDS)
         if index is None:
             return
-        if (earlier := self._downloading.pop(channel.peer, None)) is not None:
-            # Nobody wants two at once: it gave that one up, which we may hear of only a minute later.
-            earlier.close()
-        if len(self._downloading) >= MAX_DOWNLOADS:
-            raise PeerLost("too many downloads at once, try another peer")
-        self._downloading[channel.peer] = channel
+        slot = self._slots.take(channel)
         try:
             while index is not None:
                 if index >= len(held.hashes) // 2:
                     await points.reached("donor_half_way", self._streams.peer_id)
                 held.until = self._clock() + KEEP_SECONDS
-                await self._send(channel, await held.chunk(index))
+                await self._send(slot, await held.chunk(index))
+                slot.credit.wait()
                 index = await self._wanted(channel, held, REQUEST_SECONDS)
+                slot.credit.rest()
+                slot.check()
         finally:
-            if self._downloading.get(channel.peer) is channel:
-                del self._downloading[channel.peer]
+            self._slots.leave(slot)
 
     async def _wanted(self, channel: Channel, held: "_Held", seconds: float) -> int | None:
         """The next chunk that the other end asks for; None when it has all that it wants."""
@@ -155,18 +153,23 @@ class Donor:
             raise PeerLost(f"there is no chunk {str(index)[:20]}")
         return index
 
-    async def _send(self, channel: Channel, chunk: memoryview) -> None:
+    async def _send(self, slot: Slot, chunk: memoryview) -> None:
         """One request at a time is answered, in pieces; the next ones wait at the other end of the stream."""
         for offset in range(0, len(chunk), PIECE_BYTES):
+            piece = chunk[offset : offset + PIECE_BYTES]
+            slot.credit.wait()
             began = self._clock()
-            await channel.send({}, chunk[offset : offset + PIECE_BYTES], seconds=PIECE_SECONDS)
+            await slot.channel.send({}, piece, seconds=PIECE_SECONDS)
+            seconds = self._clock() - began
+            slot.check()
+            slot.credit.moved(len(piece))
+            slot.credit.rest()
             if self._in_round():
-                pause = _ROUND_FIRST * len(self._downloading) * (self._clock() - began)
+                pause = _ROUND_FIRST * len(self._slots) * seconds
                 await self._sleep(min(pause, _LONGEST_PAUSE_SECONDS))
 
     async def _serve_head(self, channel: Channel) -> None:
-        state = self._current()
-        await channel.send({"digest": state.digest, "samples": state.header.samples}, seconds=ANSWER_SECONDS)
+        await channel.send(Head.of(self._current()).to_json(), seconds=ANSWER_SECONDS)
 
 
 class _Held:

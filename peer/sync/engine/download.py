@@ -18,8 +18,9 @@ from blake3 import blake3
 from torch import Tensor
 
 from peer.sync.engine import points
+from peer.sync.engine.pace import SLOWEST_BYTES_PER_SECOND, Credit, Slow
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Header, state_digest
-from peer.sync.engine.streams import Channel, PeerLost, Streams
+from peer.sync.engine.streams import Channel, Malformed, PeerLost, Streams
 from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ _CHUNKS_AHEAD, _CHUNKS_AHEAD_WHEN_FAST, _FAST_SECONDS = 2, 4, 0.5
 _AGAIN_FACTOR, _AGAIN_SECONDS = 2.0, 1.0
 _TICK_SECONDS = 0.1
 _RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 3.0, 60.0
+_FIRST_CREDIT_SECONDS = 30.0
 _MAX_HASH_BYTES = 4 << 20
 """The hashes of half a tebibyte."""
 
@@ -104,6 +106,8 @@ class Download:
         self._waiting: collections.deque[int] = collections.deque()
         self._asked: dict[int, dict[str, float]] = {}
         self._retry: dict[str, tuple[int, float]] = {}
+        self._share = 1
+        """How many holders together have to reach the slowest rate."""
 
     @property
     def complete(self) -> bool:
@@ -121,6 +125,8 @@ class Download:
             while not self.complete:
                 for holder in self._ready(drawing):
                     drawing[holder] = asyncio.create_task(self._draw(streams, holder))
+                # With nobody to put in their place, it may be our own line that is slow: by a chunk of 4 MiB that it drops, nobody is faster.
+                self._share = 1 if self._ready(drawing, len(drawing) + 1) else max(len(drawing), 1)
                 if not drawing:
                     raise next(reversed(self.faults.values()), PeerLost("nobody holds it"))
                 await asyncio.wait(drawing.values(), timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -130,15 +136,15 @@ class Download:
             self._retry.clear()
             await end_tasks(*drawing.values())
 
-    def _ready(self, drawing: Collection[str]) -> list[str]:
-        """Whom to ask next: nobody who lied, and who failed not at once again."""
+    def _ready(self, drawing: Collection[str], most: int = MAX_HOLDERS) -> list[str]:
+        """Whom to ask next, so that it makes `most` of them: nobody who lied, who failed not at once again, and who failed seldom first."""
         now = self._clock()
         ready = [
             holder
-            for holder in sorted(self.holders)
+            for holder in sorted(self.holders, key=lambda holder: (self._retry.get(holder, (0, now))[0], holder))
             if holder not in drawing and not isinstance(self.faults.get(holder), Lied) and self._retry.get(holder, (0, now))[1] <= now
         ]
-        return ready[: MAX_HOLDERS - len(drawing)]
+        return ready[: most - len(drawing)]
 
     def _ended(self, holder: str, task: asyncio.Task) -> None:
         error = task.exception()
@@ -177,6 +183,8 @@ class Download:
                 await channel.send({}, seconds=1)
         except Lied as error:
             raise Lied(f"{holder[-6:]} sent {error}") from None
+        except Malformed as error:
+            raise Lied(str(error)) from None
         finally:
             channel.close()
             for index in asked:
@@ -224,11 +232,14 @@ class Download:
         chunk, offset = bytearray(self._room(index).numel()), 0
         while offset < len(chunk):
             length = min(PIECE_BYTES, len(chunk) - offset)
-            _, count = await channel.receive_into(memoryview(chunk)[offset : offset + length], seconds=pace.piece_seconds)
+            try:
+                _, count = await channel.receive_into(memoryview(chunk)[offset : offset + length], seconds=pace.piece_seconds)
+            except PeerLost as error:
+                raise (Slow(f"{channel.peer[-6:]} gives too little: {error}") if pace.credit.seconds <= 0 else error) from None
             if count != length:
                 raise Lied(f"a piece of {count} bytes instead of {length}")
             offset += length
-            pace.came()
+            pace.came(length, self._share)
             self.bytes_received += length
             self.progressed = self._clock()
         return chunk
@@ -253,13 +264,17 @@ class _Pace:
 
     def __init__(self, clock: Callable[[], float]):
         self._clock, self._last, self._seconds = clock, clock(), None
+        self.credit = Credit(clock, SLOWEST_BYTES_PER_SECOND, _FIRST_CREDIT_SECONDS, _LONGEST_PIECE_SECONDS)
 
     def begin(self) -> None:
         """Nothing was on its way until now."""
         self._last = self._clock()
+        self.credit.rest()
+        self.credit.wait()
 
-    def came(self) -> None:
+    def came(self, num_bytes: int, share: int) -> None:
         now = self._clock()
+        self.credit.moved(num_bytes, share)
         # A state's last piece may have 20 bytes. Scaled up to a whole one, its 10 ms would count as 131 s.
         seconds = now - self._last
         self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
@@ -267,10 +282,11 @@ class _Pace:
 
     @property
     def piece_seconds(self) -> float:
-        """How long to wait for the next piece."""
-        if self._seconds is None:
-            return _FIRST_PIECE_SECONDS
-        return min(max(_SLOWER * self._seconds, _PIECE_SECONDS), _LONGEST_PIECE_SECONDS)
+        """How long to wait for the next piece; for less, once the holder was too slow on the whole."""
+        seconds = _FIRST_PIECE_SECONDS
+        if self._seconds is not None:
+            seconds = min(max(_SLOWER * self._seconds, _PIECE_SECONDS), _LONGEST_PIECE_SECONDS)
+        return min(seconds, max(self.credit.seconds, 0.0))
 
     @property
     def chunk_seconds(self) -> float:

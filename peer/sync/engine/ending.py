@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from peer.sync.engine import span
-from peer.sync.engine.state import State
+from peer.sync.engine.state import Header, State
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.records import RENEW_SECONDS
@@ -27,9 +27,9 @@ class Ending:
     def is_over(self, state: State) -> bool:
         return span.is_over(self._end, state.header)
 
-    def refusal(self, state: State) -> str:
-        """Why not to take over this state; empty: nothing about its end is against it."""
-        over = span.began_after_the_end(self._end, state.header)
+    def refusal(self, header: Header) -> str:
+        """Why not to take over a state with this header; empty: nothing about its end is against it."""
+        over = span.began_after_the_end(self._end, header)
         self.in_doubt |= over  # or its makers have heard of an extension, and we have not
         return f"it made a round after the run's end of {self._end.total} samples" if over else ""
 
@@ -40,7 +40,7 @@ class Ending:
             return False
         with contextlib.suppress(Exception):  # a node that answers nothing is the watchdog's matter
             records = await asyncio.wait_for(self._node.find_runs(), RENEW_SECONDS)
-            told = [record.extension for record in records if record.run_id == self._run.run_id]
+            told = [record.extension for record in records.values() if record.run_id == self._run.run_id]
             if any([self._end.extend(extension) for extension in told]):
                 log.info("the host has extended the run to %d samples", self._end.total)
                 self._extended(self._end.extension)

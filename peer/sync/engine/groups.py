@@ -2,17 +2,19 @@
 
 import math
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from peer.contracts import Member
-from peer.sync.engine.state import Head
+from peer.sync.engine.state import BadState, Head
 from peer.sync.engine.streams import PeerLost
 from swarm.digest import digest_json
 
 MAX_WAIT_SECONDS = 300.0
 """Nobody is waited for longer, whatever it says."""
+MOST_NAMED = 8
+"""Peers that one message accuses."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class Ticket:
     parent: str
     member: Member
     reduces: bool
-    """Whether others can dial this peer: only such a one leads and reduces."""
+    """Whether others can dial this peer: only such a one leads, and reduces if its leader wants it to."""
+    without: tuple[str, ...] = ()
+    """Peers with whom it averages in no group for now."""
 
     @property
     def assists(self) -> bool:
@@ -34,7 +38,8 @@ class Ticket:
 class Group:
     """Members by peer id, and who reduces: members that can be dialled, and peers that assist; the same at all of them.
 
-    silent: expected, but they never answered.
+    silent: expected, but they never answered; culprits: what they did while it was formed cost us time; slow: those of them that may
+    have meant well; late: as its leader says, they promised to come, and did not.
     """
 
     parent: str
@@ -43,6 +48,10 @@ class Group:
     attempt: str = ""
     """Drawn by the leader: a stream of a failed attempt must not be taken for one of the next, which may have the same members."""
     silent: frozenset[str] = field(default=frozenset(), compare=False)
+    culprits: frozenset[str] = field(default=frozenset(), compare=False)
+    slow: frozenset[str] = field(default=frozenset(), compare=False)
+    late: tuple[str, ...] = field(default=(), compare=False)
+    leader: str = field(default="", compare=False)
 
     @property
     def id(self) -> str:
@@ -70,23 +79,27 @@ class Group:
 
     def announcement(self) -> dict[str, Any]:
         members = [[m.peer, m.number, m.samples] for m in self.members]
-        return {"members": members, "reducers": list(self.reducers), "attempt": self.attempt}
+        late = list(self.late[:MOST_NAMED])
+        return {"members": members, "reducers": list(self.reducers), "attempt": self.attempt, "late": late}
 
 
 @dataclass(frozen=True)
 class Standing:
     """What this peer is doing, as its answer to a call.
 
-    digest, samples, included: of its state; has_samples: whether it has something to offer, or will after the step it is in;
+    head, included: of its state; has_samples: whether it has something to offer, or will after the step it is in;
     ready_seconds: until then; busy: it is averaging in a group that is closed.
     """
 
-    digest: str
+    head: Head
     has_samples: bool
     ready_seconds: float
     included: Mapping[str, int] = field(default_factory=dict)
-    samples: int = 0
     busy: bool = False
+
+    @property
+    def digest(self) -> str:
+        return self.head.digest
 
 
 @dataclass(frozen=True)
@@ -106,11 +119,26 @@ def rank(parent: str, peer: str) -> str:
     return digest_json([parent, peer])
 
 
-def parse_head(digest: object, samples: object) -> Head:
+def leads_before(parent: str, peer: str, included: Container[str]) -> tuple[bool, str]:
+    """The smaller, the sooner it leads. included: whose work is in the state `parent`.
+
+    Everybody at a state has the same list and computes the same order. A key that ranks first for any state is found in no time; a
+    place in the list costs a contribution.
+    """
+    return peer not in included, rank(parent, peer)
+
+
+def parse_names(names: object) -> tuple[str, ...]:
+    """The peers that a message names, as many as are believed."""
+    return tuple(name for name in names[:MOST_NAMED] if isinstance(name, str)) if isinstance(names, list) else ()
+
+
+def parse_head(values: object) -> Head:
     """Raises PeerLost."""
-    if not isinstance(digest, str) or not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
-        raise PeerLost("no head")
-    return Head(digest, samples)
+    try:
+        return Head.from_json(values)
+    except BadState as error:
+        raise PeerLost(str(error)) from None
 
 
 def parse_answer(answer: dict[str, Any]) -> Answer:
@@ -118,7 +146,7 @@ def parse_answer(answer: dict[str, Any]) -> Answer:
     return Answer(
         coming=answer["coming"] is True,
         ready_seconds=_seconds(answer["ready_seconds"]),
-        head=parse_head(answer["digest"], answer["samples"]),
+        head=parse_head(answer["head"]),
         busy=answer["busy"] is True,
         behind=answer["behind"] is True,
         reason=str(answer["reason"])[:200],
@@ -130,9 +158,10 @@ def parse_ticket(request: dict[str, Any], peer: str, max_samples: int) -> Ticket
     if not isinstance(parent, str):
         raise PeerLost("no parent")
     reduces = request.get("reduces") is True
+    without = parse_names(request.get("without"))
     if reduces and [repr(request.get(name)) for name in ("number", "samples")] == ["0", "0"]:
-        return Ticket(parent, Member(peer, 0, 0), True)
-    return Ticket(parent, _member(peer, request.get("number"), request.get("samples"), max_samples), reduces)
+        return Ticket(parent, Member(peer, 0, 0), True, without)
+    return Ticket(parent, _member(peer, request.get("number"), request.get("samples"), max_samples), reduces, without)
 
 
 def _member(peer: object, number: object, samples: object, max_samples: int) -> Member:
@@ -171,8 +200,9 @@ def parse_group(answer: dict[str, Any], ticket: Ticket, leader: str, standing: S
         raise PeerLost(f"{leader[-6:]} announced a group without us or itself")
     if peers != sorted(set(peers)) or list(reducers) != sorted(set(reducers)) or (ticket.assists and ticket.member.peer in peers):
         raise PeerLost(f"{leader[-6:]} announced a group out of order")
-    if (ticket.member.peer in reducers) != ticket.reduces:
+    we_reduce = ticket.member.peer in reducers
+    if (we_reduce and not ticket.reduces) or (ticket.assists and not we_reduce):
         raise PeerLost(f"{leader[-6:]} announced a group with wrong roles")
     if any(member.number <= standing.included.get(member.peer, 0) for member in members):
         raise PeerLost(f"{leader[-6:]} announced a contribution that is in the state already")
-    return Group(ticket.parent, members, reducers, attempt)
+    return Group(ticket.parent, members, reducers, attempt, late=parse_names(answer.get("late")), leader=leader)

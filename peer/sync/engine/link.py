@@ -1,4 +1,4 @@
-"""How fast bytes go to a peer and come from it, asked before one takes part: `dd-peer --check`. A few MB, one asker at a time."""
+"""How fast bytes go to a peer and come from it, asked before one takes part: `dd-peer --check`. A few MB, and seldom."""
 
 import asyncio
 import contextlib
@@ -7,12 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from peer.sync.engine.streams import Channel, PeerLost, Streams
+from swarm.quota import Quota
 
 LINK = "distributed-diffusion.link.1"
 PIECE_BYTES = 256 << 10
 MOST_PIECES = 32
 """8 MiB in each direction."""
 _PIECE_SECONDS = 10.0
+_SECONDS = 60.0
+"""For one asker, also for one that lets every piece wait."""
+_PER_MINUTE, _PER_MINUTE_AND_PEER = 2, 1
+"""However many ask, 16 MiB a minute in each direction: 2.2 Mbit/s. One that is refused asks somebody else."""
 
 
 @dataclass(frozen=True)
@@ -23,24 +28,31 @@ class Speed:
     down: float
 
 
-async def serve_link(streams: Streams) -> None:
-    """Take what an asker sends, and send it back as much as it wants: at most 8 MiB, and one asker at a time."""
-    busy = asyncio.Lock()
+async def serve_link(streams: Streams, clock: Callable[[], float] = time.monotonic) -> None:
+    """Take what an asker sends, and send it back as much as it wants: at most 8 MiB, one asker at a time, and within a budget."""
+    busy, budget = asyncio.Lock(), Quota(_PER_MINUTE, _PER_MINUTE_AND_PEER, 60.0, clock)
 
     async def answer(channel: Channel) -> None:
-        if busy.locked():
-            raise PeerLost("another one is measuring, try again later")
+        if busy.locked() or not budget.take(channel.peer):
+            raise PeerLost("others have measured a moment ago, try another peer")
         async with busy:
-            for _ in range(MOST_PIECES):
-                header, _ = await channel.receive(max_payload=PIECE_BYTES, seconds=_PIECE_SECONDS)
-                if not header.get("more"):
-                    break
-            await channel.send({}, seconds=_PIECE_SECONDS)
-            wanted = header.get("pieces")
-            for _ in range(min(wanted, MOST_PIECES) if isinstance(wanted, int) else 0):
-                await channel.send({}, bytes(PIECE_BYTES), seconds=_PIECE_SECONDS)
+            try:
+                await asyncio.wait_for(_to_and_fro(channel), _SECONDS)
+            except asyncio.TimeoutError:
+                raise PeerLost(f"measuring took longer than {_SECONDS:.0f} s") from None
 
     await streams.serve(LINK, answer)
+
+
+async def _to_and_fro(channel: Channel) -> None:
+    for _ in range(MOST_PIECES):
+        header, _ = await channel.receive(max_payload=PIECE_BYTES, seconds=_PIECE_SECONDS)
+        if not header.get("more"):
+            break
+    await channel.send({}, seconds=_PIECE_SECONDS)
+    wanted = header.get("pieces")
+    for _ in range(min(wanted, MOST_PIECES) if isinstance(wanted, int) else 0):
+        await channel.send({}, bytes(PIECE_BYTES), seconds=_PIECE_SECONDS)
 
 
 async def measure_link(streams: Streams, peer: str, seconds: float = 5.0, clock: Callable[[], float] = time.monotonic) -> Speed:

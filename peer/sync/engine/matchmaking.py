@@ -1,9 +1,12 @@
 """Who averages with whom: every peer that is ready goes to the best ranked one it knows, and that one closes the group.
 
-A peer's rank is a hash of the parent state and its id: everybody computes the same order, no one is special for longer than a
-round, and since peers only ever join a better ranked one, nobody waits in a circle. A group closes at once when all who are
+A peer's rank is a hash of the parent state and its id, behind all whose work is in that state if its own is not: everybody computes
+the same order, no one is special for longer than a round, and since peers only ever join a better ranked one, nobody waits in a
+circle. A group closes at once when all who are
 expected came, declined or proved unreachable; no fixed matchmaking time is ever waited out. Whoever needs longer than the round is
 worth waiting for is left out, and comes with the same contribution into a later one.
+
+Strangers (`company.py`) are called like the others, but hold nobody up: they have less time for every word.
 """
 
 import asyncio
@@ -15,19 +18,20 @@ from typing import Any
 
 from peer.sync.engine import points
 from peer.sync.engine.arrivals import Arrivals
+from peer.sync.engine.company import Company
 from peer.sync.engine.groups import (
     MAX_WAIT_SECONDS,
     Answer,
     Group,
     Standing,
     Ticket,
+    leads_before,
     parse_answer,
     parse_group,
     parse_head,
     parse_ticket,
-    rank,
 )
-from peer.sync.engine.state import Head, better
+from peer.sync.engine.state import MOST_MEMBERS, Head, better
 from peer.sync.engine.streams import Broken, Channel, PeerLost, Refused, Streams
 from swarm.tasks import end_tasks
 
@@ -39,16 +43,53 @@ BEAT_SECONDS = 3.0
 """Whoever waits for a leader hears from it so often; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
 JOIN_SECONDS = 30.0
 """A leader that lives but has not led for so long beyond its word and our patience is given up."""
+STRANGER_JOIN_SECONDS = 10.0
+"""The same of a leader that we have not met: as long as it grants to one that it does not know."""
+STRANGER_ANSWER_SECONDS = 1.0
+"""A stranger that has answered before has so long after all that we have met have answered, a new one no time at all: it calls us when it is ready."""
+STRANGER_COME_SECONDS = 2.0
+"""A stranger that said it is ready comes within that, or what the round is worth waiting for; it is in a later one else."""
 _MAX_REDIRECTS = 8
 _NOTICED_SECONDS = 1.0
 
 
 class NoGroup(Exception):
-    """No group came about; the reason is for the log. `silent`: the peers that did not answer at all."""
+    """No group came about; the reason is for the log. silent: peers that did not answer at all; culprits: those to whom we owe it, so
+    that the next attempt begins at once, without them; slow: those of them that were too slow, as the honest may be; at_once: the
+    next attempt need not wait although nobody is left out for it."""
 
-    def __init__(self, reason: str, silent: Collection[str] = ()):
+    def __init__(
+        self,
+        reason: str,
+        silent: Collection[str] = (),
+        culprits: Collection[str] = (),
+        slow: Collection[str] = (),
+        *,
+        at_once: bool = False,
+    ):
         super().__init__(reason)
-        self.silent = frozenset(silent)
+        self.silent, self.culprits, self.slow = frozenset(silent), frozenset(culprits), frozenset(slow)
+        self.at_once = at_once or bool(culprits)
+
+
+@dataclass
+class _Seen:
+    """What came of an attempt to form a group so far. silent: they did not answer, or went away; culprits: strangers that wasted our
+    time; slow: those of them that may have meant well."""
+
+    silent: set[str] = field(default_factory=set)
+    culprits: set[str] = field(default_factory=set)
+    slow: set[str] = field(default_factory=set)
+
+    def too_slow(self, strangers: Collection[str]) -> None:
+        self.culprits |= set(strangers)
+        self.slow |= set(strangers)
+
+    def no_group(self, reason: str, silent: Collection[str] = ()) -> NoGroup:
+        return NoGroup(reason, self.silent | set(silent), self.culprits, self.slow)
+
+    def of(self, group: Group) -> Group:
+        return replace(group, silent=group.silent | self.silent, culprits=frozenset(self.culprits), slow=frozenset(self.slow))
 
 
 @dataclass
@@ -77,10 +118,13 @@ class Matchmaker:
         max_samples: int,
         *,
         leads: bool = True,
+        company: Company | None = None,
     ):
         self._peer_id, self._streams, self._standing, self._heard = peer_id, streams, standing, heard
         self._max_samples, self._leads = max_samples, leads
+        self._company = company or Company()
         self._arrivals = Arrivals()
+        self._calls: set[asyncio.Task] = set()  # of strangers, which nobody waits for; asyncio itself holds a task only weakly
         self._open: _Open | None = None
         self._announced: Group | None = None
         """The group that this peer leads, until it is over."""
@@ -116,34 +160,33 @@ class Matchmaker:
 
         The group may be ours alone when everyone expected answered and none had anything to offer.
         """
-        answers = await self._call_all(expected, ticket.parent)
+        seen = _Seen()
+        answers = await self._call_all(expected, ticket.parent, seen)
         await points.reached("called", self._peer_id)
-        silent = {peer for peer, answer in answers.items() if answer is None}
+        seen.silent |= {peer for peer, answer in answers.items() if answer is None}
         spoke = {peer: answer for peer, answer in answers.items() if answer is not None}
         coming = {peer: answer.ready_seconds for peer, answer in spoke.items() if answer.coming and answer.ready_seconds <= patience}
         leaders = {peer for peer in expected if expected[peer] and (peer in coming or (peer in spoke and spoke[peer].busy))}
         _log_absent(spoke, coming)
         for leader in self._before_us(ticket, leaders):
-            try:
-                seconds = MAX_WAIT_SECONDS if spoke[leader].busy else spoke[leader].ready_seconds + patience + JOIN_SECONDS
-                return await self._follow(leader, ticket, silent, min(seconds, MAX_WAIT_SECONDS))
-            except PeerLost as error:
-                log.info("not led by %s: %s", leader[-6:], error)
-                if not isinstance(error, Refused):
-                    silent.add(leader)
-                coming.pop(leader, None)
-        if silent and not ticket.reduces and not any(expected.values()):
-            raise NoGroup("no peer of this run can be dialled: one of them must open its port, or somebody run `dd-peer --assist`", silent)
+            group = await self._led_by(leader, ticket, spoke[leader], patience, seen)
+            if group is not None:
+                return group
+            coming.pop(leader, None)
+        if seen.silent and not ticket.reduces and not any(expected.values()):
+            raise seen.no_group("no peer of this run can be dialled: one of them must open its port, or somebody run `dd-peer --assist`")
         behind = {peer for peer, answer in spoke.items() if answer.behind and behind_seconds}
         if not ticket.reduces and (coming or behind):
-            raise NoGroup("every peer that others can dial is away, and this one cannot be dialled", silent)
+            raise seen.no_group("every peer that others can dial is away, and this one cannot be dialled")
+        missing = {peer for peer in seen.silent if not self._company.is_stranger(peer)}
         alone_if_nobody_joins = not (
-            silent or leaders or any(answer.coming for answer in spoke.values() if answer.ready_seconds <= patience)
+            missing or leaders or any(answer.coming for answer in spoke.values() if answer.ready_seconds <= patience)
         )
-        group, followers = await self._gather(ticket, coming, behind, behind_seconds, silent, alone_if_nobody_joins)
+        due = self._due(coming, patience) | dict.fromkeys(behind, behind_seconds)
+        group, followers = await self._gather(ticket, coming, due, seen, alone_if_nobody_joins)
         try:
             if not group.members:
-                raise NoGroup("nobody who has samples came", silent)
+                raise seen.no_group("nobody who has samples came")
             check(group)
         except NoGroup as error:
             _tell(followers, {"error": str(error)})
@@ -152,22 +195,83 @@ class Matchmaker:
         _tell(followers, group.announcement())
         return group
 
+    async def _led_by(self, leader: str, ticket: Ticket, answer: Answer, patience: float, seen: _Seen) -> Group | None:
+        """The group that `leader` announces; None when it does not lead us after all."""
+        try:
+            return await self._follow(leader, ticket, seen, self._lead_seconds(leader, answer, patience))
+        except Refused as error:
+            log.info("not led by %s: %s", leader[-6:], error)
+        except PeerLost as error:
+            log.info("not led by %s: %s", leader[-6:], error)
+            seen.silent.add(leader)
+            # Whoever waits for an average of others' promised nothing. A peer that we have met may have been stopped or cut off: it is absent.
+            if not answer.busy:
+                seen.culprits |= {*error.culprits, *({leader} if self._company.is_stranger(leader) else ())}
+        return None
+
+    def _lead_seconds(self, leader: str, answer: Answer, patience: float) -> float:
+        """For how long `leader`, which says every few seconds that it lives, may let us wait."""
+        stranger = self._company.is_stranger(leader)
+        if answer.busy:
+            return JOIN_SECONDS if stranger else MAX_WAIT_SECONDS
+        return min(answer.ready_seconds + patience + (STRANGER_JOIN_SECONDS if stranger else JOIN_SECONDS), MAX_WAIT_SECONDS)
+
+    def _due(self, coming: Mapping[str, float], patience: float) -> dict[str, float]:
+        """Seconds until each of them should have come: when it is ready, and as long as it deserves by how late it came before."""
+
+        def grant(peer: str) -> float:
+            longest = max(STRANGER_COME_SECONDS, patience) if self._company.is_stranger(peer) else MAX_WAIT_SECONDS
+            return min(self._arrivals.grant(peer), longest)
+
+        return {peer: min(ready + grant(peer), MAX_WAIT_SECONDS) for peer, ready in coming.items()}
+
     def _before_us(self, ticket: Ticket, leaders: Collection[str]) -> list[str]:
         """Those of `leaders` that we should join, the best ranked first."""
-        ours = rank(ticket.parent, self._peer_id) if ticket.reduces else None
-        ranked = sorted((rank(ticket.parent, peer), peer) for peer in leaders)
+        ours = self._order(ticket.parent, self._peer_id) if ticket.reduces else None
+        ranked = sorted((self._order(ticket.parent, peer), peer) for peer in leaders)
         return [peer for theirs, peer in ranked if ours is None or theirs < ours]
 
-    async def _call_all(self, peers: Collection[str], parent: str) -> dict[str, Answer | None]:
-        """Tell all that we are ready. Raises NoGroup when one of them has a better state, which is then being fetched."""
-        answers = dict(zip(peers, await asyncio.gather(*(self._call(peer, parent) for peer in peers)), strict=True))
+    def _order(self, parent: str, peer: str) -> tuple[bool, str]:
+        return leads_before(parent, peer, self._standing(self._peer_id).included)
+
+    async def _call_all(self, peers: Collection[str], parent: str, seen: _Seen) -> dict[str, Answer | None]:
+        """Tell all that we are ready. Raises NoGroup when one of them has a better state, which is then being fetched.
+
+        A stranger that has not answered yet when the others have is not among the answers, and may still be heard later.
+        """
+        calls = {peer: asyncio.create_task(self._call(peer, parent)) for peer in peers}
+        strangers = {peer for peer in peers if self._company.is_stranger(peer)}
+        for peer in strangers:
+            self._calls.add(calls[peer])
+            calls[peer].add_done_callback(self._calls.discard)
+        await asyncio.gather(*(call for peer, call in calls.items() if peer not in strangers))
+        await self._await_strangers({peer: calls[peer] for peer in strangers}, len(strangers) == len(calls), seen)
+        answers = {peer: call.result() for peer, call in calls.items() if call.done()}
         for peer, answer in answers.items():
             if answer is not None and self._heard(peer, answer.head, False):
                 raise NoGroup(f"{peer[-6:]} has a better state, {answer.head.digest[:8]}")
         return answers
 
+    async def _await_strangers(self, calls: dict[str, asyncio.Task], there_is_nobody_else: bool, seen: _Seen) -> None:
+        """A new one is waited for only by who has nobody else: three invented ones every two seconds would cost each round a dial in vain."""
+        awaited = calls if there_is_nobody_else else {peer: call for peer, call in calls.items() if self._company.has_answered(peer)}
+        if awaited:
+            await asyncio.wait(awaited.values(), timeout=STRANGER_ANSWER_SECONDS)
+        for peer, call in awaited.items():
+            if not call.done():
+                seen.too_slow({peer} if self._company.has_answered(peer) else ())
+                self._company.did_not_answer(peer)
+
     async def _call(self, peer: str, parent: str) -> Answer | None:
         """Tell `peer` that we are ready; its answer, or None when there is none."""
+        answer = await self._ask(peer, parent)
+        if answer is None:
+            self._company.did_not_answer(peer)
+        else:
+            self._company.answered(peer)
+        return answer
+
+    async def _ask(self, peer: str, parent: str) -> Answer | None:
         try:
             channel = await self._streams.open(peer, CALL)
         except PeerLost as error:
@@ -175,14 +279,14 @@ class Matchmaker:
             return None
         with contextlib.closing(channel):
             try:
-                await channel.send({"parent": parent, "samples": self._standing(self._peer_id).samples}, seconds=ANSWER_SECONDS)
+                await channel.send({"head": self._standing(self._peer_id).head.to_json()}, seconds=ANSWER_SECONDS)
                 answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
                 return parse_answer(answer)
             except (PeerLost, KeyError, TypeError, ValueError) as error:
                 log.info("no answer to a call: %s", error)
                 return None
 
-    async def _follow(self, leader: str, ticket: Ticket, silent: set[str], seconds: float) -> Group:
+    async def _follow(self, leader: str, ticket: Ticket, seen: _Seen, seconds: float) -> Group:
         self._redirect(ticket.parent, leader)
         try:
             for _ in range(_MAX_REDIRECTS):
@@ -193,15 +297,16 @@ class Matchmaker:
                     log.info("joining %s once more: %s", leader[-6:], error)
                     answer = await self._join(leader, ticket, seconds)
                 if "leader" not in answer:
-                    group = parse_group(answer, ticket, leader, self._standing(self._peer_id), self._max_samples)
-                    return replace(group, silent=frozenset(silent))
+                    return seen.of(self._announced_by(leader, answer, ticket))
                 onward = str(answer["leader"])
-                if onward in silent:
+                if self._company.left_out(onward):
+                    raise Refused(f"{leader[-6:]} points to {onward[-6:]}, which is left out")
+                if onward in seen.silent:
                     # We know that one to be gone, and who points to it will notice as well.
                     await asyncio.sleep(_NOTICED_SECONDS)
                     continue
-                if onward == self._peer_id or rank(ticket.parent, onward) >= rank(ticket.parent, leader):
-                    raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it")
+                if onward == self._peer_id or self._order(ticket.parent, onward) >= self._order(ticket.parent, leader):
+                    raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it", [leader])
                 leader = onward
                 self._redirect(ticket.parent, leader)
             raise PeerLost("sent on too often")
@@ -209,12 +314,20 @@ class Matchmaker:
             if self._open is not None:
                 self._open.leader = None
 
+    def _announced_by(self, leader: str, answer: dict[str, Any], ticket: Ticket) -> Group:
+        """Raises PeerLost, which names the leader: no fault of a link makes a group that is none."""
+        try:
+            return parse_group(answer, ticket, leader, self._standing(self._peer_id), self._max_samples)
+        except PeerLost as error:
+            raise PeerLost(str(error), [leader]) from None
+
     async def _join(self, leader: str, ticket: Ticket, seconds: float) -> dict[str, Any]:
         """What `leader` says in the end: a group, or who leads instead. Raises PeerLost when it has not within `seconds`."""
         channel = await self._streams.open(leader, JOIN)
         with contextlib.closing(channel):
             member = ticket.member
             request = {"parent": ticket.parent, "number": member.number, "samples": member.samples, "reduces": ticket.reduces}
+            request["without"] = list(ticket.without)
             await channel.send(request, seconds=ANSWER_SECONDS)
             answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
             if "wait" in answer:
@@ -222,7 +335,7 @@ class Matchmaker:
             until = asyncio.get_running_loop().time() + seconds
             while "wait" in answer:
                 if asyncio.get_running_loop().time() >= until:
-                    raise PeerLost(f"{leader[-6:]} lives, but has not led within {seconds:.0f} s")
+                    raise PeerLost(f"{leader[-6:]} lives, but has not led within {seconds:.0f} s", [leader])
                 answer, _ = await channel.receive(seconds=BEAT_SECONDS + ANSWER_SECONDS)
             return answer
 
@@ -230,50 +343,70 @@ class Matchmaker:
         self,
         ticket: Ticket,
         coming: dict[str, float],
-        behind: Collection[str],
-        behind_seconds: float,
-        silent: set[str],
+        due: dict[str, float],
+        seen: _Seen,
         alone_if_nobody_joins: bool,
     ) -> tuple[Group, list[asyncio.Future]]:
-        """Wait for those who are coming (peer -> seconds until it is ready) as long as each deserves by how late it came before.
+        """Wait for those who are coming (peer -> seconds until it is ready), each until it is due (peer -> seconds).
 
         Returns the group, and what its followers wait for.
         """
         book = self._book(ticket.parent)
         book.leader = None
+        await self._until_all_came(book, coming, due)
+        self._open = None
+        self._send_away(book, ticket)
+        late = set(coming) - set(book.waiting)
+        strangers = {peer for peer in late if self._company.is_stranger(peer)}
+        seen.too_slow(strangers)
+        if not book.waiting and not alone_if_nobody_joins:
+            raise seen.no_group(f"nobody came ({len(coming)} had promised to, {len(seen.silent)} did not answer)", coming)
+        for peer in late:
+            self._arrivals.missed(peer)
+            log.info("closed without %s: it did not come within %.1f s", peer[-6:], due[peer])
+        group = Group.of([ticket, *(self._role(joined) for joined, _ in book.waiting.values())], late)
+        return replace(seen.of(group), late=tuple(sorted(strangers)), leader=self._peer_id), [answer for _, answer in book.waiting.values()]
+
+    def _role(self, ticket: Ticket) -> Ticket:
+        """A stranger that brings samples reduces once it has been in a round: a share of a small vector may be the only one, and then
+        nobody could tell a reducer that stalls from one that waits for a member."""
+        trusted = ticket.assists or not self._company.is_stranger(ticket.member.peer)
+        return replace(ticket, reduces=ticket.reduces and trusted)
+
+    async def _until_all_came(self, book: _Open, coming: Mapping[str, float], due: Mapping[str, float]) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        due = {peer: began + behind_seconds for peer in behind}
-        due |= {peer: began + min(ready + self._arrivals.grant(peer), MAX_WAIT_SECONDS) for peer, ready in coming.items()}
         there: set[str] = set()
         while True:
             now = loop.time()
             for peer in (set(coming) & set(book.waiting)) - there:
                 self._arrivals.came(peer, now - began - coming[peer])
             there |= set(book.waiting)
-            missing = [until for peer, until in due.items() if peer not in book.waiting and until > now]
+            missing = [began + seconds for peer, seconds in due.items() if peer not in book.waiting and began + seconds > now]
             if not missing:
-                break
+                return
             book.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(book.changed.wait(), max(missing) - now)
-        self._open = None
-        if not book.waiting and not alone_if_nobody_joins:
-            raise NoGroup(f"nobody came ({len(coming)} had promised to, {len(silent)} did not answer)", silent | set(coming))
-        late = set(coming) - set(book.waiting)
-        for peer in late:
-            self._arrivals.missed(peer)
-            log.info("closed without %s: it did not come within %.1f s", peer[-6:], due[peer] - began)
-        group = Group.of([ticket, *(joined for joined, _ in book.waiting.values())], silent | late)
-        return group, [answer for _, answer in book.waiting.values()]
+
+    def _send_away(self, book: _Open, ticket: Ticket) -> None:
+        """No group holds two of whom one leaves the other out: they would only fail once more."""
+        without = {peer: joined.without for peer, (joined, _) in book.waiting.items()} | {self._peer_id: ticket.without}
+        for peer in self._company.at_odds(ticket.parent, without, self._peer_id):
+            _, answer = book.waiting.pop(peer)
+            log.info("closed without %s: it is at odds with another member", peer[-6:])
+            _tell([answer], {"error": "at odds with another member of this group"})
 
     async def _answer_call(self, channel: Channel) -> None:
         request, _ = await channel.receive(seconds=ANSWER_SECONDS)
-        head = parse_head(request.get("parent"), request.get("samples", 0))
-        self._heard(channel.peer, head, True)
+        head = parse_head(request.get("head"))
+        left_out = self._company.left_out(channel.peer)
+        self._company.answered(channel.peer)
+        self._heard(channel.peer, head, not left_out)
         standing = self._standing(channel.peer)
-        ours = Head(standing.digest, standing.samples)
+        ours = standing.head
         reason = "" if head == ours else f"it is at {ours.digest[:8]}, you average onto {head.digest[:8]}"
+        reason = reason or ("you are left out for now" if left_out else "")
         reason = reason or ("" if standing.has_samples else "it has nothing to average") or ("it is averaging" if standing.busy else "")
         if reason:
             log.info("does not come when %s calls: %s", channel.peer[-6:], reason)
@@ -281,10 +414,9 @@ class Matchmaker:
             "coming": not reason,
             "reason": reason,
             "ready_seconds": standing.ready_seconds,
-            "busy": head == ours and standing.busy,
+            "busy": head == ours and standing.busy and not left_out,
             "behind": standing.has_samples and better(head, ours),
-            "digest": ours.digest,
-            "samples": ours.samples,
+            "head": ours.to_json(),
         }
         await channel.send(answer, seconds=ANSWER_SECONDS)
 
@@ -298,13 +430,16 @@ class Matchmaker:
         except PeerLost as error:
             log.info("refused %s: %s", channel.peer[-6:], error)
             raise
-        self._heard(channel.peer, Head(ticket.parent, standing.samples), True)
+        self._company.answered(channel.peer)
+        self._heard(channel.peer, standing.head, True)
         if self._announced is not None and self._announced.holds(ticket):
             # Its stream broke before it heard so. Without it, all the others would wait for its parts in vain.
             return await channel.send(self._announced.announcement(), seconds=ANSWER_SECONDS)
         book = self._book(ticket.parent)
         if book.leader is not None:
             return await channel.send({"leader": book.leader}, seconds=ANSWER_SECONDS)
+        if len(book.waiting) >= MOST_MEMBERS - 1 and channel.peer not in book.waiting:
+            raise PeerLost("the group is full")
         answer = asyncio.get_running_loop().create_future()
         self._replace(book, channel.peer, (ticket, answer))
         try:
@@ -342,11 +477,13 @@ class Matchmaker:
             return f"it averages onto {ticket.parent[:8]}, this peer is at {standing.digest[:8]}"
         if not self._leads:
             return "this peer cannot be dialled and leads nobody"
+        if self._company.left_out(ticket.member.peer):
+            return "it is left out for now"
         if not standing.has_samples:
             return "this peer has nothing to average with it yet"
         if not ticket.assists and ticket.member.number <= standing.included.get(ticket.member.peer, 0):
             return f"its contribution {ticket.member.number} is in the state already"
-        if ticket.reduces and rank(ticket.parent, ticket.member.peer) < rank(ticket.parent, self._peer_id):
+        if ticket.reduces and self._order(ticket.parent, ticket.member.peer) < self._order(ticket.parent, self._peer_id):
             return "it ranks before this peer and should lead itself"
         return ""
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgpack
 
+from peer.sync.engine.state import MAX_HEADER_BYTES
 from peer.sync.engine.vectors import SharedBuffer
 
-_MAX_MESSAGE_BYTES = 200_000
+_MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + (64 << 10)
+"""A state's header, and the opening words of a sidecar beside it. Linux gives a socket room for 416 KiB unless it is told otherwise."""
 _MAX_DESCRIPTORS = 4
 SEND_SECONDS = 30.0
 

@@ -5,11 +5,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 
+from peer.sync.engine.address_book import AddressBook
 from peer.sync.engine.neighbours import Neighbours
 from peer.sync.engine.streams import PeerLost
+from swarm.budget import Budget
 from swarm.dht import SwarmNode
+from swarm.dialling import grounds
 from swarm.errors import UserError
 from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
@@ -19,6 +22,8 @@ log = logging.getLogger(__name__)
 _RUN_RECORD_SECONDS = 60.0
 _NEWCOMER_SECONDS = 120.0
 _MEET_SECONDS = 15.0
+_DIALS_PER_SECOND, _DIALS_AT_ONCE = 0.1, 6
+"""Lost peers that are dialled, at up to three addresses each: 6 a minute after the first 6. They are a stranger's word."""
 _READ_PEERS_PER_SECOND = 20
 """A look asks up to 20 nodes, and each answers with all records, of 1.6 kB each: 6 Mbit/s with 20 peers, 10 with 100 (docs/scale.md)."""
 
@@ -29,7 +34,10 @@ def read_seconds(period: float, others: int) -> float:
 
 
 class Presence:
-    """record, run_record: what to publish now; rate: our samples per second; wake: called after each look at the others."""
+    """record, run_record: what to publish now; rate: our samples per second; wake: called after each look at the others.
+
+    met: the peers that we have averaged with; of those that we lose they are dialled first.
+    """
 
     def __init__(
         self,
@@ -41,11 +49,14 @@ class Presence:
         rate: Callable[[], float],
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        met: Container[str] = (),
     ):
         self._run, self._node, self._neighbours, self._record, self._run_record = run, node, neighbours, record, run_record
         self._rate, self._wake, self._clock = rate, wake, clock
         self._now, self._told_run = asyncio.Event(), -math.inf
         self._began, self._warned = clock(), False
+        self.book, self._grounds = AddressBook(met), frozenset()
+        self._dials = Budget(_DIALS_PER_SECOND, _DIALS_AT_ONCE, clock)
 
     def tasks(self) -> list[Callable[[], Awaitable[None]]]:
         return [self._publish_forever, self._read_forever, self._watch_forever, self._meet_forever]
@@ -69,7 +80,9 @@ class Presence:
             await asyncio.wait_for(self._publish_record(()), RENEW_SECONDS)
 
     async def _publish_with_addresses(self) -> None:
-        await self._publish_record(tuple(await self._node.maddrs()))
+        maddrs = tuple(await self._node.maddrs())
+        self._grounds = grounds(self._node.came_by, maddrs)
+        await self._publish_record(maddrs)
 
     async def _publish_record(self, maddrs: tuple[str, ...]) -> None:
         record = self._record(maddrs)
@@ -98,6 +111,7 @@ class Presence:
         while True:
             await asyncio.sleep(read_seconds(self._period(), len(self._neighbours.others())))
             await self._neighbours.read()
+            self.book.see(self._neighbours.others(), self._grounds)
             if self._neighbours.doubled:
                 self._refuse_our_double()
             self._wake()
@@ -132,5 +146,14 @@ class Presence:
         """
         while True:
             await asyncio.sleep(_MEET_SECONDS)
-            for maddrs in [*self._neighbours.lost(), *self._node.came_by]:
+            for maddrs in self._node.came_by:
                 await self._node.meet(maddrs)
+            await self._meet_lost()
+
+    async def _meet_lost(self) -> None:
+        """As many of them as the budget allows, each once."""
+        live = {record.peer_id for record in self._neighbours.others()}
+        for _ in range(len(self.book.addresses.keys() - live)):
+            if not self._dials.take():
+                return
+            await self._node.meet(self.book.next_lost(live))

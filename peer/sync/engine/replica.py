@@ -18,23 +18,27 @@ from typing import Any
 from peer.contracts import Member
 from peer.sync.engine import points
 from peer.sync.engine.averaging import RoundFailed
-from peer.sync.engine.beginning import Beginning, head_of
+from peer.sync.engine.beginning import Beginning
 from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
+from peer.sync.engine.company import Company
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import Donor, ask_head
 from peer.sync.engine.ending import Ending
 from peer.sync.engine.groups import Standing
+from peer.sync.engine.heads import Heads, head_of
 from peer.sync.engine.kind import Kind, serve_kind
 from peer.sync.engine.link import serve_link
 from peer.sync.engine.local_work import follows
 from peer.sync.engine.matchmaking import NoGroup
+from peer.sync.engine.met import Met
 from peer.sync.engine.neighbours import Neighbours
 from peer.sync.engine.next_round import NextRound
 from peer.sync.engine.outer import Strategy
+from peer.sync.engine.plausible import Plausible
 from peer.sync.engine.presence import Presence
 from peer.sync.engine.replay import MeanStore, rounds_kept
-from peer.sync.engine.rounds import Round, Rounds
+from peer.sync.engine.rounds import Round, Rounds, patience_seconds
 from peer.sync.engine.rounds_file import write_round
 from peer.sync.engine.saving import Saver
 from peer.sync.engine.settling import Settling
@@ -46,7 +50,7 @@ from peer.sync.engine.trainer import Offer, Progress, Trainer
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import UserError
-from swarm.records import PeerRecord, RunRecord
+from swarm.records import JOINING, RECORD_LIFE_SECONDS, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 
@@ -81,6 +85,7 @@ class Replica:
         last_known: Head | None = None,
         last_holders: tuple[str, ...] = (),
         min_peers: int = 1,
+        last_number: int | None = None,
         assists: bool = False,
         end: End | None = None,
         upload: Bucket | None = None,
@@ -93,24 +98,29 @@ class Replica:
         self.end = end or End(run)
         self._ending = Ending(run, self.end, node, trainer.extended)
         self._note = ""
-        self.neighbours = Neighbours(node, run, state.header.schema, clock)
+        self.met = Met(store.folder / "met.json", run.digest)
+        company = Company(self.met, lambda: self.state.header.round, clock, node.peer_id)
+        self.neighbours = Neighbours(node, run, state.header.schema, clock, company)
+        self.heads = Heads(self.met, self.neighbours.others, state, lambda peer: self._takeover.avoids(peer), clock, leads=not node.client_mode)
+        self._plausible = Plausible(run, node.peer_id, state, self.heads, self._ending, store.discarded, last_number, clock)
         self.status = Status(run, node, self.neighbours, self.end, assists=assists, name=name, hardware=hardware, server_url=server_url)
         self.next_round = NextRound(run, self.end, self.neighbours, state, clock)
         streams = Streams(node, upload)
         self.rounds = Rounds(
             run, self.end, node, streams, self.neighbours, strategy, wire,
-            standing=self._standing, heard=self._heard, entered=self._set_phase, clock=clock,
+            standing=self._standing, heard=self._heard, entered=self._set_phase, closed=self.heads.averages_in, company=company, clock=clock,
         )  # fmt: skip
         self._streams, self._rounds_path = streams, rounds_path
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
-        self._donor = Donor(streams, lambda: self.state, store, self._means, lambda: self._phase == "average", clock)
-        self._takeover = Takeover(streams, self._ending.refusal, clock, Replaying(wire.num_bytes, self.rounds.step, self._means))
+        self._donor = Donor(streams, lambda: self.state, store, self._means, lambda: self._phase == "average", clock, met=self.met)
+        self._takeover = Takeover(streams, self._plausible.refusal, clock, Replaying(wire.num_bytes, self.rounds.step, self._means))
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end)
         self._saver = Saver(store, state, self.wake, trainer.failed, self._trainer_landed, clock, node.peer_id)
-        self._presence = Presence(run, node, self.neighbours, self.record, self._run_record, self._rate, self.wake, clock)
+        self._presence = Presence(run, node, self.neighbours, self.record, self._run_record, self._rate, self.wake, clock, self.met)
+        self.book = self._presence.book
         self._settling = Settling(state)
         self._phase, self._asked = "join", False
-        self._progressed = clock()
+        self._progressed, self._looked = clock(), time.time()
         self._wake = asyncio.Event()
         self._told = self._landed = ""
         self._closed = False
@@ -136,6 +146,7 @@ class Replica:
                 for task in background:
                     if task.done():
                         task.result()
+                self._notice_absence()
                 await self._tick()
                 self._wake.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -208,10 +219,27 @@ class Replica:
         elif self._ready_to_attempt():
             await self._attempt(self.offer)
 
+    def _notice_absence(self) -> None:
+        """A machine that slept, or a process that was stopped, comes back like one that starts: others have gone on without it.
+
+        Until it has looked around, its record says so (JOINING), and where it stands counts for nothing.
+        """
+        away = time.time() - self._looked
+        self._looked = time.time()
+        if away > RECORD_LIFE_SECONDS and self._phase in ("train", "fetch"):
+            log.info("back after %.0f s", away)
+            self._beginning.again()
+            self._set_phase("join")
+
+    def _still_here(self) -> None:
+        """Within a tick that takes long; an absence in it is noticed after it."""
+        if time.time() - self._looked <= RECORD_LIFE_SECONDS:
+            self._looked = time.time()
+
     def _may_start(self) -> bool:
         may = self._beginning.may_start(
-            Head.of(self.state), own_round=self.state.header.round, fetching=self._takeover.signers > 0,
-            others=self.neighbours.others(), news=self._waits,
+            Head.of(self.state), own_round=self.state.header.round, fetching=self._takeover.signers > 0, behind=bool(self.heads.right()),
+            others=self.neighbours.others(), news=self._waits, counts=self._takeover.promises.counts,
         )  # fmt: skip
         if may:
             self._note = ""
@@ -229,6 +257,7 @@ class Replica:
         while not self._closed and (self._told != self.state.digest or self._needed_by_others(self.clock() - began)):
             self._tell_trainer()
             await asyncio.sleep(TICK_SECONDS)
+            self._still_here()
             self._look()
             if self._ending.in_doubt:
                 await self._ending.was_put_off()
@@ -248,11 +277,11 @@ class Replica:
     # ---------------------------------------------------------------- better states
 
     def _look(self) -> None:
-        """Take over what has arrived; fetch a better head that a live peer signs."""
-        state = self._takeover.result()
-        if state is not None and better(Head.of(state), Head.of(self.state)):
+        """Take over what has arrived; fetch what is right in place of ours."""
+        before, state = self._takeover.began_from, self._takeover.result()
+        if state is not None and (self.state is before or self.heads.is_right(Head.of(state))):
             self._adopt(state, "fetched")
-        self._takeover.consider([(head_of(record), record.peer_id) for record in self.neighbours.others()], self.state)
+        self._takeover.consider(self.heads.right(), self.state)
 
     def extend(self, extension: Mapping[str, Any]) -> None:
         """The trainer has heard from the host that the run goes on."""
@@ -262,7 +291,7 @@ class Replica:
 
     def _held_back(self) -> bool:
         """Whether to wait for the better state that is on its way: unless more live peers are with us than with it."""
-        with_us = 1 + sum(record.digest == self.state.digest for record in self.neighbours.others())
+        with_us = 1 + sum(record.digest == self.state.digest and record.phase != JOINING for record in self.neighbours.others())
         return self._takeover.signers >= with_us
 
     async def _ask_heads(self) -> set[str]:
@@ -273,7 +302,9 @@ class Replica:
         done, late = await asyncio.wait(asked, timeout=_ASK_SECONDS)
         await end_tasks(*late)
         heads = [(task.result(), asked[task]) for task in done if task.result() is not None]
-        self._takeover.consider(heads, self.state)
+        for head, peer in heads:
+            self.heads.heard(peer, head)
+        self._takeover.consider(self.heads.right(), self.state)
         return {peer for head, peer in heads if better(head, Head.of(self.state))}
 
     # ---------------------------------------------------------------- what the trainer says
@@ -295,6 +326,7 @@ class Replica:
             self.offer.parent = offer.parent
         else:
             self.offer = offer
+        self._plausible.offered(offer.member.number)
         if not self.offer.failures and self.strategy.steps_locally and not self._wanted():
             self.offer.next_attempt = self.clock() + _BACKOFF_SECONDS[-1]
             self.trainer.train()
@@ -346,8 +378,7 @@ class Replica:
         ready_seconds = 0.0 if has_it else max(self.progress.step_seconds - since, 0.0)
         may_come = self._knows(caller) and self._phase not in ("join", "fetch", "left") and not self._ending.is_over(self.state)
         has_samples = may_come and (has_it or self.progress.brings_samples(since))
-        header = self.state.header
-        return Standing(self.state.digest, has_samples, ready_seconds, header.included, header.samples, busy=self._phase == "average")
+        return Standing(Head.of(self.state), has_samples, ready_seconds, self.state.header.included, busy=self._phase == "average")
 
     def _heard(self, peer: str, head: Head, ready: bool) -> bool:
         """`peer` stands at `head`, and is ready to average onto it or not. Returns whether we should rather fetch that."""
@@ -355,9 +386,17 @@ class Replica:
             return False
         if ready:
             self.next_round.call(peer, head.digest)
-        self._takeover.consider([(head, peer)], self.state)
+            self._let_go(peer, head.digest)
+        self.heads.heard(peer, head)
+        self._takeover.consider(self.heads.right(), self.state)
         self._wake.set()
         return self._held_back()
+
+    def _let_go(self, peer: str, digest: str) -> None:
+        """`peer` averages onto the state `digest`: without us, if we are not there, have nothing, or need longer than it has patience for."""
+        standing = self._standing(peer)
+        if standing.digest != digest or not standing.has_samples or standing.ready_seconds > patience_seconds(self.next_round.age_seconds):
+            self.heads.let_go(peer, digest)
 
     async def _attempt(self, offer: Offer) -> None:
         callers = self.next_round.take_callers()
@@ -369,6 +408,8 @@ class Replica:
             return self._set_phase("train")
         if self.status.had(done) and not self.assists:
             self.trainer.news(self.status.advice(self.progress))
+        if done.how == "averaged":
+            self.met.averaged(done.group.peers - {self.node.peer_id})
         self._means.want(done.state, done.mean)
         self._adopt(done.state, done.how)
         self._set_phase("train")
@@ -384,6 +425,7 @@ class Replica:
         try:
             while not attempting.done():
                 await asyncio.wait({attempting}, timeout=TICK_SECONDS)
+                self._still_here()
                 if self._phase == "group" and not attempting.done():
                     self._look()
                     if self.state is not parent:
@@ -394,7 +436,10 @@ class Replica:
             await end_tasks(attempting)
 
     async def _after_failure(self, offer: Offer, error: NoGroup | RoundFailed) -> None:
-        """Look whether the others have committed; if not, wait a little and offer the same bytes again. Training goes on."""
+        """Look whether the others have committed; if not, offer the same bytes again. Training goes on.
+
+        At once when it is known whose fault it was, for that one is left out now. Otherwise after a pause: whatever it was may go by.
+        """
         self._set_phase("look")
         self.next_round.take_callers()
         log.info("round=%d not averaged: %s", self.state.header.round + 1, error)
@@ -403,8 +448,8 @@ class Replica:
         await self.neighbours.read()
         ahead |= {record.peer_id for record in self.neighbours.others() if better(head_of(record), Head.of(self.state))}
         # Who has moved on did not stay away: taken for absent, it would leave us to average alone beside it as soon as we have caught up.
-        self.neighbours.missed(set(getattr(error, "silent", ())) - ahead)
-        pause = _BACKOFF_SECONDS[min(offer.failures, len(_BACKOFF_SECONDS) - 1)]
+        self.neighbours.missed(error.silent - ahead)
+        pause = 0 if error.at_once else _BACKOFF_SECONDS[min(offer.failures, len(_BACKOFF_SECONDS) - 1)]
         offer.failures += 1
         offer.next_attempt = self.clock() + pause * self._rng.uniform(0.75, 1.25)
         self._set_phase("train")
@@ -416,6 +461,8 @@ class Replica:
         """The new state is ours: swap, publish, keep what is still to be settled; the trainer hears of it when it has time."""
         previous, self.state, self._note = self.state, state, ""
         self.next_round.follows(state)
+        self.heads.moved(state, fetched=how == "fetched")
+        self._plausible.moved(state)
         self._donor.retire(previous)
         self.rounds.matchmaker.moved()
         self._settling.moved(previous, state)
@@ -449,6 +496,7 @@ class Replica:
         if not self._settling.waiting:
             return
         others = self.neighbours.others()
+        others = [record for record in others if record.peer_id in self.met] or others
         safe = {digest for record in others for digest in (record.digest, *record.parents)}
         safe |= self._saver.on_disk(SETTLE_SECONDS if others else 0.0)
         settled = self._settling.take(safe)
@@ -471,7 +519,7 @@ class Replica:
         return self._note or self._takeover.trouble
 
     def record(self, maddrs: tuple[str, ...] = ()) -> PeerRecord:
-        return self.status.record(self.state, self.progress, self._phase, self._said(), maddrs)
+        return self.status.record(self.state, self.progress, self._phase, self._said(), self.heads.backers(), maddrs)
 
     def seen(self) -> dict[str, Any]:
         return self.status.seen(self.state, self.record())

@@ -24,6 +24,7 @@ from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.outer import load_strategy
+from peer.sync.engine.plausible import NUMBER_FILE
 from peer.sync.engine.port import Port, PortClosed, inherited
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import Head, Header, State, better
@@ -143,7 +144,8 @@ async def _serve(port: Port, values: dict[str, Any], buffers: list[SharedBuffer]
         await replica.start()
         gc.collect()
         gc.freeze()  # else its many modules are looked through every minute or so, and nobody is answered meanwhile
-        if replica.neighbours.of_other_tensors():
+        # A stranger's record ends nobody that has taken part already.
+        if replica.neighbours.of_other_tensors() and not replica.state.header.round:
             raise UserError(
                 "The peers of this run train other tensors than this peer (names, shapes or dtypes differ).",
                 fix="Use the same versions of diffusers and transformers, and the run's model and method.",
@@ -204,12 +206,12 @@ def _replica(trainer: TrainerPort, values: dict[str, Any], buffer: SharedBuffer,
     state = State(Header.from_json(values["header"]), buffer)
     folder = Path(values["folder"])
     store = StateStore(folder / "state")
-    stored = store.load(state.header.run, state.header.schema, buffer.num_bytes)
+    stored = store.load(state.header.run, state.header.schema, buffer.num_bytes, run.target_batch_size)
     if stored is not None and better(Head.of(stored), Head.of(state)):
         log.info("going on from round=%d state=%s on disk", stored.header.round, stored.digest[:8])
         state = stored
     known = values["last_known"]
-    return Replica(
+    replica = Replica(
         run=run,
         state=state,
         wire=Wire(run.wire, *values["sizes"]),
@@ -224,9 +226,20 @@ def _replica(trainer: TrainerPort, values: dict[str, Any], buffer: SharedBuffer,
         last_known=Head(known["digest"], known["samples"]) if known else None,
         last_holders=tuple(values["last_holders"]),
         min_peers=values["min_peers"],
+        last_number=_last_number(folder),
         end=End(run, values["host_key"], values["extension"]),
         upload=Bucket(values["max_upload_mbit"]) if values["max_upload_mbit"] else None,
     )
+    node.prefer(replica.met.__contains__)
+    return replica
+
+
+def _last_number(folder: Path) -> int | None:
+    """The number of the last contribution that this peer ever made, as the trainer wrote it; None: of none that is known."""
+    try:
+        return int((folder / NUMBER_FILE).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, stop: asyncio.Event, folder: Path) -> None:
@@ -248,7 +261,7 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             trainer.flush()
             trainer.pulse()
-            _remember(folder, replica.neighbours.addresses.values())
+            _remember(folder, replica.book.addresses.values())
 
     loop.add_reader(port.socket, on_message)
     try:
@@ -256,7 +269,7 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
         trainer.flush()
     finally:
         loop.remove_reader(port.socket)
-        _remember(folder, replica.neighbours.addresses.values())
+        _remember(folder, replica.book.addresses.values())
 
 
 def _handle(replica: Replica, stop: asyncio.Event, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:

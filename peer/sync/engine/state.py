@@ -4,10 +4,12 @@ Immutable: an outer step makes a new one. `samples` is hashed into it and only g
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
 from blake3 import blake3
 from torch import Tensor
 
@@ -18,6 +20,14 @@ from swarm.digest import canonical_json
 CHUNK_BYTES = 4 << 20
 HASH_BYTES = 32
 ANCESTORS_KEPT = 8
+MAX_HEADER_BYTES = 256 << 10
+"""Of a header, packed. Some 370 members in every round fit with all their ancestors. The limits of a stream's messages and of those to
+the trainer follow from this one: a header above the one and below the other ended every process that took it over."""
+MOST_MEMBERS = 512
+"""Of a round. So many twice, with the contributions of as many, are 180 KiB: the next header always fits."""
+_MOST_COUNT = 1 << 53
+_FREE_NUMBERS, _NUMBERS_PER_ROUND = 10_000, 100
+"""A forged number may not be so high that the one whose it is can never count beyond it."""
 
 
 class BadState(ValueError):
@@ -45,10 +55,10 @@ class Header:
     mean: str = ""
 
     def child(self, digest: str, members: Iterable[Member], mean: str = "") -> "Header":
-        """The header of the round that averages `members` onto this state, whose digest is `digest`."""
+        """The header of the round that averages `members` onto this state, whose digest is `digest`. Raises BadState if nobody would take it."""
         members = tuple(sorted(members, key=lambda member: member.peer))
         ancestors = (self.settlement(digest), *self.ancestors) if self.round else ()
-        return dataclasses.replace(
+        child = dataclasses.replace(
             self,
             round=self.round + 1,
             samples=self.samples + sum(member.samples for member in members),
@@ -58,6 +68,14 @@ class Header:
             ancestors=ancestors[:ANCESTORS_KEPT],
             mean=mean,
         )
+        if len(members) > MOST_MEMBERS or child.samples > _MOST_COUNT:
+            raise BadState(f"{len(members)} members and {child.samples} samples are more than a state may have")
+        return _fitted(child)
+
+    @property
+    def num_bytes(self) -> int:
+        """Packed, as it travels."""
+        return len(msgpack.packb(self.to_json()))
 
     def settlement(self, digest: str) -> Settlement:
         """What to report of this state, whose digest is `digest`, once it is settled."""
@@ -75,17 +93,19 @@ class Header:
                 schema=_text(values["schema"]),
                 round=_count(values["round"]),
                 samples=_count(values["samples"]),
-                parents=tuple(_text(parent) for parent in values["parents"][:ANCESTORS_KEPT]),
+                parents=_parents(values["parents"]),
                 included={_text(peer): _count(number) for peer, number in values["included"].items()},
                 members=_members(values["members"]),
                 ancestors=tuple(
                     Settlement(_text(a["digest"]), _text(a["parent"]), _count(a["round"]), _count(a["samples"]), _members(a["members"]))
-                    for a in values["ancestors"][:ANCESTORS_KEPT]
+                    for a in _list(values["ancestors"], ANCESTORS_KEPT)
                 ),
                 mean=_text(values["mean"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise BadState(f"header: {error!r}") from None
+        if header.num_bytes > MAX_HEADER_BYTES:
+            raise BadState(f"a header of {header.num_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed")
         header._check()
         return header
 
@@ -95,13 +115,59 @@ class Header:
             if self.samples or self.parents or self.members or self.included or self.mean:
                 raise BadState("header: a round 0 with a past")
             return
-        before = self.ancestors[0].samples if self.ancestors else 0
-        if not self.parents or not self.members or self.samples != before + sum(member.samples for member in self.members):
-            raise BadState(f"header: {self.samples} samples in round {self.round} are not those of its members and of its parent")
-        if (self.ancestors and self.ancestors[0].digest != self.parents[0]) or (not self.ancestors and self.round > 1):
-            raise BadState("header: the parent is not its first ancestor")
-        if any(self.included.get(member.peer) != member.number or not member.samples for member in self.members):
+        if not self.parents or len(self.parents) - len(self.ancestors) != (len(self.parents) == self.round):
+            raise BadState(f"header: {len(self.parents)} parents and {len(self.ancestors)} ancestors in round {self.round}")
+        if [state.digest for state in self.ancestors] != [*self.parents][: len(self.ancestors)]:
+            raise BadState("header: the parents are not its ancestors")
+        for state, before in itertools.zip_longest((self.settlement(""), *self.ancestors), self.ancestors):
+            self._check_step(state, before)
+        if any(self.included.get(member.peer) != member.number for member in self.members):
             raise BadState("header: a member is not included")
+
+    def _check_step(self, state: Settlement, before: Settlement | None) -> None:
+        """Raise BadState unless `state` counts every sample of its members once, on top of `before`; None: the first one, or not told."""
+        if not state.members or not all(member.samples and member.number for member in state.members):
+            raise BadState(f"header: round {state.round} has no members, or one without samples")
+        if before is None and state.round > 1:
+            return
+        rounds, samples = (before.round, before.samples) if before is not None else (0, 0)
+        if state.round != rounds + 1 or state.samples != samples + sum(member.samples for member in state.members):
+            raise BadState(f"header: {state.samples} samples in round {state.round} are not those of its members and of its parent")
+        if before is not None and state.parent != before.digest:
+            raise BadState("header: the parent is not its first ancestor")
+
+    def check_bounds(self, target: int) -> None:
+        """Raise BadState when it is beyond what an honest swarm does whose rounds have `target` samples.
+
+        A member brings at most twice the target: its training pauses there. Its numbers go up by one a contribution, of which a round
+        takes one; others are lost when a branch loses or a process dies.
+        """
+        for members in (self.members, *(ancestor.members for ancestor in self.ancestors)):
+            for member in members:
+                if member.samples > 2 * target:
+                    raise BadState(f"header: {member.samples} samples of one member, at most {2 * target} are allowed")
+        if not self.round <= self.samples <= self.round * MOST_MEMBERS * 2 * target:
+            raise BadState(f"header: {self.samples} samples in {self.round} rounds")
+        highest = max(self.included.values(), default=0)
+        if highest > _FREE_NUMBERS + _NUMBERS_PER_ROUND * self.round:
+            raise BadState(f"header: contribution number {highest} in round {self.round}")
+
+
+def _fitted(header: Header) -> Header:
+    """`header` within MAX_HEADER_BYTES. It is hashed: what is left out, every peer leaves out.
+
+    First the contributions of peers that were in none of the rounds named here. A peer that was away for longer gives up what it made
+    before (`local_work.follows`), so nobody can bring one of these twice. Then the oldest ancestors, down to the parent; the list of
+    parents, which decides who gives up, gets as short as theirs.
+    """
+    if header.num_bytes <= MAX_HEADER_BYTES:
+        return header
+    recent = {member.peer for members in (header.members, *(a.members for a in header.ancestors)) for member in members}
+    header = dataclasses.replace(header, included={peer: number for peer, number in header.included.items() if peer in recent})
+    while header.num_bytes > MAX_HEADER_BYTES and len(header.ancestors) > 1:
+        ancestors = header.ancestors[:-1]
+        header = dataclasses.replace(header, ancestors=ancestors, parents=header.parents[: len(ancestors)])
+    return header
 
 
 class State:
@@ -134,7 +200,7 @@ def next_state(
     """The state after one round: new tensors, and a header that names the parent and the mean that led from it to here.
 
     pieces: the vectors [anchor, *outer tensors] in consecutive slices, each written as soon as it comes. into: the memory to take, which
-    may be that of `state` where it is needed no more.
+    may be that of `state` where it is needed no more. Raises BadState when the header is one that nobody would take.
     """
     buffer, at = into or SharedBuffer(state.buffer.num_bytes), 0
     for piece in pieces:
@@ -166,20 +232,24 @@ def mean_digest(square_norm: float, chunk_hashes: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True)
 class Head:
-    """As much of a state as decides which of two is right."""
+    """As much of a state as is told before anybody fetches it. parents: its last ancestors, the parent first; () where nobody said."""
 
     digest: str
     samples: int
+    parents: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, state: State) -> "Head":
-        return cls(state.digest, state.header.samples)
+        return cls(state.digest, state.header.samples, state.header.parents)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"digest": self.digest, "samples": self.samples, "parents": list(self.parents)}
 
     @classmethod
     def from_json(cls, values: Any) -> "Head":
         """Raises BadState."""
         try:
-            return cls(_text(values["digest"]), _count(values["samples"]))
+            return cls(_text(values["digest"]), _count(values["samples"]), _parents(values["parents"]))
         except (KeyError, TypeError, ValueError) as error:
             raise BadState(f"head: {error!r}") from None
 
@@ -192,17 +262,31 @@ def better(theirs: Head, ours: Head) -> bool:
     return theirs.digest != ours.digest and (theirs.samples, ours.digest) > (ours.samples, theirs.digest)
 
 
+def _list(values: Any, most: int) -> list | tuple:
+    if not isinstance(values, list | tuple) or len(values) > most:
+        raise ValueError(f"a list of at most {most} values is wanted")
+    return values
+
+
+def _parents(values: Any) -> tuple[str, ...]:
+    return tuple(_text(parent) for parent in _list(values, ANCESTORS_KEPT))
+
+
 def _members(values: Any) -> tuple[Member, ...]:
-    return tuple(Member(_text(m["peer"]), _count(m["number"]), _count(m["samples"])) for m in values)
+    members = tuple(Member(_text(m["peer"]), _count(m["number"]), _count(m["samples"])) for m in _list(values, MOST_MEMBERS))
+    peers = [member.peer for member in members]
+    if peers != sorted(set(peers)):
+        raise ValueError("members out of order")
+    return members
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 128:
+    if not isinstance(value, str) or len(value) > 64 or not value.isascii():
         raise ValueError(f"text {str(value)[:40]!r}")
     return value
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 1 << 53:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_COUNT:
         raise ValueError(f"count {str(value)[:40]!r}")
     return value

@@ -1,6 +1,5 @@
 """What the others, and this peer's owner, see of it: its signed record, the run's record, and the figures of its rounds."""
 
-import dataclasses
 import time
 from typing import Any
 
@@ -73,8 +72,8 @@ class Status:
         """Live peers that train, this one included."""
         return sum(record.phase != ASSIST for record in self._neighbours.others()) + (not self._assists)
 
-    def record(self, state: State, progress: Progress, phase: str, said: str, maddrs: tuple[str, ...] = ()) -> PeerRecord:
-        """said: what keeps this peer from going on, for people to read."""
+    def record(self, state: State, progress: Progress, phase: str, said: str, backers: int, maddrs: tuple[str, ...] = ()) -> PeerRecord:
+        """said: what keeps this peer from going on, for people to read. backers: see the record."""
         header = state.header
         return PeerRecord(
             peer_id=self._node.peer_id,
@@ -84,6 +83,7 @@ class Status:
             samples=header.samples,
             digest=state.digest,
             parents=header.parents,
+            backers=backers,
             waiting_samples=min(progress.waiting, 2 * self._run.target_batch_size),
             samples_per_second=progress.samples_per_second if phase == "train" and not progress.waits else 0.0,
             loss=progress.loss,
@@ -128,7 +128,7 @@ class Status:
         head = {"digest": state.digest, "round": header.round, "samples": header.samples, "peers": [self._node.peer_id]}
         return RunRecord(
             run_id=self._run.run_id,
-            run=dataclasses.asdict(self._run),
+            run=self._run.to_mapping(),
             server_url=self._server_url,
             head=head if header.round else None,
             extension=self._end.extension,

@@ -4,10 +4,11 @@ The transport authenticates the other end. Every read has a limit in bytes and a
 """
 
 import asyncio
+import collections
 import contextlib
 import logging
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgpack
@@ -17,14 +18,19 @@ from hivemind.proto import p2pd_pb2
 
 from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.pipe import Pipe
+from peer.sync.engine.state import MAX_HEADER_BYTES
 from swarm.dht import SwarmNode
+from swarm.places import place_of
+from swarm.unpacking import unpack
 
 log = logging.getLogger(__name__)
 
 _FRAME = struct.Struct("<II")
-_MAX_HEADER_BYTES = 256 << 10
+_MAX_MESSAGE_HEADER_BYTES = MAX_HEADER_BYTES + (4 << 10)
+"""A state's header, and what is said beside it."""
 CONNECT_SECONDS = 10.0
 _END_SECONDS = 5.0
+_MOST_CULPRITS = 64
 _TAKE_SECONDS = 30.0
 """In which the other end takes the last that was sent to it; on a slow link some MB may be on their way."""
 _STREAMS_PER_PEER = 16
@@ -32,11 +38,23 @@ _STREAMS_PER_PEER = 16
 
 
 class PeerLost(Exception):
-    """The other end is gone, silent, or does not keep to the protocol; the reason is for the log."""
+    """The other end is gone, silent, or does not keep to the protocol; the reason is for the log.
+
+    culprits: the peers that it is owed to, as whoever raises it saw or, if `hearsay`, was told; the other end of a stream that it
+    ends is told as much.
+    """
+
+    def __init__(self, reason: str = "", culprits: Collection[str] = (), *, hearsay: bool = False):
+        super().__init__(reason)
+        self.culprits, self.hearsay = tuple(culprits), hearsay
 
 
 class Refused(PeerLost):
     """The other end answers, but does not want to; it said why."""
+
+
+class Malformed(PeerLost):
+    """What came is no message of ours, which no fault of a link makes it: the transport checks every byte."""
 
 
 class Broken(PeerLost):
@@ -44,10 +62,13 @@ class Broken(PeerLost):
 
 
 class Channel:
-    """One stream to `peer`. Everything that goes wrong with it is a PeerLost. upload: what all streams together may send; None: all they can."""
+    """One stream to `peer`. Everything that goes wrong with it is a PeerLost. upload: what all streams together may send; None: all they can.
 
-    def __init__(self, peer: str, pipe: Pipe, upload: Bucket | None = None):
-        self.peer, self._pipe, self._upload = peer, pipe, upload
+    place: where it comes from, as `swarm.places` names it.
+    """
+
+    def __init__(self, peer: str, pipe: Pipe, upload: Bucket | None = None, place: str = ""):
+        self.peer, self._pipe, self._upload, self.place = peer, pipe, upload, place
         self.sent = self.received = 0
         """Bytes of messages so far, headers included."""
 
@@ -80,16 +101,18 @@ class Channel:
 
     async def _receive_header(self, max_payload: int, until: float) -> tuple[dict[str, Any], int]:
         header_bytes, payload_bytes = _FRAME.unpack(await self._take(_FRAME.size, until))
-        if header_bytes > _MAX_HEADER_BYTES or payload_bytes > max_payload:
-            raise PeerLost(f"{self.peer[-6:]} announced {header_bytes} + {payload_bytes} bytes, at most {max_payload} are allowed")
+        if header_bytes > _MAX_MESSAGE_HEADER_BYTES or payload_bytes > max_payload:
+            raise Malformed(f"{self.peer[-6:]} announced {header_bytes} + {payload_bytes} bytes, at most {max_payload} are allowed")
         try:
-            header = msgpack.unpackb(await self._take(header_bytes, until))
-        except (ValueError, msgpack.exceptions.UnpackException):
-            raise PeerLost(f"{self.peer[-6:]} sent no message of ours") from None
+            header = unpack(await self._take(header_bytes, until))
+        except ValueError:
+            raise Malformed(f"{self.peer[-6:]} sent no message of ours") from None
         if not isinstance(header, dict):
-            raise PeerLost(f"{self.peer[-6:]} sent no message of ours")
+            raise Malformed(f"{self.peer[-6:]} sent no message of ours")
         if "error" in header:
-            raise Refused(f"{self.peer[-6:]}: {str(header['error'])[:200]}")
+            named = header.get("culprits")
+            culprits = [peer for peer in named[:_MOST_CULPRITS] if isinstance(peer, str)] if isinstance(named, list) else []
+            raise Refused(f"{self.peer[-6:]}: {str(header['error'])[:200]}", culprits, hearsay=header.get("hearsay") is True)
         return header, payload_bytes
 
     async def _take(self, count: int, until: float) -> bytearray:
@@ -106,10 +129,11 @@ class Channel:
             raise Broken(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
         self.received += len(room)
 
-    async def end(self, reason: str) -> None:
-        """Tell the other end why this one goes."""
+    async def end(self, reason: str, culprits: Collection[str] = (), *, hearsay: bool = False) -> None:
+        """Tell the other end why this one goes, and to whom that is owed."""
+        message = {"error": reason, "culprits": list(culprits)[:_MOST_CULPRITS], "hearsay": hearsay}
         with contextlib.suppress(PeerLost):
-            await self.send({"error": reason}, seconds=_END_SECONDS)
+            await self.send(message, seconds=_END_SECONDS)
             await self.hung_up(_END_SECONDS)
 
     async def hung_up(self, seconds: float) -> None:
@@ -133,6 +157,8 @@ class Streams:
     def __init__(self, node: SwarmNode, upload: Bucket | None = None):
         self._node, self.peer_id, self._upload = node, node.peer_id, upload
         self._serving: dict[asyncio.Task, str] = {}  # and whom; asyncio itself holds a task only weakly
+        self.mishaps: collections.Counter[str] = collections.Counter()
+        """Handlers, by the name of their streams, that ended in an error which is nobody's PeerLost: faults of ours."""
 
     async def open(self, peer: str, name: str) -> Channel:
         """Raises PeerLost when `peer` cannot be reached in time."""
@@ -154,7 +180,7 @@ class Streams:
 
         async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                channel = Channel(info.peer_id.to_base58(), Pipe(reader, writer), self._upload)
+                channel = Channel(info.peer_id.to_base58(), Pipe(reader, writer), self._upload, place_of(info.addr))
             except OSError as error:  # no descriptor is left
                 log.warning("%s from %s failed: %s", name, info.peer_id.to_base58()[-6:], error)
                 return writer.close()
@@ -166,8 +192,9 @@ class Streams:
                 await channel.hung_up(_TAKE_SECONDS)
             except PeerLost as error:
                 log.debug("%s: %s", name, error)
-                await channel.end(str(error))
+                await channel.end(str(error), error.culprits, hearsay=error.hearsay)
             except Exception as error:
+                self.mishaps[name] += 1
                 log.warning("%s from %s failed: %r", name, channel.peer[-6:], error, exc_info=True)
                 await channel.end("internal error")
             finally:

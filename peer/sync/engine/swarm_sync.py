@@ -4,7 +4,6 @@ Implements `contracts.Sync` for every strategy that averages; what differs betwe
 """
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Mapping
@@ -16,9 +15,11 @@ from peer.contracts import Member, Settlement, SyncContext, SyncReport
 from peer.device import describe_hardware
 from peer.sync.engine import points
 from peer.sync.engine.codec import Wire
+from peer.sync.engine.discarded import discard
 from peer.sync.engine.local_work import OPEN, Frozen, Landing, LocalWork, NotFinite
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.outer import load_strategy
+from peer.sync.engine.plausible import NUMBER_FILE
 from peer.sync.engine.port import PortClosed
 from peer.sync.engine.sidecar_process import SidecarProcess
 from peer.sync.engine.state import Header, first_state
@@ -51,6 +52,7 @@ class SwarmSync:
         check_memory(host_bytes(self._strategy, wire, params_on_host=on_host), available_bytes())
         self._folder = context.output_dir
         self._folder.mkdir(parents=True, exist_ok=True)
+        discard(self._folder / "state", context.peer.discard_state)
         base = first_state(
             context.run.digest, self._schema.digest, flatten(context.params, torch.empty(self._schema.size)), self._strategy.slots
         )
@@ -308,7 +310,7 @@ class SwarmSync:
 
     def _next_number(self) -> int:
         """One more than any this identity ever used; on disk before it is used."""
-        path = self._folder / "contribution_number"
+        path = self._folder / NUMBER_FILE
         with contextlib.suppress(OSError, ValueError):
             self._number = max(self._number, int(path.read_text()))
         self._number = max(self._number, self._work.state.header.included.get(self._peer_id, 0)) + 1
@@ -338,7 +340,7 @@ class SwarmSync:
         context, state = self._context, self._work.state
         last = context.last_known or {}
         return state.buffer, {
-            "run": dataclasses.asdict(context.run),
+            "run": context.run.to_mapping(),
             "header": state.header.to_json(),
             "sizes": [self._schema.big_size, self._schema.size - self._schema.big_size],
             "strategy": self._strategy_path,

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from peer.sync.engine.download import Download, Lied, Manifest, ask_manifest
+from peer.sync.engine.pace import Slow, fetch_seconds
+from peer.sync.engine.promises import Promises
 from peer.sync.engine.replay import MeanStore, Replay, Step
-from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State, better
+from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State
 from peer.sync.engine.streams import PeerLost, Refused, Streams
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.tasks import end_tasks
@@ -25,7 +27,7 @@ _LONGEST_PENALTY_SECONDS = 300.0
 PARTIAL_SECONDS = 600.0
 """What came of a download is kept in memory for this long after its last byte."""
 _LIAR_COUNT = 4
-"""Who sent what it did not sign is asked again after 80 s at first."""
+"""Who sent what it did not sign, or held a download up for all the time that it may take, is asked again after 80 s at first."""
 
 
 class WholeState:
@@ -78,6 +80,8 @@ class Replaying:
 class _Fetch:
     head: Head
     holders: set[str]
+    ours: State
+    """Ours when it began."""
     download: Download
     began: float
     replay: Replay | None = None
@@ -108,15 +112,16 @@ class Takeover:
     def __init__(
         self,
         streams: Streams,
-        acceptable: Callable[[State], str],
+        refusal: Callable[[Head, Header], str],
         clock: Callable[[], float] = time.monotonic,
         replaying: Replaying | None = None,
     ):
-        """acceptable: why a fetched state is refused, '' when it is not."""
-        self._streams, self._acceptable, self._clock, self._replaying = streams, acceptable, clock, replaying
+        """refusal: why a state with that header is not to be taken over as the head that was promised; '' when it is."""
+        self._streams, self._refusal, self._clock, self._replaying = streams, refusal, clock, replaying
         self._fetch: _Fetch | None = None
         self._partial: Download | None = None
         self._penalties: dict[str, tuple[int, float]] = {}
+        self.promises = Promises(clock)
         self.trouble = ""
         """Why the last state that was to be fetched is not here; '' once one is."""
 
@@ -126,50 +131,75 @@ class Takeover:
         return len(self._fetch.holders) if self._fetch is not None else 0
 
     @property
+    def began_from(self) -> State | None:
+        """Our state when the fetch that goes on, or has just ended, began."""
+        return self._fetch.ours if self._fetch is not None else None
+
+    @property
     def share(self) -> float:
         """Of the state being fetched, what is here."""
         download = self._fetch.download if self._fetch is not None else None
         return len(download.done) / len(download.hashes) if download is not None and download.hashes else 0.0
 
-    def consider(self, claims: Iterable[tuple[Head, str]], ours: State) -> None:
-        """Start to fetch the best of what others claim to hold, (head, peer) each, if it beats `ours`."""
+    def avoids(self, peer: str) -> bool:
+        """Whether `peer` has just failed to give a state, other than by saying that it cannot now."""
+        failures, until = self._penalties.get(peer, (0, 0.0))
+        return failures > 0 and until > self._clock()
+
+    def consider(self, right: Mapping[Head, Collection[str]], ours: State) -> None:
+        """Fetch what is right in place of `ours`: heads and who holds each, the best first; empty: `ours` is right."""
         now = self._clock()
-        if self._fetch is not None and not self._fetch.task.done() and now - self._fetch.last_progress(now) >= STALLED_SECONDS:
-            self._give_up(self._fetch, "it stalled")
-        if self._fetch is not None and not self._fetch.task.done() and not better(self._fetch.head, Head.of(ours)):
+        if self._fetch is not None and not self._fetch.task.done():
+            self._give_up_if_late(self._fetch, self._willing(right), ours)
+        if self._fetch is not None and not self._fetch.task.done() and ours is not self._fetch.ours and self._fetch.head not in right:
             log.info("fetching state=%s no more: ours is better by now", self._fetch.head.digest[:8])
             self._drop(self._fetch)
         if self._partial is not None and now - self._partial.progressed > PARTIAL_SECONDS:
             self._partial = None
-        wanted: dict[Head, set[str]] = {}
-        for head, peer in claims:
-            if better(head, Head.of(ours)) and self._penalties.get(peer, (0, 0.0))[1] <= now:
-                wanted.setdefault(head, set()).add(peer)
+        willing = self._willing(right)
         if self._fetch is not None:
-            self._fetch.holders |= wanted.get(self._fetch.head, set())
-        elif wanted:
-            # What most sign comes first: a single liar may promise any number of samples.
-            best = min(wanted, key=lambda head: (-len(wanted[head]), -head.samples, head.digest))
-            self._begin(best, wanted[best], ours)
+            self._fetch.holders |= willing.get(self._fetch.head, set())
+        elif best := next((head for head, peers in willing.items() if peers), None):
+            self._begin(best, willing[best], ours)
+        if self._fetch is not None:
+            self.promises.asked(self._fetch.holders)
+
+    def _willing(self, right: Mapping[Head, Collection[str]]) -> dict[Head, set[str]]:
+        """Those of the holders that are not avoided just now."""
+        now = self._clock()
+        return {head: {peer for peer in peers if self._penalties.get(peer, (0, 0.0))[1] <= now} for head, peers in right.items()}
+
+    def _give_up_if_late(self, fetch: _Fetch, willing: Mapping[Head, Collection[str]], ours: State) -> None:
+        """One that stands still, or has taken longer than its bytes may; sooner when others than its holders have what is right by now."""
+        now = self._clock()
+        if now - fetch.last_progress(now) >= STALLED_SECONDS:
+            return self._give_up(fetch, PeerLost("it stalled"))
+        best = next(iter(willing.values()), ())
+        contested = bool(best) and fetch.holders.isdisjoint(best)
+        longest = fetch_seconds(ours.buffer.num_bytes, contested)
+        if now - fetch.began >= longest:
+            self._give_up(fetch, Slow(f"it has not come within {longest:.0f} s"))
 
     def _begin(self, head: Head, holders: set[str], ours: State) -> None:
         content = WholeState(head.digest, ours, self._partial)
         download, self._partial = Download(content, holders, self._clock), None
-        self._fetch = fetch = _Fetch(head, holders, download, self._clock())
+        self._fetch = fetch = _Fetch(head, holders, ours, download, self._clock())
         log.info("fetching state=%s samples=%d from %d holders", head.digest[:8], head.samples, len(holders))
         fetch.task = asyncio.create_task(self._chase(fetch, ours))
 
     async def _chase(self, fetch: _Fetch, ours: State) -> State:
         """Repeat the last rounds if that leads from `ours` there; else, or if it fails, fetch the whole state."""
-        if self._replaying is not None and (state := await self._replayed(fetch, ours, self._replaying)) is not None:
-            return state
+        manifest = await ask_manifest(self._streams, fetch.holders, fetch.head.digest)
+        if manifest is not None and (refusal := self._refusal(fetch.head, manifest.header)):
+            raise BadState(refusal)
+        if manifest is not None and self._replaying is not None:
+            state = await self._replayed(fetch, ours, manifest, self._replaying)
+            if state is not None:
+                return state
         await fetch.download.run(self._streams)
         return fetch.download.content.state()
 
-    async def _replayed(self, fetch: _Fetch, ours: State, replaying: Replaying) -> State | None:
-        manifest = await ask_manifest(self._streams, fetch.holders, fetch.head.digest)
-        if manifest is None:
-            return None
+    async def _replayed(self, fetch: _Fetch, ours: State, manifest: Manifest, replaying: Replaying) -> State | None:
         fetch.replay = Replay(ours, manifest, fetch.head.digest, replaying.num_bytes, replaying.step, self._clock)
         if not fetch.replay.digests:
             return None
@@ -182,7 +212,7 @@ class Takeover:
         return state
 
     def result(self) -> State | None:
-        """A state that has arrived, once."""
+        """A state that has arrived, once; whether it is still wanted, the caller knows."""
         if self._fetch is None or not self._fetch.task.done():
             return None
         done, self._fetch = self._fetch, None
@@ -192,8 +222,7 @@ class Takeover:
             self._keep(done.download)
             self._punish(done, error)
             return None
-        refusal = self._acceptable(state) or ("its samples are not those promised" if state.header.samples != done.head.samples else "")
-        if refusal:
+        if refusal := self._refusal(done.head, state.header):
             self._punish(done, BadState(refusal))
             return None
         self._forgive(done)
@@ -217,9 +246,9 @@ class Takeover:
         self._fetch = None
         self._keep(fetch.download)
 
-    def _give_up(self, fetch: _Fetch, reason: str) -> None:
+    def _give_up(self, fetch: _Fetch, error: PeerLost) -> None:
         self._drop(fetch)
-        self._punish(fetch, PeerLost(reason))
+        self._punish(fetch, error)
 
     def _keep(self, download: Download) -> None:
         # One that nobody answered has taken nothing over yet from the one before it.
@@ -233,6 +262,7 @@ class Takeover:
 
     def _forgive(self, fetch: _Fetch) -> None:
         """The download succeeded: only who lied meanwhile is to be avoided."""
+        self.promises.kept(fetch.holders)
         for peer in fetch.holders:
             fault = fetch.faults.get(peer)
             if isinstance(fault, Lied):
@@ -244,7 +274,9 @@ class Takeover:
     def _penalize(self, peer: str, error: Exception) -> None:
         now = self._clock()
         self._penalties = {peer: (count, until) for peer, (count, until) in self._penalties.items() if until > now - 600}
-        count = max(self._penalties.get(peer, (0, 0.0))[0], _LIAR_COUNT if isinstance(error, Lied) else 0)
+        count = max(self._penalties.get(peer, (0, 0.0))[0], _LIAR_COUNT if isinstance(error, Lied | Slow) else 0)
+        if not isinstance(error, Refused):
+            self.promises.broken(peer, lied=isinstance(error, Lied))
         # Whoever says no is honest: it has moved on, or is busy with other downloads.
         seconds = _PENALTY_SECONDS * 2 ** (0 if isinstance(error, Refused) else min(count, 8))
         self._penalties[peer] = (count + (not isinstance(error, Refused)), now + min(seconds, _LONGEST_PENALTY_SECONDS))

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import Donor
 from peer.sync.engine.groups import Ticket
 from peer.sync.engine.replay import MeanStore
-from peer.sync.engine.state import State, first_state
+from peer.sync.engine.state import Head, State, first_state
 from peer.sync.engine.streams import Streams
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode
@@ -125,6 +125,14 @@ class Holder:
     def moves_to(self, state: State) -> None:
         before, self.state = self.state, state
         self.donor.retire(before)
+
+
+def held(claims: Iterable[tuple[Head, str]]) -> dict[Head, set[str]]:
+    """Heads, the most signed first, and who signs each."""
+    signers: dict[Head, set[str]] = {}
+    for head, peer in claims:
+        signers.setdefault(head, set()).add(peer)
+    return dict(sorted(signers.items(), key=lambda item: (-len(item[1]), -item[0].samples)))
 
 
 async def holder(nodes, state: State, clock=None) -> Holder:

@@ -1,6 +1,7 @@
 """A peer that trains nothing: real nodes in one loop, of which those that train cannot be dialled."""
 
 import asyncio
+import collections
 import json
 
 import pytest
@@ -10,16 +11,18 @@ from peer.contracts import Member, Settlement
 from peer.export import find
 from peer.exports.fetching import fetch_state
 from peer.sync.engine import assistant, neighbours
-from peer.sync.engine.assistant import Archive, assist, newest_state
+from peer.sync.engine.assistant import Archive, _choices, assist, newest_state
 from peer.sync.engine.disk import StateStore, read_state
+from peer.sync.engine.download import CHUNKS
 from peer.sync.engine.groups import rank
 from peer.sync.engine.kind import KIND, Kind, ask_kind, serve_kind
+from peer.sync.engine.pace import Slow
 from peer.sync.engine.state import next_state
 from peer.sync.parameters import Parameters
 from swarm.errors import ExitCode, UserError
-from swarm.records import ASSIST
-from tests.peer.sync.replicas import SIZE, Peer, check_invariants, make_run, peers
-from tests.peer.sync.swarm_tools import WAIT_SECONDS, state_of, until
+from swarm.records import ASSIST, PeerRecord
+from tests.peer.sync.replicas import SIZE, Liar, Peer, check_invariants, make_run, peers
+from tests.peer.sync.swarm_tools import WAIT_SECONDS, holder, state_of, until
 
 RUN = make_run(sync="parameters")
 
@@ -376,5 +379,63 @@ def test_whoever_gives_no_state_in_time_is_not_waited_for_and_how_long_is_said_a
             await newest_state(make_run(), Parameters(), node, 3)
         assert "nobody who holds the state is here yet; waiting up to 3 s in all (--wait_seconds)" in caplog.text
         assert "the first peer that trains" not in caplog.text
+
+    swarm(scenario)
+
+
+def test_the_state_of_the_peer_named_is_taken_before_that_of_however_many_invented_ones():
+    """One real key and six invented ones had dd-export give the stranger's state."""
+
+    def on(peer: str, digest: str, samples: int, *parents: str) -> PeerRecord:
+        return PeerRecord(peer_id=peer, config="c", schema="s", round=1, samples=samples, digest=digest, parents=parents)
+
+    invented = [on(f"QmInvented{number}", "lie", 2**53) for number in range(6)]
+    real, ahead = on("QmReal", "now", 100, "before"), on("QmAhead", "next", 120, "now", "before")
+    records = [*invented, real, ahead]
+    named = _choices(records, {"QmReal"}, "")
+    assert named == [("now", {"QmReal"}), ("lie", {record.peer_id for record in invented})]
+    assert _choices(records, (), "before")[0] == ("before", {"QmReal", "QmAhead"}), "what the server knows of"
+    assert [digest for digest, _ in _choices(records, {"QmReal"}, "before")] == ["now", "before", "lie"]
+    assert [digest for digest, _ in _choices(records, (), "unheard of")] == ["lie"], "left to memberships: numbers are all that is known"
+
+
+def test_an_export_by_a_peers_address_gives_that_peers_state_whatever_three_strangers_sign(swarm, tmp_path):
+    async def scenario(nodes):
+        run = make_run(total_samples=80)
+        couple = await peers(nodes, 2, run)
+        await until(lambda: all(peer.finished for peer in couple))
+        digest, num_bytes = couple[0].head.digest, couple[0].head.buffer.num_bytes
+        for _ in range(3):
+            liar = Liar(await nodes.node(), run)
+            lie = {"schema": couple[0].head.header.schema, "digest": "f" * 64, "samples": 2**53, "round": 9}
+            await liar.keep_saying(nodes, lambda lie=lie: lie)
+        (maddr, *_) = await couple[0].node.maddrs()
+        path = await asyncio.to_thread(fetch_state, maddr, tmp_path, seconds=WAIT_SECONDS)
+        assert read_state(path, num_bytes).digest == digest
+
+    swarm(scenario)
+
+
+def test_a_helper_asks_somebody_else_when_a_state_does_not_come_in_its_time(swarm, monkeypatch):
+    """The one that drips signs more samples, and is as good as anybody until it has failed once."""
+    monkeypatch.setattr(assistant, "fetch_seconds", lambda num_bytes, contested: 1.0)
+
+    async def scenario(nodes):
+        base = state_of(torch.zeros(SIZE), run=RUN.digest)
+        new, made_up = (next_state(base, [[torch.full((SIZE,), change)]], [Member("a", 1, 7 + int(change))]) for change in (1.0, 2.0))
+        giver = await holder(nodes, new)
+        ((drip, serving), (_, streams)) = await nodes.streams(2)
+        await serving.serve(CHUNKS, lambda channel: asyncio.Event().wait())
+        records = [
+            PeerRecord(peer_id=peer, config=RUN.digest, schema="schema", round=1, samples=state.header.samples, digest=state.digest)
+            for peer, state in ((giver.node.peer_id, new), (drip.peer_id, made_up))
+        ]
+        failures = collections.Counter()
+        with pytest.raises(Slow, match="has not come within 1 s"):
+            await assistant._fetch(streams, RUN, Kind("schema", (SIZE, 0)), Parameters(), records, failures)
+        assert failures == {drip.peer_id: 1}
+        monkeypatch.undo()
+        fetched = await assistant._fetch(streams, RUN, Kind("schema", (SIZE, 0)), Parameters(), records, failures)
+        assert fetched.digest == new.digest
 
     swarm(scenario)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import random
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from peer.contracts import Member
 from peer.sync.engine import averaging
-from peer.sync.engine.averaging import REDUCE, Averager, RoundFailed, _Reduction, _Run, share_out
+from peer.sync.engine.averaging import REDUCE, Averager, RoundFailed, Strangers, _Reduction, _Run, share_out
 from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, square_norm
 from peer.sync.engine.groups import Group
 from peer.sync.engine.streams import PeerLost, Streams
@@ -183,6 +184,11 @@ def test_a_bad_sender_fails_the_round_for_all_and_nobody_gets_a_mixed_average(sw
         encoded = constants(wire, 3)
         results = await outcomes(members, group_of(members, [1, 1, 1]), encoded)
         assert all(isinstance(result, RoundFailed) for result in results), results
+        # Who saw it names it; who was told has that one's word.
+        honest = [result for peer, result in zip(members, results, strict=True) if peer is not bad]
+        assert any(result.culprits == {bad.id} for result in honest)
+        assert all(result.culprits <= {bad.id} for result in honest)
+        assert all(set(result.told.culprits) <= {bad.id} for result in honest if result.told)
 
     swarm(scenario)
 
@@ -229,8 +235,11 @@ def test_a_reducer_that_lies_fails_the_round_at_all_whom_it_lied_to(swarm):
         for what, (lie, reason) in LIES.items():
             liar.averager.lie = lie
             results = await outcomes(members, group_of(members, [1, 1, 1], attempt=what), constants(wire, 3))
-            told = [str(result) for peer, result in zip(members, results, strict=True) if peer is not liar and type(result) is RoundFailed]
+            failed = [result for peer, result in zip(members, results, strict=True) if peer is not liar and type(result) is RoundFailed]
+            told = [str(result) for result in failed]
             assert len(told) == 2, (what, results)
+            assert any(result.culprits == {liar.id} and result.at_once for result in failed), (what, failed)
+            assert all(result.culprits <= {liar.id} for result in failed), (what, failed)
             # Whoever meets the lie first says it; the other may hear of that one's failure before.
             assert any(reason in error and liar.id[-6:] in error for error in told), (what, told)
         assert not any(peer.averager._reductions for peer in members)
@@ -266,9 +275,70 @@ def test_a_peer_that_stalls_fails_the_round_when_the_time_of_a_part_is_over(swar
         staller, honest = sorted(members, key=lambda peer: type(peer.averager) is Averager)
         stalled = asyncio.create_task(staller.averager.average(group, encoded[0]))
         nodes.ends_with_the_test(stalled)
-        with pytest.raises(RoundFailed, match=staller.id[-6:]):
+        with pytest.raises(RoundFailed, match=staller.id[-6:]) as caught:
             await honest.averager.average(group, encoded[1])
-        assert not honest.averager._reductions
+        assert not honest.averager._reductions and caught.value.culprits == {staller.id}
+
+    swarm(scenario)
+
+
+@pytest.mark.parametrize("who", [*STALLS, "an absent member"])
+def test_a_stranger_that_stalls_or_is_absent_has_less_time_than_a_peer_that_we_have_met(swarm, monkeypatch, who):
+    monkeypatch.setattr(averaging, "_SLOWEST_BYTES_PER_SECOND", 1e12)
+    monkeypatch.setattr(averaging, "PART_SECONDS", 300.0)
+    monkeypatch.setattr(averaging, "COME_SECONDS", 300.0)
+
+    async def scenario(nodes):
+        wire = Wire("fp16", 3 * 3 * PART_ELEMENTS)
+        members = await peers(nodes, 3, wire, STALLS.get(who, Averager))
+        group, encoded = group_of(members, [1, 1, 1]), constants(wire, 3)
+        *honest, stranger = sorted(members, key=lambda peer: type(peer.averager) is not Averager)
+        strangers = Strangers(frozenset({stranger.id}), 2.0)
+        if who in STALLS:
+            nodes.ends_with_the_test(asyncio.create_task(stranger.averager.average(group, encoded[0])))
+        jobs = (peer.averager.average(group, mine, strangers) for peer, mine in zip(honest, encoded[1:], strict=True))
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+        assert all(result.culprits == {stranger.id} or set(result.told.culprits) == {stranger.id} for result in results), results
+
+    swarm(scenario)
+
+
+def test_a_member_that_gives_up_because_of_another_is_not_taken_for_the_culprit(swarm):
+    """Its streams end without a word; on those of its own share it says why."""
+
+    async def scenario(nodes):
+        wire = Wire("fp16", 3 * 3 * PART_ELEMENTS)
+        members = await peers(nodes, 3, wire, Bad)
+        (bad,) = (peer for peer in members if isinstance(peer.averager, Bad))
+        one, other = (peer for peer in members if peer is not bad)
+        group, encoded = group_of(members, [1, 1, 1]), constants(wire, 3)
+
+        async def to_one_only(reducer, share, run):
+            side = copy.copy(bad.averager)
+            side.lingers = lambda reducer: asyncio.Event().wait()
+            side.spoil = SPOILED["NaN in a part"] if reducer == one.id else Bad.spoil
+            await Bad._exchange(side, reducer, share, run)
+
+        bad.averager._exchange = to_one_only
+        nodes.ends_with_the_test(asyncio.create_task(bad.averager.average(group, encoded[0])))
+        saw, heard = await outcomes([one, other], group, encoded[1:])
+        assert saw.culprits == {bad.id} and not saw.slow
+        assert not heard.culprits and heard.told.accuser == one.id
+        assert heard.told.culprits == (bad.id,) and not heard.told.hearsay
+
+    swarm(scenario)
+
+
+def test_a_member_that_dials_after_we_gave_up_is_told_why(swarm):
+    async def scenario(nodes):
+        members = await peers(nodes, 2, Wire("fp16", 2 * PART_ELEMENTS))
+        (one, other), group = members, group_of(members, [1, 1])
+        one.averager._failed[group.id] = PeerLost("gave up: it was bad", ["bad"])
+        with contextlib.closing(await other.streams.open(one.id, REDUCE)) as channel:
+            await channel.send({"group": group.id}, seconds=60)
+            with pytest.raises(PeerLost, match="gave up: it was bad") as caught:
+                await channel.receive(seconds=60)
+            assert caught.value.culprits == ("bad",) and not caught.value.hearsay
 
     swarm(scenario)
 
@@ -302,7 +372,7 @@ def test_a_reduction_that_waits_in_vain_says_for_whom(monkeypatch):
         wire = Wire("fp16", 2 * PART_ELEMENTS)
         group = Group("p", tuple(Member(name, 1, 1) for name in ("member-early", "member-late1", "member-late2")), ("member-early",), "x")
         run = _Run(group, None, torch.empty(wire.num_bytes, dtype=torch.uint8), [0.0] * 2)
-        reduction = _Reduction(run, wire.parts, [0, 1])
+        reduction = _Reduction(run, wire.parts, [0, 1], wire)
         reduction.add("member-early", 0, wire.parts[0].bytes_of(constants(wire, 1)[0]))
         for index in (0, 1):  # one part that cannot be had fails them all, with the first reason
             with pytest.raises(PeerLost, match="-late1, -late2 sent no part"):
@@ -347,7 +417,7 @@ def test_a_member_that_never_comes_fails_the_round_soon(swarm, monkeypatch):
         group = group_of(members, [1, 1, 1])
         results = await outcomes(members[:2], group, constants(wire, 2))
         assert all(isinstance(result, RoundFailed) for result in results)
-        assert any(members[2].id[-6:] in str(result) for result in results)
+        assert any(members[2].id[-6:] in str(result) and result.culprits == {members[2].id} for result in results)
 
     swarm(scenario)
 

@@ -3,6 +3,7 @@
 import time
 
 from peer.sync.engine.beginning import Beginning
+from peer.sync.engine.promises import Promises
 from peer.sync.engine.state import Head
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
@@ -21,7 +22,7 @@ def test_nobody_starts_before_the_company_it_asks_for_and_what_becomes_of_that_d
     beginning = Beginning(RunConfig(model="x"), None, (), 3, Clock())
 
     def may(*others):
-        return beginning.may_start(BASE, own_round=0, fetching=False, others=others, news=said.append)
+        return beginning.may_start(BASE, own_round=0, fetching=False, behind=False, others=others, news=said.append)
 
     assert not may() and not may(record("a"))
     assert said == ["waiting for company: 1 of 3 peers are live (--min_peers)", "waiting for company: 2 of 3 peers are live (--min_peers)"]
@@ -32,17 +33,76 @@ def test_nobody_starts_before_the_company_it_asks_for_and_what_becomes_of_that_d
 
 def test_whoever_asks_for_no_company_starts_alone():
     beginning = Beginning(RunConfig(model="x"), None, (), 1, Clock())
-    assert beginning.may_start(BASE, own_round=0, fetching=False, others=(), news=lambda text: None)
+    assert beginning.may_start(BASE, own_round=0, fetching=False, behind=False, others=(), news=lambda text: None)
 
 
-def test_a_newcomer_waits_for_a_better_state_but_not_for_ever():
-    clock = Clock()
-    beginning = Beginning(RunConfig(model="x"), None, (), 1, clock)
-    better = record("a", samples=5, digest="a" * 64)
+AHEAD = record("holder", samples=5, round=1, digest="a" * 64, phase="train")
 
-    def may(fetching=False):
-        return beginning.may_start(BASE, own_round=0, fetching=fetching, others=[better], news=lambda text: None)
 
-    assert not may()
-    clock.now = 61.0
-    assert may() and not may(fetching=True)
+class Newcomer:
+    """One that began with the base, or with a state of its own."""
+
+    def __init__(self, own_round=0, known: Head | None = None):
+        self.clock, self.said, self.own_round = Clock(), [], own_round
+        self.promises = Promises(self.clock)
+        self.beginning = Beginning(RunConfig(model="x"), known, (), 1, self.clock)
+
+    def may(self, *others, fetching=False, behind=False) -> bool:
+        return self.beginning.may_start(
+            BASE, own_round=self.own_round, fetching=fetching, behind=behind, others=others, news=self.said.append, counts=self.promises.counts
+        )
+
+
+def test_a_newcomer_never_trains_alone_from_the_base_while_others_hold_the_run():
+    newcomer = Newcomer()
+    newcomer.promises.asked(["holder"])
+    for newcomer.clock.now in (0.0, 61.0, 1200.0):  # its slots are all taken
+        assert not newcomer.may(AHEAD) and not newcomer.may(AHEAD, behind=True)
+    assert newcomer.said[-1].endswith("which this peer does not begin anew while others hold it: holder")
+    assert newcomer.may(), "they are gone"
+
+
+def test_one_that_gives_nothing_holds_a_newcomer_up_no_longer():
+    newcomer = Newcomer()
+    newcomer.promises.asked(["holder"])
+    for _ in range(3):
+        assert not newcomer.may(AHEAD)
+        newcomer.promises.broken("holder")
+    assert newcomer.may(AHEAD), "of those who sign a later state none is left that may give it"
+    assert not newcomer.may(AHEAD, record("honest", samples=5, round=1, digest="c" * 64))
+
+
+def test_a_claim_that_is_not_worth_a_question_holds_a_newcomer_up_for_a_minute():
+    newcomer = Newcomer()
+    assert not newcomer.may(AHEAD)
+    newcomer.clock.now = 60.0
+    assert newcomer.may(AHEAD)
+
+
+def test_founders_that_start_together_start():
+    newcomer = Newcomer()
+    assert newcomer.may(record("twin"))
+    other_base = record("other", digest="a" * 64)  # of as many samples: the smaller digest is better
+    newcomer.promises.asked(["other"])
+    assert not newcomer.may(other_base, behind=True)
+    newcomer.clock.now = 60.0
+    assert newcomer.may(other_base, behind=True), "nobody waits for ever for a state of round 0"
+
+
+def test_one_that_has_a_state_of_its_own_goes_on_from_it_after_a_minute():
+    peer = Newcomer(own_round=3)
+    assert not peer.may(AHEAD, behind=True)
+    peer.clock.now = 60.0
+    assert peer.may(AHEAD, behind=True) and not peer.may(AHEAD, fetching=True)
+
+
+def test_made_up_states_do_not_hold_up_one_that_has_a_state_of_its_own():
+    assert Newcomer(own_round=3).may(AHEAD)
+
+
+def test_a_liar_does_not_pass_for_the_run_that_the_host_knows_of():
+    newcomer = Newcomer(known=Head("e" * 64, 900))
+    newcomer.promises.broken("holder", lied=True)
+    newcomer.promises.asked(["holder"])
+    newcomer.clock.now = 600.0
+    assert not newcomer.may(AHEAD) and "waiting for one who has that state" in newcomer.said[-1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine import donors, takeover
+from peer.sync.engine import slots, takeover
 from peer.sync.engine.disk import StateStore
 from peer.sync.engine.donors import KEEP_SECONDS, Donor, ask_head
 from peer.sync.engine.download import CHUNKS, PIECE_BYTES, Download
@@ -16,7 +16,7 @@ from peer.sync.engine.replay import MeanStore
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State, next_state
 from peer.sync.engine.streams import PeerLost, Refused
 from peer.sync.engine.takeover import Takeover, WholeState
-from tests.peer.sync.swarm_tools import Clock, holder, same, state_of, until
+from tests.peer.sync.swarm_tools import Clock, held, holder, same, state_of, until
 
 SIZE = 3 * CHUNK_BYTES // 4 + 5  # three chunks and a short one
 
@@ -37,7 +37,7 @@ def test_a_state_arrives_whole_and_heads_are_told(swarm):
         base, new = two_states()
         giver = await holder(nodes, new)
         ((_, streams),) = await nodes.streams(1)
-        assert await ask_head(streams, giver.node.peer_id) == Head(new.digest, 7)
+        assert await ask_head(streams, giver.node.peer_id) == Head.of(new)
         assert same(await fetch(streams, [giver.node.peer_id], new.digest, base), new)
         await until(lambda: not giver.donor.busy)
 
@@ -75,7 +75,7 @@ def test_who_asks_anew_has_given_up_what_it_asked_for_before(swarm):
 
 
 def test_one_download_too_many_is_sent_to_another_peer(swarm, monkeypatch):
-    monkeypatch.setattr(donors, "MAX_DOWNLOADS", 1)
+    monkeypatch.setattr(slots, "MAX_DOWNLOADS", 1)
 
     async def scenario(nodes):
         base, new = two_states()
@@ -238,6 +238,36 @@ def test_one_peer_cannot_take_every_download(swarm):
     swarm(scenario)
 
 
+def test_four_identities_that_ask_for_a_chunk_every_59_seconds_leave_a_newcomer_its_slot(swarm):
+    """All from one address, as the newcomer is: that cannot tell them apart, their pace does."""
+
+    async def scenario(nodes):
+        base, new = two_states()
+        clock = Clock()
+        giver = await holder(nodes, new, clock)
+        strangers = [streams for _, streams in await nodes.streams(4)]
+        ((_, newcomer),) = await nodes.streams(1)
+        hogs = [await ask(streams, giver.node.peer_id, new.digest) for streams in strangers]
+        for hog in hogs:
+            await chunk(hog, 0)
+        with pytest.raises(Refused, match="too many downloads at once"):
+            await fetch(newcomer, [giver.node.peer_id], new.digest, base)
+        clock.now += 59
+        assert same(await fetch(newcomer, [giver.node.peer_id], new.digest, base), new)
+        lost = 0
+        for hog in hogs:
+            try:
+                await chunk(hog, 1)
+            except Refused as error:
+                assert "gave way to another" in str(error)
+                lost += 1
+            hog.close()
+        assert lost == 1, "no more than the newcomer needs"
+        await until(lambda: not giver.donor.busy)
+
+    swarm(scenario)
+
+
 def test_a_round_goes_before_a_download(swarm):
     async def scenario(nodes):
         base, new = two_states()
@@ -271,10 +301,10 @@ def test_a_head_that_nobody_gives_is_asked_for_less_and_less_often(swarm):
         base, _ = two_states()
         ((_, streams), (silent, _)) = await nodes.streams(2)
         clock = Clock()
-        chaser = Takeover(streams, lambda state: "", clock)
+        chaser = Takeover(streams, lambda head, header: "", clock)
         tried = []
         for clock.now in range(200):
-            chaser.consider([(Head(f"{clock.now:064x}", 10**15), silent.peer_id)], base)  # another digest each time
+            chaser.consider(held([(Head(f"{clock.now:064x}", 10**15), silent.peer_id)]), base)  # another digest each time
             if chaser.signers:
                 tried.append(clock.now)
                 assert await outcome(chaser) is None
@@ -288,9 +318,9 @@ def test_what_most_sign_is_fetched_before_what_a_single_peer_promises(swarm):
         base, new = two_states()
         honest = [await holder(nodes, new) for _ in range(2)]
         ((_, streams),) = await nodes.streams(1)
-        chaser = Takeover(streams, lambda state: "")
+        chaser = Takeover(streams, lambda head, header: "")
         claims = [(Head(new.digest, 7), giver.node.peer_id) for giver in honest]
-        chaser.consider([(Head("f" * 64, 10**15), "nobody"), *claims], base)
+        chaser.consider(held([(Head("f" * 64, 10**15), "nobody"), *claims]), base)
         assert same(await outcome(chaser), new)
 
     swarm(scenario)
@@ -307,13 +337,13 @@ def test_a_download_that_stalls_gives_way_to_another(swarm):
         ((sleeper, sleeper_streams), (_, streams)) = await nodes.streams(2)
         await sleeper_streams.serve(CHUNKS, sleepy)
         clock = Clock()
-        chaser = Takeover(streams, lambda state: "", clock)
+        chaser = Takeover(streams, lambda head, header: "", clock)
         claims = [(Head("f" * 64, 10**15), sleeper.peer_id), (Head(new.digest, 7), giver.node.peer_id)]
-        chaser.consider(claims[:1], base)
-        chaser.consider(claims, base)
+        chaser.consider(held(claims[:1]), base)
+        chaser.consider(held(claims), base)
         assert chaser._fetch.head.samples == 10**15
         clock.now += takeover.STALLED_SECONDS + 1
-        chaser.consider(claims, base)
+        chaser.consider(held(claims), base)
         await until(lambda: chaser._fetch and chaser._fetch.head.digest == new.digest)
         assert same(await outcome(chaser), new)
         await chaser.close()
@@ -326,8 +356,8 @@ def test_an_old_state_behind_a_great_promise_is_refused(swarm):
         base, new = two_states()
         giver = await holder(nodes, base)
         ((_, streams),) = await nodes.streams(1)
-        chaser = Takeover(streams, lambda state: "")
-        chaser.consider([(Head(base.digest, 10**15), giver.node.peer_id)], new)
+        chaser = Takeover(streams, lambda head, header: "" if header.samples == head.samples else "not as promised")
+        chaser.consider(held([(Head(base.digest, 10**15), giver.node.peer_id)]), new)
         assert await outcome(chaser) is None
 
     swarm(scenario)

@@ -8,10 +8,11 @@ import torch
 from peer.contracts import Member
 from peer.sync.engine import download as download_module
 from peer.sync.engine.download import CHUNKS, PIECE_BYTES, Download, Lied, ask_manifest
+from peer.sync.engine.pace import Slow
 from peer.sync.engine.state import CHUNK_BYTES, Head, State, next_state
 from peer.sync.engine.streams import PeerLost
 from peer.sync.engine.takeover import Takeover, WholeState
-from tests.peer.sync.swarm_tools import Clock, state_of, until
+from tests.peer.sync.swarm_tools import Clock, held, state_of, until
 
 SIZE = 5 * CHUNK_BYTES // 4 + 5  # five chunks and a short one
 
@@ -247,6 +248,71 @@ def test_the_proof_of_a_state_comes_from_whoever_has_it(swarm):
     swarm(scenario)
 
 
+class Dripping(Script):
+    """Gives piece by piece, each just before it would be given up."""
+
+    async def _give(self, channel, data):
+        for offset in range(0, max(len(data), 1), PIECE_BYTES):
+            await asyncio.sleep(self.does["pause"])
+            await channel.send({}, data[offset : offset + PIECE_BYTES], seconds=60)
+
+
+async def dripping(nodes, state: State, pause: float) -> str:
+    ((node, streams),) = await nodes.streams(1)
+    await streams.serve(CHUNKS, Dripping(state, pause=pause).serve)
+    return node.peer_id
+
+
+def test_holders_that_drip_are_replaced_by_one_that_gives(swarm, monkeypatch):
+    monkeypatch.setattr(download_module, "MAX_HOLDERS", 3)
+    monkeypatch.setattr(download_module, "_FIRST_CREDIT_SECONDS", 1.0)
+    monkeypatch.setattr(download_module, "SLOWEST_BYTES_PER_SECOND", 400_000)
+
+    async def scenario(nodes):
+        base, new = two_states()
+        drips = [await dripping(nodes, new, pause=1.0) for _ in range(3)]  # 262 kB/s each
+        honest, _ = await scripted(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        download = Download(WholeState(new.digest, base), set(drips))
+        task = asyncio.create_task(download.run(streams))
+        await until(lambda: len(download._asked) >= 3)  # all places are taken
+        download.holders.add(honest)
+        await task
+        assert same(download, new) and download.given[honest] >= 4
+        assert any(isinstance(fault, Slow) for fault in download.faults.values())
+
+    swarm(scenario)
+
+
+def test_three_identities_that_drip_a_made_up_state_hold_nobody_for_ever(swarm, seed):
+    """They are as fast as a donor must be, and most peers sign what they have: it is the time for the whole of it that ends."""
+
+    async def scenario(nodes):
+        base, new = two_states()
+        generator = torch.Generator().manual_seed(seed)
+        made_up = next_state(base, [[torch.rand(SIZE, generator=generator)]], [Member("x", 1, 9)])
+        drips = [await dripping(nodes, made_up, pause=0.5) for _ in range(3)]
+        honest, _ = await scripted(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        clock = Clock()
+        chaser = Takeover(streams, lambda head, header: "", clock)
+        claims = [*((Head(made_up.digest, 9), drip) for drip in drips), (Head(new.digest, 7), honest)]
+        chaser.consider(held(claims), base)
+        assert chaser._fetch.holders == set(drips)
+        came = 0
+        while chaser._fetch.head.digest == made_up.digest:  # 15 s for each piece that comes
+            await until(lambda came=came: chaser._fetch.download.bytes_received > came)
+            came, clock.now = chaser._fetch.download.bytes_received, clock.now + 15
+            chaser.consider(held(claims), base)
+        assert clock.now <= 120 + 4 * SIZE / 125_000 + 15 and came < 4 * SIZE
+        assert (await ended(chaser)).digest == new.digest
+        chaser.consider(held(claims[:3]), new)
+        assert not chaser.signers, "they are not asked again for a while"
+        await chaser.close()
+
+    swarm(scenario)
+
+
 # ------------------------------------------------------------------------------------------------------------ across failures
 
 
@@ -261,23 +327,23 @@ def test_all_holders_gone_half_way_and_back_send_only_what_is_missing(swarm):
         holder, script = await scripted(nodes, new, after=2)
         ((_, streams),) = await nodes.streams(1)
         clock = Clock()
-        chaser = Takeover(streams, lambda state: "", clock)
+        chaser = Takeover(streams, lambda head, header: "", clock)
         claims = [(Head(new.digest, 7), holder)]
         script.leave.clear()
-        chaser.consider(claims, base)
+        chaser.consider(held(claims), base)
         await until(lambda: len(chaser._fetch.download.done) == 2)
         script.leave.set()
         assert await ended(chaser) is None
-        chaser.consider(claims, base)
+        chaser.consider(held(claims), base)
         assert not chaser.signers, "it failed a moment ago"
         clock.now += 6
         script.does = {"after": 0}  # answers, and is gone again
         script.asked = []
-        chaser.consider(claims, base)
+        chaser.consider(held(claims), base)
         assert await ended(chaser) is None
         clock.now += 11
         script.does = {}
-        chaser.consider(claims, base)
+        chaser.consider(held(claims), base)
         state = await ended(chaser)
         assert state.digest == new.digest and torch.equal(state.buffer.bytes(), new.buffer.bytes())
         assert len(script.asked) == 4
@@ -294,13 +360,13 @@ def test_a_later_state_takes_over_the_chunks_that_it_shares_with_the_one_that_ca
         first, leaving = await scripted(nodes, new, after=3)
         second, script = await scripted(nodes, later)
         ((_, streams),) = await nodes.streams(1)
-        chaser = Takeover(streams, lambda state: "")
+        chaser = Takeover(streams, lambda head, header: "")
         leaving.leave.clear()
-        chaser.consider([(Head(new.digest, 7), first)], base)
+        chaser.consider(held([(Head(new.digest, 7), first)]), base)
         await until(lambda: len(chaser._fetch.download.done) == 3)
         leaving.leave.set()
         assert await ended(chaser) is None
-        chaser.consider([(Head(later.digest, 14), second)], base)
+        chaser.consider(held([(Head(later.digest, 14), second)]), base)
         state = await ended(chaser)
         assert state.digest == later.digest and torch.equal(state.buffer.bytes(), later.buffer.bytes())
         assert len(script.asked) == 3
@@ -316,15 +382,15 @@ def test_a_liar_is_avoided_for_a_while_although_the_download_succeeded(swarm):
         script.go_on.clear()
         ((_, streams),) = await nodes.streams(1)
         clock = Clock()
-        chaser = Takeover(streams, lambda state: "", clock)
-        chaser.consider([(Head(new.digest, 7), peer) for peer in (liar, honest)], base)
+        chaser = Takeover(streams, lambda head, header: "", clock)
+        chaser.consider(held([(Head(new.digest, 7), peer) for peer in (liar, honest)]), base)
         await until(lambda: chaser._fetch.download.faults)
         script.go_on.set()
         assert (await ended(chaser)).digest == new.digest
-        chaser.consider([(Head("f" * 64, 9), liar)], base)
+        chaser.consider(held([(Head("f" * 64, 9), liar)]), base)
         assert not chaser.signers
         clock.now += 81
-        chaser.consider([(Head("f" * 64, 9), liar)], base)
+        chaser.consider(held([(Head("f" * 64, 9), liar)]), base)
         assert chaser.signers
         await chaser.close()
 
@@ -338,13 +404,13 @@ def test_a_download_that_is_not_better_any_more_makes_room_for_one_that_is(swarm
         script.go_on.clear()
         quick, _ = await scripted(nodes, new)
         ((_, streams),) = await nodes.streams(1)
-        chaser = Takeover(streams, lambda state: "", Clock())
-        chaser.consider([(Head("f" * 64, 3), slow)], base)
+        chaser = Takeover(streams, lambda head, header: "", Clock())
+        chaser.consider(held([(Head("f" * 64, 3), slow)]), base)
         assert chaser.signers
         ours = next_state(base, [[torch.ones(SIZE)]], [Member("b", 1, 5)])
-        chaser.consider([(Head("f" * 64, 3), slow), (Head(new.digest, 7), quick)], ours)
+        chaser.consider(held([(Head(new.digest, 7), quick)]), ours)
         assert (await ended(chaser)).digest == new.digest
-        chaser.consider([(Head("e" * 64, 9), slow)], new)
+        chaser.consider(held([(Head("e" * 64, 9), slow)]), new)
         assert chaser.signers, "it did nothing wrong"
         await chaser.close()
 
@@ -357,14 +423,14 @@ def test_a_partial_download_does_not_stay_in_memory_for_ever(swarm):
         holder, script = await scripted(nodes, new, after=2)
         ((_, streams),) = await nodes.streams(1)
         clock = Clock()
-        chaser = Takeover(streams, lambda state: "", clock)
+        chaser = Takeover(streams, lambda head, header: "", clock)
         script.leave.clear()
-        chaser.consider([(Head(new.digest, 7), holder)], base)
+        chaser.consider(held([(Head(new.digest, 7), holder)]), base)
         await until(lambda: len(chaser._fetch.download.done) == 2)
         script.leave.set()
         assert await ended(chaser) is None and chaser._partial is not None
         clock.now += 601
-        chaser.consider([], base)
+        chaser.consider(held([]), base)
         assert chaser._partial is None
 
     swarm(scenario)

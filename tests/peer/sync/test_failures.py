@@ -89,7 +89,7 @@ async def die(peer: Peer, bystanders) -> None:
 async def back(nodes, gone: Peer, knows: Peer, **options) -> Peer:
     """The peer that died, started again from what is on its disk. Its number goes on, since that was on disk before it was used."""
     nodes.maddrs = await knows.node.maddrs()
-    state = gone.store.load(gone.run.digest, gone.base.header.schema, gone.base.buffer.num_bytes)
+    state = gone.store.load(gone.run.digest, gone.base.header.schema, gone.base.buffer.num_bytes, gone.run.target_batch_size)
     node = await nodes.node(again=gone.node)
     return await Peer(nodes, node, gone.run, state=state, number=gone.number, **options).start(nodes)
 

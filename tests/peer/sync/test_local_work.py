@@ -232,7 +232,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def land_on_a_branch_without_us(self):
         base = state_of(torch.arange(float(SIZE)))
         for number in range(1, REBASED_ANCESTORS + 2):  # longer than the memory of ancestors: the first state is none of them
-            base = child(base, 3.0, Member("other", number, self.state.header.samples + 1))
+            base = child(base, 3.0, Member("other", number, self.state.header.samples + 1 if number == 1 else 1))
         self.state = base
         self.land(self.state, 0)
         assert not self.work.included and self.work.waiting_samples == 0

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
 
 import pytest
 
 from peer.sync.engine import arrivals, matchmaking, points
+from peer.sync.engine.company import Company
 from peer.sync.engine.groups import MAX_WAIT_SECONDS, Standing, parse_answer, rank
 from peer.sync.engine.matchmaking import CALL, JOIN, Matchmaker, NoGroup
 from peer.sync.engine.state import Head, better
@@ -15,18 +17,20 @@ from tests.peer.sync.swarm_tools import ticket, until
 
 
 class Peer:
-    """A node with a matchmaker; `called` counts who wants it to average."""
+    """A node with a matchmaker; `called` counts who wants it to average. met: whom it has averaged with; no list: everybody."""
 
-    def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None):
+    def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None, met=()):
         self.node, self.id, self.called = node, node.peer_id, 0
         self.digest, self.has_samples, self.included = digest, has_samples, included or {}
         self.ready_seconds, self.samples, self.busy, self.fetches = 0.0, 0, False, False
         self.streams = Streams(node)
-        self.matchmaker = Matchmaker(self.id, self.streams, self.standing, self.heard, 100, leads=reduces)
+        self.met = set(met)
+        self.company = Company(self.met, me=self.id)
+        self.matchmaker = Matchmaker(self.id, self.streams, self.standing, self.heard, 100, leads=reduces, company=self.company)
         self.reduces = reduces
 
     def standing(self, peer) -> Standing:
-        return Standing(self.digest, self.has_samples, self.ready_seconds, self.included, self.samples, self.busy)
+        return Standing(Head(self.digest, self.samples), self.has_samples, self.ready_seconds, self.included, self.busy)
 
     def heard(self, peer: str, head: Head, ready: bool) -> bool:
         self.called += ready
@@ -34,7 +38,8 @@ class Peer:
 
     def form(self, others, **options):
         expected = {other.id: other.reduces for other in others if other is not self}
-        return self.matchmaker.form(ticket(self.id, reduces=self.reduces), expected, **options)
+        mine = replace(ticket(self.id, reduces=self.reduces), without=tuple(self.company.all_left_out()))
+        return self.matchmaker.form(mine, expected, **options)
 
 
 async def peers(nodes, count, **options) -> list[Peer]:
@@ -242,9 +247,10 @@ def test_a_forged_announcement_is_refused(swarm):
         await leader.streams.serve(CALL, leader.matchmaker._answer_call)
         await leader.streams.serve(JOIN, lie)
         for what, forge in FORGED.items():  # noqa: B007 (lie uses it)
-            with pytest.raises(NoGroup):
+            with pytest.raises(NoGroup) as caught:
                 group = await victim.form([leader])
                 pytest.fail(f"{what}: {group}")
+            assert what == "on to nobody" or caught.value.culprits == {leader.id}, what
 
     swarm(scenario)
 
@@ -263,7 +269,7 @@ def test_who_was_sent_on_is_in_no_group_of_ours_although_it_has_not_heard_so_yet
 
 @pytest.mark.parametrize("claim", [float("nan"), float("inf"), -1e300, 1e300, "soon", None])
 def test_no_claim_about_time_makes_a_leader_wait_long(claim):
-    answer = {"coming": True, "ready_seconds": claim, "digest": "p", "samples": 0, "busy": False, "behind": False, "reason": ""}
+    answer = {"coming": True, "ready_seconds": claim, "head": Head("p", 0).to_json(), "busy": False, "behind": False, "reason": ""}
     with contextlib.suppress(TypeError, ValueError):
         assert 0 <= parse_answer(answer).ready_seconds <= MAX_WAIT_SECONDS
 
@@ -276,7 +282,7 @@ def test_garbage_in_answer_to_a_call_is_no_answer(swarm):
         async def lie(channel: Channel) -> None:
             await channel.receive(seconds=60)
             await channel.send(
-                {"coming": True, "reason": "", "ready_seconds": float("nan"), "busy": False, "behind": False, "digest": "p", "samples": 0},
+                {"coming": True, "reason": "", "ready_seconds": float("nan"), "busy": False, "behind": False, "head": Head("p", 0).to_json()},
                 seconds=60,
             )
 
@@ -355,7 +361,7 @@ def test_a_leader_that_is_stopped_costs_its_followers_a_few_beats(swarm, monkeyp
         await leader.streams.serve(JOIN, stopped)
         with pytest.raises(NoGroup) as caught:
             await follower.form([leader])
-        assert caught.value.silent == {leader.id}
+        assert caught.value.silent == {leader.id} and not caught.value.culprits  # it may be stopped, or dead
         assert f"not led by {leader.id[-6:]}: {leader.id[-6:]} says nothing" in caplog.text
 
     with caplog.at_level(logging.INFO, "peer.sync"):
@@ -385,7 +391,126 @@ def test_a_leader_that_lives_and_never_leads_is_given_up(swarm, monkeypatch, cap
         leader, follower = await peers(nodes, 2)
         with pytest.raises(NoGroup) as caught:
             await follower.form([leader], patience=0.1)
-        assert caught.value.silent == {leader.id} and "lives, but has not led within 1 s" in caplog.text
+        assert caught.value.silent == caught.value.culprits == {leader.id} and caught.value.at_once
+        assert "lives, but has not led within 1 s" in caplog.text
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         swarm(scenario)
+
+
+def test_whose_work_is_in_the_state_leads_before_whose_is_not(swarm):
+    """A key that ranks first for a state is found in no time; a place in the state costs a round."""
+
+    async def scenario(nodes):
+        trio = await peers(nodes, 3)
+        for peer in trio:
+            peer.included = {trio[2].id: 0}
+        formed = await asyncio.gather(*(peer.form(trio) for peer in trio))
+        assert len({group.id for group in formed}) == 1 and {group.leader for group in formed} == {trio[2].id}
+
+    swarm(scenario)
+
+
+def test_a_stranger_reduces_from_its_second_round_on(swarm):
+    async def scenario(nodes):
+        leader, friend, newcomer = trio = await peers(nodes, 3)
+        leader.met.add(friend.id)
+        leader.matchmaker._company.answered(newcomer.id)
+        first = await asyncio.gather(*(peer.form(trio) for peer in trio))
+        assert len({group.id for group in first}) == 1 and newcomer.id not in first[0].reducers and len(first[0].members) == 3
+        leader.company.averaged(first[0].peers)
+        for peer in trio:
+            peer.matchmaker.over()
+        again = await asyncio.gather(*(peer.form(trio) for peer in trio))
+        assert newcomer.id in again[0].reducers
+
+    swarm(scenario)
+
+
+def test_a_peer_that_is_left_out_is_neither_expected_to_come_nor_let_in_nor_followed(swarm, caplog):
+    async def scenario(nodes):
+        best, other, bad = await peers(nodes, 3)
+        for peer in (best, other):
+            peer.company.blame([bad.id])
+        with pytest.raises(PeerLost, match="it is left out for now"):
+            await bad.matchmaker._join(best.id, ticket(bad.id), 60)
+        assert (await bad.matchmaker._call(best.id, "p")).reason == "you are left out for now" and not best.called
+        group, _ = await asyncio.gather(best.form([other]), other.form([best]))
+        assert {member.peer for member in group.members} == {best.id, other.id}
+        best.matchmaker.over()
+        best.matchmaker._redirect("p", bad.id)
+        with pytest.raises(NoGroup):
+            await other.form([best])
+        assert f"points to {bad.id[-6:]}, which is left out" in caplog.text
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        swarm(scenario)
+
+
+def test_a_group_holds_no_two_of_whom_one_leaves_the_other_out(swarm):
+    """The leader saw nothing: one word stands against another."""
+
+    async def scenario(nodes):
+        leader, one, other = await peers(nodes, 3)
+        one.company.blame([other.id])
+        results = await asyncio.gather(leader.form([one, other]), one.form([leader]), other.form([leader]), return_exceptions=True)
+        assert len({result.id for result in results if not isinstance(result, NoGroup)}) == 1
+        assert len(results[0].members) == 2 and sum(isinstance(result, NoGroup) for result in results) == 1
+
+    swarm(scenario)
+
+
+def test_a_stranger_that_promises_and_does_not_come_is_named_and_its_leaders_word_is_passed_on(swarm, monkeypatch):
+    monkeypatch.setattr(matchmaking, "STRANGER_COME_SECONDS", 0.3)
+    monkeypatch.setattr(matchmaking, "STRANGER_ANSWER_SECONDS", 60.0)  # however busy the machine
+
+    async def scenario(nodes):
+        leader, follower, absent = await peers(nodes, 3)
+        leader.met.add(follower.id)
+        leader.company.answered(absent.id)  # a new one would not be waited for at all
+        leader.matchmaker._arrivals.came(absent.id, 100.0)  # what it is granted otherwise
+        led, theirs = await asyncio.gather(leader.form([follower, absent], patience=0.1), follower.form([leader, absent], patience=100.0))
+        assert led.id == theirs.id and len(led.members) == 2
+        assert led.culprits == led.slow == {absent.id} == set(theirs.late) and theirs.leader == leader.id
+
+    swarm(scenario)
+
+
+def test_nobody_waits_for_a_stranger_that_says_nothing(swarm):
+    async def scenario(nodes):
+        caller, friend = await peers(nodes, 2)
+        mute, release = await nodes.node(), asyncio.Event()
+        streams = Streams(mute)
+
+        async def say_nothing(channel):
+            await release.wait()
+
+        await streams.serve(CALL, say_nothing)
+        caller.met.add(friend.id)
+        expected = {friend.id: True, mute.peer_id: True}
+        answers = await caller.matchmaker._call_all(expected, "p", seen := matchmaking._Seen())
+        assert set(answers) == {friend.id} and not seen.culprits  # a new one: not even a second
+        caller.company.answered(mute.peer_id)
+        answers = await caller.matchmaker._call_all(expected, "p", seen)
+        assert set(answers) == {friend.id} and seen.culprits == seen.slow == {mute.peer_id}
+        assert not caller.company.has_answered(mute.peer_id)
+        release.set()
+
+    swarm(scenario)
+
+
+def test_a_group_takes_no_more_members_than_a_state_can_name(swarm, monkeypatch):
+    monkeypatch.setattr(matchmaking, "MOST_MEMBERS", 2)
+
+    async def scenario(nodes):
+        best, second, third = await peers(nodes, 3)
+        request = {"parent": "p", "number": 1, "samples": 8, "reduces": True}
+        with contextlib.closing(await second.streams.open(best.id, JOIN)) as waiting:
+            await waiting.send(request, seconds=60)
+            assert (await waiting.receive(seconds=60))[0] == {"wait": True}
+            with contextlib.closing(await third.streams.open(best.id, JOIN)) as refused:
+                await refused.send(request, seconds=60)
+                with pytest.raises(PeerLost, match="the group is full"):
+                    await refused.receive(seconds=60)
+
+    swarm(scenario)

@@ -1,17 +1,19 @@
 """Who is waited for: somebody who stayed away often is left out for a while, which grows, and ends sooner when he calls. And who has a double."""
 
 import asyncio
+import random
 import time
 from types import SimpleNamespace
 
 import pytest
 
 from peer.sync.engine import neighbours, presence
-from peer.sync.engine.neighbours import PATIENT_ATTEMPTS, Neighbours
+from peer.sync.engine.neighbours import PATIENT_ATTEMPTS, UNREAD_PATIENCE_SECONDS, Neighbours
 from peer.sync.engine.presence import Presence
 from swarm.errors import UserError
-from swarm.records import PeerRecord
+from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
+from swarm.version import VERSION
 from tests.peer.sync.replicas import Peer, make_run, peers
 from tests.peer.sync.swarm_tools import until
 
@@ -32,7 +34,7 @@ def record_of(peer: str, at: float) -> PeerRecord:
 class OneRecord:
     """A node that knows of one other peer."""
 
-    peer_id = "us"
+    peer_id, unread = "us", frozenset()
 
     async def records(self, run_id: str) -> dict[str, PeerRecord]:
         return {"them": record_of("them", time.time())}
@@ -108,6 +110,43 @@ def test_who_reads_records_of_its_own_that_it_never_wrote_has_a_double(known):
     assert not reads(record_of("us", 6000.0)) and not reads(ours)  # a process that was stopped, and left when it was let go
     assert not reads(record_of("us", 6000.0))
     assert reads(record_of("us", 6001.0))
+
+
+def only_ourselves(neighbours: Neighbours, clock: Clock) -> None:
+    """The others' records are gone, and ours comes back."""
+
+    async def records(run_id: str) -> dict[str, PeerRecord]:
+        return {"us": record_of("us", 5000.0)}
+
+    clock.now += 2 * RECORD_LIFE_SECONDS
+    neighbours._node.records = records
+    asyncio.run(neighbours.read())
+
+
+def test_who_sees_only_records_that_it_cannot_read_is_not_alone_and_says_so(known, caplog):
+    neighbours, clock = known
+    only_ourselves(neighbours, clock)
+    assert neighbours.alone()
+    neighbours._node.unread = frozenset({"newer", "newest"})
+    assert not neighbours.alone() and not neighbours.alone()
+    assert caplog.text.count(f"2 live peers of this run sign records that this program ({VERSION}) cannot read") == 1
+    neighbours._node.unread = frozenset()
+    assert neighbours.alone()
+
+
+def test_junk_under_the_runs_key_keeps_a_peer_from_going_on_alone_for_ten_minutes_once(known):
+    neighbours, clock = known
+    only_ourselves(neighbours, clock)
+    rng, held = random.Random(19), 0.0
+    for _ in range(400):  # whenever the stranger likes, under as many names as it likes
+        neighbours._node.unread = frozenset(f"{rng.getrandbits(64):x}" for _ in range(rng.randrange(4)))
+        seconds = rng.uniform(1, 30)
+        held += seconds * (not neighbours.alone())
+        clock.now += seconds
+        asyncio.run(neighbours.read())
+    assert 0 < held <= UNREAD_PATIENCE_SECONDS + 30
+    neighbours._node.unread = frozenset({"another"})
+    assert neighbours.alone()
 
 
 def test_a_newcomer_gives_way_to_its_double_and_who_was_there_first_is_told(known, caplog):

@@ -16,7 +16,7 @@ from peer.sync.engine.replay import MeanStore
 from peer.sync.engine.state import CHUNK_BYTES, Head, State, hash_chunks, mean_digest, next_state
 from peer.sync.engine.takeover import Replaying, Takeover
 from swarm.tasks import end_tasks
-from tests.peer.sync.swarm_tools import Clock, holder, same, state_of, until
+from tests.peer.sync.swarm_tools import Clock, held, holder, same, state_of, until
 
 SIZE = 5 * CHUNK_BYTES // 8 + 5  # a state of six chunks (two vectors), a mean of three
 MEAN_BYTES = SIZE * 4
@@ -57,8 +57,8 @@ async def giver(nodes, states, means):
 async def taken(nodes, streams, ours: State, head: State, holders, how=step, clock=None) -> tuple[State, Takeover, dict]:
     """What a Takeover brings, and the figures of its line in the log."""
     means = MeanStore(nodes.folder / "ours")
-    chaser = Takeover(streams, lambda state: "", clock or Clock(), Replaying(MEAN_BYTES, how, means))
-    chaser.consider([(Head.of(head), peer) for peer in holders], ours)
+    chaser = Takeover(streams, lambda head, header: "", clock or Clock(), Replaying(MEAN_BYTES, how, means))
+    chaser.consider(held([(Head.of(head), peer) for peer in holders]), ours)
     fetch = chaser._fetch
     await until(lambda: fetch.task.done())
     state = chaser.result()
@@ -168,7 +168,7 @@ def test_a_wrong_mean_is_found_before_it_is_used_and_its_sender_avoided(swarm, w
         clock = Clock()
         state, chaser, told = await taken(nodes, streams, states[0], states[1], [bad.node.peer_id], clock=clock)
         assert same(state, states[1]) and told["replayed"] == 0, "it gave the whole state, which is proven chunk by chunk"
-        chaser.consider([(Head("f" * 64, 100), bad.node.peer_id)], states[1])
+        chaser.consider(held([(Head("f" * 64, 100), bad.node.peer_id)]), states[1])
         assert not chaser.signers, "but it is not believed again soon"
 
     swarm(scenario)
@@ -212,7 +212,7 @@ def test_a_newcomer_whose_download_took_two_rounds_catches_up_without_a_second_o
         for number in (4, 5):
             one.moves_to(states[number])
             one.means.keep(states[number].digest, Manifest(states[number].header, states[number].chunk_hashes), means[number])
-        chaser.consider([(Head.of(states[5]), one.node.peer_id)], first)
+        chaser.consider(held([(Head.of(states[5]), one.node.peer_id)]), first)
         fetch = chaser._fetch
         await until(lambda: fetch.task.done())
         assert same(chaser.result(), states[5])

@@ -66,7 +66,9 @@ def test_the_record_of_a_new_state_says_how_fast_its_trainer_is_not_that_it_wait
         states = [one.base]
         for paused, told in ((False, 20.0), (True, 0.0)):
             one.replica.progressed(Progress(20, 20.0, 0.05), states[-1].digest)
-            one.replica.progressed(Progress(20, 20.0, 0.05, waits=True, paused=paused), states[-1].digest)  # its contribution is being averaged
+            one.replica.progressed(
+                Progress(20, 20.0, 0.05, waits=True, paused=paused), states[-1].digest
+            )  # its contribution is being averaged
             states.append(next_state(states[-1], [[torch.ones(SIZE)]], [Member(one.id, len(states), 20)]))
             one.replica._adopt(states[-1], "averaged")
             assert one.replica.record().samples_per_second == told
@@ -127,7 +129,7 @@ def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(
         async def promise(channel):
             await channel.receive(seconds=60)
             words = {"coming": True, "reason": "", "ready_seconds": 0.0, "busy": False, "behind": False}
-            await channel.send({**words, "digest": waiter.base.digest, "samples": 0}, seconds=60)
+            await channel.send({**words, "head": Head.of(waiter.base).to_json()}, seconds=60)
 
         await Streams(promiser.node).serve(CALL, promise)
         await promiser.keep_saying(nodes, lambda: {"digest": waiter.base.digest, "waiting_samples": 8, "round": 0, "client_mode": True})
@@ -150,8 +152,8 @@ def test_a_round_that_one_member_committed_and_the_other_lost_is_repeated_there(
         one, two = [await Peer(nodes, await nodes.node(), run, state=base, strategy=strategy(run)).start(nodes) for _ in range(2)]
         average, lost = two.replica.rounds.averager.average, []
 
-        async def lose(group, mine):
-            await average(group, mine)
+        async def lose(group, mine, strangers):
+            await average(group, mine, strangers)
             lost.append(group)
             raise RoundFailed("as if the last part had not come")
 
@@ -232,7 +234,7 @@ def test_others_read_who_a_peer_is_and_why_its_round_failed(swarm):
         one, two = await peers(nodes, 2, make_run(), rate=40)
         two.replica.status._name, two.replica.status._hardware = "Ada's cellar", "2 x NVIDIA A40"
 
-        async def lose(group, mine):
+        async def lose(group, mine, strangers):
             raise RoundFailed("as if the last part had not come")
 
         one.replica.rounds.averager.average = two.replica.rounds.averager.average = lose

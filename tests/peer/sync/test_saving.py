@@ -48,7 +48,7 @@ def test_leaving_while_a_state_is_written_waits_for_that_and_writes_no_second_ti
         store.free.set()
         await asyncio.wait_for(leaving, 60)
         assert store.begun == 1 and state.digest in saver.on_disk()
-        assert store.load("run", "schema", state.buffer.num_bytes).digest == state.digest
+        assert store.load("run", "schema", state.buffer.num_bytes, 64).digest == state.digest
 
     asyncio.run(scenario())
 
@@ -76,7 +76,7 @@ def test_a_state_that_was_handed_over_is_written_if_it_is_not_there_yet(tmp_path
         forever = asyncio.create_task(saver.save_forever())
         await until(lambda: state.digest in saver.on_disk())
         await end_tasks(forever)
-        assert store.load("run", "schema", state.buffer.num_bytes).digest == state.digest
+        assert store.load("run", "schema", state.buffer.num_bytes, 64).digest == state.digest
         assert Saver(store, state, lambda: None, lambda error: None).on_disk() == {state.digest}
 
     asyncio.run(scenario())

@@ -111,7 +111,7 @@ def saved(folder, rounds=3) -> tuple[StateStore, list[State]]:
 
 
 def load(store: StateStore, run="run"):
-    return store.load(run, "schema", 40)
+    return store.load(run, "schema", 40, 64)
 
 
 def test_the_last_two_states_are_kept_and_the_newest_is_read(tmp_path):
@@ -154,9 +154,17 @@ def test_what_a_killed_writer_left_is_swept(tmp_path):
 def test_a_better_branch_with_fewer_rounds_is_not_pushed_out_by_the_branch_that_lost(tmp_path):
     store, _ = saved(tmp_path)
     base = state_of(torch.arange(10.0))
-    winner = next_state(base, [base.vectors(10)], [Member("c", 1, 1000)])
+    winner = next_state(base, [base.vectors(10)], [Member("c", 1, 128)])
     store.save(winner)
     assert load(store).digest == winner.digest
+
+
+def test_what_is_saved_after_a_branch_with_more_samples_lost_replaces_it(tmp_path):
+    store, base = StateStore(tmp_path), state_of(torch.arange(10.0))
+    for samples in (50, 20):
+        newest = next_state(base, [base.vectors(10)], [Member("c", 1, samples)])
+        store.save(newest)
+    assert load(store).digest == newest.digest
 
 
 @pytest.mark.parametrize("turned", [False, True])

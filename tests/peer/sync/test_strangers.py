@@ -3,6 +3,7 @@
 import time
 
 from peer.sync.engine.matchmaking import CALL
+from peer.sync.engine.state import Head
 from swarm.tasks import end_tasks
 from tests.peer.sync.replicas import Liar, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import named, until
@@ -15,7 +16,6 @@ LIES = {
     "our digest with another count, and itself for a parent": lambda peer: {
         "samples": 10**15, "digest": peer.head.digest, "parents": (peer.head.digest,),
     },
-    "another run's configuration": lambda peer: {"config": "x", "samples": 10**15},
     "waiting samples out of bounds": lambda peer: {"digest": peer.head.digest, "waiting_samples": 10**12},
 }  # fmt: skip
 
@@ -40,12 +40,13 @@ def test_what_a_liar_claims_stops_nobody(swarm):
     swarm(scenario)
 
 
-def test_a_record_signed_by_another_or_by_nobody_is_not_seen(swarm):
+def test_a_record_signed_by_another_or_by_nobody_or_of_another_run_is_not_seen(swarm):
     async def scenario(nodes):
         run = make_run()
         (peer,) = await peers(nodes, 1, run, rate=0)
         liar = Liar(await nodes.node(), run)
         await liar.say(peer_id="QmSomebodyElse")
+        await liar.say(config="f" * 64)
         await liar.node._dht.store(f"{run.run_id}.peers", b"x", expiration_time=time.time() + 20, subkey=b"plain")
         await peer.replica.neighbours.read()
         assert set(peer.replica.neighbours._seen) <= {peer.id}
@@ -59,7 +60,7 @@ def test_a_stranger_without_a_record_makes_nobody_average(swarm):
         await until(lambda: peer.waiting)
         ((_, streams),) = await nodes.streams(1)
         channel = await streams.open(peer.id, CALL)
-        await channel.send({"parent": peer.head.digest}, seconds=60)
+        await channel.send({"head": Head.of(peer.head).to_json()}, seconds=60)
         answer, _ = await channel.receive(seconds=60)
         channel.close()
         assert answer["coming"] is False and not peer.offers

@@ -1,0 +1,35 @@
+"""Which state descends from which, as far as it is known: from headers that we hold, and from what others sign of theirs."""
+
+from peer.sync.engine.state import Head
+
+_MOST = 4096
+"""States remembered, the last learned; 0.6 MB."""
+_FURTHEST = 512
+"""Rounds back that are looked through."""
+
+
+class Lineage:
+    """A state's record and header name its last 8 ancestors; what is learned from many of them in turn reaches further back."""
+
+    def __init__(self) -> None:
+        self._parent: dict[str, str] = {}
+
+    def learn(self, state: Head, *, proven: bool = False) -> None:
+        """`state` has the ancestors that it names. What was learned first stays, unless it is proven otherwise by a header that we hold."""
+        for child, parent in zip((state.digest, *state.parents), state.parents, strict=False):
+            if proven or child not in self._parent:
+                self._parent[child] = parent
+        while len(self._parent) > _MOST:
+            del self._parent[next(iter(self._parent))]
+
+    def descends(self, state: Head, ancestor: Head) -> bool:
+        """Whether `state` is known to come after `ancestor`."""
+        if state.samples <= ancestor.samples:  # each round adds some; spares the walk in most cases
+            return False
+        digest = state.digest
+        for _ in range(_FURTHEST):  # made-up ancestors may go round in a circle
+            parent = self._parent.get(digest)
+            if parent is None or parent == ancestor.digest:
+                return parent is not None
+            digest = parent
+        return False

@@ -1,0 +1,57 @@
+"""The peers that we have met: those that were members of a round which we averaged in ourselves. Kept on disk.
+
+A key costs nothing, a round costs a contribution and everybody's time: so a vote of peers that we have met cannot be bought with keys
+alone. What a downloaded state says about its members makes nobody met: whoever made the state wrote that list.
+"""
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from swarm import files
+
+log = logging.getLogger(__name__)
+
+_MOST = 4096
+"""Peers remembered, the last met; 200 kB on disk."""
+
+
+class Met:
+    """`peer in met`. run: digest of the configuration; a file of another run is begun anew, as is one that cannot be read."""
+
+    def __init__(self, path: Path, run: str):
+        self._path, self._run = path, run
+        self._peers = dict.fromkeys(self._read())
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._peers
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def averaged(self, peers: Iterable[str]) -> None:
+        """We have averaged a round with `peers`. A disk that cannot take the list costs memory of it after a restart, no more."""
+        peers, known = list(peers), set(self._peers)
+        for peer in peers:
+            self._peers.pop(peer, None)
+            self._peers[peer] = None
+        while len(self._peers) > _MOST:
+            del self._peers[next(iter(self._peers))]
+        if set(self._peers) == known:
+            return
+        try:
+            files.replace(self._path, json.dumps({"run": self._run, "peers": list(self._peers)}).encode())
+        except OSError as error:
+            log.warning("cannot keep the list of peers met in %s: %s", self._path, error)
+
+    def _read(self) -> list[str]:
+        try:
+            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            peers = kept["peers"] if kept["run"] == self._run else []
+            return [peer for peer in peers if isinstance(peer, str)][-_MOST:]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("passed over %s: %s", self._path, error)
+            return []

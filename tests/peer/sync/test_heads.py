@@ -1,0 +1,350 @@
+"""Whose word counts for a state that we did not make. A toy swarm: states are lists of rounds, peers sign where they stand."""
+
+import random
+
+import pytest
+import torch
+
+from peer.contracts import Member
+from peer.sync.engine.groups import Group
+from peer.sync.engine.heads import Heads, most_signed
+from peer.sync.engine.met import Met
+from peer.sync.engine.state import Head, State, next_state
+from swarm.records import AVERAGING, JOINING, TRAIN, PeerRecord
+from tests.peer.sync.swarm_tools import Clock, state_of
+
+SIZE = 4
+
+
+def lineage(rounds: int, *, after: State | None = None, samples: int = 8, by: tuple[str, ...] = ("ann", "bob"), change: float = 1.0) -> list[State]:
+    """States, each a round after the one before it."""
+    states = [after or state_of(torch.zeros(SIZE))]
+    for _ in range(rounds):
+        last = states[-1]
+        members = [Member(peer, last.header.included.get(peer, 0) + 1, samples) for peer in by]
+        states.append(next_state(last, [[torch.full((SIZE,), change + last.header.round)]], members))
+    return states
+
+
+def record(peer: str, state: State | Head, **values) -> PeerRecord:
+    head = Head.of(state) if isinstance(state, State) else state
+    where = {"round": 1, "samples": head.samples, "digest": head.digest, "parents": head.parents}
+    return PeerRecord(**{"peer_id": peer, "config": "run", "schema": "schema", "phase": TRAIN, **where, **values})
+
+
+class View:
+    """What one peer sees, and what it makes of it."""
+
+    def __init__(self, tmp_path, ours: State, met=()):
+        self.records, self.broken, self.clock = [], set(), Clock()
+        self.met = Met(tmp_path / f"met-{random.random()}.json", "run")
+        self.met.averaged(met)
+        self.heads = Heads(self.met, lambda: self.records, ours, self.broken.__contains__, self.clock)
+
+    def sees(self, *records: PeerRecord) -> "View":
+        self.records = list(records)
+        return self
+
+    def right(self) -> str | None:
+        """The digest of what it should take over."""
+        return next((head.digest for head in self.heads.right()), None)
+
+
+@pytest.fixture
+def view(tmp_path):
+    return lambda ours, met=(): View(tmp_path, ours, met)
+
+
+def test_two_that_we_have_met_are_believed_and_one_beside_others_is_not(view):
+    *_, ours, child = lineage(3)
+    ann = view(ours, ["bob", "cy", "dan"])
+
+    assert ann.sees(record("bob", child), record("cy", ours), record("dan", ours)).right() is None
+    assert ann.sees(record("bob", child), record("cy", child), record("dan", ours)).right() == child.digest
+
+
+def test_where_only_one_that_we_have_met_is_live_its_word_is_enough(view):
+    *_, ours, child = lineage(3)
+
+    assert view(ours, ["bob"]).sees(record("bob", child), record("stranger", ours)).right() == child.digest
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_number_of_strangers_outweighs_one_that_we_have_met(view, seed):
+    draw = random.Random(seed)
+    *_, ours, child = lineage(3)
+    forged = Head(f"{draw.getrandbits(256):064x}", draw.randrange(ours.header.samples + 1, 2**53), (ours.digest, *ours.header.parents))
+    strangers = [record(f"stranger-{n}", forged, backers=draw.randrange(1, 1000)) for n in range(draw.randrange(1, 50))]
+
+    assert view(ours, ["bob"]).sees(*strangers, record("bob", ours)).right() is None
+    assert view(ours, ["bob"]).sees(*strangers, record("bob", child)).right() == child.digest
+
+
+def test_a_child_with_one_more_sample_is_not_taken_from_a_stranger(view):
+    *_, ours = lineage(3)
+    forged = Head("f" * 64, ours.header.samples + 1, (ours.digest, *ours.header.parents[:7]))
+
+    assert view(ours, ["bob", "cy"]).sees(record("bob", ours), record("cy", ours), record("stranger", forged)).right() is None
+
+
+def test_five_slow_peers_follow_three_fast_ones_and_these_never_go_back(view):
+    *_, slow, one, two = lineage(5)
+    fast_ones, slow_ones = ["f1", "f2", "f3"], ["s1", "s2", "s3", "s4", "s5"]
+    records = [record(peer, two) for peer in fast_ones] + [record(peer, slow) for peer in slow_ones]
+
+    assert view(slow, [*fast_ones, *slow_ones[1:]]).sees(*records[:3], *records[4:]).right() == two.digest
+    assert view(two, [*fast_ones[1:], *slow_ones]).sees(*records[1:]).right() is None
+    assert view(one, [*fast_ones, *slow_ones]).sees(*records).right() == two.digest
+
+
+def test_of_a_lineage_in_motion_the_newest_that_enough_have_signed_is_taken(view):
+    *_, ours, one, two, three = lineage(6)
+    ann = view(ours, ["bob", "cy", "dan"])
+
+    assert ann.sees(record("bob", one), record("cy", two), record("dan", three)).right() == two.digest
+
+
+def test_halves_of_two_and_two_choose_the_branch_with_more_samples_alike(view):
+    *_, parted = lineage(2, by=("a", "b", "c", "d"))
+    *_, left = lineage(3, after=parted, by=("a", "b"), samples=8)
+    *_, right = lineage(3, after=parted, by=("c", "d"), samples=9, change=2.0)
+    records = [record("a", left), record("b", left), record("c", right), record("d", right)]
+    everybody = ["a", "b", "c", "d"]
+
+    assert view(left, everybody).sees(*records[1:]).right() == right.digest
+    assert view(right, everybody).sees(*records[:3]).right() is None
+
+
+def test_the_branch_of_more_peers_that_we_have_met_beats_more_samples(view):
+    *_, parted = lineage(2, by=("a", "b", "c"))
+    *_, lone = lineage(9, after=parted, by=("a",), samples=16)
+    *_, two = lineage(2, after=parted, by=("b", "c"), change=2.0)
+
+    assert view(lone, ["b", "c"]).sees(record("b", two), record("c", two)).right() == two.digest
+    assert view(two, ["a", "c"]).sees(record("a", lone), record("c", two)).right() is None
+
+
+def test_halves_that_each_found_company_while_apart_still_agree(view):
+    """Each has met its own newcomers only: without the word of those that it knows, both would be sure that they are more."""
+    *_, parted = lineage(2, by=("a", "b", "c", "d"))
+    *_, left = lineage(3, after=parted, by=("a", "b", "n1", "n2"))
+    *_, right = lineage(3, after=parted, by=("c", "d", "n3", "n4"), samples=9, change=2.0)
+    records = [record(peer, left, backers=4) for peer in ("a", "b", "n1", "n2")]
+    records += [record(peer, right, backers=4) for peer in ("c", "d", "n3", "n4")]
+
+    assert view(left, ["b", "c", "d", "n1", "n2"]).sees(*records[1:]).right() == right.digest
+    assert view(right, ["a", "b", "d", "n3", "n4"]).sees(*records[:4], *records[5:]).right() is None
+
+
+def test_one_that_we_have_met_vouches_for_nobody_alone(view):
+    *_, parted = lineage(2, by=("a", "b", "c"))
+    *_, ours = lineage(2, after=parted, by=("a", "b"))
+    forged = Head("f" * 64, 10**6, (parted.digest, *parted.header.parents))
+    strangers = [record(f"stranger-{n}", forged) for n in range(9)]
+
+    assert view(ours, ["b", "c"]).sees(record("b", ours), record("c", forged, backers=9), *strangers).right() is None
+
+
+def test_a_peer_that_was_away_for_nine_rounds_finds_back(view):
+    states = lineage(12, by=("ann", "bob", "cy"))
+
+    assert view(states[2], ["bob", "cy"]).sees(record("bob", states[12]), record("cy", states[12])).right() == states[12].digest
+    assert view(states[12], ["ann", "bob"]).sees(record("ann", states[2], phase=JOINING), record("bob", states[12])).right() is None
+
+
+def test_peers_that_come_back_together_do_not_hold_each_other_where_they_stood(view):
+    *_, asleep, _, two = lineage(4, by=("ann", "bob", "cy"))
+
+    assert view(asleep, ["bob", "cy"]).sees(record("bob", asleep, phase=JOINING), record("cy", two)).right() == two.digest
+
+
+def test_a_newcomer_takes_what_most_live_peers_sign(view):
+    base, *_, old, new = lineage(4)
+    forged = Head("f" * 64, new.header.samples + 1, (new.digest, *new.header.parents[:7]))
+    records = [record("bob", new), record("cy", new), record("dan", old), record("stranger", forged)]
+
+    assert view(base).sees(*records).right() == new.digest
+    assert next(iter(most_signed(records))).digest == new.digest
+
+
+def test_who_still_averages_does_not_keep_a_newcomer_behind_the_one_that_committed(view):
+    """Found in CI: two that commit a round, a third that has just come, and one of the two that is held up before it commits."""
+    *_, before, ours, child = lineage(4)
+    newcomer = view(ours)
+
+    assert newcomer.sees(record("ann", child), record("bob", ours)).right() is None
+    assert newcomer.sees(record("ann", child), record("bob", ours, phase=AVERAGING)).right() == child.digest
+    assert newcomer.sees(record("ann", child), record("bob", before, phase=AVERAGING)).right() == child.digest
+    assert newcomer.sees(record("ann", child), record("bob", ours, phase=AVERAGING), record("cy", ours)).right() is None
+    *_, other = lineage(1, after=ours, change=5.0)
+    assert newcomer.sees(record("ann", child), record("bob", other, phase=AVERAGING)).right() is None
+
+
+def test_a_newcomer_begins_with_the_larger_of_two_equal_camps(view):
+    base, *_, one = lineage(2)
+    *_, other = lineage(3, change=2.0)
+
+    assert view(base).sees(record("a", one), record("b", other)).right() == other.digest
+
+
+def test_founders_who_started_alone_agree_on_the_one_with_more_samples(view):
+    *_, one = lineage(2, by=("ann",))
+    *_, other = lineage(2, by=("bob",), samples=9, change=2.0)
+
+    assert view(one).sees(record("bob", other)).right() == other.digest
+    assert view(other).sees(record("ann", one)).right() is None
+
+
+def test_one_signer_is_enough_for_a_round_to_which_it_called_us_in_vain(view):
+    *_, ours, child = lineage(3)
+    slow = view(ours, ["fast", "cy"]).sees(record("fast", child), record("cy", ours))
+    assert slow.right() is None
+
+    slow.heads.let_go("fast", ours.digest)
+
+    assert slow.right() == child.digest
+
+
+def test_a_strangers_call_in_vain_proves_nothing(view):
+    *_, ours, child = lineage(3)
+    slow = view(ours, ["cy"]).sees(record("stranger", child), record("cy", ours))
+    slow.heads.let_go("stranger", ours.digest)
+
+    assert slow.right() is None
+
+
+def test_one_signer_is_enough_for_the_round_that_failed_only_here(view):
+    *_, ours, child = lineage(3, by=("ann", "bob", "cy"))
+    ann = view(ours, ["bob", "cy"]).sees(record("bob", child), record("cy", ours))
+    ann.heads.averages_in(Group(ours.digest, child.header.members, ("ann", "bob", "cy")))
+
+    assert ann.right() == child.digest
+    assert ann.heads.refusal(Head.of(child), child.header) == ""
+
+
+def test_what_pretends_to_be_our_round_is_refused_when_its_members_are_others(view):
+    *_, ours, child = lineage(3, by=("ann", "bob", "cy"))
+    *_, forged = lineage(1, after=ours, by=("ann", "bob", "cy"), samples=9)
+    ann = view(ours, ["bob", "cy"]).sees(record("bob", forged), record("cy", ours))
+    ann.heads.averages_in(Group(ours.digest, child.header.members, ("ann", "bob", "cy")))
+
+    assert ann.right() == forged.digest
+    assert "not what came of the round" in ann.heads.refusal(Head.of(forged), forged.header)
+
+
+def test_a_head_that_is_not_as_promised_is_refused(view):
+    *_, ours, child = lineage(3)
+    ann = view(ours, ["bob"])
+
+    assert "not those" in ann.heads.refusal(Head(child.digest, child.header.samples + 1, child.header.parents), child.header)
+    assert "not those" in ann.heads.refusal(Head(child.digest, child.header.samples, child.header.parents[::-1]), child.header)
+
+
+def test_a_false_past_told_by_a_stranger_does_not_hide_an_honest_head(view):
+    *_, ours, child = lineage(3)
+    lie = Head(child.digest, child.header.samples, ("e" * 64,))
+    ann = view(ours, ["bob", "cy"]).sees(record("stranger", lie), record("bob", child), record("cy", child))
+
+    assert ann.heads.right() == {Head.of(child): {"bob", "cy"}}
+
+
+def test_a_peers_own_word_is_newer_than_its_record(view):
+    *_, ours, child = lineage(3)
+    ann = view(ours, ["bob"]).sees(record("bob", ours))
+    ann.heads.heard("bob", Head.of(child))
+    assert ann.right() == child.digest
+
+    ann.clock.now += 6
+
+    assert ann.right() is None, "its record has had time to say so, and does not"
+
+
+def test_backers_are_those_on_our_lineage_whom_we_have_met(view):
+    *_, old, ours, new = lineage(4)
+    *_, other = lineage(1, after=old, samples=9, change=2.0)
+    ann = view(ours, ["bob", "cy", "dan", "eve"])
+    ann.sees(record("bob", old), record("cy", ours), record("dan", new), record("eve", other), record("stranger", ours))
+    ann.right()
+
+    assert ann.heads.backers() == 4
+
+
+def test_nobody_goes_back_to_the_base_model_and_who_has_nothing_takes_it(view):
+    base, *_, ours = lineage(12)
+    newcomers = [record("n1", base), record("n2", base), record("n3", base)]
+
+    assert view(ours).sees(*newcomers).right() is None
+    assert next(iter(most_signed(newcomers))).digest == base.digest
+
+
+def test_strangers_who_promise_and_do_not_give_are_outvoted_meanwhile(view):
+    base, *_, honest = lineage(3)
+    forged = Head("f" * 64, 10**6, (honest.digest,))
+    newcomer = view(base).sees(record("bob", honest), *(record(f"stranger-{n}", forged) for n in range(3)))
+    assert newcomer.right() == forged.digest, "keys cost nothing: that is left to memberships"
+
+    newcomer.broken |= {f"stranger-{n}" for n in range(3)}
+
+    assert newcomer.right() == honest.digest
+
+
+def test_an_honest_state_under_a_great_number_of_samples_hides_nobody(view):
+    base, *_, ours, child = lineage(3)
+    lie = Head(child.digest, 2**53 - 1, child.header.parents)
+    records = [record("stranger", lie), record("bob", child), record("cy", child)]
+
+    for peer in (view(base), view(ours, ["bob", "cy"])):
+        assert next(iter(peer.sees(*records).heads.right().items())) == (Head.of(child), {"bob", "cy"})
+
+
+def test_what_is_right_is_told_with_the_next_best_in_case_its_holders_are_busy(view):
+    *_, ours, one, two = lineage(5)
+    ann = view(ours, ["bob", "cy", "dan", "eve"]).sees(*(record(p, two) for p in ("bob", "cy")), *(record(p, one) for p in ("dan", "eve")))
+
+    assert ann.heads.right() == {Head.of(two): {"bob", "cy"}, Head.of(one): {"dan", "eve"}}
+
+
+def test_who_followed_a_caller_one_round_follows_it_also_when_it_is_one_ahead(view):
+    *_, ours, one, two = lineage(5, by=("fast",))
+    slow = view(ours, ["fast", "cy"]).sees(record("fast", two), record("cy", ours))
+    slow.heads.let_go("fast", ours.digest)
+    slow.heads.moved(one, fetched=True)
+
+    assert slow.right() == two.digest
+
+
+def test_one_signer_is_enough_where_nobody_else_can_lead(view):
+    """Volunteers behind routers around one that can be dialled: a second signer could never come."""
+    *_, ours, child = lineage(3)
+    records = [record("host", child), record("cy", ours, client_mode=True)]
+    ann = view(ours, ["host", "cy"]).sees(*records)
+    assert ann.right() is None, "it can lead itself"
+
+    behind_nat = Heads(ann.met, lambda: records, ours, clock=ann.clock, leads=False)
+
+    assert next(iter(behind_nat.right())).digest == child.digest
+
+
+def test_while_those_that_we_have_met_come_back_strangers_have_no_vote_in_their_place(view):
+    *_, ours, _ = lineage(3)
+    forged = Head("f" * 64, 10**6, (ours.digest, *ours.header.parents[:7]))
+
+    assert view(ours, ["bob"]).sees(record("bob", ours, phase=JOINING), record("stranger", forged)).right() is None
+
+
+def test_after_a_power_cut_what_one_has_saved_is_taken_by_all(view):
+    *_, old, newest = lineage(4, by=("ann", "bob", "cy"))
+    records = [record("ann", newest, phase=JOINING), record("bob", old, phase=JOINING), record("cy", old, phase=JOINING)]
+
+    assert view(old, ["ann", "cy"]).sees(records[0], records[2]).right() == newest.digest
+    assert view(newest, ["bob", "cy"]).sees(*records[1:]).right() is None
+
+
+def test_a_past_that_we_can_prove_replaces_one_that_we_were_told(view):
+    states = lineage(5)
+    ann = view(states[2]).sees(record("stranger", Head("e" * 64, 10**6, (states[4].digest, states[0].digest))))
+    ann.right()
+
+    ann.heads.moved(states[4])
+
+    assert ann.sees(record("bob", states[3]), record("cy", states[3])).right() is None, "it is an ancestor"

@@ -1,0 +1,96 @@
+"""Which groups may average: more than half of the samples that wait on a state, and whose are not counted."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from peer.contracts import Member
+from peer.sync.engine.company import Company
+from peer.sync.engine.groups import Group
+from peer.sync.engine.matchmaking import NoGroup
+from peer.sync.engine.neighbours import Neighbours
+from peer.sync.engine.rounds import Rounds
+from swarm.records import PeerRecord
+from tests.peer.sync.replicas import make_run
+from tests.peer.sync.swarm_tools import Clock
+
+FRIENDS = ("ann", "bob", "cleo", "dan")
+RUN = make_run()
+
+
+class Swarm:
+    """Rounds of a peer that has met FRIENDS, before anything of it is started; `waiting`: whose records promise samples."""
+
+    def __init__(self, **waiting: int):
+        clock = Clock()
+        self.company = Company(frozenset(FRIENDS), clock=clock, me="us")
+        self.neighbours = Neighbours(SimpleNamespace(peer_id="us"), RUN, "schema", clock, self.company)
+        self.neighbours._seen = {peer: (self.record(peer, samples), 0.0) for peer, samples in waiting.items()}
+        for peer in waiting:
+            self.company.answered(peer)
+        node = SimpleNamespace(peer_id="us", client_mode=False)
+        standing = heard = entered = None
+        wire = SimpleNamespace(num_bytes=0)
+        self.rounds = Rounds(
+            RUN, None, node, None, self.neighbours, None, wire,
+            standing=standing, heard=heard, entered=entered, company=self.company, clock=clock,
+        )  # fmt: skip
+
+    def record(self, peer: str, samples: int) -> PeerRecord:
+        return PeerRecord(
+            peer_id=peer, config=RUN.digest, schema="schema", round=1, samples=0, digest="p", waiting_samples=samples, time=time.time()
+        )
+
+    def refuses(self, *members: str, samples: int = 8, silent: tuple[str, ...] = ()) -> NoGroup | None:
+        group = Group("p", tuple(Member(peer, 1, samples) for peer in members), members, silent=frozenset(silent))
+        try:
+            self.rounds._check_quorum(group)
+        except NoGroup as error:
+            return error
+        return None
+
+
+def test_half_of_the_waiting_samples_are_not_enough():
+    swarm = Swarm(ann=8, bob=8, cleo=8)
+    assert swarm.refuses("ann", "us") and not swarm.refuses("ann", "bob", "us")
+
+
+def test_the_dead_do_not_count_at_once_where_those_who_are_there_are_more():
+    swarm = Swarm(ann=8, bob=20, cleo=4)
+    assert swarm.refuses("ann", "us") and not swarm.refuses("ann", "us", silent=("bob",))
+    assert swarm.refuses("ann", "us", silent=("bob", "cleo"))  # as likely it is we who are cut off
+
+
+def test_of_a_pair_that_lost_each_other_none_goes_on_at_once():
+    assert Swarm(ann=20).refuses("us", silent=("ann",))
+
+
+@pytest.mark.parametrize("samples", [1, 80])
+def test_strangers_that_do_not_answer_or_are_left_out_never_count(samples):
+    swarm = Swarm(ann=8, x=samples, y=samples)
+    swarm.company.blame(["y"])
+    assert not swarm.refuses("us", "ann", silent=("x",))
+
+
+def test_strangers_who_promise_much_and_do_not_come_cost_one_attempt_without_a_pause():
+    swarm = Swarm(ann=8, x=80)
+    refused = swarm.refuses("us", "ann")
+    assert refused.at_once and refused.silent == {"x"}
+    swarm.neighbours.missed(refused.silent)
+    assert not swarm.refuses("us", "ann")
+
+
+def test_peers_that_we_have_met_are_waited_for_with_a_pause():
+    swarm = Swarm(ann=8, bob=80)
+    refused = swarm.refuses("us", "ann")
+    assert refused and not refused.at_once
+    swarm.neighbours.missed(refused.silent)
+    assert swarm.refuses("us", "ann")
+
+
+def test_a_peer_that_is_left_out_is_not_expected_and_its_samples_are_promised_to_nobody():
+    swarm = Swarm(ann=8, bob=8)
+    swarm.company.blame(["bob"])
+    assert [record.peer_id for record in swarm.neighbours.counted_upon()] == ["ann"]
+    assert {record.peer_id for record in swarm.neighbours.counted_upon(left_out_too=True)} == {"ann", "bob"}
