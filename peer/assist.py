@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import json
 import logging
 import signal
@@ -21,9 +20,11 @@ from peer.data.dataset_server import report_round
 from peer.device import describe_hardware
 from peer.drawing.artist import Artist
 from peer.joining import Joined
+from peer.output_folder import Owner, claim, lock
 from peer.stopping import Stop
 from peer.sync.engine.assistant import assist as take_part
 from peer.sync.engine.bucket import Bucket
+from peer.sync.engine.discarded import discard
 from peer.sync.engine.state import Head
 from peer.visible import show
 from swarm.dht import SwarmNode
@@ -31,8 +32,10 @@ from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.life import TRAINING, Life
 from swarm.logs import setup_logging
+from swarm.peer_key import PeerKey
 from swarm.records import ASSIST
 from swarm.run_config import RunConfig
+from swarm.signed_request import Signer
 from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
@@ -82,8 +85,14 @@ def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, 
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
+    with lock(folder):
+        return _assist_in(folder, peer, resolve, given, stop)
+
+
+def _assist_in(folder: Path, peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, Any], stop: Stop) -> int:
     with stop.before_it_begins():
         joined, known = _run(folder / "run.json", resolve)
+    discard(folder / "state", peer.discard_state)
     if joined.run.sync == "none":
         raise UserError(
             f"The run '{joined.run.run_name}' has --sync none: its peers average nothing.", fix="There is nothing to assist with."
@@ -102,10 +111,8 @@ def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
         log.warning("going on with the run known from before: %s", error)
         saved = json.loads(path.read_text(encoding="utf-8"))
         return Joined(RunConfig.from_mapping(saved["run"], where=str(path)), saved["server_url"], tuple(saved["peers"])), True
-    known = path.exists()
-    saved = {"run": dataclasses.asdict(joined.run), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
-    path.write_text(json.dumps(saved, indent=2), encoding="utf-8")
-    return joined, known
+    about = {"run": joined.run.to_mapping(), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
+    return joined, claim(path.parent, Owner(id=joined.run.run_id, name=joined.run.run_name, alone=False, about=about))
 
 
 async def _until_stopped(
@@ -144,7 +151,7 @@ async def _show_life(alive: Life) -> None:
 async def _assist(
     peer: PeerConfig, given: Mapping[str, Any], folder: Path, joined: Joined, node: SwarmNode, stop: asyncio.Event, shown: ExitStack
 ) -> None:
-    reports = Reports(joined, node.peer_id, peer.token if joined.server_url == peer.datasetserver else "")
+    reports = Reports(joined, PeerKey.read(peer.identity_file), peer.token if joined.server_url == peer.datasetserver else "")
     reporting = asyncio.create_task(reports.deliver_forever())
     drawing = asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())
     last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension)
@@ -217,9 +224,9 @@ class Known:
 class Reports:
     """What the dataset server should know, in order, for as long as it takes to tell."""
 
-    def __init__(self, joined: Joined, peer_id: str, token: str = ""):
+    def __init__(self, joined: Joined, key: PeerKey, token: str = ""):
         run, url = joined.run, joined.server_url
-        self._joined, self._report = joined, partial(report_round, url, run, peer_id, timeout=_ANSWER_SECONDS, token=token)
+        self._joined, self._report = joined, partial(report_round, url, run, Signer(key), timeout=_ANSWER_SECONDS, token=token)
         self._waiting: collections.deque[Settlement] = collections.deque(maxlen=10_000)
         self._changed = asyncio.Event()
 

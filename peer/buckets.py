@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from peer.contracts import Sample
 from peer.pictures import size_of
-from swarm.errors import UserError
+from swarm.founding import check_sides
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -74,12 +74,7 @@ def bucket_sizes(resolution: int, multiple: int, count: int, side_min: int = 0, 
     """
     if count <= 1:
         return [(resolution, resolution)]
-    side_min, side_max = side_min or resolution // 2, side_max or resolution * 3 // 2
-    if not side_min <= resolution <= side_max:
-        raise UserError(
-            f"bucket_side_min is {side_min} and bucket_side_max {side_max}, but resolution {resolution} must lie between them.",
-            fix="Leave them out: then they are half and one and a half of the resolution.",
-        )
+    side_min, side_max = check_sides(resolution, count, side_min, side_max)
     shorts = range(resolution - multiple, side_min - 1, -multiple)
     wide = [(min(resolution**2 // short, side_max) // multiple * multiple, short) for short in shorts]
     kept = min((count - 1) // 2, len(wide))

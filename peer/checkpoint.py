@@ -36,10 +36,13 @@ class Damaged(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of one output folder; the last `keep` of them stay."""
+    """The checkpoints of one output folder; the last `keep` of them stay.
 
-    def __init__(self, folder: Path, keep: int):
-        self._folder, self._keep = folder, keep
+    of: what they are of, as plain strings: the run, and what of this start's choice their contents fit alone.
+    """
+
+    def __init__(self, folder: Path, keep: int, of: Mapping[str, str] | None = None):
+        self._folder, self._keep, self._of = folder, keep, dict(of or {})
 
     def paths(self) -> list[Path]:
         """Oldest first."""
@@ -60,7 +63,7 @@ class Checkpoints:
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(json.dumps(tree), encoding="utf-8")
             files = {name: _digest(folder / name) for name in ("tensors.safetensors", "state.json")}
-            manifest = {"about": dict(about), "files": files}
+            manifest = {"about": dict(about), "of": self._of, "files": files}
             (folder / "manifest.json").write_text(json.dumps(manifest | {"digest": digest_json(manifest)}), encoding="utf-8")
         for path in paths[: max(0, len(paths) + 1 - self._keep)]:
             shutil.rmtree(path, ignore_errors=True)
@@ -87,10 +90,34 @@ class Checkpoints:
             return None
         raise UserError(f"No checkpoint in {self._folder} is whole.", fix="Start without --resume_from_checkpoint.", code=ExitCode.DISK)
 
+    def load_own(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest state that is whole and of the same as we are; None when there is none. Others are passed over with a warning."""
+        for path in reversed(self.paths()):
+            try:
+                if differs := _differences(self._of, of(path)):
+                    log.warning("passed over %s: %s", path, differs)
+                else:
+                    return path, read(path)
+            except Damaged as damage:
+                log.warning("passed over %s: damaged, %s", path, damage)
+        return None
+
+
+def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """In words; '' when there are none."""
+    return ", ".join(
+        f"its {name} is {theirs.get(name, 'not said')}, not {value}" for name, value in ours.items() if theirs.get(name) != value
+    )
+
 
 def about(path: Path) -> dict[str, Any]:
     """What was said of the checkpoint at `path` when it was saved. Raises Damaged."""
     return _manifest(path)["about"]
+
+
+def of(path: Path) -> dict[str, str]:
+    """What the checkpoint at `path` is of; {} where an older version saved it. Raises Damaged."""
+    return _manifest(path).get("of", {})
 
 
 def read(path: Path) -> dict[str, Any]:

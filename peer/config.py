@@ -42,6 +42,9 @@ class PeerConfig:
     client_mode: bool | None = option(
         None, "Open no port: others cannot dial this peer, it dials them. auto: exactly when those it asks cannot dial it."
     )
+    discard_state: tuple[str, ...] = option(
+        (), "Digests of forged states, or their first 8 digits or more: they, and all that descend from them, are never used again."
+    )
     max_upload_mbit: float = option(0.0, "Send at most so many million bits a second to other peers; 0: as fast as the link takes it.")
 
     assist: bool = option(
@@ -148,7 +151,11 @@ class PeerConfig:
         aliases=("checkpointing_rounds",),
     )
     checkpoints_total_limit: int = option(2, "Keep this many checkpoints.")
-    resume_from_checkpoint: str = option("", "A checkpoint's folder, or 'latest'.", aliases=("resume",))
+    resume_from_checkpoint: str = option(
+        "auto",
+        "A checkpoint's folder, 'latest', or 'none'. auto: in a swarm this peer's own latest of the same run, alone none.",
+        aliases=("resume",),
+    )
     save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-N every so many global steps; 0: at the end only.")
     save_as_full_pipeline: bool = option(False, "textual_inversion: write the whole pipeline as well, which knows the new word.")
     safe_serialization: bool = option(

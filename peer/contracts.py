@@ -232,6 +232,8 @@ class SourceContext:
     known_hosts: KnownHosts | None = None
     """Which host's word to take; None: any that is signed."""
     peer_id: str
+    identity_file: Path | None = None
+    """Its key, with which it signs what it tells a dataset server."""
     cache_dir: Path
     cache_gib: float = 20.0
     batch_samples: int = 1

@@ -84,13 +84,15 @@ def _train(peer: PeerConfig, given: dict) -> int:
         gc.collect()
         gc.freeze()  # all that was loaded stays: to look through it once more takes 0.33 s, every few hundred steps
         trainer.run()
-        if group.is_main:
+        if group.is_main and trainer.has_learned:
             alive("exporting")
             folder = Path(peer.output_dir) / "model"
             results.export(folder)
             log.info("finished samples=%d round=%d result=%s", trainer.trained, trainer.sync.round, folder)
+        elif group.is_main:
+            log.warning("nothing is exported: this peer came to no state of the run, and the base model is no result")
         group.barrier()
-        if repository:
+        if repository and trainer.has_learned:
             from peer.exports.hub import push
 
             alive("uploading")

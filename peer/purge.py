@@ -8,9 +8,10 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from peer.output_folder import EARLIER, RESULTS
 from swarm.advice import size
 from swarm.arguments import ArgumentParser
 from swarm.errors import ExitCode, UserError
@@ -20,11 +21,11 @@ _PART = r"(\.[\d.-]+\.part)?"
 """What a kill leaves of a file that was being written."""
 _FILES = (
     r"(contribution_number|identity\.key|identity\.ports|kind\.json|known_hosts\.json|metrics\.jsonl|peer_state|peers_met\.json"
-    rf"|rounds\.jsonl|run\.json){_PART}|peers_met\.tmp"
+    rf"|rounds\.jsonl|run\.json){_PART}|peers_met\.tmp|in_use\.lock"
 )
 _HEX = "[0-9a-f]"
 _FOLDERS = {
-    "state": rf"(samples-\d{{16}}-round-\d{{8}}-{_HEX}{{12}}\.(state|tmp)|means/{_HEX}{{32}}\.(mean|tmp))",
+    "state": rf"(samples-\d{{16}}-round-\d{{8}}-{_HEX}{{12}}\.(state|tmp)|means/{_HEX}{{32}}\.(mean|tmp)|met\.json{_PART})",
     "settled": rf"round-\d{{8}}-samples-\d{{10}}-{_HEX}{{12}}\.state",
     "cache": rf"(shards/{_HEX}{{64}}\.tar(\.part)?|(latents|texts)/{_HEX}{{32}}/{_HEX}{{2}}/{_HEX}+\.safetensors{_PART}"
     rf"|unsaid-{_HEX}{{16}}-[\w.-]+\.jsonl{_PART})",
@@ -36,7 +37,6 @@ _PLACES = rf"shards|means|(latents|texts)(/{_HEX}{{32}}(/{_HEX}{{2}})?)?"
 """The folders in those that are ours, and go when they are empty."""
 _LOCKS = ("supervised/lock", "identity.key")
 _MOST_NAMED = 10
-_RESULTS = ("model", "model-steps-*", "learned_embeds-steps-*", "validation")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,20 @@ class Stored:
 
 
 def stored(output: Path, cache: Path | None = None, *, results: bool = False) -> list[Stored]:
-    """What a peer with these folders stored, as far as it is there."""
+    """What a peer with these folders stored, as far as it is there: of its run, and of those that were set aside for it."""
+    found = _stored_in(output, cache, results=results)
+    for place in _earlier(output):
+        of_run = _stored_in(place, None, results=results)
+        found += [*of_run[:-1], *(replace(each, folders=(*each.folders, place, place.parent)) for each in of_run[-1:])]
+    return found
+
+
+def _earlier(output: Path) -> list[Path]:
+    """Where the runs are that were set aside."""
+    return sorted(path for path in (output / EARLIER).glob("*") if path.is_dir() and not path.is_symlink())
+
+
+def _stored_in(output: Path, cache: Path | None, *, results: bool) -> list[Stored]:
     found = []
     for name, pattern in _FOLDERS.items():
         folder = cache if name == "cache" and cache else output / name
@@ -73,13 +86,13 @@ def stored(output: Path, cache: Path | None = None, *, results: bool = False) ->
         )
     )
     if results:
-        found.append(Stored(f"{output}: results", tuple(sorted(path for pattern in _RESULTS for path in output.glob(pattern)))))
+        found.append(Stored(f"{output}: results", tuple(_results_in(output))))
     return [each for each in found if each.paths or each.folders]
 
 
 def others(found: Sequence[Stored], output: Path, cache: Path | None = None) -> list[Path]:
     """The files in these folders that are none of `found`, and no results: others wrote them, or a peer of another version."""
-    results = {file for pattern in _RESULTS for path in output.glob(pattern) for file in (path, *_files(path))}
+    results = {file for path in _results(output) for file in (path, *_files(path))}
     ours = results | {file for each in found for path in each.paths for file in (path, *_files(path))}
     folders = [output, *([cache] if cache and cache.is_dir() else [])]
     return sorted({path for folder in folders for path in folder.rglob("*") if path not in ours and (path.is_symlink() or path.is_file())})
@@ -125,7 +138,7 @@ def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
     for each in found:
         print(f"{size(each.num_bytes):>10}  {each.name}")
     print(f"{size(sum(each.num_bytes for each in found)):>10}  together")
-    kept = [path.name for pattern in _RESULTS for path in output.glob(pattern)]
+    kept = [path.relative_to(output).as_posix() for path in _results(output)]
     if args.purge != "all" and kept:
         print(f"{'':>10}  stays: {', '.join(sorted(kept))} (--purge all takes these, too)")
     if left:
@@ -137,6 +150,14 @@ def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
     remove(found, output)
     print("deleted, except what stays" if left or (kept and args.purge != "all") else "deleted")
     return ExitCode.OK
+
+
+def _results_in(folder: Path) -> list[Path]:
+    return sorted(path for pattern in RESULTS for path in folder.glob(pattern))
+
+
+def _results(output: Path) -> list[Path]:
+    return [path for folder in (output, *_earlier(output)) for path in _results_in(folder)]
 
 
 def _agreed(ask: Callable[[str], str]) -> bool:

@@ -24,7 +24,7 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
     """The run: the swarm's, or alone what was given, and no sync."""
     if peer.swarming:
         ask, found = partial(_ask_server, peer), partial(_found_at_server, peer)
-        joined = join(peer, given, ask, found, partial(complete, digest=True))
+        joined = join(peer, given, ask, found, partial(complete, digest=True), known_hosts(peer).key_of)
         return joined if joined.host_key else dataclasses.replace(joined, host_key=known_hosts(peer).key_of(joined.run.run_id))
     if given.get("sync", "none") != "none":
         raise UserError(
@@ -52,7 +52,7 @@ def _ask_server(peer: PeerConfig, url: str, run_id: str) -> Any:
     asked = time.time()
     answer = fetch_run(url, run_id=run_id, token=token_for(url, peer), known_hosts=known_hosts(peer))
     if answer:
-        swarm = answer.run.get("sync") != "none"
+        swarm = RunConfig.from_mapping(answer.run, where=url).sync != "none"
         check_clock(clock_error(answer.server_time, asked, time.time()), "the dataset server", refuse=swarm and not peer.dry_run)
     return answer
 

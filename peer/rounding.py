@@ -96,3 +96,8 @@ def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     pairs = zip(parameters, before, strict=False)
     for _, chunk in itertools.groupby(pairs, key=lambda pair: pair[1] // _AT_ONCE):
         yield [parameter for parameter, _ in chunk]
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that computes: the one within a RoundingOptimizer, or itself."""
+    return optimizer._inner if isinstance(optimizer, RoundingOptimizer) else optimizer

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from swarm.errors import UserError
+from swarm.founding import check_schedule
 from swarm.run_config import RunConfig
 
 
@@ -12,17 +12,11 @@ def build_schedule(run: RunConfig) -> Callable[[int], float]:
     """Maps samples in the committed state to the learning rate of the round that is being trained now.
 
     The schedule is read at the middle of that round: at its start a warm-up would waste the first round with a rate of 0,
-    at its end a decay would waste the last one. Raises UserError for a name that diffusers does not know.
+    at its end a decay would waste the last one. Raises UserError for one that needs an end which the run does not have.
     """
-    from diffusers.optimization import SchedulerType, get_scheduler
+    from diffusers.optimization import get_scheduler
 
-    names = [kind.value for kind in SchedulerType if kind is not SchedulerType.PIECEWISE_CONSTANT]
-    if run.lr_scheduler not in names:
-        raise UserError(f"lr_scheduler is '{run.lr_scheduler}'.", fix=f"Use one of {', '.join(names)}.")
-    if not run.total_samples and not run.lr_scheduler.startswith("constant"):
-        raise UserError(
-            f"lr_scheduler '{run.lr_scheduler}' must know where the run ends.", fix="Give --max_train_steps or --total_samples."
-        )
+    check_schedule(run)
     # With warm-up, 'constant' means what diffusers calls 'constant_with_warmup': asking for warm-up and getting none is no use.
     name = "constant_with_warmup" if run.lr_scheduler == "constant" and run.lr_warmup_samples else run.lr_scheduler
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)

@@ -11,8 +11,10 @@ from typing import Any
 from peer.config import PeerConfig
 from peer.resolving import token_for
 from swarm.errors import UserError
+from swarm.peer_key import PeerKey
 from swarm.protocol import PictureRequest
 from swarm.records import words
+from swarm.signed_request import Signer
 
 log = logging.getLogger(__name__)
 SIDE_PIXELS = 1024
@@ -24,11 +26,11 @@ _CLOSE_SECONDS = 20.0
 class Showing:
     """send: what the server answers to a picture's request, '' when it took it, else the code of its refusal; raises UserError without an answer.
 
-    sign: (public key, signature) for a statement. While the last round's pictures are on their way, those of another are left out.
+    While the last round's pictures are on their way, those of another are left out.
     """
 
-    def __init__(self, send: Callable[[dict[str, Any]], str], sign: Callable[[bytes], tuple[str, str]], run_id: str, peer_id: str):
-        self._send, self._sign, self._run_id, self._peer_id = send, sign, run_id, peer_id
+    def __init__(self, send: Callable[[dict[str, Any]], str], run_id: str, peer_id: str):
+        self._send, self._run_id, self._peer_id = send, run_id, peer_id
         self._thread = ThreadPoolExecutor(1, "showing")
         self._last: Future | None = None
         self._asked = True
@@ -38,10 +40,9 @@ class Showing:
     def to_server(cls, url: str, peer: PeerConfig, run_id: str, peer_id: str) -> "Showing":
         """To the page of the dataset server at `url`, signed with this peer's own key."""
         from peer.data.dataset_server import send_picture
-        from swarm.dht import sign_as  # hivemind: not needed alone
 
-        send = partial(send_picture, url, token=token_for(url, peer))
-        return cls(send, partial(sign_as, peer.identity_file), run_id, peer_id)
+        send = partial(send_picture, url, Signer(PeerKey.read(peer.identity_file)), token=token_for(url, peer))
+        return cls(send, run_id, peer_id)
 
     def show(self, round: int, samples: int, drawn: Sequence[tuple[str, Any]]) -> None:
         """drawn: (prompt, PIL picture) of the state after `round`."""
@@ -62,7 +63,7 @@ class Showing:
         picture = picture.copy()
         picture.thumbnail((SIDE_PIXELS, SIDE_PIXELS))
         picture.save(out := io.BytesIO(), "WEBP", quality=95)
-        request = PictureRequest(
+        return PictureRequest(
             run_id=self._run_id,
             peer=self._peer_id,
             round=round,
@@ -70,8 +71,6 @@ class Showing:
             prompt=words(prompt, _MAX_PROMPT),
             picture=base64.b64encode(out.getvalue()).decode(),
         )
-        public_key, signature = self._sign(request.statement())
-        return request.model_copy(update={"public_key": public_key, "signature": signature})
 
     def _deliver(self, round: int, samples: int, drawn: Sequence[tuple[str, Any]]) -> None:
         for prompt, picture in drawn:

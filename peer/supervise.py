@@ -98,7 +98,9 @@ class Supervisor:
         more = []
         if (batch, accumulation) != (self._peer.train_batch_size, self._peer.gradient_accumulation_steps):
             more += ["--train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
-        if self._again and not self._peer.resume_from_checkpoint and not self._peer.assist:
+        if (
+            self._again and not self._peer.swarming and self._peer.resume_from_checkpoint in ("auto", "none")
+        ):  # a swarm's trainer does so itself
             more += ["--resume_from_checkpoint", "latest"]
         return [*self._argv, *more]
 

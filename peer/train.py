@@ -69,6 +69,8 @@ class Trainer:
     """Told after every local step."""
     average: "Ema | None" = None
     """Of the weights, where one is kept: rank 0 alone."""
+    averages: bool = False
+    """Whether the parameters are worth what the swarm's state is; if not, what this peer trained is in them for good."""
     noise_seed: str
     """Differs between peers: equal noise would correlate their gradients."""
     step: int = 0
@@ -109,8 +111,14 @@ class Trainer:
                 break
         self._leave()
         self.alive("saving")
-        self.checkpoint()
+        if self.has_learned:
+            self.checkpoint()
         self.accounts.give_back_aside()
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the parameters are more than the base model: a peer that came to no state of its run has nothing to save and to export."""
+        return bool(self.sync.samples or (self.trained and not self.averages))
 
     @property
     def global_step(self) -> int:
@@ -270,7 +278,8 @@ class Trainer:
         load_params(self.params, state["params"])
         self.step, self.trained = state["step"], state["trained"]
         self.optimizer.load_state_dict(state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty when that start computed in another precision
+            self._scaler.load_state_dict(state["scaler"])
         self.feed.load_state_dict(state["feed"])
         self.accounts.load_state_dict(state["accounts"])
         self.accounts.apply(self.sync.load_state_dict(state["sync"]))

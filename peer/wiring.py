@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from peer import checkpoint
 from peer.accounts import Accounts
 from peer.base_model import check_resolution, load_model
 from peer.batches import Decoder
@@ -34,6 +34,7 @@ from peer.methods.shared.parts import denoiser
 from peer.metrics import Progress
 from peer.occasions import Occasion, Occasions, seldom
 from peer.optim import build_optimizer
+from peer.output_folder import Owner, claim, lock
 from peer.placing import Placing, placing
 from peer.prior import ClassPictures, draw_class_pictures
 from peer.profiling import Profiler, profile_folder
@@ -41,7 +42,7 @@ from peer.ranked import RankedSync
 from peer.resolving import known_hosts, token_for
 from peer.results import Results
 from peer.rooms import load_part
-from peer.rounding import RoundingOptimizer, keep_in_bf16
+from peer.rounding import RoundingOptimizer, innermost, keep_in_bf16
 from peer.schedule import build_schedule
 from peer.showing import Showing
 from peer.trackers import Trackers
@@ -51,9 +52,9 @@ from peer.units import step_samples, warm_up
 from peer.validation import Validation
 from peer.visible import show
 from peer.volunteer import Resting
+from swarm.digest import digest_json
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
-from swarm.files import replace
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -123,24 +124,25 @@ class Learner:
 
 
 def assemble(launch: Launch) -> tuple[Trainer, Results]:
-    """The trainer with all its parts, resumed where that was asked for, and what writes its result. Raises UserError."""
+    """The trainer with all its parts, resumed where there is what to resume, and what writes its result. Raises UserError."""
     check_batch(launch)
     if launch.device.type == "xla":
         importlib.import_module("peer.xla").check_options(launch.peer)
     if launch.peer.ipex:
         check_ipex(launch.device)
+    if launch.group.is_main:
+        launch.closing.enter_context(lock(launch.output))
     own_id = launch.group.broadcast_object(peer_id(launch) if launch.group.is_main else None)
     learner, method = build_learner(launch, own_id)
-    check_disk(launch, learner)
     source = build_source(launch, own_id)
     launch = with_end(launch, source)
     if launch.group.is_main:
-        write_run(launch)
+        claim_output(launch)
+    check_disk(launch, learner)
     trainer, trackers = build_trainer(launch, learner, source, own_id)
     results = Results(method, trainer, launch.run, launch.peer)
     trainer.occasions = build_occasions(launch, trainer, results, trackers, own_id)
-    if launch.peer.resume_from_checkpoint:
-        resume(trainer, launch)
+    resume(trainer, launch)
     return trainer, results
 
 
@@ -262,6 +264,7 @@ def build_source(launch: Launch, own_id: str) -> Source | None:
         known_hosts=known_hosts(peer),
         folder=Path(peer.train_data_dir) if peer.train_data_dir else None,
         peer_id=own_id,
+        identity_file=peer.identity_file,
         cache_dir=launch.cache_folder,
         cache_gib=peer.cache_gib,
         batch_samples=max(launch.local_step_samples, peer.lease_samples // 2),  # a source asks for two at a time
@@ -288,11 +291,40 @@ def with_end(launch: Launch, source: Source | None) -> Launch:
     return dataclasses.replace(launch, joined=dataclasses.replace(launch.joined, run=run), end=End(run))
 
 
-def write_run(launch: Launch) -> None:
-    """Beside the checkpoints, what they are of, so that `dd-export` needs no more than the folder."""
-    joined = launch.joined
-    about = {"run": dataclasses.asdict(joined.run), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
-    replace(launch.output / "run.json", json.dumps(about, indent=2).encode())
+def claim_output(launch: Launch) -> None:
+    """Before anything of the run is written, its folder is that of no other run; it says which run it is of, which is all that `dd-export` needs."""
+    joined, peer = launch.joined, launch.peer
+    owner = Owner(
+        id=folder_id(joined.run, peer),
+        name=joined.run.run_name,
+        alone=not peer.swarming,
+        about={"run": joined.run.to_mapping(), "server_url": joined.server_url, "peers": list(joined.initial_peers)},
+    )
+    needed = (joined.run.model, launch.given.get("model", ""), peer.train_data_dir, peer.class_data_dir)
+    claim(
+        launch.output, owner, wanted=peer.resume_from_checkpoint, used=[Path(place) for place in needed if place and Path(place).exists()]
+    )
+
+
+def folder_id(run: RunConfig, peer: PeerConfig) -> str:
+    """By what an output folder tells runs apart: a swarm's by its run_id, those trained alone by their options, model and data."""
+    return run.run_id if peer.swarming else digest_json([run.digest, run.model, data_of(peer)])[:16]
+
+
+def data_of(peer: PeerConfig) -> str:
+    """The data that this peer brings, in words; '' when a server has them."""
+    if peer.train_data_dir:
+        return str(Path(peer.train_data_dir).resolve())
+    return " ".join(
+        filter(None, (peer.dataset_name, peer.dataset_config_name, peer.dataset_name and peer.dataset_split, peer.dataset_part))
+    )
+
+
+def build_checkpoints(launch: Launch, optimizer: torch.optim.Optimizer) -> Checkpoints:
+    """Marked with what their contents fit alone: moments fit their optimizer, places in the data fit these data."""
+    run, peer = launch.run, launch.peer
+    fits = {"run": folder_id(run, peer), "data": data_of(peer), "weights": peer.weights, "optimizer": type(innermost(optimizer)).__name__}
+    return Checkpoints(launch.output, peer.checkpoints_total_limit, fits)
 
 
 def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_id: str) -> tuple[Trainer, Trackers]:
@@ -350,9 +382,10 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         progress=progress,
         stopping=launch.stopping,
         resting=Resting(launch.output, peer.hours) if group.is_main else lambda: False,
-        save=Checkpoints(launch.output, peer.checkpoints_total_limit).save,
+        save=build_checkpoints(launch, learner.optimizer).save,
         occasions=Occasions(),
         by_rounds=peer.swarming,
+        averages=run.sync != "none",
         average=Ema(learner.params, peer.ema_decay) if peer.use_ema and group.is_main else None,
         noise_seed=noise_seed(run, own_id),
         trial=build_trial(launch, learner),
@@ -435,16 +468,31 @@ def build_showing(launch: Launch, trainer: Trainer, own_id: str) -> Callable[[li
 
 
 def resume(trainer: Trainer, launch: Launch) -> None:
-    """Rank 0 reads and verifies the checkpoint; all ranks go on from it."""
-    found = (
-        Checkpoints(launch.output, launch.peer.checkpoints_total_limit).load(launch.peer.resume_from_checkpoint)
-        if launch.group.is_main
-        else None
-    )
+    """Rank 0 reads and verifies the checkpoint that was asked for, in a swarm its own latest unasked; all ranks go on from it."""
+    wanted = launch.peer.resume_from_checkpoint
+    if wanted == "none" or (wanted == "auto" and not launch.peer.swarming):
+        return
+    found = find_checkpoint(launch, build_checkpoints(launch, trainer.optimizer)) if launch.group.is_main else None
     state = launch.group.broadcast_object(found[1] if found else None)
     if state is None:
-        log.info("no checkpoint to resume from yet; starting from the base model")
+        if wanted != "auto":
+            log.info("no checkpoint to resume from yet; starting from the base model")
         return
     trainer.load_state_dict(state)
     if found:
         log.info("resumed checkpoint=%s step=%d samples=%d", found[0], trainer.step, trainer.sync.samples)
+
+
+def find_checkpoint(launch: Launch, checkpoints: Checkpoints) -> tuple[Path, dict[str, Any]] | None:
+    """Unasked, one that does not fit is passed over: in a swarm it costs the optimizer's moments. Raises UserError for one that was asked for."""
+    wanted = launch.peer.resume_from_checkpoint
+    if wanted == "auto":
+        return checkpoints.load_own()
+    found = checkpoints.load(wanted)
+    run = checkpoint.of(found[0]).get("run") if found else None
+    if run and run != launch.run.run_id and launch.peer.swarming:
+        raise UserError(
+            f"The checkpoint {found[0]} is of the run {run}, not of '{launch.run.run_name}' ({launch.run.run_id}).",
+            fix="Remove --resume_from_checkpoint; what was learned goes on as the --model of a new run.",
+        )
+    return found

@@ -110,29 +110,28 @@ class Machine:
             return self._run_of_server()
         from swarm.discovery import find_run
 
-        record = find_run(self.peer.peers, run_id=self.peer.run_id)
-        if record is None:
+        found = find_run(self.peer.peers, run_id=self.peer.run_id)
+        if found is None:
             raise UserError(
                 "The peers given answer, but none of them is in a run.", fix="Ask the host for its server's URL.", code=ExitCode.NETWORK
             )
-        run = self._described(record.run, "the peers' description of their run")
-        self.joined = Joined(run, record.server_url, self.peer.peers, record.head)
-        return self._about(run, (record.head or {}).get("samples", 0), run.total_samples)
+        run = self._agreed(found.run)
+        self.joined = Joined(run, found.server_url, self.peer.peers, found.head)
+        return self._about(run, (found.head or {}).get("samples", 0), run.total_samples)
 
     def _run_of_server(self) -> Answer | str:
         if self.answer is None:
             raise UserError(f"{self.url} has no run yet.", fix="Ask the host to start it, then check again.", code=ExitCode.NETWORK)
-        run = self._described(self.answer.run, self.url)
+        run = self._agreed(RunConfig.from_mapping(self.answer.run, where=self.url))
         head, extension = self.answer.head, self.answer.extension
         maddrs = tuple(dict.fromkeys([*self.peer.peers, *self.answer.initial_peers]))
         self.joined = Joined(run, self.url, maddrs, head and {"digest": head.digest, "samples": head.samples})
         return self._about(run, head.samples if head else 0, extension.total_samples if extension else run.total_samples)
 
-    def _described(self, run: Mapping[str, Any], where: str) -> RunConfig:
-        """Raises UserError when it is no run, or this machine was told otherwise of it."""
-        described = RunConfig.from_mapping(run, where=where)
-        described.refuse_differences(of_joiner(self.given, self.peer, described))
-        return described
+    def _agreed(self, run: RunConfig) -> RunConfig:
+        """Raises UserError when this machine was told otherwise of it."""
+        run.refuse_differences(of_joiner(self.given, self.peer, run))
+        return run
 
     def _about(self, run: RunConfig, samples: int, total: int) -> Answer | str:
         if 0 < total <= samples:

@@ -28,7 +28,9 @@ from peer.data.unsaid import Unsaid
 from swarm import protocol
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
+from swarm.peer_key import PeerKey
 from swarm.run_config import RunConfig
+from swarm.signed_request import Signer
 from swarm.signing import KnownHosts
 
 __all__ = ["DatasetServer", "build", "check_run", "fetch_run", "found_run", "report_round", "send_picture"]
@@ -47,7 +49,7 @@ def build(context: SourceContext) -> "DatasetServer":
     return DatasetServer(
         context.url,
         context.run,
-        peer_id=context.peer_id,
+        key=_key(context),
         token=context.token,
         cache_dir=context.cache_dir,
         cache_bytes=int(context.cache_gib * 2**30),
@@ -57,15 +59,24 @@ def build(context: SourceContext) -> "DatasetServer":
     )
 
 
+def _key(context: SourceContext) -> PeerKey:
+    try:
+        return PeerKey.read(context.identity_file or Path())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{context.identity_file} cannot be read as this peer's key: {error}.", fix="Check --identity_path.", code=ExitCode.DISK
+        ) from None
+
+
 class DatasetServer:
-    """The source; see `build`. Its methods are for one training thread. clock: in seconds."""
+    """The source; see `build`. key: this peer's, which signs all that it says. Its methods are for one training thread. clock: in seconds."""
 
     def __init__(
         self,
         url: str,
         run: RunConfig,
         *,
-        peer_id: str,
+        key: PeerKey,
         token: str = "",
         cache_dir: Path,
         cache_bytes: int,
@@ -74,12 +85,12 @@ class DatasetServer:
         end: End | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._run, self._peer_id, self._end = run, peer_id, end or End(run)
+        self._run, self._peer_id, self._end = run, key.peer_id, end or End(run)
         self._work = Work(batch_samples, clock)
         self._cache = ShardCache(cache_dir, cache_bytes, pinned=self._work.pinned)
-        self._transport = Transport(url, token, clock=clock)
+        self._transport = Transport(url, token, signer=Signer(key), clock=clock)
         self._shards, self._seen = SignedShards(run, known_hosts), Seen()
-        self._outbox = Outbox(Unsaid(cache_dir / f"unsaid-{run.run_id}-{peer_id}.jsonl"), news=self._post)
+        self._outbox = Outbox(Unsaid(cache_dir / f"unsaid-{run.run_id}-{key.peer_id}.jsonl"), news=self._post)
         self._renew_every = 20.0
         self._loop = asyncio.new_event_loop()
         self._stop, self._hungry, self._must_renew, self._mail, self._short = (asyncio.Event() for _ in range(5))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.contracts import Sample, Settlement, SourceContext
+from swarm.dataset_rows import NoPicture, read_picture
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,11 @@ class HuggingFace:
 
     def _sample(self, key: str, row: Mapping[str, Any]) -> Sample:
         """A row without a picture or a caption is one that cannot be decoded: it is left out, and counted, like a broken one."""
-        image, caption = _picture(row[self._dataset.image_column]), _caption(row.get(self._dataset.caption_column), self._prompt)
+        image, caption = b"", _caption(row.get(self._dataset.caption_column), self._prompt)
+        try:
+            image = read_picture(row[self._dataset.image_column], self._dataset.name)
+        except NoPicture as reason:
+            log.warning("row %s: %s", key, reason)
         if caption is None:
             log.warning("row %s has no caption", key)
         return Sample(key, image if caption is not None else b"", caption or "")
@@ -231,24 +236,6 @@ def _open(dataset: Dataset) -> tuple[Callable[[int], Any], int, int]:
         own = list(range(index, files, count))
         return (lambda number: rows.shard(files, own[number])), len(own), size
     return (lambda number: split_dataset_by_node(rows.shard(files, number), index, count)), files, size
-
-
-def _picture(value: Any) -> bytes:
-    """The picture's bytes; none when this row has no picture that can be had."""
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, str):
-        return b""
-    from datasets.utils.file_utils import xopen
-
-    try:
-        with xopen(value, "rb") as file:
-            return file.read()
-    except OSError as error:
-        log.warning("cannot fetch %s: %s", value, error)
-        return b""
 
 
 def _caption(value: Any, prompt: str | None) -> str | tuple[str, ...] | None:

@@ -52,7 +52,7 @@ class Order:
     """What it may take."""
 
     def to_json(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self), default=str).encode()
+        return json.dumps({**dataclasses.asdict(self), "run": self.run.to_mapping()}, default=str).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> "Order":

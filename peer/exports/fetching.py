@@ -1,10 +1,9 @@
 """The newest state of a run, fetched from those who hold it by one who trains nothing and stays no longer than that takes."""
 
 import asyncio
-import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from peer.config import PeerConfig
@@ -18,6 +17,7 @@ from peer.sync.engine.outer import load_strategy
 from swarm.dht import SwarmNode
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from swarm.runs import named_in
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 def fetch_state(
     place: str, folder: Path, *, token: str = "", host_key: str = "", seconds: float, look: Callable[[RunConfig], object] = lambda run: None
 ) -> Path:
-    """The file of the state that most live peers of the run at `place` (URL or multiaddr) sign, with what run it is of beside it.
+    """The file of the newest state of the run at `place` (URL or multiaddr), with what run it is of beside it.
 
+    That is the one that the server keeps, or the peer at this multiaddr signs, or the server knows of; failing these, most live peers sign it.
     It is checked against its digest, chunk by chunk. look: told the run before anything large is fetched; may raise. Raises UserError.
     """
     where = {"peers": (place,)} if place.startswith("/") else {"datasetserver": place, "token": token}
@@ -38,11 +39,11 @@ def fetch_state(
             f"The run '{joined.run.run_name}' has --sync none: its peers share no state.", fix="Ask one of them for its result."
         )
     look(joined.run)
-    about = {"run": dataclasses.asdict(joined.run), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
+    about = {"run": joined.run.to_mapping(), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
     (folder / "run.json").write_text(json.dumps(about), encoding="utf-8")
     if kept := _of_server(joined.server_url, folder, token if joined.server_url == place else ""):
         return kept
-    return asyncio.run(_fetch(joined, folder, seconds))
+    return asyncio.run(_fetch(joined, named_in(peer.peers), folder, seconds))
 
 
 def _of_server(url: str, folder: Path, token: str) -> Path | None:
@@ -59,14 +60,15 @@ def _of_server(url: str, folder: Path, token: str) -> Path | None:
     return path
 
 
-async def _fetch(joined: Joined, folder: Path, seconds: float) -> Path:
+async def _fetch(joined: Joined, named: Collection[str], folder: Path, seconds: float) -> Path:
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # hivemind's tasks that p2pd's end leaves behind
     run = joined.run
     node = await SwarmNode.join(
         initial_peers=joined.initial_peers, identity_path=folder / "visitor.key", client_mode=True, deadline_seconds=min(seconds, 60)
     )
     try:
-        state = await newest_state(run, load_strategy(f"peer.sync.{run.sync}:strategy", run), node, seconds)
+        strategy, known = load_strategy(f"peer.sync.{run.sync}:strategy", run), (joined.last_known or {}).get("digest", "")
+        state = await newest_state(run, strategy, node, seconds, named, known)
     finally:
         await node.close()
     log.info("fetched round=%d samples=%d state=%s", state.header.round, state.header.samples, state.digest[:8])

@@ -16,6 +16,7 @@ from peer.contracts import Method, Model, Params
 from peer.exports.card import write_card
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
+from swarm.run_identity import PLACES
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def write_result(method: Method, model: Model, params: Params, target: Path, abo
                 model.save(folder)
             if not form.safetensors:
                 _as_pickle(folder)
-        (folder / NAME).write_text(json.dumps(dataclasses.asdict(about), indent=2), encoding="utf-8")
+        (folder / NAME).write_text(json.dumps(_values(about), indent=2), encoding="utf-8")
         write_card(folder, about)
 
 
@@ -104,6 +105,10 @@ def _as_pickle(folder: Path) -> None:
 
 def public(about: Result) -> Mapping[str, Any]:
     """What strangers may read of it: no paths of this machine."""
-    values = dataclasses.asdict(about)
-    values["run"] |= {name: "" for name in ("model", "model_config") if Path(values["run"][name]).is_absolute()}
-    return values
+    hidden = {name: "" for name in PLACES if Path(getattr(about.run, name)).is_absolute()}
+    return _values(dataclasses.replace(about, run=dataclasses.replace(about.run, **hidden)))
+
+
+def _values(about: Result) -> dict[str, Any]:
+    """For JSON: the run as it is sent, so that it keeps its id."""
+    return {**dataclasses.asdict(about), "run": about.run.to_mapping()}

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from peer.contracts import LatentBatch, Text
-from peer.models.diffusion.model import DiffusionModel, refuse
+from peer.models.diffusion.model import DiffusionModel
 from peer.models.diffusion.noising import Noised, mean_square, normal
 from peer.models.diffusion.pipeline import load_pipeline
 from peer.models.diffusion.prompts import tokenize
+from swarm.founding import check_family
 from swarm.run_config import RunConfig
 
 
@@ -30,22 +31,7 @@ class Flux(DiffusionModel):
     def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        defaults = RunConfig()
-        for option in (
-            "prediction_type",
-            "rescale_betas_zero_snr",
-            "snr_gamma",
-            "noise_offset",
-            "input_perturbation",
-            "timestep_bias_strategy",
-        ):
-            refuse(
-                "FLUX",
-                "is trained by flow matching, which has no such thing",
-                **{option: (getattr(run, option), getattr(defaults, option))},
-            )
-        for option in ("clip_skip", "max_token_chunks"):
-            refuse("FLUX", "reads captions with T5", **{option: (getattr(run, option), getattr(defaults, option))})
+        check_family("flux", run)
         super().__init__(pipeline, device)
         self._run = run
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)  # drawing pictures sets the pipeline's own

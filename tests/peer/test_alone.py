@@ -2,16 +2,18 @@
 
 import dataclasses
 import json
+import shutil
 from contextlib import ExitStack
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from peer.checkpoint import Checkpoints
+from peer.checkpoint import Checkpoints, about
 from peer.config import PeerConfig
 from peer.contracts import LeaseLost, SyncReport
 from peer.device import Rank, RankGroup
+from peer.exports.result import read_result
 from peer.joining import Joined
 from peer.wiring import Launch, assemble
 from swarm.errors import UserError
@@ -157,6 +159,93 @@ def test_a_run_with_decoding_processes_resumes_as_exactly(start):
 
 def test_a_run_that_finds_no_checkpoint_yet_starts_afresh(start):
     assert start(resume_from_checkpoint="latest").trainer.step == 0
+
+
+def test_alone_nothing_is_resumed_unasked_and_the_same_run_begun_again_takes_its_place(start, tmp_path):
+    start(stop_after=3).run()
+    again = start(stop_after=2).run()
+    assert again.trainer.step == 2 and not (tmp_path / "out" / "earlier").exists()
+    assert start(resume_from_checkpoint="none").trainer.step == 0
+
+
+@pytest.mark.parametrize("change", ["options", "data", "model"])
+def test_what_was_trained_alone_is_set_aside_when_another_run_is_trained_in_its_folder(start, tmp_path, pictures, tiny_model, change):
+    first = start(stop_after=3).run()
+    first.results.export(tmp_path / "out" / "model")
+    run, own = RUN, {}
+    if change == "options":
+        run = dataclasses.replace(RUN, learning_rate=2e-3)
+    elif change == "data":
+        own = {"train_data_dir": str(shutil.copytree(pictures, tmp_path / "other_pictures"))}
+    else:
+        run = dataclasses.replace(RUN, model=str(shutil.copytree(tiny_model, tmp_path / "other_model")))
+    second = start(run=run, stop_after=1, **own).run()
+    assert second.trainer.step == 1 and not (tmp_path / "out" / "model").exists()
+    (earlier,) = (tmp_path / "out" / "earlier").iterdir()
+    assert read_result(earlier / "model").samples == first.trainer.sync.samples
+    (kept,) = Checkpoints(earlier, keep=2).paths()
+    assert about(kept)["step"] == 3 and [about(path)["step"] for path in Checkpoints(tmp_path / "out", keep=2).paths()] == [1]
+
+
+def test_a_result_that_is_to_be_trained_further_is_not_moved_away(start, tmp_path):
+    start(stop_after=1).run().results.export(tmp_path / "out" / "model")
+    with pytest.raises(UserError, match=r"model is part of .*, which was trained alone"):
+        start(run=dataclasses.replace(RUN, model=str(tmp_path / "out" / "model")))
+    assert (tmp_path / "out" / "model" / "model_index.json").is_file()
+
+
+def test_other_options_go_on_with_a_checkpoint_that_is_asked_for(start, tmp_path):
+    start(stop_after=3).run()
+    longer = start(run=dataclasses.replace(RUN, total_samples=80), stop_after=5, resume_from_checkpoint="latest").run()
+    assert longer.trainer.step == 5 and not (tmp_path / "out" / "earlier").exists()
+
+
+def test_who_has_trained_nothing_saves_nothing(start, tmp_path):
+    none = start(stop_after=0)
+    none.trainer.resting = lambda: True  # rests from the start, and is stopped then
+    none.run()
+    assert none.trainer.trained == 0 and not none.trainer.has_learned and not Checkpoints(tmp_path / "out", keep=2).paths()
+
+
+def test_in_a_swarm_only_its_state_is_worth_saving(start):
+    trainer = start(stop_after=3).run().trainer
+    assert trainer.has_learned
+    trainer.averages, trainer.sync.samples = True, 0
+    assert not trainer.has_learned
+    trainer.sync.samples = 8
+    assert trainer.has_learned
+
+
+@pytest.fixture
+def swarming(start, monkeypatch):
+    """As `start`, for a peer of a swarm."""
+    monkeypatch.setattr(PeerConfig, "swarming", True)
+    monkeypatch.setattr("peer.wiring.peer_id", lambda launch: "alone")
+    return start
+
+
+def test_a_swarms_peer_goes_on_from_its_own_latest_unasked_unless_it_does_not_fit(swarming, tmp_path, caplog):
+    swarming(stop_after=3, checkpointing_steps=100).run()
+    assert swarming().trainer.step == 3 and swarming(resume_from_checkpoint="none").trainer.step == 0
+    assert swarming(weights="bf16").trainer.step == 0 and "its weights is fp32, not bf16" in caplog.text
+    (path,) = Checkpoints(tmp_path / "out", keep=2).paths()
+    (path / "state.json").write_text("torn")
+    assert swarming().trainer.step == 0 and "damaged, state.json is not what was written" in caplog.text
+    with pytest.raises(UserError, match=r"No checkpoint in .* is whole"):
+        swarming(resume_from_checkpoint="latest")
+
+
+def test_a_checkpoint_of_another_run_is_refused_where_it_is_asked_for(swarming, tmp_path):
+    swarming(stop_after=3).run()
+    other = dataclasses.replace(RUN, run_name="another")
+    with pytest.raises(UserError, match="there is no checkpoint of the run 'another'"):
+        swarming(run=other, resume_from_checkpoint="latest")
+    elsewhere = str(tmp_path / "out" / "checkpoint-000001")
+    with pytest.raises(UserError, match=r"checkpoint-000001 is of the run [0-9a-f]{16}, not of 'another' \([0-9a-f]{16}\)"):
+        swarming("elsewhere", run=other, resume_from_checkpoint=elsewhere)
+    assert swarming("elsewhere", resume_from_checkpoint=elsewhere).trainer.step == 3
+    assert swarming(run=other).trainer.step == 0, "a newcomer, not a failure"
+    assert swarming().trainer.step == 3, "its own, which has come back"
 
 
 def test_a_checkpoint_of_another_model_is_refused(start, tmp_path):

@@ -1,7 +1,6 @@
 """`dd-peer --assist` as a program, and what it tells a real dataset server. What it does in a swarm: tests/peer/sync/test_assistant.py."""
 
 import asyncio
-import dataclasses
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from swarm.ports import free_port
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 from tests.datasetserver.hosting import Host
+from tests.identities import id_of, key
 from tests.peer.test_visible import scraped
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -82,7 +82,7 @@ def test_settled_rounds_reach_a_server_that_was_away(tmp_path, monkeypatch):
         host.stop()
 
         async def scenario():
-            reports = assist.Reports(Joined(run, host.url), "QmHelper")
+            reports = assist.Reports(Joined(run, host.url), key("helper"))
             delivering = asyncio.create_task(reports.deliver_forever())
             reports.add([settled])
             await asyncio.sleep(0)
@@ -93,7 +93,7 @@ def test_settled_rounds_reach_a_server_that_was_away(tmp_path, monkeypatch):
 
         asyncio.run(scenario())
         head = fetch_run(host.url, 20).head
-        assert (head.digest, head.round, head.samples, head.reporters) == ("1" * 64, 1, 8, ["QmHelper"])
+        assert (head.digest, head.round, head.samples, head.reporters) == ("1" * 64, 1, 8, [id_of("helper")])
     finally:
         host.stop()
 
@@ -108,7 +108,7 @@ def test_a_helper_that_waits_for_the_first_peer_ends_in_order_when_told_to(tmp_p
     helper, port = None, free_port()
     try:
         options = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "announce_maddrs": [], "identity_path": str(tmp_path / "bootstrap.key")}
-        bootstrap.stdin.write(json.dumps({**options, "run_id": run.run_id, "run": dataclasses.asdict(run), "url": ""}) + "\n")
+        bootstrap.stdin.write(json.dumps({**options, "run_id": run.run_id, "run": run.to_mapping(), "url": ""}) + "\n")
         bootstrap.stdin.flush()
         address = json.loads(bootstrap.stdout.readline())["maddrs"][0]
         log = (tmp_path / "log").open("w+")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peer.checkpoint import Checkpoints, about, read
+from peer.checkpoint import Checkpoints, about, of, read
 from swarm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +59,22 @@ def test_there_may_be_none_yet_but_one_that_is_named_must_be_there(tmp_path):
     assert Checkpoints(tmp_path, keep=2).load("latest") is None
     with pytest.raises(UserError, match="There is no checkpoint"):
         Checkpoints(tmp_path, keep=2).load(str(tmp_path / "checkpoint-000009"))
+
+
+def test_ones_own_are_the_newest_whole_ones_of_the_same(tmp_path, caplog):
+    ours, theirs = {"run": "a", "weights": "fp32"}, {"run": "b", "weights": "fp32"}
+    mine = Checkpoints(tmp_path, 9, ours)
+    assert mine.load_own() is None
+    first, second = mine.save(state(1), {}), mine.save(state(2), {})
+    other, bare = Checkpoints(tmp_path, 9, theirs).save(state(3), {}), Checkpoints(tmp_path, 9).save(state(4), {})
+    found, loaded = mine.load_own()
+    assert found == second and equal(loaded, state(2)) and of(second) == ours and of(bare) == {}
+    assert f"passed over {other}: its run is b, not a" in caplog.messages
+    assert f"passed over {bare}: its run is not said, not a, its weights is not said, not fp32" in caplog.messages
+    flip(second / "tensors.safetensors", -1)
+    assert mine.load_own()[0] == first and f"passed over {second}: damaged, tensors.safetensors is not what was written" in caplog.messages
+    (first / "manifest.json").write_text("{")
+    assert mine.load_own() is None
 
 
 def flip(path, position):

@@ -1,6 +1,5 @@
 """`dd-export` on a tiny model and a state as an assisting peer keeps it."""
 
-import dataclasses
 import json
 import shutil
 import signal
@@ -48,7 +47,7 @@ def helper(tmp_path, tiny_model):
         state = next_state(state, [[vector + change, torch.zeros(schema.size)]], [Member("a", number, 8)])
         store.save(state)
         archive.keep([state.header.settlement(state.digest)])
-    (folder / "run.json").write_text(json.dumps({"run": dataclasses.asdict(run), "server_url": "", "peers": []}))
+    (folder / "run.json").write_text(json.dumps({"run": run.to_mapping(), "server_url": "", "peers": []}))
     return folder
 
 
@@ -81,13 +80,13 @@ def damage(helper, tmp_path):
 
 def of_another_run(helper, tmp_path):
     saved = json.loads((helper / "run.json").read_text())
-    saved["run"]["seed"] = 5
+    saved["run"]["values"]["seed"] = 5
     (helper / "run.json").write_text(json.dumps(saved))
 
 
 def of_another_model(helper, tmp_path):
     saved = json.loads((helper / "run.json").read_text())
-    saved["run"]["model"] = str(tiny.write_model(tmp_path / "other", seed=1))
+    saved["run"]["values"]["model"] = str(tiny.write_model(tmp_path / "other", seed=1))
     (helper / "run.json").write_text(json.dumps(saved))
 
 
@@ -120,7 +119,7 @@ def trained(tmp_path, tiny_model):
     for number in (1, 2):
         vectors.data += number
         checkpoints.save({"params": {name: p.detach() for name, p in params.items()}}, {"round": number, "samples": 8 * number})
-    (folder / "run.json").write_text(json.dumps({"run": dataclasses.asdict(run), "server_url": "", "peers": []}))
+    (folder / "run.json").write_text(json.dumps({"run": run.to_mapping(), "server_url": "", "peers": []}))
     return folder, vectors.detach()
 
 

@@ -92,7 +92,7 @@ def test_a_result_is_uploaded_whole_with_its_card_and_without_paths_of_this_mach
     assert server.files.keys() == {"README.md", "pytorch_lora_weights.safetensors", "result.json"}
     assert server.files["README.md"] == (result / "README.md").read_bytes()
     sent = json.loads(server.files["result.json"])
-    assert sent["run"]["model"] == "" and sent["run"]["method"] == "lora" and sent["samples"] == 64
+    assert "model" not in sent["run"]["values"] and sent["run"]["values"]["method"] == "lora" and sent["samples"] == 64
     assert not any(str(tmp_path).encode() in data for data in server.files.values())
     assert read_result(result).run.model
 

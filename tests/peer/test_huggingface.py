@@ -149,6 +149,26 @@ def test_a_row_without_picture_or_caption_is_left_out_like_a_broken_picture(tmp_
     assert {sample.caption: bool(sample.image) for sample in source(tmp_path, instance_prompt="sks")} == {"sks": True, "x": False}
 
 
+@pytest.mark.parametrize("as_text", [False, True], ids=["image", "text"])
+def test_a_row_that_names_a_file_of_this_machine_is_left_out(tmp_path, caplog, as_text):
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    secret, folder = tmp_path / "secret.png", tmp_path / "dataset"
+    secret.write_bytes(picture(1))
+    folder.mkdir()
+    (folder / "own.png").write_bytes(picture(2))
+    paths = [str(secret), f"file://{secret}", "../secret.png", str(folder / "own.png")]
+    kind = datasets.Value("string") if as_text else datasets.Image()
+    rows = {"image": paths if as_text else [{"bytes": None, "path": path} for path in paths], "text": list("abcd")}
+    schema = datasets.Features({"image": kind, "text": datasets.Value("string")}).arrow_schema
+    pyarrow.parquet.write_table(pyarrow.Table.from_pydict(rows, schema=schema), folder / "train.parquet")
+    found = {sample.caption: sample.image for sample in source(folder)}
+    assert found == {"a": b"", "b": b"", "c": b"", "d": picture(2)}
+    assert caplog.text.count("a path that leads out of the dataset") == 2 and "row 0:0:0:0: " in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

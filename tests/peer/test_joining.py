@@ -77,10 +77,18 @@ class DhtNode:
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(200)
 
-    def tell(self, run, server_url="", head=None):
+    def tell(self, run, server_url="", head=None, run_id=""):
         from swarm.records import RunRecord
 
-        assert self.call(self.node.publish_run(RunRecord(run_id=run.run_id, run=dataclasses.asdict(run), server_url=server_url, head=head)))
+        told = RunRecord(run_id=run_id or run.run_id, run=run.to_mapping(), server_url=server_url, head=head)
+        assert self.call(self.node.publish_run(told))
+
+    def sees(self, count):
+        """Wait until so many have told of a run."""
+        deadline = time.monotonic() + 60
+        while len(self.call(self.node.find_runs())) < count:
+            assert time.monotonic() < deadline, "the records did not get around"
+            time.sleep(0.1)
 
     def close(self):
         self.call(self.node.close())
@@ -224,23 +232,72 @@ def test_a_server_that_is_away_or_lost_its_run_keeps_nobody_from_joining(node, o
         open_host.stop()
 
 
+@pytest.fixture
+def stranger(node, tmp_path):
+    """Another node of the DHT, whose address no user gives."""
+    stranger = DhtNode(tmp_path / "stranger", node.maddr)
+    yield stranger
+    stranger.close()
+
+
+REAL = RunConfig(run_name="real", model="m", model_digest="ab" * 32)
+OTHER = RunConfig(run_name="other", model="m", model_digest="cd" * 32)
+
+
 @pytest.mark.swarm
-def test_of_several_runs_the_peer_says_which(node, tmp_path, pictures):
-    runs = [RunConfig(run_name=name, model="m", model_digest="ab" * 32) for name in ("one", "two")]
-    second = DhtNode(tmp_path / "second", node.maddr)
-    try:
-        node.tell(runs[0])
-        second.tell(runs[1])
-        deadline = time.monotonic() + 60
-        while len(node.call(node.node.find_runs())) < 2:
-            assert time.monotonic() < deadline, "the second run did not get around"
-            time.sleep(0.1)
-        error = refusal("serve 2 runs", "--peers", node.maddr, "--train_data_dir", pictures)
-        assert "--run_id" in error.fix and all(run.run_id in error.message for run in runs)
-        joined = resolve("--peers", node.maddr, "--train_data_dir", pictures, "--run_id", runs[1].run_id)
-        assert joined.run == runs[1]
-    finally:
-        second.close()
+def test_of_several_runs_that_of_the_peer_named_is_joined_or_else_the_peer_says_which(node, stranger, pictures):
+    node.tell(REAL)
+    stranger.tell(OTHER)
+    node.sees(2)
+    data = ("--train_data_dir", pictures)
+    assert resolve("--peers", node.maddr, *data).run == REAL, "a stranger's run keeps nobody from joining that of the peer named"
+    assert resolve("--peers", node.maddr, *data, "--run_id", OTHER.run_id).run == OTHER
+    error = refusal("serve 2 runs", "--peers", node.maddr, stranger.maddr, *data)
+    assert "--run_id" in error.fix and error.message.count("0 live") == 2
+    assert all(run.run_id in error.message and run.run_name in error.message for run in (REAL, OTHER))
+
+
+@pytest.mark.swarm
+def test_a_run_under_the_id_of_another_is_nobodys(node, stranger, pictures, monkeypatch):
+    from swarm.discovery import find_run
+
+    data = ("--train_data_dir", pictures)
+    stranger.tell(OTHER, head={**HEAD, "samples": 2**53}, run_id=REAL.run_id)
+    node.sees(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("swarm.discovery.find_run", functools.partial(find_run, seconds=3.0))
+        for asked in ((), ("--run_id", REAL.run_id), ("--run_id", OTHER.run_id)):
+            refusal("none of them is in a run", "--peers", node.maddr, *data, *asked, code=ExitCode.NETWORK)
+    node.tell(REAL)
+    for asked in ((), ("--run_id", REAL.run_id)):
+        joined = resolve("--peers", node.maddr, *data, *asked)
+        assert (joined.run, joined.last_known) == (REAL, None)
+
+
+@pytest.mark.swarm
+def test_what_strangers_say_of_the_real_run_leads_nobody_astray(node, stranger, pictures, founded):
+    """Neither to another server, nor to another place of the model, nor into waiting for a state that nobody has."""
+    data = ("--train_data_dir", pictures)
+    elsewhere = dataclasses.replace(REAL, model="stranger/model", model_config="stranger/config")
+    assert elsewhere.run_id == REAL.run_id
+    stranger.tell(elsewhere, founded.url, {**HEAD, "samples": 2**53})
+    node.tell(REAL, head=HEAD)
+    node.sees(2)
+    joined = resolve("--peers", node.maddr, *data)
+    assert (joined.run, joined.server_url, joined.last_known) == (REAL, "", HEAD) and joined.run.model == "m"
+
+
+@pytest.mark.swarm
+def test_a_server_that_only_strangers_name_must_sign_with_the_hosts_key(node, stranger, founded, pictures):
+    at_server = resolve("--datasetserver", founded.url)
+    stranger.tell(at_server.run, founded.url, {**HEAD, "samples": 2**53})
+    node.sees(1)
+    data = ("--train_data_dir", pictures, "--identity_path", "elsewhere/identity.key")
+    for flags in ((), ("--host_key", "ab" * 32)):
+        joined = resolve("--peers", node.maddr, *data, *flags)
+        assert (joined.run, joined.server_url, joined.last_known) == (at_server.run, "", None), flags
+    joined = resolve("--peers", node.maddr, *data, "--host_key", at_server.host_key)
+    assert (joined.run, joined.server_url, joined.last_known) == (at_server.run, founded.url, None)
 
 
 @pytest.mark.swarm

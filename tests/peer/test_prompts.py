@@ -88,7 +88,7 @@ def test_an_encoder_keeps_a_layer_to_read(family, most):
 
 @pytest.mark.parametrize("options", [{"clip_skip": 1}, {"max_token_chunks": 2}])
 def test_flux_refuses_what_only_clip_has(options):
-    with pytest.raises(UserError, match=f"{next(iter(options))} is .* FLUX reads captions with T5"):
+    with pytest.raises(UserError, match=f"{next(iter(options))} is .* flux reads captions with T5"):
         model_of("flux", **options)
 
 

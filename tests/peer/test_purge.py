@@ -20,13 +20,14 @@ from swarm.run_config import RunConfig
 
 HEX = "0123456789abcdef" * 4
 OURS = (
-    "contribution_number", "known_hosts.json", "metrics.jsonl", "peer_state", "rounds.jsonl", "run.json",
+    "contribution_number", "in_use.lock", "known_hosts.json", "state/met.json", f"earlier/{HEX[:16]}/run.json", f"earlier/{HEX[:16]}/rounds.jsonl",
+    f"earlier/{HEX[:16]}/checkpoint-000007/manifest.json", f"earlier/{HEX[:16]}/state/samples-0000000000000064-round-00000001-{HEX[:12]}.state", "metrics.jsonl", "peer_state", "rounds.jsonl", "run.json",
     f"state/samples-0000000000000064-round-00000001-{HEX[:12]}.state", f"state/means/{HEX[:32]}.mean",
     f"settled/round-00000001-samples-0000000064-{HEX[:12]}.state",
     f"cache/shards/{HEX}.tar", f"cache/shards/{HEX}.tar.part", f"cache/latents/{HEX[:32]}/ab/{HEX}.safetensors", f"cache/unsaid-{HEX[:16]}-QmPeer.jsonl",
     "checkpoint-000001/manifest.json", "checkpoint-000001/tensors.safetensors", "run.json.17-140.part", f"cache/latents/{HEX[:32]}/ab/{HEX}.safetensors.17.140.part", "logs/run/events.out.tfevents.123", "supervised/life", "supervised/lock",
 )  # fmt: skip
-RESULTS = ("model/model_index.json", "model-steps-5/unet/x.safetensors", "validation/1.png")
+RESULTS = (f"earlier/{HEX[:16]}/model/model_index.json", "model/model_index.json", "model-steps-5/unet/x.safetensors", "validation/1.png")
 STRANGERS = (
     "notes.txt",
     "cache/my.tar",
@@ -56,14 +57,14 @@ def test_what_the_peer_stored_goes_and_results_and_strangers_stay(output, capsys
     assert main(["--purge", "--output_dir", str(output), "--yes"]) == 0
     assert there(output) == {*RESULTS, *STRANGERS}
     text = capsys.readouterr().out
-    assert "stays: model, model-steps-5, validation" in text and "25 bytes  " in text and "together" in text
+    assert f"stays: earlier/{HEX[:16]}/model, model, model-steps-5, validation" in text and "25 bytes  " in text and "together" in text
     assert not (output / "settled").exists() and not (output / "state" / "means").exists()
     assert all(str(output / name) in text for name in STRANGERS) and text.endswith("deleted, except what stays\n")
 
 
 def test_all_takes_the_results_too(output):
     assert main(["--purge", "all", "--output_dir", str(output), "--yes"]) == 0
-    assert there(output) == {*STRANGERS}
+    assert there(output) == {*STRANGERS} and not (output / "earlier").exists()
 
 
 def test_a_folder_with_nothing_else_in_it_goes_as_well(tmp_path):
@@ -77,13 +78,15 @@ def test_nothing_stays_of_what_the_sources_and_caches_of_a_peer_wrote(serve, tmp
     host, output = serve(samples=4, shard_samples=2), tmp_path / "out"
     run = RunConfig.from_mapping(fetch_run(host.url, 20).run, where=host.url)
     cache = output / "cache"
-    source = build(SourceContext(run=run, url=host.url, peer_id="QmPeer", cache_dir=cache, cache_gib=1.0, batch_samples=2))
+    identity = Identity(output / "identity.key")
+    mine = {"peer_id": identity.peer_id, "identity_file": identity.path}
+    source = build(SourceContext(run=run, url=host.url, **mine, cache_dir=cache, cache_gib=1.0, batch_samples=2))
     next(iter(source))
     source.close()
     Unsaid(cache / f"unsaid-{run.run_id}-QmPeer.jsonl").keep({"path": "/v1/rounds"})
     TensorCache(cache / "latents", HEX, 2**20).put(latents_name(b"a picture", Frame(8, 8)), {"latents": torch.zeros(2)})
     TensorCache(cache / "texts", HEX, 2**20)
-    Identity(output / "identity.key").close()
+    identity.close()
     assert len(there(cache)) >= 3 and any(name.startswith("cache/shards/") for name in there(output))
     assert main(["--purge", "--output_dir", str(output), "--yes"]) == 0
     assert not output.exists() and capsys.readouterr().out.endswith("\ndeleted\n")

@@ -219,7 +219,7 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_file(tiny_family, tmp
     Trained(tiny_family(family), family, tmp_path / "model", **options).written()
     if "not there" in reason:
         saved = json.loads((tmp_path / "model" / "result.json").read_text())
-        saved["run"]["model"] = "/nowhere/model"
+        saved["run"]["values"]["model"] = "/nowhere/model"
         (tmp_path / "model" / "result.json").write_text(json.dumps(saved))
     if "damaged" in reason:
         (tmp_path / "model" / "result.json").write_text("{")
@@ -232,7 +232,7 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_file(tiny_family, tmp
 def test_a_base_model_elsewhere_can_be_named(tiny_family, tmp_path):
     Trained(tiny_family("sd"), "sd", tmp_path / "model", **LORA).written()
     saved = json.loads((tmp_path / "model" / "result.json").read_text())
-    saved["run"]["model"] = "/nowhere/model"
+    saved["run"]["values"]["model"] = "/nowhere/model"
     (tmp_path / "model" / "result.json").write_text(json.dumps(saved))
     export.main(["--state", str(tmp_path), "--model", str(tiny_family("sd")), "--out", str(tmp_path / "whole")])
     assert plain(tmp_path / "whole").unet.config.sample_size == 8

@@ -1,4 +1,4 @@
-"""Pictures on their way to the host's page: signed, one round at a time, and never in the way of training."""
+"""Pictures on their way to the host's page: one round at a time, and never in the way of training."""
 
 import threading
 
@@ -6,40 +6,36 @@ import pytest
 from PIL import Image
 
 from peer.showing import SIDE_PIXELS, Showing
-from swarm.dht import Identity, sign_as
 from swarm.errors import ExitCode, UserError
-from swarm.peer_key import check_statement
 from swarm.protocol import PictureRequest
 from tests.datasetserver.hosting import until
 
 
 @pytest.fixture
-def showing(tmp_path):
-    """showing(send) makes one with a key of its own; closed with the test."""
-    identity, made = Identity(tmp_path / "key"), []
+def showing():
+    """showing(send) makes one; closed with the test."""
+    made = []
 
     def make(send):
-        made.append(Showing(send, lambda statement: sign_as(tmp_path / "key", statement), "0123456789abcdef", identity.peer_id))
+        made.append(Showing(send, "0123456789abcdef", "QmPeer"))
         return made[-1]
 
     yield make
     for one in made:
         one.close()
-    identity.close()
 
 
 def drawn(side=16, prompt="a cat"):
     return [(prompt, Image.new("RGB", (side, side), "red"))]
 
 
-def test_what_is_sent_is_signed_small_and_says_what_it_is(showing):
+def test_what_is_sent_is_small_and_says_what_it_is(showing):
     sent = []
     one = showing(lambda body: sent.append(PictureRequest.model_validate(body)) or "")
     one.show(3, 96, [*drawn(), *drawn(2 * SIDE_PIXELS, "two\nlines" + "x" * 600)])
     until(lambda: len(sent) == 2)
     for request in sent:
-        check_statement(request.peer, request.statement(), request.public_key, request.signature)
-        assert (request.round, request.samples) == (3, 96)
+        assert (request.peer, request.round, request.samples) == ("QmPeer", 3, 96)
     assert sent[0].prompt == "a cat" and sent[1].prompt.startswith("two lines") and len(sent[1].prompt) == 500
 
 

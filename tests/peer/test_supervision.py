@@ -193,9 +193,15 @@ def test_a_trainer_that_fails_is_started_again_from_its_latest_checkpoint(superv
     assert seen[1]["argv"] == [*seen[0]["argv"], "--resume_from_checkpoint", "latest"]
 
 
-def test_what_the_owner_asked_to_resume_stays(supervise):
-    _, _, seen, _ = supervise([1, "done"], "--resume", "mine")
+@pytest.mark.parametrize("flags", [("--resume", "mine"), ("--found",), ("--found", "--resume", "none")])
+def test_what_the_owner_asked_to_resume_stays_and_in_a_swarm_the_trainer_finds_its_own(supervise, flags):
+    _, _, seen, _ = supervise([1, "done"], *flags)
     assert seen[1]["argv"] == seen[0]["argv"]
+
+
+def test_who_begins_anew_alone_goes_on_after_a_failure_all_the_same(supervise):
+    _, _, seen, _ = supervise([1, "done"], "--resume", "none")
+    assert seen[1]["argv"] == [*seen[0]["argv"], "--resume_from_checkpoint", "latest"]
 
 
 def test_a_mistake_is_answered_once_in_one_line(supervise):

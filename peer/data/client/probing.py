@@ -5,9 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
-from peer.data.client.transport import ServerAway, Transport, exchange, join_url
+from peer.data.client.transport import ServerAway, Transport, exchange, open_session
 from swarm import protocol
 
 _TRIES = 3
@@ -26,10 +24,10 @@ def distance(url: str, token: str = "", seconds: float = 10.0) -> Distance:
 
     async def ask() -> Distance:
         found = []
-        async with aiohttp.ClientSession() as session:
+        async with open_session() as session:
             for _ in range(_TRIES):
                 began, wall = time.monotonic(), time.time()
-                reply = await exchange(session, "GET", join_url(url, "/v1/run"), seconds=seconds, token=token)
+                reply = await exchange(session, "GET", url, "/v1/run", seconds=seconds, token=token)
                 took = time.monotonic() - began
                 try:
                     told = protocol.RunAnswer.model_validate_json(reply.body).server_time
@@ -46,7 +44,7 @@ def download(url: str, manifest: str, token: str = "", *, most_bytes: int, secon
 
     async def fetch() -> tuple[int, float]:
         async with Transport(url, token) as transport:
-            reply = await exchange(transport._session, "GET", join_url(url, f"/v1/manifest/{manifest}"), seconds=30, token=token)
+            reply = await exchange(transport._session, "GET", url, f"/v1/manifest/{manifest}", seconds=30, token=token)
             try:
                 shards = protocol.Manifest.model_validate_json(reply.body).shards
             except ValueError:
@@ -71,7 +69,7 @@ def download_state(url: str, folder: Path, token: str = "") -> Path | None:
 
     async def fetch() -> Path | None:
         async with Transport(url, token) as transport:
-            reply = await exchange(transport._session, "GET", join_url(url, "/v1/progress"), seconds=30, token=token)
+            reply = await exchange(transport._session, "GET", url, "/v1/progress", seconds=30, token=token)
             try:
                 offered = protocol.Progress.model_validate_json(reply.body).checkpoint
             except ValueError:

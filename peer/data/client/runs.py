@@ -5,18 +5,18 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import aiohttp
 from pydantic import ValidationError
 
 from peer.contracts import Settlement
-from peer.data.client.transport import Reply, ServerAway, exchange, join_url, retry_after
+from peer.data.client.transport import Reply, ServerAway, exchange, open_session, retry_after
 from swarm import protocol
 from swarm.digest import digest_json
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
+from swarm.signed_request import Signer
 from swarm.signing import BadSignature, KnownHosts, check_signature
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ def fetch_run(
     reply = asyncio.run(_ask("GET", url, "/v1/run", None, timeout, token))
     if reply.status == 404 and reply.code == "no_run":
         return None
+    if reply.error:
+        raise UserError(f"{url}: {reply.error.message}", fix=reply.error.fix, code=ExitCode.NETWORK)
     return check_run(url, reply.status, reply.body, run_id, known_hosts)
 
 
@@ -43,7 +45,7 @@ def found_run(
 
     Raises UserError as `fetch_run` does, and when the server finds fault with `run`.
     """
-    reply = asyncio.run(_ask("PUT", url, "/v1/run", {"run": asdict(run)}, timeout, token))
+    reply = asyncio.run(_ask("PUT", url, "/v1/run", {"run": run.to_mapping()}, timeout, token))
     if reply.status == 409 and reply.code == "run_exists":
         reply = asyncio.run(_ask("GET", url, "/v1/run", None, timeout, token))
     elif reply.error:
@@ -51,17 +53,17 @@ def found_run(
     return check_run(url, reply.status, reply.body, known_hosts=known_hosts)
 
 
-def report_round(url: str, run: RunConfig, peer_id: str, settlement: Settlement, timeout: float = 10.0, *, token: str = "") -> None:
+def report_round(url: str, run: RunConfig, signer: Signer, settlement: Settlement, timeout: float = 10.0, *, token: str = "") -> None:
     """Tell the server of a settled round, once; for who takes no samples. Raises UserError (NETWORK) when it does not answer."""
-    body = {"run_id": run.run_id, "peer": peer_id, **round_body(settlement)}
-    reply = asyncio.run(_ask("POST", url, "/v1/rounds", body, timeout, token))
+    body = {"run_id": run.run_id, "peer": signer.key.peer_id, **round_body(settlement)}
+    reply = asyncio.run(_ask("POST", url, "/v1/rounds", body, timeout, token, signer))
     if reply.status >= 300:  # old news to a server that knows better is no fault
         log.warning("the dataset server did not take round %d: status %d %s", settlement.round, reply.status, reply.code)
 
 
-def send_picture(url: str, body: Mapping[str, Any], timeout: float = 30.0, *, token: str = "") -> str:
+def send_picture(url: str, signer: Signer, body: Mapping[str, Any], timeout: float = 30.0, *, token: str = "") -> str:
     """Put a `protocol.PictureRequest`, once; the code of the server's refusal, '' when it took it. Raises UserError when it does not answer."""
-    reply = asyncio.run(_ask("PUT", url, "/v1/pictures", dict(body), timeout, token))
+    reply = asyncio.run(_ask("PUT", url, "/v1/pictures", dict(body), timeout, token, signer))
     return "" if reply.status < 300 else reply.code or f"status {reply.status}"
 
 
@@ -79,20 +81,20 @@ def check_run(url: str, status: int, body: bytes, run_id: str = "", known_hosts:
     try:
         values = json.loads(body)
         version = values["protocol"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise wrong(f"answers, but is no dataset server (status {status}, {body[:40]!r})", "Check the URL and the port.") from None
     if version != protocol.PROTOCOL_VERSION:
         raise wrong(f"speaks protocol {version}, this program {protocol.PROTOCOL_VERSION}", "Use the same version of the program on both.")
     try:
         answer = protocol.RunAnswer.model_validate(values)
-        run = RunConfig.from_mapping(answer.run, where=url)
-    except (ValidationError, UserError) as error:
+    except ValidationError as error:
         first = str(error).splitlines()[0]
         raise wrong(f"describes its run in a way this program does not know: {first}", "Use the same version on both.") from None
     try:
         check_signature("run", digest_json(answer.run), answer.signature, answer.host_key)
     except BadSignature as error:
         raise unsigned(url, "a run", error) from None
+    run = RunConfig.from_mapping(answer.run, where=url)
     if run.run_id != answer.run_id:
         raise wrong(f"calls its run {answer.run_id}, but its configuration makes it {run.run_id}", "Use the same version on both.")
     if run_id not in ("", answer.run_id):
@@ -107,14 +109,14 @@ def unsigned(url: str, what: str, error: BadSignature) -> UserError:
     return UserError(f"{url} serves {what} that its host does not vouch for: {error}.", fix=fix, code=ExitCode.AUTH)
 
 
-async def _ask(method: str, url: str, path: str, body: Any, timeout: float, token: str) -> Reply:
+async def _ask(method: str, url: str, path: str, body: Any, timeout: float, token: str, signer: Signer | None = None) -> Reply:
     """The server's answer. Raises UserError when nobody answers within `timeout` seconds, or the token opens nothing."""
     deadline, pause = time.monotonic() + timeout, 0.2
-    async with aiohttp.ClientSession() as session:
+    async with open_session() as session:
         while True:
             left = max(0.1, deadline - time.monotonic())
             try:
-                reply = await exchange(session, method, join_url(url, path), body, seconds=left, token=token)
+                reply = await exchange(session, method, url, path, body, seconds=left, token=token, signer=signer)
                 if reply.status != 429 and not (reply.status >= 500 and reply.code):
                     return reply
                 raise ServerAway(f"status {reply.status} ({reply.code or 'try later'})", retry_after(reply.headers))

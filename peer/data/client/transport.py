@@ -1,6 +1,7 @@
 """Requests to a dataset server: with a token, tried again with back-off and jitter, and never sooner than Retry-After says."""
 
 import asyncio
+import json
 import logging
 import random
 import time
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from swarm import protocol
 from swarm.errors import ExitCode, UserError, why
+from swarm.signed_request import CLOCK_DIFFERS, Signer
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
@@ -63,16 +65,38 @@ class Reply:
         return self.error.code if self.error else ""
 
 
+def open_session() -> aiohttp.ClientSession:
+    """Answers come as they are, and nothing is decompressed: aiohttp would make 256 MB of 0.25 MB before anybody can count them."""
+    return aiohttp.ClientSession(auto_decompress=False, headers={"Accept-Encoding": "identity"})
+
+
 async def exchange(
-    session: aiohttp.ClientSession, method: str, url: str, body: Any = None, *, seconds: float | None = None, token: str = ""
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    path: str,
+    body: Any = None,
+    *,
+    seconds: float | None = None,
+    token: str = "",
+    signer: Signer | None = None,
 ) -> Reply:
-    """One request and its answer. Raises ServerAway without one in `seconds`, and UserError (AUTH) when the server wants another token."""
+    """One request and its answer. Raises ServerAway without one in `seconds`, and UserError (AUTH) when the server wants another token.
+
+    signer: signs it in its peer's name, once more when the server's clock is another than ours.
+    """
     timeout = aiohttp.ClientTimeout(total=seconds) if seconds else _NO_TOTAL
-    try:
-        async with session.request(method, url, json=body, timeout=timeout, headers=_authorization(token)) as response:
-            reply = Reply(response.status, await _read(response), response.headers)
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-        raise ServerAway(why(error)) from error
+    data = None if body is None else json.dumps(body).encode()
+    headers = {**_authorization(token), **({} if data is None else {"Content-Type": "application/json"})}
+    for last in (signer is None, True):
+        signed = signer.headers(method, path, data or b"") if signer else {}
+        try:
+            async with session.request(method, join_url(url, path), data=data, timeout=timeout, headers={**headers, **signed}) as response:
+                reply = Reply(response.status, await _read(response), response.headers)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise ServerAway(why(error)) from error
+        if last or reply.code != CLOCK_DIFFERS or not signer.learn(reply.headers):
+            break
     _refuse_stranger(url, reply)
     return reply
 
@@ -117,14 +141,17 @@ class Backoff:
 
 
 class Transport:
-    """Talks to one server in one event loop; open it with `async with`. away_since: when it was first found away; None while it is there."""
+    """Talks to one server in one event loop; open it with `async with`. away_since: when it was first found away; None while it is there.
 
-    def __init__(self, url: str, token: str = "", *, clock: Callable[[], float] = time.monotonic):
-        self.url, self._token, self._clock = url, token, clock
+    signer: signs what is posted; None for who only reads.
+    """
+
+    def __init__(self, url: str, token: str = "", *, signer: Signer | None = None, clock: Callable[[], float] = time.monotonic):
+        self.url, self._token, self._signer, self._clock = url, token, signer, clock
         self.away_since: float | None = None
 
     async def __aenter__(self) -> "Transport":
-        self._session = aiohttp.ClientSession()
+        self._session = open_session()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -164,7 +191,8 @@ class Transport:
 
     async def _call(self, method: str, path: str, body: Any, model: type[BaseModel] | None, seconds: float | None) -> Any:
         try:
-            reply = checked(await exchange(self._session, method, join_url(self.url, path), body, seconds=seconds, token=self._token))
+            signer = self._signer if method == "POST" else None
+            reply = checked(await exchange(self._session, method, self.url, path, body, seconds=seconds, token=self._token, signer=signer))
             answer = model.model_validate_json(reply.body) if model else reply
         except ServerAway as away:
             raise self._away(away) from None

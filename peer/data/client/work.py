@@ -72,13 +72,13 @@ class Work:
         with self._changed:
             self._begun = True
 
-    def samples(self, rows: Callable[[Path], Sequence[Any]]) -> Iterator[tuple[str, Any]]:
+    def samples(self, rows: Callable[[Path, int], Sequence[Any]]) -> Iterator[tuple[str, Any]]:
         """(key, row) of one sample after the other; blocks while there is none, ends with the run or with `close`. Raises UserError.
 
-        rows(path): all rows of a shard's file.
+        rows(path, samples): all rows of the file of a shard that has so many.
         """
         while (unit := self._next_unit()) is not None:
-            content = rows(unit.path)
+            content = rows(unit.path, unit.shard.samples)
             while (index := self._next_index(unit)) is not None:
                 yield unit.key(index), content[index]
 

@@ -117,10 +117,3 @@ def as_arguments(text: Text, prefix: str = "") -> dict[str, Tensor]:
     """A text's tensors under the names that all pipelines' calls have for them."""
     names = {"states": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
     return {prefix + names[name]: states for name, states in text.items()}
-
-
-def refuse(family: str, reason: str, **options: tuple[Any, Any]) -> None:
-    """Raise UserError for the first option whose value is not its default; options: (value, default)."""
-    for name, (value, default) in options.items():
-        if value != default:
-            raise UserError(f"{name} is {value}, but {family} {reason}.", fix=f"Remove --{name}.")

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from peer.contracts import LatentBatch
-from peer.models.diffusion.model import DiffusionModel, as_arguments, refuse
+from peer.models.diffusion.model import DiffusionModel, as_arguments
 from peer.models.diffusion.noising import Noising, mean_square, sampler
 from swarm.errors import UserError
+from swarm.founding import check_family
 from swarm.run_config import RunConfig
 
 
@@ -17,10 +18,7 @@ class UNetModel(DiffusionModel):
     """Adds the loss; a family says what else the UNet is told besides the text's states."""
 
     def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
-        name = type(pipeline).__name__
-        defaults = RunConfig()
-        for option in ("weighting_scheme", "logit_mean", "logit_std", "mode_scale", "guidance_scale", "max_sequence_length"):
-            refuse(f"a {name}", "is not trained by flow matching", **{option: (getattr(run, option), getattr(defaults, option))})
+        check_family("stable_diffusion", run)  # SDXL refuses the same
         if pipeline.unet.config.in_channels != pipeline.vae.config.latent_channels:
             raise UserError(
                 f"The model's UNet takes {pipeline.unet.config.in_channels} channels instead of {pipeline.vae.config.latent_channels}: "

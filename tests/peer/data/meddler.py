@@ -6,6 +6,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
+from swarm.signed_request import KEY_HEADER, TIME_HEADER
+from swarm.signed_request import SIGNATURE_HEADER as SIGNED_HEADER
 from swarm.signing import SIGNATURE_HEADER
 
 Change = Callable[[str, dict[str, str], bytes], bytes]
@@ -35,7 +37,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._forward(self.rfile.read(int(self.headers["Content-Length"])))
 
     def _forward(self, body):
-        headers = {name: self.headers[name] for name in ("Range", "Content-Type") if name in self.headers}
+        passed = ("Range", "Content-Type", KEY_HEADER, TIME_HEADER, SIGNED_HEADER)
+        headers = {name: self.headers[name] for name in passed if name in self.headers}
         request = urllib.request.Request(self.server.target + self.path, data=body, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=20) as response:

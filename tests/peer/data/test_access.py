@@ -16,9 +16,11 @@ from peer.contracts import Member, Settlement, SourceContext
 from peer.data.dataset_server import build, fetch_run, found_run, report_round
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
+from swarm.signed_request import Signer
 from swarm.signing import SIGNATURE_HEADER
 from tests.datasetserver.hosting import ROOT
 from tests.datasetserver.test_blobs import certificate  # noqa: F401 (a fixture)
+from tests.identities import id_of, identity_file, key
 
 BASE = "0" * 64
 
@@ -85,14 +87,22 @@ def test_a_peer_shows_its_token_for_whatever_it_asks(serve, tmp_path):
     run = RunConfig.from_mapping(answer.run, where=host.url)
     assert found_run(host.url, run, 20, token=token).run_id == run.run_id
     context = SourceContext(
-        run=run, url=host.url, token=token, peer_id="alice", cache_dir=tmp_path / "cache", cache_gib=1.0, batch_samples=2
+        run=run,
+        url=host.url,
+        token=token,
+        peer_id=id_of("alice"),
+        identity_file=identity_file(tmp_path / "key", "alice"),
+        cache_dir=tmp_path / "cache",
+        cache_gib=1.0,
+        batch_samples=2,
     )
     assert token not in repr(context)
     source = build(context)
     keys = [sample.key for sample in islice(source, 4)]
     source.register(1, keys)
-    settlement = Settlement("1" * 64, BASE, 1, 4, (Member("alice", 1, 4),))
-    report_round(host.url, run, "bob", settlement, 20, token=token)
+    settlement = Settlement("1" * 64, BASE, 1, 4, (Member(id_of("alice"), 1, 4),))
+    slow = Signer(key("bob"), clock=lambda: time.time() - 3600)  # a machine whose clock is an hour late is told so, and signs again
+    report_round(host.url, run, slow, settlement, 20, token=token)
     assert fetch_run(host.url, 20, token=token).head.samples == 4
     remove(tmp_path / "tokens", "alice")
     with pytest.raises(UserError) as raised:  # at the latest with the first lease after the server has looked at its file
@@ -111,13 +121,14 @@ def test_a_peer_trusts_a_certificate_that_its_system_trusts_and_names_one_that_i
         "import sys; from itertools import islice; from pathlib import Path\n"
         "from peer.contracts import SourceContext; from peer.data.dataset_server import build, fetch_run\n"
         "from swarm.run_config import RunConfig\n"
-        "url, cache = sys.argv[1:]\n"
+        "url, cache, key = sys.argv[1:]\n"
         "run = RunConfig.from_mapping(fetch_run(url, 20).run, where=url)\n"
-        "source = build(SourceContext(run=run, url=url, peer_id='a', cache_dir=Path(cache), cache_gib=1.0, batch_samples=2))\n"
+        "mine = {'peer_id': 'a', 'identity_file': Path(key), 'cache_dir': Path(cache)}\n"
+        "source = build(SourceContext(run=run, url=url, **mine, cache_gib=1.0, batch_samples=2))\n"
         "print(len([sample.key for sample in islice(source, 10)])); source.close()\n"
     )
     environment = {**os.environ, "SSL_CERT_FILE": str(certificate / "cert.pem")}
-    command = [sys.executable, "-c", program, host.url, str(tmp_path / "cache")]
+    command = [sys.executable, "-c", program, host.url, str(tmp_path / "cache"), str(identity_file(tmp_path / "key", "a"))]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert (result.stdout, result.returncode) == ("10\n", 0), result.stderr
 
@@ -142,7 +153,8 @@ class Busy(http.server.BaseHTTPRequestHandler):
             headers, status = {"Retry-After": "2"}, kind.status
             data = json.dumps({"error": {"code": "too_many_requests", "message": "Not now.", "fix": "Wait."}}).encode()
         else:
-            request = urllib.request.Request(kind.real + path, body, {"Content-Type": "application/json"})
+            by = {name: value for name, value in self.headers.items() if name.startswith("X-Peer-")}
+            request = urllib.request.Request(kind.real + path, body, {"Content-Type": "application/json", **by})
             with urllib.request.urlopen(request, timeout=60) as response:
                 signature = response.headers.get(SIGNATURE_HEADER)
                 headers, status, data = {SIGNATURE_HEADER: signature} if signature else {}, 200, response.read()

@@ -1,14 +1,16 @@
 """The parts of the source that leases: what is leased ahead, pauses between tries, which shards are chosen in an outage."""
 
 import asyncio
+import gzip
 import itertools
 import random
 from collections import deque
 
 import pytest
+from aiohttp import web
 
 from peer.data.client.outage import Seen, choose
-from peer.data.client.transport import Backoff, ServerAway, retry_after
+from peer.data.client.transport import Backoff, ServerAway, Transport, retry_after
 from peer.data.client.work import Lease, Unit, Work
 from swarm.digest import digest_bytes
 from swarm.protocol import LeasedUnit, Shard
@@ -37,7 +39,7 @@ def test_what_is_leased_ahead_is_ten_seconds_of_work_by_the_measured_speed_and_t
     assert work.wanted() == 8, "its speed is not known yet"
     units = [unit(lease, shard) for shard in range(10)]
     work.add(lease, units)
-    taken = work.samples(lambda path: range(100))
+    taken = work.samples(lambda path, samples: range(100))
     for samples_per_second in (8, 64):
         for _ in range(4 * samples_per_second):
             next(taken)
@@ -129,3 +131,27 @@ def test_only_the_epochs_that_still_matter_are_remembered():
     for epoch in range(5):
         seen.lease(leased(0, epoch=epoch))
     assert [(epoch, 0) in seen for epoch in range(6)] == [False, False, False, True, True, False]
+
+
+def test_what_a_server_compresses_unasked_is_not_decompressed():
+    bomb, wanted = gzip.compress(bytes(random.Random(20).randrange(8, 64) << 20)), []
+
+    async def answer(request):
+        wanted.append(request.headers.get("Accept-Encoding"))
+        return web.Response(body=bomb, headers={"Content-Encoding": "gzip"})
+
+    async def ask():
+        app = web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with Transport(f"http://127.0.0.1:{runner.addresses[0][1]}") as transport:
+                reply = await transport.insist_get("/v1/run")
+                async with transport.stream("/v1/blobs/0.tar", {}) as response:
+                    return reply.body, await response.content.read()
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(ask()) == (bomb, bomb) and wanted == ["identity"] * 2

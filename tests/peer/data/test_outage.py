@@ -14,6 +14,7 @@ from peer.data.client import transport
 from peer.data.dataset_server import DatasetServer, fetch_run
 from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host, until
+from tests.identities import id_of, key
 
 SAMPLES, SHARD, BATCH = 80, 4, 4
 
@@ -49,8 +50,8 @@ class Peer:
     def __init__(self, name, url, folder, clock):
         run = RunConfig.from_mapping(fetch_run(url, 20).run, where=url)
         cache = folder / name
-        self.name, self.number, self.keys = name, 0, []
-        self.source = DatasetServer(url, run, peer_id=name, cache_dir=cache, cache_bytes=2**30, batch_samples=BATCH, clock=clock)
+        self.name, self.number, self.keys = id_of(name), 0, []
+        self.source = DatasetServer(url, run, key=key(name), cache_dir=cache, cache_bytes=2**30, batch_samples=BATCH, clock=clock)
         self.stream = iter(self.source)
 
     def contribute(self):
