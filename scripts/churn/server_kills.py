@@ -33,6 +33,8 @@ from benchmarks.common import about  # noqa: E402
 from datasetserver.book import Book  # noqa: E402
 from scripts.churn.swarm import Server  # noqa: E402
 from swarm.errors import run_program  # noqa: E402
+from swarm.peer_key import PeerKey  # noqa: E402
+from swarm.signed_request import Signer  # noqa: E402
 
 LEASE_SECONDS = 86_400.0
 """Nothing expires here: what was leased must be there at the end."""
@@ -56,10 +58,11 @@ class Told:
 
 
 class Client(threading.Thread):
-    def __init__(self, name: str, url: str, run_id: str, told: Told, stop: threading.Event, seed: int):
-        super().__init__(name=name, daemon=True)
+    def __init__(self, key: PeerKey, url: str, run_id: str, told: Told, stop: threading.Event, seed: int):
+        super().__init__(name=key.peer_id, daemon=True)
+        self._signer = Signer(key)
         self._netloc, self._told, self._over, self._rng = urlsplit(url).netloc, told, stop, random.Random(seed)
-        self._envelope, self._number = {"run_id": run_id, "peer": name}, 0
+        self._envelope, self._number = {"run_id": run_id, "peer": key.peer_id}, 0
         self._connection: http.client.HTTPConnection | None = None
 
     def run(self) -> None:
@@ -146,12 +149,16 @@ class Client(threading.Thread):
         try:
             if self._connection is None:
                 self._connection = http.client.HTTPConnection(self._netloc, timeout=60)
-            self._connection.request(method, path, json.dumps({**self._envelope, **body}))
+            data = json.dumps({**self._envelope, **body}).encode()
+            headers = {"Content-Type": "application/json", **self._signer.headers(method, path, data)}
+            self._connection.request(method, path, data, headers)
             response = self._connection.getresponse()
             status, data = response.status, response.read()
         except (OSError, http.client.HTTPException):
             self._connection.close()
             self._connection = None
+            return None
+        if status == 403 and self._signer.learn(response.headers):  # signed before the server started: it takes what is signed since
             return None
         self._told.requests += 1
         if status >= 300:
@@ -208,7 +215,7 @@ def run(folder: Path, *, kills: int, clients: int, seed: int, say: Callable[[str
         answer = server.ask("/v1/run")
         shards = [shard["samples"] for shard in server.ask(f"/v1/manifest/{answer['manifest']}")["shards"]]
         told, stop = Told(), threading.Event()
-        threads = [Client(f"client{n}", server.url, answer["run_id"], told, stop, seed + n) for n in range(clients)]
+        threads = [Client(PeerKey.draw(), server.url, answer["run_id"], told, stop, seed + n) for n in range(clients)]
         for thread in threads:
             thread.start()
         kill_often(server, kills, random.Random(seed), lambda: not told.faults, say)

@@ -1,0 +1,70 @@
+"""The identities of one attack, and what they see of the swarm that they came to."""
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.attacks.wire import Key, Record, Stranger, newest, say
+
+
+@dataclass
+class Band:
+    """address: of one honest peer; url, token: of a server, where the attack is on one."""
+
+    address: str
+    folder: Path
+    rng: random.Random
+    stack: contextlib.AsyncExitStack
+    url: str = ""
+    token: str = ""
+    strangers: list[Stranger] = field(default_factory=list)
+    keys: list[Key] = field(default_factory=list)
+    run: Record = field(default_factory=dict)
+
+    async def come(self, count: int = 1) -> list[Stranger]:
+        """So many identities with nodes of their own, each of which has read the run's record."""
+        for number in range(count):
+            entering = Stranger.come(self.address, self.folder, self.rng, f"stranger-{number}")
+            self.strangers.append(await self.stack.enter_async_context(entering))
+        self.run = await self.strangers[0].run()
+        return self.strangers
+
+    async def come_as(self, key: Key) -> Stranger:
+        """One identity more, whose key was chosen."""
+        name = f"stranger-{len(self.strangers)}"
+        self.strangers.append(await self.stack.enter_async_context(Stranger.come(self.address, self.folder, self.rng, name, key)))
+        return self.strangers[-1]
+
+    def arrived(self) -> None:
+        """From now on it counts: what was prepared before did nobody any harm."""
+        say(event="arrived", peers=[stranger.peer_id for stranger in self.strangers])
+
+    @property
+    def run_id(self) -> str:
+        return self.run["run_id"]
+
+    @property
+    def target(self) -> int:
+        return self.run["run"].get("target_batch_size", 2048)
+
+    async def honest(self) -> dict[str, Record]:
+        """Records of everybody else; waits until there is one that says which state it is on."""
+        ours = {stranger.peer_id for stranger in self.strangers} | {key.peer_id for key in self.keys}
+        while True:
+            found = await self.strangers[0].records(self.run_id)
+            found = {peer: record for peer, record in found.items() if peer not in ours}
+            if newest(found):
+                return found
+            await asyncio.sleep(0.5)
+
+    async def head(self) -> Record:
+        """The honest record with the most samples."""
+        return newest(await self.honest())
+
+    def waiting(self, record: Record, **changes: Any) -> Record:
+        """`record` as one of a peer that is about to average: on the same state, with up to two rounds' samples."""
+        promised = {"waiting_samples": self.rng.randint(1, 2 * self.target), "samples_per_second": self.rng.uniform(0.1, self.target)}
+        return {**record, **promised, "phase": "train", "name": "", "note": "", "maddrs": [], "client_mode": False, **changes}

@@ -1,0 +1,325 @@
+"""Strangers that take part in rounds: they contribute, reduce or lead, and do it wrong or not at all.
+
+Each stands in the records on the state that the honest peers are on, comes when called, and so is expected; what it does then is a row.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peer.sync.engine.averaging import share_out
+from peer.sync.engine.codec import Part, Wire
+from scripts.attacks.band import Band
+from scripts.attacks.wire import CALL, JOIN, KIND, REDUCE, Frames, Gone, Key, Record, Stranger, newest
+from swarm.digest import digest_json
+
+_LOOK_SECONDS = 0.4
+_MOST_REDIRECTS = 4
+_KEYS_DRAWN = 200
+
+
+class Guest:
+    """One identity that is in the records like a peer that trains, and answers calls. comes: to whom, and how, its answer to a call."""
+
+    def __init__(self, band: Band, stranger: Stranger, *, comes: Callable[["Guest", str, str], Record], **record: Any):
+        self.band, self.stranger, self._comes, self._record = band, stranger, comes, record
+        self.wire: Wire | None = None
+        self.honest: dict[str, Record] = {}
+        self.called = asyncio.Event()
+        self.onto = ""
+        """The state that somebody averages onto now."""
+        self.memory: dict[int, Tensor] = {}
+        """Of an attack, by part."""
+
+    async def settle_in(self) -> None:
+        await self.stranger.serve(CALL, self._answer_call)
+        await self._look()
+        self.wire = await learn_wire(self.band, self.stranger, list(self.honest))
+
+    async def be_seen(self) -> None:
+        """A record on everybody's newest state, renewed all the time."""
+        while True:
+            with contextlib.suppress(Gone):
+                await self._look()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _look(self) -> None:
+        self.honest = await self.band.honest()
+        record = self.band.waiting(newest(self.honest), maddrs=await self.stranger.addresses())
+        await self.stranger.publish(self.band.run_id, {**record, **self._record})
+
+    async def _answer_call(self, frames: Frames) -> None:
+        request, _ = await frames.receive()
+        self.onto = request["head"]["digest"]
+        here = {"head": request["head"], "behind": False, "reason": "", "busy": False}
+        answer = {"coming": True, "ready_seconds": self.band.rng.uniform(0, 0.3), **here, **self._comes(self, frames.peer, self.onto)}
+        await frames.send(answer)
+        if answer["coming"]:
+            self.called.set()
+
+    def ranks_before(self, peer: str, parent: str) -> bool:
+        """Whether it is for us to lead, and not for `peer`: known to everybody beforehand."""
+        return digest_json([parent, self.stranger.peer_id]) < digest_json([parent, peer])
+
+    async def join(self, request: Record) -> Record:
+        """The group that an honest leader announces. Raises Gone."""
+        tried = sorted(self.honest, key=lambda peer: digest_json([request["parent"], peer]))
+        for peer in tried:
+            with contextlib.suppress(Gone):
+                return await self._join(peer, request)
+        raise Gone("nobody leads us")
+
+    async def _join(self, leader: str, request: Record) -> Record:
+        for _ in range(_MOST_REDIRECTS):
+            frames = await self.stranger.open(leader, JOIN)
+            with contextlib.closing(frames):
+                await frames.send(request)
+                answer, _ = await frames.receive(15)
+                while "wait" in answer:
+                    answer, _ = await frames.receive(15)
+            if "leader" not in answer:
+                return answer
+            leader = answer["leader"]
+        raise Gone("sent on too often")
+
+
+async def learn_wire(band: Band, stranger: Stranger, honest: list[str]) -> Wire:
+    """How vectors travel in this run, as any of the peers tells who asks."""
+    while True:
+        with contextlib.suppress(Gone):
+            kind = await stranger.ask(band.rng.choice(honest), KIND)
+            return Wire(band.run["run"].get("wire", "fp16"), *kind["sizes"])
+
+
+def group_id(parent: str, group: Record) -> str:
+    return digest_json([parent, group["members"], group["reducers"], group["attempt"]])
+
+
+# ------------------------------------------------------------------ contributors
+
+Contributes = Callable[[Guest, Frames, list[Part]], Awaitable[None]]
+
+
+async def _contribute(band: Band, sends: Contributes | None) -> None:
+    """Join every round as a member that nobody can dial, so that no rank ever makes us lead. sends: None: never goes to the reducers."""
+    (stranger,) = await band.come()
+    guest = Guest(band, stranger, comes=lambda guest, peer, parent: {}, client_mode=True)
+    await guest.settle_in()
+    seen = asyncio.create_task(guest.be_seen())
+    band.arrived()
+    try:
+        number = band.rng.randrange(1, 2**30)
+        while True:
+            await guest.called.wait()
+            guest.called.clear()
+            number += band.rng.randint(1, 5)
+            with contextlib.suppress(Gone):
+                samples = band.rng.randint(1, 2 * band.target)
+                request = {"parent": guest.onto, "number": number, "samples": samples, "reduces": False}
+                group = await guest.join(request)
+                if sends:
+                    await _to_reducers(guest, request["parent"], group, sends)
+    finally:
+        seen.cancel()
+
+
+async def _to_reducers(guest: Guest, parent: str, group: Record, sends: Contributes) -> None:
+    shares = share_out(guest.wire.parts, len(group["reducers"]))
+    parts = [[guest.wire.parts[index] for index in share] for share in shares]
+    going = [_to_reducer(guest, peer, group_id(parent, group), mine, sends) for peer, mine in zip(group["reducers"], parts, strict=True)]
+    await asyncio.gather(*going)
+
+
+async def _to_reducer(guest: Guest, reducer: str, name: str, parts: list[Part], sends: Contributes) -> None:
+    if not parts:
+        return
+    with contextlib.suppress(Gone):
+        frames = await guest.stranger.open(reducer, REDUCE)
+        with contextlib.closing(frames):
+            await frames.send({"group": name})
+            await sends(guest, frames, parts)
+
+
+def _random(band: Band, part: Part) -> Tensor:
+    """(elements,) in [-1, 1)."""
+    numbers = torch.Generator().manual_seed(band.rng.randrange(2**60))
+    return torch.rand(part.end - part.start, generator=numbers) * 2 - 1
+
+
+def _bytes(encoded: Tensor) -> bytes:
+    return bytes(encoded.numpy())
+
+
+def _decoded(part: Part, data: bytes) -> Tensor:
+    return part.decode(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+async def _garbage(guest: Guest, frames: Frames, parts: list[Part]) -> None:
+    """The means of the round before, turned round and made ten times as long; at first, and now and then, all that the wire can hold."""
+    means: dict[int, Tensor] = guest.memory
+    for part in parts:
+        values = _random(guest.band, part) * 10.0 ** guest.band.rng.uniform(1, 4.7)
+        if part.start in means and guest.band.rng.random() < 0.5:
+            values = means[part.start] * -10
+        await frames.send({}, _bytes(part.encode(values)))
+    for part in parts:
+        _, data = await frames.receive(40)
+        means[part.start] = _decoded(part, data)
+
+
+async def _not_finite(guest: Guest, frames: Frames, parts: list[Part]) -> None:
+    for part in parts:
+        await frames.send({}, b"\xff" * part.num_bytes)  # a NaN in every format of ours that has one
+    await frames.receive(60)
+
+
+async def _nothing(guest: Guest, frames: Frames, parts: list[Part]) -> None:
+    await frames.receive(120)
+
+
+async def sign_flip(band: Band) -> None:
+    await _contribute(band, _garbage)
+
+
+async def nan(band: Band) -> None:
+    await _contribute(band, _not_finite)
+
+
+async def absent(band: Band) -> None:
+    await _contribute(band, None)
+
+
+async def silent(band: Band) -> None:
+    await _contribute(band, _nothing)
+
+
+# ------------------------------------------------------------------ reducers
+
+Mean = tuple[bytes, float]
+"""A part's encoded mean, and its sum of squares."""
+
+
+class Reducer:
+    """Assists: brings no samples, reduces its share, and gives means of its own. lies: (part, what a member sent) -> a mean.
+
+    to_all: whether all members of a group are told the same.
+    """
+
+    def __init__(self, band: Band, lies: Callable[[Part, bytes], Mean], *, to_all: bool = True):
+        self.band, self._lies, self._to_all = band, lies, to_all
+        self._shares: dict[str, tuple[list[Part], set[str]]] = {}
+        self._told: dict[tuple[str, int], Mean] = {}
+
+    async def run(self) -> None:
+        stranger = await self._well_placed()
+        guest = Guest(self.band, stranger, comes=self._comes, waiting_samples=0, samples_per_second=0.0, phase="assist")
+        await stranger.serve(REDUCE, self._reduce)
+        await guest.settle_in()
+        seen = asyncio.create_task(guest.be_seen())
+        self.band.arrived()
+        try:
+            while True:
+                await guest.called.wait()
+                guest.called.clear()
+                with contextlib.suppress(Gone):
+                    await self._take_part(guest)
+        finally:
+            seen.cancel()
+
+    async def _well_placed(self) -> Stranger:
+        """An identity whose share is the largest that there is: shares go by the order of ids, and whoever draws keys has its choice."""
+        (scout,) = await self.band.come()
+        honest = list(await self.band.honest())
+        wire = await learn_wire(self.band, scout, honest)
+        shares = [sum(wire.parts[index].num_bytes for index in share) for share in share_out(wire.parts, len(honest) + 1)]
+        keys = [Key() for _ in range(_KEYS_DRAWN)]
+        return await self.band.come_as(max(keys, key=lambda key: shares[sorted([*honest, key.peer_id]).index(key.peer_id)]))
+
+    @staticmethod
+    def _comes(guest: Guest, peer: str, parent: str) -> Record:
+        # Where it would have to lead, it is elsewhere: an honest leader's group is all that it needs.
+        return {"coming": not all(guest.ranks_before(other, parent) for other in guest.honest)}
+
+    async def _take_part(self, guest: Guest) -> None:
+        parent = guest.onto
+        group = await guest.join({"parent": parent, "number": 0, "samples": 0, "reduces": True})
+        share = share_out(guest.wire.parts, len(group["reducers"]))[group["reducers"].index(guest.stranger.peer_id)]
+        senders = {member[0] for member in group["members"]}
+        self._shares[group_id(parent, group)] = [guest.wire.parts[index] for index in share], senders
+
+    async def _reduce(self, frames: Frames) -> None:
+        group = (await frames.receive(15))[0].get("group")
+        for _ in range(100):  # the leader's word may come after a member's
+            if group in self._shares:
+                break
+            await asyncio.sleep(0.1)
+        parts, senders = self._shares.get(group, ([], set()))
+        for part in parts:
+            _, sent = await frames.receive(40) if frames.peer in senders else ({}, b"")
+            data, square = self._lie(group, part, sent)
+            await frames.send({"square": square}, data)
+
+    def _lie(self, group: str, part: Part, sent: bytes) -> Mean:
+        if not self._to_all:
+            return self._lies(part, sent)
+        name = (group, part.start)
+        if name not in self._told:
+            self._told[name] = self._lies(part, sent)
+        return self._told[name]
+
+
+def _random_mean(band: Band, part: Part) -> Mean:
+    data = _bytes(part.encode(_random(band, part) * 10.0 ** band.rng.uniform(0, 4.7)))
+    return data, float(torch.linalg.vector_norm(_decoded(part, data), dtype=torch.float64)) ** 2
+
+
+async def wrong_means(band: Band) -> None:
+    await Reducer(band, lambda part, sent: _random_mean(band, part)).run()
+
+
+async def split_means(band: Band) -> None:
+    await Reducer(band, lambda part, sent: _random_mean(band, part), to_all=False).run()
+
+
+async def huge_norm(band: Band) -> None:
+    await Reducer(band, lambda part, sent: (sent or bytes(part.num_bytes), 10.0 ** band.rng.uniform(280, 301))).run()
+
+
+# ------------------------------------------------------------------ leaders
+
+
+async def _lead_nobody(band: Band, identities: int) -> None:
+    """Promise to lead wherever one of us ranks first, keep those waiting who come, and never close a group."""
+    guests = [
+        Guest(band, stranger, comes=lambda guest, peer, parent: {"busy": guest.ranks_before(peer, parent)})
+        for stranger in await band.come(identities)
+    ]
+    for guest in guests:
+        await guest.stranger.serve(JOIN, _keep_waiting)
+        await guest.settle_in()
+    seen = [asyncio.create_task(guest.be_seen()) for guest in guests]
+    band.arrived()
+    try:
+        await asyncio.gather(*seen)
+    finally:
+        for task in seen:
+            task.cancel()
+
+
+async def _keep_waiting(frames: Frames) -> None:
+    await frames.receive()
+    while True:
+        await frames.send({"wait": True})
+        await asyncio.sleep(3)
+
+
+async def stalling_leader(band: Band) -> None:
+    await _lead_nobody(band, 1)
+
+
+async def stalling_leaders(band: Band) -> None:
+    await _lead_nobody(band, 3)

@@ -1,0 +1,248 @@
+"""Let strangers loose on real swarms, one for every row of the table of attacks, and say what each of them costs.
+
+    ./scripts/strangers                        every row, in about 20 minutes
+    ./scripts/strangers --rows nan,long-header [--seconds 60] [--pairs 1]
+    ./scripts/strangers --list                 the rows, and what each stranger does
+
+What is measured. A row's stranger is a process of its own that knows one peer's address (or a server's URL; rows that say so: and has a
+token), draws its values from the seed that is printed, and attacks a swarm of real peers: trainers with real sidecars and p2pd's on
+loopback, whose model is a vector of 0.6 MB and whose computing is a sleep. A round takes one to two seconds. Rounds count for
+--seconds (180) from the stranger's arrival. `rounds_ratio` is the rounds that an honest peer came to in that time over those that
+a peer came to, in the very same seconds, in a swarm beside it that nobody disturbed.
+
+Why that is fair. All swarms of a wave, and the undisturbed one, share the cores and begin alike, so that whatever else the machine does
+slows both sides. Swarms share nothing else. A row that is `heavy` costs the machine itself and would slow the undisturbed
+swarm, too: such rows run in a wave of their own, and are held against the faster of the undisturbed swarms of all waves.
+
+What is reduced, and when. A pair is one wave with, beside one without. A row's ratio is the median of three pairs; where three do not
+fit into --minutes (20) on this machine, fewer are run, and the first line says how many: two cores carry 8 swarms at a time, so that
+24 rows with a rate take four waves of four minutes, which is one pair. `--pairs 3 --minutes 60` is the full thing there; 16 cores do it in 20.
+The other rows have an outcome instead of a rate, and are tried once.
+
+`ended` names the rows whose stranger ended, stopped or corrupted a run: an honest process that is gone, a made-up state taken, replicas
+that differ, a loss that grew, no round at the end of the window, a newcomer led astray, a server's run over. `beyond` are rows whose own figure is above its bound
+(memory, connections, milliseconds). The last line is JSON; the exit status is 0 when `ended` names only what is left to
+memberships, nothing is beyond, and the other rows keep 0.8 of the rounds.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if sys.path and sys.path[0] != str(ROOT):
+    sys.path[0] = str(ROOT)
+
+from benchmarks.common import about  # noqa: E402
+from scripts.attacks.hosted import Outcome, try_all  # noqa: E402
+from scripts.attacks.rows import ROWS, Row  # noqa: E402
+from scripts.attacks.swarm import START_SECONDS, Swarm, end_swarms  # noqa: E402
+from scripts.churn.swarm import add_record_arguments, work_folder  # noqa: E402
+from scripts.demo.processes import end_all  # noqa: E402
+from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from swarm.lifeline import adopt_orphans  # noqa: E402
+
+RATIO = 0.8
+_SWARMS_A_CORE = 4
+"""A swarm of two peers with its stranger takes a fifth of a core."""
+_WAVE_SECONDS = 75.0
+"""What a wave takes besides its window, on two cores."""
+_HOSTED = ("ledger", "open server", "shard")
+_HOSTED_SECONDS = 150.0
+_PEEK_SECONDS = 0.5
+Say = Callable[[str], None]
+
+
+class Siege:
+    """Waves of rows, and what became of them."""
+
+    def __init__(self, folder: Path, *, seconds: float, peers: int, seed: int, say: Say):
+        self._folder, self._seconds, self._peers, self._seed, self._say = folder, seconds, peers, seed, say
+        self.pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        """By row: rounds with, and without."""
+        self.reasons: dict[str, list[str]] = defaultdict(list)
+        self.figures: dict[str, dict[str, float]] = defaultdict(dict)
+        self.broken: dict[str, str] = {}
+        self._undisturbed: list[float] = []
+        """Rounds of the swarms that nobody came to, by wave."""
+
+    def wave(self, number: int, pair: int, rows: Sequence[Row]) -> None:
+        """These rows at once, beside a swarm that nobody comes to."""
+        place = self._folder / f"wave-{number}"
+        swarms = [Swarm(place / row.id, self._peers, row, self._seed + pair) for row in rows]
+        control = Swarm(place / "control", self._peers)
+        everybody = [control, *swarms]
+        try:
+            self._until("averages together", everybody, lambda swarm: swarm.tend(), START_SECONDS)
+            for swarm in everybody:
+                if not swarm.broken:
+                    swarm.let_in(self._seconds)
+            self._until("has its window behind it", everybody, self._window, self._seconds + START_SECONDS)
+            if control.broken:
+                raise UserError(f"The undisturbed swarm {control.broken}.", fix="Try --at_once with fewer.", code=ExitCode.FAILED)
+            for swarm in swarms:
+                self._judge(swarm, control)
+            self._undisturbed.append(control.rounds_within(control.began, control.began + self._seconds))
+        finally:
+            end_swarms(everybody)
+
+    def _window(self, swarm: Swarm) -> bool:
+        swarm.watch()
+        return swarm.over(self._seconds)
+
+    def _until(self, what: str, swarms: Sequence[Swarm], true: Callable[[Swarm], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        # All are asked each time: asking is what drives them.
+        while not all([swarm.broken or true(swarm) for swarm in swarms]):
+            time.sleep(_PEEK_SECONDS)
+            for swarm in swarms if time.monotonic() > deadline else ():
+                if not true(swarm):
+                    swarm.broken = swarm.broken or f"not within {seconds:.0f} s: {what}"
+
+    def _judge(self, swarm: Swarm, control: Swarm) -> None:
+        row = swarm.row
+        if swarm.broken:
+            return self._give_up(row, swarm.broken)
+        end = min(time.time(), swarm.began + self._seconds)
+        with_, without = (some.rounds_within(swarm.began, end) for some in (swarm, control))
+        if row.heavy:
+            without = max([without, *self._undisturbed])
+        if row.kind in ("swarm", "newcomer"):
+            self.pairs[row.id].append((with_, without))
+        reasons = swarm.reasons(end, control.loss(swarm.began), without > 0)
+        self.reasons[row.id] += reasons
+        self.figures[row.id] |= swarm.figures(end, control.grown_mib())
+        self._say(_line(row, f"{with_:5.1f} of {without:5.1f} rounds", reasons, self.figures[row.id]))
+
+    def _give_up(self, row: Row, why: str) -> None:
+        self.broken[row.id] = why
+        self._say(f"{row.id:18} COULD NOT BE TRIED: {why}")
+
+    def hosted(self, rows: Sequence[Row]) -> None:
+        """The rows with an outcome at a server or a program."""
+
+        def tell(row: str, outcome: Outcome) -> None:
+            if outcome.broken:
+                return self._give_up(ROWS[row], outcome.broken)
+            self.reasons[row], self.figures[row] = outcome.reasons, outcome.figures
+            self._say(_line(ROWS[row], "", outcome.reasons, outcome.figures) + ("" if outcome.reasons else f"  ({outcome.how[:160]})"))
+
+        try_all(rows, self._folder / "hosted", self._seed, tell)
+
+    def verdict(self) -> dict[str, Any]:
+        ratios = {row: statistics.median(_ratio(*pair) for pair in pairs) for row, pairs in self.pairs.items()}
+        ended = [row for row, reasons in self.reasons.items() if reasons]
+        beyond = {row: self.figures[row][ROWS[row].figure] for row in self.figures if _is_beyond(ROWS[row], self.figures[row])}
+        slow = [row for row, ratio in ratios.items() if ratio < RATIO and not ROWS[row].members]
+        return {
+            "rounds_ratio": {row: round(ratio, 3) for row, ratio in ratios.items()},
+            "ended": ended,
+            "beyond": beyond,
+            "broken": self.broken,
+            "holds": not slow and not beyond and not self.broken and all(ROWS[row].members for row in ended),
+            "why": {row: reasons[:3] for row, reasons in self.reasons.items() if reasons},
+            "figures": {row: figures for row, figures in self.figures.items() if figures},
+        }
+
+
+def _ratio(with_: float, without: float) -> float:
+    return with_ / without if without else 0.0
+
+
+def _is_beyond(row: Row, figures: dict[str, float]) -> bool:
+    return bool(row.figure) and figures.get(row.figure, 0.0) > row.bound
+
+
+def _line(row: Row, rounds: str, reasons: Sequence[str], figures: dict[str, float]) -> str:
+    shown = "  ".join(f"{name} {value:g}" for name, value in figures.items() if name == row.figure or name == "newcomer_seconds")
+    return f"{row.id:18} {rounds:24} {shown}" + (f"  ENDED: {reasons[0]}" if reasons else "")
+
+
+def waves_of(rows: Sequence[Row], at_once: int) -> list[list[Row]]:
+    """At most so many swarms at a time, the undisturbed one included; heavy rows apart from the others, and last."""
+    waves = []
+    for heavy in (False, True):
+        some = [row for row in rows if row.kind not in _HOSTED and row.heavy == heavy]
+        count = math.ceil(len(some) / max(at_once - 1, 1))
+        waves += [some[number::count] for number in range(count)]
+    return waves
+
+
+def chosen(names: str) -> list[Row]:
+    if unknown := [name for name in names.split(",") if name and name not in ROWS]:
+        raise UserError(f"There is no row {', '.join(unknown)}.", fix=f"There are: {', '.join(ROWS)}.")
+    return [ROWS[name] for name in names.split(",") if name] or list(ROWS.values())
+
+
+def how_many_pairs(asked: int, minutes: float, waves: int, seconds: float, hosted: bool) -> int:
+    """As many as fit into the time, and at least one."""
+    left = 60 * minutes - hosted * _HOSTED_SECONDS
+    return max(1, min(asked, int(left // (max(waves, 1) * (seconds + _WAVE_SECONDS)))))
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _arguments(argv)
+    if args.list:
+        for row in ROWS.values():
+            print(f"{row.id:18} {row.does}{' (left to memberships)' if row.members else ''}")
+        return 0
+    rows = chosen(args.rows)
+    at_once = args.at_once or max(2, _SWARMS_A_CORE * len(os.sched_getaffinity(0)))
+    waves, hosted = waves_of(rows, at_once), [row for row in rows if row.kind in _HOSTED]
+    pairs = how_many_pairs(args.pairs, args.minutes, len(waves), args.seconds, bool(hosted))
+    say: Say = lambda text: print(text, flush=True)  # noqa: E731
+    say(
+        f"{len(rows)} rows; seed {args.seed}; windows of {args.seconds:g} s in {len(waves)} waves of up to {at_once} swarms of {args.peers} peers; "
+        f"{pairs} of the {args.pairs} pairs fit into {args.minutes:g} min"
+    )
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # all that was started is ended on the way out
+    began = time.monotonic()
+    with work_folder(args.keep) as folder:
+        siege = Siege(folder, seconds=args.seconds, peers=args.peers, seed=args.seed, say=say)
+        try:
+            for pair in range(pairs):
+                for number, some in enumerate(waves):
+                    siege.wave(pair * len(waves) + number + 1, pair, some)
+            siege.hosted(hosted)
+        finally:
+            end_all([], seconds=0)
+    told = {
+        "seconds": args.seconds,
+        "pairs": pairs,
+        "peers": args.peers,
+        "seed": args.seed,
+        "minutes": round((time.monotonic() - began) / 60, 1),
+    }
+    verdict = {**siege.verdict(), **told, "about": about()}
+    if args.record:
+        args.record.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
+    say(json.dumps(verdict))
+    return 0 if verdict["holds"] else 1
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="strangers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help="ids with commas between them [all]")
+    parser.add_argument("--list", action="store_true", help="say what rows there are, and end")
+    parser.add_argument("--seconds", type=float, default=180.0, help="from a stranger's arrival [180]")
+    parser.add_argument("--pairs", type=int, default=3, help="with and without, of which the median counts [3]")
+    parser.add_argument("--minutes", type=float, default=20.0, help="run fewer pairs where these do not fit into so much time [20]")
+    parser.add_argument("--at_once", type=int, default=0, help="swarms at a time [4 per core]")
+    parser.add_argument("--peers", type=int, default=2, help="honest peers of a swarm [2]")
+    parser.add_argument("--seed", type=int, default=0)
+    add_record_arguments(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(lambda: main(sys.argv[1:])))

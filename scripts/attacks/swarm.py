@@ -1,0 +1,235 @@
+"""An honest swarm of toy peers, a stranger that comes to it, and what became of the peers meanwhile."""
+
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scripts.attacks.rows import Row
+from scripts.churn import checks
+from scripts.churn.swarm import ROOT
+from scripts.demo.processes import Program
+
+START_SECONDS = 240.0
+READY_ROUNDS = 3
+_ADDRESS = re.compile(r"--peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")
+_STOPPED_SECONDS = 60.0
+"""A swarm that commits nothing at the end of a window, for so long or a third of it, is stopped."""
+_JOIN_SECONDS = 90.0
+"""A newcomer that listens and is in no round after so long does not get in: 60 s after its start it trains alone."""
+_HIGH_LOSS = 0.3
+"""Of a vector that turns round and keeps still, the loss is 1 on average; of one that follows, 1e-3."""
+Said = dict[str, Any]
+
+
+def said(program: Program) -> list[Said]:
+    """The lines of JSON in a program's log."""
+    lines = []
+    for line in program.log.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("{"):
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+    return lines
+
+
+def last_word(program: Program) -> str:
+    """The last line of a program's log that is for people."""
+    lines = program.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line[-200:] for line in reversed(lines) if line and not line.startswith("{")), "it said nothing")
+
+
+class Toy:
+    def __init__(self, folder: Path, strategy: str, *peers: str):
+        self.name, self.folder = folder.name, folder
+        command = [sys.executable, "-m", "scripts.attacks.toy", str(folder), strategy, *peers]
+        self.program = Program(self.name, command, folder.with_suffix(".log"), {}, ROOT)
+
+    def address(self) -> str:
+        """'' until it listens. The last one: a sidecar that was started again may have another port."""
+        found = _ADDRESS.findall(self.program.log.read_text(encoding="utf-8", errors="replace"))
+        return found[-1] if found else ""
+
+    def rounds(self) -> list[Said]:
+        return checks.read_rounds(self.folder)
+
+    def losses(self, since: float) -> list[float]:
+        return [line["loss"] for line in said(self.program) if line.get("event") == "loss" and line["time"] >= since]
+
+    def memory_mib(self) -> float:
+        """Resident, of it and its sidecar and p2pd."""
+        total = 0
+        try:
+            trunk = psutil.Process(self.program.pid)
+            for process in [trunk, *trunk.children(recursive=True)]:
+                total += process.memory_info().rss
+        except psutil.Error:
+            pass
+        return total / 2**20
+
+
+class Swarm:
+    """Honest peers that average before anybody comes; `row`: what then comes, None: nobody."""
+
+    def __init__(self, folder: Path, peers: int, row: Row | None = None, seed: int = 0):
+        self.row, self.seed, self._folder, self._count = row, seed, folder, peers
+        self.name = row.id if row else "control"
+        strategy = row.strategy if row else "parameters"
+        self._strategy, self._toys = strategy, [Toy(folder / "peer-1", strategy)]
+        self.stranger: Program | None = None
+        self.victim: Program | None = None
+        self.newcomer: Toy | None = None
+        self.broken = ""
+        """Why the row could not be tried: then it says nothing."""
+        self.began = 0.0
+        """When the stranger arrived, by time.time()."""
+        self._memory = self._listens_since = 0.0
+
+    # ---------------------------------------------------------------- life
+
+    def tend(self) -> bool:
+        """Start whoever is missing; whether all average together."""
+        address = self._toys[0].address()
+        if address and len(self._toys) < self._count:
+            numbers = range(len(self._toys) + 1, self._count + 1)
+            self._toys += [Toy(self._folder / f"peer-{number}", self._strategy, address) for number in numbers]
+        together = [sum(len(line["members"]) == self._count for line in toy.rounds()) for toy in self._toys]
+        return len(together) == self._count and min(together) >= READY_ROUNDS
+
+    def let_in(self, seconds: float) -> None:
+        """A stranger that knows one peer's address. Without a row: nobody comes, and the window begins."""
+        self._memory = self.memory_mib()
+        if self.row is None:
+            self.began = time.time()
+            return
+        address = self._toys[self.seed % len(self._toys)].address()
+        command = [sys.executable, "-m", "scripts.attacks.stranger", self.row.id, str(self._folder / "stranger"), "--address", address]
+        command += ["--seed", str(self.seed), "--seconds", str(seconds + START_SECONDS)]
+        self.stranger = Program("stranger", command, self._folder / "stranger.log", {}, ROOT)
+
+    def watch(self) -> None:
+        """See whether the stranger has arrived; what meets it then comes a moment later."""
+        if self.stranger is None:
+            return
+        if (status := self.stranger.ended()) is not None:
+            self.broken = f"the stranger ended by itself, with status {status}: {last_word(self.stranger)}"
+            return
+        if not self.began and not self._arrived():
+            return
+        self.began = self.began or time.time()
+        if time.time() < self.began + 3:
+            return
+        if self.row.kind == "newcomer" and self.newcomer is None:
+            self.newcomer = Toy(self._folder / "newcomer", self._strategy, self._toys[0].address())
+        if self.newcomer and not self._listens_since and self.newcomer.address():
+            self._listens_since = time.time()
+        if self.row.kind in ("lookup", "export") and self.victim is None:
+            rest = [self._run_id()] if self.row.kind == "lookup" else []
+            command = [sys.executable, "-m", "scripts.attacks.victims", self.row.kind, self._toys[0].address(), *rest]
+            self.victim = Program("victim", command, self._folder / "victim.log", {}, ROOT)
+
+    def _arrived(self) -> bool:
+        return any(line.get("event") == "arrived" for line in said(self.stranger))
+
+    def _run_id(self) -> str:
+        """As a newcomer has it from its host, and not from anybody in the swarm."""
+        return next(line["run_id"] for line in said(self._toys[0].program) if line.get("event") == "run")
+
+    def over(self, seconds: float) -> bool:
+        if self.broken:
+            return True
+        if self.victim is not None:
+            return self.victim.ended() is not None
+        if self.newcomer and self._newcomer_joined() is None and time.time() < (self._listens_since or time.time()) + _JOIN_SECONDS:
+            return False
+        return bool(self.began) and time.time() >= self.began + seconds
+
+    @property
+    def programs(self) -> list[Program]:
+        toys = [*self._toys, *([self.newcomer] if self.newcomer else [])]
+        return [*(toy.program for toy in toys), *filter(None, (self.stranger, self.victim))]
+
+    def end(self) -> None:
+        for program in self.programs:
+            program.kill_tree()
+
+    # ---------------------------------------------------------------- what became of it
+
+    def memory_mib(self) -> float:
+        return sum(toy.memory_mib() for toy in self._toys)
+
+    def grown_mib(self) -> float:
+        """How much more memory its peers take than before anybody came."""
+        return self.memory_mib() - self._memory
+
+    def rounds_within(self, begin: float, end: float) -> float:
+        """Rounds that an honest peer came to, on average."""
+        forged = self.forged()
+        counts = [sum(begin <= line["time"] < end and line["digest"] not in forged for line in toy.rounds()) for toy in self._toys]
+        return statistics.mean(counts)
+
+    def forged(self) -> set[str]:
+        """Digests of the states that the stranger says it made up."""
+        return {line["digest"] for line in said(self.stranger) if line.get("event") == "forged"} if self.stranger else set()
+
+    def loss(self, since: float) -> float:
+        """The worst peer's, in the middle of what it said; infinite when one said nothing."""
+        return max((statistics.median(toy.losses(since) or [float("inf")]) for toy in self._toys), default=0.0)
+
+    def figures(self, end: float, undisturbed_mib: float) -> dict[str, float]:
+        figures = {"grown_mib": round(self.grown_mib() - undisturbed_mib)}
+        for line in said(self.stranger) if self.stranger else []:
+            if line.get("event") == "figures" and "knocks" in line:
+                figures["knocks_a_minute"] = round(60 * line["knocks"] / max(end - self.began, 1), 1)
+        if (joined := self._newcomer_joined()) is not None:
+            figures["newcomer_seconds"] = round(joined, 1)
+        return figures
+
+    def reasons(self, end: float, control_loss: float, control_moves: bool) -> list[str]:
+        """Why this row's stranger ended, stopped or corrupted the run; nothing when it did not."""
+        found = [f"{toy.name} ended: {last_word(toy.program)}" for toy in self._toys if toy.program.ended() is not None]
+        lines = [line for toy in self._toys for line in toy.rounds()]
+        if taken := [line["digest"][:8] for line in lines if line["digest"] in self.forged()]:
+            found.append(f"took made-up states {len(taken)} times, first {taken[0]}")
+        found += [f"replicas split: {text}" for text in checks.unequal_states(lines)[:1]]
+        last = max(end - max(_STOPPED_SECONDS, (end - self.began) / 3), self.began)
+        loss = self.loss(last)
+        if control_moves and end - last >= _STOPPED_SECONDS / 2 and not self.rounds_within(last, end):
+            found.append(f"no round in the last {end - last:.0f} s")
+        if loss > max(_HIGH_LOSS, 10 * control_loss):
+            found.append(f"loss {loss:.2g} (without {control_loss:.2g})")
+        return found + self._misled()
+
+    def _misled(self) -> list[str]:
+        """What the newcomer or the program that met the stranger was led to."""
+        if self.newcomer is not None and self._newcomer_joined() is None:
+            own = len(self.newcomer.rounds())
+            return [f"the newcomer averaged with nobody: {own} rounds of its own; {last_word(self.newcomer.program)}"]
+        for line in said(self.victim) if self.victim else []:
+            made_up = self.forged() | {told["model_digest"] for told in said(self.stranger) if "model_digest" in told}
+            if made_up & {line.get("digest"), line.get("model_digest")}:
+                return [f"{self.victim.name} took what the stranger made up"]
+            if line.get("error"):
+                return [f"{self.row.kind} failed: {line['error']}"[:200]]
+            return []
+        return [f"{self.row.kind} said nothing: {last_word(self.victim)}"] if self.victim else []
+
+    def _newcomer_joined(self) -> float | None:
+        """Seconds that the newcomer listened until it was in a round whose state an honest peer holds; None: it was in none."""
+        if self.newcomer is None:
+            return None
+        honest = {line["digest"] for toy in self._toys for line in toy.rounds()}
+        times = [line["time"] for line in self.newcomer.rounds() if line["how"] == "averaged" and line["digest"] in honest]
+        return times[0] - self._listens_since if times else None
+
+
+def end_swarms(swarms: Sequence[Swarm]) -> None:
+    for swarm in swarms:
+        swarm.end()

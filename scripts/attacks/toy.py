@@ -1,0 +1,96 @@
+"""An honest peer that learns a toy with a real `SwarmSync`: `python -m scripts.attacks.toy OUT STRATEGY [PEER ...] [--key=value ...]`.
+
+A trainer, its sidecar and a p2pd, as everywhere; the model is one vector that follows a target, which moves round once in two minutes, so
+that parameters that were overwritten, or do not move any more, show as a loss. Prints it every two seconds. Lives until it is killed.
+"""
+
+import importlib
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from peer.config import PeerConfig
+from peer.contracts import Sync, SyncContext
+from swarm.errors import run_program
+from swarm.logs import setup_logging
+from swarm.run_config import RunConfig
+
+BATCH, TARGET = 8, 48
+PERIOD_SECONDS = 120.0
+_TOLD_EVERY_SECONDS = 2.0
+_ROWS = 1500
+"""Of 100 elements: a state of 0.6 MB travels in three pieces."""
+
+
+def run_config(strategy: str) -> RunConfig:
+    # An end, far away: a made-up state that is said to be beyond it would be the last.
+    return RunConfig(model="toy", sync=strategy, target_batch_size=TARGET, total_samples=10**9, learning_rate=0.1, adam_weight_decay=0.0)
+
+
+def build(out: Path, strategy: str, peers: list[str]) -> tuple[dict[str, nn.Parameter], Sync]:
+    params = {"w": nn.Parameter(torch.zeros(_ROWS, 100)), "b": nn.Parameter(torch.zeros(7))}
+    run = run_config(strategy)
+    config = PeerConfig(output_dir=str(out), host_maddrs=("/ip4/127.0.0.1/tcp/0",))
+    context = SyncContext(run=run, peer=config, params=params, output_dir=out, initial_peers=tuple(peers))
+    return params, importlib.import_module(f"peer.sync.{strategy}").build(context)
+
+
+class Toy:
+    def __init__(self, params: dict[str, nn.Parameter]):
+        self._params = params
+        phases = torch.Generator().manual_seed(0)
+        self._phases = {name: torch.rand(p.shape, generator=phases) * 2 * math.pi for name, p in params.items()}
+        self._told = 0.0
+
+    @torch.no_grad()
+    def gradients(self) -> float:
+        """Set them; returns the loss."""
+        turn, squares, count = 2 * math.pi * (time.time() / PERIOD_SECONDS % 1), 0.0, 0
+        for name, parameter in self._params.items():
+            parameter.grad = parameter - torch.sin(self._phases[name] + turn)
+            squares, count = squares + float(parameter.grad.double().square().sum()), count + parameter.numel()
+        return squares / count
+
+    def tell(self, loss: float) -> None:
+        if time.time() > self._told + _TOLD_EVERY_SECONDS:
+            self._told = time.time()
+            # JSON has no infinity; a loss that overflowed is as bad as any.
+            print(json.dumps({"event": "loss", "time": self._told, "loss": loss if math.isfinite(loss) else 1e300}), flush=True)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        for parameter in self._params.values():
+            parameter.add_(parameter.grad, alpha=-0.5)
+            parameter.grad = None
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    options = dict(argument[2:].split("=") for argument in sys.argv[1:] if argument.startswith("--"))
+    out, strategy, *peers = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    setup_logging(name=Path(out).name)
+    params, sync = build(Path(out), strategy, peers)
+    print(json.dumps({"event": "run", "run_id": run_config(strategy).run_id}), flush=True)
+    toy, report = Toy(params), sync.catch_up()
+    while not report.done:
+        while report.wait or report.frozen is not None:
+            report = sync.step(0)
+            toy.tell(toy.gradients())
+        if report.done:
+            break
+        time.sleep(float(options.get("seconds", 0.4)))
+        toy.tell(toy.gradients())
+        if sync.before_step():
+            toy.move()
+        report = sync.step(BATCH, 1.0)
+    print(json.dumps({"event": "done"}), flush=True)
+    sync.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

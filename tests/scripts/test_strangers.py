@@ -1,0 +1,106 @@
+"""`scripts/strangers`: a few of its rows for some seconds, with real processes; and that it knows an attack that works from one that does not."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import time
+
+import pytest
+
+from peer.contracts import Member
+from peer.sync.engine.state import Header
+from scripts.attacks import siege, states, wire
+from scripts.attacks.rows import ROWS
+from swarm.errors import UserError
+from swarm.peer_key import check_statement
+from tests.conftest import ROOT
+
+SHORT = ("long-header", "made-up-state", "nan", "browser-post")
+SECONDS = 15
+"""Long enough for each of them to stop the swarm as it was before there was a defence."""
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("strangers") / "record.json"
+    flags = ["--rows", ",".join(SHORT), "--seconds", str(SECONDS), "--pairs", "1", "--seed", "1", "--record", path]
+    done = subprocess.run([ROOT / "scripts" / "strangers", *flags], capture_output=True, text=True, timeout=540)
+    assert path.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(path.read_text())
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("row", SHORT)
+def test_a_stranger_ends_stops_and_corrupts_nothing(record, row):
+    assert record["why"].get(row, []) == []
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("row", [row for row in SHORT if ROWS[row].kind == "swarm"])
+def test_the_honest_peers_go_on_with_their_rounds_beside_a_stranger(record, row):
+    # One deadline of a fresh identity is a third of a window as short as this.
+    assert record["rounds_ratio"][row] >= 0.5, record
+
+
+def test_help_and_the_list_of_rows_need_no_swarm():
+    done = subprocess.run([ROOT / "scripts" / "strangers", "--list"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_every_row_has_its_attack(row):
+    module = importlib.import_module(f"scripts.attacks.{row.module}")
+    assert inspect.iscoroutinefunction(getattr(module, row.id.replace("-", "_")))
+
+
+def test_a_row_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(UserError, match="no row sideways") as caught:
+        siege.chosen("nan,sideways")
+    assert "slot-hog" in caught.value.fix
+
+
+def test_every_row_is_in_one_wave_and_the_heavy_ones_are_by_themselves():
+    waves = siege.waves_of(list(ROWS.values()), at_once=8)
+    assert all(len(wave) < 8 and len({row.heavy for row in wave}) == 1 for wave in waves)
+    rated = [row.id for row in ROWS.values() if row.kind not in ("ledger", "open server", "shard")]
+    assert sorted(row.id for wave in waves for row in wave) == sorted(rated)
+
+
+@pytest.mark.parametrize(("minutes", "pairs"), [(1, 1), (20, 1), (38, 2), (90, 3)])
+def test_as_many_pairs_are_run_as_fit_into_the_time(minutes, pairs):
+    assert siege.how_many_pairs(3, minutes, waves=4, seconds=180, hosted=True) == pairs
+
+
+def test_the_verdict_forgives_only_what_is_left_to_memberships(tmp_path):
+    def verdict(row, rounds, reasons=(), figures=None):
+        tried = siege.Siege(tmp_path, seconds=1, peers=2, seed=0, say=print)
+        tried.pairs[row], tried.reasons[row], tried.figures[row] = [rounds, (9, 10), rounds], list(reasons), figures or {}
+        return tried.verdict()
+
+    assert verdict("nan", (9, 10))["holds"]
+    slow = verdict("nan", (5, 10))
+    assert not slow["holds"] and slow["rounds_ratio"] == {"nan": 0.5}
+    ended = verdict("nan", (9, 10), ["replicas split"])
+    assert not ended["holds"] and ended["ended"] == ["nan"]
+    assert verdict("wrong-means", (1, 10), ["loss 3"])["holds"]
+    grown = verdict("junk-keys", (9, 10), figures={"grown_mib": 3000})
+    assert not grown["holds"] and grown["beyond"] == {"junk-keys": 3000}
+
+
+def test_a_forged_child_adds_up_like_an_honest_one():
+    parent = Header("run", "schema").child("d0", [Member("a", 3, 8), Member("b", 1, 40)]).child("d1", [Member("a", 4, 8)])
+    forged = states.child_of(json.loads(json.dumps(parent.to_json())), "d2", {"peer": "a", "number": 5, "samples": 2**53 - 56})
+    assert Header.from_json(forged) == parent.child("d2", [Member("a", 5, 2**53 - 56)])
+    first = states.child_of(Header("run", "schema").to_json(), "d0", {"peer": "a", "number": 1, "samples": 1})
+    assert Header.from_json(first) == Header("run", "schema").child("d0", [Member("a", 1, 1)])
+
+
+def test_cheap_keys_are_different_peers_whose_signatures_count():
+    keys = [wire.Key() for _ in range(40)]
+    assert len({key.peer_id for key in keys}) == 40
+    statement = f"{time.time()}".encode()
+    for key in keys[::10]:
+        public, signature = key.private.get_public_key().to_bytes().decode(), key.private.sign(statement).decode()
+        check_statement(key.peer_id, statement, public, signature)
