@@ -5,7 +5,8 @@
 A pair is a lease of one shard and the registration of all its samples in a contribution; a round that settles the contributions of 50
 clients is reported after every 50 registrations, and counts nothing. At the ledger: in one process on one core, from as many asyncio
 tasks. Through HTTP: a real server on one core, with the clients in another process on another core, a keep-alive connection each. Each
-client asks again as soon as it is answered, so the latencies are those of a server that is busy all the time. `disk` is what an
+client asks again as soon as it is answered, so the latencies are those of a server that is busy all the time. To sign a request takes the
+clients 0.5 to 1 ms, to check it takes the server 0.05: through HTTP it is the clients' core that is busy. `disk` is what an
 fsync of 4 KiB takes where the ledgers lie, in the folder for temporary files.
 """
 
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -36,7 +38,9 @@ from datasetserver.book import Book  # noqa: E402
 from datasetserver.ledger import Ledger, collect_seldom  # noqa: E402
 from datasetserver.tree import State  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
+from swarm.peer_key import PeerKey  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
+from swarm.signed_request import Signer  # noqa: E402
 
 ROUND_CLIENTS = 50
 Lease = Callable[[str], Awaitable[list[str]]]
@@ -202,10 +206,11 @@ async def clients(url: str, server: psutil.Process, options: argparse.Namespace)
 
     run_id = (await (await connect()).ask("GET", "/v1/run"))["run_id"]
     indices = [f":{index}" for index in range(options.shard_samples)]
-    by_name = {f"peer{n}": await connect() for n in range(options.clients)}
+    by_name = {key.peer_id: (await connect(), key) for key in (PeerKey.draw() for _ in range(options.clients))}
 
     def calls(name: str) -> tuple[Lease, Register, Report]:
-        ask, envelope = by_name[name].ask, {"run_id": run_id, "peer": name}
+        connection, key = by_name[name]
+        ask, envelope = partial(connection.ask, signer=Signer(key)), {"run_id": run_id, "peer": key.peer_id}
 
         async def lease(peer: str) -> list[str]:
             answer = await ask("POST", "/v1/leases", {**envelope, "want_samples": 1})
@@ -248,10 +253,12 @@ class Connection(asyncio.Protocol):
         if self._answer and not self._answer.done():
             self._answer.set_exception(error or ConnectionResetError("the server closed the connection"))
 
-    async def ask(self, method: str, path: str, body: dict | None = None) -> dict:
+    async def ask(self, method: str, path: str, body: dict | None = None, *, signer: Signer | None = None) -> dict:
         raw = json.dumps(body).encode() if body else b""
+        signed = {"Content-Type": "application/json", **signer.headers(method, path, raw)} if signer else {}
+        head = "".join(f"{name}: {value}\r\n" for name, value in signed.items())
         self._answer = asyncio.get_running_loop().create_future()
-        self.transport.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        self.transport.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         status, answer = await self._answer
         if status >= 300:
             raise UserError(f"{method} {path} was answered {status}: {answer.decode()[:500]}", fix="Please report this.")

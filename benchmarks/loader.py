@@ -33,6 +33,7 @@ from peer.data.dataset_server import build, fetch_run  # noqa: E402
 from peer.device import Rank, RankGroup  # noqa: E402
 from peer.feed import Feed  # noqa: E402
 from peer.pictures import Frame, decode  # noqa: E402
+from swarm.dht import Identity  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
 
@@ -90,7 +91,10 @@ def write_dataset(folder: Path, count: int) -> None:
 def take(url: str, cache: Path, workers: int, seconds: float, step_seconds: float) -> tuple[int, float, float]:
     """(samples, seconds that the training thread waited for them, seconds in all), the first batches not counted."""
     run = RunConfig.from_mapping(fetch_run(url, 60).run, where=url)
-    source = build(SourceContext(run=run, url=url, peer_id="benchmark", cache_dir=cache, cache_gib=4.0, batch_samples=BATCH))
+    identity = Identity(cache / "identity.key")
+    identity.close()
+    mine = {"peer_id": identity.peer_id, "identity_file": identity.path}
+    source = build(SourceContext(run=run, url=url, **mine, cache_dir=cache, cache_gib=4.0, batch_samples=BATCH))
     group = RankGroup(Rank(0, 1, 0, 1), torch.device("cpu"))
     sizes = {"batch_samples": BATCH, "accumulation": 1, "buckets": Buckets.of(run, 64)}
     feed = Feed(source, Decoder(run, workers), group, stopping=lambda: False, **sizes)

@@ -1,6 +1,5 @@
 """Volunteers whom nobody can dial, each behind a router of its own, and one public peer that assists: real processes in namespaces."""
 
-import dataclasses
 import json
 import os
 import re
@@ -102,7 +101,7 @@ def start_bootstrap(start, tmp_path) -> str:
     """The host's own node, which knows the run; its address."""
     host = start("public", "bootstrap", "-m", "datasetserver.bootstrap")
     options = {"host_maddrs": ["/ip4/0.0.0.0/tcp/31337"], "announce_maddrs": [], "identity_path": str(tmp_path / "bootstrap.key")}
-    host.process.stdin.write(json.dumps({**options, "run_id": RUN.run_id, "run": dataclasses.asdict(RUN), "url": ""}) + "\n")
+    host.process.stdin.write(json.dumps({**options, "run_id": RUN.run_id, "run": RUN.to_mapping(), "url": ""}) + "\n")
     host.process.stdin.flush()
     pattern = re.compile(rf"/ip4/{re.escape(natted.PUBLIC)}/tcp/31337/p2p/\w+")
     until(lambda: pattern.search(host.log), host)

@@ -13,7 +13,16 @@ FILES = sorted(
 ROOMS = ("models", "methods", "data", "sync")
 
 HOMES = {  # a library: the files and folders that may import it
-    "hivemind": ("swarm/daemon.py", "swarm/dht.py", "swarm/ports.py", "swarm/reachability.py", "swarm/records.py", "peer/sync/"),
+    "hivemind": (
+        "swarm/daemon.py",
+        "swarm/dht.py",
+        "swarm/dht_",
+        "swarm/places.py",
+        "swarm/ports.py",
+        "swarm/reachability.py",
+        "swarm/records.py",
+        "peer/sync/",
+    ),
     "diffusers": (
         "peer/models/",
         "peer/methods/",

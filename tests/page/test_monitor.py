@@ -15,16 +15,17 @@ from swarm.errors import ExitCode
 from swarm.listening import listen
 from swarm.page import monitor
 from swarm.records import PeerRecord, RunRecord
+from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 from tests.datasetserver.hosting import ROOT
 from tests.page.test_watch import news
 
-RUN = "0123456789abcdef"
+RUN = RunConfig(run_name="my cats", model="base", total_samples=960, target_batch_size=32)
 NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN"
 
 
 def record(node: SwarmNode, **values) -> PeerRecord:
-    known = {"config": "c", "schema": "s", "digest": "d" * 64, "time": time.time(), "name": "Ada's cellar"}
+    known = {"config": RUN.digest, "schema": "s", "digest": "d" * 64, "time": time.time(), "name": "Ada's cellar"}
     return PeerRecord(peer_id=node.peer_id, **{**known, **values})
 
 
@@ -35,12 +36,12 @@ def test_who_knows_a_peer_sees_the_run(tmp_path):
 
         async def keep_saying():
             while True:
-                await node.publish(RUN, record(node, **now))
+                await node.publish(RUN.run_id, record(node, **now))
                 await asyncio.sleep(1)
 
         saying = asyncio.create_task(keep_saying())
         try:
-            await node.publish_run(RunRecord(run_id=RUN, run={"run_name": "my cats", "total_samples": 960, "target_batch_size": 32}))
+            await node.publish_run(RunRecord(run_id=RUN.run_id, run=RUN.to_mapping()))
             command = [sys.executable, "-m", "swarm.page.monitor", "--port", "0", "--timeout", "60", "--peers"]
             process = await asyncio.create_subprocess_exec(
                 *command, NOBODY, (await node.maddrs())[0], cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
