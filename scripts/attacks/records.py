@@ -3,15 +3,19 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import msgpack
 from hivemind.dht.routing import DHTID
 
 from scripts.attacks.band import Band
-from scripts.attacks.wire import RUNS_KEY, Key, Record, Stored, say
+from scripts.attacks.wire import RUNS_KEY, Gone, Key, Record, Stored, Stranger, say
 from swarm.digest import digest_bytes, digest_json
 
 _RENEW_SECONDS = 8.0
+_INVENTED_NODES, _FLOOD_NODES = 12, 24
+"""Identities of an attack with nodes of their own: an honest peer stores no record but that of who brings it."""
 
 
 def _signed(band: Band, key: Key, record: Record) -> Stored:
@@ -19,26 +23,38 @@ def _signed(band: Band, key: Key, record: Record) -> Stored:
     return key.signed(f"{band.run_id}.peers", packed, time.time() + 20)
 
 
+async def _own_records(band: Band, strangers: Sequence[Stranger], **changes: Any) -> None:
+    """Each signs and stores its own record, which nobody refuses: a peer that is about to average, and at no address where anybody answers."""
+    head = await band.head()
+    for stranger in strangers:
+        with contextlib.suppress(Gone):
+            await stranger.publish(band.run_id, band.waiting(head, **changes))
+
+
 async def invented_records(band: Band) -> None:
-    """Three peers that do not exist, every two seconds three others."""
-    (stranger,) = await band.come()
+    """Three peers every two seconds that answer nobody: of 12 that have nodes, so that their records are taken, and three more of keys alone."""
+    strangers = await band.come(_INVENTED_NODES)
     spare = [Key() for _ in range(300)]
     band.arrived()
+    first = 0
     while True:
         head = await band.head()
         keys = [spare.pop() if spare else Key() for _ in range(3)]
         band.keys += keys
-        await stranger.store(*(_signed(band, key, band.waiting(head)) for key in keys))
+        await strangers[0].store(*(_signed(band, key, band.waiting(head)) for key in keys))
+        await _own_records(band, [strangers[(first + number) % len(strangers)] for number in range(3)])
+        first += 3
         await asyncio.sleep(2)
 
 
 async def record_flood(band: Band) -> None:
-    """400 peers that do not exist, all at once, for as long as it lasts."""
-    (stranger,) = await band.come()
+    """400 peers that do not exist, all at once, for as long as it lasts; 24 of them with nodes."""
+    stranger, *_ = strangers = await band.come(_FLOOD_NODES)
     band.keys = [Key() for _ in range(400)]
     await band.head()
     band.arrived()
     while True:
+        await _own_records(band, strangers)
         head = await band.head()
         for at in range(0, len(band.keys), 50):
             await stranger.store(*(_signed(band, key, band.waiting(head)) for key in band.keys[at : at + 50]))
@@ -89,15 +105,20 @@ async def third_party_dials(band: Band) -> None:
 
     listening = await asyncio.start_server(knock, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    (stranger,) = await band.come()
+    stranger, *_ = strangers = await band.come(_INVENTED_NODES)
     band.keys = [Key() for _ in range(32)]
-    head = await band.head()
     band.arrived()
-    # Our own record, too: that one we may sign wherever others' are refused.
-    for key in (*band.keys, stranger.key):
-        where = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{other.peer_id}" for other in (key, *band.rng.sample(band.keys, 5))]
-        await stranger.store(_signed(band, key, band.waiting(head, maddrs=where)))
+
+    def where(of: str) -> list[str]:
+        others = [key.peer_id for key in band.rng.sample(band.keys, 5)]
+        return [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in (of, *others)]
+
     while True:
+        head = await band.head()
+        for key in band.keys:
+            await stranger.store(_signed(band, key, band.waiting(head, maddrs=where(key.peer_id))))
+        for one in strangers:  # their own records are taken wherever others' are refused
+            await _own_records(band, [one], maddrs=where(one.peer_id))
         await asyncio.sleep(2)
         say(event="figures", knocks=knocks)
 
