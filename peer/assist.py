@@ -111,7 +111,7 @@ def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
         log.warning("going on with the run known from before: %s", error)
         saved = json.loads(path.read_text(encoding="utf-8"))
         return Joined(RunConfig.from_mapping(saved["run"], where=str(path)), saved["server_url"], tuple(saved["peers"])), True
-    about = {"run": joined.run.to_mapping(), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
+    about = joined.about()
     return joined, claim(path.parent, Owner(id=joined.run.run_id, name=joined.run.run_name, alone=False, about=about))
 
 

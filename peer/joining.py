@@ -31,6 +31,10 @@ class Joined:
     """The host's, as far as it is known: whose orders about the run's end count."""
     extension: Mapping[str, Any] | None = None
 
+    def about(self) -> dict[str, Any]:
+        """What an output folder keeps of it, for the programs that find the folder later."""
+        return {"run": self.run.to_mapping(), "server_url": self.server_url, "peers": list(self.initial_peers)}
+
 
 def join(
     peer: PeerConfig,
@@ -44,7 +48,9 @@ def join(
 
     ask_server(url, run_id=...) answers what a server serves, None when nothing was founded there yet. found_at_server(url, run) founds a
     run there and answers what it serves then, which is another founder's run if that one was faster. complete(run) is a run
-    that is founded here with all that its founder works out for the others. known_key(run_id): the host's key as far as it is known. Raises UserError when nobody answers, when `given` disagrees with the run, or when there is no run and this peer may not found one.
+    that is founded here with all that its founder works out for the others. known_key(run_id): the host's key as far as it is known.
+
+    Raises UserError when nobody answers, when `given` disagrees with the run, or when there is no run and this peer may not found one.
     """
     if peer.datasetserver:
         joined = _from_server(peer, given, ask_server) or _founded_at_server(peer, given, found_at_server, complete)

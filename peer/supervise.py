@@ -98,9 +98,8 @@ class Supervisor:
         more = []
         if (batch, accumulation) != (self._peer.train_batch_size, self._peer.gradient_accumulation_steps):
             more += ["--train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
-        if (
-            self._again and not self._peer.swarming and self._peer.resume_from_checkpoint in ("auto", "none")
-        ):  # a swarm's trainer does so itself
+        # A swarm's trainer does so by itself.
+        if self._again and not self._peer.swarming and self._peer.resume_from_checkpoint in ("auto", "none"):
             more += ["--resume_from_checkpoint", "latest"]
         return [*self._argv, *more]
 

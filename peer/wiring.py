@@ -298,7 +298,7 @@ def claim_output(launch: Launch) -> None:
         id=folder_id(joined.run, peer),
         name=joined.run.run_name,
         alone=not peer.swarming,
-        about={"run": joined.run.to_mapping(), "server_url": joined.server_url, "peers": list(joined.initial_peers)},
+        about=joined.about(),
     )
     needed = (joined.run.model, launch.given.get("model", ""), peer.train_data_dir, peer.class_data_dir)
     claim(

@@ -144,11 +144,11 @@ class SwarmNode:
                 try:
                     listening = host_maddrs if client_mode else with_ports(host_maddrs, identity_path.with_suffix(".ports"))
                     return await cls._start(identity, initial_peers, listening, announce_maddrs, client_mode)
-                except ValidationError as error:
-                    raise UserError(
-                        f"The peers that are known refuse this machine's clock: {error}.", fix=clock.FIX, code=ExitCode.CLOCK
-                    ) from None
-                except (P2PDaemonError, RuntimeError, OSError, asyncio.TimeoutError) as error:
+                except (ValidationError, P2PDaemonError, RuntimeError, OSError, asyncio.TimeoutError) as error:
+                    if isinstance(error, ValidationError) and "local time" in str(error):
+                        raise UserError(
+                            f"The peers that are known refuse this machine's clock: {error}.", fix=clock.FIX, code=ExitCode.CLOCK
+                        ) from None
                     reason = _readable(error, host_maddrs, initial_peers)
                     if time.monotonic() + pause > deadline:
                         raise UserError(reason, fix=_cure(reason), code=ExitCode.NETWORK) from None
@@ -338,6 +338,8 @@ def _refuse_ports_in_use(host_maddrs: Sequence[str]) -> None:
 
 def _readable(error: BaseException, host_maddrs: Sequence[str], initial_peers: Sequence[str]) -> str:
     text = str(error)
+    if isinstance(error, ValidationError):  # a busy machine misses a first call, and one of two with the same identity gets the other's
+        return "The known peers cannot call this one back."
     if "failed to listen" in text:
         return f"Cannot listen on {', '.join(host_maddrs)}."
     if "connect to bootstrap" in text or "initial_peers" in text:
@@ -346,6 +348,8 @@ def _readable(error: BaseException, host_maddrs: Sequence[str], initial_peers: S
 
 
 def _cure(reason: str) -> str:
+    if "call this one back" in reason:
+        return "Open its port, or pass --client_mode; and let no other machine use a copy of its identity."
     if "answers" in reason:
         return "Check that they are running and that their port is open; then start again."
     return "Run again with --debug to see more."

@@ -18,6 +18,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from swarm.peer_key import peer_id_of
 from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS
+from swarm.unpacking import unpack
 
 RUNS_KEY = "distributed-diffusion.runs.1"
 MAX_OWNER_BYTES = 1024
@@ -42,7 +43,7 @@ def signer_of(subkey: bytes) -> str:
 
     An owner has one subkey only: `3,000 records under one key` came in while anything that contained a key was taken for one.
     """
-    owner = _unpacked(subkey) if len(subkey) <= MAX_OWNER_BYTES else None
+    owner = unpack(subkey) if len(subkey) <= MAX_OWNER_BYTES else None
     match = _OWNER.fullmatch(owner) if isinstance(owner, bytes) else None
     if match is None or msgpack.packb(owner) != subkey:
         raise ValueError("a subkey that is no public key")
@@ -81,8 +82,8 @@ class Signatures(RSASignatureValidator):
 def _content(value: bytes) -> Mapping[str, Any]:
     """What is signed in `value`: a mapping, packed twice, by us and by hivemind. Raises ValueError."""
     match = _SIGNED.fullmatch(value) if len(value) <= MAX_SIGNED_BYTES else None
-    data = _unpacked(match[1]) if match else None
-    values = _unpacked(data) if isinstance(data, bytes) and len(data) <= MAX_RECORD_BYTES else None
+    data = unpack(match[1]) if match else None
+    values = unpack(data) if isinstance(data, bytes) and len(data) <= MAX_RECORD_BYTES else None
     if not isinstance(values, dict):
         raise ValueError("a record that is no mapping")
     return values
@@ -101,11 +102,3 @@ def _place_of(values: Mapping[str, Any], signer: str) -> tuple[bytes, float]:
 @functools.lru_cache(256)
 def _key_id(key: str) -> bytes:
     return DHTID.generate(source=key).to_bytes()
-
-
-def _unpacked(data: bytes) -> Any:
-    """Raises ValueError."""
-    try:
-        return msgpack.unpackb(data)
-    except msgpack.exceptions.UnpackException as error:
-        raise ValueError(f"no msgpack: {error!r}") from None

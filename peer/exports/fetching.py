@@ -39,7 +39,7 @@ def fetch_state(
             f"The run '{joined.run.run_name}' has --sync none: its peers share no state.", fix="Ask one of them for its result."
         )
     look(joined.run)
-    about = {"run": joined.run.to_mapping(), "server_url": joined.server_url, "peers": list(joined.initial_peers)}
+    about = joined.about()
     (folder / "run.json").write_text(json.dumps(about), encoding="utf-8")
     if kept := _of_server(joined.server_url, folder, token if joined.server_url == place else ""):
         return kept

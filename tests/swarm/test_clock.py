@@ -2,6 +2,9 @@ import asyncio
 import logging
 
 import pytest
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.p2p import P2PContext
+from hivemind.proto import dht_pb2
 
 from swarm import clock
 from swarm.clock import SwarmClock, check_clock, clock_error
@@ -48,3 +51,27 @@ def test_peers_that_refuse_our_clock_are_a_circumstance_of_its_own(tmp_path, mon
             await one.close()
 
     asyncio.run(scenario())
+
+
+def test_a_peer_that_is_not_called_back_at_once_tries_again(tmp_path, monkeypatch, caplog):
+    """It was told to set its clock, and ended: hivemind raises one error for both."""
+    ask, calls = DHTProtocol.rpc_ping, []
+
+    async def deaf_at_first(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+        calls.append(request.validate)
+        response = await ask(self, request, context)
+        if calls.count(True) == 1:
+            response.available = False
+        return response
+
+    async def scenario():
+        monkeypatch.setattr(DHTProtocol, "rpc_ping", deaf_at_first)
+        one = await SwarmNode.join(identity_path=tmp_path / "one.key")
+        try:
+            two = await SwarmNode.join(initial_peers=await one.maddrs(), identity_path=tmp_path / "two.key")
+            await two.close()
+        finally:
+            await one.close()
+
+    asyncio.run(scenario())
+    assert calls.count(True) >= 2 and "cannot call this one back" in caplog.text

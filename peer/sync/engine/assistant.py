@@ -179,7 +179,6 @@ async def assist(
         rounds_path=folder / "rounds.jsonl", trainer=assistant, server_url=server_url, name=name, hardware=hardware,
         last_known=last_known, last_holders=last_holders, assists=True, end=end, upload=upload,
     )  # fmt: skip
-    node.prefer(replica.met.__contains__)
     await replica.start()
     header, num_bytes = replica.state.header, replica.state.buffer.num_bytes
     log.info("assisting '%s' from round=%d samples=%d", run.run_name, header.round, header.samples)

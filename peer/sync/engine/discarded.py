@@ -10,6 +10,7 @@ from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
 
+_FILE = "discarded"
 _SHORTEST = 8
 """Hex digits of a digest that name it; as many as the log lines show."""
 
@@ -29,9 +30,6 @@ def discard(folder: Path, digests: Collection[str]) -> None:
         except OSError as error:
             raise UserError(f"Cannot write {folder / _FILE}: {error.strerror}.", fix="Free some space.", code=ExitCode.DISK) from None
         log.info("discarded from now on: %s, and what descends from it", ", ".join(new))
-
-
-_FILE = "discarded"
 
 
 class Discarded:

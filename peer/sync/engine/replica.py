@@ -129,7 +129,8 @@ class Replica:
     # ---------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Serve others; publish our record; read theirs."""
+        """Serve others; publish our record; read theirs. Where connections are scarce, those to peers that we have met stay."""
+        self.node.prefer(self.met.__contains__)
         await self.rounds.start()
         await self._donor.start()
         await serve_link(self._streams)

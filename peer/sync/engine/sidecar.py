@@ -230,7 +230,6 @@ def _replica(trainer: TrainerPort, values: dict[str, Any], buffer: SharedBuffer,
         end=End(run, values["host_key"], values["extension"]),
         upload=Bucket(values["max_upload_mbit"]) if values["max_upload_mbit"] else None,
     )
-    node.prefer(replica.met.__contains__)
     return replica
 
 

@@ -56,9 +56,10 @@ class Slots:
         return slot
 
     def leave(self, slot: Slot) -> None:
+        """Also of one that gave way: its credit must not run out while nobody serves it."""
+        slot.credit.rest()
         if self._slots.get(slot.channel.peer) is slot:
             del self._slots[slot.channel.peer]
-            slot.credit.rest()
 
     def _credit(self, peer: str) -> Credit:
         """Of all its downloads: a new stream is no new beginning."""
