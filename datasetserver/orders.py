@@ -1,5 +1,7 @@
-"""What the host orders of the run that it serves: pause, resume, end, extend, discard. A word or a number in a file of the work folder, which nobody else
-can write. A running server looks at it once a second, one that is started later at once. No order is lost with the server.
+"""What the host orders of the run that it serves: pause, resume, end, extend, discard.
+
+An order is a word or a number in a file of the work folder, which nobody else can write. A running server reads the file once a second,
+and every server reads it when it starts, so that no order is lost with a server.
 """
 
 import logging

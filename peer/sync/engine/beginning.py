@@ -11,7 +11,7 @@ from swarm.records import ASSIST, JOINING, RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 
 _JOIN_PATIENCE_SECONDS = 60.0
-"""A peer with a state of its own, and a founder, wait so long for a better state that somebody signs, before they start from theirs."""
+"""For so long a founder, and a peer with a state of its own, wait for a better state that somebody signs. Then they start from theirs."""
 _HOLDER_PATIENCE_SECONDS = 120.0
 """A peer that has a state of its own waits so long for the holder of a later one that nobody live has."""
 _NAMED = 8

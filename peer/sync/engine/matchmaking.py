@@ -46,9 +46,10 @@ JOIN_SECONDS = 30.0
 STRANGER_JOIN_SECONDS = 10.0
 """The same of a leader that we have not met: as long as it grants to one that it does not know."""
 STRANGER_ANSWER_SECONDS = 1.0
-"""A stranger that has answered before has so long after all that we have met have answered, a new one no time at all: it calls us when it is ready."""
+"""How long a stranger that has answered before is waited for, once all that we have met have answered. A new stranger is not waited for:
+it calls us when it is ready."""
 STRANGER_COME_SECONDS = 2.0
-"""A stranger that said it is ready comes within that, or what the round is worth waiting for; it is in a later one else."""
+"""How long a stranger that said it is ready may take to come, or as long as the round is worth waiting for. Later, it is in the next round."""
 _MAX_REDIRECTS = 8
 _NOTICED_SECONDS = 1.0
 

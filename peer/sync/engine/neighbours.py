@@ -16,7 +16,7 @@ from swarm.version import VERSION
 log = logging.getLogger(__name__)
 
 PATIENT_ATTEMPTS = 3
-"""A peer that stayed away from so many attempts in a row is not waited for and not counted, for a while; a stranger from a single one."""
+"""A peer that stayed away from so many attempts in a row (a stranger: from one) is neither waited for nor counted for a while."""
 _FIRST_PAUSE_SECONDS, _FIRST_PAUSE_OF_CALLERS_SECONDS, _LONGEST_PAUSE_SECONDS = 10.0, 1.0, 120.0
 """The while doubles with every absence more. Two that missed each other must meet again soon; who calls is there, and is forgiven sooner."""
 _FORGOTTEN_SECONDS = 600.0

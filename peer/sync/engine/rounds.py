@@ -32,7 +32,7 @@ _PATIENCE_SHARE, _SHORTEST_PATIENCE_SECONDS = 0.25, 1.0
 _NEWS_SECONDS, _BEHIND_SECONDS = 5.0, 3.0
 """A round shorter than a record's way through the DHT finds the others a state behind, each in turn: they are given time to follow."""
 _STRANGER_SECONDS = 5.0
-"""A stranger in a group has so long for each word, or as long as the round is worth waiting for."""
+"""How long a stranger in a group may take for each word, or as long as the round is worth waiting for."""
 
 
 def patience_seconds(age_seconds: float) -> float:
