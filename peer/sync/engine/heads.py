@@ -18,6 +18,8 @@ from swarm.records import AVERAGING, JOINING, RENEW_SECONDS, PeerRecord
 
 SIGNERS_NEEDED = 2
 """Of a descendant of our state that was not made with us: one peer that we have met may lie."""
+DESERTED_SECONDS = 30.0
+"""Once nobody that we have met has stood where we stand for so long, one signer of a descendant is enough: a second may never come."""
 _CALLS_KEPT, _GROUPS_KEPT = 16, 4
 _MOST_STRANGERS = 32
 """The longest seen, of those that vote where nobody that we have met is live: a look compares all of them with each other."""
@@ -81,7 +83,11 @@ class Ballot:
         if self.met and not self._anybody_votes:
             return better(head, self.ours)
         theirs, us = self._weight(head, self.ours, 0), self._weight(self.ours, head, 1)
-        return theirs > us or (theirs == us > 0 and better(head, self.ours))
+        if theirs != us or not us:
+            return theirs > us
+        # Of three that met in pairs only, two would else stay here and one there for ever.
+        theirs, us = self._company(head, self.ours, 0), self._company(self.ours, head, 1)
+        return theirs > us or (theirs == us and better(head, self.ours))
 
     @property
     def _anybody_votes(self) -> bool:
@@ -125,6 +131,13 @@ class Ballot:
         """Whether `head` is on the branch of `tip`: after it, or before it but after the branch of `other` parted from it."""
         return self._on_or_after(head, tip) or (self.lineage.descends(tip, head) and not self._on_or_after(other, head))
 
+    @property
+    def deserted(self) -> bool:
+        """Whether those that we have met have all left our state, and one of them for what descends from it."""
+        heads = [claim.head for claim in self.voters]
+        here = any(head.digest == self.ours.digest for head in heads)
+        return self.met and not here and any(self.lineage.descends(head, self.ours) for head in heads)
+
     def _weight(self, tip: Head, other: Head, ourselves: int) -> int:
         """How many voters stand on the branch of `tip`. Two of them speak for those whom they have met since the branches parted.
 
@@ -133,9 +146,17 @@ class Ballot:
         votes = [claim for claim in self.voters if self._stands_on(claim.head, tip, other)]
         if not self.met or len(votes) < SIGNERS_NEEDED:
             return len(votes) + ourselves
-        live = ourselves + sum(self._stands_on(claim.head, tip, other) for claim in self.claims)
         vouched = sorted(claim.backers for claim in votes)[-SIGNERS_NEEDED]
-        return max(len(votes) + ourselves, min(vouched, live))
+        return max(len(votes) + ourselves, min(vouched, self._live(tip, other) + ourselves))
+
+    def _company(self, tip: Head, other: Head, ourselves: int) -> int:
+        """How many stand on the branch of `tip` by the word of a single voter. Between equals it may decide: samples, which do else, are its word, too."""
+        votes = [claim for claim in self.voters if self._stands_on(claim.head, tip, other)]
+        vouched = max((claim.backers for claim in votes), default=0) if self.met else 0
+        return max(len(votes) + ourselves, min(vouched, self._live(tip, other) + ourselves))
+
+    def _live(self, tip: Head, other: Head) -> int:
+        return sum(self._stands_on(claim.head, tip, other) for claim in self.claims)
 
 
 class Heads:
@@ -158,6 +179,7 @@ class Heads:
         self._as_ours: deque[str] = deque(maxlen=_CALLS_KEPT)
         """States that one signer was enough for, since they may be what came of one of our last groups."""
         self._lineage = Lineage()
+        self._deserted_since: float | None = None
         self.moved(state)
 
     def moved(self, state: State, *, fetched: bool = False) -> None:
@@ -168,6 +190,7 @@ class Heads:
                     digests.append(state.digest)
         self._ours, self._from_base = Head.of(state), not state.header.round
         self._lineage.learn(self._ours, proven=True)
+        self._deserted_since = None
 
     def heard(self, peer: str, head: Head) -> None:
         """`peer` itself has just told us where it stands; its record may be seconds old."""
@@ -184,7 +207,16 @@ class Heads:
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
-        return self._ballot(self._one_is_enough).right()
+        ballot = self._ballot(self._one_is_enough)
+        right = ballot.right()
+        if right or not ballot.deserted:
+            self._deserted_since = None
+            return right
+        if self._deserted_since is None:
+            self._deserted_since = self._clock()
+        if self._clock() - self._deserted_since < DESERTED_SECONDS:
+            return {}
+        return self._ballot(lambda head, signers: True).right()
 
     def is_right(self, head: Head) -> bool:
         """Whether to prefer `head` to ours now."""

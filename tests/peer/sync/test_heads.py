@@ -7,7 +7,7 @@ import torch
 
 from peer.contracts import Member
 from peer.sync.engine.groups import Group
-from peer.sync.engine.heads import Heads, most_signed
+from peer.sync.engine.heads import DESERTED_SECONDS, Heads, most_signed
 from peer.sync.engine.met import Met
 from peer.sync.engine.state import Head, State, next_state
 from swarm.records import AVERAGING, JOINING, TRAIN, PeerRecord
@@ -143,6 +143,34 @@ def test_one_that_we_have_met_vouches_for_nobody_alone(view):
     strangers = [record(f"stranger-{n}", forged) for n in range(9)]
 
     assert view(ours, ["b", "c"]).sees(record("b", ours), record("c", forged, backers=9), *strangers).right() is None
+
+
+def test_three_that_met_in_pairs_only_find_together_again(view):
+    """Each of two volunteers has averaged with the one that assists, and never with the other; now all three have gone different ways."""
+    *_, parted = lineage(2, by=("one", "two"))
+    *_, left = lineage(1, after=parted, by=("one",))
+    *_, one = lineage(2, after=left, by=("one",))
+    *_, two = lineage(9, after=parted, by=("two",), change=2.0)
+    helper = view(left, ["one", "two"]).sees(record("one", one), record("two", two))
+
+    assert helper.right() is None
+    helper.clock.now += DESERTED_SECONDS - 1
+    assert helper.right() is None, "a second signer may still come"
+    helper.clock.now += 2
+    assert helper.right() == one.digest
+    follows = [record("helper", one, backers=2), record("one", one)]
+    assert view(two, ["helper"]).sees(*follows).right() == one.digest, "although it has fewer samples"
+    assert view(one, ["helper"]).sees(record("helper", one, backers=2), record("two", two)).right() is None
+    assert view(one, ["one", "two"]).sees(record("one", one), record("two", two)).right() is None, "nor does the helper go back"
+
+
+def test_one_signer_is_not_enough_while_another_stays_with_us(view):
+    *_, ours, child = lineage(3)
+    ann = view(ours, ["bob", "cy"]).sees(record("bob", child), record("cy", ours))
+
+    assert ann.right() is None
+    ann.clock.now += 2 * DESERTED_SECONDS
+    assert ann.right() is None
 
 
 def test_a_peer_that_was_away_for_nine_rounds_finds_back(view):
