@@ -68,7 +68,7 @@ def _main(argv: Sequence[str]) -> None:
 
 def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
     """This server's options, and what files and flags say about the run: `--config` of both, `--run` of the run alone."""
-    parser = ArgumentParser("python -m datasetserver", description=__doc__, allow_abbrev=False, epilog=_COMMANDS)
+    parser = ArgumentParser("dd-datasetserver", description=__doc__, allow_abbrev=False, epilog=_COMMANDS)
     parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
     server_flags, run_flags, rest = parse_flags(parser, argv, ServerConfig, RunConfig)
     said = read_toml(Path(rest["config"]), ServerConfig, RunConfig) if rest["config"] else {}

@@ -85,11 +85,21 @@ def ingest(
     if isinstance(source, Path):
         source = Folder(source)
     listing = source.list()
-    identity = digest_json([_FORMAT, shard_samples, SHARD_BYTES, asdict(policy), listing.identity])
+
+    def identity_with(samples: int) -> str:
+        return digest_json([_FORMAT, samples, SHARD_BYTES, asdict(policy), listing.identity])
+
+    identity = identity_with(shard_samples)
     old = None if dry and grow_from is None else ingested(work_dir)
     if old and not dry and old.source == identity:
         return old
     if old and frozen and grow_from is None:
+        for before in {SHARD_SAMPLES, *(shard.samples for shard in old.manifest.shards)}:
+            if identity_with(before) == old.source:
+                raise UserError(
+                    f"shard_samples is {shard_samples}, and the run in {work_dir} began with {before}.",
+                    fix=f"Start with --shard_samples {before}, or give another --work_dir for a new run.",
+                )
         raise UserError(
             f"{source} or how to read it has changed since the run in {work_dir} began.",
             fix="Add --grow to train what is new from the next epoch on, or another --work_dir for a new run.",

@@ -25,7 +25,7 @@ EARLIER = "earlier"
 _PRECIOUS = (*RESULTS, "checkpoint-*", "state", "settled")
 """What is another's work, should nothing say whose."""
 _OF_A_RUN = (
-    *_PRECIOUS, ".model*", ".learned_embeds*", ".checkpoint-*", "kind.json", "rounds.jsonl", "metrics.jsonl", "peers_met.json", "logs", "profile",
+    *_PRECIOUS, ".model*", ".learned_embeds*", ".checkpoint-*", "kind.json", "rounds.jsonl", "rounds.1.jsonl", "metrics.jsonl", "peers_met.json", "logs", "profile",
 )  # fmt: skip
 _ID = re.compile("[0-9a-f]{16}")
 _SAYS, _LOCK = "run.json", "in_use.lock"

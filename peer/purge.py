@@ -21,7 +21,7 @@ _PART = r"(\.[\d.-]+\.part)?"
 """What a kill leaves of a file that was being written."""
 _FILES = (
     r"(contribution_number|identity\.key|identity\.ports|kind\.json|known_hosts\.json|metrics\.jsonl|peer_state|peers_met\.json"
-    rf"|rounds\.jsonl|run\.json){_PART}|peers_met\.tmp|in_use\.lock"
+    rf"|rounds(\.1)?\.jsonl|run\.json){_PART}|peers_met\.tmp|in_use\.lock"
 )
 _HEX = "[0-9a-f]"
 _FOLDERS = {

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from swarm.run_defaults import DEFAULTS
 from swarm.runs import choose, genuine, named_in, several
 from swarm.screen import screen
 from swarm.tasks import end_tasks
+from swarm.urls import check_url
 
 _MAX_ANSWER_BYTES = 16 << 20
 _LONGEST_NAME = 64
@@ -110,15 +110,7 @@ def asking(
 
 
 def _from_server(url: str, seconds: float, token: str) -> dict[str, Any]:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        port_is_right = parts.port is None or parts.port > 0
-    except ValueError:
-        port_is_right = False
-    if not port_is_right or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(
-            f"'{url}' is neither a URL nor a multiaddr.", fix="Give http://HOST:PORT of a dataset server, or /ip4/.../p2p/... of a peer."
-        )
+    check_url(url, fix="Give http://HOST:PORT of a dataset server, or /ip4/.../p2p/... of a peer.")
     try:
         request = urllib.request.Request(url.rstrip("/") + "/v1/progress")
         if token:

@@ -10,7 +10,7 @@ from swarm.errors import UserError
 
 LORA = "pytorch_lora_weights.safetensors"
 EMBEDDINGS = ("learned_embeds.safetensors", "learned_embeds.bin")
-_ENCODERS = {"clip_l": "", "clip_g": "_2", "t5": "_2"}
+_ENCODERS = {"clip_l": "", "clip_g": "_2", "t5xxl": "_2", "t5": "_2"}
 """Keys of one file with the vectors of several text encoders: the suffix of the encoder's name in the pipeline."""
 
 

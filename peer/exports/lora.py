@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from peer.exports.loading import LORA
+from peer.exports.result import read_result
+from swarm import files
 from swarm.errors import UserError
 
 _PARTS = {"lora_unet": "unet", "lora_te1": "text_encoder", "lora_te2": "text_encoder_2"}
-"""kohya's prefix of each part's names."""
+"""kohya's prefix of each part's names, as diffusers writes them."""
 
 
 def write_lora_diffusers(result: Path, path: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -38,6 +40,10 @@ def write_lora_kohya(result: Path, path: Path, dtype: torch.dtype = torch.float3
     for name in kohya:
         if name.endswith(".alpha"):
             kohya[name] = torch.tensor(float(alphas.get(f"{_part(name)}.lora_alpha", kohya[name])))
+    about = read_result(result)
+    if about is None or about.run.family == "stable_diffusion":
+        # Where there is one text encoder, kohya calls it so, and passes over what is called otherwise without a word.
+        kohya = {name.replace("lora_te1_", "lora_te_", 1): tensor for name, tensor in kohya.items()}
     _save({name: tensor if name.endswith(".alpha") else tensor.to(dtype) for name, tensor in kohya.items()}, path, {"format": "pt"})
 
 
@@ -58,3 +64,4 @@ def _save(tensors: dict[str, Tensor], path: Path, header: dict[str, str]) -> Non
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=header)
+    files.as_new(path)

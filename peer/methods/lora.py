@@ -100,5 +100,6 @@ def _with_text_model(layers: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _shown(config: object) -> dict:
-    """peft's configuration as diffusers writes it into the file: without the sets, which JSON lacks."""
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    """peft's configuration as diffusers writes it into the file: without the sets, which JSON lacks, and without paths of this machine."""
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    return {**values, "base_model_name_or_path": None}

@@ -142,7 +142,7 @@ def test_wishes_that_the_method_has_no_use_for_are_one_warning(caplog):
 def test_an_embedding_in_one_file_is_read_back(tiny_family, tmp_path, family):
     done = Trained(tiny_family(family), family, tmp_path / "model", **WORD).written()
     export.main(["--state", str(tmp_path), "--format", "embedding", "--out", str(tmp_path / "any name")])
-    keys = {"sd": ["<dicoo>"], "sdxl": ["clip_g", "clip_l"], "flux": ["clip_l", "t5"]}[family]
+    keys = {"sd": ["<dicoo>"], "sdxl": ["clip_g", "clip_l"], "flux": ["clip_l", "t5xxl"]}[family]
     assert sorted(load_file(tmp_path / "any name.safetensors")) == keys
     pipeline = plain(tiny_family(family))
     assert loading.add_embedding(pipeline, tmp_path / "any name.safetensors") == "<dicoo>"
