@@ -271,7 +271,7 @@ class RunConfig:
             changes = "; ".join(f"{name} was {getattr(self, name)}, now {said[name]}" for name in differ)
             fix = "Start with its own; or give another --work_dir for a new run, with a new host key: invite lines sent out before do not fit it."
             if set(differ) == {"total_samples"}:
-                fix = f"Start without it, then say `dd-datasetserver extend --total_samples {said['total_samples']}` while the server runs."
+                fix = f"Start without it; then `dd-datasetserver extend --total_samples {said['total_samples']}`, with the same --dataset or --work_dir."
             raise UserError(f"The run '{self.run_name}' ({self.run_id}) has begun here with other options: {changes}.", fix=fix)
 
     def differing(self, said: Mapping[str, Any]) -> list[str]:
