@@ -180,6 +180,7 @@ def test_a_run_ends_with_its_result_on_the_hub_and_its_token_nowhere(server, tin
         "model_index.json",
         "unet/diffusion_pytorch_model.safetensors",
     } <= server.files.keys()
+    assert (out / "learned_embeds.safetensors").samefile(out / "model" / "learned_embeds.safetensors")
     printed = "".join(capfd.readouterr())
     assert "pushed" in printed and "to me/toy" in printed and "method=textual_inversion learning_rate=0.0005" in printed
     kept = [path.read_bytes() for path in out.rglob("*") if path.is_file()]

@@ -15,6 +15,7 @@ from peer.exports import loading
 from peer.exports.result import Form, Result, read_result, warn_of_unused, write_result
 from peer.exports.single_file import write_single_file
 from peer.generate import GenerateConfig
+from peer.output_folder import link_result
 from peer.rooms import load_part
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -319,6 +320,19 @@ def test_an_embedding_of_flux_that_an_earlier_version_wrote_is_still_read(tiny_f
 
 
 # --- files
+
+
+@pytest.mark.parametrize("options", [{"method": "full"}, LORA, WORD], ids=lambda options: options["method"])
+def test_programs_that_know_no_model_folder_load_the_output_folder(tiny_family, tmp_path, options):
+    done = Trained(tiny_family("sd"), "sd", tmp_path / "model", **options).written()
+    link_result(tmp_path)
+    pipeline = plain(tmp_path if options["method"] == "full" else tiny_family("sd"))
+    if options["method"] == "lora":
+        pipeline.load_lora_weights(tmp_path)
+    if options["method"] == "textual_inversion":
+        pipeline.load_textual_inversion(str(tmp_path / "learned_embeds.safetensors"))
+    np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
+    assert loading.result_in(tmp_path) == tmp_path / "model", "ours know what it was made from"
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027])
