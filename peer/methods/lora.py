@@ -58,7 +58,7 @@ class Lora:
             params.update((f"{name}.{plain(key)}", p) for key, p in model.parts[name].named_parameters() if p.requires_grad)
         for key, parameter in params.items():
             parameter.data = parameter.data.float()
-            _initialise(key, parameter, self._run.seed)
+            _initialise(key, parameter, self._run)
         return params
 
     def export(self, model: Model, params: Params, folder: Path) -> None:
@@ -82,8 +82,8 @@ class Lora:
 
 
 @torch.no_grad()
-def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
-    """B is 0, so that training starts from the base model; A is uniform in +-1/sqrt(inputs), peft's own default.
+def _initialise(name: str, parameter: nn.Parameter, run: RunConfig) -> None:
+    """B is 0, so that training starts from the base model; A is drawn as --lora_init says.
 
     Every peer must have the same bits whatever its device, release and processor, so whole numbers are drawn for each tensor by
     its name, and each is rounded once.
@@ -91,9 +91,18 @@ def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
     if "lora_B" in name:
         parameter.zero_()
         return
-    rng = torch.Generator().manual_seed(seed_of(seed, name))
+    rng = torch.Generator().manual_seed(seed_of(run.seed, name))
+    if run.lora_init == "gaussian":
+        parameter.copy_(_normal(parameter.shape, rng) / run.rank)
+        return
     drawn = torch.randint(-(2**23), 2**23, parameter.shape, generator=rng)
     parameter.copy_(drawn.float() * 2.0**-23 * (1 / math.sqrt(parameter.shape[1])))
+
+
+def _normal(shape: torch.Size, rng: torch.Generator) -> Tensor:
+    """As good as N(0, 1): the sum of twelve uniform draws, whose variance is 1. Logarithms and cosines would differ between processors."""
+    drawn = sum(torch.randint(-(2**20), 2**20, shape, generator=rng) for _ in range(12))
+    return drawn.float() * 2.0**-21
 
 
 def _scaled(layers: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
