@@ -16,8 +16,8 @@ _ENCODERS = {"clip_l": "", "clip_g": "_2", "t5xxl": "_2", "t5": "_2"}
 
 def result_in(path: Path) -> Path:
     """The result's folder: `path` itself, or `model` in it when it is an --output_dir."""
-    inner = path / "model"
-    return inner if path.is_dir() and not is_result(path) and is_result(inner) else path
+    inner = path / "model"  # first: the links beside it have no result.json
+    return inner if is_result(inner) else path
 
 
 def is_result(folder: Path) -> bool:

@@ -70,9 +70,14 @@ def write_result(method: Method, model: Model, params: Params, target: Path, abo
                 _as_pickle(folder)
         (folder / NAME).write_text(json.dumps(_values(about), indent=2), encoding="utf-8")
         write_card(folder, about)
-        _without_places(folder)
-        for path in folder.rglob("*.safetensors"):
-            files.as_new(path)
+        tidy(folder)
+
+
+def tidy(folder: Path) -> None:
+    """Make what libraries wrote fit for others: without paths of this machine, and readable to whom the umask lets read."""
+    _without_places(folder)
+    for path in folder.rglob("*.safetensors"):
+        files.as_new(path)
 
 
 def _without_places(folder: Path) -> None:
