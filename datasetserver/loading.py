@@ -38,7 +38,7 @@ def load_all(pairs: Iterable[Pair], workers: int | None, total: int | None) -> I
                 suspects = [pair, *(pair for pair, _ in waiting)]
                 waiting.clear()
                 pool.shutdown()
-                yield from ((suspect, _load_alone(suspect)) for suspect in suspects)
+                yield from _one_by_one(suspects)
                 pool = _pool(count)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -61,12 +61,19 @@ def _submitted(pool: ProcessPoolExecutor, pair: Pair) -> Future:
         return future
 
 
-def _load_alone(pair: Pair) -> Sample | str:
-    with _pool(1) as pool:
-        try:
-            return pool.submit(_load, pair).result()
-        except BrokenProcessPool:
-            return "the decoder crashed on it"
+def _one_by_one(pairs: Iterable[Pair]) -> Iterator[tuple[Pair, Sample | str]]:
+    """With one process, which takes one pair at a time: whichever it dies of is known."""
+    pool = _pool(1)
+    try:
+        for pair in pairs:
+            try:
+                yield pair, pool.submit(_load, pair).result()
+            except BrokenProcessPool:
+                yield pair, "the decoder crashed on it"
+                pool.shutdown()
+                pool = _pool(1)
+    finally:
+        pool.shutdown()
 
 
 def _pool(count: int) -> ProcessPoolExecutor:

@@ -15,7 +15,7 @@ slows both sides. Swarms share nothing else. A row that is `heavy` costs the mac
 swarm, too: such rows run in a wave of their own, and are held against the faster of the undisturbed swarms of all waves.
 
 What is reduced, and when. A pair is one wave with, beside one without. A row's ratio is the median of three pairs; where three do not
-fit into --minutes (20) on this machine, fewer are run, and the first line says how many: two cores carry 8 swarms at a time, so that
+fit into --minutes (20) on this machine, fewer are run, and the first line says how many: two cores carry 10 swarms at a time, so that
 24 rows with a rate take four waves of four minutes, which is one pair. `--pairs 3 --minutes 60` is the full thing there; 16 cores do it in 20.
 The other rows have an outcome instead of a rate, and are tried once.
 
@@ -52,8 +52,8 @@ from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 from swarm.lifeline import adopt_orphans  # noqa: E402
 
 RATIO = 0.8
-_SWARMS_A_CORE = 4
-"""A swarm of two peers with its stranger takes a fifth of a core."""
+_SWARMS_A_CORE = 5
+"""A swarm of two peers with its stranger takes a fifth of a core; a heavy row's stranger as much as its swarm."""
 _WAVE_SECONDS = 75.0
 """What a wave takes besides its window, on two cores."""
 _HOSTED = ("ledger", "open server", "shard")
@@ -168,11 +168,12 @@ def _line(row: Row, rounds: str, reasons: Sequence[str], figures: dict[str, floa
 
 
 def waves_of(rows: Sequence[Row], at_once: int) -> list[list[Row]]:
-    """At most so many swarms at a time, the undisturbed one included; heavy rows apart from the others, and last."""
+    """At most so many swarms at a time, the undisturbed one included; heavy rows apart from the others, half as many, and last."""
     waves = []
     for heavy in (False, True):
         some = [row for row in rows if row.kind not in _HOSTED and row.heavy == heavy]
-        count = math.ceil(len(some) / max(at_once - 1, 1))
+        most = max((at_once // 2 if heavy else at_once) - 1, 1)
+        count = math.ceil(len(some) / most)
         waves += [some[number::count] for number in range(count)]
     return waves
 
@@ -237,7 +238,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=180.0, help="from a stranger's arrival [180]")
     parser.add_argument("--pairs", type=int, default=3, help="with and without, of which the median counts [3]")
     parser.add_argument("--minutes", type=float, default=20.0, help="run fewer pairs where these do not fit into so much time [20]")
-    parser.add_argument("--at_once", type=int, default=0, help="swarms at a time [4 per core]")
+    parser.add_argument("--at_once", type=int, default=0, help="swarms at a time [5 per core]")
     parser.add_argument("--peers", type=int, default=2, help="honest peers of a swarm [2]")
     parser.add_argument("--seed", type=int, default=0)
     add_record_arguments(parser)

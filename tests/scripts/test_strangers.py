@@ -63,7 +63,7 @@ def test_a_row_that_does_not_exist_is_refused_with_those_that_do():
 
 def test_every_row_is_in_one_wave_and_the_heavy_ones_are_by_themselves():
     waves = siege.waves_of(list(ROWS.values()), at_once=8)
-    assert all(len(wave) < 8 and len({row.heavy for row in wave}) == 1 for wave in waves)
+    assert all(len(wave) < (4 if wave[0].heavy else 8) and len({row.heavy for row in wave}) == 1 for wave in waves)
     rated = [row.id for row in ROWS.values() if row.kind not in ("ledger", "open server", "shard")]
     assert sorted(row.id for wave in waves for row in wave) == sorted(rated)
 

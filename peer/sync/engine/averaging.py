@@ -136,7 +136,7 @@ class Averager:
             jobs = self._reduce_own(reduction, run), reduction.fail_unless_all_come(), self._hurry_strangers(reduction, run)
             tasks = [*exchanges, *(asyncio.create_task(job) for job in jobs)]
         try:
-            await asyncio.wait_for(_all(tasks), 60 + 2 * self._wire.num_bytes / _SLOWEST_BYTES_PER_SECOND)
+            await _all(tasks, 60 + 2 * self._wire.num_bytes / _SLOWEST_BYTES_PER_SECOND)
             failure = None
         except (PeerLost, ValueError, asyncio.TimeoutError) as error:
             failure = await _explanation(self._as_lost(error, run, reduction), exchanges)
@@ -464,5 +464,14 @@ def _square(header: dict, peer: str) -> float:
     return square
 
 
-async def _all(tasks: list[asyncio.Task]) -> None:
-    await asyncio.gather(*tasks)
+async def _all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
+    """Wait for all of them; raises what one raises, and TimeoutError after so many seconds.
+
+    Not `wait_for`: cancelled while a stream breaks, it leaves an error behind that nobody hears, and asyncio shouts about it.
+    """
+    _, late = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for task in tasks:
+        if task.done():
+            task.result()
+    if late:
+        raise asyncio.TimeoutError
