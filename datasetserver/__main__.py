@@ -1,7 +1,6 @@
 """Serve a folder of captioned pictures to a swarm: check them, found the run (or resume it), lease and count its samples."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ _COMMANDS = (
     "Commands: init writes a run.toml to fill in; invite NAME prints what a volunteer pastes; pause, resume, end and extend say what becomes of "
     "a run; heads lists its newest states and discard forgets a forged one; token add, remove and list say who may use the server. Each has --help."
 )
-_LISTED = 20  # rejected files shown on the terminal; all are in rejected.csv
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
@@ -55,20 +53,20 @@ def _main(argv: Sequence[str]) -> None:
     if config.dataset and not Path(config.dataset).is_dir():
         raise UserError(f"There is no folder {config.dataset}.", fix="Check --dataset.")
     if config.dry_run:
-        run_to_serve(run_values, stored_run(work_dir / LEDGER))
-        _ingest(work_dir, config)
+        run = run_to_serve(run_values, stored_run(work_dir / LEDGER))
+        _ingest(work_dir, config, run)
         return
     guard = server.guard(config)
     with listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
         run = run_to_serve(run_values, stored_run(work_dir / LEDGER))
-        data = _ingest(work_dir, config)
+        data = _ingest(work_dir, config, run)
         run = with_dataset(run, data.first) if run else None
         uvloop.run(server.serve(config, run, data, work_dir, sock, guard))
 
 
 def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
     """This server's options, and what files and flags say about the run: `--config` of both, `--run` of the run alone."""
-    parser = ArgumentParser("python -m datasetserver", description=__doc__, allow_abbrev=False, epilog=_COMMANDS)
+    parser = ArgumentParser("dd-datasetserver", description=__doc__, allow_abbrev=False, epilog=_COMMANDS)
     parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
     server_flags, run_flags, rest = parse_flags(parser, argv, ServerConfig, RunConfig)
     said = read_toml(Path(rest["config"]), ServerConfig, RunConfig) if rest["config"] else {}
@@ -78,19 +76,20 @@ def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
     return config, {**of_run, **(read_toml(Path(config.run), RunConfig) if config.run else {}), **run_flags}
 
 
-def _ingest(work_dir: Path, config: ServerConfig):
+def _ingest(work_dir: Path, config: ServerConfig, run: RunConfig | None):
     """The dataset to serve, made anew where it is not up to date; what became of it is printed."""
     from tqdm import tqdm
 
     from datasetserver.ingest import Policy, ingest, ingested
     from datasetserver.ledger import epochs_begun
+    from datasetserver.report import report, size
 
     source = config.source()
     if source is None:
         data = ingested(work_dir)
         if data is None:
             raise UserError(f"No dataset is ready in {work_dir}.", fix="Add --dataset DIR or --dataset_name.")
-        print(f"dataset in {work_dir}: {data.manifest.total} samples in {len(data.manifest.shards)} shards", flush=True)
+        print(f"dataset in {work_dir}: {size(data)}", flush=True)
         return data
     begun = epochs_begun(work_dir / LEDGER)
     data = ingest(
@@ -102,20 +101,12 @@ def _ingest(work_dir: Path, config: ServerConfig):
         dry=config.dry_run,
         grow_from=(begun or 0) if config.grow else None,
         frozen=begun is not None,
+        resolution=run.resolution if run and not run.num_buckets else 0,
         # disable=None: no bar where nobody sees it
         show=lambda samples, count: tqdm(samples, total=count, desc="checking pictures", unit="", disable=None),
     )
-    shards = len(data.manifest.shards)
-    what = "checked" if data.fresh else "unchanged"
-    print(f"dataset {source}: {data.manifest.total} samples in {shards} shards ({what}), {len(data.rejected)} files left out", flush=True)
-    for name, reason in data.rejected[:_LISTED]:
-        print(f"  left out {os.fsencode(name).decode(errors='backslashreplace')}: {reason}", flush=True)
-    if len(data.rejected) > _LISTED:
-        rest = "" if config.dry_run else f"; all of them are in {work_dir / 'rejected.csv'}"
-        print(f"  ... and {len(data.rejected) - _LISTED} more{rest}", flush=True)
-    if data.duplicates:
-        rest = "" if config.dry_run else f", see {work_dir / 'duplicates.csv'}"
-        print(f"  {len(data.duplicates)} pictures are there more than once{rest}; --duplicates drop leaves them out", flush=True)
+    for line in report(source, data, None if config.dry_run else work_dir):
+        print(line, flush=True)
     return data
 
 

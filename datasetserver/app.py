@@ -26,6 +26,7 @@ from datasetserver.tree import State
 from swarm import protocol
 from swarm.digest import canonical_json, digest_json
 from swarm.errors import UserError
+from swarm.version import VERSION
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -78,6 +79,7 @@ async def _run_answer(service: Service, asker: str, status: int = 200) -> web.Re
             host_key=service.key.public,
             signature=service.key.sign("run", digest_json(run)),
             extension=service.extension(),
+            version=VERSION,
         ),
         status,
     )

@@ -108,11 +108,14 @@ def _open(path: Path, selected: Selected) -> int:
 @contextlib.contextmanager
 def _corked(connection: socket.socket) -> Iterator[None]:
     """Only full segments meanwhile: each that arrives wakes its receiver, which costs more than the bytes."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+    except ValueError as error:  # uvloop's word for a socket that is closed
+        raise ConnectionResetError(f"the client is gone: {error}") from None
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError, ValueError):  # it is gone
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
 
 

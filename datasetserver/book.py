@@ -234,6 +234,11 @@ class Book:
         """In the head's chain, repeated ones included, whatever reports say."""
         return self.tree.head.counted if self.tree.head else 0
 
+    @property
+    def repeated_samples(self) -> int:
+        """Of `counted_samples`, those trained once more though they counted already; the rest is what the ledger has as counted."""
+        return max(0, self.counted_samples - sum(self._by_peer.values()))
+
     def samples_by_peer(self) -> Mapping[str, int]:
         """Counted samples per peer."""
         return dict(self._by_peer)

@@ -16,7 +16,7 @@ class ServerConfig:
     """This server (the host's own choice)."""
 
     dataset: str = option(
-        "", "Folder of pictures with a .txt or .caption beside each, of WebDataset tars, or of both.", section="the dataset"
+        "", "Folder of pictures with a .txt or .caption beside each or a metadata file, of WebDataset tars, or of both.", section="the dataset"
     )
     dataset_name: str = option(
         "", "Instead of --dataset: a dataset of the Hugging Face Hub, or a folder that `datasets` can load; streamed."
@@ -25,7 +25,9 @@ class ServerConfig:
     dataset_split: str = option("train", "Split of --dataset_name.")
     dataset_revision: str = option("", "Commit, tag or branch of --dataset_name on the Hub.")
     image_column: str = option("image", "Column of --dataset_name with the pictures.")
-    caption_column: str = option("text", "Column of --dataset_name with the captions; of several in a row, the first is taken.")
+    caption_column: str = option(
+        "text", "Column of --dataset_name, or key of a metadata file, with the captions; of several a peer takes one by chance, each epoch."
+    )
     max_train_samples: int = option(0, "Take only so many rows of --dataset_name; 0: all.")
     grow: bool = option(False, "The dataset has grown: train what is new in it from the run's next epoch on.")
     work_dir: str = option(
@@ -130,7 +132,7 @@ class ServerConfig:
             return HubDataset(
                 self.dataset_name, self.dataset_config_name, self.dataset_split, self.dataset_revision, *columns, self.max_train_samples
             )
-        return Folder(Path(self.dataset)) if self.dataset else None
+        return Folder(Path(self.dataset), self.caption_column) if self.dataset else None
 
     def work_folder(self) -> Path:
         folder = Path(self.dataset or self.dataset_name.replace("/", "--")).resolve()

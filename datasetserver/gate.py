@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from aiohttp import web
 
 from datasetserver import answers
-from datasetserver.addresses import caller_address
+from datasetserver.addresses import caller_address, is_this_machine
 from datasetserver.limits import Limits, subject
 from datasetserver.metrics import Metrics
 from datasetserver.openapi import Endpoint
@@ -31,6 +31,7 @@ class Gate:
     def __init__(self, endpoints: Iterable[Endpoint], tokens: Tokens | None, limits: Limits, metrics: Metrics, names: Names):
         self._endpoints = {endpoint.handler: endpoint for endpoint in endpoints}
         self._tokens, self._limits, self._metrics, self._names = tokens, limits, metrics, names
+        self._warned = False
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -41,11 +42,24 @@ class Gate:
             return response
 
     async def _admitted(self, request: web.Request, handler: Handler, endpoint: Endpoint | None) -> web.StreamResponse:
+        self._notice_a_silent_proxy(request)
         with self._limits.admit(caller(request), _body_bytes(request, endpoint)):
             self._names.check(request.headers, writes=endpoint is not None and endpoint.method not in _READING)
             if self._guards(endpoint):
                 request[_HOLDER] = _holder(request, self._tokens)
             return await handler(request)
+
+    def _notice_a_silent_proxy(self, request: web.Request) -> None:
+        """Once: a proxy on this machine that does not say whom it speaks for. All its callers count as this machine, which has no limits."""
+        named = request.url.host or ""
+        if self._warned or "X-Forwarded-For" in request.headers or not is_this_machine(request.remote or ""):
+            return
+        if named != "localhost" and not is_this_machine(named):
+            self._warned = True
+            log.warning(
+                "a program on this machine asks for %s without X-Forwarded-For: if it is a proxy, all its callers count as this machine, and "
+                "have no limits. Let it set that header (docs/hosting.md)", named[:100],
+            )  # fmt: skip
 
     def _guards(self, endpoint: Endpoint | None) -> bool:
         return self._tokens is not None and endpoint is not None and not endpoint.public

@@ -7,6 +7,7 @@ from typing import Any
 from datasetserver.sources import Faults, Listing, Pair, in_random_order
 from swarm.dataset_rows import NoPicture, read_picture
 from swarm.errors import ExitCode, UserError
+from swarm.picture_folder import Captions, several
 
 WINDOW_ROWS = 1024
 WINDOW_BYTES = 256 << 20
@@ -45,7 +46,7 @@ class HubDataset:
             except NoPicture as reason:
                 faults.append((name, str(reason)))
                 continue
-            window.append(Pair(name, picture, _caption(row[self.caption_column])))
+            window.append(Pair(name, picture, _captions(row[self.caption_column])))
             size += len(picture)
             if len(window) == WINDOW_ROWS or size > WINDOW_BYTES:
                 yield from in_random_order(window)
@@ -53,11 +54,11 @@ class HubDataset:
         yield from in_random_order(window)
 
 
-def _caption(value: Any) -> str | None:
-    """The caption, or the first of several."""
-    if isinstance(value, list):
-        value = value[0] if value else None
-    return value if isinstance(value, str) else None
+def _captions(value: Any) -> Captions | None:
+    try:
+        return several(value) or None
+    except TypeError:
+        return None
 
 
 def _rows(hub: HubDataset) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import re
 import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,8 +21,8 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from datasetserver.loading import load_all
-from datasetserver.pictures import Picture, Sample
-from datasetserver.sources import Folder, Source
+from datasetserver.pictures import Sample
+from datasetserver.sources import Folder, Source, picture_of
 from swarm import files
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
@@ -30,7 +31,11 @@ from swarm.protocol import Generation, Manifest, Shard
 log = logging.getLogger(__name__)
 SHARD_SAMPLES = 256
 SHARD_BYTES = 48 << 20
-_FORMAT = 3  # of the shards: raise it when the same dataset would give other bytes
+_FORMAT = 4  # of the shards: raise it when the same dataset would give other bytes
+CLIP_TOKENS = 75
+"""Of a caption, besides the two that mark its beginning and end."""
+# The pieces that CLIP's tokenizer cuts a text into before it cuts those: each becomes one token or more.
+_TOKEN = re.compile(r"'(?:s|t|re|ve|m|ll|d)|[^\W\d_]+|\d|(?:[^\s\w]|_)+")
 _JOURNAL = "ingest.journal"
 _SAMPLES = "samples.csv"
 _SHARDS = '"shards":['
@@ -42,6 +47,7 @@ class Ingested:
 
     digest: of the manifest; first: of its first generation, by which a run names its dataset; source: of what it was made of. rejected: (name, reason).
     duplicates: (name, name of the first picture with the same bytes). changed: (name, what was done to make it an RGB picture).
+    notes: (name, what its trainer may want to know of it). format: of the shards' maker.
     """
 
     manifest: Manifest
@@ -52,6 +58,13 @@ class Ingested:
     fresh: bool
     duplicates: list[tuple[str, str]] = field(default_factory=list)
     changed: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    format: int = _FORMAT
+
+    @property
+    def older(self) -> bool:
+        """Whether an older version of this program made it, by rules of its own."""
+        return self.format < _FORMAT
 
 
 @dataclass(frozen=True)
@@ -72,37 +85,48 @@ def ingest(
     dry: bool = False,
     grow_from: int | None = None,
     frozen: bool = False,
+    resolution: int = 0,
     show: Callable = lambda pairs, count: pairs,
 ) -> Ingested:
     """Check `source` and write its shards and manifest into `work_dir`; nothing is done when they are there and up to date.
 
     An ingest that was cut off goes on after the last shard that it wrote. workers: processes, 0 for none, None for one per core.
     dry: check everything and write nothing. grow_from: keep the shards that are there, and add those of new samples as a generation that
-    begins with this epoch. frozen: a run is under way, so that what is there may not be replaced. show: wraps the iterable of samples,
-    given how many there are or None, for a progress bar.
+    begins with this epoch. frozen: a run is under way, so that what is there may not be replaced; what an older version made is taken as it is.
+    resolution: smaller pictures are noted; 0: none. show: wraps the iterable of samples, given how many there are or None, for a progress bar.
     Raises UserError for a source that is missing, has no sample that can be trained on, or changed though it is frozen.
     """
     if isinstance(source, Path):
         source = Folder(source)
     listing = source.list()
-    identity = digest_json([_FORMAT, shard_samples, SHARD_BYTES, asdict(policy), listing.identity])
+
+    def identity_with(samples: int) -> str:
+        return digest_json([_FORMAT, samples, SHARD_BYTES, asdict(policy), listing.identity])
+
+    identity = identity_with(shard_samples)
     old = None if dry and grow_from is None else ingested(work_dir)
-    if old and not dry and old.source == identity:
+    if old and not dry and (old.source == identity or (old.older and frozen and grow_from is None)):
         return old
     if old and frozen and grow_from is None:
+        for before in {SHARD_SAMPLES, *(shard.samples for shard in old.manifest.shards)}:
+            if identity_with(before) == old.source:
+                raise UserError(
+                    f"shard_samples is {shard_samples}, and the run in {work_dir} began with {before}.",
+                    fix=f"Start with --shard_samples {before}, or give another --work_dir for a new run.",
+                )
         raise UserError(
             f"{source} or how to read it has changed since the run in {work_dir} began.",
             fix="Add --grow to train what is new from the next epoch on, or another --work_dir for a new run.",
         )
     grown = old if grow_from is not None else None
     known = _samples_of(work_dir) if grown else []
-    names = {name for name, _ in known}
-    pairs = (pair for pair in listing.pairs if pair.name not in names)
+    names = {picture_of(name) for name, _ in known}
+    pairs = (pair for pair in listing.pairs if picture_of(pair.name) not in names)
     if policy.missing_captions == "empty":
         pairs = (replace(pair, empty_ok=True) for pair in pairs)
     with contextlib.ExitStack() as closing:
         keeper = _NoKeeper() if dry else closing.enter_context(Keeper(work_dir, identity))
-        batches = Batches(shard_samples, policy, keeper.done, first_index=len(grown.manifest.shards) if grown else 0, known=known)
+        batches = Batches(shard_samples, policy, keeper.done, resolution, len(grown.manifest.shards) if grown else 0, known)
         count = None if listing.count is None else max(0, listing.count - len(names))
         rest = islice(pairs, batches.taken, None)
         for pair, result in show(load_all(rest, workers, listing.count), count):
@@ -120,7 +144,7 @@ def ingest(
     manifest = _grown(grown.manifest, batches.shards, grow_from or 0) if grown else Manifest.of(batches.shards)
     data = canonical_json(manifest.model_dump())
     digest = digest_bytes(data)
-    result = Ingested(manifest, digest, grown.first if grown else digest, identity, rejected, True, batches.duplicates, batches.changed)
+    result = Ingested(manifest, digest, grown.first if grown else digest, identity, rejected, True, batches.duplicates, batches.changed, batches.notes)
     if frozen and not grown and not dry and _first(work_dir) not in (None, digest):
         raise UserError(
             f"Shards of the run in {work_dir} are missing, and {source} does not give them again.",
@@ -142,7 +166,7 @@ def ingested(work_dir: Path) -> Ingested | None:
         manifest = _parse(data)
         if not all(shard_path(work_dir, shard.digest).stat().st_size == shard.bytes for shard in manifest.shards):
             return None
-        return Ingested(manifest, digest, known["first"], known["source"], [], fresh=False)
+        return Ingested(manifest, digest, known["first"], known["source"], [], fresh=False, format=known.get("format", 0))
     except (OSError, ValueError, ValidationError, KeyError, TypeError):
         return None
 
@@ -177,9 +201,10 @@ def _write_result(work_dir: Path, result: Ingested, manifest: bytes, samples: Se
     _write_table(work_dir / "rejected.csv", ["file", "reason"], result.rejected)
     _write_table(work_dir / "duplicates.csv", ["file", "same picture as"], result.duplicates)
     _write_table(work_dir / "changed.csv", ["file", "change"], result.changed)
+    _write_table(work_dir / "notes.csv", ["file", "note"], result.notes)
     _write_table(work_dir / _SAMPLES, ["file", "digest"], samples, errors="surrogateescape")  # read again: names must come back as they are
     _replace(manifest_path(work_dir), manifest)
-    state = {"source": result.source, "manifest": result.digest, "first": result.first}
+    state = {"source": result.source, "manifest": result.digest, "first": result.first, "format": _FORMAT}
     _replace(work_dir / "ingest.json", canonical_json(state))
     _forget_others(work_dir / "shards", result.manifest)
     (work_dir / _JOURNAL).unlink(missing_ok=True)
@@ -213,14 +238,21 @@ class Batches:
     """
 
     def __init__(
-        self, shard_samples: int, policy: Policy, done: Iterable[dict] = (), *, first_index: int = 0, known: Iterable[tuple[str, str]] = ()
+        self,
+        shard_samples: int,
+        policy: Policy,
+        done: Iterable[dict],
+        resolution: int = 0,
+        first_index: int = 0,
+        known: Iterable[tuple[str, str]] = (),
     ):
         """first_index: of the first shard. known: (name, digest) of the pictures of the shards before it."""
-        self._most, self._policy, self._first_index = shard_samples, policy, first_index
+        self._most, self._policy, self._resolution, self._first_index = shard_samples, policy, resolution, first_index
         self.shards: list[Shard] = []
         self.rejected: list[tuple[str, str]] = []
         self.duplicates: list[tuple[str, str]] = []
         self.changed: list[tuple[str, str]] = []
+        self.notes: list[tuple[str, str]] = []
         self.samples: list[tuple[str, str]] = []
         self.taken = 0
         self._first: dict[bytes, str] = {}
@@ -237,43 +269,54 @@ class Batches:
         self.rejected += map(tuple, news["rejected"])
         self.duplicates += map(tuple, news["duplicates"])
         self.changed += map(tuple, news["changed"])
+        self.notes += map(tuple, news["notes"])
         self.samples += map(tuple, news["samples"])
         self.taken += news["taken"]
 
     def _clear(self) -> None:
         self._samples: list[Sample] = []
         self._bytes = 0
-        self._news: dict[str, Any] = {"rejected": [], "duplicates": [], "changed": [], "samples": [], "taken": 0}
+        self._news: dict[str, Any] = {"rejected": [], "duplicates": [], "changed": [], "notes": [], "samples": [], "taken": 0}
 
     def add(self, name: str, result: Sample | str, keeper: "Keeper") -> None:
         """The next pair's sample, or why it has none."""
         if not isinstance(result, str):
-            result = self._unless_dropped(result)
+            result = self._unless_dropped(name, result)
         if isinstance(result, str):
-            self._news["rejected"].append((name, result))
+            self._say("rejected", name, result)
         else:
             size = len(result.picture.data)
             if self._samples and (len(self._samples) == self._most or self._bytes + size > SHARD_BYTES):
                 self._cut(keeper)
             self._samples.append(result)
             self._bytes += size
-            self._note(name, result.picture)
+            self._note(name, result)
         self._news["taken"] += 1
 
-    def _unless_dropped(self, sample: Sample) -> Sample | str:
-        first = self._first.get(blake3(sample.picture.data).digest())
-        if first is not None and self._policy.duplicates == "drop":
-            return f"the same picture as {first}"
-        return sample
+    def _unless_dropped(self, name: str, sample: Sample) -> Sample | str:
+        first = self._twin(name, blake3(sample.picture.data).digest())
+        return f"the same picture as {first}" if first and self._policy.duplicates == "drop" else sample
 
-    def _note(self, name: str, picture: Picture) -> None:
-        if picture.change:
-            self._news["changed"].append((name, picture.change))
-        digest = blake3(picture.data).digest()
+    def _twin(self, name: str, digest: bytes) -> str | None:
+        """The first picture of these bytes; None when it is this one, which may come several times an epoch."""
+        first = picture_of(self._first.get(digest, name))
+        return first if first != picture_of(name) else None
+
+    def _note(self, name: str, sample: Sample) -> None:
+        digest = blake3(sample.picture.data).digest()
         self._news["samples"].append((name, digest.hex()))
-        first = self._first.setdefault(digest, name)
-        if first != name:
-            self._news["duplicates"].append((name, first))
+        if sample.picture.change:
+            self._say("changed", name, sample.picture.change)
+        for note in notes_on(sample, self._resolution):
+            self._say("notes", name, note)
+        if twin := self._twin(name, digest):
+            self._say("duplicates", name, twin)
+        self._first.setdefault(digest, name)
+
+    def _say(self, table: str, name: str, what: str) -> None:
+        """Once for a picture, however often it comes in an epoch."""
+        if picture_of(name) == name:
+            self._news[table].append((name, what))
 
     def _cut(self, keeper: "Keeper") -> None:
         shard, data = make_shard(self._first_index + len(self.shards), self._samples)
@@ -286,6 +329,21 @@ class Batches:
         if self._samples:
             self._cut(keeper)
         self.rejected += self._news["rejected"]
+
+
+def notes_on(sample: Sample, resolution: int) -> list[str]:
+    """What may surprise whoever trains it at that resolution; 0: unknown."""
+    notes = []
+    if any(fewest_tokens(caption) > CLIP_TOKENS for caption in sample.captions):
+        notes.append(f"a caption of more than {CLIP_TOKENS} tokens: Stable Diffusion and SDXL do not read its end")
+    if min(sample.picture.width, sample.picture.height) < resolution:
+        notes.append(f"a side shorter than {resolution} pixels: enlarged")
+    return notes
+
+
+def fewest_tokens(caption: str) -> int:
+    """How many tokens it is for CLIP, or fewer: a rare word takes several."""
+    return len(_TOKEN.findall(caption.lower()))
 
 
 class _NoKeeper:
@@ -342,14 +400,15 @@ class Keeper:
 
 def make_shard(index: int, samples: Sequence[Sample]) -> tuple[Shard, bytes]:
     """A shard and its bytes; equal samples give equal bytes."""
-    # One name for all pictures: `datasets` silently gives None for those whose extension differs from the first ones'.
-    # Whoever decodes looks at the bytes, JPEG, PNG or WEBP, and not at the name.
+    # One name for all pictures, whatever their format: `datasets` 5.2.0 takes the columns from the first five samples of the first shard. It refuses
+    # them when their extensions differ, and silently gives None for later pictures with another one, also in other shards. Whether all pictures
+    # are of one format is known only when the last shard is written. Whoever decodes looks at the bytes, JPEG, PNG or WEBP, and not at the name.
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, sample in enumerate(samples):
             key = f"{index:06d}_{number:06d}"
             _add(tar, f"{key}.jpg", sample.picture.data)
-            _add(tar, f"{key}.txt", sample.caption.encode())
+            _add(tar, f"{key}.txt", "\n".join(sample.captions).encode())
     data, pictures = out.getvalue(), [sample.picture for sample in samples]
     columns = {
         "widths": [picture.width for picture in pictures],

@@ -46,7 +46,7 @@ def load_all(pairs: Iterable[Pair], workers: int | None, total: int | None) -> I
 
 def _load(pair: Pair) -> Sample | str:
     try:
-        return load_sample(pair.image, pair.caption, empty_ok=pair.empty_ok)
+        return load_sample(pair.image, pair.caption, spare=pair.spare, empty_ok=pair.empty_ok)
     except BadSample as bad:
         return str(bad)
 

@@ -1,5 +1,6 @@
 """What the server counts for Prometheus. No label grows with the callers: endpoints, methods, statuses and the ledger's words only."""
 
+import asyncio
 import contextlib
 import math
 import time
@@ -64,7 +65,7 @@ class Metrics:
         self._active.inc()
         try:
             yield watched
-        except ConnectionError:
+        except (ConnectionError, asyncio.CancelledError):
             watched.status = 499  # as nginx has it: the client went away
             raise
         finally:

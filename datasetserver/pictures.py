@@ -4,7 +4,6 @@ Pictures are fully decoded here, once, so that no peer meets a truncated file in
 """
 
 import io
-import unicodedata
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from datasetserver.bare import Damaged, bare
+from swarm.picture_folder import Captions, one_line
 from swarm.protocol import MAX_CAPTION_BYTES
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
@@ -44,21 +45,32 @@ class Piece:
 
 
 class Sample(NamedTuple):
-    """A picture and its caption, ready for a shard."""
+    """A picture and its captions, each of one line, ready for a shard."""
 
     picture: Picture
-    caption: str
+    captions: Captions
 
 
-def load_sample(image: Path | Piece | bytes, caption: Path | Piece | str | None, *, empty_ok: bool = False) -> Sample:
+def load_sample(
+    image: Path | Piece | bytes, caption: Path | Piece | Captions | None, *, spare: str = "", empty_ok: bool = False
+) -> Sample:
     """The picture with the bytes that it has where they are upright RGB already, else as a PNG. Raises BadSample.
 
-    image, caption: itself or where it is. empty_ok: take a caption that is empty or missing (None), too.
+    image: itself or where it is; caption, spare, empty_ok: as in `datasetserver.sources.Pair`.
     """
-    if caption is None and not empty_ok:
-        raise BadSample("no caption: there is no .txt or .caption file of that name")
-    text = clean(read_text(caption) if isinstance(caption, Path | Piece) else caption or "", empty_ok=empty_ok)
-    return Sample(normalise(_read(image, MAX_FILE_BYTES, "larger than")), text)
+    captions = _captions(caption, spare, empty_ok)
+    return Sample(normalise(_read(image, MAX_FILE_BYTES, "larger than")), captions)
+
+
+def _captions(caption: Path | Piece | Captions | None, spare: str, empty_ok: bool) -> Captions:
+    """At least one, together no longer than a shard's caption may be. Raises BadSample."""
+    texts = (read_text(caption),) if isinstance(caption, Path | Piece) else caption or ()
+    captions = tuple(filter(None, map(one_line, texts))) or tuple(filter(None, [one_line(spare)]))
+    if not captions and not empty_ok:
+        raise BadSample("caption is empty" if texts else "no caption: there is no .txt or .caption file of that name")
+    if len("\n".join(captions).encode()) > MAX_CAPTION_BYTES:
+        raise BadSample(f"caption is longer than {MAX_CAPTION_BYTES >> 10} KiB")
+    return captions or ("",)
 
 
 def read_text(place: Path | Piece) -> str:
@@ -92,19 +104,11 @@ def _piece(piece: Piece) -> bytes:
     return data
 
 
-def clean(text: str, *, empty_ok: bool = False) -> str:
-    """A caption as one line of composed characters (NFC) without control characters. Raises BadSample for an empty or too long one."""
-    text = unicodedata.normalize("NFC", text)
-    text = "".join(char if char.isprintable() else " " for char in text).strip()
-    if not text and not empty_ok:
-        raise BadSample("caption is empty")
-    if len(text.encode("utf-8")) > MAX_CAPTION_BYTES:
-        raise BadSample(f"caption is longer than {MAX_CAPTION_BYTES >> 10} KiB")
-    return text
-
-
 def normalise(data: bytes) -> Picture:
-    """Decode a picture in full and return it as upright RGB, encoded: `data` itself if it is that, else a PNG. Raises BadSample."""
+    """Decode a picture in full and return it as upright RGB, encoded, and nothing but its pixels. Raises BadSample.
+
+    What is upright RGB keeps its encoding, without metadata; all else becomes a PNG.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -116,10 +120,10 @@ def normalise(data: bytes) -> Picture:
                     raise BadSample(f"{image.width}x{image.height}: a side is longer than {MAX_SIDE_PIXELS:,} pixels")
                 image.load()
                 changes = _changes(image)
-                if not changes:
-                    return Picture(data, *image.size)
+                if not changes and (plain := _without_metadata(data, image)):
+                    return Picture(plain, *image.size, "metadata removed" if len(plain) < len(data) else "")
                 rgb = _to_rgb(ImageOps.exif_transpose(image))
-                return Picture(_as_png(rgb), *rgb.size, ", ".join(changes))
+                return Picture(_as_png(rgb), *rgb.size, ", ".join(changes or ["damaged beside its pixels: written as PNG"]))
     except BadSample:
         raise
     except UnidentifiedImageError:
@@ -128,6 +132,24 @@ def normalise(data: bytes) -> Picture:
         raise BadSample(f"decompression bomb: {error}") from None
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error, MemoryError, ...
         raise BadSample(f"cannot be decoded: {error or type(error).__name__}") from None
+
+
+def _without_metadata(data: bytes, image: Image.Image) -> bytes | None:
+    """`data`, whose pixels are in `image`, without its metadata; None where it cannot be told apart from the pixels."""
+    try:
+        plain = bare(data, image.format)
+        return plain if plain == data or _same_pixels(plain, image) else None
+    except Damaged:
+        return None
+
+
+def _same_pixels(data: bytes, image: Image.Image) -> bool:
+    """Whether `data`, which nobody has decoded so far, is that picture."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as again:
+            return (again.mode, again.size, again.tobytes()) == (image.mode, image.size, image.tobytes())
+    except Exception:  # as in `normalise`
+        return False
 
 
 def _changes(image: Image.Image) -> list[str]:

@@ -24,6 +24,7 @@ from datasetserver.signed import Signatures
 from datasetserver.states import States
 from datasetserver.tokens import Tokens
 from swarm import protocol
+from swarm.base_model import shown_model
 from swarm.end import End, sign_extension
 from swarm.figures import mean_loss
 from swarm.page.history import History
@@ -125,6 +126,8 @@ async def progress_of(service: Service) -> protocol.Progress:
         total_samples=service.total_samples,
         target_batch_size=service.run.target_batch_size,
         resolution=service.run.resolution,
+        model=shown_model(service.run.model),
+        method=service.run.method,
         waiting_samples=sum(peer.waiting_samples for peer in peers),
         samples_per_second=sum(peer.samples_per_second for peer in peers),
         loss=mean_loss((peer.loss, peer.samples_per_second) for peer in peers),
@@ -146,6 +149,7 @@ def _figures(book: Book) -> dict:
     return {
         "round": head.round if head else 0,
         "samples": book.counted_samples,
+        "repeated_samples": book.repeated_samples,
         "samples_by_peer": book.samples_by_peer(),
         "epoch": epoch,
         "epoch_samples": epoch_samples,

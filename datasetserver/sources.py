@@ -1,7 +1,7 @@
 """Where samples come from: a folder of captioned pictures, WebDataset tars within it, or a dataset of the Hub. Nothing is decoded here."""
 
-import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +12,12 @@ from blake3 import blake3
 from datasetserver.pictures import Piece
 from swarm.digest import digest_bytes
 from swarm.errors import UserError
+from swarm.picture_folder import CAPTION_COLUMNS, CAPTION_SUFFIXES, IMAGE_SUFFIXES, METADATA, Captions, FolderPicture, list_folder, name_of
 from swarm.tars import members
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-CAPTION_SUFFIXES = (".txt", ".caption")
 PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-METADATA = "metadata.jsonl"
-CAPTION_FIELDS = ("text", "caption", "prompt")
-_MAX_LINE_BYTES = 1 << 20
+OTHER_PICTURES = (".gif", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl")
+_AGAIN = re.compile(r"#\d+$")
 
 Faults = list[tuple[str, str]]
 """(name, reason) of what is no sample."""
@@ -27,14 +25,16 @@ Faults = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Pair:
-    """A picture and its caption, not yet looked at; `name` is its path within the dataset.
+    """A picture and its captions, not yet looked at; `name` is its path within the dataset.
 
-    caption: itself, or where it is; None where there is none. empty_ok: it may be empty or missing.
+    caption: itself, or several, of which chance takes one, or where it is; None where there is none. spare: instead of one that is missing or
+    empty; '' for none. empty_ok: it may be empty or missing in the end.
     """
 
     name: str
     image: Path | Piece | bytes
-    caption: Path | Piece | str | None
+    caption: Path | Piece | Captions | None
+    spare: str = ""
     empty_ok: bool = False
 
 
@@ -59,16 +59,17 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Folder:
-    """Pictures and captions below a folder."""
+    """Pictures and captions below a folder. column: of metadata files, with the captions."""
 
     path: Path
+    column: str = CAPTION_COLUMNS[0]
 
     def __str__(self) -> str:
         return str(self.path)
 
     def list(self) -> Listing:
         faults: Faults = []
-        pairs = find_pairs(self.path, faults)
+        pairs = find_pairs(self.path, faults, self.column)
         tars = sorted({pair.image.path for pair in pairs if isinstance(pair.image, Piece)})
         identity = [[_fingerprint(pair) for pair in pairs], [_version(tar) for tar in tars]]
         return Listing(identity, in_random_order(pairs), faults, len(pairs))
@@ -79,55 +80,49 @@ def in_random_order(pairs: Sequence[Pair]) -> list[Pair]:
     return sorted(pairs, key=lambda pair: blake3(os.fsencode(pair.name)).digest())
 
 
-def find_pairs(folder: Path, faults: Faults | None = None) -> list[Pair]:
-    """The pictures below `folder`, also those in its tars, by name; hidden files and linked folders left out.
+def repeated(name: str, repeats: int) -> list[str]:
+    """A name for each time that a picture comes in an epoch: `name`, `name#2`, `name#3`, ..."""
+    return [name, *(f"{name}#{number}" for number in range(2, repeats + 1))]
 
-    faults: gets (name, reason) of links that lead out of the folder, of lines of a `metadata.jsonl` that cannot be read or name no
-    picture, and of what is wrong with tars. Raises UserError when the folder is missing or has no picture.
+
+def picture_of(name: str) -> str:
+    """The name of the picture, of one of the names of `repeated`."""
+    return _AGAIN.sub("", name)
+
+
+def find_pairs(folder: Path, faults: Faults | None = None, column: str = CAPTION_COLUMNS[0]) -> list[Pair]:
+    """The pictures below `folder`, also those in its tars, by name; one that comes several times an epoch is there as often.
+
+    faults: gets (name, reason) of what is none: links that lead out of the folder, lines of metadata files that cannot be read or name no
+    picture, captions without a picture, pictures of other formats, and what is wrong with tars.
+    Raises UserError when the folder is missing or has no picture.
     """
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.", fix="Check --dataset.")
     faults = [] if faults is None else faults
-    pairs: list[Pair] = []
-    told: dict[str, tuple[str, str]] = {}
-    for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files = [name for name in sorted(files) if _is_ours(folder, Path(root, name), faults)]
-        captions = {Path(name).stem: name for suffix in CAPTION_SUFFIXES[::-1] for name in files if name.lower().endswith(suffix)}
-        if METADATA in files:
-            told.update(_read_metadata(folder, Path(root, METADATA), faults))
-        for name in files:
-            path = Path(root, name)
-            if name.lower().endswith(IMAGE_SUFFIXES):
-                caption = captions.get(path.stem)
-                pairs.append(Pair(_name(folder, path), path, Path(root, caption) if caption else None))
-            elif name.lower().endswith(".tar"):
-                pairs += find_in_tar(path, _name(folder, path), faults)
+    listing = list_folder(folder, column, lambda path: _stays_inside(folder, path, faults))
+    pairs = [pair for picture in listing.pictures for pair in _pairs_of_picture(picture)]
+    for path in listing.others:
+        pairs += _pairs_of_other(folder, path, faults)
+    rows = listing.nowhere
+    pairs = [replace(pair, caption=rows.pop(pair.name).captions or pair.caption) if pair.name in rows else pair for pair in pairs]
+    faults += [(row.where, f"there is no picture {name}") for name, row in rows.items()]
+    faults += [(fault.where, fault.reason) for fault in listing.faults]
+    faults += [(name_of(folder, path), "a caption, but no picture of that name") for path in listing.lonely]
     if not pairs:
         first = f" (the first fault: {faults[0][0]}: {faults[0][1]})" if faults else ""
         raise UserError(
             f"{folder} holds no picture{first}.", fix=f"Put pictures ({', '.join(IMAGE_SUFFIXES)}) with captions (.txt) into it."
         )
-    pairs = [replace(pair, caption=told.get(pair.name, (None, ""))[0]) if pair.caption is None else pair for pair in pairs]
-    names = {pair.name for pair in pairs}
-    faults += [(where, f"there is no picture {name}") for name, (_, where) in told.items() if name not in names]
     return sorted(pairs, key=lambda pair: pair.name)
 
 
-def _is_ours(folder: Path, path: Path, faults: Faults) -> bool:
-    """Whether it is a file that we read; with a fault for one that we should but do not."""
-    name = path.name.lower()
-    if name.startswith("."):
-        return False
-    if name.endswith(PACKED_SUFFIXES):
-        faults.append((_name(folder, path), "a compressed tar: unpack it to a plain one"))
-        return False
-    if not name.endswith((*IMAGE_SUFFIXES, *CAPTION_SUFFIXES, ".tar")) and name != METADATA:
-        return False
+def _stays_inside(folder: Path, path: Path, faults: Faults) -> bool:
+    """Whether it is no link that leads out of the folder; with a fault for one that is. Of pipes and the like, only metadata is read here."""
     if path.is_symlink() and not _leads_inside(folder, path):
-        faults.append((_name(folder, path), "a link that leads out of the folder"))
+        faults.append((name_of(folder, path), "a link that leads out of the folder"))
         return False
-    return True
+    return path.name not in METADATA or path.is_file()
 
 
 def _leads_inside(folder: Path, link: Path) -> bool:
@@ -137,31 +132,22 @@ def _leads_inside(folder: Path, link: Path) -> bool:
         return True
 
 
-def _name(folder: Path, path: Path) -> str:
-    return path.relative_to(folder).as_posix()
+def _pairs_of_picture(picture: FolderPicture) -> list[Pair]:
+    return [
+        Pair(name, picture.path, picture.told or picture.beside, picture.spare) for name in repeated(picture.name, picture.repeats)
+    ]
 
 
-def _read_metadata(folder: Path, path: Path, faults: Faults) -> dict[str, tuple[str, str]]:
-    """(caption, where it is said) by picture, of lines such as {"file_name": "0001.png", "text": "a red square"}."""
-    found = {}
-    if not path.is_file():  # a pipe
-        return found
-    with path.open("rb") as lines:
-        number = 0
-        while line := lines.readline(_MAX_LINE_BYTES):
-            number += 1
-            where = f"{_name(folder, path)}, line {number}"
-            try:
-                values = json.loads(line) if line.strip() else None
-                if values is not None:
-                    text = next(values[name] for name in CAPTION_FIELDS if isinstance(values.get(name), str))
-                    picture = Path(os.path.normpath(path.parent / values["file_name"]))
-                    found[_name(folder, picture)] = text, where
-            except StopIteration:
-                faults.append((where, f"no caption: none of {', '.join(CAPTION_FIELDS)} is a text"))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                faults.append((where, "not a JSON object with the file_name of a picture in this folder"))
-    return found
+def _pairs_of_other(folder: Path, path: Path, faults: Faults) -> list[Pair]:
+    """The pictures of a tar; none, and a fault, of a file that we should read but do not."""
+    name, suffix = name_of(folder, path), path.suffix.lower()
+    if suffix == ".tar" and _stays_inside(folder, path, faults):
+        return find_in_tar(path, name, faults)
+    if path.name.lower().endswith(PACKED_SUFFIXES):
+        faults.append((name, "a compressed tar: unpack it to a plain one"))
+    elif suffix in OTHER_PICTURES:
+        faults.append((name, f"a {suffix[1:].upper()}: convert it to PNG or JPEG"))
+    return []
 
 
 # -- WebDataset tars
@@ -208,16 +194,16 @@ def _pieces(path: Path, name: str, faults: Faults) -> Iterator[tuple[str, Piece]
 
 def _fingerprint(pair: Pair) -> list:
     """Changes with the pair's files; names as bytes, since a file's name may be no text."""
-    return [os.fsencode(pair.name).hex(), _print_of(pair.image), _print_of(pair.caption)]
+    return [os.fsencode(pair.name).hex(), _print_of(pair.image), _print_of(pair.caption), pair.spare]
 
 
-def _print_of(what: Path | Piece | bytes | str | None) -> Any:
+def _print_of(what: Path | Piece | bytes | Captions | None) -> Any:
     if isinstance(what, Path):
         return _version(what)
     if isinstance(what, Piece):
         return [what.offset, what.size]
-    if isinstance(what, str):
-        return digest_bytes(what.encode(errors="surrogatepass"))
+    if isinstance(what, tuple):
+        return digest_bytes("\n".join(what).encode(errors="surrogatepass"))
     return what and digest_bytes(what)
 
 

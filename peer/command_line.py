@@ -29,6 +29,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     classes = (PeerConfig, RunConfig)
     refuse_gone(names_in(argv))
     parser = ArgumentParser(
+        "dd-peer",
         description="Train a diffusion model, alone or together with other peers.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

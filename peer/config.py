@@ -11,6 +11,7 @@ from swarm.errors import UserError
 from swarm.logs import FORMATS
 from swarm.options import option
 from swarm.records import MAX_NAME
+from swarm.urls import check_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +207,8 @@ class PeerConfig:
     log_files: int = option(5, "dd-peer: keep so many of them, the current one included.")
 
     def __post_init__(self) -> None:
+        for name in ("peers", "host_maddrs", "announce_maddrs"):  # also quoted as one word, as scripts for other programs have them
+            object.__setattr__(self, name, tuple(re.findall(r"[^\s,]+", " ".join(getattr(self, name)))))
         self._check_access()
         self._check_counts()
         self._check_computing()
@@ -215,6 +218,9 @@ class PeerConfig:
         self._check_assistant()
 
     def _check_access(self) -> None:
+        for url in (self.datasetserver, self.check):
+            if url and not (url is self.check and url.startswith("/")):
+                check_url(url)
         if self.token and not (self.token.isascii() and self.token.isprintable() and " " not in self.token):
             raise UserError("token has characters that no token has.", fix="Give it as the host gave it, without spaces.")
         if self.host_key and not re.fullmatch("[0-9a-f]{64}", self.host_key):

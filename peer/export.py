@@ -23,7 +23,7 @@ from peer.contracts import Params
 from peer.exports import loading
 from peer.exports.embedding import write_embedding
 from peer.exports.lora import write_lora_diffusers, write_lora_kohya
-from peer.exports.result import Result, read_result, write_result
+from peer.exports.result import Result, read_result, tidy, write_result
 from peer.exports.single_file import write_single_file
 from peer.rooms import load_part
 from peer.stopping import term_as_interrupt
@@ -60,7 +60,7 @@ class ExportConfig:
     format: str = option(
         "diffusers",
         "diffusers: the whole pipeline's folder, a LoRA merged; single_file: that in one .safetensors as A1111 and ComfyUI read it; "
-        "lora_diffusers, lora_kohya, embedding: what was trained alone, in one file.",
+        "lora_diffusers (ComfyUI, Forge), lora_kohya (A1111, kohya's scripts, ComfyUI, Forge), embedding: what was trained alone, in one file.",
         choices=_FORMATS,
     )
     dtype: str = option("fp32", "Precision of the numbers in a file; folders are fp32.", choices=tuple(_DTYPES))
@@ -110,6 +110,7 @@ def write(result: Path, config: ExportConfig, out: Path) -> None:
     if config.format == "diffusers":
         with replacing(out) as folder:
             _whole(result, kept, config).save(folder)
+            tidy(folder)
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     part, dtype = out.with_name(f".{out.name}.writing"), _DTYPES[config.dtype]

@@ -21,6 +21,7 @@ if sys.path and os.path.realpath(sys.path[0] or ".") == os.path.join(_ROOT, "pee
 from peer.command_line import parse  # noqa: E402
 from peer.config import PeerConfig  # noqa: E402
 from peer.launched import Rank, allocator_advice  # noqa: E402
+from peer.output_folder import link_result  # noqa: E402
 from peer.resolving import resolve_run  # noqa: E402
 from swarm.errors import ExitCode, UserError, circumstances, run_program, tell_error  # noqa: E402
 from swarm.life import Life  # noqa: E402
@@ -88,6 +89,7 @@ def _train(peer: PeerConfig, given: dict) -> int:
             alive("exporting")
             folder = Path(peer.output_dir) / "model"
             results.export(folder)
+            link_result(folder.parent)
             log.info("finished samples=%d round=%d result=%s", trainer.trained, trainer.sync.round, folder)
         elif group.is_main:
             log.warning("nothing is exported: this peer came to no state of the run, and the base model is no result")

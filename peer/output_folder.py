@@ -25,8 +25,12 @@ EARLIER = "earlier"
 _PRECIOUS = (*RESULTS, "checkpoint-*", "state", "settled")
 """What is another's work, should nothing say whose."""
 _OF_A_RUN = (
-    *_PRECIOUS, ".model*", ".learned_embeds*", ".checkpoint-*", "kind.json", "rounds.jsonl", "metrics.jsonl", "peers_met.json", "logs", "profile",
+    *_PRECIOUS, ".model*", ".learned_embeds*", ".checkpoint-*", "kind.json", "rounds.jsonl", "rounds.1.jsonl", "metrics.jsonl", "peers_met.json",
+    "logs", "profile",
 )  # fmt: skip
+_RESULT = "model"
+_OF_THE_FOLDER = ("README.md", "result.json")
+"""What a result's folder says of itself alone."""
 _ID = re.compile("[0-9a-f]{16}")
 _SAYS, _LOCK = "run.json", "in_use.lock"
 
@@ -104,6 +108,23 @@ def owner_of(folder: Path) -> Owner | None:
     return None
 
 
+def link_result(folder: Path) -> None:
+    """Let `folder` be loaded as the result in it, as programs expect that know no `model`: a link to each of its parts. Others' files stay."""
+    try:
+        for link in links(folder):
+            link.unlink()
+        for part in sorted((folder / _RESULT).iterdir()):
+            if part.name not in _OF_THE_FOLDER and not (folder / part.name).exists():
+                (folder / part.name).symlink_to(Path(_RESULT) / part.name)
+    except OSError as error:  # a file system without links
+        log.debug("no links to the result in %s: %s", folder, error.strerror)
+
+
+def links(folder: Path) -> list[Path]:
+    """What `link_result` made."""
+    return sorted(path for path in folder.iterdir() if path.is_symlink() and path.readlink() == Path(_RESULT) / path.name)
+
+
 def _asks_for_one_here(folder: Path, wanted: str) -> bool:
     return wanted == "latest" or (wanted not in ("auto", "none") and Path(wanted).resolve().parent == folder.resolve())
 
@@ -117,8 +138,12 @@ def _check_adoption(folder: Path, earlier: Owner, owner: Owner) -> None:
         )
 
 
-def _entries(folder: Path, patterns: Iterable[str] = _OF_A_RUN) -> list[Path]:
+def _entries(folder: Path, patterns: Iterable[str]) -> list[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
+
+
+def _of_its_run(folder: Path) -> list[Path]:
+    return sorted({*_entries(folder, _OF_A_RUN), *links(folder)})
 
 
 def _place(folder: Path, identity: str) -> Path:
@@ -127,7 +152,7 @@ def _place(folder: Path, identity: str) -> Path:
 
 def _set_aside(folder: Path, earlier: Owner, used: Iterable[Path]) -> None:
     """run.json goes last: a process that is killed on the way moves the rest at its next start."""
-    entries, place = _entries(folder), _place(folder, earlier.id)
+    entries, place = _of_its_run(folder), _place(folder, earlier.id)
     for path in used:
         if any(path.resolve().is_relative_to(entry.resolve()) for entry in entries):
             raise UserError(f"{path} is part of {earlier}, which {folder} holds.", fix="Choose another --output_dir for this one.")
@@ -144,7 +169,7 @@ def _take_back(folder: Path, place: Path) -> None:
     """After run.json: a process that is killed on the way takes the rest at its next start."""
     if not place.is_dir():
         return
-    for path in _entries(place):
+    for path in _of_its_run(place):
         if not (folder / path.name).exists():
             path.rename(folder / path.name)
     (place / _SAYS).unlink(missing_ok=True)

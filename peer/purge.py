@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from peer.output_folder import EARLIER, RESULTS
+from peer.output_folder import EARLIER, RESULTS, links
 from swarm.advice import size
 from swarm.arguments import ArgumentParser
 from swarm.errors import ExitCode, UserError
@@ -21,7 +21,7 @@ _PART = r"(\.[\d.-]+\.part)?"
 """What a kill leaves of a file that was being written."""
 _FILES = (
     r"(contribution_number|identity\.key|identity\.ports|kind\.json|known_hosts\.json|metrics\.jsonl|peer_state|peers_met\.json"
-    rf"|rounds\.jsonl|run\.json){_PART}|peers_met\.tmp|in_use\.lock"
+    rf"|rounds(\.1)?\.jsonl|run\.json){_PART}|peers_met\.tmp|in_use\.lock"
 )
 _HEX = "[0-9a-f]"
 _FOLDERS = {
@@ -138,7 +138,7 @@ def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
     for each in found:
         print(f"{size(each.num_bytes):>10}  {each.name}")
     print(f"{size(sum(each.num_bytes for each in found)):>10}  together")
-    kept = [path.relative_to(output).as_posix() for path in _results(output)]
+    kept = [path.relative_to(output).as_posix() for path in _results(output) if not path.is_symlink()]
     if args.purge != "all" and kept:
         print(f"{'':>10}  stays: {', '.join(sorted(kept))} (--purge all takes these, too)")
     if left:
@@ -153,7 +153,7 @@ def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
 
 
 def _results_in(folder: Path) -> list[Path]:
-    return sorted(path for pattern in RESULTS for path in folder.glob(pattern))
+    return sorted({*(path for pattern in RESULTS for path in folder.glob(pattern)), *links(folder)})
 
 
 def _results(output: Path) -> list[Path]:

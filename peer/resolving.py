@@ -23,6 +23,7 @@ _KNOWN_HOSTS = "known_hosts.json"
 def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
     """The run: the swarm's, or alone what was given, and no sync."""
     if peer.swarming:
+        _check_addresses(peer)
         ask, found = partial(_ask_server, peer), partial(_found_at_server, peer)
         joined = join(peer, given, ask, found, partial(complete, digest=True), known_hosts(peer).key_of)
         return joined if joined.host_key else dataclasses.replace(joined, host_key=known_hosts(peer).key_of(joined.run.run_id))
@@ -39,6 +40,14 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
             fix="Give --train_data_dir a folder of pictures with a .txt beside each, --dataset_name one of the Hub, or --datasetserver.",
         )
     return Joined(complete(run))
+
+
+def _check_addresses(peer: PeerConfig) -> None:
+    """Raises UserError: a mistyped address is told before anything is asked, fetched or loaded."""
+    from swarm.dht import parse_maddrs
+
+    parse_maddrs(peer.peers, need_peer_id=True)
+    parse_maddrs([*peer.host_maddrs, *peer.announce_maddrs], need_peer_id=False)
 
 
 def no_model() -> UserError:

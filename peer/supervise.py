@@ -30,7 +30,7 @@ log = logging.getLogger("peer.supervise")  # __name__ may be "__main__", whose l
 _FOLDER = "supervised"
 _TICK_SECONDS, _LOOK_SECONDS = 0.2, 1.0
 _SAME_WISH_SECONDS, _LAST_SECONDS = 1.0, 5.0
-_ANSWERED_AT_ONCE = {"--help", "-h", "--dry_run"}
+_ANSWERED_AT_ONCE = {"--help", "-h", "--version", "--dry_run"}
 """What the trainer answers and ends: nothing to keep alive."""
 
 

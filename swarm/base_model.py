@@ -1,7 +1,8 @@
 """Which family a base model is of, read from its model_index.json or from a single file's keys; no weights are loaded."""
 
 import json
-from pathlib import Path
+import re
+from pathlib import Path, PurePath
 
 from swarm.digest import read_header
 from swarm.errors import ExitCode, UserError
@@ -59,3 +60,8 @@ def _family_of_file(path: Path) -> str:
         f"{path} holds no Stable Diffusion, SDXL or FLUX checkpoint.",
         fix="Give the whole checkpoint in one file, as A1111 and ComfyUI read it, or a diffusers folder.",
     )
+
+
+def shown_model(model: str) -> str:
+    """What people call a model: its Hub id, or the name of its file or folder; whoever watches a run need not know where that lies."""
+    return model if re.fullmatch(r"[\w.-]+/[\w.-]+", model) else PurePath(model).name

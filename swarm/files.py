@@ -3,6 +3,7 @@
 import fcntl
 import os
 import resource
+import stat
 import threading
 from pathlib import Path
 from typing import TextIO
@@ -29,6 +30,17 @@ def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         os.fsync(file.fileno())
     os.replace(part, path)
     flush(path.parent)
+
+
+def as_new(path: Path) -> None:
+    """Give `path`, a file that a library made, the mode of a new file: 0666 less the umask. safetensors makes its own 0600."""
+    probe = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.mode")
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        path.chmod(stat.S_IMODE(os.fstat(descriptor).st_mode))
+    finally:
+        os.close(descriptor)
+        probe.unlink()
 
 
 def raise_open_limit() -> int:

@@ -158,6 +158,8 @@ class RunAnswer(Message):
     host_key: Digest
     signature: Signature
     extension: Extension | None = None
+    version: str = ""
+    """Of the server's program."""
 
 
 RunValue = (  # None: an option that was left to whoever reads the model
@@ -329,10 +331,16 @@ class Progress(Message):
     run_name: str
     round: Count
     samples: Count
+    """In the state, by the ledger's own count: what `ledger` has as counted, and `repeated_samples`."""
+    repeated_samples: Count = 0
+    """In the state though they were counted before: trained by a second peer, or again after an outage."""
     total_samples: Count
     target_batch_size: Positive
     resolution: Count = 0
     """Of its pictures, in pixels; 0: not known."""
+    model: str = ""
+    """What is trained: a Hub id or the name of a folder; '': not known."""
+    method: str = ""
     waiting_samples: Count
     samples_per_second: Number
     loss: Number | None

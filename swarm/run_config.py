@@ -13,14 +13,14 @@ from swarm.options import build, check_keys, option
 from swarm.run_defaults import DEFAULTS
 from swarm.run_identity import PLACES
 
-_FOUND_OUT = {"family": "auto", "method": "auto", "learning_rate": 0.0}
+_FOUND_OUT = {"family": "auto", "method": "auto", "learning_rate": 0.0, "lora_init": "auto"}
 """Values that leave it to the program; a peer that gives one agrees with any run."""
 
 LEARNING_RATES = {"full": 5e-6, "lora": 1e-4, "textual_inversion": 5e-4}
 """What learning_rate 0 stands for: the original's for a full fine-tune (diffusers' 1e-4 wrecks it), diffusers' usual ones for the others."""
 
 OPTIONS_OF_METHOD = {
-    "lora": ("rank", "lora_alpha"),
+    "lora": ("rank", "lora_alpha", "lora_init"),
     "textual_inversion": ("placeholder_token", "initializer_token", "learnable_property", "num_vectors"),
 }
 
@@ -82,7 +82,7 @@ class RunConfig:
     )
     center_crop: bool = option(False, "Crop the middle instead of a random square.")
     random_flip: bool = option(False, "Mirror half of the pictures.")
-    ucg: float = option(0.1, "Share of samples whose caption is dropped.", aliases=("proportion_empty_prompts",))
+    ucg: float = option(0.1, "Share of samples whose caption is dropped; textual_inversion: none, they hold the word.", aliases=("proportion_empty_prompts",))
     seed: int = option(42, "Seed of data order and fresh weights; noise is seeded per peer as well.")
     shuffle_tags: bool = option(False, "Captions are tags between commas: put them in another order each time.")
     keep_tokens: int = option(0, "With --shuffle_tags: so many of the first tags keep their places.")
@@ -102,6 +102,12 @@ class RunConfig:
     )
     rank: int = option(4, "lora: rank of the two matrices of each layer.")
     lora_alpha: float = option(0.0, "lora: what the layers add is scaled by lora_alpha / rank; 0: the rank, so by 1.")
+    lora_init: str = option(
+        "auto",
+        "lora: how the first matrix of each layer begins. gaussian: N(0, 1 / rank²), as in diffusers' scripts; uniform: within 1 / sqrt(inputs), "
+        "which learns more slowly at small ranks; auto: gaussian.",
+        choices=("auto", "gaussian", "uniform"),
+    )
     placeholder_token: str = option(
         "", "textual_inversion: the new word that is learned, such as <dicoo>; the tokenizer must not know it yet."
     )
@@ -202,6 +208,8 @@ class RunConfig:
             object.__setattr__(self, "method", "textual_inversion" if self.placeholder_token else "full")
         if self.learning_rate == 0:
             object.__setattr__(self, "learning_rate", LEARNING_RATES.get(self.method, LEARNING_RATES["full"]))
+        if self.lora_init == "auto":
+            object.__setattr__(self, "lora_init", "gaussian" if self.method == "lora" else DEFAULTS["lora_init"])
 
     def _check_method(self) -> None:
         """Raise UserError for an option that the run's method has no use for: whoever gave it meant another method."""
@@ -269,10 +277,10 @@ class RunConfig:
         """
         if differ := self.differing(said):
             changes = "; ".join(f"{name} was {getattr(self, name)}, now {said[name]}" for name in differ)
-            raise UserError(
-                f"The run '{self.run_name}' ({self.run_id}) has begun here with other options: {changes}.",
-                fix="Start with its own; or give another --work_dir for a new run, with a new host key: invite lines sent out before do not fit it.",
-            )
+            fix = "Start with its own; or give another --work_dir for a new run, with a new host key: invite lines sent out before do not fit it."
+            if set(differ) == {"total_samples"}:
+                fix = f"Start without it; then `dd-datasetserver extend --total_samples {said['total_samples']}`, with the same --dataset or --work_dir."
+            raise UserError(f"The run '{self.run_name}' ({self.run_id}) has begun here with other options: {changes}.", fix=fix)
 
     def differing(self, said: Mapping[str, Any]) -> list[str]:
         """Which of the options in `said` this run has otherwise; the model's places do not count, nor what is left to the program."""

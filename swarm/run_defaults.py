@@ -71,6 +71,9 @@ BY_VERSION: dict[str, dict[str, Any]] = {
         "timestep_bias_end": 1000,
         "timestep_bias_portion": 0.25,
     },
+    "0.1.1": {
+        "lora_init": "uniform",
+    },
 }
 """The version that first had the options: each of them, and its value where a run does not send it."""
 

@@ -16,7 +16,7 @@ from swarm.logs import plain
 
 MOST_PEERS = 20
 _MOST_NOTES = 5
-_LINES_WITHOUT_PEERS = 13  # the run's own lines, the tables' heads and what is left out
+_LINES_WITHOUT_PEERS = 14  # the run's own lines, the tables' heads and what is left out
 
 
 def span(seconds: float) -> str:
@@ -66,19 +66,16 @@ def _run(seen: Mapping[str, Any], known: Figures) -> RenderableType:
     if not seen["finished"]:
         rows.add_row(f"round {seen['round'] + 1}", bar(seen["waiting_samples"], known.round_target))
     used = f"; {known.utilisation:.0%} of the time in training" if known.utilisation is not None else ""
-    rows.add_row("speed", f"{seen['samples_per_second']:,.1f} samples/s, as of {_count(known.a100s)} A100s{used}")
+    rows.add_row("speed", f"{seen['samples_per_second']:,.1f} samples/s{used}")
     rows.add_row("loss", "-" if seen["loss"] is None else f"{seen['loss']:.4f}")
     if seen["ledger"]:
         ledger = seen["ledger"]
-        words = f"{ledger['leased']:,} leased, {ledger['pending']:,} waiting, {ledger['counted']:,} counted"
+        words = f"{ledger['leased']:,} leased, {ledger['pending']:,} waiting"
         rows.add_row("data", f"epoch {seen['epoch'] + 1}: {seen['epoch_samples']:,} of {seen['dataset_samples']:,}; {words}")
+        rows.add_row("counted", f"{ledger['counted']:,} once each + {seen['repeated_samples']:,} repeated = {seen['samples']:,} in the state")
     if not seen["finished"] and known.transfer_seconds:
         rows.add_row("links", _link(seen, known))
     return rows
-
-
-def _count(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
 
 
 def _state(seen: Mapping[str, Any]) -> tuple[str, str]:

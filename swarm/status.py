@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,14 +24,17 @@ from rich.live import Live
 
 from swarm import protocol, run_identity
 from swarm.arguments import ArgumentParser
+from swarm.base_model import shown_model
 from swarm.dialling import dialable, grounds
 from swarm.errors import ExitCode, UserError, run_program, why
 from swarm.figures import figures, mean_loss
 from swarm.options import with_token
+from swarm.records import words
 from swarm.run_defaults import DEFAULTS
 from swarm.runs import choose, genuine, named_in, several
 from swarm.screen import screen
 from swarm.tasks import end_tasks
+from swarm.urls import check_url
 
 _MAX_ANSWER_BYTES = 16 << 20
 _LONGEST_NAME = 64
@@ -110,15 +112,7 @@ def asking(
 
 
 def _from_server(url: str, seconds: float, token: str) -> dict[str, Any]:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        port_is_right = parts.port is None or parts.port > 0
-    except ValueError:
-        port_is_right = False
-    if not port_is_right or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(
-            f"'{url}' is neither a URL nor a multiaddr.", fix="Give http://HOST:PORT of a dataset server, or /ip4/.../p2p/... of a peer."
-        )
+    check_url(url, fix="Give http://HOST:PORT of a dataset server, or /ip4/.../p2p/... of a peer.")
     try:
         request = urllib.request.Request(url.rstrip("/") + "/v1/progress")
         if token:
@@ -134,9 +128,9 @@ def _from_server(url: str, seconds: float, token: str) -> dict[str, Any]:
         raise _other(url, "answers something else") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None)
-        words = why(reason if isinstance(reason, Exception) else error)
+        cause = why(reason if isinstance(reason, Exception) else error)
         raise UserError(
-            f"{url} does not answer: {words}.", fix="Check the address, and that the server is running.", code=ExitCode.NETWORK
+            f"{url} does not answer: {cause}.", fix="Check the address, and that the server is running.", code=ExitCode.NETWORK
         ) from None
 
 
@@ -233,9 +227,12 @@ def summarize(run: Any, records: Any, *, now: float) -> dict[str, Any]:
         "run_name": str(said.get("run_name", ""))[:_LONGEST_NAME],
         "round": best["round"],
         "samples": best["samples"],
+        "repeated_samples": None,
         "total_samples": total,
         "target_batch_size": _whole(said.get("target_batch_size")),
         "resolution": _whole(said.get("resolution"), most=1 << 20),
+        "model": words(shown_model(str(said.get("model", ""))), _LONGEST_NAME),
+        "method": words(str(said.get("method", "")), _LONGEST_NAME),
         "waiting_samples": sum(peer["waiting_samples"] for peer in peers),
         "samples_per_second": sum(peer["samples_per_second"] for peer in peers),
         "loss": mean_loss((peer["loss"], peer["samples_per_second"]) for peer in peers),

@@ -1,14 +1,11 @@
 """A folder of pictures and their captions, in the layouts of this project, of diffusers (metadata files) and of kohya (`10_name/`).
 
-Needs no server. A picture's caption is, the first that there is: its row in a metadata.jsonl or metadata.csv of its folder, the .txt
-or .caption of the same stem beside it, `--instance_prompt`, the name of its kohya folder, and for textual inversion a template.
+Needs no server. Which caption a picture has is `swarm.picture_folder`'s rule, as for the host of a run; before the name of a kohya folder
+comes `--instance_prompt`, and for textual inversion a template comes last.
 """
 
-import csv
-import json
 import logging
 import random
-import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,23 +18,19 @@ from PIL import Image
 from peer.contracts import Sample, Settlement, SourceContext
 from swarm.digest import digest_json
 from swarm.errors import UserError
+from swarm.picture_folder import CAPTION_COLUMNS, Captions, FolderPicture, list_folder, one_line
 
 log = logging.getLogger(__name__)
 
-_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".bmp": "BMP", ".webp": "WEBP"}
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 _NAMED_REASONS = 5
-# Kohya's folders repeat what is in them; four digits begin a year more often than they count repeats.
-_REPEATED = re.compile(r"(\d{1,3})_(.+)")
 _FIX = "Put PNG, JPG, BMP or WEBP files there, each with a .txt beside it, or describe them in a metadata.jsonl."
-
-Caption = str | tuple[str, ...]
-
 
 @dataclass(frozen=True)
 class Rules:
     """How a folder is read. prompt: the caption of pictures that have none; None: they are left out."""
 
-    caption_column: str = "text"
+    caption_column: str = CAPTION_COLUMNS[0]
     prompt: str | None = None
     repeats: int = 1
     max_samples: int = 0
@@ -46,10 +39,10 @@ class Rules:
 
 @dataclass(frozen=True)
 class Picture:
-    """name: its path below the folder. repeats: how often it comes in an epoch."""
+    """name: its path below the folder. caption: or several, one of which is taken by chance. repeats: how often it comes in an epoch."""
 
     name: str
-    caption: Caption
+    caption: str | Captions
     repeats: int
 
 
@@ -155,12 +148,13 @@ def list_pictures(folder: Path, rules: Rules) -> list[Picture]:
     """
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.", fix="Give --train_data_dir a folder of pictures with a .txt beside each.")
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _FORMATS and path.is_file() and not _hidden(path, folder))
-    described = _metadata(folder, rules.caption_column)
+    listing = list_folder(folder, rules.caption_column)
+    for fault in listing.faults:
+        raise UserError(f"{folder / fault.where}: {fault.reason}.", fix=fault.fix)
     with ThreadPoolExecutor() as pool:  # PIL decodes outside the interpreter lock
-        results = list(pool.map(lambda path: _examine(path, folder, described, rules), paths))
-    bad = {_name(path, folder): result for path, result in zip(paths, results, strict=True) if isinstance(result, str)}
-    bad.update({_name(path, folder): "named by a metadata file, but not there" for path in described.keys() - set(paths)})
+        results = list(pool.map(lambda picture: _examine(picture, rules), listing.pictures))
+    bad = {picture.name: result for picture, result in zip(listing.pictures, results, strict=True) if isinstance(result, str)}
+    bad.update(dict.fromkeys(listing.nowhere, "named by a metadata file, but not there"))
     listed = "; ".join(f"{name}: {reason}" for name, reason in list(bad.items())[:_NAMED_REASONS])
     if len(bad) > _NAMED_REASONS:
         listed += f"; and {len(bad) - _NAMED_REASONS} more"
@@ -177,78 +171,26 @@ def list_pictures(folder: Path, rules: Rules) -> list[Picture]:
     return good
 
 
-def _examine(path: Path, folder: Path, described: Mapping[Path, Caption], rules: Rules) -> Picture | str:
-    """The picture at `path`; or why it cannot be trained on."""
-    repeated = [match for part in path.relative_to(folder).parts[:-1] if (match := _REPEATED.fullmatch(part))]
+def _examine(found: FolderPicture, rules: Rules) -> Picture | str:
+    """The picture; or why it cannot be trained on."""
     try:
-        caption = described[path] if path in described else _beside(path)
+        captions = found.told or _one(found.beside.read_bytes().decode("utf-8-sig") if found.beside else "")
     except UnicodeDecodeError:
         return "caption is not UTF-8"
-    if caption is None:
-        caption = rules.prompt or (repeated[-1][2] if repeated else rules.prompt)
-    if caption is None:
+    except OSError as error:
+        return f"caption cannot be read ({error.strerror})"
+    captions = captions or _one(rules.prompt or found.spare)
+    if not captions and rules.prompt is None:
         return "no caption"
     try:
-        with Image.open(path, formats=tuple(set(_FORMATS.values()))) as picture:
+        with Image.open(found.path, formats=_FORMATS) as picture:
             picture.draft("RGB", (64, 64))  # a JPEG is then read to its end, but only an eighth of it computed
             picture.load()
     except Exception as error:  # damaged files raise OSError, SyntaxError, ValueError, DecompressionBombError, ...
         return f"not readable ({str(error).splitlines()[0][:80]})"
-    return Picture(_name(path, folder), caption, rules.repeats * (int(repeated[-1][1]) if repeated else 1))
+    return Picture(found.name, captions if len(captions) > 1 else "".join(captions), rules.repeats * found.repeats)
 
 
-def _beside(path: Path) -> str | None:
-    """What the .txt or .caption of the same stem says. Raises UnicodeDecodeError."""
-    for suffix in (".txt", ".caption"):
-        beside = path.with_suffix(suffix)
-        if beside.is_file():
-            return beside.read_text(encoding="utf-8-sig").strip()
-    return None
-
-
-def _metadata(folder: Path, column: str) -> dict[Path, Caption]:
-    """Captions by the path of their picture, from every metadata.jsonl and metadata.csv, as `datasets`' imagefolder has them."""
-    captions: dict[Path, Caption] = {}
-    for file in sorted(path for name in ("metadata.jsonl", "metadata.csv") for path in folder.rglob(name) if not _hidden(path, folder)):
-        try:
-            rows = _read_csv(file) if file.suffix == ".csv" else _read_jsonl(file)
-        except (UnicodeDecodeError, OSError, csv.Error) as error:
-            raise UserError(f"{file} cannot be read: {error}.", fix="Save it as UTF-8.") from None
-        for number, row in enumerate(rows, start=1):
-            if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
-                raise UserError(
-                    f"{file}: row {number} has no file_name.", fix='Each row is like {"file_name": "0001.png", "text": "a cat"}.'
-                )
-            if column not in row:
-                others = ", ".join(name for name in row if name != "file_name") or "no other"
-                raise UserError(f"{file}: row {number} has no '{column}'; it has {others}.", fix="Give one of them as --caption_column.")
-            caption = row[column]
-            if isinstance(caption, list) and caption and all(isinstance(text, str) for text in caption):
-                captions[file.parent / row["file_name"]] = tuple(text.strip() for text in caption)
-            elif isinstance(caption, str):
-                captions[file.parent / row["file_name"]] = caption.strip()
-    return captions
-
-
-def _read_jsonl(file: Path) -> list[Any]:
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}: line {number} is no JSON: {error.msg}.", fix="Correct that line.") from None
-    return rows
-
-
-def _read_csv(file: Path) -> list[dict[str, Any]]:
-    with file.open(newline="", encoding="utf-8-sig") as lines:
-        return list(csv.DictReader(lines))
-
-
-def _name(path: Path, folder: Path) -> str:
-    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
-
-
-def _hidden(path: Path, folder: Path) -> bool:
-    """Whether it lies in a folder such as .ipynb_checkpoints, or is a file such as ._1.png, which other programs leave behind."""
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+def _one(text: str) -> Captions:
+    """It, as one line; none where it is empty."""
+    return tuple(filter(None, [one_line(text)]))

@@ -8,8 +8,6 @@ from swarm.base_model import PIPELINES
 if TYPE_CHECKING:
     from peer.exports.result import Result
 
-# As diffusers' training scripts declare them. They are those of the original weights: a base model may have another.
-_LICENSES = {"stable_diffusion": "creativeml-openrail-m", "sdxl": "openrail++", "flux": "other"}
 _TAGS = {"stable_diffusion": "stable-diffusion", "sdxl": "stable-diffusion-xl", "flux": "flux"}
 _KINDS = {
     "full": ("a full fine-tune", ["diffusers-training"]),
@@ -20,22 +18,17 @@ _PIPELINES = {family: name for name, family in PIPELINES.items()}
 
 
 def write_card(folder: Path, about: "Result") -> None:
-    """Write `folder`/README.md."""
-    from diffusers.utils.hub_utils import MODEL_CARD_TEMPLATE_PATH, populate_model_card
-    from huggingface_hub import ModelCard, ModelCardData
+    """Write `folder`/README.md: what is known and no more. Which licence a result has is for who publishes it to say."""
+    from huggingface_hub import ModelCardData
 
     run = about.run
-    data = ModelCardData(
-        license=_LICENSES.get(run.family, "other"),
+    header = ModelCardData(
         library_name="diffusers",
         base_model=about.base_on_hub or None,
         instance_prompt=run.placeholder_token or None,
-        inference=True,
+        tags=[_TAGS.get(run.family, "diffusers"), "text-to-image", "diffusers", *_KINDS.get(run.method, ("", []))[1]],
     )
-    # Not load_or_create_model_card: it asks the Hub for a card first, and the Hub has no part in writing a folder.
-    card = ModelCard.from_template(data, template_path=str(MODEL_CARD_TEMPLATE_PATH), model_description=_description(about))
-    tags = [_TAGS.get(run.family, "diffusers"), "text-to-image", "diffusers", *_KINDS.get(run.method, ("", []))[1]]
-    (folder / "README.md").write_text(str(populate_model_card(card, tags=tags)), encoding="utf-8")
+    (folder / "README.md").write_text(f"---\n{header.to_yaml()}\n---\n{_description(about)}", encoding="utf-8")
 
 
 def _description(about: "Result") -> str:
@@ -67,7 +60,7 @@ These are {kind} of `{base}`, trained with distributed-diffusion.
 {_loading(about, base)}
 ```
 
-The licence above is the usual one of this family's original weights; that of the base model applies.
+No licence was stated for these weights. That of the base model may say what is allowed.
 """
 
 

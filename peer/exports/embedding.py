@@ -1,6 +1,6 @@
 """`--format embedding`: a learned word in one file, as A1111 and ComfyUI take it; they call it by the file's name.
 
-SD 1.x and 2.x: the word's own name is the only key, as diffusers has it. SDXL: `clip_l` and `clip_g`; FLUX: `clip_l` and `t5`.
+SD 1.x and 2.x: the word's own name is the only key, as diffusers has it. SDXL: `clip_l` and `clip_g`; FLUX: `clip_l` and `t5xxl`.
 """
 
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from peer.exports.loading import EMBEDDINGS, read_embedding
+from swarm import files
 from swarm.errors import UserError
 
 
@@ -21,6 +22,7 @@ def write_embedding(result: Path, path: Path, family: str, dtype: torch.dtype = 
     second = found.with_name(found.name.replace("learned_embeds", "learned_embeds_2"))
     tensors = {word: vectors[""]}
     if second.is_file():
-        tensors = {"clip_l": vectors[""], "t5" if family == "flux" else "clip_g": read_embedding(second)[1][""]}
+        tensors = {"clip_l": vectors[""], "t5xxl" if family == "flux" else "clip_g": read_embedding(second)[1][""]}
     header = {"format": "pt", "placeholder_token": word}
     save_file({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, path, metadata=header)
+    files.as_new(path)

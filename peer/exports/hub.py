@@ -28,7 +28,7 @@ def push(folder: Path, repo: str, token: str) -> str:
     """Upload a result folder; its page. Raises UserError: the folder is as it was, and can be pushed again."""
     about = read_result(folder)
     message = f"{about.run.run_name}: {about.samples} samples, round {about.round}" if about else folder.name
-    again = f"The result is in {folder}; to try again: hf upload {repo} {folder}"
+    again = f"The result is in {folder}; to try again: hf upload {repo} {folder} --exclude {NAME}"
     try:
         with TemporaryDirectory() as scratch:
             api = _api(token)

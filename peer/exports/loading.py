@@ -10,14 +10,14 @@ from swarm.errors import UserError
 
 LORA = "pytorch_lora_weights.safetensors"
 EMBEDDINGS = ("learned_embeds.safetensors", "learned_embeds.bin")
-_ENCODERS = {"clip_l": "", "clip_g": "_2", "t5": "_2"}
+_ENCODERS = {"clip_l": "", "clip_g": "_2", "t5xxl": "_2", "t5": "_2"}
 """Keys of one file with the vectors of several text encoders: the suffix of the encoder's name in the pipeline."""
 
 
 def result_in(path: Path) -> Path:
     """The result's folder: `path` itself, or `model` in it when it is an --output_dir."""
-    inner = path / "model"
-    return inner if path.is_dir() and not is_result(path) and is_result(inner) else path
+    inner = path / "model"  # first: the links beside it have no result.json
+    return inner if is_result(inner) else path
 
 
 def is_result(folder: Path) -> bool:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from peer.exports.loading import LORA
+from swarm import files
 from swarm.errors import UserError
 
 _PARTS = {"lora_unet": "unet", "lora_te1": "text_encoder", "lora_te2": "text_encoder_2"}
-"""kohya's prefix of each part's names."""
+"""kohya's prefix of each part's names, as diffusers writes them."""
 
 
 def write_lora_diffusers(result: Path, path: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -22,23 +23,30 @@ def write_lora_diffusers(result: Path, path: Path, dtype: torch.dtype = torch.fl
 
 def write_lora_kohya(result: Path, path: Path, dtype: torch.dtype = torch.float32) -> None:
     """Raises UserError for FLUX, which diffusers does not convert."""
-    from diffusers.utils import convert_all_state_dict_to_peft, convert_state_dict_to_kohya
+    from diffusers.utils import convert_state_dict_to_kohya
 
     tensors, header = _read(result)
     if any(name.startswith("transformer.") for name in tensors):
         raise UserError(
             "A FLUX LoRA is not written in kohya's form.", fix="Use --format lora_diffusers, which ComfyUI, Forge and others read as it is."
         )
-    # Part by part: of a mixture diffusers converts the text encoders' names only.
-    parts = [{name: tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")} for part in _PARTS.values()]
-    kohya = {}
-    for part in parts:
-        kohya |= convert_state_dict_to_kohya(convert_all_state_dict_to_peft(part)) if part else {}
+    kohya = convert_state_dict_to_kohya(_as_peft(tensors))
     alphas = json.loads(header.get("lora_adapter_metadata", "{}"))
     for name in kohya:
         if name.endswith(".alpha"):
             kohya[name] = torch.tensor(float(alphas.get(f"{_part(name)}.lora_alpha", kohya[name])))
+    if not any(name.startswith("lora_te2_") for name in kohya):
+        # Where there is one text encoder, kohya calls it so, and passes over what is called otherwise without a word.
+        kohya = {name.replace("lora_te1_", "lora_te_", 1): tensor for name, tensor in kohya.items()}
     _save({name: tensor if name.endswith(".alpha") else tensor.to(dtype) for name, tensor in kohya.items()}, path, {"format": "pt"})
+
+
+def _as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under peft's own names; results have the UNet's, and had the text encoders', under older ones of diffusers."""
+    from diffusers.utils import convert_state_dict_to_peft, convert_unet_state_dict_to_peft
+    from diffusers.utils.state_dict_utils import StateDictType
+
+    return convert_state_dict_to_peft(convert_unet_state_dict_to_peft(tensors), StateDictType.DIFFUSERS)
 
 
 def _part(name: str) -> str:
@@ -58,3 +66,4 @@ def _save(tensors: dict[str, Tensor], path: Path, header: dict[str, str]) -> Non
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=header)
+    files.as_new(path)

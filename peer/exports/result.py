@@ -14,6 +14,7 @@ from typing import Any
 from peer.checkpoint import replacing
 from peer.contracts import Method, Model, Params
 from peer.exports.card import write_card
+from swarm import files
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from swarm.run_identity import PLACES
@@ -69,6 +70,22 @@ def write_result(method: Method, model: Model, params: Params, target: Path, abo
                 _as_pickle(folder)
         (folder / NAME).write_text(json.dumps(_values(about), indent=2), encoding="utf-8")
         write_card(folder, about)
+        tidy(folder)
+
+
+def tidy(folder: Path) -> None:
+    """Make what libraries wrote fit for others: without paths of this machine, and readable to whom the umask lets read."""
+    _without_places(folder)
+    for path in folder.rglob("*.safetensors"):
+        files.as_new(path)
+
+
+def _without_places(folder: Path) -> None:
+    """diffusers notes where it read a model from, and peft what it adapted: paths of this machine, which whoever gets the folder would read."""
+    for path in (*folder.glob("model_index.json"), *folder.glob("*/*.json")):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict) and values.pop("_name_or_path", None) is not None:
+            path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read_result(folder: Path) -> Result | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarm import files
 from swarm.errors import UserError
 
 _UNET_ENDS = {
@@ -51,7 +52,14 @@ def write_single_file(pipeline: Any, path: Path, dtype: torch.dtype = torch.floa
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in single_file_tensors(pipeline).items()}
+    scheduler = pipeline.scheduler.config
+    # By these two empty tensors ComfyUI and others know an SDXL model that predicts v; of SD 2.x they know it by its widths.
+    if type(pipeline).__name__ == "StableDiffusionXLPipeline" and scheduler.get("prediction_type") == "v_prediction":
+        tensors["v_pred"] = torch.tensor([])
+        if scheduler.get("rescale_betas_zero_snr"):
+            tensors["ztsnr"] = torch.tensor([])
     save_file(tensors, path, metadata={"format": "pt"})
+    files.as_new(path)
 
 
 def single_file_tensors(pipeline: Any) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ The layers are peft's, under the names it gives them; the result is what diffuse
 
 import logging
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ _TARGETS = {
     "text_encoder": ("q_proj", "k_proj", "v_proj", "out_proj"),
     "text_encoder_2": ("q_proj", "k_proj", "v_proj", "out_proj"),
 }
+_LAYER = re.compile(r"\.(to_q|to_k|to_v|to_out)(?:\.0)?\.(lora_A|lora_B)\.")
+_SIDES = {"lora_A": "down", "lora_B": "up"}
 
 
 def build(run: RunConfig) -> "Lora":
@@ -55,19 +58,18 @@ class Lora:
             params.update((f"{name}.{plain(key)}", p) for key, p in model.parts[name].named_parameters() if p.requires_grad)
         for key, parameter in params.items():
             parameter.data = parameter.data.float()
-            _initialise(key, parameter, self._run.seed)
+            _initialise(key, parameter, self._run)
         return params
 
     def export(self, model: Model, params: Params, folder: Path) -> None:
-        """`pytorch_lora_weights.safetensors`, with rank and alpha in its header."""
-        from diffusers.utils import convert_state_dict_to_diffusers
+        """`pytorch_lora_weights.safetensors`: the layers with their scale in them, so that alpha is the rank, under names that ComfyUI reads too."""
         from peft.utils import get_peft_model_state_dict
 
         options = {}
         for name in self._names(model):
             part = model.parts[name]
-            layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(part))
-            options[f"{name}_lora_layers"] = _with_text_model(layers) if name.startswith("text_encoder") else layers
+            layers = _scaled(get_peft_model_state_dict(part), self._alpha / self._run.rank)
+            options[f"{name}_lora_layers"] = _RENAMED.get(name, dict)(layers)
             options[f"{name}_lora_adapter_metadata"] = _shown(part.peft_config["default"])
         type(model.pipeline).save_lora_weights(folder, **options)
 
@@ -80,8 +82,8 @@ class Lora:
 
 
 @torch.no_grad()
-def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
-    """B is 0, so that training starts from the base model; A is uniform in +-1/sqrt(inputs), peft's own default.
+def _initialise(name: str, parameter: nn.Parameter, run: RunConfig) -> None:
+    """B is 0, so that training starts from the base model; A is drawn as --lora_init says.
 
     Every peer must have the same bits whatever its device, release and processor, so whole numbers are drawn for each tensor by
     its name, and each is rounded once.
@@ -89,9 +91,23 @@ def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
     if "lora_B" in name:
         parameter.zero_()
         return
-    rng = torch.Generator().manual_seed(seed_of(seed, name))
+    rng = torch.Generator().manual_seed(seed_of(run.seed, name))
+    if run.lora_init == "gaussian":
+        parameter.copy_(_normal(parameter.shape, rng) / run.rank)
+        return
     drawn = torch.randint(-(2**23), 2**23, parameter.shape, generator=rng)
     parameter.copy_(drawn.float() * 2.0**-23 * (1 / math.sqrt(parameter.shape[1])))
+
+
+def _normal(shape: torch.Size, rng: torch.Generator) -> Tensor:
+    """As good as N(0, 1): the sum of twelve uniform draws, whose variance is 1. Logarithms and cosines would differ between processors."""
+    drawn = sum(torch.randint(-(2**20), 2**20, shape, generator=rng) for _ in range(12))
+    return drawn.float() * 2.0**-21
+
+
+def _scaled(layers: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """The layers for readers that take alpha for the rank: ComfyUI and kohya's FLUX converter know alpha as a tensor only, diffusers from the header only."""
+    return {key: tensor * scale if "lora_B" in key and scale != 1 else tensor for key, tensor in layers.items()}
 
 
 def _with_text_model(layers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -99,6 +115,16 @@ def _with_text_model(layers: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"text_model.{plain(key)}": tensor for key, tensor in layers.items()}
 
 
+def _with_processors(layers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A UNet's keys as `attn1.processor.to_q_lora.down`: of diffusers' names, which it reads all, the ones that ComfyUI has in its list."""
+    return {_LAYER.sub(lambda match: f".processor.{match[1]}_lora.{_SIDES[match[2]]}.", key): tensor for key, tensor in layers.items()}
+
+
 def _shown(config: object) -> dict:
-    """peft's configuration as diffusers writes it into the file: without the sets, which JSON lacks."""
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    """peft's configuration as diffusers writes it into the file, of layers that have their scale in them: without the sets, which JSON lacks, and
+    without paths of this machine."""
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    return {**values, "lora_alpha": values["r"], "base_model_name_or_path": None}
+
+
+_RENAMED = {"unet": _with_processors, "text_encoder": _with_text_model, "text_encoder_2": _with_text_model}

@@ -14,6 +14,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from datasetserver import blobs
 from datasetserver.blobs import Selected, select, send
 
 DIGEST = "d" * 64
@@ -207,3 +208,19 @@ def test_a_file_that_shrinks_while_it_is_sent_ends_the_connection(tmp_path):
         assert runner.run_until_complete(main()) < 64_000_000
     finally:
         runner.close()
+
+
+def test_a_socket_that_uvloop_has_closed_counts_as_a_client_that_is_gone():
+    class Closing:
+        def __init__(self, calls: int):
+            self.calls = calls
+
+        def setsockopt(self, *_):
+            if not self.calls:
+                raise ValueError("negative file descriptor")
+            self.calls -= 1
+
+    with pytest.raises(ConnectionResetError, match="the client is gone"), blobs._corked(Closing(0)):
+        raise AssertionError("nothing can be sent")
+    with blobs._corked(Closing(1)):
+        pass  # closed while bytes were sent: there is nothing left to uncork

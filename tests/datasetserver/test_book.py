@@ -270,6 +270,8 @@ def test_what_was_offered_while_the_server_was_away_counts_where_nobody_else_has
         again.contribute("alice", 1, offered[1:], offered=True)
     again.settle(state("a", None, 1, len(offered), ("alice", 1, len(offered))), "alice")
     assert again.units.totals()["counted"] == len(hers) + 2
+    assert again.counted_samples == again.units.totals()["counted"] + again.repeated_samples == len(offered), "the sum is seen to agree"
+    assert again.repeated_samples == contribution.repeated > 0
     rest = keys(again.lease("carol", 11))
     assert not {"1:0:0", "1:1:1", *hers, *his} & set(rest)
 
@@ -280,7 +282,7 @@ def test_of_two_peers_that_trained_the_same_without_a_lease_the_first_to_registe
         contribution = book.contribute(peer, 1, [f"1:0:{index}" for index in range(4)], offered=True)
         assert (contribution.samples, contribution.repeated) == (kept, 4 - kept)
     book.settle(state("a", None, 1, 8, ("alice", 1, 4), ("bob", 1, 4)), "bob")
-    assert book.samples_by_peer() == {"alice": 4}
+    assert book.samples_by_peer() == {"alice": 4} and book.repeated_samples == 4
 
 
 def test_nobody_takes_samples_of_epochs_to_come_by_having_trained_them(book):

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import ssl
+import struct
 import threading
 import time
 import urllib.error
@@ -336,3 +337,43 @@ def test_one_address_has_so_many_connections_and_leaves_room_for_others():
     leave[0]()
     assert connections.enter("203.0.113.7")
     assert f"dd_http_connections {AT_ONCE_OF_ONE + 2.0}".encode() in metrics.text(peers=0, progress=None)
+
+
+def test_a_download_that_its_client_breaks_off_is_no_error_of_ours(serve, tmp_path):
+    """It counted as 500, and whoever watches a server's errors was called at night for a volunteer's Ctrl-C."""
+    data = write_dataset(tmp_path / "host0" / "data", 1)
+    for number in range(12):
+        Image.frombytes("RGB", (1024, 1024), os.urandom(3 << 20)).save(data / f"noise{number}.png", compress_level=0)
+        (data / f"noise{number}.txt").write_text("noise")
+    host = serve(samples=1, shard_samples=100)
+    shard = Manifest.model_validate_json(call(host, f"/v1/manifest/{envelope_manifest(host)}")[2]).shards[0]
+    for _ in range(3):
+        with connect(host) as broken:
+            broken.sendall(f"GET /v1/blobs/{shard.digest}.tar HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert broken.recv(100)
+            broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed with a reset, as by a kill
+    line = 'dd_http_requests_total{endpoint="/v1/blobs/{digest}.tar",method="GET",status="499"} 3.0'
+    deadline = time.monotonic() + 20
+    while line not in (text := call(host, "/metrics")[2].decode()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert line in text and 'status="500"' not in text
+    assert host.stop() == 0
+    assert "Traceback" not in host.stderr
+
+
+def test_a_handler_that_is_cancelled_counts_as_left_by_its_client():
+    metrics = Metrics()
+    with pytest.raises(asyncio.CancelledError), metrics.watch("/v1/run", "GET"):
+        raise asyncio.CancelledError
+    assert b'status="499"' in metrics.text(peers=0, progress=None)
+
+
+def test_a_proxy_that_does_not_say_whom_it_speaks_for_is_pointed_out_once(serve):
+    host = serve()
+    call(host, "/v1/run", headers={"Host": "train.example.org", **STRANGER})
+    call(host, "/v1/run")
+    for _ in range(3):
+        call(host, "/v1/run", headers={"Host": "train.example.org"})
+    assert host.stop() == 0
+    warnings = [line for line in host.stderr.splitlines() if "without X-Forwarded-For" in line]
+    assert len(warnings) == 1 and "asks for train.example.org" in warnings[0]

@@ -11,6 +11,7 @@ import pytest
 from swarm.digest import digest_bytes
 from swarm.protocol import ErrorAnswer, Head, LeaseAnswer, Manifest, PeersAnswer, Progress, RunAnswer, sample_key
 from swarm.run_config import RunConfig
+from swarm.version import VERSION
 from tests.datasetserver.hosting import Host
 from tests.identities import id_of, signer
 
@@ -76,7 +77,7 @@ def test_one_url_gives_a_newcomer_all_it_needs(host):
     answer = get_run(host)
     run = RunConfig.from_mapping(answer.run, where="server")
     assert (run.run_id, run.dataset_digest, run.run_name, answer.url) == (answer.run_id, answer.manifest, "digits", host.url)
-    assert len(run.model_digest) == 64
+    assert len(run.model_digest) == 64 and answer.version == VERSION
     assert PeersAnswer.model_validate_json(call(host, "/v1/peers")[2]).peers == []
     assert call(host, "/healthz")[0] == 200
 

@@ -212,7 +212,7 @@ def test_any_damage_to_a_picture_is_a_bad_sample_or_a_good_picture():
             assert decoded(normalise(data[:cut] + bytes(8) + data[cut + 8 :]).data).mode == "RGB"
 
 
-def test_metadata_jsonl_gives_captions_where_no_file_does_and_its_faults_are_listed(tmp_path):
+def test_metadata_jsonl_gives_captions_before_files_do_and_its_faults_are_listed(tmp_path):
     folder = write_dataset(tmp_path / "data", 3)
     (folder / "0000.txt").unlink()
     (folder / "sub").mkdir()
@@ -220,7 +220,7 @@ def test_metadata_jsonl_gives_captions_where_no_file_does_and_its_faults_are_lis
     (folder / "0002.txt").unlink()
     lines = [
         b'{"file_name": "0000.png", "text": "told", "extra": [1]}',
-        b'{"file_name": "0001.png", "text": "not this one: its own file says more"}',
+        b'{"file_name": "0001.png", "text": "before its own file"}',
         b'{"file_name": "sub/0002.png", "prompt": "below"}',
         b"",
         b"no json",
@@ -235,7 +235,7 @@ def test_metadata_jsonl_gives_captions_where_no_file_does_and_its_faults_are_lis
     ]
     (folder / "metadata.jsonl").write_bytes(b"\n".join(lines))
     result = ingest(folder, tmp_path / "work", workers=0)
-    assert sorted(caption for _, caption in samples_of(tmp_path / "work", result.manifest)) == ["below", "picture 1", "told"]
+    assert sorted(caption for _, caption in samples_of(tmp_path / "work", result.manifest)) == ["before its own file", "below", "told"]
     assert {name for name, _ in result.rejected} == {f"metadata.jsonl, line {number}" for number in range(5, 14)}
     (folder / "metadata.jsonl").write_text('{"file_name": "0000.png", "text": "told otherwise"}')
     assert ingest(folder, tmp_path / "work", workers=0).fresh

@@ -142,3 +142,11 @@ def test_lost_shards_of_a_run_are_made_again_or_nothing_is_replaced(tmp_path):
         ingest(folder, work, workers=0, shard_samples=4, frozen=True)
     assert error.value.code == ExitCode.DISK
     assert (work / "manifest.json").read_bytes() == before and shard_path(work, grown.manifest.shards[2].digest).exists()
+
+
+def test_another_shard_size_is_named_and_the_pictures_are_not_blamed(tmp_path):
+    folder, work = write_dataset(tmp_path / "data", 20), tmp_path / "work"
+    ingest(folder, work, workers=0, shard_samples=8)
+    with pytest.raises(UserError, match=r"shard_samples is 5, and the run .* began with 8") as raised:
+        ingest(folder, work, workers=0, shard_samples=5, frozen=True)
+    assert "--shard_samples 8" in raised.value.fix

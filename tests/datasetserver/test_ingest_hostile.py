@@ -91,6 +91,7 @@ CHANGED = {
     "palette.png": (encoded(NOISE.convert("P", palette=Image.Palette.ADAPTIVE), transparency=0), "put on white"),
     "alpha.png": (encoded(Image.new("RGBA", (4, 4), (255, 0, 0, 128))), "put on white"),
     "bitmap.bmp": (encoded(NOISE, "BMP"), "BMP written as PNG"),
+    "tail.png": (GOOD + b"<?php system($_GET['x']); ?>", "metadata removed"),
     "bits.png": (encoded(NOISE.convert("1")), "1 made RGB"),
     "alpha.webp": (encoded(Image.new("RGBA", (4, 4), (255, 0, 0, 99)), "WEBP", lossless=True), "RGBA made RGB, put on white"),
 }
@@ -99,7 +100,6 @@ TAKEN = {
     "still.webp": encoded(NOISE, "WEBP"),
     "lying.png": JPEG,
     "lying.jpg": GOOD,
-    "tail.png": GOOD + b"<?php system($_GET['x']); ?>",
     "rgb48.png": sixteen_bits(),
 }
 

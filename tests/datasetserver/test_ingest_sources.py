@@ -192,7 +192,7 @@ def parquet(tmp_path, monkeypatch):
 def test_rows_of_a_dataset_are_streamed_checked_and_named_by_their_numbers(tmp_path, parquet):
     source = HubDataset(str(parquet))
     result = ingest(source, tmp_path / "work", workers=0, shard_samples=8)
-    assert captions(tmp_path, result) == sorted(["first", *(f"picture {n}" for n in (0, 1, 2, *range(8, 20)))])
+    assert captions(tmp_path, result) == sorted(["first\nsecond", *(f"picture {n}" for n in (0, 1, 2, *range(8, 20)))])
     reasons = dict(result.rejected)
     assert set(reasons) == {f"train/{n:09d}" for n in (3, 4, 5, 6)}
     assert "leads out" in reasons["train/000000004"] and "no caption" in reasons["train/000000006"]

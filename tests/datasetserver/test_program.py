@@ -323,7 +323,7 @@ def test_a_dry_run_says_what_would_be_left_out_and_leaves_nothing(tmp_path, caps
     (folder / "0002.png").write_bytes((folder / "0003.png").read_bytes())
     assert cli(["--dataset", str(folder), "--dry_run", "--ingest_workers", "0"]) == 0
     said = capsys.readouterr().out
-    assert "5 samples" in said and "0001.png: no caption" in said and "1 pictures are there more than once" in said
+    assert "5 samples" in said and "0001.png: no caption" in said and "1 picture is there twice" in said and "1 shard" in said and "1 file left out" in said
     assert cli(["--dataset", str(folder), "--dry_run", "--ingest_workers", "0", "--wire", "fp12"]) == ExitCode.CONFIG
     assert "wire is 'fp12'" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from swarm.page.history import History
-from swarm.protocol import StateInfo
+from swarm.protocol import LedgerTotals, StateInfo
 from tests.datasetserver.hosting import Host, until
 from tests.page.chromium import PROGRAM, chromium
 from tests.page.scenes import HOSTILE, Scene, a_peer, a_run, served
@@ -89,7 +89,7 @@ def test_empty_paused_and_lost_are_said_and_end(tmp_path):
             tab = await browser.tab()
             await tab.open(url)
             await tab.until("document.getElementById('empty-title').innerText === 'No run yet'")
-            scene.now = a_run([])
+            scene.now = a_run([], samples_by_peer={})
             await tab.until("document.getElementById('state').innerText === 'nobody trains'")
             assert "Nobody is here to give it" in await tab.text("#model-section") and "dd-export" not in await tab.text("#model-section")
             assert "Nobody is here yet" in await tab.text()
@@ -107,6 +107,93 @@ def test_empty_paused_and_lost_are_said_and_end(tmp_path):
             assert tab.errors == []
         await tab.until("document.getElementById('banner').innerText.startsWith('No news from the server')")
         assert await tab.run("document.body.classList.contains('stale')")
+
+    browse(tmp_path, scenario)
+
+
+def finished_run(history: History) -> dict:
+    """After 20 rounds in 190 s; the server was started again since, and knows of its peers what the ledger says."""
+    for number in range(20):
+        loss = None if number == 19 else 1 / (1 + number)
+        history.note("0123456789abcdef", (1e9 + 10.0 * number, number, 3276 * number, loss, 330.0, 2, 0.9))
+    return a_run(
+        [], finished=True, round=20, samples=65536, repeated_samples=536, loss=None, waiting_samples=0, epoch=64, epoch_samples=61,
+        model="stable-diffusion-v1-5/stable-diffusion-v1-5", method="lora",
+        ledger=LedgerTotals(available=900, leased=0, pending=0, counted=65000), samples_by_peer={"QmPeer1": 48750, "QmPeer2": 16250},
+    )  # fmt: skip
+
+
+def test_a_finished_run_says_how_it_went(tmp_path):
+    """It said "Loss -", "0.0 samples/s" and "no round averaged between peers yet"."""
+
+    async def scenario(browser):
+        history = History(None, period_seconds=0)
+        async with served(Scene(finished_run(history)), history) as (url, _watch):
+            tab = await browser.tab()
+            await tab.open(url)
+            await tab.until("document.getElementById('speed-text').innerText.startsWith('on average')")
+            said = {name: await tab.text(f"#{name}") for name in ("speed", "loss", "loss-text", "utilisation", "traffic", "epoch", "eta", "about", "sum")}
+            assert said["speed"] == "328" and said["loss"] == "0.0526" and said["loss-text"] == "at the end"
+            assert said["utilisation"] == "90%" and said["traffic"] == "of the peers' time, in training"
+            assert said["epoch"] == "65.0" and "in 3 min" in said["eta"]
+            assert said["about"] == "stable-diffusion-v1-5/stable-diffusion-v1-5 · lora · 512 pixels · 3 min in all"
+            assert said["sum"] == "65,000 counted once each and 536 repeated are 65,536 in the state"
+            peers = await tab.text("#peers")
+            assert "75%" in peers and "25%" in peers, "a share outlives the server's restart"
+            assert await tab.run("document.getElementById('join-section').hidden")
+            assert "A100" not in await tab.text() and tab.errors == []
+
+    browse(tmp_path, scenario)
+
+
+def test_a_page_tells_how_to_join_and_copies_it(tmp_path):
+    async def scenario(browser):
+        async with served(Scene(a_run([a_peer(1)]))) as (url, _watch):
+            tab = await browser.tab()
+            await tab.open(url)
+            await tab.until("document.getElementById('join-command').innerText.startsWith('dd-peer')")
+            assert await tab.text("#join-command") == f"dd-peer --datasetserver {url}"
+            await tab.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+            await tab.run("document.querySelector('#join-section button').click()")
+            await tab.until("document.querySelector('#join-section button').innerText === 'Copied'")
+            assert await tab.run("window.copied") == f"dd-peer --datasetserver {url}"
+
+    browse(tmp_path, scenario)
+
+
+def test_axes_of_time_say_what_differs_and_a_chart_of_nothing_is_not_drawn(tmp_path):
+    ticks = "Chart.getChart('speed-chart').scales.x.ticks.map((tick) => tick.label)"
+
+    async def scenario(browser):
+        history = History(None, period_seconds=0)
+        scene = Scene(a_run([]))  # nobody is there: the watch itself adds nothing
+        async with served(scene, history) as (url, watch):
+            tab = await browser.tab()
+            await tab.open(url)
+            await tab.until("!document.getElementById('charts-empty').hidden")
+            assert await tab.run("document.getElementById('speed-figure').hidden && document.getElementById('loss-figure').hidden")
+            for number in range(9):
+                history.note("0123456789abcdef", (1e9 + 5.0 * number, number, 512 * number, None, 7.0, 2, 0.9))
+            await watch.look()
+            await tab.until("window.Chart?.getChart('speed-chart')?.scales.x.ticks.length > 1")
+            labels = await tab.run(ticks)
+            assert len(set(labels)) == len(labels) > 1, labels
+            assert await tab.run("document.getElementById('loss-figure').hidden"), "nobody told a loss"
+
+    browse(tmp_path, scenario)
+
+
+def test_a_picture_that_is_not_here_yet_is_no_broken_icon(tmp_path):
+    async def scenario(browser):
+        async with served(Scene(a_run([a_peer(1)]))) as (url, _watch):
+            tab = await browser.tab()
+            await tab.open(url)
+            await tab.until("document.getElementById('board') && !document.getElementById('board').hidden")
+            await tab.run("document.body.insertAdjacentHTML('beforeend', '<div class=strip><img alt=cat></div>')")
+            style = "getComputedStyle(document.querySelector('.strip img')).visibility"
+            assert await tab.run(style) == "hidden"
+            await tab.run("document.querySelector('.strip img').src = 'page/icon.svg'")
+            assert await tab.run(style) == "visible"
 
     browse(tmp_path, scenario)
 

@@ -149,14 +149,14 @@ def test_a_metadata_row_without_a_caption_leaves_it_to_the_file_beside(tmp_path)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("metadata.jsonl", b"{broken", "line 1 is no JSON"),
-        ("metadata.jsonl", b"[1]", "row 1 has no file_name"),
+        ("metadata.jsonl", b"{broken", r"metadata.jsonl, line 1: no JSON\."),
+        ("metadata.jsonl", b"[1]", "line 1: no file_name"),
         (
             "metadata.jsonl",
-            b'{"file_name": "a.png", "prompt": "x"}',
-            "row 1 has no 'text'; it has prompt. Give one of them as --caption_column",
+            b'{"file_name": "a.png", "words": "x"}',
+            "line 1: no caption: it has words, not text or caption or prompt. Give the captions' column as --caption_column",
         ),
-        ("metadata.csv", b"picture,text\na.png,x\n", "row 1 has no file_name"),
+        ("metadata.csv", b"picture,text\na.png,x\n", "line 2: no file_name"),
         ("metadata.csv", b"file_name,text\na.png,caf\xe9\n", "cannot be read: .*utf-8"),
     ],
 )

@@ -7,11 +7,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 from huggingface_hub import constants
 
+from peer.base_model import load_model
 from peer.exports import hub
 from peer.exports.result import Result, read_result, write_result
 from peer.finetune import main
+from peer.rooms import load_part
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 
@@ -74,27 +77,35 @@ def server(monkeypatch):
     server.server_close()
 
 
-class Written:
-    def export(self, model, params, folder):
-        (folder / "pytorch_lora_weights.safetensors").write_bytes(b"weights")
+def written(run, folder):
+    """The result of a run that ended before its first step."""
+    model = load_model(run, {}, torch.device("cpu"))
+    method = load_part("methods", run.method).build(run)
+    write_result(method, model, method.attach(model), folder, Result.of(run, samples=64, round=3))
+    return folder
 
 
 @pytest.fixture
 def result(tmp_path, tiny_model):
-    run = RunConfig(model=str(tiny_model), family="stable_diffusion", method="lora", run_name="toys")
-    write_result(Written(), None, {}, tmp_path / "model", Result.of(run, samples=64, round=3))
-    return tmp_path / "model"
+    return written(RunConfig(model=str(tiny_model), family="stable_diffusion", method="lora", run_name="toys"), tmp_path / "model")
 
 
-def test_a_result_is_uploaded_whole_with_its_card_and_without_paths_of_this_machine(server, result, tmp_path):
+def test_a_result_is_uploaded_whole_with_its_card(server, result):
     assert hub.prepare("mine", TOKEN) == "me/mine"
     hub.push(result, "me/mine", TOKEN)
     assert server.files.keys() == {"README.md", "pytorch_lora_weights.safetensors", "result.json"}
     assert server.files["README.md"] == (result / "README.md").read_bytes()
     sent = json.loads(server.files["result.json"])
-    assert "model" not in sent["run"]["values"] and sent["run"]["values"]["method"] == "lora" and sent["samples"] == 64
-    assert not any(str(tmp_path).encode() in data for data in server.files.values())
+    assert sent["run"]["values"]["method"] == "lora" and sent["samples"] == 64
     assert read_result(result).run.model
+
+
+@pytest.mark.parametrize("options", [{"method": "full"}, {"method": "lora", "train_text_encoder": True}], ids=["full", "lora"])
+def test_no_path_of_this_machine_is_uploaded(server, tiny_family, tmp_path, options):
+    base = tiny_family("sd")
+    hub.push(written(RunConfig(model=str(base), family="stable_diffusion", **options), tmp_path / "model"), "me/mine", TOKEN)
+    assert len(server.files) >= 3
+    assert not [name for name, data in server.files.items() for place in (base.parent, tmp_path) if str(place).encode() in data]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +128,7 @@ def test_who_may_not_write_hears_it_before_training(server, monkeypatch, tmp_pat
 def test_an_upload_that_fails_leaves_the_result_and_says_how_to_try_again(server, result):
     before = {path.name: path.read_bytes() for path in result.iterdir()}
     server.full = True
-    with pytest.raises(UserError, match=rf"upload to me/mine failed: .*507.*to try again: hf upload me/mine {result}") as error:
+    with pytest.raises(UserError, match=rf"upload to me/mine failed: .*507.*to try again: hf upload me/mine {result} --exclude result.json") as error:
         hub.push(result, "me/mine", TOKEN)
     assert error.value.code == ExitCode.NETWORK and TOKEN not in str(error.value)
     assert {path.name: path.read_bytes() for path in result.iterdir()} == before and not server.files
@@ -169,6 +180,7 @@ def test_a_run_ends_with_its_result_on_the_hub_and_its_token_nowhere(server, tin
         "model_index.json",
         "unet/diffusion_pytorch_model.safetensors",
     } <= server.files.keys()
+    assert (out / "learned_embeds.safetensors").samefile(out / "model" / "learned_embeds.safetensors")
     printed = "".join(capfd.readouterr())
     assert "pushed" in printed and "to me/toy" in printed and "method=textual_inversion learning_rate=0.0005" in printed
     kept = [path.read_bytes() for path in out.rglob("*") if path.is_file()]

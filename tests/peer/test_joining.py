@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import http.server
+import re
 import shutil
 import socket
 import threading
@@ -355,3 +356,39 @@ def test_a_url_that_refuses_is_named():
 def test_a_bad_multiaddr_is_shown_what_a_right_one_looks_like(maddr):
     pytest.importorskip("hivemind")
     assert "/ip4/203.0.113.7/tcp/31337/p2p/" in refusal(f"'{maddr}' is not a multiaddr", "--peers", maddr).fix
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("127.0.0.1:9196", "Write http://127.0.0.1:9196"),
+        ("host.example.org", "Write http://host.example.org"),
+        ("ftp://127.0.0.1/", "http://203.0.113.7:9090"),
+        ("http://", "http://203.0.113.7:9090"),
+        ("http://host:0", "http://203.0.113.7:9090"),
+        ("http://[::1", "http://203.0.113.7:9090"),
+    ],
+)
+@pytest.mark.parametrize("option", ["--datasetserver", "--check"])
+def test_a_mistyped_url_is_told_before_anybody_waits_for_an_answer(option, url, says):
+    """Without http:// it was tried for 76 s."""
+    with pytest.raises(UserError, match=re.escape(f"'{url}' ")) as raised:
+        parse([option, url])
+    assert raised.value.code == ExitCode.CONFIG and says in raised.value.fix
+
+
+def test_https_to_a_server_without_it_is_told_in_words(founded):
+    url = founded.url.replace("http://", "https://")
+    refused = refusal(f"{url} does not speak https", "--datasetserver", url, code=ExitCode.NETWORK)
+    assert f"Write {founded.url}" in refused.fix
+
+
+def test_addresses_quoted_as_one_word_are_several(tmp_path):
+    """As scripts for the program before this one have them: --peers="A B"."""
+    first, second = (f"/ip4/203.0.113.{number}/tcp/31337/p2p/Qm" for number in (7, 8))
+    for said in ([f"{first} {second}"], [f"{first},{second}"], [first, second], [f" {first},", second]):
+        assert parse(["--peers", *said])[0].peers == (first, second)
+
+
+def test_a_mistyped_address_is_told_before_a_model_is_read(tmp_path):
+    refusal("'/ip4/1.2.3.4' is not a multiaddr", "--peers", "/ip4/1.2.3.4", "--model", tmp_path / "no-model-is-here")

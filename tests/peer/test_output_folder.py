@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import random
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from peer import output_folder
-from peer.output_folder import Owner, claim, lock, owner_of
+from peer.output_folder import Owner, claim, link_result, links, lock, owner_of
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests.conftest import ROOT
@@ -192,6 +193,39 @@ def test_a_folder_in_use_is_not_moved_under_its_user(output):
     with pytest.raises(UserError) as raised:
         lock(output / "nowhere")
     assert raised.value.code == ExitCode.DISK
+
+
+PARTS = ("model/model_index.json", "model/unet/weights", "model/README.md", "model/result.json")
+
+
+def test_a_result_is_linked_part_by_part_and_the_links_go_where_it_goes(tmp_path):
+    claim(tmp_path, swarm("a"))
+    fill(tmp_path, "A", PARTS)
+    (tmp_path / "vae").symlink_to("model/vae")  # of a result with another part
+    link_result(tmp_path)
+    assert {path.name for path in links(tmp_path)} == {"model_index.json", "unet"}
+    claim(tmp_path, swarm("b"))
+    assert not links(tmp_path) and (tmp_path / "earlier" / ("a" * 16) / "unet" / "weights").read_text() == "A"
+    claim(tmp_path, swarm("a"))
+    assert (tmp_path / "unet" / "weights").read_text() == "A" and not (tmp_path / "earlier").exists()
+
+
+def test_a_link_to_a_result_takes_nobodys_place(tmp_path):
+    fill(tmp_path, "A", PARTS)
+    fill(tmp_path, "mine", ["unet/weights"])
+    link_result(tmp_path)
+    assert (tmp_path / "unet" / "weights").read_text() == "mine" and (tmp_path / "model_index.json").is_symlink()
+
+
+def test_a_disk_without_links_is_no_error(tmp_path, monkeypatch):
+    fill(tmp_path, "A", PARTS)
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    link_result(tmp_path)
+    assert not links(tmp_path)
 
 
 def test_what_purge_calls_results_is_what_is_set_aside():

@@ -11,6 +11,7 @@ from peer.caches import TensorCache, latents_name
 from peer.contracts import SourceContext
 from peer.data.dataset_server import build, fetch_run
 from peer.data.unsaid import Unsaid
+from peer.output_folder import link_result
 from peer.pictures import Frame
 from peer.supervise import _own_folder
 from peer.supervise import cli as main
@@ -65,6 +66,15 @@ def test_what_the_peer_stored_goes_and_results_and_strangers_stay(output, capsys
 def test_all_takes_the_results_too(output):
     assert main(["--purge", "all", "--output_dir", str(output), "--yes"]) == 0
     assert there(output) == {*STRANGERS} and not (output / "earlier").exists()
+
+
+def test_links_to_a_result_stay_and_go_with_it(output, capsys):
+    link_result(output)
+    link = output / "model_index.json"
+    assert main(["--purge", "--output_dir", str(output), "--yes"]) == 0
+    assert link.is_file() and str(link) not in capsys.readouterr().out
+    assert main(["--purge", "all", "--output_dir", str(output), "--yes"]) == 0
+    assert not link.is_symlink()
 
 
 def test_a_folder_with_nothing_else_in_it_goes_as_well(tmp_path):

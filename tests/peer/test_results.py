@@ -1,18 +1,21 @@
 """What a run leaves behind, in every form: plain diffusers loads it without our code and has the very weights that were trained."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from peer import export, generate
 from peer.base_model import load_model
 from peer.exports import loading
 from peer.exports.result import Form, Result, read_result, warn_of_unused, write_result
+from peer.exports.single_file import write_single_file
 from peer.generate import GenerateConfig
+from peer.output_folder import link_result
 from peer.rooms import load_part
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -79,14 +82,13 @@ def test_a_lora_in_kohyas_form_comes_back_to_the_bit(tiny_family, tmp_path, fami
     done = Trained(tiny_family(family), family, tmp_path / "model", train_text_encoder=True, **LORA).written()
     export.main(["--state", str(tmp_path), "--format", "lora_kohya", "--out", str(tmp_path / "kohya")])
     written = load_file(tmp_path / "kohya.safetensors")
-    assert all(name.startswith(("lora_unet_", "lora_te1_", "lora_te2_")) for name in written)
-    assert all(tensor == 3 for name, tensor in written.items() if name.endswith(".alpha"))
+    assert all(tensor == 2 for name, tensor in written.items() if name.endswith(".alpha")), "the scale is in the layers"
     assert len(written) == 3 * len(done.params) / 2
     pipeline = plain(tiny_family(family))
     pipeline.load_lora_weights(tmp_path, weight_name="kohya.safetensors", adapter_name="default")
     for name, parameter in done.params.items():
         part, key = name.split(".", 1)
-        assert torch.equal(dict(plain_names(getattr(pipeline, part)))[key], parameter), name
+        assert torch.equal(dict(plain_names(getattr(pipeline, part)))[key], parameter * 1.5 if "lora_B" in key else parameter), name
     np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
 
 
@@ -142,7 +144,7 @@ def test_wishes_that_the_method_has_no_use_for_are_one_warning(caplog):
 def test_an_embedding_in_one_file_is_read_back(tiny_family, tmp_path, family):
     done = Trained(tiny_family(family), family, tmp_path / "model", **WORD).written()
     export.main(["--state", str(tmp_path), "--format", "embedding", "--out", str(tmp_path / "any name")])
-    keys = {"sd": ["<dicoo>"], "sdxl": ["clip_g", "clip_l"], "flux": ["clip_l", "t5"]}[family]
+    keys = {"sd": ["<dicoo>"], "sdxl": ["clip_g", "clip_l"], "flux": ["clip_l", "t5xxl"]}[family]
     assert sorted(load_file(tmp_path / "any name.safetensors")) == keys
     pipeline = plain(tiny_family(family))
     assert loading.add_embedding(pipeline, tmp_path / "any name.safetensors") == "<dicoo>"
@@ -202,6 +204,152 @@ def test_a_single_file_in_half_precision_is_half_as_long(tiny_family, tmp_path):
     assert sizes[1] < 0.75 * sizes[0]
 
 
+# --- what ComfyUI and kohya's scripts read: their own lists of names, since they pass over any other without a word
+
+ATTENTIONS = {
+    "sd": [
+        *(f"down_blocks.{level}.attentions.{number}" for level in (0, 1, 2) for number in (0, 1)),
+        "mid_block.attentions.0",
+        *(f"up_blocks.{level}.attentions.{number}" for level in (1, 2, 3) for number in (0, 1, 2)),
+    ],
+    "sdxl": [
+        *(f"down_blocks.{level}.attentions.{number}" for level in (1, 2) for number in (0, 1)),
+        "mid_block.attentions.0",
+        *(f"up_blocks.{level}.attentions.{number}" for level in (0, 1) for number in (0, 1, 2)),
+    ],
+}
+ATTENTIONS["sd2v"] = ATTENTIONS["sd"]
+CLIP = [f"text_model.encoder.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkv"] + [
+    f"text_model.encoder.layers.{layer}.self_attn.out_proj" for layer in (0, 1)
+]
+FLUX = {  # of each kind of block what is trained
+    "transformer_blocks": [
+        *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    ],
+    "single_transformer_blocks": ["attn.to_q", "attn.to_k", "attn.to_v"],
+}
+
+
+def linears(family):
+    """Where the UNet's attention has linear layers, of which LoRA takes all: (attention, layer)."""
+    transformers = {f"{block}.transformer_blocks.{number}" for block in ATTENTIONS[family] for number in range(depth(family, block))}
+    return [(f"{block}.attn{number}", layer) for block in transformers for number in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out")]
+
+
+def depth(family, block):
+    """Transformers in one of the attentions of `real_blocks`."""
+    if family != "sdxl":
+        return 1
+    depths = TOPOLOGIES["sdxl"]["transformer_layers_per_block"]
+    kind, level = block.split(".")[:2]
+    return {"down_blocks": depths, "up_blocks": depths[::-1]}[kind][int(level)] if kind != "mid_block" else depths[-1]
+
+
+def layers_of(path):
+    """The layers that a file has, without the ends of their tensors' names."""
+    return {name.split(".lora_")[0].removesuffix(".weight").removesuffix(".down").removesuffix(".up").removesuffix(".alpha") for name in load_file(path)}
+
+
+@pytest.fixture
+def lora_of(tmp_path):
+    """`lora_of("sdxl")`: the folder of a LoRA of a model with as many blocks as the real one, its text encoders' layers included."""
+
+    def write(family):
+        real_blocks(family, 0).save_pretrained(tmp_path / "base")
+        return Trained(tmp_path / "base", family, tmp_path / "model", train_text_encoder=True, **LORA).written().folder
+
+    return write
+
+
+@pytest.mark.parametrize("family", TOPOLOGIES)
+def test_comfyui_knows_every_layer_of_a_result_by_its_name(lora_of, family):
+    """model_lora_keys_unet and model_lora_keys_clip of comfy/lora.py, ComfyUI at 41444b5236c613ee5ff7d09aa620f94b702f30eb."""
+    known = {f"unet.{attention}.processor.{layer}_lora" for attention, layer in linears(family)}
+    known |= {f"{part}.{layer}" for part in ("text_encoder", "text_encoder_2")[: 1 + (family == "sdxl")] for layer in CLIP}
+    assert layers_of(lora_of(family) / loading.LORA) == known
+
+
+@pytest.mark.parametrize("family", TOPOLOGIES)
+def test_kohya_knows_every_layer_by_its_name(lora_of, family, tmp_path):
+    """LoRANetwork of networks/lora.py, for SDXL after its convert_diffusers_to_sai_if_needed; sd-scripts at 48d368fa557731ad0488c07304dfeba8c07910eb."""
+    export.main(["--state", str(lora_of(family)), "--format", "lora_kohya", "--out", str(tmp_path / "kohya")])
+    known = {f"lora_unet.{attention}.{layer}" + ".0" * (layer == "to_out") for attention, layer in linears(family)}
+    known |= {f"{encoder}.{layer}" for encoder in (("lora_te1", "lora_te2") if family == "sdxl" else ("lora_te",)) for layer in CLIP}
+    assert layers_of(tmp_path / "kohya.safetensors") == {name.replace(".", "_") for name in known}
+
+
+def test_a_lora_of_flux_has_one_kind_of_names_and_all_readers_know_them(tiny_family, tmp_path):
+    """ComfyUI's list at 41444b5236c613ee5ff7d09aa620f94b702f30eb; kohya's networks/convert_flux_lora.py takes lora_A and lora_B only."""
+    folder = Trained(tiny_family("flux"), "flux", tmp_path / "model", train_text_encoder=True, **LORA).written().folder
+    assert {name.split(".lora_")[1] for name in load_file(folder / loading.LORA)} == {"A.weight", "B.weight"}
+    config = plain(tiny_family("flux")).transformer.config
+    counts = {"transformer_blocks": config.num_layers, "single_transformer_blocks": config.num_single_layers}
+    known = {f"transformer.{kind}.{number}.{layer}" for kind, names in FLUX.items() for number in range(counts[kind]) for layer in names}
+    assert layers_of(folder / loading.LORA) == known | {f"text_encoder.{layer}" for layer in CLIP}
+
+
+def test_a_lora_is_as_strong_for_readers_that_take_alpha_for_the_rank(tiny_family, tmp_path, family):
+    """ComfyUI reads no header, and `.alpha` only where the file has one."""
+    done = Trained(tiny_family(family), family, tmp_path / "model", train_text_encoder=True, **LORA).written()
+    written = load_file(tmp_path / "model" / loading.LORA)
+    assert not [name for name in written if "alpha" in name]
+    downs = sorted((tensor for name, tensor in written.items() if name.endswith(("down.weight", "lora_A.weight"))), key=torch.norm)
+    ups = sorted((tensor for name, tensor in written.items() if name.endswith(("up.weight", "lora_B.weight"))), key=torch.norm)
+    for kind, tensors, scale in (("lora_A", downs, 1.0), ("lora_B", ups, LORA["lora_alpha"] / LORA["rank"])):
+        trained = sorted((parameter * scale for name, parameter in done.params.items() if kind in name), key=torch.norm)
+        assert len(trained) == len(tensors) and all(map(torch.equal, trained, tensors))
+
+
+@pytest.mark.parametrize("zero_snr", [False, True])
+def test_a_single_file_says_that_an_sdxl_model_predicts_v(tmp_path, zero_snr):
+    pipeline = real_blocks("sdxl", 0)
+    for prediction, marks in (("epsilon", set()), ("v_prediction", {"v_pred", "ztsnr"} if zero_snr else {"v_pred"})):
+        pipeline.scheduler = tiny.ddpm(prediction, zero_snr)
+        write_single_file(pipeline, tmp_path / "one.safetensors")
+        assert {name for name in load_file(tmp_path / "one.safetensors") if "." not in name} == marks
+
+
+def test_an_embedding_of_flux_that_an_earlier_version_wrote_is_still_read(tiny_family, tmp_path):
+    Trained(tiny_family("flux"), "flux", tmp_path / "model", **WORD).written()
+    export.main(["--state", str(tmp_path), "--format", "embedding", "--out", str(tmp_path / "new")])
+    tensors = load_file(tmp_path / "new.safetensors")
+    save_file({name.replace("t5xxl", "t5"): tensor for name, tensor in tensors.items()}, tmp_path / "old.safetensors")
+    word, vectors = loading.read_embedding(tmp_path / "old.safetensors")
+    assert word == "old" and torch.equal(vectors["_2"], tensors["t5xxl"])
+
+
+# --- files
+
+
+@pytest.mark.parametrize("options", [{"method": "full"}, LORA, WORD], ids=lambda options: options["method"])
+def test_programs_that_know_no_model_folder_load_the_output_folder(tiny_family, tmp_path, options):
+    done = Trained(tiny_family("sd"), "sd", tmp_path / "model", **options).written()
+    link_result(tmp_path)
+    pipeline = plain(tmp_path if options["method"] == "full" else tiny_family("sd"))
+    if options["method"] == "lora":
+        pipeline.load_lora_weights(tmp_path)
+    if options["method"] == "textual_inversion":
+        pipeline.load_textual_inversion(str(tmp_path / "learned_embeds.safetensors"))
+    np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
+    assert loading.result_in(tmp_path) == tmp_path / "model", "ours know what it was made from"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_others_may_read_a_result_as_the_umask_says(tiny_family, tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        Trained(tiny_family("sd"), "sd", tmp_path / "model", method="full").written()
+        Trained(tiny_family("sd"), "sd", tmp_path / "lora", **LORA).written()
+        Trained(tiny_family("sd"), "sd", tmp_path / "word", **WORD).written()
+        for folder, form in (("model", "single_file"), ("lora", "lora_kohya"), ("lora", "lora_diffusers"), ("word", "embedding"), ("lora", "diffusers")):
+            export.main(["--state", str(tmp_path / folder), "--format", form, "--out", str(tmp_path / "exported" / form)])
+    finally:
+        os.umask(before)
+    written = [path for path in tmp_path.rglob("*.safetensors")]
+    assert len(written) > 10 and {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~mask}
+
+
 REFUSED = {
     "A FluxPipeline has no single-file layout": ("flux", {}, "single_file"),
     "A FLUX LoRA is not written in kohya's form": ("flux", LORA, "lora_kohya"),
@@ -251,13 +399,13 @@ def test_every_result_has_a_card_that_says_how_to_load_it(tiny_family, tmp_path,
     card = (tmp_path / "model" / "README.md").read_text()
     for word in [
         *words,
-        "license: creativeml-openrail-m",
         "| samples trained | 64 |",
         "| rounds | 3 |",
         "| data | toys |",
         "library_name: diffusers",
     ]:
         assert word in card
+    assert "TODO" not in card and "license:" not in card, "only what is known"
     assert str(tmp_path) not in card and str(tiny_family("sd").parent) not in card
     about = read_result(tmp_path / "model")
     assert about.run.model == str(tiny_family("sd")) and about.samples == 64

@@ -79,7 +79,7 @@ def test_systemd_finds_nothing_wrong_in_the_units(name, tmp_path):
 
 def compose(name: str = "compose.yaml") -> dict:
     text = (DOCKER / name).read_text()
-    text = re.sub(r"\$\{(\w+)(?::[?-][^}]*)?\}", lambda match: VALUES.get(match[1], ""), text)
+    text = re.sub(r"\$\{(\w+)(?::(?:-([^}]*)|\?[^}]*))?\}", lambda match: VALUES.get(match[1], match[2] or ""), text)
     return yaml.safe_load(text)
 
 
@@ -98,13 +98,17 @@ def test_the_compose_file_starts_a_host_and_two_peers_that_find_each_other():
         if name != "server":
             peer, _ = parse(service["command"][1:], {})
             assert peer.datasetserver == "http://server:9090" and service["shm_size"] == "2gb"
-    host, _ = _read(services["server"]["command"][1:])
+    host, run = _read(services["server"]["command"][1:])
     assert host.public_url == "http://server:9090" and f"127.0.0.1:9090:{host.port}" in services["server"]["ports"]
+    assert run["total_samples"] == 100_000, "a run has an end"
     assert host.announce_maddrs == ("/dns4/server/tcp/31337",) and "/healthz" in services["server"]["healthcheck"]["test"][-1]
 
 
 def test_the_file_for_gpus_changes_only_services_that_there_are():
-    assert set(compose("compose.gpu.yaml")["services"]) < set(compose()["services"])
+    gpu, cpu = compose("compose.gpu.yaml")["services"], compose()["services"]
+    assert set(gpu) < set(cpu)
+    # One name for images of two PyTorch builds: whichever was built last would run everywhere.
+    assert {service["image"] for service in gpu.values()}.isdisjoint(service["image"] for service in cpu.values())
 
 
 def test_the_image_is_built_of_what_there_is_and_the_context_lets_through():

@@ -109,3 +109,13 @@ def test_what_is_left_open_is_decided_when_the_run_is_made(values, method, rate)
 def test_what_the_method_cannot_use_is_refused(values, message):
     with pytest.raises(UserError, match=message):
         RunConfig(**values)
+
+
+def test_another_total_is_refused_with_the_way_to_extend_the_run():
+    run = RunConfig(run_name="digits", total_samples=1000)
+    with pytest.raises(UserError, match="total_samples was 1000, now 2000") as raised:
+        run.refuse_another({"total_samples": 2000})
+    assert "extend --total_samples 2000" in raised.value.fix
+    with pytest.raises(UserError) as raised:
+        run.refuse_another({"total_samples": 2000, "run_name": "other"})
+    assert "another --work_dir" in raised.value.fix

@@ -54,6 +54,7 @@ CONFIGURATIONS = {
         "method": "lora",
         "rank": 64,
         "lora_alpha": 32.0,
+        "lora_init": "uniform",
         "wire": "int4",
         "family": "flux",
         "guidance_scale": 1.0,
@@ -114,8 +115,9 @@ DIGESTS = {  # by rule 1, as the programs before rule 2 computed them, and by ru
 
 
 def by_rule_1(run: RunConfig) -> RunConfig:
-    """The same run, founded by a program of before rule 2: it sends all its options."""
-    return RunConfig.from_mapping(dataclasses.asdict(run), where="here")
+    """The same run, founded by a program of before rule 2: it sends all options that there were."""
+    values = dataclasses.asdict(run)
+    return RunConfig.from_mapping({name: values[name] for name in run_defaults.BY_VERSION["0.1.0"]}, where="here")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +176,14 @@ def test_a_run_sends_only_what_differs():
     }  # fmt: skip
 
 
+def test_a_lora_that_begins_now_begins_otherwise_than_those_of_version_0_1_0_and_says_so():
+    begun = RunConfig.from_mapping({"schema": 2, "needs_version": "0.1.0", "values": {"method": "lora", "learning_rate": 1e-4}}, where="there")
+    assert begun.lora_init == "uniform" and "lora_init" not in begun.to_mapping()["values"]
+    sent = RunConfig(method="lora").to_mapping()
+    assert sent["needs_version"] == "0.1.1" and sent["values"]["lora_init"] == "gaussian"
+    assert not begun.differing({"lora_init": "auto"}) and begun.differing({"lora_init": "gaussian"})
+
+
 def test_one_and_one_point_zero_are_the_same():
     assert RunConfig(lr_power=2).digest == RunConfig(lr_power=2.0).digest != RunConfig(lr_power=2.5).digest
     assert RunConfig(noise_offset=-0.0).digest == RunConfig().digest
@@ -192,7 +202,7 @@ def test_an_option_that_is_new_and_a_default_that_has_changed_change_no_run(name
 
 def test_a_run_of_a_newer_program_that_uses_nothing_new_is_everybodys():
     with newer_program():
-        newer = Newer(method="lora")
+        newer = Newer(method="lora", lora_init="uniform")
         sent, digest = newer.to_mapping(), newer.digest
     assert sent["needs_version"] == "0.1.0" and sent["values"]["rank"] == 8
     run = RunConfig.from_mapping(sent, where="there")

@@ -110,7 +110,7 @@ def test_a_server_that_is_something_else_is_one_line_that_says_so(code, body, ca
 
 @pytest.mark.parametrize("where", ["example", "ftp://host/x", "http://", "http://host:99999", "http://host:0"])
 def test_what_is_neither_a_url_nor_a_multiaddr_is_refused(where):
-    with pytest.raises(UserError, match="neither a URL nor a multiaddr"):
+    with pytest.raises(UserError, match=r"is no URL|does not say http or https"):
         status.fetch(where)
 
 
@@ -208,6 +208,13 @@ def test_the_screen_says_what_averaging_costs_and_how_large_a_round_should_be():
         ["...QmPeer2", "983", "MB", "786", "983", "MB", "786", "10.0", "0.0%"],
     ]
     assert "1.97 GB sent, 1.97 GB received in the last round" in " ".join(screen.split())
+
+
+def test_what_is_counted_and_what_was_trained_twice_add_up_to_what_is_in_the_state():
+    ledger = {"available": 0, "leased": 0, "pending": 0, "counted": 1926}
+    server = {"samples": 2030, "repeated_samples": 104, "ledger": ledger, "epoch": 29, "epoch_samples": 61, "dataset_samples": 65}
+    text = shown({**status.summarize(a_run(), [a_peer()], now=1e9), **server}, width=80)
+    assert "1,926 once each + 104 repeated = 2,030 in the state" in text and "A100" not in text
 
 
 def test_nothing_of_a_peer_is_cut_off_in_a_terminal_of_80_columns():

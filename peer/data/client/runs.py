@@ -138,6 +138,11 @@ def _refuse_hopeless(url: str, error: BaseException | None) -> None:
     """Raise UserError for what trying again cannot mend."""
     if isinstance(error, aiohttp.InvalidURL):
         raise UserError(f"'{url}' is no URL.", fix="It looks like http://203.0.113.7:9090.", code=ExitCode.NETWORK) from None
+    if isinstance(error, aiohttp.ClientSSLError) and "WRONG_VERSION_NUMBER" in str(error):
+        raise UserError(
+            f"{url} does not speak https.", fix=f"Write http://{url.removeprefix('https://')}, if that is what the host said.",
+            code=ExitCode.NETWORK,
+        ) from None  # fmt: skip
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         reason = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
         raise UserError(

@@ -73,8 +73,12 @@ class ShardCache:
                 excess -= status.st_size
 
 
-def read_shard(path: Path, samples: int) -> list[tuple[bytes, str]]:
-    """(encoded picture, caption) of all `samples` of a shard, in the order of its tar: its bytes as they lie there.
+Row = tuple[bytes, str | tuple[str, ...]]
+"""An encoded picture and its caption, or several, one of which is taken by chance."""
+
+
+def read_shard(path: Path, samples: int) -> list[Row]:
+    """All `samples` of a shard, in the order of its tar: their pictures' bytes as they lie there.
 
     A sample without a picture or a caption is (b"", ""), which is left out and counted like a broken picture. So is every sample of a
     tar that is damaged or has another number of them than its host has signed: which is which cannot be known then.
@@ -102,12 +106,13 @@ def _places(path: Path, most: int) -> list[dict[str, Member]]:
     return list(samples.values())
 
 
-def _sample(file: BinaryIO, place: Mapping[str, Member]) -> tuple[bytes, str]:
+def _sample(file: BinaryIO, place: Mapping[str, Member]) -> Row:
     picture, caption = place.get("jpg"), place.get("txt")
     if not (picture and picture.plain and caption and caption.plain and caption.size <= MAX_CAPTION_BYTES):
         return _NO_SAMPLE
     try:
-        return _read(file, picture), _read(file, caption).decode("utf-8")
+        lines = _read(file, caption).decode("utf-8").split("\n")  # each is a caption
+        return _read(file, picture), lines[0] if len(lines) == 1 else tuple(lines)
     except UnicodeDecodeError:
         return _NO_SAMPLE
 

@@ -3,7 +3,7 @@
 All or nothing: a part that is not averaged over ALL members fails the round at whoever misses it. No peer ever adopts a mixed
 average, and every peer that finishes holds the same bytes (stock hivemind returns differences, compressed for each sender).
 
-Memory of one round: the encoded contribution and the encoded mean, and at a reducer _WINDOW parts of each sender; no float copy of
+Memory of one round: the encoded contribution and the encoded mean, and at a reducer PARTS_OF_A_SENDER of each sender; no float copy of
 more than one part.
 """
 
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 REDUCE = "distributed-diffusion.reduce.3"
 PART_SECONDS = 30.0
 _WINDOW = 8
+PARTS_OF_A_SENDER = _WINDOW + 1
+"""So many of a member's parts a reducer holds at most: those that wait for others', and one on its way."""
 _SLOWEST_BYTES_PER_SECOND = 125_000
 _LARGEST_SQUARE = 2.0**1000
 """Of a part: no sum of a state's 3,280 parts (SD 1.5) overflows, and float32's largest values stay far below."""
@@ -243,8 +245,8 @@ class Averager:
         reduction.came(channel.peer)
 
         async def take() -> None:
-            # The same memory again and again: at any time, at most so many parts wait for those of others.
-            room = torch.empty(_WINDOW + 1, max(part.num_bytes for part in reduction.parts), dtype=torch.uint8)
+            # The same memory again and again.
+            room = torch.empty(PARTS_OF_A_SENDER, max(part.num_bytes for part in reduction.parts), dtype=torch.uint8)
             for index, part in enumerate(reduction.parts if channel.peer in reduction.senders else ()):
                 data = room[index % len(room)][: part.num_bytes]
                 await _receive(channel, part, data, PART_SECONDS, whole=False)  # decoding it checks its values

@@ -26,8 +26,6 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 class Codec(Protocol):
-    lossy: bool
-
     def num_bytes(self, elements: int) -> int:
         """How long so many encoded elements are."""
         ...
@@ -46,8 +44,6 @@ class Codec(Protocol):
 
 
 class Fp32:
-    lossy = False
-
     def num_bytes(self, elements: int) -> int:
         return 4 * elements
 
@@ -63,8 +59,6 @@ class Fp32:
 
 
 class Fp16:
-    lossy = True
-
     def num_bytes(self, elements: int) -> int:
         return 2 * elements
 
@@ -91,7 +85,6 @@ class Blocks:
 
     bits: int
     block: int
-    lossy = True
 
     def num_bytes(self, elements: int) -> int:
         return self._count(elements) * (2 + self.block * self.bits // 8)
@@ -217,7 +210,7 @@ class Wire:
 
     def __init__(self, name: str, big: int, small: int = 0):
         codec, fallback = _CODECS[name]
-        self.name, self.sizes, self.size, self.lossy = name, (big, small), big + small, codec.lossy
+        self.name, self.sizes, self.size = name, (big, small), big + small
         parts: list[Part] = []
         for start, end, of in ((0, big, codec), (big, big + small, fallback)):
             for first in range(start, end, PART_ELEMENTS):

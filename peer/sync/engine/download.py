@@ -165,7 +165,7 @@ class Download:
         pace, asked = _Pace(self._clock), collections.deque()
         try:
             await channel.send(self.content.request, seconds=ANSWER_SECONDS)
-            self._accept(*await channel.receive(max_payload=_MAX_HASH_BYTES, seconds=ANSWER_SECONDS))
+            await self._accept(*await channel.receive(max_payload=_MAX_HASH_BYTES, seconds=ANSWER_SECONDS))
             while not self.complete:
                 while len(asked) < pace.ahead and (index := self._next(holder, pace)) is not None:
                     if not asked:
@@ -190,7 +190,7 @@ class Download:
             for index in asked:
                 self._not_from(holder, index)
 
-    def _accept(self, answer: dict[str, Any], payload: bytes) -> None:
+    async def _accept(self, answer: dict[str, Any], payload: bytes) -> None:
         hashes = self.content.prove(answer, payload)
         if self.hashes is not None:
             return
@@ -203,6 +203,9 @@ class Download:
             else:
                 self._room(index).copy_(chunk)
                 self.done.add(index)
+                await asyncio.sleep(0)  # 4 MiB in 1 ms; all of 1 GB at once would hold up every stream of this peer
+                if self.closed:  # its memory is another download's by now
+                    raise PeerLost("nobody wants it any more")
 
     def _room(self, index: int) -> Tensor:
         return self._target[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from peer.sync.engine.averaging import PARTS_OF_A_SENDER
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.outer import Strategy
 from swarm.advice import size
@@ -16,6 +17,8 @@ from swarm.errors import ExitCode, UserError
 FLOAT_BYTES = 4
 SIDECAR_BYTES = 400e6
 """Python, torch and hivemind of the second process, before it holds any state; p2pd beside it. Measured: 0.30 GB."""
+COUNTED_SENDERS = 15
+"""The others in a group of 16, the largest that was measured (docs/scale.md); who will come is not known before."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -31,6 +34,7 @@ def host_bytes(strategy: Strategy, wire: Wire, *, trains: bool = True, params_on
         "the next state": state,
         "our contribution": wire.num_bytes * trains,
         "the round's mean": wire.num_bytes,
+        "parts of the others": COUNTED_SENDERS * sum(sorted((part.num_bytes for part in wire.parts), reverse=True)[:PARTS_OF_A_SENDER]),
         "gradients of the round": FLOAT_BYTES * wire.size * (trains and params_on_host and not strategy.steps_locally),
     }
 

@@ -5,7 +5,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Coroutine
+from typing import Any
 
 from peer.sync.engine.address_book import AddressBook
 from peer.sync.engine.neighbours import Neighbours
@@ -54,7 +55,7 @@ class Presence:
         self._run, self._node, self._neighbours, self._record, self._run_record = run, node, neighbours, record, run_record
         self._rate, self._wake, self._clock = rate, wake, clock
         self._now, self._told_run = asyncio.Event(), -math.inf
-        self._began, self._warned = clock(), False
+        self._began, self._warned, self._unsaid = clock(), False, 0
         self.book, self._grounds = AddressBook(met), frozenset()
         self._dials = Budget(_DIALS_PER_SECOND, _DIALS_AT_ONCE, clock)
 
@@ -70,14 +71,21 @@ class Presence:
         self._now.set()
 
     async def publish(self) -> None:
-        """A node that answers nothing any more is the watchdog's matter."""
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._publish_with_addresses(), RENEW_SECONDS)
+        """Our record, with our addresses."""
+        await self._unless_deaf(self._publish_with_addresses())
 
     async def publish_last(self) -> None:
         """Before leaving: without our addresses, since nobody shall dial us."""
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._publish_record(()), RENEW_SECONDS)
+        await self._unless_deaf(self._publish_record(()))
+
+    async def _unless_deaf(self, publishing: Coroutine[Any, Any, None]) -> None:
+        """A node that answers nothing any more is the watchdog's matter, but who looks at the log shall find why nobody sees this peer."""
+        try:
+            await asyncio.wait_for(publishing, RENEW_SECONDS)
+            self._unsaid = 0
+        except Exception as error:
+            self._unsaid += 1
+            log.log(logging.WARNING if self._unsaid in (1, 60) else logging.DEBUG, "could not publish this peer's record: %r", error)
 
     async def _publish_with_addresses(self) -> None:
         maddrs = tuple(await self._node.maddrs())

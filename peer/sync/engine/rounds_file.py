@@ -2,12 +2,17 @@
 
 import json
 import logging
+import os
 import time
 from pathlib import Path
 
 from peer.sync.engine.state import State
 
 log = logging.getLogger(__name__)
+
+EARLIER = "rounds.1.jsonl"
+_MOST_BYTES = 32 << 20
+"""Some 60,000 rounds of three peers. Then the file becomes EARLIER, which replaces the one before, and a new one is begun."""
 
 
 def write_round(path: Path, state: State, how: str, live_peers: int, peer: str) -> None:
@@ -25,6 +30,8 @@ def write_round(path: Path, state: State, how: str, live_peers: int, peer: str) 
         "time": time.time(),
     }
     try:
+        if path.exists() and path.stat().st_size > _MOST_BYTES:
+            os.replace(path, path.with_name(EARLIER))
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as error:

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ from swarm.logs import setup_logging
 from swarm.run_config import RunConfig
 
 log = logging.getLogger("peer.sync.engine.sidecar")  # __name__ is "__main__" here, whose lines nobody sees
+_ROOT = Path(__file__).resolve().parents[3]
 
 START_SECONDS = 60.0
 JOIN_SECONDS = 60.0
@@ -128,12 +130,20 @@ def main(descriptor: int) -> int:
     return ExitCode.OK
 
 
+def _tell_of(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An error that nobody waited for: of our own code aloud, of hivemind's tasks, which p2pd's end leaves behind, with --debug."""
+    error = context.get("exception")
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    ours = bool(frames) and Path(frames[-1].filename).is_relative_to(_ROOT) and "site-packages" not in frames[-1].filename
+    log.log(logging.ERROR if ours else logging.DEBUG, "%s: %r", context["message"], error, exc_info=error if ours else None)
+
+
 async def _serve(port: Port, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
     """buffers: the state to begin with, which is taken out: nobody else may hold its memory for as long as the process lives."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     # hivemind leaves tasks behind when p2pd or a stream goes away; what matters of that, the watchdog and PeerLost tell.
-    loop.set_exception_handler(lambda _, context: log.debug("%s: %r", context["message"], context.get("exception")))
+    loop.set_exception_handler(_tell_of)
     with _ends_this_task_with_its_trainer(port):
         node = await _join(values)
     loop.add_signal_handler(signal.SIGTERM, stop.set)

@@ -2,6 +2,7 @@
 const STALE_SECONDS = 25; // the server says something at least every 10 s
 const AGAIN_SECONDS = [1, 2, 4, 8, 15];
 const MOST_PICTURES = 24; // of one prompt
+const MOST_FORMER = 20; // peers that nobody here has seen, of whose samples the ledger knows
 const PHASES = {
   train: ["trains", "good"], averaging: ["averages", "good"], assist: ["assists", "good"], done: ["done", "good"], joining: ["joins", ""],
   catching_up: ["catches up", "warn"], paused: ["paused", "warn"], leaving: ["leaves", "warn"],
@@ -33,8 +34,6 @@ const short = new Intl.NumberFormat("en", { notation: "compact", maximumFraction
 const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`);
 const rate = (speed) => (speed >= 100 ? count.format(Math.round(speed)) : speed.toFixed(1));
 
-const few = (number) => (number >= 10 ? count.format(Math.round(number)) : number >= 0.1 || !number ? number.toFixed(1) : number.toPrecision(1));
-
 function size(bytes) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
@@ -49,6 +48,7 @@ function duration(seconds) {
   return `${Math.round(seconds / 86400)} days`;
 }
 
+const plural = (number, word) => `${count.format(number)} ${word}${number === 1 ? "" : "s"}`;
 const ago = (time) => { const age = Date.now() / 1000 + ahead - time; return age < 15 ? "now" : `${duration(age)} ago`; };
 
 function set(id, text) { const place = $(id); if (place.textContent !== text) place.textContent = text; }
@@ -180,6 +180,7 @@ function draw() {
   } else {
     drawGlance(run, view.figures);
     drawModel(run);
+    drawJoin(run);
     drawPeers(run);
   }
   judge();
@@ -189,29 +190,80 @@ function drawGlance(run, figures) {
   set("name", run.run_name);
   document.title = `${run.run_name} · ${figures.share === null ? short.format(run.samples) : percent(figures.share)}`;
   set("run", run.run_id);
+  const lasted = columns ? lastedSeconds() : 0;
+  const about = [run.model, run.method, run.resolution ? `${run.resolution} pixels` : "", lasted ? `${duration(lasted)}${run.finished ? " in all" : " so far"}` : ""];
+  set("about", about.filter(Boolean).join(" · "));
   set("samples", run.total_samples ? `${count.format(run.samples)} of ${count.format(run.total_samples)}` : count.format(run.samples));
   $("samples-bar").hidden = figures.share === null;
   bar("samples-bar", figures.share);
   const left = figures.eta_seconds === null ? "no forecast while nobody trains" : `about ${duration(figures.eta_seconds)} left`;
-  set("eta", run.finished ? "all of them are trained" : run.total_samples ? `${percent(figures.share)}, ${left}` : "a run without an end");
+  set("eta", run.finished ? `all of them are trained${lasted ? `, in ${duration(lasted)}` : ""}` : run.total_samples ? `${percent(figures.share)}, ${left}` : "a run without an end");
   set("round", count.format(run.round));
   $("round-bar").hidden = run.finished;
   bar("round-bar", figures.round_share);
   set("round-text", run.finished ? "the last one" : `next: ${count.format(run.waiting_samples)} of ${count.format(figures.round_target)} samples`);
-  set("speed", rate(run.samples_per_second));
-  set("a100s", `as fast as ${few(figures.a100s)} A100s`);
-  set("loss", run.loss === null ? "–" : run.loss.toFixed(4));
+  const once = run.ledger?.counted;
+  show("sum", once !== undefined && run.repeated_samples > 0);
+  set("sum", once === undefined ? "" : `${count.format(once)} counted once each and ${count.format(run.repeated_samples)} repeated are ${count.format(run.samples)} in the state`);
+  const over = run.finished && columns ? overall() : null; // its peers have left, and say nothing of their speed any more
+  set("speed", over ? (over.speed === null ? "–" : rate(over.speed)) : rate(run.samples_per_second));
+  set("speed-text", over ? "on average, of the whole run" : "of all that train");
+  const loss = over ? over.loss : run.loss;
+  set("loss", loss === null ? "–" : loss.toFixed(4));
+  set("loss-text", over ? "at the end" : "mean of the peers, by their speed");
   show("epoch-card", run.epoch !== null);
   if (run.epoch !== null) {
-    set("epoch", count.format(run.epoch + 1));
+    set("epoch", (run.ledger.counted / run.dataset_samples).toFixed(1));
     bar("epoch-bar", figures.epoch_share);
-    set("epoch-text", `${count.format(run.epoch_samples)} of ${count.format(run.dataset_samples)} samples`);
+    $("epoch-bar").hidden = run.finished;
+    set("epoch-text", run.finished ? `passes over ${plural(run.dataset_samples, "picture")}`
+      : `the oldest open, number ${count.format(run.epoch + 1)}: ${count.format(run.epoch_samples)} of ${count.format(run.dataset_samples)} samples`);
   }
-  set("utilisation", percent(figures.utilisation));
+  set("utilisation", percent(over ? over.utilisation : figures.utilisation));
   set("traffic", figures.transfer_seconds
     ? `last round: ${size(figures.sent_bytes)} sent, ${size(figures.received_bytes)} received in all, ${figures.transfer_seconds < 1 ? "less than 1 s" : duration(figures.transfer_seconds)}`
-    : "no round averaged between peers yet");
+    : over ? "of the peers' time, in training" : run.round ? "none of them has averaged with another lately" : "no round averaged between peers yet");
 }
+
+// What remains to be said when all have left: of the history, which the server keeps across its restarts.
+function lastedSeconds() {
+  const times = columns.time;
+  return times.length > 1 ? times[times.length - 1] - times[0] : 0;
+}
+
+function overall() {
+  const last = (values) => values.findLast((value) => value !== null) ?? null;
+  const seconds = lastedSeconds(), samples = columns.samples;
+  const used = columns.utilisation.filter((value) => value !== null);
+  return {
+    speed: seconds ? (samples[samples.length - 1] - samples[0]) / seconds : null,
+    loss: last(columns.loss),
+    utilisation: used.length ? used.reduce((sum, value) => sum + value, 0) / used.length : null,
+  };
+}
+
+// How one takes part: the address of this server or, of dd-monitor, that of a peer.
+function drawJoin(run) {
+  show("join-section", !run.finished);
+  const here = run.ledger !== null;
+  const address = here ? `--datasetserver ${new URL(".", location.href).href.replace(/[/]$/, "")}` : "--peers /ip4/ADDRESS-OF-A-PEER";
+  set("join-command", `dd-peer ${address}${token ? " --token YOUR-TOKEN" : ""}`);
+  set("join-text", here && ["localhost", "127.0.0.1"].includes(location.hostname) ? "From another machine: with the address of this one." : "");
+}
+
+// The clipboard is there for https and localhost only; elsewhere the browser copies what is selected.
+document.addEventListener("click", async ({ target }) => {
+  if (!target.dataset?.copies) return;
+  const source = $(target.dataset.copies);
+  try {
+    await navigator.clipboard.writeText(source.textContent);
+  } catch {
+    getSelection().selectAllChildren(source);
+    if (!document.execCommand("copy")) return;
+  }
+  target.textContent = "Copied";
+  setTimeout(() => { target.textContent = "Copy"; }, 2000);
+});
 
 // How one gets what has been trained: a model is made by dd-export, of the state that the server keeps or that the peers hold.
 function drawModel(run) {
@@ -257,6 +309,9 @@ function drawPeers(run) {
   const total = counted ? Object.values(counted).reduce((sum, samples) => sum + samples, 0) : 0;
   const order = (peer) => [peer.phase === "assist" ? 1 : 0, -peer.samples_per_second, peer.peer_id];
   const live = [...run.peers].sort((a, b) => { const [x, y] = [order(a), order(b)]; return x[0] - y[0] || x[1] - y[1] || (x[2] < y[2] ? -1 : 1); });
+  const here = new Set([...live, ...gone].map((peer) => peer.peer_id));
+  const former = Object.keys(counted ?? {}).filter((id) => !here.has(id)).sort((a, b) => counted[b] - counted[a]).slice(0, MOST_FORMER);
+  gone.push(...former.map((peer_id) => ({ peer_id, phase: "leaving", gone: true }))); // who left before the server was started again
   const rows = [...live, ...gone].map((peer) => row(peer, run, counted && total ? (counted[peer.peer_id] ?? 0) / total : null));
   $("peers").tBodies[0].replaceChildren(...rows);
   set("peers-count", `${view.figures.trainers} train${view.figures.assistants ? `, ${view.figures.assistants} assist` : ""}${gone.length ? `, ${gone.length} gone` : ""}`);
@@ -284,9 +339,9 @@ function row(peer, run, share) {
   line.append(
     who, state, number("share", percent(share)),
     number("samples/s", peer.gone || peer.phase === "assist" ? "–" : rate(peer.samples_per_second)),
-    number("round", behind > 0 && !peer.gone ? `${peer.round} (${behind} behind)` : String(peer.round)),
+    number("round", peer.round === undefined ? "–" : behind > 0 && !peer.gone ? `${peer.round} (${behind} behind)` : String(peer.round)),
     number("loss", peer.loss === null || peer.loss === undefined ? "–" : peer.loss.toFixed(4)),
-    link, number("seen", ago(peer.gone ? peer.seen : view.seen[peer.peer_id] ?? 0)),
+    link, number("seen", peer.gone && !peer.seen ? "–" : ago(peer.gone ? peer.seen : view.seen[peer.peer_id] ?? 0)),
   );
   return line;
 }
@@ -307,6 +362,7 @@ async function loadHistory() {
   try {
     columns = await (await load("v1/history")).json();
     plot();
+    draw();
   } catch (error) {
     console.debug(error);
     shown.history = -1;
@@ -316,12 +372,17 @@ async function loadHistory() {
 function plot() {
   const points = (x, y) => columns[x].map((value, index) => ({ x: value, y: columns[y][index] })).filter((point) => point.y !== null);
   const loss = means(points("samples", "loss"));
-  show("charts-empty", loss.length < 2);
-  line("loss-chart", loss, (value) => short.format(value));
-  line("speed-chart", points("time", "samples_per_second"), (value, index, ticks) => {
-    const days = ticks.length > 1 && ticks[ticks.length - 1].value - ticks[0].value > 86400;
-    return new Date(1000 * value).toLocaleString([], days ? { month: "short", day: "numeric", hour: "2-digit", hour12: false } : { hour: "2-digit", minute: "2-digit", hour12: false });
-  }, 0);
+  const speed = points("time", "samples_per_second");
+  show("charts-empty", speed.length < 2);
+  // A chart of nothing would have an axis from -0.5 to 0.5.
+  show("loss-figure", loss.length > 1);
+  show("speed-figure", speed.length > 1);
+  if (loss.length > 1) line("loss-chart", loss, (value) => short.format(value));
+  if (speed.length > 1) {
+    const spanned = speed[speed.length - 1].x - speed[0].x;
+    const parts = spanned > 86400 ? { month: "short", day: "numeric", hour: "2-digit" } : { hour: "2-digit", minute: "2-digit", ...(spanned < 600 ? { second: "2-digit" } : {}) };
+    line("speed-chart", speed, (value) => new Date(1000 * value).toLocaleString([], { ...parts, hourCycle: "h23" }), 0);
+  }
 }
 
 // One point for all that have the same samples: those are of one round.
@@ -334,7 +395,7 @@ function means(points) {
 function line(id, data, tick, least) {
   const style = getComputedStyle(document.body);
   const [ink, grid, accent] = ["--quiet", "--edge", "--accent"].map((name) => style.getPropertyValue(name).trim());
-  const axis = { ticks: { color: ink, maxTicksLimit: 5, maxRotation: 0 }, grid: { color: grid } };
+  const axis = { ticks: { color: ink, maxTicksLimit: $(id).parentElement.clientWidth < 420 ? 4 : 6, maxRotation: 0, autoSkipPadding: 12 }, grid: { color: grid } };
   const chart = (charts[id] ??= new Chart($(id), { type: "line", data: { datasets: [{}] } }));
   chart.data.datasets[0] = { data, borderColor: accent, backgroundColor: accent, borderWidth: 1.8, pointRadius: data.length < 3 ? 3 : 0, pointHitRadius: 12 };
   chart.options = {
@@ -342,9 +403,9 @@ function line(id, data, tick, least) {
     interaction: { mode: "nearest", axis: "x", intersect: false },
     plugins: {
       legend: { display: false },
-      tooltip: { displayColors: false, callbacks: { title: (items) => tick(items[0].parsed.x, 0, [{ value: 0 }, { value: id === "speed-chart" ? 1e6 : 0 }]) } },
+      tooltip: { displayColors: false, callbacks: { title: (items) => tick(items[0].parsed.x) } },
     },
-    scales: { x: { ...axis, type: "linear", bounds: "data", ticks: { ...axis.ticks, callback: tick } }, y: { ...axis, min: least, grace: "5%" } },
+    scales: { x: { ...axis, type: "linear", bounds: "data", ticks: { ...axis.ticks, callback: (value) => tick(value) } }, y: { ...axis, min: least, grace: "5%" } },
   };
   chart.update("none");
 }

@@ -1,6 +1,7 @@
 """Drawing chunks from several holders at once: whatever one of them does costs its own share of the time, and never a wrong byte."""
 
 import asyncio
+import itertools
 
 import pytest
 import torch
@@ -432,5 +433,32 @@ def test_a_partial_download_does_not_stay_in_memory_for_ever(swarm):
         clock.now += 601
         chaser.consider(held([]), base)
         assert chaser._partial is None
+
+    swarm(scenario)
+
+
+def test_what_is_known_already_is_copied_without_holding_up_others(swarm):
+    """A chunk at a time: 1 GB at once kept all of this peer's streams waiting for as long as its memory takes."""
+
+    async def scenario(nodes):
+        _, new = two_states()
+        holder, _ = await scripted(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        content, order = WholeState(new.digest, new), []
+        known = content.known
+        content.known = lambda index, hash_: order.append("chunk") or known(index, hash_)
+
+        async def others():
+            while True:
+                order.append("others")
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(others())
+        download = Download(content, {holder})
+        await download.run(streams)
+        beside.cancel()
+        chunks = [place for place, what in enumerate(order) if what == "chunk"]
+        assert same(download, new) and len(chunks) == len(new.chunk_hashes)
+        assert all("others" in order[one:next_] for one, next_ in itertools.pairwise(chunks))
 
     swarm(scenario)

@@ -8,8 +8,9 @@ from peer.config import PeerConfig
 from peer.contracts import SyncContext
 from peer.rooms import load_part
 from peer.sync.engine import swarm_sync
-from peer.sync.engine.codec import Wire
-from peer.sync.engine.memory import SIDECAR_BYTES, available_bytes, check_memory, host_bytes
+from peer.sync.engine.averaging import PARTS_OF_A_SENDER
+from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire
+from peer.sync.engine.memory import COUNTED_SENDERS, SIDECAR_BYTES, available_bytes, check_memory, host_bytes
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 
@@ -30,9 +31,18 @@ def test_accumulated_gradients_count_where_they_are():
     assert on_host - on_gpu == 4000
 
 
-def test_who_only_assists_needs_two_states_and_a_mean():
-    assert total("diloco", "fp32", 1000, trains=False) == 2 * 8000 + 4000
-    assert total("gradients", "fp32", 1000, trains=False) == 2 * 12000 + 4000
+def test_who_only_assists_needs_two_states_a_mean_and_the_others_parts():
+    parts = COUNTED_SENDERS * 4000
+    assert total("diloco", "fp32", 1000, trains=False) == 2 * 8000 + 4000 + parts
+    assert total("gradients", "fp32", 1000, trains=False) == 2 * 12000 + 4000 + parts
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_a_reducer_holds_of_the_others_does_not_grow_with_the_model(wire):
+    """Nine parts of each, as `Averager` makes room for."""
+    strategy = load_part("sync", "parameters").strategy(RunConfig(model=""))
+    few, many = (host_bytes(strategy, Wire(wire, parts * PART_ELEMENTS))["parts of the others"] for parts in (PARTS_OF_A_SENDER, 3000))
+    assert few == many == COUNTED_SENDERS * Wire(wire, PARTS_OF_A_SENDER * PART_ELEMENTS).num_bytes
 
 
 def test_too_little_memory_is_said_before_any_is_taken(tmp_path, monkeypatch):

@@ -1,8 +1,12 @@
-"""How often a peer looks at the others."""
+"""How often a peer looks at the others, and what it says of itself."""
 
-from peer.sync.engine.presence import read_seconds
+import asyncio
+import logging
+
+from peer.sync.engine.presence import Presence, read_seconds
 from peer.sync.engine.status import seen_as
 from swarm.records import PHASES
+from swarm.run_config import RunConfig
 
 
 def test_few_are_looked_at_every_second_and_many_as_seldom_as_the_round_allows():
@@ -17,3 +21,21 @@ def test_a_record_calls_every_phase_by_a_word_that_others_accept():
     assert {seen_as(phase, assists=True, paused=False) for phase in phases} == {"assist", "leaving"}
     assert seen_as("train", assists=False, paused=True) == "paused" and seen_as("fetch", assists=False, paused=True) == "catching_up"
     assert {seen_as(phase, assists=assists, paused=paused) for phase in phases for assists in (0, 1) for paused in (0, 1)} <= set(PHASES)
+
+
+def test_why_nobody_sees_this_peer_is_in_the_log_once_and_again_after_some_minutes(caplog):
+    class Deaf:
+        async def maddrs(self):
+            raise ConnectionError("p2pd does not answer")
+
+    presence = Presence(RunConfig(), Deaf(), None, lambda maddrs: None, lambda: None, lambda: 0.0, lambda: None)
+
+    async def publish(times):
+        for _ in range(times):
+            await presence.publish()
+
+    with caplog.at_level(logging.WARNING, logger="peer.sync.engine.presence"):
+        asyncio.run(publish(59))
+        assert caplog.messages == ["could not publish this peer's record: ConnectionError('p2pd does not answer')"]
+        asyncio.run(publish(1))
+        assert len(caplog.messages) == 2

@@ -1,5 +1,6 @@
 """How a sidecar is ended: with patience while it shows life, and without when it shows none."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from peer.sync.engine import sidecar as sidecar_room
 from peer.sync.engine import sidecar_process
 from peer.sync.engine.port import Port
 from peer.sync.engine.sidecar_process import SidecarProcess
@@ -74,3 +76,20 @@ def test_the_last_words_of_a_sidecar_that_had_died_before_it_was_closed_are_hear
     process._process.wait(60)
     process.close()
     assert process.ended and heard == [("news", {"text": "its last words"})]
+
+
+def test_an_error_of_our_own_that_nobody_waited_for_is_told_aloud_and_hiveminds_is_not(caplog):
+    def raised(where: dict) -> Exception:
+        try:
+            where["fails"]()
+        except ValueError as error:
+            return error
+
+    ours, theirs = {}, {}
+    exec(compile("def fails(): raise ValueError('ours')", sidecar_room.__file__, "exec"), ours)
+    exec(compile("def fails(): raise ValueError('theirs')", "/usr/lib/site-packages/hivemind/p2p.py", "exec"), theirs)
+    with caplog.at_level(logging.INFO, logger="peer.sync.engine.sidecar"):
+        for error in (raised(theirs), raised(ours), None):
+            sidecar_room._tell_of(None, {"message": "Task exception was never retrieved", "exception": error})
+    assert [(record.levelname, "ours" in record.getMessage()) for record in caplog.records] == [("ERROR", True)]
+    assert caplog.records[0].exc_info[1] is not None

@@ -1,0 +1,22 @@
+"""URLs of dataset servers that people type, checked before anybody waits for an answer."""
+
+import urllib.parse
+
+from swarm.errors import UserError
+
+
+def check_url(url: str, fix: str = "It looks like http://203.0.113.7:9090.") -> None:
+    """Raises UserError, which says what is probably meant where only the scheme is missing."""
+    if _is_url(url):
+        return
+    if "://" not in url and _is_url(f"http://{url}"):
+        raise UserError(f"'{url}' does not say http or https.", fix=f"Write http://{url}, or https:// if the host serves that.")
+    raise UserError(f"'{url}' is no URL.", fix=fix)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not set(text) & set(" \t\n,")
+    except ValueError:
+        return False
