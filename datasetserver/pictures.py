@@ -67,7 +67,7 @@ def _captions(caption: Path | Piece | Captions | None, spare: str, empty_ok: boo
     texts = (read_text(caption),) if isinstance(caption, Path | Piece) else caption or ()
     captions = tuple(filter(None, map(one_line, texts))) or tuple(filter(None, [one_line(spare)]))
     if not captions and not empty_ok:
-        raise BadSample("caption is empty" if texts else "no caption: there is no .txt or .caption file of that name")
+        raise BadSample("no caption: there is no .txt or .caption file of that name" if caption is None else "caption is empty")
     if len("\n".join(captions).encode()) > MAX_CAPTION_BYTES:
         raise BadSample(f"caption is longer than {MAX_CAPTION_BYTES >> 10} KiB")
     return captions or ("",)
