@@ -54,11 +54,12 @@ class HubDataset:
         yield from in_random_order(window)
 
 
-def _captions(value: Any) -> Captions | None:
+def _captions(value: Any) -> Captions:
+    """None where it is no text."""
     try:
-        return several(value) or None
+        return several(value)
     except TypeError:
-        return None
+        return ()
 
 
 def _rows(hub: HubDataset) -> Iterator[dict[str, Any]]:
