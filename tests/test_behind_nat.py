@@ -40,6 +40,11 @@ class Process:
         for line in self.process.stdout:
             self.log += line
 
+    def story(self) -> str:
+        """Of its log what tells why it averaged with nobody, and the end."""
+        told = [line for line in self.log.splitlines() if re.search("leaving out|not averaged|not led|closed without|no answer", line)]
+        return "\n".join([*told[:30], "...", self.log[-1000:]])
+
     def rounds(self) -> list[dict]:
         path = self.folder / "rounds.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
@@ -93,7 +98,7 @@ def start(tmp_path):
 def until(true, *processes: Process) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while not true():
-        assert time.monotonic() < deadline, "waited in vain\n" + "\n".join(process.log[-3000:] for process in processes)
+        assert time.monotonic() < deadline, "waited in vain\n" + "\n".join(process.story() for process in processes)
         time.sleep(0.05)
 
 

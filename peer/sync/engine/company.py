@@ -5,6 +5,7 @@ never the other way round; between equals the two simply do not share a group fo
 Nothing here is for good: honest peers die, lose streams and are slow, and must be back soon.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from dataclasses import dataclass
 from peer.sync.engine.groups import rank
 from swarm.records import PeerRecord
 
+log = logging.getLogger(__name__)
+
 MOST_STRANGERS = 4
 """Counted at a time, of those we have not met: invented identities cost nothing, honest newcomers come a few at a time."""
-_STRANGERS_FIRST, _STEP, _LONGEST = 4, 2, 8
+_STRANGERS_FIRST, _STEP, _LONGEST, _LONGEST_OF_THE_SLOW = 4, 2, 8, 6
 """Exponents: the first offence of a peer that we have met costs it 1 round, then 4, 16 .. 256; that of a stranger 16 at once. A stranger
-whose every offence costs 5 s takes four times that of the first three minutes of rounds of half a second."""
+whose every offence costs 5 s takes four times that of the first three minutes of rounds of half a second. Who is only slow, as newcomers on
+busy machines are, is tried again after 64 rounds: it costs 2 s of these."""
 _ROUND_SECONDS = 2.0
 """A round that takes longer than this ends an exclusion sooner: what an offence costs is small beside a long round."""
 _GOOD_ROUNDS = 16
@@ -104,13 +108,15 @@ class Company:
         """
         for peer in peers:
             if peer != self._me:
-                self._offence(peer, _STRANGERS_FIRST if self.is_stranger(peer) and peer not in slow else 0)
+                means_harm = self.is_stranger(peer) and peer not in slow
+                self._offence(peer, _STRANGERS_FIRST if means_harm else 0, _LONGEST_OF_THE_SLOW if peer in slow else _LONGEST)
 
-    def _offence(self, peer: str, first: int) -> None:
+    def _offence(self, peer: str, first: int, longest: int = _LONGEST) -> None:
         conduct = self._conduct.get(peer) or _Conduct()
-        rounds = 2 ** min(first + _STEP * conduct.offences, _LONGEST)
+        rounds = 2 ** min(first + _STEP * conduct.offences, longest)
         conduct.until_round, conduct.until = self._round() + rounds, self._clock() + _ROUND_SECONDS * rounds
         conduct.offences, conduct.good_rounds = conduct.offences + 1, 0
+        log.info("leaving out %s for %d rounds or %.0f s: its offence %d", peer[-6:], rounds, _ROUND_SECONDS * rounds, conduct.offences)
         _put(self._conduct, peer, conduct)
 
     def told(self, accuser: str, accused: Collection[str], *, hearsay: bool = False) -> bool:

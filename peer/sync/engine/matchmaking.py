@@ -12,7 +12,7 @@ Strangers (`company.py`) are called like the others, but hold nobody up: they ha
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,8 +50,14 @@ STRANGER_ANSWER_SECONDS = 1.0
 it calls us when it is ready."""
 STRANGER_COME_SECONDS = 2.0
 """How long a stranger that said it is ready may take to come, or as long as the round is worth waiting for. Later, it is in the next round."""
+_BETTER_LEADER_SECONDS = 1.0
+"""Who ranks before a leader that has answered has so long to answer as well: it would have to send us on."""
 _MAX_REDIRECTS = 8
 _NOTICED_SECONDS = 1.0
+
+
+_Calls = Mapping[str, "asyncio.Task[Answer | None]"]
+_Spoke = dict[str, Answer]
 
 
 class NoGroup(Exception):
@@ -76,11 +82,12 @@ class NoGroup(Exception):
 @dataclass
 class _Seen:
     """What came of an attempt to form a group so far. silent: they did not answer, or went away; culprits: strangers that wasted our
-    time; slow: those of them that may have meant well."""
+    time; slow: those of them that may have meant well; followed: we went to them."""
 
     silent: set[str] = field(default_factory=set)
     culprits: set[str] = field(default_factory=set)
     slow: set[str] = field(default_factory=set)
+    followed: set[str] = field(default_factory=set)
 
     def too_slow(self, strangers: Collection[str]) -> None:
         self.culprits |= set(strangers)
@@ -161,28 +168,40 @@ class Matchmaker:
 
         The group may be ours alone when everyone expected answered and none had anything to offer.
         """
+        calls = self._call_all(expected, ticket.parent)
+        try:
+            return await self._form(ticket, expected, calls, check, patience, behind_seconds)
+        finally:
+            await end_tasks(*(call for peer, call in calls.items() if not self._company.is_stranger(peer)))
+
+    async def _form(
+        self,
+        ticket: Ticket,
+        expected: dict[str, bool],
+        calls: _Calls,
+        check: Callable[[Group], None],
+        patience: float,
+        behind_seconds: float,
+    ) -> Group:
         seen = _Seen()
-        answers = await self._call_all(expected, ticket.parent, seen)
-        await points.reached("called", self._peer_id)
-        seen.silent |= {peer for peer, answer in answers.items() if answer is None}
-        spoke = {peer: answer for peer, answer in answers.items() if answer is not None}
-        coming = {peer: answer.ready_seconds for peer, answer in spoke.items() if answer.coming and answer.ready_seconds <= patience}
-        leaders = {peer for peer in expected if expected[peer] and (peer in coming or (peer in spoke and spoke[peer].busy))}
-        _log_absent(spoke, coming)
-        for leader in self._before_us(ticket, leaders):
-            group = await self._led_by(leader, ticket, spoke[leader], patience, seen)
-            if group is not None:
-                return group
-            coming.pop(leader, None)
+        before_us = self._before_us(ticket, [peer for peer in expected if expected[peer]])
+        spoke = await self._leaders_answers(calls, before_us, patience, seen)
+        group = await self._led(ticket, before_us, spoke, patience, seen)
+        if group is None:
+            spoke = await self._all_answers(calls, seen)
+            group = await self._led(ticket, before_us, spoke, patience, seen)
+        if group is not None:
+            return group
+        coming = {peer: answer.ready_seconds for peer, answer in spoke.items() if _comes(answer, patience) and peer not in seen.followed}
+        leaders = {peer for peer, answer in spoke.items() if expected[peer] and _leads(answer, patience)}
+        _log_absent(spoke, coming.keys() | seen.followed)
         if seen.silent and not ticket.reduces and not any(expected.values()):
             raise seen.no_group("no peer of this run can be dialled: one of them must open its port, or somebody run `dd-peer --assist`")
         behind = {peer for peer, answer in spoke.items() if answer.behind and behind_seconds}
         if not ticket.reduces and (coming or behind):
             raise seen.no_group("every peer that others can dial is away, and this one cannot be dialled")
         missing = {peer for peer in seen.silent if not self._company.is_stranger(peer)}
-        alone_if_nobody_joins = not (
-            missing or leaders or any(answer.coming for answer in spoke.values() if answer.ready_seconds <= patience)
-        )
+        alone_if_nobody_joins = not (missing or leaders or any(_comes(answer, patience) for answer in spoke.values()))
         due = self._due(coming, patience) | dict.fromkeys(behind, behind_seconds)
         group, followers = await self._gather(ticket, coming, due, seen, alone_if_nobody_joins)
         try:
@@ -195,6 +214,17 @@ class Matchmaker:
         self._announced = group
         _tell(followers, group.announcement())
         return group
+
+    async def _led(self, ticket: Ticket, before_us: Collection[str], spoke: _Spoke, patience: float, seen: _Seen) -> Group | None:
+        """The group of the best ranked one that leads us."""
+        for leader in before_us:
+            if leader in spoke and leader not in seen.followed and _leads(spoke[leader], patience):
+                seen.followed.add(leader)
+                await points.reached("called", self._peer_id)
+                group = await self._led_by(leader, ticket, spoke[leader], patience, seen)
+                if group is not None:
+                    return group
+        return None
 
     async def _led_by(self, leader: str, ticket: Ticket, answer: Answer, patience: float, seen: _Seen) -> Group | None:
         """The group that `leader` announces; None when it does not lead us after all."""
@@ -235,23 +265,50 @@ class Matchmaker:
     def _order(self, parent: str, peer: str) -> tuple[bool, str]:
         return leads_before(parent, peer, self._standing(self._peer_id).included)
 
-    async def _call_all(self, peers: Collection[str], parent: str, seen: _Seen) -> dict[str, Answer | None]:
-        """Tell all that we are ready. Raises NoGroup when one of them has a better state, which is then being fetched.
-
-        A stranger that has not answered yet when the others have is not among the answers, and may still be heard later.
-        """
+    def _call_all(self, peers: Collection[str], parent: str) -> _Calls:
+        """Tell all that we are ready. What a stranger answers may still be heard when the round is over."""
         calls = {peer: asyncio.create_task(self._call(peer, parent)) for peer in peers}
-        strangers = {peer for peer in peers if self._company.is_stranger(peer)}
-        for peer in strangers:
-            self._calls.add(calls[peer])
-            calls[peer].add_done_callback(self._calls.discard)
+        for peer, call in calls.items():
+            if self._company.is_stranger(peer):
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+        return calls
+
+    async def _leaders_answers(self, calls: _Calls, before_us: Sequence[str], patience: float, seen: _Seen) -> _Spoke:
+        """The answers there are once one that we have met, of those that rank before us, will lead, and those before it had a second more.
+
+        Whoever else is called is its matter. A peer that cannot be dialled is found out after up to 10 s, and who came so late to its
+        leader would come too late to every round. Who goes to another one than the first is sent on. Raises NoGroup.
+        """
+        friends = {calls[peer]: peer for peer in before_us if not self._company.is_stranger(peer)}
+        spoke, open_ = {}, set(friends)
+        while open_ and not any(_leads(answer, patience) for answer in spoke.values()):
+            done, open_ = await asyncio.wait(open_, return_when=asyncio.FIRST_COMPLETED)
+            spoke |= self._spoke({friends[call]: call for call in done}, seen)
+        first = next((peer for peer in before_us if peer in spoke and _leads(spoke[peer], patience)), None)
+        if first is None:
+            return {}
+        if better := [calls[peer] for peer in before_us[: before_us.index(first)]]:
+            await asyncio.wait(better, timeout=_BETTER_LEADER_SECONDS)
+        return self._spoke({peer: calls[peer] for peer in before_us}, seen)
+
+    async def _all_answers(self, calls: _Calls, seen: _Seen) -> _Spoke:
+        """The answers of all, as far as they come in time. Raises NoGroup."""
+        strangers = {peer: call for peer, call in calls.items() if self._company.is_stranger(peer)}
         await asyncio.gather(*(call for peer, call in calls.items() if peer not in strangers))
-        await self._await_strangers({peer: calls[peer] for peer in strangers}, len(strangers) == len(calls), seen)
+        await self._await_strangers(strangers, len(strangers) == len(calls), seen)
+        await points.reached("called", self._peer_id)
+        return self._spoke(calls, seen)
+
+    def _spoke(self, calls: _Calls, seen: _Seen) -> _Spoke:
+        """Who has answered by now. Raises NoGroup when one of them has a better state, which is then being fetched."""
         answers = {peer: call.result() for peer, call in calls.items() if call.done()}
-        for peer, answer in answers.items():
-            if answer is not None and self._heard(peer, answer.head, False):
+        seen.silent |= {peer for peer, answer in answers.items() if answer is None}
+        spoke = {peer: answer for peer, answer in answers.items() if answer is not None}
+        for peer, answer in spoke.items():
+            if self._heard(peer, answer.head, False):
                 raise NoGroup(f"{peer[-6:]} has a better state, {answer.head.digest[:8]}")
-        return answers
+        return spoke
 
     async def _await_strangers(self, calls: dict[str, asyncio.Task], there_is_nobody_else: bool, seen: _Seen) -> None:
         """A new one is waited for only by who has nobody else: three invented ones every two seconds would cost each round a dial in vain."""
@@ -510,6 +567,15 @@ def _tell(waiting: Collection[asyncio.Future], answer: dict[str, Any]) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(answer)
+
+
+def _comes(answer: Answer, patience: float) -> bool:
+    return answer.coming and answer.ready_seconds <= patience
+
+
+def _leads(answer: Answer, patience: float) -> bool:
+    """Whether the one that gave it, if it can be dialled, is worth going to: it comes, or averages and lets us know."""
+    return _comes(answer, patience) or answer.busy
 
 
 def _log_absent(spoke: Mapping[str, Answer], coming: Collection[str]) -> None:

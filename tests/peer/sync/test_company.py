@@ -49,6 +49,17 @@ def test_a_culprit_is_left_out_for_longer_after_every_offence_and_never_for_good
     assert found == rounds and not swarm.company.left_out("bob")
 
 
+@pytest.mark.parametrize("peer", ["ann", "stranger"])
+def test_who_is_only_slow_is_tried_again_within_64_rounds(peer):
+    """A newcomer that was late five times was out for 256 rounds: minutes, in which it made nothing that counted."""
+    swarm = Swarm()
+    found = []
+    for _ in range(6):
+        swarm.company.blame([peer], slow=[peer])
+        found.append(swarm.rounds_out(peer))
+    assert found == [1, 4, 16, 64, 64, 64]
+
+
 def test_long_rounds_end_an_exclusion_sooner():
     swarm = Swarm()
     swarm.company.blame(["stranger"])
