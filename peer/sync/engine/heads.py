@@ -56,6 +56,8 @@ class Ballot:
     one_is_enough: Callable[[Head, Collection[Claim]], bool]
     """Whether these few signers, met, are enough for a descendant of ours."""
     we_lead: bool = True
+    backers: int = 1
+    """What our own record says: the others compare with that number."""
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
@@ -138,6 +140,10 @@ class Ballot:
         here = any(head.digest == self.ours.digest for head in heads)
         return self.met and not here and any(self.lineage.descends(head, self.ours) for head in heads)
 
+    def is_shared(self, head: Head) -> bool:
+        """Whether a voter is on our branch, and not on that of `head`."""
+        return any(self._stands_on(claim.head, self.ours, head) for claim in self.voters)
+
     def _weight(self, tip: Head, other: Head, ourselves: int) -> int:
         """How many voters stand on the branch of `tip`. Two of them speak for those whom they have met since the branches parted.
 
@@ -152,7 +158,7 @@ class Ballot:
     def _company(self, tip: Head, other: Head, ourselves: int) -> int:
         """How many stand on the branch of `tip` by the word of a single voter. Between equals it may decide: samples, which do else, are its word, too."""
         votes = [claim for claim in self.voters if self._stands_on(claim.head, tip, other)]
-        vouched = max((claim.backers for claim in votes), default=0) if self.met else 0
+        vouched = max([claim.backers for claim in votes] + [self.backers] * ourselves, default=0) if self.met else 0
         return max(len(votes) + ourselves, min(vouched, self._live(tip, other) + ourselves))
 
     def _live(self, tip: Head, other: Head) -> int:
@@ -179,6 +185,8 @@ class Heads:
         self._as_ours: deque[str] = deque(maxlen=_CALLS_KEPT)
         """States that one signer was enough for, since they may be what came of one of our last groups."""
         self._lineage = Lineage()
+        self._not_ours: deque[str] = deque(maxlen=_CALLS_KEPT)
+        """Of these, those whose header has shown that they did not."""
         self._deserted_since: float | None = None
         self.moved(state)
 
@@ -223,6 +231,14 @@ class Heads:
         known = head.digest == self._ours.digest or self._lineage.descends(self._ours, head)
         return not known and self._ballot(self._one_is_enough).is_right(head)
 
+    def keeps(self, head: Head) -> bool:
+        """Whether to stay although `head` was right when its download began: it is no more, and another one stays with us.
+
+        Else two that have begun to take over each other's branch would swap, and swap again.
+        """
+        descends = self._from_base or self._lineage.descends(head, self._ours)
+        return not descends and not self.is_right(head) and self._ballot(self._one_is_enough).is_shared(head)
+
     def _ballot(self, one_is_enough: Callable[[Head, Collection[Claim]], bool]) -> Ballot:
         claims = [claim for claim in self._claims() if claim.peer in self._met or not self._broken(claim.peer)]
         met = [claim for claim in claims if claim.peer in self._met]
@@ -230,7 +246,7 @@ class Heads:
         voters = voters if met else voters[:_MOST_STRANGERS]
         for claim in voters:
             self._lineage.learn(claim.head)
-        return Ballot(self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads)
+        return Ballot(self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads, self.backers())
 
     def backers(self) -> int:
         """For our record: how many live peers whom we have met stand with us, ourselves included."""
@@ -244,7 +260,11 @@ class Heads:
             return "its samples or ancestors are not those that its signers promised"
         if head.digest not in self._as_ours or self._our_group_in(header):
             return ""
-        return "" if self._ballot(self._went_on_without_us).is_right(head) else "it is not what came of the round that we took part in"
+        if self._ballot(self._went_on_without_us).is_right(head):
+            return ""
+        self._as_ours.remove(head.digest)
+        self._not_ours.append(head.digest)
+        return "it is not what came of the round that we took part in"
 
     def _our_group_in(self, header: Header) -> bool:
         """Whether one of our groups made this state, or one of its ancestors."""
@@ -271,6 +291,8 @@ class Heads:
             return True
         theirs = {claim.peer for claim in signers}
         if not any(group.parent in head.parents and not theirs.isdisjoint(group.peers) for group in self._groups):
+            return False
+        if not {head.digest, *head.parents}.isdisjoint(self._not_ours):
             return False
         if head.digest not in self._as_ours:
             self._as_ours.append(head.digest)  # its header must name the group: `refusal`

@@ -280,7 +280,7 @@ class Replica:
     def _look(self) -> None:
         """Take over what has arrived; fetch what is right in place of ours."""
         before, state = self._takeover.began_from, self._takeover.result()
-        if state is not None and (self.state is before or self.heads.is_right(Head.of(state))):
+        if state is not None and (self.heads.is_right(Head.of(state)) or (self.state is before and not self.heads.keeps(Head.of(state)))):
             self._adopt(state, "fetched")
         self._takeover.consider(self.heads.right(), self.state)
 

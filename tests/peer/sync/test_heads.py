@@ -164,6 +164,67 @@ def test_three_that_met_in_pairs_only_find_together_again(view):
     assert view(one, ["one", "two"]).sees(record("one", one), record("two", two)).right() is None, "nor does the helper go back"
 
 
+def test_two_that_fetch_each_others_branch_do_not_swap_for_ever(view):
+    """0 and 3 have met, as have 0 and 2, 2 and 4, 3 and 4; 1 has just come. Each move is judged once more when the state has arrived."""
+    *_, parted = lineage(2, by=("p0", "p2", "p3", "p4"))
+    *_, a = lineage(1, after=parted, by=("p2",), samples=20)
+    *_, b = lineage(1, after=parted, by=("p0",), samples=19, change=2.0)
+    stands = {"p0": b, "p1": b, "p2": a, "p3": parted, "p4": parted}
+    met = {"p0": ["p2", "p3"], "p1": [], "p2": ["p0", "p4"], "p3": ["p0", "p4"], "p4": ["p2", "p3"]}
+    peers = {name: view(state, met[name]) for name, state in stands.items()}
+    known = {state.digest: state for state in (parted, a, b)}
+
+    def look() -> None:
+        backers = {}
+        for _ in range(2):  # what a record says of its owner's company follows from the others' records
+            for name, peer in peers.items():
+                peer.sees(*(record(other, stands[other], backers=backers.get(other, 1)) for other in stands if other != name))
+            backers = {name: peer.heads.backers() for name, peer in peers.items()}
+
+    moves = 0
+    for _ in range(12):
+        look()
+        wanted = {name: digest for name, peer in peers.items() if (digest := peer.right())}
+        for name, digest in wanted.items():  # they have fetched at the same time, and one arrives after the other
+            look()
+            state = known[digest]
+            if not peers[name].heads.keeps(Head.of(state)):
+                moves += 1
+                stands[name] = state
+                peers[name].heads.moved(state, fetched=True)
+    look()
+    assert moves <= 4 and not any(peer.right() for peer in peers.values()), (moves, {name: state.digest[:4] for name, state in stands.items()})
+
+
+def test_a_state_that_arrives_is_kept_out_only_where_somebody_stays_with_us(view):
+    *_, parted = lineage(2, by=("a", "b", "c", "d"))
+    *_, ours = lineage(2, after=parted, by=("a", "b"))
+    *_, theirs = lineage(3, after=parted, by=("c", "d"), change=2.0)
+    ann = view(ours, ["b", "c", "d"])
+
+    assert ann.sees(record("b", ours), record("c", theirs), record("d", theirs)).right() == theirs.digest
+    assert not ann.heads.keeps(Head.of(theirs))
+    assert ann.sees(record("b", ours), record("c", ours), record("d", theirs)).heads.keeps(Head.of(theirs)), "one of them has come to us"
+    assert not ann.sees().heads.keeps(Head.of(theirs)), "they are gone, and what they gave is better than nothing"
+
+
+def test_what_pretended_to_be_our_round_is_followed_once_nobody_stays(view):
+    """Its members are others than those of the round that we were in: each of these went on alone."""
+    *_, parted = lineage(2, by=("one", "two"))
+    *_, left = lineage(1, after=parted, by=("one",))
+    *_, right = lineage(1, after=parted, by=("two",), samples=7, change=2.0)
+    helper = view(parted, ["one", "two"])
+    helper.heads.averages_in(Group(parted.digest, (Member("one", 3, 8), Member("two", 3, 8)), ("me",)))
+    helper.sees(record("one", left), record("two", right))
+
+    for state in (left, right):
+        assert Head.of(state) in helper.heads.right()
+        assert "not what came of the round" in helper.heads.refusal(Head.of(state), state.header)
+    assert helper.right() is None
+    helper.clock.now += DESERTED_SECONDS + 1
+    assert helper.right() == left.digest and helper.heads.refusal(Head.of(left), left.header) == ""
+
+
 def test_one_signer_is_not_enough_while_another_stays_with_us(view):
     *_, ours, child = lineage(3)
     ann = view(ours, ["bob", "cy"]).sees(record("bob", child), record("cy", ours))
