@@ -8,6 +8,7 @@ What belongs to the peer or the machine stays: identity.key, known_hosts.json, c
 import fcntl
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -114,7 +115,7 @@ def link_result(folder: Path) -> None:
         for link in links(folder):
             link.unlink()
         for part in sorted((folder / _RESULT).iterdir()):
-            if part.name not in _OF_THE_FOLDER and not (folder / part.name).exists():
+            if part.name not in _OF_THE_FOLDER and not os.path.lexists(folder / part.name):
                 (folder / part.name).symlink_to(Path(_RESULT) / part.name)
     except OSError as error:  # a file system without links
         log.debug("no links to the result in %s: %s", folder, error.strerror)
@@ -154,7 +155,8 @@ def _set_aside(folder: Path, earlier: Owner, used: Iterable[Path]) -> None:
     """run.json goes last: a process that is killed on the way moves the rest at its next start."""
     entries, place = _of_its_run(folder), _place(folder, earlier.id)
     for path in used:
-        if any(path.resolve().is_relative_to(entry.resolve()) for entry in entries):
+        as_a_whole = path.resolve() == folder.resolve() and links(folder)  # what can be loaded there are links into what would be set aside
+        if as_a_whole or any(path.resolve().is_relative_to(entry.resolve()) for entry in entries):
             raise UserError(f"{path} is part of {earlier}, which {folder} holds.", fix="Choose another --output_dir for this one.")
     if not entries:
         return

@@ -1,5 +1,6 @@
 """Writing that survives a power cut, folders that one process has for itself, and how many files it may open."""
 
+import contextlib
 import fcntl
 import os
 import resource
@@ -33,11 +34,15 @@ def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def as_new(path: Path) -> None:
-    """Give `path`, a file that a library made, the mode of a new file: 0666 less the umask. safetensors makes its own 0600."""
+    """Give `path`, a file that a library made, the mode of a new file: 0666 less the umask. safetensors makes its own 0600.
+
+    Where the file system knows no modes it stays as it is.
+    """
     probe = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.mode")
     descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        path.chmod(stat.S_IMODE(os.fstat(descriptor).st_mode))
+        with contextlib.suppress(OSError):
+            path.chmod(stat.S_IMODE(os.fstat(descriptor).st_mode))
     finally:
         os.close(descriptor)
         probe.unlink()

@@ -59,7 +59,14 @@ def _read(result: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not (result / LORA).is_file():
         raise UserError(f"{result} is no LoRA: it has no {LORA}.", fix="Use --format diffusers or single_file.")
     with safe_open(result / LORA, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in file.keys()}, _without_places(file.metadata() or {})  # noqa: SIM118
+
+
+def _without_places(header: dict[str, str]) -> dict[str, str]:
+    """Results of 0.1.0 say where the base model lay on the machine that trained."""
+    values = json.loads(header.get("lora_adapter_metadata", "{}"))
+    places = {name: None for name in values if name.endswith("base_model_name_or_path")}
+    return {**header, "lora_adapter_metadata": json.dumps({**values, **places})} if places else header
 
 
 def _save(tensors: dict[str, Tensor], path: Path, header: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import os
 import random
 import subprocess
 import sys
@@ -215,6 +216,23 @@ def test_a_link_to_a_result_takes_nobodys_place(tmp_path):
     fill(tmp_path, "mine", ["unet/weights"])
     link_result(tmp_path)
     assert (tmp_path / "unet" / "weights").read_text() == "mine" and (tmp_path / "model_index.json").is_symlink()
+
+
+def test_a_folder_that_is_loaded_by_its_links_is_not_emptied_by_the_run_that_loads_it(tmp_path):
+    """`--model OUT --output_dir OUT`: the links go aside with what they point to."""
+    claim(tmp_path, swarm("a"))
+    fill(tmp_path, "A", PARTS)
+    link_result(tmp_path)
+    with pytest.raises(UserError, match=r"is part of the run 'first'"):
+        claim(tmp_path, swarm("b"), used=[tmp_path])
+    assert (tmp_path / "unet" / "weights").read_text() == "A" and owner_of(tmp_path).id == "a" * 16
+
+
+def test_a_link_that_leads_nowhere_is_somebodys_and_keeps_no_other_part_from_its_link(tmp_path):
+    fill(tmp_path, "A", PARTS)
+    (tmp_path / "model_index.json").symlink_to("gone")
+    link_result(tmp_path)
+    assert os.readlink(tmp_path / "model_index.json") == "gone" and (tmp_path / "unet" / "weights").read_text() == "A"
 
 
 def test_a_disk_without_links_is_no_error(tmp_path, monkeypatch):

@@ -1,12 +1,15 @@
 """What a run leaves behind, in every form: plain diffusers loads it without our code and has the very weights that were trained."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from peer import export, generate
@@ -348,6 +351,26 @@ def test_others_may_read_a_result_as_the_umask_says(tiny_family, tmp_path, mask)
         os.umask(before)
     written = [path for path in tmp_path.rglob("*.safetensors")]
     assert len(written) > 10 and {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~mask}
+
+
+def test_where_the_file_system_knows_no_modes_a_result_is_written_nevertheless(tiny_family, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    Trained(tiny_family("sd"), "sd", tmp_path / "lora", **LORA).written()
+    assert read_result(tmp_path / "lora").run.rank == 2
+
+
+@pytest.mark.parametrize("form", ["lora_diffusers", "lora_kohya"])
+def test_a_lora_of_an_earlier_version_is_given_on_without_the_place_of_its_model(tiny_family, tmp_path, form):
+    lora = Trained(tiny_family("sd"), "sd", tmp_path / "lora", **LORA).written().folder / loading.LORA
+    with safe_open(lora, "pt") as file:
+        header = file.metadata()
+    values = json.loads(header["lora_adapter_metadata"]) | {"unet.base_model_name_or_path": "/home/ann/models/sd"}
+    save_file(load_file(lora), lora, header | {"lora_adapter_metadata": json.dumps(values)})
+    export.main(["--state", str(tmp_path / "lora"), "--format", form, "--out", str(tmp_path / "given.safetensors")])
+    assert b"/home/ann" in lora.read_bytes() and b"/home/ann" not in (tmp_path / "given.safetensors").read_bytes()
 
 
 REFUSED = {
