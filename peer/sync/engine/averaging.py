@@ -134,7 +134,7 @@ class Averager:
         if own:
             reduction = self._reductions[group.id] = _Reduction(run, [self._wire.parts[index] for index in own], own, self._wire)
             jobs = self._reduce_own(reduction, run), reduction.fail_unless_all_come(), self._hurry_strangers(reduction, run)
-            tasks = [*exchanges, *(asyncio.create_task(job) for job in jobs)]
+            tasks = [*(asyncio.create_task(job) for job in jobs), *exchanges]
         try:
             await _all(tasks, 60 + 2 * self._wire.num_bytes / _SLOWEST_BYTES_PER_SECOND)
             failure = None
@@ -232,7 +232,8 @@ class Averager:
         tasks = []
         try:
             await channel.send({"group": run.group.id}, seconds=CONNECT_SECONDS)
-            tasks = [asyncio.create_task(send()), asyncio.create_task(receive())]
+            sending, receiving = asyncio.create_task(send()), asyncio.create_task(receive())
+            tasks = [receiving, sending]
             await _all(tasks)
         finally:
             await end_tasks(*tasks)
@@ -465,7 +466,7 @@ def _square(header: dict, peer: str) -> float:
 
 
 async def _all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
-    """Wait for all of them; raises what one raises, and TimeoutError after so many seconds.
+    """Wait for all of them; raises what the first of the list raises that failed, and TimeoutError after so many seconds.
 
     Not `wait_for`: cancelled while a stream breaks, it leaves an error behind that nobody hears, and asyncio shouts about it.
     """

@@ -41,7 +41,7 @@ from swarm.logs import setup_logging
 from swarm.run_config import RunConfig
 
 log = logging.getLogger("peer.sync.engine.sidecar")  # __name__ is "__main__" here, whose lines nobody sees
-_ROOT = Path(__file__).resolve().parents[3]
+_OURS = [Path(__file__).resolve().parents[3] / part for part in ("peer", "swarm")]
 
 START_SECONDS = 60.0
 JOIN_SECONDS = 60.0
@@ -133,8 +133,8 @@ def main(descriptor: int) -> int:
 def _tell_of(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """An error that nobody waited for: of our own code aloud, of hivemind's tasks, which p2pd's end leaves behind, with --debug."""
     error = context.get("exception")
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    ours = bool(frames) and Path(frames[-1].filename).is_relative_to(_ROOT) and "site-packages" not in frames[-1].filename
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)] if error is not None else []
+    ours = any(file.is_relative_to(part) for file in frames for part in _OURS) and "hivemind" not in frames[-1].parts
     log.log(logging.ERROR if ours else logging.DEBUG, "%s: %r", context["message"], error, exc_info=error if ours else None)
 
 

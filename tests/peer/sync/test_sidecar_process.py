@@ -1,5 +1,6 @@
 """How a sidecar is ended: with patience while it shows life, and without when it shows none."""
 
+import json
 import logging
 import os
 import subprocess
@@ -85,11 +86,11 @@ def test_an_error_of_our_own_that_nobody_waited_for_is_told_aloud_and_hiveminds_
         except ValueError as error:
             return error
 
-    ours, theirs = {}, {}
+    ours, through_ours, theirs = {}, {"json": json}, {}
     exec(compile("def fails(): raise ValueError('ours')", sidecar_room.__file__, "exec"), ours)
+    exec(compile("def fails(): json.loads('ours')", sidecar_room.__file__, "exec"), through_ours)
     exec(compile("def fails(): raise ValueError('theirs')", "/usr/lib/site-packages/hivemind/p2p.py", "exec"), theirs)
     with caplog.at_level(logging.INFO, logger="peer.sync.engine.sidecar"):
-        for error in (raised(theirs), raised(ours), None):
+        for error in (raised(theirs), raised(ours), raised(through_ours), None):
             sidecar_room._tell_of(None, {"message": "Task exception was never retrieved", "exception": error})
-    assert [(record.levelname, "ours" in record.getMessage()) for record in caplog.records] == [("ERROR", True)]
-    assert caplog.records[0].exc_info[1] is not None
+    assert [(record.levelname, type(record.exc_info[1])) for record in caplog.records] == [("ERROR", ValueError), ("ERROR", json.JSONDecodeError)]
