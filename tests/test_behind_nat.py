@@ -17,7 +17,8 @@ from swarm.run_config import RunConfig
 from tests import natted
 
 ROOT = Path(__file__).resolve().parent.parent
-RUN = RunConfig(model="x", target_batch_size=64, wire="fp32")
+RUN = RunConfig(model="x", target_batch_size=256, wire="fp32")
+"""Of 3 s for one volunteer alone: a round of 64 samples is over before its record is read by the other one."""
 WAIT_SECONDS = 240.0
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -117,7 +118,8 @@ def test_volunteers_behind_nat_average_through_one_who_assists_and_find_their_st
     address = start_bootstrap(start, tmp_path)
 
     def volunteer(home: str, name: str) -> Process:
-        return start(home, name, "-m", "tests.peer.sync.toy_peer", tmp_path / name, "parameters", address, "--host=/ip4/0.0.0.0/tcp/0")
+        options = "--host=/ip4/0.0.0.0/tcp/0", f"--target={RUN.target_batch_size}"
+        return start(home, name, "-m", "tests.peer.sync.toy_peer", tmp_path / name, "parameters", address, *options)
 
     one, two = volunteer("home1", "one"), volunteer("home2", "two")
     helper = start(
