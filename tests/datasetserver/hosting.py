@@ -42,6 +42,7 @@ class Host:
         self.flags += ["--model", str(self.model)] if founds else []
         self.flags += ["--ingest_workers", "0", *(flags if "--dht" in flags else ["--no_dht", *flags])]
         self.port, self.process, self.lines = port or free_port(), None, []
+        self._chosen = not port
 
     def start(self) -> "Host":
         command = [sys.executable, "-m", "datasetserver", *self.flags, "--port", str(self.port)]
@@ -55,8 +56,14 @@ class Host:
             if line.startswith("serving "):
                 break
         else:
-            raise AssertionError(f"the server ended: {self.process.stderr.read()}")
+            watchdog.cancel()
+            self._reap()
+            if self._chosen and "Address already in use" in self.stderr:
+                self.port = free_port()  # another test has taken it since it was found free
+                return self.start()
+            raise AssertionError(f"the server ended: {self.stderr}")
         watchdog.cancel()
+        self._chosen = False  # a restart wants this one
         self.url = line.split()[1]
         self.port = int(self.url.rpartition(":")[2])
         return self

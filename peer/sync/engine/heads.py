@@ -199,6 +199,8 @@ class Heads:
         self._ours, self._from_base = Head.of(state), not state.header.round
         self._lineage.learn(self._ours, proven=True)
         self._deserted_since = None
+        if state.digest in self._not_ours:
+            self._not_ours.remove(state.digest)  # ours now, however it came about: what we average onto it may come by one signer
 
     def heard(self, peer: str, head: Head) -> None:
         """`peer` itself has just told us where it stands; its record may be seconds old."""
