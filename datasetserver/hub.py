@@ -55,7 +55,7 @@ class HubDataset:
 
 
 def _captions(value: Any) -> Captions:
-    """None where it is no text."""
+    """Empty where it is no text."""
     try:
         return several(value)
     except TypeError:

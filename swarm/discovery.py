@@ -1,10 +1,9 @@
 """Finding a run when all one knows is the address of a peer: a short visit to the DHT, as a client, under a passing identity."""
 
 import asyncio
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
+from swarm import sockets
 from swarm.dht import SwarmNode
 from swarm.runs import FoundRun, choose, genuine, named_in, several
 
@@ -23,10 +22,9 @@ def find_run(peers: Sequence[str], *, run_id: str = "", seconds: float = FIND_SE
 
 
 async def _find(peers: Sequence[str], run_id: str, seconds: float) -> FoundRun | None:
-    with tempfile.TemporaryDirectory(prefix="dd-visitor-") as folder:
-        node = await SwarmNode.join(
-            initial_peers=peers, identity_path=Path(folder) / "identity.key", client_mode=True, deadline_seconds=seconds
-        )
+    folder = sockets.make_folder()  # swept away by the next program if this one is ended at once
+    try:
+        node = await SwarmNode.join(initial_peers=peers, identity_path=folder / "identity.key", client_mode=True, deadline_seconds=seconds)
         try:
             runs = await _look(node, peers, run_id, seconds)
             if len(runs) > 1:
@@ -34,6 +32,8 @@ async def _find(peers: Sequence[str], run_id: str, seconds: float) -> FoundRun |
             return runs[0] if runs else None
         finally:
             await node.close()
+    finally:
+        sockets.remove_folder(folder)
 
 
 async def _look(node: SwarmNode, peers: Sequence[str], run_id: str, seconds: float) -> list[FoundRun]:

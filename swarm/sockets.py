@@ -1,4 +1,4 @@
-"""Folders for Unix sockets, named after their process: it removes its own, and those of processes that were killed as well."""
+"""Folders for Unix sockets and a visitor's key, named after their process: it removes its own, and those of processes that were killed."""
 
 import contextlib
 import os

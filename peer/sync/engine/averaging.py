@@ -466,7 +466,7 @@ def _square(header: dict, peer: str) -> float:
 
 
 async def _all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
-    """Wait for all of them; raises what the first of the list raises that failed, and TimeoutError after so many seconds.
+    """Wait for all of them. Raises the error of a task; of several, that of the first in the list. After `seconds` it raises TimeoutError.
 
     Not `wait_for`: cancelled while a stream breaks, it leaves an error behind that nobody hears, and asyncio shouts about it.
     """

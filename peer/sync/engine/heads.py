@@ -184,9 +184,9 @@ class Heads:
         self._groups: deque[Group] = deque(maxlen=_GROUPS_KEPT)
         self._as_ours: deque[str] = deque(maxlen=_CALLS_KEPT)
         """States that one signer was enough for, since they may be what came of one of our last groups."""
-        self._lineage = Lineage()
         self._not_ours: deque[str] = deque(maxlen=_CALLS_KEPT)
         """Of these, those whose header has shown that they did not."""
+        self._lineage = Lineage()
         self._deserted_since: float | None = None
         self.moved(state)
 

@@ -51,7 +51,7 @@ it calls us when it is ready."""
 STRANGER_COME_SECONDS = 2.0
 """How long a stranger that said it is ready may take to come, or as long as the round is worth waiting for. Later, it is in the next round."""
 _BETTER_LEADER_SECONDS = 1.0
-"""Who ranks before a leader that has answered has so long to answer as well: it would have to send us on."""
+"""A leader has answered. Those that rank before it have this long to answer as well: it would send us on to them."""
 _MAX_REDIRECTS = 8
 _NOTICED_SECONDS = 1.0
 
@@ -220,6 +220,7 @@ class Matchmaker:
         for leader in before_us:
             if leader in spoke and leader not in seen.followed and _leads(spoke[leader], patience):
                 seen.followed.add(leader)
+                _log_absent({leader: spoke[leader]}, [leader] if _comes(spoke[leader], patience) else [])
                 await points.reached("called", self._peer_id)
                 group = await self._led_by(leader, ticket, spoke[leader], patience, seen)
                 if group is not None:

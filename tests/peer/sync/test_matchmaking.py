@@ -314,7 +314,7 @@ def test_whoever_finds_the_others_averaging_waits_for_how_that_ends(swarm, caplo
         busy.busy = False  # its round failed: it tries again, with the one that came meanwhile
         ours, theirs = await asyncio.gather(busy.form([late]), waiting)
         assert ours.id == theirs.id and len(ours.members) == 2
-        assert f"does not come when {late.id[-6:]} calls: it is averaging" in caplog.text
+        assert f"not waiting for {busy.id[-6:]} (it is averaging)" in caplog.text
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         swarm(scenario)
