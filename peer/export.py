@@ -26,7 +26,6 @@ from peer.exports.lora import write_lora_diffusers, write_lora_kohya
 from peer.exports.result import Result, read_result, tidy, write_result
 from peer.exports.single_file import write_single_file
 from peer.rooms import load_part
-from peer.stopping import term_as_interrupt
 from peer.sync.engine.disk import read_state
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.state import BadState, State
@@ -35,6 +34,7 @@ from peer.train import load_result
 from swarm.arguments import ArgumentParser
 from swarm.base_model import family_of
 from swarm.errors import ExitCode, UserError, run_program
+from swarm.interrupts import interruptible
 from swarm.logs import setup_logging
 from swarm.options import build, option, parse_flags
 from swarm.run_config import RunConfig
@@ -239,8 +239,7 @@ def fill(params: Params, path: Path, run: RunConfig) -> State:
 
 
 def cli() -> int:
-    with term_as_interrupt():
-        return run_program(lambda: main(sys.argv[1:]))
+    return run_program(interruptible()(lambda: main(sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -51,19 +51,3 @@ class Stop:
                 self._end_now(ExitCode.OK)  # an exception here, at any line of asyncio's, hung or was lost in 11 of 212 tries
         elif now - self._asked >= _SAME_WISH_SECONDS:
             self._end_now(STOPPED_AT_ONCE)
-
-
-@contextlib.contextmanager
-def term_as_interrupt() -> Iterator[None]:
-    """Within it SIGTERM is heard as Ctrl-C is, so that a short program that is ended takes its temporary files with it."""
-
-    def hear(number: int, frame: object) -> None:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job that a script has put into the background
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGTERM, hear)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

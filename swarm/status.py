@@ -8,7 +8,6 @@ import dataclasses
 import http.client
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from swarm.base_model import shown_model
 from swarm.dialling import dialable, grounds
 from swarm.errors import ExitCode, UserError, run_program, why
 from swarm.figures import figures, mean_loss
+from swarm.interrupts import interruptible
 from swarm.options import with_token
 from swarm.records import words
 from swarm.run_defaults import DEFAULTS
@@ -258,7 +258,6 @@ def watch(look: Callable[[], dict[str, Any]], *, every: float, console: Console,
 
     On a terminal one screen that is drawn anew; else a screen, or a line of JSON, for each update.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     seen = look()
     trouble, at = "", time.monotonic()
 
@@ -281,7 +280,7 @@ def watch(look: Callable[[], dict[str, Any]], *, every: float, console: Console,
     drawn = console.is_terminal and not as_json
     live = Live(console=console, screen=True, get_renderable=draw, refresh_per_second=2) if drawn else contextlib.nullcontext()
     try:
-        with contextlib.suppress(KeyboardInterrupt), live:
+        with contextlib.suppress(KeyboardInterrupt), interruptible(), live:
             while True:
                 tell()
                 time.sleep(every)
