@@ -2,7 +2,8 @@
 
 Whoever is asked dials with a fresh p2pd of its own, since an open connection would answer for a new one, and only at the IP address
 from which it was asked: nobody can be made to knock at a third party's door. libp2p checks that the one who answers is who asked.
-A p2pd costs half a second of a core to start, so questions are answered one at a time and a few a minute; who is refused asks others.
+A p2pd costs half a second of a core to start, so questions are answered one at a time and a few a minute. Who is refused asks others,
+and if none of them can tell, asks again: a peer that wrongly thinks it can be dialled fails every round that it leads.
 libp2p's own AutoNAT does much the same, but p2pd does not tell what it found.
 """
 
@@ -32,8 +33,10 @@ _ASKED = 5
 _MAX_ADDRESSES = 8
 _PER_MINUTE, _PER_MINUTE_AND_ASKER = 6, 3
 """Questions answered: in all, and of one peer or one address. An asker that a router gave another port meanwhile asks twice."""
-_QUEUE = 3
+_QUEUE = 2
 """Questions at once, the one being answered among them: an asker waits ASK_SECONDS, and one dial takes up to 2 x DIAL_SECONDS."""
+_PATIENCE_SECONDS, _AGAIN_SECONDS = 75.0, 5.0
+"""Busy peers are asked again for so long: the minute of a budget, and the two dials in front of us."""
 _MAX_REQUEST_BYTES = 4096
 
 
@@ -79,22 +82,44 @@ def explain(finding: Finding, maddrs: Sequence[str]) -> str:
 
 
 async def find_out(p2p: P2P, maddrs: Sequence[str]) -> Finding:
-    """Ask peers that we are connected to whether they can dial us at `maddrs`, our own addresses without the peer id."""
-    peers = [info.peer_id for info in await asyncio.wait_for(p2p.list_peers(), ASK_SECONDS)][:_ASKED]
-    answers = [answer for answer in await asyncio.gather(*(_ask(p2p, peer, maddrs) for peer in peers)) if answer is not None]
+    """Ask peers that we are connected to whether they can dial us at `maddrs`, our own addresses without the peer id.
+
+    While none can tell and one of them is busy, they are asked again, unless all are on this machine.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _PATIENCE_SECONDS
+    while True:
+        peers = (await asyncio.wait_for(p2p.list_peers(), ASK_SECONDS))[:_ASKED]
+        said = await asyncio.gather(*(_ask(p2p, peer.peer_id, maddrs) for peer in peers))
+        answers = [reached for reached, _ in said if reached is not None]
+        far_and_busy = any(busy and not _all_loopback(peer.addrs) for peer, (_, busy) in zip(peers, said, strict=True))
+        if answers or not far_and_busy or loop.time() >= until:
+            break
+        log.info("whoever was asked to dial this peer is busy: asking again in %.0f s", _AGAIN_SECONDS)
+        await asyncio.sleep(_AGAIN_SECONDS)
     announced = [answer for answer in answers if answer in maddrs]
     return Finding(len(answers), len(announced), next((answer for answer in answers if answer and answer not in maddrs), ""))
 
 
-async def _ask(p2p: P2P, peer: PeerID, maddrs: Sequence[str]) -> str | None:
-    """The address at which `peer` got through to us, '' when at none; None when it could not tell."""
+async def _ask(p2p: P2P, peer: PeerID, maddrs: Sequence[str]) -> tuple[str | None, bool]:
+    """The address at which `peer` got through to us, '' when at none; None when it could not tell, and whether for want of time."""
     try:
         request = json.dumps(list(maddrs[:_MAX_ADDRESSES])).encode()
         answer = json.loads(await asyncio.wait_for(p2p._client.call_unary_handler(peer, DIAL_ME, request), ASK_SECONDS))
-        return answer["reached"] if isinstance(answer["reached"], str) else None
-    except Exception as error:  # one that knows no such question, is gone, or has other things to do: hivemind raises its own kinds
+        return (answer["reached"], False) if isinstance(answer["reached"], str) else (None, answer.get("busy") is True)
+    except asyncio.TimeoutError:
+        return None, True
+    except Exception as error:  # one that knows no such question or is gone: hivemind raises its own kinds
         log.debug("%s did not say whether it can dial us: %r", peer.to_base58()[-6:], error)
-        return None
+        return None, False
+
+
+def _all_loopback(maddrs: Iterable[Multiaddr]) -> bool:
+    return all(ipaddress.ip_address(ip).is_loopback for ip in map(ip_of, maddrs) if ip)
+
+
+class _Busy(Exception):
+    """There is no budget, or no room to wait in."""
 
 
 class Prober:
@@ -108,20 +133,22 @@ class Prober:
         await self._p2p._client.add_unary_handler(DIAL_ME, self._answer)
 
     async def _answer(self, request: bytes, caller: PeerID) -> bytes:
-        maddrs = _parse(request)
-        return json.dumps({"reached": await self._try(caller, maddrs)}).encode()
+        try:
+            return json.dumps({"reached": await self._try(caller, _parse(request))}).encode()
+        except _Busy:
+            return json.dumps({"reached": None, "busy": True}).encode()
 
     async def _try(self, caller: PeerID, maddrs: Sequence[Multiaddr]) -> str | None:
-        """As `_dial`; None as well when there is no budget or no room to wait in."""
+        """As `_dial`; None for a caller whose addresses are not for us to dial. Raises _Busy."""
         peer = caller.to_base58()
         if self._waiting >= _QUEUE or not self._budget.allows(peer):  # before p2pd is asked: this is what a flood of questions costs
-            return None
+            raise _Busy
         self._waiting += 1
         try:
             async with self._dialling:
                 addrs = [maddr for info in await self._p2p.list_peers() if info.peer_id == caller for maddr in info.addrs]
                 if not self._budget.allows(peer, *(places := {place_of(maddr) for maddr in addrs})):
-                    return None
+                    raise _Busy
                 groups = [group for group in at_its_own_address(maddrs, {ip for ip in map(ip_of, addrs) if ip}) if group]
                 if not groups:
                     return None

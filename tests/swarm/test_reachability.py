@@ -1,5 +1,6 @@
 """Peers that ask others to dial them: real p2pds on loopback."""
 
+import asyncio
 import json
 import logging
 
@@ -67,6 +68,73 @@ def test_whoever_cannot_tell_does_not_count(nodes):
     nodes(scenario)
 
 
+@pytest.fixture
+def busy(monkeypatch):
+    """All are too busy to dial anybody; asked again every 0.2 s."""
+    monkeypatch.setattr(reachability, "_QUEUE", 0)
+    monkeypatch.setattr(reachability, "_AGAIN_SECONDS", 0.2)
+
+
+def test_busy_peers_are_asked_again_until_one_can_tell(nodes, busy, monkeypatch, caplog):
+    async def scenario(start):
+        one = await start("one")
+        monkeypatch.setattr(reachability, "_all_loopback", lambda maddrs: False)
+        with caplog.at_level(logging.INFO, "swarm"):
+            joining = asyncio.create_task(
+                start("hidden", initial_peers=await one.maddrs(), announce_maddrs=[NOBODY_LISTENS], client_mode=None)
+            )
+            while "asking again" not in caplog.text:
+                await asyncio.sleep(0.05)
+            monkeypatch.setattr(reachability, "_QUEUE", 2)
+            assert (await joining).client_mode
+        assert "1 of 1 peers asked could not dial it" in caplog.text
+
+    nodes(scenario)
+
+
+def test_peers_that_stay_busy_are_given_up(nodes, busy, monkeypatch):
+    async def scenario(start):
+        one = await start("one")
+        monkeypatch.setattr(reachability, "_all_loopback", lambda maddrs: False)
+        monkeypatch.setattr(reachability, "_PATIENCE_SECONDS", 1.0)
+        peer = await start("peer", initial_peers=await one.maddrs(), announce_maddrs=[NOBODY_LISTENS], client_mode=None)
+        assert not peer.client_mode and "not known" in peer.reachability
+
+    nodes(scenario)
+
+
+def test_busy_peers_of_this_machine_are_not_asked_again(nodes, busy, caplog):
+    async def scenario(start):
+        one = await start("one")
+        with caplog.at_level(logging.INFO, "swarm"):
+            peer = await start("peer", initial_peers=await one.maddrs(), client_mode=None)
+        assert not peer.client_mode and "not known" in peer.reachability
+        assert "asking again" not in caplog.text
+
+    nodes(scenario)
+
+
+def test_who_does_not_answer_in_time_is_asked_again(nodes, monkeypatch):
+    async def scenario(start):
+        one, asked = await start("one"), []
+        two = await start("two", initial_peers=await one.maddrs())
+
+        async def slow(request, caller):
+            asked.append(caller)
+            await asyncio.sleep(60 if len(asked) == 1 else 0)
+            return json.dumps({"reached": ""}).encode()
+
+        await one.p2p._client.remove_unary_handler(DIAL_ME)
+        await one.p2p._client.add_unary_handler(DIAL_ME, slow)
+        monkeypatch.setattr(reachability, "_all_loopback", lambda maddrs: False)
+        monkeypatch.setattr(reachability, "_AGAIN_SECONDS", 0.1)
+        monkeypatch.setattr(reachability, "ASK_SECONDS", 2.0)
+        assert await reachability.find_out(two.p2p, [NOBODY_LISTENS]) == Finding(answers=1, reached=0)
+        assert len(asked) == 2
+
+    nodes(scenario)
+
+
 @pytest.mark.parametrize(
     "question", [b"", b"[", b"{}", b'["garbage"]', b"[7]", b" " * 5000, json.dumps(["/ip4/198.18.0.1/tcp/1"]).encode()]
 )
@@ -123,8 +191,6 @@ def test_most_of_those_who_can_tell_decide(reached, answers, unreachable):
 
 
 def test_daemons_that_start_at_once_leave_asyncio_as_it_was(nodes):
-    import asyncio
-
     before = asyncio.subprocess.create_subprocess_exec
 
     async def scenario(start):
@@ -161,8 +227,6 @@ def test_without_an_address_of_its_own_the_advice_names_a_usual_port():
 
 
 def test_a_flood_of_questions_by_five_identities_starts_a_few_p2pds_one_at_a_time(nodes, monkeypatch):
-    import asyncio
-
     started, running, most_at_once = 0, 0, 0
     dial = reachability._dial
 
