@@ -43,7 +43,7 @@ class Process:
 
     def story(self) -> str:
         """Of its log what tells why it averaged with nobody, and the end."""
-        told = [line for line in self.log.splitlines() if re.search("leaving out|not averaged|not led|closed without|no answer", line)]
+        told = [line for line in self.log.splitlines() if re.search("leaving out|not averaged|not led|closed without|no answer|dial this", line)]
         return "\n".join([*told[:30], "...", self.log[-1000:]])
 
     def rounds(self) -> list[dict]:
