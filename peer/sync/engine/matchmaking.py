@@ -50,8 +50,9 @@ STRANGER_ANSWER_SECONDS = 1.0
 it calls us when it is ready."""
 STRANGER_COME_SECONDS = 2.0
 """How long a stranger that said it is ready may take to come, or as long as the round is worth waiting for. Later, it is in the next round."""
-_BETTER_LEADER_SECONDS = 1.0
-"""A leader has answered. Those that rank before it have this long to answer as well: it would send us on to them."""
+_OTHERS_SECONDS = 1.0
+"""A leader has answered. Those that rank before it have this long to answer as well: it would send us on to them. So have, once all who
+could lead us have answered, those who could not: a dial that a firewall drops takes 10 s to fail."""
 _MAX_REDIRECTS = 8
 _NOTICED_SECONDS = 1.0
 
@@ -79,15 +80,20 @@ class NoGroup(Exception):
         self.at_once = at_once or bool(culprits)
 
 
+class _NotLed(PeerLost):
+    """A leader lives, but has not led in the time that it has."""
+
+
 @dataclass
 class _Seen:
     """What came of an attempt to form a group so far. silent: they did not answer, or went away; culprits: strangers that wasted our
-    time; slow: those of them that may have meant well; followed: we went to them."""
+    time; slow: those of them that may have meant well; followed: we went to them; heard: we know from their answers where they stand."""
 
     silent: set[str] = field(default_factory=set)
     culprits: set[str] = field(default_factory=set)
     slow: set[str] = field(default_factory=set)
     followed: set[str] = field(default_factory=set)
+    heard: set[str] = field(default_factory=set)
 
     def too_slow(self, strangers: Collection[str]) -> None:
         self.culprits |= set(strangers)
@@ -132,7 +138,7 @@ class Matchmaker:
         self._max_samples, self._leads = max_samples, leads
         self._company = company or Company()
         self._arrivals = Arrivals()
-        self._calls: set[asyncio.Task] = set()  # of strangers, which nobody waits for; asyncio itself holds a task only weakly
+        self._calls: set[asyncio.Task] = set()  # asyncio itself holds a task only weakly, and nobody waits for all of these
         self._open: _Open | None = None
         self._announced: Group | None = None
         """The group that this peer leads, until it is over."""
@@ -172,7 +178,10 @@ class Matchmaker:
         try:
             return await self._form(ticket, expected, calls, check, patience, behind_seconds)
         finally:
-            await end_tasks(*(call for peer, call in calls.items() if not self._company.is_stranger(peer)))
+            # Not awaited: what we have announced must find us averaging. What a stranger answers may still be heard.
+            for peer, call in calls.items():
+                if not self._company.is_stranger(peer):
+                    call.cancel()
 
     async def _form(
         self,
@@ -188,10 +197,11 @@ class Matchmaker:
         spoke = await self._leaders_answers(calls, before_us, patience, seen)
         group = await self._led(ticket, before_us, spoke, patience, seen)
         if group is None:
-            spoke = await self._all_answers(calls, seen)
+            spoke = await self._all_answers(calls, calls.keys() if ticket.reduces else before_us, seen)
             group = await self._led(ticket, before_us, spoke, patience, seen)
         if group is not None:
-            return group
+            seen.silent |= {peer for peer, call in calls.items() if call.done() and call.result() is None}
+            return seen.of(group)
         coming = {peer: answer.ready_seconds for peer, answer in spoke.items() if _comes(answer, patience) and peer not in seen.followed}
         leaders = {peer for peer, answer in spoke.items() if expected[peer] and _leads(answer, patience)}
         _log_absent(spoke, coming.keys() | seen.followed)
@@ -227,19 +237,49 @@ class Matchmaker:
                     return group
         return None
 
-    async def _led_by(self, leader: str, ticket: Ticket, answer: Answer, patience: float, seen: _Seen) -> Group | None:
-        """The group that `leader` announces; None when it does not lead us after all."""
+    async def _led_by(self, first: str, ticket: Ticket, answer: Answer, patience: float, seen: _Seen) -> Group | None:
+        """The group that `first`, or one to which it sends us on, announces; None when none of them leads us after all."""
+        leader = first
         try:
-            return await self._follow(leader, ticket, seen, self._lead_seconds(leader, answer, patience))
-        except Refused as error:
-            log.info("not led by %s: %s", leader[-6:], error)
-        except PeerLost as error:
-            log.info("not led by %s: %s", leader[-6:], error)
-            seen.silent.add(leader)
-            # Whoever waits for an average of others' promised nothing. A peer that we have met may have been stopped or cut off: it is absent.
-            if not answer.busy:
-                seen.culprits |= {*error.culprits, *({leader} if self._company.is_stranger(leader) else ())}
-        return None
+            for _ in range(_MAX_REDIRECTS):
+                self._redirect(ticket.parent, leader)
+                try:
+                    said = await self._join_again(leader, ticket, self._lead_seconds(leader, answer, patience))
+                    if "leader" not in said:
+                        return self._announced_by(leader, said, ticket)
+                    onward = self._onward(leader, said, ticket)
+                except Refused as error:
+                    log.info("not led by %s: %s", leader[-6:], error)
+                    return None
+                except PeerLost as error:
+                    log.info("not led by %s: %s", leader[-6:], error)
+                    # Whoever waits for an average of others' promised nothing.
+                    self._lost(leader, error, seen, blamed=not answer.busy)
+                    if leader == first:
+                        return None
+                    if self._company.is_stranger(first):
+                        seen.too_slow([first])
+                        return None
+                    leader = first  # it lives, and will notice as well
+                else:
+                    if onward in seen.silent:
+                        await asyncio.sleep(_NOTICED_SECONDS)
+                    else:
+                        leader = onward
+            log.info("not led by %s: sent on too often", first[-6:])
+            seen.silent.add(first)
+            return None
+        finally:
+            if self._open is not None:
+                self._open.leader = None
+
+    def _lost(self, leader: str, error: PeerLost, seen: _Seen, *, blamed: bool) -> None:
+        """`leader` is gone, or says nothing that makes a group. A peer that we have met may have been stopped or cut off: it is absent."""
+        seen.silent.add(leader)
+        if blamed:
+            stranger = {leader} if self._company.is_stranger(leader) else set()
+            seen.culprits |= {*error.culprits, *stranger}
+            seen.slow |= stranger if isinstance(error, _NotLed) else set()
 
     def _lead_seconds(self, leader: str, answer: Answer, patience: float) -> float:
         """For how long `leader`, which says every few seconds that it lives, may let us wait."""
@@ -269,10 +309,9 @@ class Matchmaker:
     def _call_all(self, peers: Collection[str], parent: str) -> _Calls:
         """Tell all that we are ready. What a stranger answers may still be heard when the round is over."""
         calls = {peer: asyncio.create_task(self._call(peer, parent)) for peer in peers}
-        for peer, call in calls.items():
-            if self._company.is_stranger(peer):
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
+        for call in calls.values():
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
         return calls
 
     async def _leaders_answers(self, calls: _Calls, before_us: Sequence[str], patience: float, seen: _Seen) -> _Spoke:
@@ -289,14 +328,18 @@ class Matchmaker:
         first = next((peer for peer in before_us if peer in spoke and _leads(spoke[peer], patience)), None)
         if first is None:
             return {}
-        if better := [calls[peer] for peer in before_us[: before_us.index(first)]]:
-            await asyncio.wait(better, timeout=_BETTER_LEADER_SECONDS)
+        better = before_us[: before_us.index(first)]
+        if open_ := [calls[peer] for peer in better if not self._company.is_stranger(peer) or self._company.has_answered(peer)]:
+            await asyncio.wait(open_, timeout=_OTHERS_SECONDS)
         return self._spoke({peer: calls[peer] for peer in before_us}, seen)
 
-    async def _all_answers(self, calls: _Calls, seen: _Seen) -> _Spoke:
-        """The answers of all, as far as they come in time. Raises NoGroup."""
+    async def _all_answers(self, calls: _Calls, needed: Collection[str], seen: _Seen) -> _Spoke:
+        """The answers of all, as far as they come in time; those of others than the `needed` have a second more. Raises NoGroup."""
         strangers = {peer: call for peer, call in calls.items() if self._company.is_stranger(peer)}
-        await asyncio.gather(*(call for peer, call in calls.items() if peer not in strangers))
+        await asyncio.gather(*(call for peer, call in calls.items() if peer in needed and peer not in strangers))
+        if others := {call: peer for peer, call in calls.items() if peer not in needed and peer not in strangers}:
+            _, late = await asyncio.wait(others, timeout=_OTHERS_SECONDS)
+            seen.silent |= {others[call] for call in late}
         await self._await_strangers(strangers, len(strangers) == len(calls), seen)
         await points.reached("called", self._peer_id)
         return self._spoke(calls, seen)
@@ -307,8 +350,9 @@ class Matchmaker:
         seen.silent |= {peer for peer, answer in answers.items() if answer is None}
         spoke = {peer: answer for peer, answer in answers.items() if answer is not None}
         for peer, answer in spoke.items():
-            if self._heard(peer, answer.head, False):
+            if peer not in seen.heard and self._heard(peer, answer.head, False):
                 raise NoGroup(f"{peer[-6:]} has a better state, {answer.head.digest[:8]}")
+            seen.heard.add(peer)
         return spoke
 
     async def _await_strangers(self, calls: dict[str, asyncio.Task], there_is_nobody_else: bool, seen: _Seen) -> None:
@@ -345,33 +389,23 @@ class Matchmaker:
                 log.info("no answer to a call: %s", error)
                 return None
 
-    async def _follow(self, leader: str, ticket: Ticket, seen: _Seen, seconds: float) -> Group:
-        self._redirect(ticket.parent, leader)
+    async def _join_again(self, leader: str, ticket: Ticket, seconds: float) -> dict[str, Any]:
+        """As `_join`; once more where the stream breaks."""
         try:
-            for _ in range(_MAX_REDIRECTS):
-                try:
-                    answer = await self._join(leader, ticket, seconds)
-                except Broken as error:
-                    # Else the leader waits for us to come, and we for those who went to it.
-                    log.info("joining %s once more: %s", leader[-6:], error)
-                    answer = await self._join(leader, ticket, seconds)
-                if "leader" not in answer:
-                    return seen.of(self._announced_by(leader, answer, ticket))
-                onward = str(answer["leader"])
-                if self._company.left_out(onward):
-                    raise Refused(f"{leader[-6:]} points to {onward[-6:]}, which is left out")
-                if onward in seen.silent:
-                    # We know that one to be gone, and who points to it will notice as well.
-                    await asyncio.sleep(_NOTICED_SECONDS)
-                    continue
-                if onward == self._peer_id or self._order(ticket.parent, onward) >= self._order(ticket.parent, leader):
-                    raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it", [leader])
-                leader = onward
-                self._redirect(ticket.parent, leader)
-            raise PeerLost("sent on too often")
-        finally:
-            if self._open is not None:
-                self._open.leader = None
+            return await self._join(leader, ticket, seconds)
+        except Broken as error:
+            # Else the leader waits for us to come, and we for those who went to it.
+            log.info("joining %s once more: %s", leader[-6:], error)
+            return await self._join(leader, ticket, seconds)
+
+    def _onward(self, leader: str, said: dict[str, Any], ticket: Ticket) -> str:
+        """To whom `leader` sends us. Raises PeerLost when we do not go there."""
+        onward = str(said["leader"])
+        if self._company.left_out(onward):
+            raise Refused(f"{leader[-6:]} points to {onward[-6:]}, which is left out")
+        if onward == self._peer_id or self._order(ticket.parent, onward) >= self._order(ticket.parent, leader):
+            raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it", [leader])
+        return onward
 
     def _announced_by(self, leader: str, answer: dict[str, Any], ticket: Ticket) -> Group:
         """Raises PeerLost, which names the leader: no fault of a link makes a group that is none."""
@@ -394,7 +428,7 @@ class Matchmaker:
             until = asyncio.get_running_loop().time() + seconds
             while "wait" in answer:
                 if asyncio.get_running_loop().time() >= until:
-                    raise PeerLost(f"{leader[-6:]} lives, but has not led within {seconds:.0f} s", [leader])
+                    raise _NotLed(f"{leader[-6:]} lives, but has not led within {seconds:.0f} s", [leader])
                 answer, _ = await channel.receive(seconds=BEAT_SECONDS + ANSWER_SECONDS)
             return answer
 

@@ -17,10 +17,12 @@ from tests.peer.sync.swarm_tools import ticket, until
 
 
 class Peer:
-    """A node with a matchmaker; `called` counts who wants it to average. met: whom it has averaged with; no list: everybody."""
+    """A node with a matchmaker; `called` counts who wants it to average, `answered` names whose answer's head it heard.
+
+    met: whom it has averaged with; no list: everybody."""
 
     def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None, met=()):
-        self.node, self.id, self.called = node, node.peer_id, 0
+        self.node, self.id, self.called, self.answered = node, node.peer_id, 0, []
         self.digest, self.has_samples, self.included = digest, has_samples, included or {}
         self.ready_seconds, self.samples, self.busy, self.fetches = 0.0, 0, False, False
         self.streams = Streams(node)
@@ -34,6 +36,7 @@ class Peer:
 
     def heard(self, peer: str, head: Head, ready: bool) -> bool:
         self.called += ready
+        self.answered += [] if ready else [peer]
         return self.fetches and better(head, Head(self.digest, self.samples))
 
     def form(self, others, **options):
@@ -488,10 +491,10 @@ def test_nobody_waits_for_a_stranger_that_says_nothing(swarm):
         await streams.serve(CALL, say_nothing)
         caller.met.add(friend.id)
         expected = {friend.id: True, mute.peer_id: True}
-        answers = await caller.matchmaker._all_answers(caller.matchmaker._call_all(expected, "p"), seen := matchmaking._Seen())
+        answers = await caller.matchmaker._all_answers(caller.matchmaker._call_all(expected, "p"), expected, seen := matchmaking._Seen())
         assert set(answers) == {friend.id} and not seen.culprits  # a new one: not even a second
         caller.company.answered(mute.peer_id)
-        answers = await caller.matchmaker._all_answers(caller.matchmaker._call_all(expected, "p"), seen)
+        answers = await caller.matchmaker._all_answers(caller.matchmaker._call_all(expected, "p"), expected, seen)
         assert set(answers) == {friend.id} and seen.culprits == seen.slow == {mute.peer_id}
         assert not caller.company.has_answered(mute.peer_id)
         release.set()
@@ -519,6 +522,157 @@ def test_who_follows_does_not_wait_for_answers_that_its_leader_can_do_without(sw
         led, theirs = await asyncio.wait_for(asyncio.gather(leader.form([follower]), follower.form([leader, mute])), 60)
         assert led.id == theirs.id and {m.peer for m in led.members} == {leader.id, follower.id}
         release.set()
+
+    swarm(scenario)
+
+
+async def mute(peer: Peer) -> None:
+    """From now on `peer` takes calls and says nothing, until the test ends."""
+
+    async def say_nothing(channel):
+        await asyncio.Event().wait()
+
+    await peer.streams.serve(CALL, say_nothing)
+
+
+def test_who_cannot_be_dialled_waits_a_second_for_others_that_cannot_either(swarm, monkeypatch):
+    monkeypatch.setattr(matchmaking, "ANSWER_SECONDS", 1000.0)
+
+    async def scenario(nodes):
+        (helper,) = await peers(nodes, 1)
+        helper.has_samples = False  # it does not lead: so all are asked
+        client, other = [Peer(await nodes.node(), reduces=False) for _ in range(2)]
+        await mute(other)
+        with pytest.raises(NoGroup) as caught:
+            await asyncio.wait_for(client.form([helper, other]), 60)
+        assert caught.value.silent == {other.id} and not caught.value.culprits
+
+    swarm(scenario)
+
+
+def test_a_stranger_before_our_leader_that_never_answered_is_not_waited_for(swarm, monkeypatch):
+    monkeypatch.setattr(matchmaking, "ANSWER_SECONDS", 1000.0)
+    monkeypatch.setattr(matchmaking, "_OTHERS_SECONDS", 1000.0)
+
+    async def scenario(nodes):
+        stranger, leader, follower = sorted([Peer(await nodes.node()) for _ in range(3)], key=lambda peer: rank("p", peer.id))
+        await mute(stranger)
+        await leader.matchmaker.start()
+        await follower.matchmaker.start()
+        follower.met.add(leader.id)
+        led, theirs = await asyncio.wait_for(asyncio.gather(leader.form([follower]), follower.form([stranger, leader])), 60)
+        assert led.id == theirs.id
+
+    swarm(scenario)
+
+
+def test_a_stranger_that_lives_and_never_leads_is_only_slow(swarm, monkeypatch):
+    """It may be an honest newcomer whose own dials take long."""
+    monkeypatch.setattr(matchmaking, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(matchmaking, "STRANGER_JOIN_SECONDS", 0.5)
+    monkeypatch.setattr(matchmaking, "STRANGER_ANSWER_SECONDS", 60.0)
+
+    async def scenario(nodes):
+        leader, follower = await peers(nodes, 2)
+        follower.met.add("QmSomebodyElse")
+        with pytest.raises(NoGroup) as caught:
+            await follower.form([leader], patience=0.1)
+        assert caught.value.silent == caught.value.culprits == caught.value.slow == {leader.id}
+
+    swarm(scenario)
+
+
+def test_who_was_sent_on_to_one_that_is_gone_comes_back_and_names_that_one(swarm, caplog):
+    async def scenario(nodes):
+        best, middle, last = await peers(nodes, 3)
+        middle.matchmaker._redirect("p", best.id)
+        await best.node.close()
+        forming = asyncio.create_task(last.form([middle]))
+        await until(lambda: f"not led by {best.id[-6:]}" in caplog.text)
+        middle.matchmaker._open.leader = None  # it has noticed
+        led, theirs = await asyncio.gather(middle.form([last]), forming)
+        assert led.id == theirs.id and theirs.leader == middle.id
+        assert theirs.silent == {best.id} and not theirs.culprits
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        swarm(scenario)
+
+
+def test_a_stranger_that_sends_us_on_to_one_that_is_gone_is_slow(swarm, monkeypatch):
+    monkeypatch.setattr(matchmaking, "STRANGER_ANSWER_SECONDS", 60.0)
+
+    async def scenario(nodes):
+        best, middle, last = await peers(nodes, 3)
+        last.met.add("QmSomebodyElse")
+        middle.matchmaker._redirect("p", best.id)
+        await best.node.close()
+        with pytest.raises(NoGroup) as caught:
+            await last.form([middle])
+        assert caught.value.silent == {best.id}
+        assert caught.value.culprits == {best.id, middle.id} and caught.value.slow == {middle.id}
+
+    swarm(scenario)
+
+
+def test_who_is_sent_to_and_fro_gives_up(swarm, monkeypatch, caplog):
+    monkeypatch.setattr(matchmaking, "_NOTICED_SECONDS", 0.01)
+
+    async def scenario(nodes):
+        best, middle, last = await peers(nodes, 3)
+        middle.matchmaker._redirect("p", best.id)  # and never notices that it is gone
+        await best.node.close()
+        with pytest.raises(NoGroup) as caught:
+            await last.form([middle])
+        assert caught.value.silent == {best.id, middle.id} and not caught.value.culprits
+        assert "sent on too often" in caplog.text
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        swarm(scenario)
+
+
+def test_a_follower_learns_who_is_absent_as_its_leader_does(swarm, caplog):
+    async def scenario(nodes):
+        leader, follower, dead = await peers(nodes, 3)
+        await dead.node.close()
+        forming = asyncio.create_task(follower.form([leader, dead]))
+        await until(lambda: "no answer to a call" in caplog.text)
+        led, theirs = await asyncio.gather(leader.form([follower]), forming)
+        assert led.id == theirs.id and theirs.silent == {dead.id}
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        swarm(scenario)
+
+
+def test_a_group_that_is_there_waits_for_no_call(swarm, monkeypatch):
+    async def scenario(nodes):
+        leader, follower, other = await peers(nodes, 3)
+        ended, ask = asyncio.Event(), follower.matchmaker._ask
+
+        async def ends_slowly(peer, parent):
+            if peer != other.id:
+                return await ask(peer, parent)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await ended.wait()
+
+        monkeypatch.setattr(follower.matchmaker, "_ask", ends_slowly)
+        led, theirs = await asyncio.wait_for(asyncio.gather(leader.form([follower]), follower.form([leader, other])), 60)
+        assert led.id == theirs.id and len(follower.matchmaker._calls) == 1
+        ended.set()
+        await until(lambda: not follower.matchmaker._calls)
+
+    swarm(scenario)
+
+
+def test_what_an_answer_says_of_its_state_is_heard_once(swarm):
+    """Heard again, it would seem as new as what its record says since."""
+
+    async def scenario(nodes):
+        trio = await peers(nodes, 3)
+        await asyncio.gather(*(peer.form(trio) for peer in trio))
+        for peer in trio:
+            assert peer.answered and len(peer.answered) == len(set(peer.answered))
 
     swarm(scenario)
 
