@@ -2,8 +2,8 @@
 
 Whoever is asked dials with a fresh p2pd of its own, since an open connection would answer for a new one, and only at the IP address
 from which it was asked: nobody can be made to knock at a third party's door. libp2p checks that the one who answers is who asked.
-A p2pd costs half a second of a core to start, so questions are answered one at a time and a few a minute. Who is refused asks others,
-and if none of them can tell, asks again: a peer that wrongly thinks it can be dialled fails every round that it leads.
+A p2pd costs half a second of a core to start, so questions are answered one at a time and a few a minute. A peer that is refused
+asks others. If none of them can tell, it asks again: a peer that wrongly thinks it can be dialled fails every round that it leads.
 libp2p's own AutoNAT does much the same, but p2pd does not tell what it found.
 """
 
@@ -20,6 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.daemon import Daemon
+from swarm.listening import is_loopback
 from swarm.places import ip_of, place_of
 from swarm.quota import Quota
 
@@ -36,7 +37,7 @@ _PER_MINUTE, _PER_MINUTE_AND_ASKER = 6, 3
 _QUEUE = 2
 """Questions at once, the one being answered among them: an asker waits ASK_SECONDS, and one dial takes up to 2 x DIAL_SECONDS."""
 _PATIENCE_SECONDS, _AGAIN_SECONDS = 75.0, 5.0
-"""Busy peers are asked again for so long: the minute of a budget, and the two dials in front of us."""
+"""How long a peer goes on asking busy ones, and how often: a budget is full for a minute, and two dials may come before ours."""
 _MAX_REQUEST_BYTES = 4096
 
 
@@ -115,7 +116,7 @@ async def _ask(p2p: P2P, peer: PeerID, maddrs: Sequence[str]) -> tuple[str | Non
 
 
 def _all_loopback(maddrs: Iterable[Multiaddr]) -> bool:
-    return all(ipaddress.ip_address(ip).is_loopback for ip in map(ip_of, maddrs) if ip)
+    return all(is_loopback(ip) for ip in map(ip_of, maddrs) if ip)
 
 
 class _Busy(Exception):

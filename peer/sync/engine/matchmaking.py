@@ -178,7 +178,7 @@ class Matchmaker:
         try:
             return await self._form(ticket, expected, calls, check, patience, behind_seconds)
         finally:
-            # Not awaited: what we have announced must find us averaging. What a stranger answers may still be heard.
+            # Not awaited: what we have announced must find us averaging.
             for peer, call in calls.items():
                 if not self._company.is_stranger(peer):
                     call.cancel()
@@ -200,7 +200,7 @@ class Matchmaker:
             spoke = await self._all_answers(calls, calls.keys() if ticket.reduces else before_us, seen)
             group = await self._led(ticket, before_us, spoke, patience, seen)
         if group is not None:
-            seen.silent |= {peer for peer, call in calls.items() if call.done() and call.result() is None}
+            seen.silent |= _unanswered(calls)
             return seen.of(group)
         coming = {peer: answer.ready_seconds for peer, answer in spoke.items() if _comes(answer, patience) and peer not in seen.followed}
         leaders = {peer for peer, answer in spoke.items() if expected[peer] and _leads(answer, patience)}
@@ -279,7 +279,8 @@ class Matchmaker:
         if blamed:
             stranger = {leader} if self._company.is_stranger(leader) else set()
             seen.culprits |= {*error.culprits, *stranger}
-            seen.slow |= stranger if isinstance(error, _NotLed) else set()
+            if isinstance(error, _NotLed):
+                seen.slow |= stranger
 
     def _lead_seconds(self, leader: str, answer: Answer, patience: float) -> float:
         """For how long `leader`, which says every few seconds that it lives, may let us wait."""
@@ -329,8 +330,8 @@ class Matchmaker:
         if first is None:
             return {}
         better = before_us[: before_us.index(first)]
-        if open_ := [calls[peer] for peer in better if not self._company.is_stranger(peer) or self._company.has_answered(peer)]:
-            await asyncio.wait(open_, timeout=_OTHERS_SECONDS)
+        if awaited := [calls[peer] for peer in better if not self._company.is_stranger(peer) or self._company.has_answered(peer)]:
+            await asyncio.wait(awaited, timeout=_OTHERS_SECONDS)
         return self._spoke({peer: calls[peer] for peer in before_us}, seen)
 
     async def _all_answers(self, calls: _Calls, needed: Collection[str], seen: _Seen) -> _Spoke:
@@ -346,9 +347,8 @@ class Matchmaker:
 
     def _spoke(self, calls: _Calls, seen: _Seen) -> _Spoke:
         """Who has answered by now. Raises NoGroup when one of them has a better state, which is then being fetched."""
-        answers = {peer: call.result() for peer, call in calls.items() if call.done()}
-        seen.silent |= {peer for peer, answer in answers.items() if answer is None}
-        spoke = {peer: answer for peer, answer in answers.items() if answer is not None}
+        seen.silent |= _unanswered(calls)
+        spoke = {peer: answer for peer, call in calls.items() if call.done() and (answer := call.result()) is not None}
         for peer, answer in spoke.items():
             if peer not in seen.heard and self._heard(peer, answer.head, False):
                 raise NoGroup(f"{peer[-6:]} has a better state, {answer.head.digest[:8]}")
@@ -602,6 +602,11 @@ def _tell(waiting: Collection[asyncio.Future], answer: dict[str, Any]) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(answer)
+
+
+def _unanswered(calls: _Calls) -> set[str]:
+    """Whom we have called in vain by now."""
+    return {peer for peer, call in calls.items() if call.done() and call.result() is None}
 
 
 def _comes(answer: Answer, patience: float) -> bool:

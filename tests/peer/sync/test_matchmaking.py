@@ -19,7 +19,8 @@ from tests.peer.sync.swarm_tools import ticket, until
 class Peer:
     """A node with a matchmaker; `called` counts who wants it to average, `answered` names whose answer's head it heard.
 
-    met: whom it has averaged with; no list: everybody."""
+    met: whom it has averaged with; no list: everybody.
+    """
 
     def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None, met=()):
         self.node, self.id, self.called, self.answered = node, node.peer_id, 0, []
@@ -51,6 +52,15 @@ async def peers(nodes, count, **options) -> list[Peer]:
     for peer in found:
         await peer.matchmaker.start()
     return sorted(found, key=lambda peer: rank("p", peer.id))
+
+
+async def mute(peer: Peer) -> None:
+    """From now on `peer` takes calls and says nothing, until the test ends."""
+
+    async def say_nothing(channel):
+        await asyncio.Event().wait()
+
+    await peer.streams.serve(CALL, say_nothing)
 
 
 @pytest.fixture(autouse=True)
@@ -482,22 +492,16 @@ def test_a_stranger_that_promises_and_does_not_come_is_named_and_its_leaders_wor
 def test_nobody_waits_for_a_stranger_that_says_nothing(swarm):
     async def scenario(nodes):
         caller, friend = await peers(nodes, 2)
-        mute, release = await nodes.node(), asyncio.Event()
-        streams = Streams(mute)
-
-        async def say_nothing(channel):
-            await release.wait()
-
-        await streams.serve(CALL, say_nothing)
+        silent = Peer(await nodes.node())
+        await mute(silent)
         caller.met.add(friend.id)
-        expected = {friend.id: True, mute.peer_id: True}
+        expected = {friend.id: True, silent.id: True}
         answers = await caller.matchmaker._all_answers(caller.matchmaker._call_all(expected, "p"), expected, seen := matchmaking._Seen())
         assert set(answers) == {friend.id} and not seen.culprits  # a new one: not even a second
-        caller.company.answered(mute.peer_id)
+        caller.company.answered(silent.id)
         answers = await caller.matchmaker._all_answers(caller.matchmaker._call_all(expected, "p"), expected, seen)
-        assert set(answers) == {friend.id} and seen.culprits == seen.slow == {mute.peer_id}
-        assert not caller.company.has_answered(mute.peer_id)
-        release.set()
+        assert set(answers) == {friend.id} and seen.culprits == seen.slow == {silent.id}
+        assert not caller.company.has_answered(silent.id)
 
     swarm(scenario)
 
@@ -509,30 +513,15 @@ def test_who_follows_does_not_wait_for_answers_that_its_leader_can_do_without(sw
 
     async def scenario(nodes):
         ranked = sorted([Peer(await nodes.node()) for _ in range(3)], key=lambda peer: rank("p", peer.id))
-        mute, leader, follower = ranked if dialled else (ranked[2], *ranked[:2])  # one that would lead, or one that nobody can dial
-        release = asyncio.Event()
-
-        async def say_nothing(channel):
-            await release.wait()
-
-        await mute.streams.serve(CALL, say_nothing)
+        silent, leader, follower = ranked if dialled else (ranked[2], *ranked[:2])  # one that would lead, or one that nobody can dial
+        await mute(silent)
         await leader.matchmaker.start()
         await follower.matchmaker.start()
-        mute.reduces = dialled
-        led, theirs = await asyncio.wait_for(asyncio.gather(leader.form([follower]), follower.form([leader, mute])), 60)
+        silent.reduces = dialled
+        led, theirs = await asyncio.wait_for(asyncio.gather(leader.form([follower]), follower.form([leader, silent])), 60)
         assert led.id == theirs.id and {m.peer for m in led.members} == {leader.id, follower.id}
-        release.set()
 
     swarm(scenario)
-
-
-async def mute(peer: Peer) -> None:
-    """From now on `peer` takes calls and says nothing, until the test ends."""
-
-    async def say_nothing(channel):
-        await asyncio.Event().wait()
-
-    await peer.streams.serve(CALL, say_nothing)
 
 
 def test_who_cannot_be_dialled_waits_a_second_for_others_that_cannot_either(swarm, monkeypatch):
