@@ -70,10 +70,10 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 async def ours(plan: dict) -> None:
     from peer.contracts import Member
-    from peer.sync.engine.averaging import Averager
     from peer.sync.engine.codec import Wire
-    from peer.sync.engine.groups import Group
-    from peer.sync.engine.streams import Streams
+    from peer.sync.engine.net.streams import Streams
+    from peer.sync.engine.round.averaging import Averager
+    from peer.sync.engine.round.groups import Group
     from peer.sync.engine.vectors import Reused
 
     hear_soon = asyncio.get_running_loop().run_in_executor

@@ -17,8 +17,8 @@ from typing import Any
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 
-from peer.sync.engine import sidecar
-from peer.sync.engine.streams import Channel, Streams
+from peer.sync.engine.net.streams import Channel, Streams
+from peer.sync.engine.trainer import sidecar
 
 COUNTED = {
     "dht_reads": (DHTNode, "get"),

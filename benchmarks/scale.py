@@ -60,7 +60,7 @@ def train(count: int, folder: Path) -> None:
 
     from benchmarks.sleeper import Sleeper
     from peer.config import PeerConfig
-    from peer.sync.engine import sidecar_process
+    from peer.sync.engine.trainer import sidecar_process
     from swarm.logs import setup_logging
     from swarm.run_config import RunConfig
 
@@ -89,7 +89,7 @@ class _CountedSidecars:
         return getattr(subprocess, name)
 
     def Popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen:
-        swapped = ["benchmarks.counted_sidecar" if part == "peer.sync.engine.sidecar" else part for part in command]
+        swapped = ["benchmarks.counted_sidecar" if part == "peer.sync.engine.trainer.sidecar" else part for part in command]
         return subprocess.Popen(swapped, **options)
 
 

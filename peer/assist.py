@@ -23,9 +23,9 @@ from peer.joining import Joined
 from peer.output_folder import Owner, claim, lock
 from peer.stopping import Stop
 from peer.sync.engine.assistant import assist as take_part
-from peer.sync.engine.bucket import Bucket
-from peer.sync.engine.discarded import discard
+from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.state import Head
+from peer.sync.engine.transfer.discarded import discard
 from peer.visible import show
 from swarm.dht import SwarmNode
 from swarm.end import End

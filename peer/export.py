@@ -26,9 +26,9 @@ from peer.exports.lora import write_lora_diffusers, write_lora_kohya
 from peer.exports.result import Result, read_result, tidy, write_result
 from peer.exports.single_file import write_single_file
 from peer.rooms import load_part
-from peer.sync.engine.disk import read_state
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.state import BadState, State
+from peer.sync.engine.transfer.disk import read_state
 from peer.sync.engine.vectors import Flat, Schema
 from peer.train import load_result
 from swarm.arguments import ArgumentParser

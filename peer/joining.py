@@ -105,9 +105,7 @@ def _joined(peer: PeerConfig, given: Mapping[str, Any], answer: Any) -> Joined:
     return Joined(run, peer.datasetserver, known, head, answer.host_key, answer.extension and answer.extension.model_dump())
 
 
-def _from_dht(
-    peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., Any], known_key: Callable[[str], str]
-) -> Joined | None:
+def _from_dht(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., Any], known_key: Callable[[str], str]) -> Joined | None:
     from swarm.discovery import find_run
 
     log.info("looking for the run of %d known peers", len(peer.peers))

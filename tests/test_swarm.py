@@ -324,8 +324,8 @@ def test_a_killed_rank_ends_its_group_with_the_reason_and_the_swarm_goes_on(swar
     single = swarm.peer("single", "--datasetserver", host.url, *TWO)
     swarm.wait("round of both", lambda: single.members() == 2)
     pair.watch()
-    found = {name: pair.programs(name) for name in ("peer.sync.engine.sidecar", "p2pd")}
-    assert found == {"peer.sync.engine.sidecar": 1, "p2pd": 1}, "one upload for both ranks"
+    found = {name: pair.programs(name) for name in ("peer.sync.engine.trainer.sidecar", "p2pd")}
+    assert found == {"peer.sync.engine.trainer.sidecar": 1, "p2pd": 1}, "one upload for both ranks"
     pair.rank(1).kill()
 
     assert pair.finish() != 0

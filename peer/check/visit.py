@@ -7,8 +7,8 @@ from pathlib import Path
 
 from peer.config import PeerConfig
 from peer.joining import Joined
-from peer.sync.engine.link import Speed, measure_link
-from peer.sync.engine.streams import PeerLost, Streams
+from peer.sync.engine.net.link import Speed, measure_link
+from peer.sync.engine.net.streams import PeerLost, Streams
 from swarm.dht import SwarmNode
 from swarm.errors import UserError
 

@@ -26,6 +26,7 @@ _FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 _NAMED_REASONS = 5
 _FIX = "Put PNG, JPG, BMP or WEBP files there, each with a .txt beside it, or describe them in a metadata.jsonl."
 
+
 @dataclass(frozen=True)
 class Rules:
     """How a folder is read. prompt: the caption of pictures that have none; None: they are left out."""

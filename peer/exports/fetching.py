@@ -12,8 +12,8 @@ from peer.data.client.transport import ServerAway
 from peer.joining import Joined
 from peer.resolving import resolve_run
 from peer.sync.engine.assistant import newest_state
-from peer.sync.engine.disk import StateStore
 from peer.sync.engine.outer import load_strategy
+from peer.sync.engine.transfer.disk import StateStore
 from swarm.dht import SwarmNode
 from swarm.errors import UserError
 from swarm.run_config import RunConfig

@@ -30,6 +30,6 @@ def strategy(run: RunConfig) -> DiLoCo:
 
 
 def build(context: SyncContext) -> Sync:
-    from peer.sync.engine.swarm_sync import SwarmSync
+    from peer.sync.engine.trainer.swarm_sync import SwarmSync
 
     return SwarmSync(context, f"{__name__}:strategy")

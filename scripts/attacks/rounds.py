@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peer.sync.engine.averaging import share_out
 from peer.sync.engine.codec import Part, Wire
+from peer.sync.engine.round.averaging import share_out
 from scripts.attacks.band import Band
 from scripts.attacks.wire import CALL, JOIN, KIND, REDUCE, Frames, Gone, Key, Record, Stranger, newest
 from swarm.digest import digest_json

@@ -36,7 +36,7 @@ from swarm.lifeline import adopt_orphans
 from tests.page import chromium
 
 KINDS = ("trainer", "server", "p2pd", "sidecar", "p2pd hangs", "trainer hangs")
-PARTS = {"dd-peer": "peer.supervise", "trainer": "peer/finetune.py", "sidecar": "peer.sync.engine.sidecar", "p2pd": "hivemind_cli/p2pd"}
+PARTS = {"dd-peer": "peer.supervise", "trainer": "peer/finetune.py", "sidecar": "peer.sync.engine.trainer.sidecar", "p2pd": "hivemind_cli/p2pd"}
 SERVER_PARTS = {"server": "-m datasetserver ", "DHT node": "datasetserver.bootstrap", "p2pd": "hivemind_cli/p2pd"}
 START_SECONDS, RECOVER_SECONDS, AGREE_SECONDS = 420.0, 420.0, 90.0
 """Far above what anything takes; a busy machine needs a minute to start a trainer. A peer that is gone is listed for 20 s."""

@@ -19,8 +19,8 @@ from peer.joining import Joined
 from peer.rooms import load_part
 from peer.sync.diloco import strategy
 from peer.sync.engine.assistant import Archive
-from peer.sync.engine.disk import StateStore
 from peer.sync.engine.state import first_state, next_state
+from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.vectors import Schema, flatten
 from swarm.dht import Identity
 from swarm.errors import ExitCode

@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from peer.contracts import Settlement
-from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
-from peer.sync.engine.disk import StateStore
-from peer.sync.engine.download import Download
-from peer.sync.engine.heads import most_signed
-from peer.sync.engine.kind import Kind, ask_kind
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
+from peer.sync.engine.net.bucket import Bucket
+from peer.sync.engine.net.streams import PeerLost, Streams
 from peer.sync.engine.outer import Strategy, load_strategy
-from peer.sync.engine.pace import Slow, fetch_seconds
 from peer.sync.engine.replica import Replica
+from peer.sync.engine.round.heads import most_signed
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State
-from peer.sync.engine.streams import PeerLost, Streams
-from peer.sync.engine.takeover import WholeState
-from peer.sync.engine.trainer import Progress
+from peer.sync.engine.trainer.trainer import Progress
+from peer.sync.engine.transfer.disk import StateStore
+from peer.sync.engine.transfer.download import Download
+from peer.sync.engine.transfer.kind import Kind, ask_kind
+from peer.sync.engine.transfer.pace import Slow, fetch_seconds
+from peer.sync.engine.transfer.takeover import WholeState
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.advice import size
 from swarm.dht import SwarmNode

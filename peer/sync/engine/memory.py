@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from peer.sync.engine.averaging import PARTS_OF_A_SENDER
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.outer import Strategy
+from peer.sync.engine.round.averaging import PARTS_OF_A_SENDER
 from swarm.advice import size
 from swarm.errors import ExitCode, UserError
 

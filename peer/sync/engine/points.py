@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from peer.sync.engine.streams import PeerLost
+from peer.sync.engine.net.streams import PeerLost
 
 POINTS = (
     "frozen", "called", "joined", "group_closed", "first_part_sent", "half_of_parts_sent", "before_last_part", "mean_complete",

@@ -17,36 +17,36 @@ from typing import Any
 
 from peer.contracts import Member
 from peer.sync.engine import points
-from peer.sync.engine.averaging import RoundFailed
-from peer.sync.engine.beginning import Beginning
-from peer.sync.engine.bucket import Bucket
 from peer.sync.engine.codec import Wire
-from peer.sync.engine.company import Company
-from peer.sync.engine.disk import StateStore
-from peer.sync.engine.donors import Donor, ask_head
-from peer.sync.engine.ending import Ending
-from peer.sync.engine.groups import Standing
-from peer.sync.engine.heads import Heads, head_of
-from peer.sync.engine.kind import Kind, serve_kind
-from peer.sync.engine.link import serve_link
-from peer.sync.engine.local_work import follows
-from peer.sync.engine.matchmaking import NoGroup
-from peer.sync.engine.met import Met
-from peer.sync.engine.neighbours import Neighbours
-from peer.sync.engine.next_round import NextRound
+from peer.sync.engine.net.bucket import Bucket
+from peer.sync.engine.net.link import serve_link
+from peer.sync.engine.net.neighbours import Neighbours
+from peer.sync.engine.net.presence import Presence
+from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.outer import Strategy
-from peer.sync.engine.plausible import Plausible
-from peer.sync.engine.presence import Presence
-from peer.sync.engine.replay import MeanStore, rounds_kept
-from peer.sync.engine.rounds import Round, Rounds, patience_seconds
-from peer.sync.engine.rounds_file import write_round
-from peer.sync.engine.saving import Saver
-from peer.sync.engine.settling import Settling
+from peer.sync.engine.round.averaging import RoundFailed
+from peer.sync.engine.round.beginning import Beginning
+from peer.sync.engine.round.company import Company
+from peer.sync.engine.round.ending import Ending
+from peer.sync.engine.round.groups import Standing
+from peer.sync.engine.round.heads import Heads, head_of
+from peer.sync.engine.round.matchmaking import NoGroup
+from peer.sync.engine.round.met import Met
+from peer.sync.engine.round.next_round import NextRound
+from peer.sync.engine.round.plausible import Plausible
+from peer.sync.engine.round.rounds import Round, Rounds, patience_seconds
+from peer.sync.engine.round.rounds_file import write_round
+from peer.sync.engine.round.settling import Settling
+from peer.sync.engine.round.status import Status
 from peer.sync.engine.state import Head, State, better
-from peer.sync.engine.status import Status
-from peer.sync.engine.streams import Streams
-from peer.sync.engine.takeover import Replaying, Takeover
-from peer.sync.engine.trainer import Offer, Progress, Trainer
+from peer.sync.engine.trainer.local_work import follows
+from peer.sync.engine.trainer.trainer import Offer, Progress, Trainer
+from peer.sync.engine.transfer.disk import StateStore
+from peer.sync.engine.transfer.donors import Donor, ask_head
+from peer.sync.engine.transfer.kind import Kind, serve_kind
+from peer.sync.engine.transfer.replay import MeanStore, rounds_kept
+from peer.sync.engine.transfer.saving import Saver
+from peer.sync.engine.transfer.takeover import Replaying, Takeover
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import UserError
@@ -101,7 +101,9 @@ class Replica:
         self.met = Met(store.folder / "met.json", run.digest)
         company = Company(self.met, lambda: self.state.header.round, clock, node.peer_id)
         self.neighbours = Neighbours(node, run, state.header.schema, clock, company)
-        self.heads = Heads(self.met, self.neighbours.others, state, lambda peer: self._takeover.avoids(peer), clock, leads=not node.client_mode)
+        self.heads = Heads(
+            self.met, self.neighbours.others, state, lambda peer: self._takeover.avoids(peer), clock, leads=not node.client_mode
+        )
         self._plausible = Plausible(run, node.peer_id, state, self.heads, self._ending, store.discarded, last_number, clock)
         self.status = Status(run, node, self.neighbours, self.end, assists=assists, name=name, hardware=hardware, server_url=server_url)
         self.next_round = NextRound(run, self.end, self.neighbours, state, clock)

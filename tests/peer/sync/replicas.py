@@ -13,11 +13,11 @@ import torch
 
 from peer.contracts import Member
 from peer.sync.engine.codec import Wire
-from peer.sync.engine.disk import StateStore
-from peer.sync.engine.local_work import REBASED_ANCESTORS
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import State, next_state
-from peer.sync.engine.trainer import Offer, Progress
+from peer.sync.engine.trainer.local_work import REBASED_ANCESTORS
+from peer.sync.engine.trainer.trainer import Offer, Progress
+from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.parameters import Parameters
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.disk import StateStore
-from peer.sync.engine.donors import Donor
-from peer.sync.engine.groups import Ticket
-from peer.sync.engine.replay import MeanStore
+from peer.sync.engine.net.streams import Streams
+from peer.sync.engine.round.groups import Ticket
 from peer.sync.engine.state import Head, State, first_state
-from peer.sync.engine.streams import Streams
+from peer.sync.engine.transfer.disk import StateStore
+from peer.sync.engine.transfer.donors import Donor
+from peer.sync.engine.transfer.replay import MeanStore
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode
 from swarm.tasks import end_tasks

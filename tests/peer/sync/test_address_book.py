@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from peer.sync.engine.address_book import AddressBook
-from peer.sync.engine.presence import Presence
+from peer.sync.engine.net.address_book import AddressBook
+from peer.sync.engine.net.presence import Presence
 from swarm.records import PeerRecord
 
 

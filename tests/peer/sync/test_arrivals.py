@@ -1,6 +1,6 @@
 """How long a leader waits for each peer."""
 
-from peer.sync.engine.arrivals import UNKNOWN_SECONDS, Arrivals
+from peer.sync.engine.round.arrivals import UNKNOWN_SECONDS, Arrivals
 
 
 def test_a_peer_never_seen_is_granted_a_fixed_time_and_a_known_one_twice_its_usual_lateness():

@@ -10,14 +10,15 @@ import torch
 from peer.contracts import Member, Settlement
 from peer.export import find
 from peer.exports.fetching import fetch_state
-from peer.sync.engine import assistant, neighbours
+from peer.sync.engine import assistant
 from peer.sync.engine.assistant import Archive, _choices, assist, newest_state
-from peer.sync.engine.disk import StateStore, read_state
-from peer.sync.engine.download import CHUNKS
-from peer.sync.engine.groups import rank
-from peer.sync.engine.kind import KIND, Kind, ask_kind, serve_kind
-from peer.sync.engine.pace import Slow
+from peer.sync.engine.net import neighbours
+from peer.sync.engine.round.groups import rank
 from peer.sync.engine.state import next_state
+from peer.sync.engine.transfer.disk import StateStore, read_state
+from peer.sync.engine.transfer.download import CHUNKS
+from peer.sync.engine.transfer.kind import KIND, Kind, ask_kind, serve_kind
+from peer.sync.engine.transfer.pace import Slow
 from peer.sync.parameters import Parameters
 from swarm.errors import ExitCode, UserError
 from swarm.records import ASSIST, PeerRecord

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine import averaging
-from peer.sync.engine.averaging import REDUCE, Averager, RoundFailed, Strangers, _Reduction, _Run, share_out
 from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, square_norm
-from peer.sync.engine.groups import Group
-from peer.sync.engine.streams import PeerLost, Streams
+from peer.sync.engine.net.streams import PeerLost, Streams
+from peer.sync.engine.round import averaging
+from peer.sync.engine.round.averaging import REDUCE, Averager, RoundFailed, Strangers, _Reduction, _Run, share_out
+from peer.sync.engine.round.groups import Group
 from tests.peer.sync.swarm_tools import until
 
 

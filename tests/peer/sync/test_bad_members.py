@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from peer.sync.engine.streams import PeerLost, Streams
+from peer.sync.engine.net.streams import PeerLost, Streams
 from swarm.digest import digest_json
 from swarm.records import PeerRecord
 from swarm.tasks import end_tasks

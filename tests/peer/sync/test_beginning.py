@@ -2,9 +2,9 @@
 
 import time
 
-from peer.sync.engine.beginning import Beginning
-from peer.sync.engine.promises import Promises
+from peer.sync.engine.round.beginning import Beginning
 from peer.sync.engine.state import Head
+from peer.sync.engine.transfer.promises import Promises
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import Clock

@@ -6,9 +6,9 @@ import contextlib
 import pytest
 
 from peer.config import PeerConfig
-from peer.sync.engine.bucket import Bucket
-from peer.sync.engine.pipe import Pipe
-from peer.sync.engine.streams import Channel
+from peer.sync.engine.net.bucket import Bucket
+from peer.sync.engine.net.pipe import Pipe
+from peer.sync.engine.net.streams import Channel
 from swarm.errors import UserError
 
 

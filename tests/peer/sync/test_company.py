@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from peer.sync.engine.company import MOST_STRANGERS, Company
+from peer.sync.engine.round.company import MOST_STRANGERS, Company
 from swarm.records import PeerRecord
 from tests.peer.sync.swarm_tools import Clock
 

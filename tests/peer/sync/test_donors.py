@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine import slots, takeover
-from peer.sync.engine.disk import StateStore
-from peer.sync.engine.donors import KEEP_SECONDS, Donor, ask_head
-from peer.sync.engine.download import CHUNKS, PIECE_BYTES, Download
-from peer.sync.engine.replay import MeanStore
+from peer.sync.engine.net.streams import PeerLost, Refused
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State, next_state
-from peer.sync.engine.streams import PeerLost, Refused
-from peer.sync.engine.takeover import Takeover, WholeState
+from peer.sync.engine.transfer import slots, takeover
+from peer.sync.engine.transfer.disk import StateStore
+from peer.sync.engine.transfer.donors import KEEP_SECONDS, Donor, ask_head
+from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Download
+from peer.sync.engine.transfer.replay import MeanStore
+from peer.sync.engine.transfer.takeover import Takeover, WholeState
 from tests.peer.sync.swarm_tools import Clock, held, holder, same, state_of, until
 
 SIZE = 3 * CHUNK_BYTES // 4 + 5  # three chunks and a short one

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine import download as download_module
-from peer.sync.engine.download import CHUNKS, PIECE_BYTES, Download, Lied, ask_manifest
-from peer.sync.engine.pace import Slow
+from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.state import CHUNK_BYTES, Head, State, next_state
-from peer.sync.engine.streams import PeerLost
-from peer.sync.engine.takeover import Takeover, WholeState
+from peer.sync.engine.transfer import download as download_module
+from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Download, Lied, ask_manifest
+from peer.sync.engine.transfer.pace import Slow
+from peer.sync.engine.transfer.takeover import Takeover, WholeState
 from tests.peer.sync.swarm_tools import Clock, held, state_of, until
 
 SIZE = 5 * CHUNK_BYTES // 4 + 5  # five chunks and a short one

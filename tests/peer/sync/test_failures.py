@@ -11,7 +11,7 @@ import torch
 
 from peer.sync.engine import points, replica
 from peer.sync.engine.codec import Wire
-from peer.sync.engine.streams import Broken, PeerLost
+from peer.sync.engine.net.streams import Broken, PeerLost
 from tests.peer.sync.replicas import Peer, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import named, until
 

@@ -9,13 +9,13 @@ import struct
 
 import msgpack
 
-from peer.sync.engine.donors import ask_head
-from peer.sync.engine.download import Download, ask_manifest
-from peer.sync.engine.kind import ask_kind
-from peer.sync.engine.link import measure_link
+from peer.sync.engine.net.link import measure_link
+from peer.sync.engine.net.streams import PeerLost, Streams
 from peer.sync.engine.state import BadState, Header
-from peer.sync.engine.streams import PeerLost, Streams
-from peer.sync.engine.takeover import WholeState
+from peer.sync.engine.transfer.donors import ask_head
+from peer.sync.engine.transfer.download import Download, ask_manifest
+from peer.sync.engine.transfer.kind import ask_kind
+from peer.sync.engine.transfer.takeover import WholeState
 from tests.peer.sync.replicas import Liar, Peer, make_run
 from tests.peer.sync.swarm_tools import until
 

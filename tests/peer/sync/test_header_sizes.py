@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.download import CHUNKS, Download, Lied
-from peer.sync.engine.port import Port
+from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.state import ANCESTORS_KEPT, MAX_HEADER_BYTES, MOST_MEMBERS, BadState, Head, Header, State, next_state, state_digest
-from peer.sync.engine.streams import PeerLost
-from peer.sync.engine.takeover import Takeover, WholeState
+from peer.sync.engine.trainer.port import Port
+from peer.sync.engine.transfer.download import CHUNKS, Download, Lied
+from peer.sync.engine.transfer.takeover import Takeover, WholeState
 from tests.peer.sync.replicas import Peer, make_run
 from tests.peer.sync.swarm_tools import held, shared_copy, state_of, until
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.groups import Group
-from peer.sync.engine.heads import DESERTED_SECONDS, Heads, most_signed
-from peer.sync.engine.met import Met
+from peer.sync.engine.round.groups import Group
+from peer.sync.engine.round.heads import DESERTED_SECONDS, Heads, most_signed
+from peer.sync.engine.round.met import Met
 from peer.sync.engine.state import Head, State, next_state
 from swarm.records import AVERAGING, JOINING, TRAIN, PeerRecord
 from tests.peer.sync.swarm_tools import Clock, state_of

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from peer.sync.engine import points, replica
-from peer.sync.engine.streams import Broken
+from peer.sync.engine.net.streams import Broken
 from tests.peer.sync.conftest import LOOP_SECONDS
 from tests.peer.sync.replicas import make_run, peers
 from tests.peer.sync.swarm_tools import Nodes, run_swarm, until

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from peer.sync.engine import presence
+from peer.sync.engine.net import presence
 from swarm import dht
 from swarm.end import End, sign_extension
 from swarm.errors import ExitCode, UserError
@@ -110,7 +110,7 @@ def test_who_has_not_heard_that_the_run_is_extended_asks_the_others_at_its_end(s
         assert [extension["total_samples"] for extension in untold.extensions] == [200] and not told.extensions
         assert not ignorant.replica.end.extend(told.replica.end.extension)
 
-    caplog.set_level(logging.INFO, "peer.sync.engine.rounds")
+    caplog.set_level(logging.INFO, "peer.sync.engine.round.rounds")
     swarm(scenario)
-    rounds = [record.getMessage() for record in caplog.records if record.name == "peer.sync.engine.rounds"]
+    rounds = [record.getMessage() for record in caplog.records if record.name == "peer.sync.engine.round.rounds"]
     assert rounds and "total_samples=200" in rounds[-1]

@@ -5,9 +5,9 @@ import contextlib
 
 import pytest
 
-from peer.sync.engine import link
-from peer.sync.engine.link import LINK, MOST_PIECES, PIECE_BYTES, measure_link, serve_link
-from peer.sync.engine.streams import PeerLost, Refused
+from peer.sync.engine.net import link
+from peer.sync.engine.net.link import LINK, MOST_PIECES, PIECE_BYTES, measure_link, serve_link
+from peer.sync.engine.net.streams import PeerLost, Refused
 from tests.peer.sync.swarm_tools import Clock
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from peer.contracts import Member
 from peer.sync.engine.codec import WIRES, Wire
-from peer.sync.engine.local_work import OPEN, REBASED_ANCESTORS, Landing, LocalWork, NotFinite
 from peer.sync.engine.state import State, next_state
-from peer.sync.engine.swarm_sync import _News
+from peer.sync.engine.trainer.local_work import OPEN, REBASED_ANCESTORS, Landing, LocalWork, NotFinite
+from peer.sync.engine.trainer.swarm_sync import _News
 from peer.sync.parameters import Parameters
 from tests.peer.sync.swarm_tools import state_of
 

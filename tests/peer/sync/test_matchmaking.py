@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from peer.sync.engine import arrivals, matchmaking, points
-from peer.sync.engine.company import Company
-from peer.sync.engine.groups import MAX_WAIT_SECONDS, Standing, parse_answer, rank
-from peer.sync.engine.matchmaking import CALL, JOIN, Matchmaker, NoGroup
+from peer.sync.engine import points
+from peer.sync.engine.net.streams import Broken, Channel, PeerLost, Streams
+from peer.sync.engine.round import arrivals, matchmaking
+from peer.sync.engine.round.company import Company
+from peer.sync.engine.round.groups import MAX_WAIT_SECONDS, Standing, parse_answer, rank
+from peer.sync.engine.round.matchmaking import CALL, JOIN, Matchmaker, NoGroup
 from peer.sync.engine.state import Head, better
-from peer.sync.engine.streams import Broken, Channel, PeerLost, Streams
 from tests.peer.sync.swarm_tools import ticket, until
 
 

@@ -7,10 +7,10 @@ from torch import nn
 from peer.config import PeerConfig
 from peer.contracts import SyncContext
 from peer.rooms import load_part
-from peer.sync.engine import swarm_sync
-from peer.sync.engine.averaging import PARTS_OF_A_SENDER
 from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire
 from peer.sync.engine.memory import COUNTED_SENDERS, SIDECAR_BYTES, available_bytes, check_memory, host_bytes
+from peer.sync.engine.round.averaging import PARTS_OF_A_SENDER
+from peer.sync.engine.trainer import swarm_sync
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 

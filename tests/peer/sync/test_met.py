@@ -1,6 +1,6 @@
 import json
 
-from peer.sync.engine.met import Met
+from peer.sync.engine.round.met import Met
 
 
 def test_who_averaged_with_us_is_met_also_after_a_restart(tmp_path):

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from peer.sync.engine import neighbours
-from peer.sync.engine.neighbours import PATIENT_ATTEMPTS, UNREAD_PATIENCE_SECONDS, Neighbours
-from peer.sync.engine.presence import Presence
+from peer.sync.engine.net import neighbours
+from peer.sync.engine.net.neighbours import PATIENT_ATTEMPTS, UNREAD_PATIENCE_SECONDS, Neighbours
+from peer.sync.engine.net.presence import Presence
 from swarm.errors import UserError
 from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig

@@ -7,7 +7,7 @@ import torch
 
 from peer.contracts import Member
 from peer.sync.engine.state import next_state
-from peer.sync.engine.trainer import Progress
+from peer.sync.engine.trainer.trainer import Progress
 from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, make_run
 
 

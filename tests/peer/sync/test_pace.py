@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from peer.sync.engine.pace import FETCH_SECONDS, Credit, fetch_seconds
+from peer.sync.engine.transfer.pace import FETCH_SECONDS, Credit, fetch_seconds
 from tests.peer.sync.swarm_tools import Clock
 
 

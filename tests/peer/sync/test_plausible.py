@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.discarded import Discarded, discard
-from peer.sync.engine.disk import StateStore
-from peer.sync.engine.heads import Heads
-from peer.sync.engine.met import Met
-from peer.sync.engine.plausible import Plausible
+from peer.sync.engine.round.heads import Heads
+from peer.sync.engine.round.met import Met
+from peer.sync.engine.round.plausible import Plausible
 from peer.sync.engine.state import Head, Header, State, next_state
+from peer.sync.engine.transfer.discarded import Discarded, discard
+from peer.sync.engine.transfer.disk import StateStore
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import Clock, state_of

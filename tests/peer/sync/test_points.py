@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from peer.sync.engine import points
-from peer.sync.engine.streams import PeerLost
+from peer.sync.engine.net.streams import PeerLost
 
 KILLED = -9
 

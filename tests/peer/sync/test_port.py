@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from peer.sync.engine.port import Port, PortClosed
+from peer.sync.engine.trainer.port import Port, PortClosed
 from tests.peer.sync.swarm_tools import open_descriptors, shared_copy
 
 
@@ -70,7 +70,7 @@ def test_descriptors_above_1023_work(tmp_path):
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-from peer.sync.engine.port import Port
+from peer.sync.engine.trainer.port import Port
 ours, theirs = Port.pair()
 ours.send("hello")
 assert theirs.receive(1)[0] == "hello"

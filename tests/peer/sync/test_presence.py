@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from peer.sync.engine.presence import Presence, read_seconds
-from peer.sync.engine.status import seen_as
+from peer.sync.engine.net.presence import Presence, read_seconds
+from peer.sync.engine.round.status import seen_as
 from swarm.records import PHASES
 from swarm.run_config import RunConfig
 
@@ -34,7 +34,7 @@ def test_why_nobody_sees_this_peer_is_in_the_log_once_and_again_after_some_minut
         for _ in range(times):
             await presence.publish()
 
-    with caplog.at_level(logging.WARNING, logger="peer.sync.engine.presence"):
+    with caplog.at_level(logging.WARNING, logger="peer.sync.engine.net.presence"):
         asyncio.run(publish(59))
         assert caplog.messages == ["could not publish this peer's record: ConnectionError('p2pd does not answer')"]
         asyncio.run(publish(1))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from peer.sync.engine.promises import REFUSING_SECONDS, UNASKED_SECONDS, Promises
+from peer.sync.engine.transfer.promises import REFUSING_SECONDS, UNASKED_SECONDS, Promises
 from tests.peer.sync.swarm_tools import Clock
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine import replay
-from peer.sync.engine.averaging import Mean
-from peer.sync.engine.donors import Donor
-from peer.sync.engine.download import CHUNKS, PIECE_BYTES, Manifest
-from peer.sync.engine.replay import MeanStore
+from peer.sync.engine.round.averaging import Mean
 from peer.sync.engine.state import CHUNK_BYTES, Head, State, hash_chunks, mean_digest, next_state
-from peer.sync.engine.takeover import Replaying, Takeover
+from peer.sync.engine.transfer import replay
+from peer.sync.engine.transfer.donors import Donor
+from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Manifest
+from peer.sync.engine.transfer.replay import MeanStore
+from peer.sync.engine.transfer.takeover import Replaying, Takeover
 from swarm.tasks import end_tasks
 from tests.peer.sync.swarm_tools import Clock, held, holder, same, state_of, until
 

@@ -11,13 +11,13 @@ import torch
 from peer.contracts import Member
 from peer.metrics import NAMES
 from peer.sync import diloco, gradients, parameters
-from peer.sync.engine import arrivals
-from peer.sync.engine.averaging import RoundFailed
-from peer.sync.engine.matchmaking import CALL, NoGroup
-from peer.sync.engine.neighbours import PATIENT_ATTEMPTS
+from peer.sync.engine.net.neighbours import PATIENT_ATTEMPTS
+from peer.sync.engine.net.streams import Streams
+from peer.sync.engine.round import arrivals
+from peer.sync.engine.round.averaging import RoundFailed
+from peer.sync.engine.round.matchmaking import CALL, NoGroup
 from peer.sync.engine.state import Head, next_state
-from peer.sync.engine.streams import Streams
-from peer.sync.engine.trainer import Offer, Progress
+from peer.sync.engine.trainer.trainer import Offer, Progress
 from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, check_invariants, make_run, peers, settled_samples
 from tests.peer.sync.swarm_tools import state_of, until
 
@@ -183,7 +183,7 @@ def test_two_branches_become_one_by_the_rule(swarm):
 
 
 def test_alone_is_a_peer_only_after_a_whole_record_life(swarm, monkeypatch):
-    from peer.sync.engine import neighbours
+    from peer.sync.engine.net import neighbours
 
     monkeypatch.setattr(neighbours, "RECORD_LIFE_SECONDS", 4.0)
 

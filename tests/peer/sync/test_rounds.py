@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from peer.contracts import Member
-from peer.sync.engine.company import Company
-from peer.sync.engine.groups import Group
-from peer.sync.engine.matchmaking import NoGroup
-from peer.sync.engine.neighbours import Neighbours
-from peer.sync.engine.rounds import Rounds
+from peer.sync.engine.net.neighbours import Neighbours
+from peer.sync.engine.round.company import Company
+from peer.sync.engine.round.groups import Group
+from peer.sync.engine.round.matchmaking import NoGroup
+from peer.sync.engine.round.rounds import Rounds
 from swarm.records import PeerRecord
 from tests.peer.sync.replicas import make_run
 from tests.peer.sync.swarm_tools import Clock

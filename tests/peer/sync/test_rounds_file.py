@@ -3,8 +3,8 @@
 import json
 from types import SimpleNamespace
 
-from peer.sync.engine import rounds_file
-from peer.sync.engine.rounds_file import EARLIER, write_round
+from peer.sync.engine.round import rounds_file
+from peer.sync.engine.round.rounds_file import EARLIER, write_round
 
 
 def state(number):

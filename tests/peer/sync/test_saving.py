@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.disk import StateStore
 from peer.sync.engine.replica import SETTLE_SECONDS
-from peer.sync.engine.saving import Saver
 from peer.sync.engine.state import State, next_state
+from peer.sync.engine.transfer.disk import StateStore
+from peer.sync.engine.transfer.saving import Saver
 from swarm.errors import UserError
 from swarm.tasks import end_tasks
 from tests.peer.sync.swarm_tools import state_of, until

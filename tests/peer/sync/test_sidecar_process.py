@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from peer.sync.engine import sidecar as sidecar_room
-from peer.sync.engine import sidecar_process
-from peer.sync.engine.port import Port
-from peer.sync.engine.sidecar_process import SidecarProcess
+from peer.sync.engine.trainer import sidecar as sidecar_room
+from peer.sync.engine.trainer import sidecar_process
+from peer.sync.engine.trainer.port import Port
+from peer.sync.engine.trainer.sidecar_process import SidecarProcess
 
 ROOT = Path(__file__).resolve().parents[3]
 WRITES = """
 import sys, time
 from pathlib import Path
-from peer.sync.engine.port import inherited
+from peer.sync.engine.trainer.port import inherited
 port, silent = inherited(int(sys.argv[1])), sys.argv[2] == "silent"
 port.send("pulse")
 if sys.argv[2] == "dies":
@@ -90,7 +90,7 @@ def test_an_error_of_our_own_that_nobody_waited_for_is_told_aloud_and_hiveminds_
     exec(compile("def fails(): raise ValueError('ours')", sidecar_room.__file__, "exec"), ours)
     exec(compile("def fails(): json.loads('ours')", sidecar_room.__file__, "exec"), through_ours)
     exec(compile("def fails(): raise ValueError('theirs')", "/usr/lib/site-packages/hivemind/p2p.py", "exec"), theirs)
-    with caplog.at_level(logging.INFO, logger="peer.sync.engine.sidecar"):
+    with caplog.at_level(logging.INFO, logger="peer.sync.engine.trainer.sidecar"):
         for error in (raised(theirs), raised(ours), raised(through_ours), None):
             sidecar_room._tell_of(None, {"message": "Task exception was never retrieved", "exception": error})
     assert [(record.levelname, type(record.exc_info[1])) for record in caplog.records] == [("ERROR", ValueError), ("ERROR", json.JSONDecodeError)]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from peer.sync.engine.slots import DAWDLING_BYTES_PER_SECOND, MAX_DOWNLOADS, Slots
-from peer.sync.engine.streams import PeerLost
+from peer.sync.engine.net.streams import PeerLost
+from peer.sync.engine.transfer.slots import DAWDLING_BYTES_PER_SECOND, MAX_DOWNLOADS, Slots
 from tests.peer.sync.swarm_tools import Clock
 
 

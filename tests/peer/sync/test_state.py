@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.contracts import Member
-from peer.sync.engine.disk import StateStore
-from peer.sync.engine.settling import Settling
+from peer.sync.engine.round.settling import Settling
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State, better, next_state
+from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.errors import ExitCode, UserError
 from tests.peer.sync.swarm_tools import state_of
@@ -183,7 +183,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_states_intact(tmp_path):
 import resource, signal, sys, torch
 from pathlib import Path
 from peer.contracts import Member
-from peer.sync.engine.disk import StateStore
+from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.state import next_state
 from tests.peer.sync.swarm_tools import state_of
 from swarm.errors import run_program

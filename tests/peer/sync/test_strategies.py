@@ -14,9 +14,9 @@ from peer.contracts import Member
 from peer.rooms import load_part
 from peer.schedule import build_schedule
 from peer.sync.engine.codec import Wire
-from peer.sync.engine.local_work import Landing, LocalWork
 from peer.sync.engine.outer import RoundInfo
 from peer.sync.engine.state import State, next_state
+from peer.sync.engine.trainer.local_work import Landing, LocalWork
 from peer.sync.gradients import Gradients, bias_correction, clip_coefficient
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import state_of

@@ -9,9 +9,9 @@ import struct
 import msgpack
 import pytest
 
-from peer.sync.engine import streams as streams_module
-from peer.sync.engine.pipe import Pipe
-from peer.sync.engine.streams import Channel, PeerLost, Refused, Streams
+from peer.sync.engine.net import streams as streams_module
+from peer.sync.engine.net.pipe import Pipe
+from peer.sync.engine.net.streams import Channel, PeerLost, Refused, Streams
 from tests.peer.sync.swarm_tools import open_descriptors, until
 
 FRAME = struct.Struct("<II")

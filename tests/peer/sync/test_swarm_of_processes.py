@@ -17,8 +17,8 @@ import torch
 
 from peer import rooms
 from peer.contracts import Member, SyncReport
-from peer.sync.engine import swarm_sync
 from peer.sync.engine.state import first_state, next_state
+from peer.sync.engine.trainer import swarm_sync
 from peer.sync.engine.vectors import flatten
 from tests.peer.sync.toy_peer import build
 

@@ -13,7 +13,7 @@ import torch
 from peer.config import PeerConfig
 from peer.device import Rank, RankGroup
 from peer.joining import Joined
-from peer.sync.engine import swarm_sync
+from peer.sync.engine.trainer import swarm_sync
 from peer.sync.engine.vectors import flatten
 from peer.wiring import Launch, assemble
 from swarm.run_config import RunConfig

@@ -16,7 +16,7 @@ from torch import nn
 
 from peer.config import PeerConfig
 from peer.contracts import SyncContext
-from peer.sync.engine import sidecar_process
+from peer.sync.engine.trainer import sidecar_process
 from peer.sync.engine.vectors import flatten
 from swarm.errors import run_program
 from swarm.logs import setup_logging

@@ -1,0 +1,1 @@
+"""Streams between peers, and the signed records by which they find each other."""

@@ -1,0 +1,167 @@
+"""Being seen by the others and seeing them: our record and the run's are published, theirs are read, and those we lost are dialled."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Container, Coroutine
+from typing import Any
+
+from peer.sync.engine.net.address_book import AddressBook
+from peer.sync.engine.net.neighbours import Neighbours
+from peer.sync.engine.net.streams import PeerLost
+from swarm.budget import Budget
+from swarm.dht import SwarmNode
+from swarm.dialling import grounds
+from swarm.errors import UserError
+from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
+from swarm.run_config import RunConfig
+
+log = logging.getLogger(__name__)
+
+_RUN_RECORD_SECONDS = 60.0
+_NEWCOMER_SECONDS = 120.0
+_MEET_SECONDS = 15.0
+_DIALS_PER_SECOND, _DIALS_AT_ONCE = 0.1, 6
+"""Lost peers that are dialled, at up to three addresses each: 6 a minute after the first 6. They are a stranger's word."""
+_READ_PEERS_PER_SECOND = 20
+"""A look asks up to 20 nodes, and each answers with all records, of 1.6 kB each: 6 Mbit/s with 20 peers, 10 with 100 (docs/scale.md)."""
+
+
+def read_seconds(period: float, others: int) -> float:
+    """Seconds between two looks at `others` peers; period: as far apart as they may be."""
+    return min(period, max(1.0, others / _READ_PEERS_PER_SECOND))
+
+
+class Presence:
+    """record, run_record: what to publish now; rate: our samples per second; wake: called after each look at the others.
+
+    met: the peers that we have averaged with; of those that we lose they are dialled first.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        node: SwarmNode,
+        neighbours: Neighbours,
+        record: Callable[[tuple[str, ...]], PeerRecord],
+        run_record: Callable[[], RunRecord],
+        rate: Callable[[], float],
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        met: Container[str] = (),
+    ):
+        self._run, self._node, self._neighbours, self._record, self._run_record = run, node, neighbours, record, run_record
+        self._rate, self._wake, self._clock = rate, wake, clock
+        self._now, self._told_run = asyncio.Event(), -math.inf
+        self._began, self._warned, self._unsaid = clock(), False, 0
+        self.book, self._grounds = AddressBook(met), frozenset()
+        self._dials = Budget(_DIALS_PER_SECOND, _DIALS_AT_ONCE, clock)
+
+    def tasks(self) -> list[Callable[[], Awaitable[None]]]:
+        return [self._publish_forever, self._read_forever, self._watch_forever, self._meet_forever]
+
+    def publish_soon(self) -> None:
+        self._now.set()
+
+    def publish_run_soon(self) -> None:
+        """Those who cannot reach the host hear from us that the run goes on."""
+        self._told_run = -math.inf
+        self._now.set()
+
+    async def publish(self) -> None:
+        """Our record, with our addresses."""
+        await self._unless_deaf(self._publish_with_addresses())
+
+    async def publish_last(self) -> None:
+        """Before leaving: without our addresses, since nobody shall dial us."""
+        await self._unless_deaf(self._publish_record(()))
+
+    async def _unless_deaf(self, publishing: Coroutine[Any, Any, None]) -> None:
+        """A node that answers nothing any more is the watchdog's matter, but who looks at the log shall find why nobody sees this peer."""
+        try:
+            await asyncio.wait_for(publishing, RENEW_SECONDS)
+            self._unsaid = 0
+        except Exception as error:
+            self._unsaid += 1
+            log.log(logging.WARNING if self._unsaid in (1, 60) else logging.DEBUG, "could not publish this peer's record: %r", error)
+
+    async def _publish_with_addresses(self) -> None:
+        maddrs = tuple(await self._node.maddrs())
+        self._grounds = grounds(self._node.came_by, maddrs)
+        await self._publish_record(maddrs)
+
+    async def _publish_record(self, maddrs: tuple[str, ...]) -> None:
+        record = self._record(maddrs)
+        self._neighbours.say(record)
+        await self._node.publish(self._run.run_id, record)
+
+    def _period(self) -> float:
+        """Seconds between two looks at each other: a twentieth of a round, so that a round is not overrun by more than that."""
+        rate = self._rate() + sum(record.samples_per_second for record in self._neighbours.counted_upon())
+        return min(max(self._run.target_batch_size / rate / 20, 0.5), RENEW_SECONDS) if rate > 0 else 1.0
+
+    async def _publish_forever(self) -> None:
+        while True:
+            self._now.clear()
+            await self.publish()
+            if self._clock() >= self._told_run + _RUN_RECORD_SECONDS:
+                told, self._told_run = self._told_run, self._clock()
+                try:
+                    await asyncio.wait_for(self._node.publish_run(self._run_record()), RENEW_SECONDS)
+                except Exception:
+                    self._told_run = told
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._now.wait(), self._period())
+
+    async def _read_forever(self) -> None:
+        while True:
+            await asyncio.sleep(read_seconds(self._period(), len(self._neighbours.others())))
+            await self._neighbours.read()
+            self.book.see(self._neighbours.others(), self._grounds)
+            if self._neighbours.doubled:
+                self._refuse_our_double()
+            self._wake()
+
+    def _refuse_our_double(self) -> None:
+        """Of two with one identity each takes the other's contributions for its own, and what it trained itself for done. The newcomer gives way."""
+        what = (
+            f"Another peer of this run has this one's identity ({self._node.peer_id[-6:]}): a copy of its folder, or of the whole machine."
+        )
+        if self._clock() - self._began < _NEWCOMER_SECONDS:
+            raise UserError(
+                what, fix="Delete identity.key in this --output_dir (or where --identity_path says), and start again as a new peer."
+            )
+        if not self._warned:
+            self._warned = True
+            log.warning("%s It will give way; if it does not, delete its identity.key and start it again.", what)
+
+    async def _watch_forever(self) -> None:
+        """hivemind notices nothing of p2pd's death: end when it is gone or hangs, so that a new sidecar is started."""
+        failures = 0
+        while True:
+            if await self._node.ended_within(RENEW_SECONDS):
+                raise PeerLost("p2pd has ended")
+            failures = 0 if await self._node.alive() else failures + 1
+            if failures >= 2:
+                raise PeerLost("p2pd does not answer any more")
+
+    async def _meet_forever(self) -> None:
+        """Dial those we lost: hivemind forgets peers for good after a partition, and two halves would never meet again.
+
+        And those by whom we came: a dataset server that was started again knows nobody, and newcomers ask nobody else.
+        """
+        while True:
+            await asyncio.sleep(_MEET_SECONDS)
+            for maddrs in self._node.came_by:
+                await self._node.meet(maddrs)
+            await self._meet_lost()
+
+    async def _meet_lost(self) -> None:
+        """As many of them as the budget allows, each once."""
+        live = {record.peer_id for record in self._neighbours.others()}
+        for _ in range(len(self.book.addresses.keys() - live)):
+            if not self._dials.take():
+                return
+            await self._node.meet(self.book.next_lost(live))

@@ -1,0 +1,221 @@
+"""Messages between peers: a small msgpack header and a payload, over one libp2p stream of the swarm's p2pd.
+
+The transport authenticates the other end. Every read has a limit in bytes and a deadline; hivemind's own framing believes any length.
+"""
+
+import asyncio
+import collections
+import contextlib
+import logging
+import struct
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+import msgpack
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+
+from peer.sync.engine.net.bucket import Bucket
+from peer.sync.engine.net.pipe import Pipe
+from peer.sync.engine.state import MAX_HEADER_BYTES
+from swarm.dht import SwarmNode
+from swarm.places import place_of
+from swarm.unpacking import unpack
+
+log = logging.getLogger(__name__)
+
+_FRAME = struct.Struct("<II")
+_MAX_MESSAGE_HEADER_BYTES = MAX_HEADER_BYTES + (4 << 10)
+"""A state's header, and what is said beside it."""
+CONNECT_SECONDS = 10.0
+_END_SECONDS = 5.0
+_MOST_CULPRITS = 64
+_TAKE_SECONDS = 30.0
+"""In which the other end takes the last that was sent to it; on a slow link some MB may be on their way."""
+_STREAMS_PER_PEER = 16
+"""An honest peer needs half a dozen at once; more are refused, so that a thousand idle ones cost nobody memory."""
+
+
+class PeerLost(Exception):
+    """The other end is gone, silent, or does not keep to the protocol; the reason is for the log.
+
+    culprits: the peers that it is owed to, as whoever raises it saw or, if `hearsay`, was told; the other end of a stream that it
+    ends is told as much.
+    """
+
+    def __init__(self, reason: str = "", culprits: Collection[str] = (), *, hearsay: bool = False):
+        super().__init__(reason)
+        self.culprits, self.hearsay = tuple(culprits), hearsay
+
+
+class Refused(PeerLost):
+    """The other end answers, but does not want to; it said why."""
+
+
+class Malformed(PeerLost):
+    """What came is no message of ours, which no fault of a link makes it: the transport checks every byte."""
+
+
+class Broken(PeerLost):
+    """The stream ended without a word: who opened it may open another, which fails at once when the other end is gone."""
+
+
+class Channel:
+    """One stream to `peer`. Everything that goes wrong with it is a PeerLost. upload: what all streams together may send; None: all they can.
+
+    place: where it comes from, as `swarm.places` names it.
+    """
+
+    def __init__(self, peer: str, pipe: Pipe, upload: Bucket | None = None, place: str = ""):
+        self.peer, self._pipe, self._upload, self.place = peer, pipe, upload, place
+        self.sent = self.received = 0
+        """Bytes of messages so far, headers included."""
+
+    async def send(self, header: dict[str, Any], payload: bytes | memoryview = b"", *, seconds: float) -> None:
+        """Send one message; waits while the other end is slow. Raises PeerLost."""
+        packed = msgpack.packb(header)
+        head = _FRAME.pack(len(packed), len(payload)) + packed
+        if self._upload:
+            await self._upload.take(len(head) + len(payload))
+        try:
+            await self._pipe.send(head, payload, until=_until(seconds))
+        except OSError as error:
+            raise PeerLost(f"{self.peer[-6:]} takes nothing: {_name(error)}") from None
+        self.sent += len(head) + len(payload)
+        await asyncio.sleep(0)  # others have their turn, however fast the other end is
+
+    async def receive(self, *, max_payload: int = 0, seconds: float) -> tuple[dict[str, Any], bytes]:
+        """The next message. Raises PeerLost when it is late, too long, no message, or {"error": reason}."""
+        until = _until(seconds)
+        header, payload_bytes = await self._receive_header(max_payload, until)
+        return header, bytes(await self._take(payload_bytes, until))
+
+    async def receive_into(self, room: memoryview, *, seconds: float) -> tuple[dict[str, Any], int]:
+        """The next message, whose payload comes into the begin of `room`, and the payload's length. Raises PeerLost as `receive` does."""
+        until = _until(seconds)
+        header, payload_bytes = await self._receive_header(len(room), until)
+        await self._fill(room[:payload_bytes], until)
+        await asyncio.sleep(0)
+        return header, payload_bytes
+
+    async def _receive_header(self, max_payload: int, until: float) -> tuple[dict[str, Any], int]:
+        header_bytes, payload_bytes = _FRAME.unpack(await self._take(_FRAME.size, until))
+        if header_bytes > _MAX_MESSAGE_HEADER_BYTES or payload_bytes > max_payload:
+            raise Malformed(f"{self.peer[-6:]} announced {header_bytes} + {payload_bytes} bytes, at most {max_payload} are allowed")
+        try:
+            header = unpack(await self._take(header_bytes, until))
+        except ValueError:
+            raise Malformed(f"{self.peer[-6:]} sent no message of ours") from None
+        if not isinstance(header, dict):
+            raise Malformed(f"{self.peer[-6:]} sent no message of ours")
+        if "error" in header:
+            named = header.get("culprits")
+            culprits = [peer for peer in named[:_MOST_CULPRITS] if isinstance(peer, str)] if isinstance(named, list) else []
+            raise Refused(f"{self.peer[-6:]}: {str(header['error'])[:200]}", culprits, hearsay=header.get("hearsay") is True)
+        return header, payload_bytes
+
+    async def _take(self, count: int, until: float) -> bytearray:
+        data = bytearray(count)
+        await self._fill(memoryview(data), until)
+        return data
+
+    async def _fill(self, room: memoryview, until: float) -> None:
+        try:
+            await self._pipe.take(room, until)
+        except TimeoutError as error:
+            raise PeerLost(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
+        except (OSError, EOFError) as error:
+            raise Broken(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
+        self.received += len(room)
+
+    async def end(self, reason: str, culprits: Collection[str] = (), *, hearsay: bool = False) -> None:
+        """Tell the other end why this one goes, and to whom that is owed."""
+        message = {"error": reason, "culprits": list(culprits)[:_MOST_CULPRITS], "hearsay": hearsay}
+        with contextlib.suppress(PeerLost):
+            await self.send(message, seconds=_END_SECONDS)
+            await self.hung_up(_END_SECONDS)
+
+    async def hung_up(self, seconds: float) -> None:
+        """Let the other end hang up first, which it does when it has what it wants; if it does not, the stream is closed all the same.
+
+        p2pd resets a stream that is closed here, often before what was sent last has arrived (seen once in 150 averages).
+        """
+        with contextlib.suppress(OSError):
+            await self._pipe.hung_up(_until(seconds))
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+Handler = Callable[[Channel], Awaitable[None]]
+
+
+class Streams:
+    """Opens and serves streams by name on a node."""
+
+    def __init__(self, node: SwarmNode, upload: Bucket | None = None):
+        self._node, self.peer_id, self._upload = node, node.peer_id, upload
+        self._serving: dict[asyncio.Task, str] = {}  # and whom; asyncio itself holds a task only weakly
+        self.mishaps: collections.Counter[str] = collections.Counter()
+        """Handlers, by the name of their streams, that ended in an error which is nobody's PeerLost: faults of ours."""
+
+    async def open(self, peer: str, name: str) -> Channel:
+        """Raises PeerLost when `peer` cannot be reached in time."""
+        writer = None
+        try:
+            # Not `call_binary_stream_handler`: it leaves the connection to p2pd open for good whenever the dial fails (seen).
+            reader, writer = await asyncio.open_unix_connection(self._node.p2p.daemon_listen_maddr["unix"])
+            await asyncio.wait_for(_dial(reader, writer, peer, name), CONNECT_SECONDS)
+            return Channel(peer, Pipe(reader, writer), self._upload)
+        except BaseException as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
+            if writer is not None:
+                writer.close()
+            if not isinstance(error, Exception):
+                raise
+            raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
+
+    async def serve(self, name: str, handler: Handler) -> None:
+        """Answer streams called `name`; a handler's PeerLost ends its stream, telling the other end why."""
+
+        async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                channel = Channel(info.peer_id.to_base58(), Pipe(reader, writer), self._upload, place_of(info.addr))
+            except OSError as error:  # no descriptor is left
+                log.warning("%s from %s failed: %s", name, info.peer_id.to_base58()[-6:], error)
+                return writer.close()
+            self._serving[task := asyncio.current_task()] = channel.peer
+            try:
+                if list(self._serving.values()).count(channel.peer) > _STREAMS_PER_PEER:
+                    raise PeerLost("too many streams at once")
+                await handler(channel)
+                await channel.hung_up(_TAKE_SECONDS)
+            except PeerLost as error:
+                log.debug("%s: %s", name, error)
+                await channel.end(str(error), error.culprits, hearsay=error.hearsay)
+            except Exception as error:
+                self.mishaps[name] += 1
+                log.warning("%s from %s failed: %r", name, channel.peer[-6:], error, exc_info=True)
+                await channel.end("internal error")
+            finally:
+                channel.close()
+                del self._serving[task]
+
+        await self._node.p2p.add_binary_stream_handler(name, handle)
+
+
+async def _dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, name: str) -> None:
+    """Ask p2pd to turn this connection into a stream to `peer`."""
+    opening = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[name])
+    await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening))
+    answer = p2pd_pb2.Response()
+    await read_pbmsg_safe(reader, answer)
+    raise_if_failed(answer)
+
+
+def _until(seconds: float) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+def _name(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,1 @@
+"""One attempt at a round, and who takes part in it."""

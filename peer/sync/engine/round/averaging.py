@@ -1,0 +1,478 @@
+"""Exact all-reduce: each reducer averages one share of the vector, encodes the average once, and sends the same bytes to all.
+
+All or nothing: a part that is not averaged over ALL members fails the round at whoever misses it. No peer ever adopts a mixed
+average, and every peer that finishes holds the same bytes (stock hivemind returns differences, compressed for each sender).
+
+Memory of one round: the encoded contribution and the encoded mean, and at a reducer PARTS_OF_A_SENDER of each sender; no float copy of
+more than one part.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from peer.sync.engine import points
+from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, square_norm
+from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
+from peer.sync.engine.round.groups import Group
+from peer.sync.engine.vectors import Reused
+from swarm.tasks import end_tasks
+
+log = logging.getLogger(__name__)
+
+REDUCE = "distributed-diffusion.reduce.3"
+PART_SECONDS = 30.0
+_WINDOW = 8
+PARTS_OF_A_SENDER = _WINDOW + 1
+"""So many of a member's parts a reducer holds at most: those that wait for others', and one on its way."""
+_SLOWEST_BYTES_PER_SECOND = 125_000
+_LARGEST_SQUARE = 2.0**1000
+"""Of a part: no sum of a state's 3,280 parts (SD 1.5) overflows, and float32's largest values stay far below."""
+_KNOWN_SOON_SECONDS = 10.0
+COME_SECONDS = 15.0
+"""Every member has dialled every reducer by then, or it died after the group was closed and nobody need wait longer."""
+_REMEMBERED_FAILURES = 8
+_EXPLAINED_SECONDS = 1.0
+"""Whoever gives up because of another says so within that, on the streams of its own share."""
+
+
+class RoundFailed(Exception):
+    """The average is incomplete at this peer; whether others have it, their heads tell.
+
+    culprits: whom we saw cause it; slow: those of them that went away without a word, as the honest may; told: a reducer's word about
+    others, None if there is none. at_once: whether the next attempt need not wait, since somebody will not be in it.
+    """
+
+    silent: frozenset[str] = frozenset()
+
+    def __init__(self, reason: str, culprits: Collection[str] = (), slow: Collection[str] = (), told: "_Told | None" = None):
+        super().__init__(reason)
+        self.culprits, self.slow, self.told = frozenset(culprits), frozenset(slow), told
+        self.at_once = bool(culprits)
+
+
+class _Told(PeerLost):
+    """A reducer failed, and said to whom that is owed: a word against a word."""
+
+    def __init__(self, reason: str, accuser: str, accused: Collection[str], *, hearsay: bool):
+        super().__init__(reason, accused, hearsay=hearsay)
+        self.accuser = accuser
+
+
+class _Gone(PeerLost):
+    """Somebody's stream ended without a word. It may be dead, or have given up for a reason that it tells on another stream."""
+
+
+@dataclass(frozen=True)
+class Strangers:
+    """Who in a group has less time than the others: `seconds` for its first word, and for each part, as far as its link may be
+    as slow as documented."""
+
+    peers: frozenset[str] = frozenset()
+    seconds: float = PART_SECONDS
+
+    def for_part(self, wire: Wire, reducers: int) -> float:
+        largest = max((part.num_bytes for part in wire.parts), default=0)
+        return min(self.seconds + largest * reducers / _SLOWEST_BYTES_PER_SECOND, PART_SECONDS)
+
+
+@dataclass
+class Traffic:
+    """Bytes that this peer sent and received, headers included, and the seconds from the group to the whole average.
+
+    `up` still grows while slower members take the last of our averages.
+    """
+
+    up: int = 0
+    down: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mean:
+    """encoded: the weighted mean, (wire.num_bytes,) uint8. square_norm: the sum of squares of its decoded values, as the reducers
+    worked it out; the same bits at every member, which no sum over a whole vector at each peer would be."""
+
+    encoded: Tensor
+    square_norm: float
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+
+
+class Averager:
+    """Averages vectors that travel by `wire` within groups."""
+
+    def __init__(self, peer_id: str, streams: Streams, wire: Wire):
+        self._peer_id, self._streams, self._wire = peer_id, streams, wire
+        self.memory = Reused(wire.num_bytes)
+        """Of encoded means."""
+        self._reductions: dict[str, _Reduction] = {}
+        self._failed: dict[str, PeerLost] = {}
+        """Groups whose share we have given up, the last few: a member that dials us only now is told why."""
+        self._announced = asyncio.Condition()
+
+    async def start(self) -> None:
+        await self._streams.serve(REDUCE, self._serve)
+
+    async def average(self, group: Group, mine: Tensor | None, strangers: Strangers | None = None) -> Mean:
+        """The mean, weighted by samples, of all members' vectors. Raises RoundFailed.
+
+        mine: our vector, encoded, (num_bytes,) uint8; None at a reducer that is no member.
+        """
+        assert (mine is not None) == any(member.peer == self._peer_id for member in group.members)
+        began = time.monotonic()
+        run = _Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts), strangers or Strangers())
+        shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
+        own, reduction, failure = shares.pop(self._peer_id, []), None, PeerLost("it left")
+        run.missing = {reducer: len(share) for reducer, share in shares.items() if share}
+        tasks = exchanges = [asyncio.create_task(self._exchange(reducer, share, run)) for reducer, share in shares.items() if share]
+        if own:
+            reduction = self._reductions[group.id] = _Reduction(run, [self._wire.parts[index] for index in own], own, self._wire)
+            jobs = self._reduce_own(reduction, run), reduction.fail_unless_all_come(), self._hurry_strangers(reduction, run)
+            tasks = [*(asyncio.create_task(job) for job in jobs), *exchanges]
+        try:
+            await _all(tasks, 60 + 2 * self._wire.num_bytes / _SLOWEST_BYTES_PER_SECOND)
+            failure = None
+        except (PeerLost, ValueError, asyncio.TimeoutError) as error:
+            failure = await _explanation(self._as_lost(error, run, reduction), exchanges)
+            raise self._round_failed(failure) from None
+        finally:
+            # Whoever still takes averages from us does so in a handler of its own, which this does not end; whoever waits for one
+            # that will not be, also because we were cancelled, need not sit out its deadline.
+            if reduction is not None:
+                self._reductions.pop(group.id, None)
+                if failure is not None:
+                    self._give_up(group.id, reduction, failure)
+            await end_tasks(*tasks)
+        run.traffic.seconds = time.monotonic() - began
+        return Mean(run.result, add_up(run.squares), run.traffic)
+
+    def _as_lost(self, error: Exception, run: "_Run", reduction: "_Reduction | None") -> PeerLost:
+        if isinstance(error, PeerLost):
+            return error
+        if isinstance(error, ValueError):
+            return PeerLost(str(error))
+        return PeerLost("it took too long", run.missing.keys() | (reduction.late() if reduction is not None else set()))
+
+    def _round_failed(self, failure: PeerLost) -> RoundFailed:
+        if isinstance(failure, _Told):
+            return RoundFailed(str(failure), told=failure)
+        culprits = set(failure.culprits) - {self._peer_id}
+        return RoundFailed(str(failure), culprits, culprits if isinstance(failure, _Gone) else ())
+
+    def _give_up(self, group_id: str, reduction: "_Reduction", failure: PeerLost) -> None:
+        """Tell all who take our share why there is none: what we were told or can only guess, as such."""
+        lost = PeerLost(f"{self._peer_id[-6:]} gave up: {failure}", failure.culprits, hearsay=isinstance(failure, _Told | _Gone))
+        reduction.fail(lost)
+        self._failed[group_id] = lost
+        while len(self._failed) > _REMEMBERED_FAILURES:
+            del self._failed[next(iter(self._failed))]
+
+    async def _hurry_strangers(self, reduction: "_Reduction", run: "_Run") -> None:
+        """When all members' parts of our own share were there, a reducer that we have not met has them as well: it gives its next mean
+        soon, or fails the round. Raises PeerLost."""
+        await reduction.whole()
+        loop = asyncio.get_running_loop()
+        began, seconds = loop.time(), run.strangers.for_part(self._wire, len(run.group.reducers))
+        while waited := {peer: max(run.last_mean.get(peer, 0.0), began) for peer in run.missing if peer in run.strangers.peers}:
+            if slow := sorted(peer for peer, since in waited.items() if loop.time() >= since + seconds):
+                raise PeerLost(f"{_names(slow)} gave no mean for {seconds:.0f} s", slow)
+            await asyncio.sleep(min(waited.values()) + seconds - loop.time())
+
+    async def _reduce_own(self, reduction: "_Reduction", run: "_Run") -> None:
+        if run.mine is not None:
+            reduction.came(self._peer_id)
+        async with self._announced:
+            self._announced.notify_all()
+        for index, part in enumerate(reduction.parts):
+            if run.mine is not None:
+                reduction.add(self._peer_id, index, part.bytes_of(run.mine))
+            await reduction.mean(index)
+
+    async def _exchange(self, reducer: str, share: Sequence[int], run: "_Run") -> None:
+        """Send our part of a reducer's share to it, and take the averages back, both at once."""
+        try:
+            channel = await self._streams.open(reducer, REDUCE)
+            with contextlib.closing(channel):
+                await self._talk(channel, share, run)
+        except Refused as error:
+            accused = [peer for peer in error.culprits if peer != reducer]
+            if accused or error.hearsay:
+                raise _Told(str(error), reducer, accused, hearsay=error.hearsay) from None
+            raise PeerLost(str(error), [reducer]) from None  # it fails its share and names nobody: itself, then
+        except Broken as error:
+            raise _Gone(str(error), [reducer]) from None
+        except PeerLost as error:
+            raise PeerLost(str(error), [reducer]) from None
+
+    async def _talk(self, channel: Channel, share: Sequence[int], run: "_Run") -> None:
+        parts = self._wire.parts
+
+        async def send() -> None:
+            for count, index in enumerate(share if run.mine is not None else ()):
+                await channel.send({}, memoryview(parts[index].bytes_of(run.mine).numpy()), seconds=PART_SECONDS)
+                await points.part_sent(count, len(share), self._peer_id)
+
+        # The reducer gives up before us, and tells us because of whom; a stranger may be believed to wait for a member, but not for long.
+        is_stranger = channel.peer in run.strangers.peers
+        patience = run.strangers.for_part(self._wire, len(run.group.reducers)) if is_stranger else PART_SECONDS
+
+        async def receive() -> None:
+            for index in share:
+                room = parts[index].bytes_of(run.result)
+                header = await _receive(channel, parts[index], room, COME_SECONDS + patience)
+                run.squares[index] = _square(header, channel.peer)
+                run.got_mean(channel.peer)
+
+        tasks = []
+        try:
+            await channel.send({"group": run.group.id}, seconds=CONNECT_SECONDS)
+            sending, receiving = asyncio.create_task(send()), asyncio.create_task(receive())
+            tasks = [receiving, sending]
+            await _all(tasks)
+        finally:
+            await end_tasks(*tasks)
+            run.count(channel)
+
+    async def _serve(self, channel: Channel) -> None:
+        """Take a member's parts of our share, and give it the averages."""
+        request, _ = await channel.receive(seconds=CONNECT_SECONDS)
+        reduction = await self._reduction(str(request.get("group")))
+        reduction.came(channel.peer)
+
+        async def take() -> None:
+            # The same memory again and again.
+            room = torch.empty(PARTS_OF_A_SENDER, max(part.num_bytes for part in reduction.parts), dtype=torch.uint8)
+            for index, part in enumerate(reduction.parts if channel.peer in reduction.senders else ()):
+                data = room[index % len(room)][: part.num_bytes]
+                await _receive(channel, part, data, PART_SECONDS, whole=False)  # decoding it checks its values
+                reduction.add(channel.peer, index, data)
+                if index >= _WINDOW:
+                    await reduction.mean(index - _WINDOW)
+
+        async def give() -> None:
+            for index in range(len(reduction.parts)):
+                data, square = await reduction.mean(index)
+                await channel.send({"square": square}, memoryview(data.numpy()), seconds=PART_SECONDS)
+
+        taking, _ = tasks = [asyncio.create_task(take()), asyncio.create_task(give())]
+        try:
+            await _all(tasks)
+        finally:
+            await end_tasks(*tasks)
+            reduction.run.count(channel)
+            reasons = [task.exception() for task in tasks if not task.cancelled() and task.exception()]
+            # A member whose parts are all here is in the average, even if it takes nothing back.
+            if taking.cancelled() or taking.exception():
+                reduction.fail(_fell_out(channel.peer, reasons[0] if reasons else None))
+
+    async def _reduction(self, group_id: str) -> "_Reduction":
+        # A member may hear of the group, and dial us, a moment before the leader's message reaches us.
+        if group_id in self._failed:
+            raise self._failed[group_id]
+        try:
+            async with self._announced:
+                await asyncio.wait_for(self._announced.wait_for(lambda: group_id in self._reductions), _KNOWN_SOON_SECONDS)
+            return self._reductions[group_id]
+        except (asyncio.TimeoutError, KeyError):
+            raise PeerLost("unknown group") from None
+
+
+@dataclass
+class _Run:
+    """One average on its way: what goes in, and what has come of it so far."""
+
+    group: Group
+    mine: Tensor | None
+    result: Tensor
+    squares: list[float]
+    """Of each part of the mean."""
+    strangers: Strangers = field(default_factory=Strangers)
+    missing: dict[str, int] = field(default_factory=dict)
+    """Reducer -> how many means it still owes us."""
+    last_mean: dict[str, float] = field(default_factory=dict)
+    """Reducer -> when it gave us its last one, by the loop's clock."""
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def got_mean(self, reducer: str) -> None:
+        self.last_mean[reducer] = asyncio.get_running_loop().time()
+        self.missing[reducer] -= 1
+        if not self.missing[reducer]:
+            del self.missing[reducer]
+
+    def count(self, channel: Channel) -> None:
+        self.traffic.up += channel.sent
+        self.traffic.down += channel.received
+
+
+class _Reduction:
+    """Our share within one group: parts come in from all members, each average is made once when its last part is there."""
+
+    def __init__(self, run: _Run, parts: Sequence[Part], indices: Sequence[int], wire: Wire):
+        self.run, self.parts, self._indices = run, parts, indices
+        self._strangers = run.strangers.peers
+        self._strangers_come_seconds = min(run.strangers.seconds, COME_SECONDS)
+        self._strangers_part_seconds = run.strangers.for_part(wire, len(run.group.reducers))
+        members = run.group.members
+        self.senders = {member.peer for member in members}
+        self._takers = self.senders | set(run.group.reducers)
+        self._came: set[str] = set()
+        self._all_came = asyncio.Event()
+        self._weights = {member.peer: member.samples / run.group.samples for member in members}
+        # Kept for all parts: fresh memory for each would be page faults.
+        self._scratch = torch.empty(2, PART_ELEMENTS)
+        self._received: list[dict[str, Tensor]] = [{} for _ in parts]
+        self._means = [asyncio.get_running_loop().create_future() for _ in parts]
+
+    def came(self, peer: str) -> None:
+        """`peer` wants to send its parts and take the averages, which it may do once. Raises PeerLost."""
+        if peer not in self._takers:
+            raise PeerLost("not a member of this group")
+        if peer in self._came:
+            raise PeerLost("sending already")
+        self._came.add(peer)
+        if self._came >= self.senders:
+            self._all_came.set()
+
+    async def fail_unless_all_come(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for seconds, awaited in ((self._strangers_come_seconds, self._strangers), (COME_SECONDS, self.senders)):
+            with contextlib.suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(self._all_came.wait(), began + seconds - loop.time())
+            if absent := sorted((self.senders & awaited) - self._came):
+                return self.fail(PeerLost(f"{_names(absent)} did not come", absent))
+
+    def add(self, peer: str, index: int, data: Tensor) -> None:
+        """One encoded part of one member, of the right length."""
+        if self._means[index].done():
+            return
+        self._received[index][peer] = data
+        if len(self._received[index]) == len(self.senders):
+            try:
+                self._means[index].set_result(self._average(index))
+            except PeerLost as error:
+                self.fail(error)
+            except ValueError as error:
+                self.fail(PeerLost(f"the average has {error}"))
+            self._received[index] = {}
+
+    async def mean(self, index: int) -> tuple[Tensor, float]:
+        """The encoded average of one part, and its sum of squares. Raises PeerLost when it cannot be had any more."""
+        future, loop = self._means[index], asyncio.get_running_loop()
+        began = loop.time()
+        for seconds, awaited in ((self._strangers_part_seconds, self._strangers), (PART_SECONDS, self.senders)):
+            if not future.done():
+                await asyncio.wait([future], timeout=began + seconds - loop.time())
+            # Of peers that we have met, a part may take longer, and a stranger's may be held up by nothing but that.
+            missing = sorted(self.senders - self._received[index].keys())
+            if not future.done() and awaited.issuperset(missing):
+                self.fail(PeerLost(f"{_names(missing)} sent no part for {seconds:g} s", missing))
+        return future.result()
+
+    async def whole(self) -> None:
+        """Wait until all parts are averaged, or none will be any more."""
+        await asyncio.wait(self._means)
+
+    def late(self) -> set[str]:
+        """Those whose parts are still missing."""
+        open_parts = [received for received, mean in zip(self._received, self._means, strict=True) if not mean.done()]
+        return {peer for received in open_parts for peer in self.senders - received.keys()}
+
+    def fail(self, lost: PeerLost) -> None:
+        for future in self._means:
+            if not future.done():
+                future.set_exception(lost)
+                future.exception()  # nobody need be waiting for it
+        self._received = [{} for _ in self.parts]
+
+    def _average(self, index: int) -> tuple[Tensor, float]:
+        part = self.parts[index]
+        total, values = self._scratch[:, : part.end - part.start]
+        for count, peer in enumerate(sorted(self.senders)):
+            into = values if count else total
+            try:
+                part.decode(self._received[index][peer], into)
+            except ValueError as error:
+                raise PeerLost(f"{peer[-6:]} sent {error}", [peer]) from None
+            into.mul_(self._weights[peer])
+            if count:
+                total.add_(into)
+        encoded = part.encode(total, part.bytes_of(self.run.result))
+        # Decoding checks it: finite values may add up to more than a float holds.
+        square = self.run.squares[self._indices[index]] = square_norm(part.decode(encoded, values))
+        return encoded, square
+
+
+def _fell_out(peer: str, error: BaseException | None) -> PeerLost:
+    """What becomes of a share of which a member's parts will not come."""
+    reason = f"{peer[-6:]} fell out: {error or 'we are closing'}"
+    if error is None:
+        return PeerLost(reason)
+    return _Gone(reason, [peer], hearsay=True) if isinstance(error, Broken) else PeerLost(reason, [peer])
+
+
+async def _explanation(failure: PeerLost, exchanges: Collection[asyncio.Task]) -> PeerLost:
+    """Why the round failed, where `failure` leaves that open: who went away may yet be heard to have done so because of another."""
+    loop = asyncio.get_running_loop()
+    until, open_ = loop.time() + _EXPLAINED_SECONDS, set(exchanges)
+    while _doubt(failure) and open_ and loop.time() < until:
+        done, open_ = await asyncio.wait(open_, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+        reasons = [task.exception() for task in done if not task.cancelled()]
+        failure = min([failure, *(reason for reason in reasons if isinstance(reason, PeerLost))], key=_doubt)
+    return failure
+
+
+def _doubt(failure: PeerLost) -> int:
+    """None where somebody was seen at fault, or is named by one who saw it; more where one went away; most where others only heard."""
+    if isinstance(failure, _Told):
+        return 2 if failure.hearsay else 0
+    return 1 if isinstance(failure, _Gone) else 0
+
+
+def _names(peers: Collection[str]) -> str:
+    return ", ".join(peer[-6:] for peer in peers)
+
+
+def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:
+    """Which parts each reducer averages: consecutive ones, by integers that every peer repeats; as nearly equal in bytes as parts allow."""
+    shares: list[list[int]] = [[] for _ in range(reducers)]
+    total = parts[-1].stop if parts else 0
+    for index, part in enumerate(parts):
+        shares[(part.begin + part.stop) * reducers // (2 * total)].append(index)
+    return shares
+
+
+async def _receive(channel: Channel, part: Part, room: Tensor, seconds: float, *, whole: bool = True) -> dict:
+    """One encoded part into `room`, its length checked, and its values if `whole`; the message's header. Raises PeerLost."""
+    header, count = await channel.receive_into(memoryview(room.numpy()), seconds=seconds)
+    try:
+        (part.check if whole else part.check_length)(room[:count])
+    except ValueError as error:
+        raise PeerLost(f"{channel.peer[-6:]} sent {error}") from None
+    return header
+
+
+def _square(header: dict, peer: str) -> float:
+    square = header.get("square")
+    if not isinstance(square, float) or not 0 <= square <= _LARGEST_SQUARE:
+        raise PeerLost(f"{peer[-6:]} sent {str(square)[:40]} for a sum of squares")
+    return square
+
+
+async def _all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:
+    """Wait for all of them. Raises the error of a task; of several, that of the first in the list. After `seconds` it raises TimeoutError.
+
+    Not `wait_for`: cancelled while a stream breaks, it leaves an error behind that nobody hears, and asyncio shouts about it.
+    """
+    _, late = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for task in tasks:
+        if task.done():
+            task.result()
+    if late:
+        raise asyncio.TimeoutError

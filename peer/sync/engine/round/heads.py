@@ -1,0 +1,316 @@
+"""Which state is right, when others sign another one than ours: decided by those whom we have met, not by what a state says of itself.
+
+A state is numbers that anybody can make up, and naming ours as its ancestor proves nothing. So a state that we did not make counts by
+who stands behind it: live peers that averaged with us before (met.py). docs/protocol.md, "Which state is right", says why all honest
+peers come to one answer, and what a stranger, or one whom we have met, can still do.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from peer.sync.engine.round.groups import Group
+from peer.sync.engine.round.lineage import Lineage
+from peer.sync.engine.round.met import Met
+from peer.sync.engine.state import Head, Header, State, better
+from swarm.records import AVERAGING, JOINING, RENEW_SECONDS, PeerRecord
+
+SIGNERS_NEEDED = 2
+"""Of a descendant of our state that was not made with us: one peer that we have met may lie."""
+DESERTED_SECONDS = 30.0
+"""Once nobody that we have met has stood where we stand for so long, one signer of a descendant is enough: a second may never come."""
+_CALLS_KEPT, _GROUPS_KEPT = 16, 4
+_MOST_STRANGERS = 32
+"""The longest seen, of those that vote where nobody that we have met is live: a look compares all of them with each other."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A live peer's own word about where it stands."""
+
+    peer: str
+    head: Head
+    votes: bool = True
+    """False: it has only just come, or come back, and stands wherever it stood before."""
+    backers: int = 1
+    """How many live peers whom it has met stand with it, itself included."""
+    leads: bool = True
+    """Whether others can dial it: only such a peer leads a round."""
+    stays: bool = True
+    """False: it averages, and where it stands says nothing against the state that may come of that."""
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One look at what live peers sign. claims: of all others; voters: of those that we have met or, if none of them is live, of everybody."""
+
+    ours: Head
+    from_base: bool
+    """Whether ours is the run's first state, from which every other one descends."""
+    claims: Collection[Claim]
+    voters: Collection[Claim]
+    met: bool
+    """Whether we have met the voters."""
+    lineage: Lineage
+    one_is_enough: Callable[[Head, Collection[Claim]], bool]
+    """Whether these few signers, met, are enough for a descendant of ours."""
+    we_lead: bool = True
+    backers: int = 1
+    """What our own record says: the others compare with that number."""
+
+    def right(self) -> dict[Head, set[str]]:
+        """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
+        right = sorted((head for head in self._candidates() if self.is_right(head)), key=self._rank)
+        if not right:
+            return {}
+        # Of a lineage in motion most have signed what is older: what most sign comes first, then the newest that descends from it.
+        best = min((head for head in right if self.lineage.descends(head, right[0])), key=self._newest, default=right[0])
+        ordered = [best, *(head for head in right if head != best)]
+        return {head: {claim.peer for claim in self.claims if claim.head == head} for head in ordered}
+
+    def _candidates(self) -> list[Head]:
+        """What voters stand on, and is no ancestor of ours. Of one state of which several tell different things, what most say."""
+        said: dict[str, Head] = {}
+        for head, _ in Counter(claim.head for claim in self.voters).most_common():
+            said.setdefault(head.digest, head)
+        # Nobody goes back to the base model, however many have just come and stand there; who has nothing takes that, too.
+        others = [head for head in said.values() if head.digest != self.ours.digest and (head.samples or not self.ours.digest)]
+        return [head for head in others if not self.lineage.descends(self.ours, head)]
+
+    def is_right(self, head: Head) -> bool:
+        """Whether `head`, which is not an ancestor of ours, is to be preferred to ours."""
+        if self.from_base or self.lineage.descends(head, self.ours):
+            return self._is_a_right_descendant(head)
+        if self.met and not self._anybody_votes:
+            return better(head, self.ours)
+        theirs, us = self._weight(head, self.ours, 0), self._weight(self.ours, head, 1)
+        if theirs != us or not us:
+            return theirs > us
+        # Of three that met in pairs only, two would else stay here and one there for ever.
+        theirs, us = self._company(head, self.ours, 0), self._company(self.ours, head, 1)
+        return theirs > us or (theirs == us and better(head, self.ours))
+
+    @property
+    def _anybody_votes(self) -> bool:
+        """False after a power cut: all have just come back, and what one of them has is better than nothing."""
+        return any(claim.votes for claim in self.voters)
+
+    def _is_a_right_descendant(self, head: Head) -> bool:
+        signers = self._signers(head)
+        if self.met:
+            return bool(signers) and (len(signers) >= self._needed(signers) or self.one_is_enough(head, signers))
+        others = [claim for claim in self.voters if claim not in signers]
+        if len(signers) > len(others):
+            return True
+        # A newcomer beside one that committed and one that still averages, however long: no third word would ever come.
+        if len(signers) == len(others) and not any(claim.stays or self.lineage.descends(claim.head, self.ours) for claim in others):
+            return True
+        # Whoever begins must begin somewhere, also while the others are of several minds.
+        return self.from_base and head == min(self._candidates(), key=self._rank, default=None)
+
+    def _needed(self, signers: Collection[Claim]) -> int:
+        """Where no round can be led but by those that sign, a second signer cannot come: they reduce every part of a round anyway."""
+        others_lead = self.we_lead or any(claim.leads for claim in self.voters if claim not in signers)
+        return min(SIGNERS_NEEDED, len(self.voters)) if others_lead and self._anybody_votes else 1
+
+    def _rank(self, head: Head) -> tuple:
+        """The smaller, the better."""
+        return -len(self._signers(head)), *self._newest(head)
+
+    def _newest(self, head: Head) -> tuple:
+        """The smaller, the better."""
+        return -head.samples, head.digest
+
+    def _signers(self, head: Head) -> list[Claim]:
+        """The voters that stand on it, or on a state after it."""
+        return [claim for claim in self.voters if self._on_or_after(claim.head, head)]
+
+    def _on_or_after(self, head: Head, tip: Head) -> bool:
+        return head.digest == tip.digest or self.lineage.descends(head, tip)
+
+    def _stands_on(self, head: Head, tip: Head, other: Head) -> bool:
+        """Whether `head` is on the branch of `tip`: after it, or before it but after the branch of `other` parted from it."""
+        return self._on_or_after(head, tip) or (self.lineage.descends(tip, head) and not self._on_or_after(other, head))
+
+    @property
+    def deserted(self) -> bool:
+        """Whether those that we have met have all left our state, and one of them for what descends from it."""
+        heads = [claim.head for claim in self.voters]
+        here = any(head.digest == self.ours.digest for head in heads)
+        return self.met and not here and any(self.lineage.descends(head, self.ours) for head in heads)
+
+    def is_shared(self, head: Head) -> bool:
+        """Whether a voter is on our branch, and not on that of `head`."""
+        return any(self._stands_on(claim.head, self.ours, head) for claim in self.voters)
+
+    def _weight(self, tip: Head, other: Head, ourselves: int) -> int:
+        """How many voters stand on the branch of `tip`. Two of them speak for those whom they have met since the branches parted.
+
+        Else two halves that each found company meanwhile would both be sure that they are more.
+        """
+        votes = [claim for claim in self.voters if self._stands_on(claim.head, tip, other)]
+        if not self.met or len(votes) < SIGNERS_NEEDED:
+            return len(votes) + ourselves
+        vouched = sorted(claim.backers for claim in votes)[-SIGNERS_NEEDED]
+        return max(len(votes) + ourselves, min(vouched, self._live(tip, other) + ourselves))
+
+    def _company(self, tip: Head, other: Head, ourselves: int) -> int:
+        """How many stand on the branch of `tip` by the word of a single voter. Between equals it may decide: samples, which do else, are its word, too."""
+        votes = [claim for claim in self.voters if self._stands_on(claim.head, tip, other)]
+        vouched = max([claim.backers for claim in votes] + [self.backers] * ourselves, default=0) if self.met else 0
+        return max(len(votes) + ourselves, min(vouched, self._live(tip, other) + ourselves))
+
+    def _live(self, tip: Head, other: Head) -> int:
+        return sum(self._stands_on(claim.head, tip, other) for claim in self.claims)
+
+
+class Heads:
+    """What we know of where others stand. others: the live peers' records; broken: whether a peer has just not given what it signed."""
+
+    def __init__(
+        self,
+        met: Met,
+        others: Callable[[], Collection[PeerRecord]],
+        state: State,
+        broken: Callable[[str], bool] = lambda peer: False,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        leads: bool = True,
+    ):
+        self._met, self._others, self._broken, self._clock, self._leads = met, others, broken, clock, leads
+        self._heard: dict[str, tuple[Head, float]] = {}
+        self._let_go: dict[str, deque[str]] = {}
+        self._groups: deque[Group] = deque(maxlen=_GROUPS_KEPT)
+        self._as_ours: deque[str] = deque(maxlen=_CALLS_KEPT)
+        """States that one signer was enough for, since they may be what came of one of our last groups."""
+        self._not_ours: deque[str] = deque(maxlen=_CALLS_KEPT)
+        """Of these, those whose header has shown that they did not."""
+        self._lineage = Lineage()
+        self._deserted_since: float | None = None
+        self.moved(state)
+
+    def moved(self, state: State, *, fetched: bool = False) -> None:
+        """Our state is `state` from now on. fetched: others made it, without us; who led us there may be a round ahead by now."""
+        if fetched:
+            for digests in self._let_go.values():
+                if self._ours.digest in digests:
+                    digests.append(state.digest)
+        self._ours, self._from_base = Head.of(state), not state.header.round
+        self._lineage.learn(self._ours, proven=True)
+        self._deserted_since = None
+        if state.digest in self._not_ours:
+            self._not_ours.remove(state.digest)  # ours now, however it came about: what we average onto it may come by one signer
+
+    def heard(self, peer: str, head: Head) -> None:
+        """`peer` itself has just told us where it stands; its record may be seconds old."""
+        self._heard[peer] = (head, self._clock())
+
+    def let_go(self, peer: str, digest: str) -> None:
+        """`peer` called us to a round on the state `digest`, and we had nothing to bring in time: it may go on without us."""
+        self._let_go.setdefault(peer, deque(maxlen=_CALLS_KEPT)).append(digest)
+        self._let_go = {peer: digests for peer, digests in self._let_go.items() if peer in self._met}
+
+    def averages_in(self, group: Group) -> None:
+        """We average in `group`: what fails here may be there at the others, with our contribution in it."""
+        self._groups.append(group)
+
+    def right(self) -> dict[Head, set[str]]:
+        """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
+        ballot = self._ballot(self._one_is_enough)
+        right = ballot.right()
+        if right or not ballot.deserted:
+            self._deserted_since = None
+            return right
+        if self._deserted_since is None:
+            self._deserted_since = self._clock()
+        if self._clock() - self._deserted_since < DESERTED_SECONDS:
+            return {}
+        return self._ballot(lambda head, signers: True).right()
+
+    def is_right(self, head: Head) -> bool:
+        """Whether to prefer `head` to ours now."""
+        known = head.digest == self._ours.digest or self._lineage.descends(self._ours, head)
+        return not known and self._ballot(self._one_is_enough).is_right(head)
+
+    def keeps(self, head: Head) -> bool:
+        """Whether to stay although `head` was right when its download began: it is no more, and another one stays with us.
+
+        Else two that have begun to take over each other's branch would swap, and swap again.
+        """
+        descends = self._from_base or self._lineage.descends(head, self._ours)
+        return not descends and not self.is_right(head) and self._ballot(self._one_is_enough).is_shared(head)
+
+    def _ballot(self, one_is_enough: Callable[[Head, Collection[Claim]], bool]) -> Ballot:
+        claims = [claim for claim in self._claims() if claim.peer in self._met or not self._broken(claim.peer)]
+        met = [claim for claim in claims if claim.peer in self._met]
+        voters = [claim for claim in met or claims if claim.votes] or met or claims
+        voters = voters if met else voters[:_MOST_STRANGERS]
+        for claim in voters:
+            self._lineage.learn(claim.head)
+        return Ballot(self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads, self.backers())
+
+    def backers(self) -> int:
+        """For our record: how many live peers whom we have met stand with us, ourselves included."""
+        ours, line = self._ours, self._lineage
+        met = [claim.head for claim in self._claims() if claim.votes and claim.peer in self._met]
+        return 1 + sum(head.digest == ours.digest or line.descends(head, ours) or line.descends(ours, head) for head in met)
+
+    def refusal(self, head: Head, header: Header) -> str:
+        """Why what was fetched as `head` is not to be taken over; empty: nothing is against it."""
+        if header.samples != head.samples or (head.parents and header.parents != head.parents):
+            return "its samples or ancestors are not those that its signers promised"
+        if head.digest not in self._as_ours or self._our_group_in(header):
+            return ""
+        if self._ballot(self._went_on_without_us).is_right(head):
+            return ""
+        self._as_ours.remove(head.digest)
+        self._not_ours.append(head.digest)
+        return "it is not what came of the round that we took part in"
+
+    def _our_group_in(self, header: Header) -> bool:
+        """Whether one of our groups made this state, or one of its ancestors."""
+        made = {settlement.parent: settlement.members for settlement in header.ancestors} | {header.parents[0]: header.members}
+        return any(made.get(group.parent) == group.members for group in self._groups)
+
+    def _claims(self) -> list[Claim]:
+        """Where each live peer stands, by its record, or by what it told us since."""
+        now = self._clock()
+        self._heard = {peer: entry for peer, entry in self._heard.items() if now - entry[1] < RENEW_SECONDS}
+        claims = []
+        for record in self._others():
+            head = head_of(record)
+            told, _ = self._heard.get(record.peer_id, (head, now))
+            newest = told if told.samples > head.samples else head
+            claims.append(
+                Claim(record.peer_id, newest, record.phase != JOINING, record.backers, not record.client_mode, record.phase != AVERAGING)
+            )
+        return claims
+
+    def _one_is_enough(self, head: Head, signers: Collection[Claim]) -> bool:
+        """Whether one peer that we have met may have made `head` without a second one: after it called us in vain, or with us."""
+        if self._went_on_without_us(head, signers):
+            return True
+        theirs = {claim.peer for claim in signers}
+        if not any(group.parent in head.parents and not theirs.isdisjoint(group.peers) for group in self._groups):
+            return False
+        if not {head.digest, *head.parents}.isdisjoint(self._not_ours):
+            return False
+        if head.digest not in self._as_ours:
+            self._as_ours.append(head.digest)  # its header must name the group: `refusal`
+        return True
+
+    def _went_on_without_us(self, head: Head, signers: Collection[Claim]) -> bool:
+        return any(self._ours.digest in self._let_go.get(claim.peer, ()) for claim in signers)
+
+
+def most_signed(records: Collection[PeerRecord]) -> dict[Head, set[str]]:
+    """What a newcomer takes that has met nobody: a head and those that stand on it; empty: none has a state."""
+    claims, lineage = [Claim(record.peer_id, head_of(record)) for record in records][:_MOST_STRANGERS], Lineage()
+    for claim in claims:
+        lineage.learn(claim.head)
+    return Ballot(Head("", 0), True, claims, claims, False, lineage, lambda head, signers: False).right()
+
+
+def head_of(record: PeerRecord) -> Head:
+    return Head(record.digest, record.samples, tuple(record.parents))

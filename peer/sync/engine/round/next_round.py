@@ -1,0 +1,73 @@
+"""When the round that follows our state is due: enough samples wait here and with the others, or one of them calls. Begins nothing itself."""
+
+import time
+from collections.abc import Callable
+
+from peer.sync.engine.net.neighbours import Neighbours
+from peer.sync.engine.round import span
+from peer.sync.engine.state import State
+from peer.sync.engine.trainer.trainer import Progress
+from swarm.end import End
+from swarm.records import RENEW_SECONDS, PeerRecord
+from swarm.run_config import RunConfig
+
+
+class NextRound:
+    def __init__(self, run: RunConfig, end: End, neighbours: Neighbours, state: State, clock: Callable[[], float] = time.monotonic):
+        self._run, self._end, self._neighbours, self._clock = run, end, neighbours, clock
+        self._callers: dict[str, str] = {}
+        """Who said, since the last attempt, that they are ready to average, and onto which state."""
+        self._state, self._since = state, clock()
+
+    @property
+    def age_seconds(self) -> float:
+        """For how long the state that it follows has been ours."""
+        return self._clock() - self._since
+
+    def follows(self, state: State) -> None:
+        """Our state is `state` from now on."""
+        self._state, self._since = state, self._clock()
+        self._callers = {peer: digest for peer, digest in self._callers.items() if digest == state.digest}
+
+    def call(self, peer: str, digest: str) -> None:
+        """`peer` is ready to average onto the state `digest`."""
+        self._callers[peer] = digest
+
+    def take_callers(self) -> frozenset[str]:
+        """All who called; they are forgotten."""
+        callers, self._callers = frozenset(self._callers), {}
+        return callers
+
+    def is_called(self) -> bool:
+        """Whether somebody is ready to average onto our state."""
+        return self._state.digest in self._callers.values()
+
+    def is_called_here_or_ahead(self) -> bool:
+        """The same, or onto one that we do not know. Who calls onto the state before ours has missed a round, and comes after us."""
+        return any(digest not in self._state.header.parents for digest in self._callers.values())
+
+    def is_full(self, progress: Progress) -> bool:
+        """To the nearest end of a step: who begins another one shortly before, keeps all others waiting for it."""
+        needed = span.round_samples(self._run, self._end, self._state.header)
+        if progress.waiting == 0:
+            return False
+        promised = sum(self._promised(record) for record in self._neighbours.counted_upon())
+        is_last = needed < self._run.target_batch_size  # falling short of that by a few samples would take one more round
+        half_a_step = progress.samples_per_second * progress.step_seconds / 2 if promised and not is_last else 0
+        return progress.waiting + promised + half_a_step >= needed
+
+    def _promised(self, record: PeerRecord) -> int:
+        """Samples that its owner has for the next round, at the speed that it last had.
+
+        Who made our state with us stands on it, whatever its record said before: with rounds of half a second, and records read once a
+        second, every second round would otherwise be twice as large as its target.
+        """
+        header = self._state.header
+        if record.digest == self._state.digest:
+            waiting, seconds = record.waiting_samples, time.time() - record.time
+        elif record.digest in header.parents and any(member.peer == record.peer_id for member in header.members):
+            waiting, seconds = 0, self.age_seconds
+        else:
+            return 0
+        promised = waiting + int(record.samples_per_second * min(max(seconds, 0), RENEW_SECONDS))
+        return min(promised, 2 * self._run.target_batch_size)

@@ -1,0 +1,213 @@
+"""One attempt at a round: Group, Average, and the outer step. Changes nothing at this peer: the state it returns is the caller's to adopt."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from peer.contracts import Member
+from peer.sync.engine import points
+from peer.sync.engine.codec import Wire
+from peer.sync.engine.net.neighbours import Neighbours
+from peer.sync.engine.net.streams import Streams
+from peer.sync.engine.outer import Strategy, advance
+from peer.sync.engine.round.averaging import Averager, Mean, RoundFailed, Strangers
+from peer.sync.engine.round.company import Company
+from peer.sync.engine.round.groups import MOST_NAMED, Group, Standing, Ticket
+from peer.sync.engine.round.matchmaking import Matchmaker, NoGroup
+from peer.sync.engine.state import Head, State
+from peer.sync.engine.trainer.trainer import Offer
+from peer.sync.engine.vectors import SharedBuffer
+from swarm.dht import SwarmNode
+from swarm.end import End
+from swarm.run_config import RunConfig
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_SHARE, _SHORTEST_PATIENCE_SECONDS = 0.25, 1.0
+"""A round that took so long already may wait for a quarter of that until a slow peer's step is done; each failure doubles it."""
+_NEWS_SECONDS, _BEHIND_SECONDS = 5.0, 3.0
+"""A round shorter than a record's way through the DHT finds the others a state behind, each in turn: they are given time to follow."""
+_STRANGER_SECONDS = 5.0
+"""How long a stranger in a group may take for each word, or as long as the round is worth waiting for."""
+
+
+def patience_seconds(age_seconds: float) -> float:
+    """How long a peer whose round has taken `age_seconds` so far waits for a slower one."""
+    return max(_SHORTEST_PATIENCE_SECONDS, _PATIENCE_SHARE * age_seconds)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that this peer has averaged: `state` is the outer step's result for the `mean` of `group`."""
+
+    group: Group
+    mean: Mean
+    state: State
+
+    @property
+    def how(self) -> str:
+        return "averaged" if len(self.group.peers) > 1 else "solo"
+
+
+class Rounds:
+    """standing, heard: see Matchmaker; entered: told the phase, "group" or "average", that an attempt has come to;
+    closed: told the group that we average in."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        end: End,
+        node: SwarmNode,
+        streams: Streams,
+        neighbours: Neighbours,
+        strategy: Strategy,
+        wire: Wire,
+        *,
+        standing: Callable[[str], Standing],
+        heard: Callable[[str, Head, bool], bool],
+        entered: Callable[[str], None],
+        closed: Callable[[Group], None] = lambda group: None,
+        company: Company | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.company = company or Company()
+        self._end, self._node, self._neighbours, self._strategy, self.wire = end, node, neighbours, strategy, wire
+        self._entered, self._closed, self._clock = entered, closed, clock
+        self.matchmaker = Matchmaker(
+            node.peer_id, streams, standing, heard, 2 * run.target_batch_size, leads=not node.client_mode, company=self.company
+        )
+        self.averager = Averager(node.peer_id, streams, wire)
+
+    async def start(self) -> None:
+        await self.matchmaker.start()
+        await self.averager.start()
+
+    async def attempt(self, state: State, offer: Offer, callers: Collection[str], age_seconds: float) -> Round:
+        """Average `offer` onto `state`, which is `age_seconds` old here, with all who come; callers: who just said that they are ready.
+
+        Raises NoGroup, RoundFailed. Whoever it was that cost us the attempt is left out from then on.
+        """
+        try:
+            done = await self._attempt(state, offer, callers, age_seconds)
+        except (NoGroup, RoundFailed) as error:
+            self.company.blame(error.culprits, error.slow)
+            raise
+        self.company.averaged(done.group.peers - {self._node.peer_id})
+        return done
+
+    async def _attempt(self, state: State, offer: Offer, callers: Collection[str], age_seconds: float) -> Round:
+        if self._neighbours.alone():
+            if offer.encoded is None:
+                raise NoGroup("nobody is left to assist")
+            group = Group(state.digest, (offer.member,), ())
+            mean = await self._own(offer)
+        else:
+            group, mean = await self._average(state, offer, callers, age_seconds)
+        self._neighbours.missed(group.silent)
+        self._neighbours.came(group.peers)
+        return await self._outer_step(state, group, mean)
+
+    async def _average(self, state: State, offer: Offer, callers: Collection[str], age_seconds: float) -> tuple[Group, Mean]:
+        self._entered("group")
+        patience = patience_seconds(age_seconds) * 2 ** min(offer.failures, 5)
+        group = await self.matchmaker.form(
+            Ticket(state.digest, offer.member, not self._node.client_mode, tuple(self.company.all_left_out()[-MOST_NAMED:])),
+            self._expected(state, callers),
+            self._check_quorum,
+            patience=patience,
+            behind_seconds=_BEHIND_SECONDS if age_seconds < _NEWS_SECONDS else 0.0,
+        )
+        try:
+            self._remember(group)
+            self._entered("average")
+            self._closed(group)
+            await points.reached("group_closed", self._node.peer_id)
+            mean = await (self._own(offer) if len(group.peers) == 1 else self._mean(group, offer, age_seconds))
+        finally:
+            self.matchmaker.over()
+        await points.reached("mean_complete", self._node.peer_id)
+        return group, mean
+
+    def _remember(self, group: Group) -> None:
+        """What was seen, by us or by its leader, while the group was formed."""
+        self.company.blame(group.culprits, group.slow)
+        if group.leader != self._node.peer_id and not self.company.is_stranger(group.leader):
+            strangers = [peer for peer in group.late if self.company.is_stranger(peer)]
+            self.company.blame(strangers, slow=strangers)
+
+    async def _mean(self, group: Group, offer: Offer, age_seconds: float) -> Mean:
+        """Raises RoundFailed."""
+        strangers = frozenset(peer for peer in group.peers if self.company.is_stranger(peer)) - {self._node.peer_id}
+        try:
+            seconds = max(_STRANGER_SECONDS, _PATIENCE_SHARE * age_seconds)
+            return await self.averager.average(group, offer.encoded, Strangers(strangers, seconds))
+        except RoundFailed as error:
+            if word := error.told:
+                accused = [peer for peer in word.culprits if peer in group.peers]
+                error.at_once = self.company.told(word.accuser, accused, hearsay=word.hearsay)
+            raise
+
+    async def _own(self, offer: Offer) -> Mean:
+        """What we have, as the mean of a group of one. Raises RoundFailed."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, self._as_mean, offer.encoded)
+        except ValueError as error:
+            raise RoundFailed(f"our own contribution has {error}") from None
+
+    def _as_mean(self, encoded: Tensor) -> Mean:
+        # A copy: means are kept for others after the trainer has used its contribution's memory again.
+        return Mean(self.averager.memory.take().copy_(encoded), self.wire.square_norm(encoded))
+
+    def _expected(self, state: State, callers: Collection[str]) -> dict[str, bool]:
+        """Peers that may come, and whether each can lead: those at our state, or behind it in the records, which are a second old."""
+        recent = {state.digest, *state.header.parents}
+        records = [*self._neighbours.counted_upon(callers), *self._neighbours.untried()]
+        return {record.peer_id: not record.client_mode for record in records if record.digest in recent}
+
+    def _check_quorum(self, group: Group) -> None:
+        """A group must hold more than half of the samples that wait on this state, or two of them could both commit. Raises NoGroup.
+
+        Those who stay away from several attempts are not counted any more, whatever their records promise; of strangers, those who
+        stay away from one. Nor are, at once, those that do not answer or are left out, if they are fewer than the group's members:
+        then at most one side of any cut goes on at once, the larger one, and the other waits for as long as ever. Where this is wrong,
+        as when each of two halves has met others, both commit, and the better of two heads is taken over by all (docs/protocol.md).
+        """
+        members = {member.peer for member in group.members}
+        outside = {
+            record.peer_id: record.waiting_samples
+            for record in self._neighbours.counted_upon(left_out_too=True)
+            if record.digest == group.parent and record.peer_id not in members and record.waiting_samples
+        }
+        strangers = {peer for peer in outside if self.company.is_stranger(peer)}
+        gone = {peer for peer in outside if peer in group.silent or self.company.left_out(peer)}
+        if len(gone - strangers) >= len(members):
+            gone &= strangers
+        outside = {peer: samples for peer, samples in outside.items() if peer not in gone}
+        elsewhere = sum(outside.values())
+        if group.samples <= elsewhere:
+            # Strangers alone stop nobody twice: they are not counted in the next attempt.
+            at_once = group.samples > sum(samples for peer, samples in outside.items() if peer not in strangers)
+            reason = f"the group holds {group.samples} samples, {elsewhere} wait elsewhere"
+            raise NoGroup(reason, group.silent | set(outside), group.culprits, group.slow, at_once=at_once)
+
+    def step(self, parent: State, mean: Mean, members: Collection[Member], into: SharedBuffer | None = None) -> State:
+        """What the round with that mean makes of `parent`, in the memory of `into`, which may be the parent's. Raises ValueError."""
+        return advance(parent, members, mean.encoded, mean.square_norm, self._strategy, self.wire, into)
+
+    async def _outer_step(self, parent: State, group: Group, mean: Mean) -> Round:
+        began = self._clock()
+        try:
+            state = await asyncio.get_running_loop().run_in_executor(None, self.step, parent, mean, group.members)
+        except ValueError as error:
+            raise RoundFailed(str(error)) from None
+        await points.reached("outer_step", self._node.peer_id)
+        done, header = Round(group, mean, state), state.header
+        log.info(
+            "%s round=%d peers=%d samples=%d total_samples=%d state=%s seconds=%.2f",
+            done.how, header.round, len(group.members), header.samples, self._end.total, state.digest[:8], self._clock() - began,
+        )  # fmt: skip
+        return done

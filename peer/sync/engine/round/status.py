@@ -1,0 +1,135 @@
+"""What the others, and this peer's owner, see of it: its signed record, the run's record, and the figures of its rounds."""
+
+import time
+from typing import Any
+
+from peer.sync.engine.net.neighbours import Neighbours
+from peer.sync.engine.round import span
+from peer.sync.engine.round.averaging import Traffic
+from peer.sync.engine.round.rounds import Round
+from peer.sync.engine.state import State
+from peer.sync.engine.trainer.trainer import Progress
+from swarm import advice
+from swarm.dht import SwarmNode
+from swarm.end import End
+from swarm.records import ASSIST, AVERAGING, CATCHING_UP, DONE, JOINING, LEAVING, MAX_NOTE, PAUSED, TRAIN, PeerRecord, RunRecord, words
+from swarm.run_config import RunConfig
+
+_MAX_MADDRS = 6
+
+
+def seen_as(phase: str, *, assists: bool, paused: bool) -> str:
+    """What our record calls the replica's phase; paused: by this machine's owner."""
+    if phase == "left":
+        return LEAVING
+    if assists:
+        return ASSIST
+    if phase == "train":
+        return PAUSED if paused else TRAIN
+    return {"join": JOINING, "fetch": CATCHING_UP, "done": DONE}.get(phase, AVERAGING)
+
+
+class Status:
+    def __init__(
+        self,
+        run: RunConfig,
+        node: SwarmNode,
+        neighbours: Neighbours,
+        end: End,
+        *,
+        assists: bool = False,
+        name: str = "",
+        hardware: str = "",
+        server_url: str = "",
+    ):
+        self._run, self._node, self._neighbours, self._end = run, node, neighbours, end
+        self._assists, self._name, self._hardware, self._server_url = assists, name, hardware, server_url
+        self._group_size = self._averaged = 0
+        self._traffic = Traffic()
+        """Of the last averaged round."""
+        self._moved = (0, 0)
+        """Bytes up and down in those before it."""
+
+    def had(self, done: Round) -> bool:
+        """Count a round. Returns whether advice is due: after the first averaged one, the second, the fourth, the eighth...
+
+        At first it is news, later it changes seldom.
+        """
+        self._group_size = len(done.group.members)
+        if done.how != "averaged":
+            return False
+        self._moved = (self._moved[0] + self._traffic.up, self._moved[1] + self._traffic.down)
+        self._traffic = done.mean.traffic
+        self._averaged += 1
+        return self._averaged.bit_count() == 1
+
+    def advice(self, progress: Progress) -> str:
+        rate = progress.samples_per_second + sum(record.samples_per_second for record in self._neighbours.others())
+        traffic = advice.Traffic(self._traffic.up, self._traffic.down)
+        return advice.measured(traffic, self._traffic.seconds, rate, progress.share_lost)
+
+    def training(self) -> int:
+        """Live peers that train, this one included."""
+        return sum(record.phase != ASSIST for record in self._neighbours.others()) + (not self._assists)
+
+    def record(self, state: State, progress: Progress, phase: str, said: str, backers: int, maddrs: tuple[str, ...] = ()) -> PeerRecord:
+        """said: what keeps this peer from going on, for people to read. backers: see the record."""
+        header = state.header
+        return PeerRecord(
+            peer_id=self._node.peer_id,
+            config=self._run.digest,
+            schema=header.schema,
+            round=header.round,
+            samples=header.samples,
+            digest=state.digest,
+            parents=header.parents,
+            backers=backers,
+            waiting_samples=min(progress.waiting, 2 * self._run.target_batch_size),
+            samples_per_second=progress.samples_per_second if phase == "train" and not progress.waits else 0.0,
+            loss=progress.loss,
+            phase=seen_as(phase, assists=self._assists, paused=progress.paused),
+            name=self._name,
+            hardware=self._hardware,
+            note=words(said, MAX_NOTE),
+            group_size=self._group_size,
+            sent_bytes=self._traffic.up,
+            received_bytes=self._traffic.down,
+            transfer_seconds=self._traffic.seconds,
+            share_lost=progress.share_lost,
+            client_mode=self._node.client_mode,
+            maddrs=maddrs[:_MAX_MADDRS],
+            time=time.time(),
+        )
+
+    def seen(self, state: State, record: PeerRecord) -> dict[str, Any]:
+        """For this peer's owner: what it does, and the figures of the swarm by the names that `peer.metrics.METRICS` has."""
+        others = self._neighbours.others()
+        here = [other for other in others if other.digest == state.digest]
+        return {
+            "phase": record.phase,
+            "note": record.note,
+            "round": record.round,
+            "committed": record.samples,
+            "peers": len(state.header.members),
+            "live_peers": self.training(),
+            "swarm_samples_per_second": record.samples_per_second + sum(other.samples_per_second for other in others),
+            "round_waiting": record.waiting_samples + sum(other.waiting_samples for other in here),
+            "round_target": span.round_samples(self._run, self._end, state.header),
+            "sent_bytes": self._moved[0] + self._traffic.up,
+            "received_bytes": self._moved[1] + self._traffic.down,
+            "round_sent_bytes": record.sent_bytes,
+            "round_received_bytes": record.received_bytes,
+            "transfer_seconds": record.transfer_seconds,
+            "share_lost": record.share_lost,
+        }
+
+    def run_record(self, state: State) -> RunRecord:
+        header = state.header
+        head = {"digest": state.digest, "round": header.round, "samples": header.samples, "peers": [self._node.peer_id]}
+        return RunRecord(
+            run_id=self._run.run_id,
+            run=self._run.to_mapping(),
+            server_url=self._server_url,
+            head=head if header.round else None,
+            extension=self._end.extension,
+        )

@@ -1,0 +1,1 @@
+"""The training process and its sidecar: both sides of their conversation."""

@@ -1,0 +1,1 @@
+"""States and means: kept on disk, handed to others, fetched from them."""

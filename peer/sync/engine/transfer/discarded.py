@@ -1,0 +1,49 @@
+"""States that this machine's owner has named as forged: they, and all that descend from them, are neither loaded nor taken over."""
+
+import logging
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from swarm import files
+from swarm.errors import ExitCode, UserError
+
+log = logging.getLogger(__name__)
+
+_FILE = "discarded"
+_SHORTEST = 8
+"""Hex digits of a digest that name it; as many as the log lines show."""
+
+
+def discard(folder: Path, digests: Collection[str]) -> None:
+    """Add `digests`, or beginnings of some, to those that are discarded in a folder of states. Raises UserError."""
+    for digest in digests:
+        if not re.fullmatch(f"[0-9a-f]{{{_SHORTEST},64}}", digest):
+            raise UserError(
+                f"'{digest}' names no state.",
+                fix=f"Give its digest, or the first {_SHORTEST} digits or more: see rounds.jsonl or dd-status.",
+            )
+    known = Discarded(folder).names
+    if new := sorted(set(digests) - known):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            files.replace(folder / _FILE, "".join(f"{digest}\n" for digest in sorted({*known, *new})).encode())
+        except OSError as error:
+            raise UserError(f"Cannot write {folder / _FILE}: {error.strerror}.", fix="Free some space.", code=ExitCode.DISK) from None
+        log.info("discarded from now on: %s, and what descends from it", ", ".join(new))
+
+
+class Discarded:
+    """What `discard` named in this folder of states."""
+
+    def __init__(self, folder: Path):
+        try:
+            self.names = set((folder / _FILE).read_text(encoding="ascii").split())
+        except FileNotFoundError:
+            self.names = set()
+        except (OSError, ValueError) as error:
+            raise UserError(f"Cannot read {folder / _FILE}: {error}.", fix="Restore or delete it.", code=ExitCode.DISK) from None
+
+    def holds(self, digest: str, ancestors: Iterable[str]) -> bool:
+        """Whether this state, or one of its last ancestors, is discarded."""
+        return bool(self.names) and any(state.startswith(tuple(self.names)) for state in (digest, *ancestors))

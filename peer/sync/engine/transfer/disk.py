@@ -1,0 +1,125 @@
+"""Committed states on disk: each written whole before the one before it goes, verified when read."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+from peer.sync.engine.state import BadState, Header, State
+from peer.sync.engine.transfer.discarded import Discarded
+from peer.sync.engine.vectors import SharedBuffer
+from swarm.errors import ExitCode, UserError
+from swarm.files import flush
+
+log = logging.getLogger(__name__)
+
+_MAX_HEADER_BYTES = 1 << 20
+
+
+class StateStore:
+    """The best `keep` states under `folder`, one file each: a line of JSON (header and digest), then the tensors' bytes.
+
+    Raises UserError (disk) when the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2):
+        self.folder, self.keep = folder, keep
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for torn in folder.glob("*.tmp"):
+                torn.unlink()
+        except OSError as error:
+            raise UserError(
+                f"Cannot keep states in {folder}: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK
+            ) from None
+        self.discarded = Discarded(folder)
+
+    def save(self, state: State) -> Path:
+        """Write `state` durably, then delete all but the last `keep`. Raises UserError (disk) and leaves what was there."""
+        path = self.folder / f"samples-{state.header.samples:016d}-round-{state.header.round:08d}-{state.digest[:12]}.state"
+        temporary = path.with_suffix(".tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(json.dumps({"digest": state.digest, "header": state.header.to_json()}).encode() + b"\n")
+                file.write(memoryview(state.buffer.bytes().numpy()))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            flush(self.folder)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            free = 0.0
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(self.folder).free / 2**30
+            raise UserError(
+                f"Cannot save the state of round {state.header.round} in {self.folder}: {error.strerror} ({free:.1f} GiB free).",
+                fix="Free some space; the states saved before are intact.",
+                code=ExitCode.DISK,
+            ) from None
+        # What has more samples than the newest is of a branch that lost: read again, it would lead us back there.
+        for old in [*self._files()[self.keep :], *(file for file in self._files() if _samples(file) > _samples(path))]:
+            if old != path:
+                old.unlink(missing_ok=True)
+        return path
+
+    def open(self, digest: str) -> tuple[BinaryIO, int] | None:
+        """The file of that state, readable also once it is deleted, and where in it the tensors' bytes begin; None when it is not here."""
+        for path in self.folder.glob(f"samples-*-{digest[:12]}.state"):
+            try:
+                file = path.open("rb")
+                first = json.loads(file.readline(_MAX_HEADER_BYTES))
+                if first["digest"] == digest:
+                    return file, file.tell()
+                file.close()
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("passed over %s: %s", path.name, error)
+        return None
+
+    def load(self, run: str, schema: str, num_bytes: int, target: int) -> State | None:
+        """The best state of this run that is whole; a damaged, foreign or forged one is passed over with a warning. target: samples of a round."""
+        for path in self._files():
+            try:
+                state = read_state(path, num_bytes)
+                state.header.check_bounds(target)
+            except (OSError, BadState) as error:
+                log.warning("passed over %s: %s", path.name, error)
+                continue
+            if self.discarded.holds(state.digest, state.header.parents):
+                log.warning("passed over %s: it is discarded", path.name)
+                continue
+            if (state.header.run, state.header.schema) == (run, schema):
+                return state
+            log.warning("passed over %s: it belongs to another run or another set of tensors", path.name)
+        return None
+
+    def _files(self) -> list[Path]:
+        """The best first. A branch that lost may have had more rounds; by rounds, its files would push out the better ones."""
+        by_digest = sorted(self.folder.glob("samples-*.state"), key=lambda path: path.stem[-12:])
+        return sorted(by_digest, key=lambda path: path.stem[: len("samples-") + 16], reverse=True)  # of as many samples: the smaller digest
+
+
+def read_state(path: Path, num_bytes: int) -> State:
+    """The state in a file that `StateStore` wrote; num_bytes: of its tensors. Raises BadState, OSError."""
+    with path.open("rb") as file:
+        try:
+            first = json.loads(file.readline(_MAX_HEADER_BYTES))
+            promised, header = first["digest"], Header.from_json(first["header"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadState(f"its first line is damaged ({error})") from None
+        if os.fstat(file.fileno()).st_size - file.tell() != num_bytes:
+            raise BadState("its length is wrong")
+        buffer = SharedBuffer(num_bytes)
+        file.readinto(memoryview(buffer.bytes().numpy()))
+    state = State(header, buffer)
+    if state.digest != promised:
+        raise BadState("its digest is wrong: a bit has flipped")
+    return state
+
+
+def _samples(path: Path) -> str:
+    """The number of samples in a state's file name, 16 digits."""
+    return path.stem[len("samples-") : len("samples-") + 16]

@@ -1,0 +1,78 @@
+"""What a peer that has no model must know to hold a run's state: which tensors, and how long the vector's segments are.
+
+Who trains derives both from `params`; who assists asks those who train, and believes what most of them say.
+"""
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peer.sync.engine.net.streams import Channel, PeerLost, Streams
+
+KIND = "distributed-diffusion.kind.1"
+_ANSWER_SECONDS = 10.0
+_LARGEST = 1 << 40
+
+
+@dataclass(frozen=True)
+class Kind:
+    """schema: digest of the names, shapes and dtypes; sizes: elements of the vector's segments, as `codec.Wire` takes them."""
+
+    schema: str
+    sizes: tuple[int, ...]
+
+    def num_bytes(self, slots: int) -> int:
+        """Of a state whose strategy keeps so many tensors besides the anchor."""
+        return 4 * sum(self.sizes) * (1 + slots)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": self.schema, "sizes": list(self.sizes)}
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Kind":
+        """Raises ValueError."""
+        try:
+            schema, sizes = values["schema"], tuple(values["sizes"])
+        except (KeyError, TypeError):
+            raise ValueError("no kind of state") from None
+        right = all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < _LARGEST for size in sizes)
+        if not isinstance(schema, str) or not right or not 0 < sum(sizes) < _LARGEST or len(sizes) != 2:
+            raise ValueError("no kind of state")
+        return cls(schema, sizes)
+
+    def write(self, path: Path) -> None:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.to_json()))
+        os.replace(temporary, path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Kind | None":
+        with contextlib.suppress(OSError, ValueError):
+            return cls.from_json(json.loads(path.read_text()))
+        return None
+
+
+async def serve_kind(streams: Streams, kind: Kind) -> None:
+    async def answer(channel: Channel) -> None:
+        await channel.send(kind.to_json(), seconds=_ANSWER_SECONDS)
+
+    await streams.serve(KIND, answer)
+
+
+async def ask_kind(streams: Streams, peers: Collection[str]) -> Kind | None:
+    """What most of `peers` say; None when none of them says anything."""
+
+    async def ask(peer: str) -> Kind | None:
+        with contextlib.suppress(PeerLost, ValueError), contextlib.closing(await streams.open(peer, KIND)) as channel:
+            answer, _ = await channel.receive(seconds=_ANSWER_SECONDS)
+            return Kind.from_json(answer)
+        return None
+
+    votes = collections.Counter(kind for kind in await asyncio.gather(*map(ask, peers)) if kind is not None)
+    return min(votes, key=lambda kind: (-votes[kind], kind.schema, kind.sizes), default=None)

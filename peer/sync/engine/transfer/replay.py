@@ -1,0 +1,216 @@
+"""Catching up by repeating what others did: the mean of each of the last rounds is much smaller than a state.
+
+A state's header names the mean that made it, so a mean is proven by the signed digest before it is used; and the state it leads to must
+have that digest, bit for bit, or it is fetched whole.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from peer.contracts import Member
+from peer.sync.engine.net.streams import Streams
+from peer.sync.engine.round.averaging import Mean
+from peer.sync.engine.state import ANCESTORS_KEPT, CHUNK_BYTES, HASH_BYTES, BadState, Header, State, hash_chunks, mean_digest
+from peer.sync.engine.transfer.download import ANSWER_SECONDS, Download, Lied, Manifest, split_hashes
+from peer.sync.engine.vectors import SharedBuffer
+
+log = logging.getLogger(__name__)
+
+REPLAYED_ROUNDS = 2
+"""At least so many of the last rounds can be repeated; whoever is further behind fetches the whole state."""
+_SHARE_OF_STATE = 4
+_LOOK_SECONDS = 0.2
+WRITE_SECONDS = 0.8 * ANSWER_SECONDS
+"""The other end waits ANSWER_SECONDS for the first word of an answer."""
+_MAX_FIRST_LINE_BYTES = 16 << 20
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def rounds_kept(state_bytes: int, mean_bytes: int) -> int:
+    """How many rounds' means are kept: two, or as many as are a quarter of a state, for those whom the download itself took long."""
+    return min(max(REPLAYED_ROUNDS, state_bytes // (_SHARE_OF_STATE * mean_bytes)), ANCESTORS_KEPT)
+
+
+class MeanStore:
+    """The encoded means of the last rounds under `folder`, one file each: a line of JSON, then the bytes. A cache: nothing is flushed,
+    whatever cannot be written is left out, and what was torn is found out by its hashes."""
+
+    def __init__(self, folder: Path, keep: int = REPLAYED_ROUNDS):
+        self.folder, self._keep = folder, keep
+        self._wanted: deque[tuple[str, Manifest, Mean]] = deque(maxlen=keep)
+        self._writing = ""
+
+    def want(self, state: State, mean: Mean) -> None:
+        """Keep the mean that made `state`, as soon as there is time."""
+        self._wanted.append((state.digest, Manifest(state.header, state.chunk_hashes), mean))
+
+    async def keep_forever(self) -> None:
+        while True:
+            while self._wanted:
+                self._writing = self._wanted[0][0]
+                # No name holds the mean while it waits for the next one: it is a sixth of what a round needs.
+                await asyncio.get_running_loop().run_in_executor(None, self.keep, *self._wanted.popleft())
+                self._writing = ""
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def keep(self, digest: str, manifest: Manifest, mean: Mean) -> None:
+        """Write it, and delete those that are not of the last rounds before it."""
+        recent = (digest, *manifest.header.parents)[: self._keep]
+        path = self._path(digest)
+        temporary = path.with_suffix(".tmp")
+        first = {
+            "header": manifest.header.to_json(),
+            "state_hashes": b"".join(manifest.chunk_hashes).hex(),
+            "square_norm": mean.square_norm,
+            "mean_hashes": b"".join(hash_chunks(mean.encoded)).hex(),
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.iterdir():
+                if old not in [self._path(one) for one in recent]:
+                    old.unlink()
+            with temporary.open("wb") as file:
+                file.write(json.dumps(first).encode() + b"\n")
+                file.write(memoryview(mean.encoded.numpy()))
+            os.replace(temporary, path)
+        except OSError as error:
+            log.warning("could not keep the mean of round %d for others: %s", manifest.header.round, error.strerror)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    async def written(self, digest: str) -> None:
+        """Wait for a mean that is about to be on disk: who lost a round asks for it in the same second. At most WRITE_SECONDS."""
+        until = time.monotonic() + WRITE_SECONDS
+        while (digest == self._writing or digest in [wanted for wanted, _, _ in self._wanted]) and time.monotonic() < until:
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def open(self, digest: str) -> "KeptMean | None":
+        """The mean that made the state named `digest`, which anybody may have sent; None when it is not here."""
+        if not _DIGEST.fullmatch(digest):
+            return None
+        path = self._path(digest)
+        try:
+            file = path.open("rb")
+        except OSError:
+            return None
+        try:
+            first = json.loads(file.readline(_MAX_FIRST_LINE_BYTES))
+            state_hashes, hashes = (split_hashes(bytes.fromhex(first[name])) for name in ("state_hashes", "mean_hashes"))
+            manifest = Manifest(Header.from_json(first["header"]), state_hashes)
+            num_bytes = os.fstat(file.fileno()).st_size - file.tell()
+            return KeptMean(manifest, float(first["square_norm"]), num_bytes, hashes, file, file.tell())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("passed over %s: %s", path.name, error)
+            file.close()
+            return None
+
+    def _path(self, digest: str) -> Path:
+        return self.folder / f"{digest[:32]}.mean"
+
+
+@dataclass
+class KeptMean:
+    """manifest: of the state that it made; hashes: of its chunks; offset: where its bytes begin in `file`, which the caller closes."""
+
+    manifest: Manifest
+    square_norm: float
+    num_bytes: int
+    hashes: tuple[bytes, ...]
+    file: BinaryIO
+    offset: int
+
+
+class MeanOf:
+    """The mean of `num_bytes` that made the state named `digest`, to be fetched; that state is as large as `like`."""
+
+    def __init__(self, digest: str, num_bytes: int, like: State):
+        self.request: dict[str, Any] = {"digest": digest, "mean": True}
+        self._digest, self._num_bytes, self._like = digest, num_bytes, like
+        self._encoded: Tensor | None = None
+        self.members: tuple[Member, ...] = ()
+        self._square_norm = 0.0
+
+    def prove(self, answer: dict[str, Any], payload: bytes) -> tuple[bytes, ...]:
+        border = len(self._like.chunk_hashes) * HASH_BYTES
+        manifest = Manifest.proven(self._digest, answer, payload[:border])
+        hashes, square_norm = split_hashes(payload[border:]), answer.get("square_norm")
+        if not isinstance(square_norm, float) or not math.isfinite(square_norm) or answer.get("num_bytes") != self._num_bytes:
+            raise Lied("a mean of another kind")
+        if len(hashes) != -(-self._num_bytes // CHUNK_BYTES) or mean_digest(square_norm, hashes) != manifest.header.mean:
+            raise Lied("another mean than the one that made the state")
+        self.members, self._square_norm = manifest.header.members, square_norm
+        return hashes
+
+    def target(self) -> Tensor:
+        self._encoded = torch.empty(self._num_bytes, dtype=torch.uint8)
+        return self._encoded
+
+    def check(self, chunk: Tensor) -> None:
+        """Its values are looked at when they are decoded."""
+
+    def known(self, index: int, hash_: bytes) -> Tensor | None:
+        return None
+
+    def mean(self) -> Mean:
+        """Once all chunks are there."""
+        return Mean(self._encoded, self._square_norm)
+
+
+Step = Callable[[State, Mean, Sequence[Member], SharedBuffer | None], State]
+"""What every peer does to a state with a round's mean and members; the last: memory for what it makes, which may be that state's."""
+
+
+class Replay:
+    """From `ours` to the state that `manifest` is of. `downloads`: of the means, the last one under way; `stepping`: while one is applied."""
+
+    def __init__(
+        self,
+        ours: State,
+        manifest: Manifest,
+        digest: str,
+        num_bytes: int,
+        step: Step,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """num_bytes: of each mean. step: may raise ValueError."""
+        chain = [digest, *manifest.header.parents]
+        self.ours, self._num_bytes, self._step, self._clock = ours, num_bytes, step, clock
+        kept = rounds_kept(ours.buffer.num_bytes, num_bytes)
+        self.digests = chain[: chain.index(ours.digest)][::-1] if ours.digest in chain[1 : kept + 1] else []
+        """Of the states to be made, the next one first; none when `ours` is not among the last ancestors."""
+        self.downloads: list[Download] = []
+        self.stepping = False
+
+    async def run(self, streams: Streams, holders: set[str], keep: Callable[[State, Mean], None]) -> State:
+        """Raises PeerLost when nobody gives the means, BadState when they lead to another state than was signed."""
+        state = self.ours
+        for digest in self.digests:
+            content = MeanOf(digest, self._num_bytes, self.ours)
+            self.downloads.append(Download(content, holders, self._clock))
+            await self.downloads[-1].run(streams)
+            mean, self.stepping = content.mean(), True
+            into = state.buffer if state is not self.ours else None  # of three states at once one is more than was counted
+            try:
+                state = await asyncio.get_running_loop().run_in_executor(None, self._step, state, mean, content.members, into)
+            except ValueError as error:
+                raise BadState(str(error)) from None
+            finally:
+                self.stepping = False
+            if state.digest != digest:
+                raise BadState(f"replaying round {state.header.round} gave the state {state.digest[:8]} instead of {digest[:8]}")
+            keep(state, mean)
+        return state

@@ -1,0 +1,78 @@
+"""Writing each state to disk in the background, the newest only, and since when which one is there."""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+
+from peer.sync.engine import points
+from peer.sync.engine.state import State
+from peer.sync.engine.transfer.disk import StateStore
+from swarm.errors import UserError
+
+_LOOK_SECONDS = 0.2
+_REMEMBERED_SECONDS = 600.0
+"""Longer than a state must have been on disk to be settled without company, however many rounds are made in that time."""
+
+
+class Saver:
+    """saved: called after each state that is on disk; failed: called when the disk refuses one; may_begin: asked before each is written."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        state: State,
+        saved: Callable[[], None],
+        failed: Callable[[UserError], None],
+        may_begin: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
+        peer: str = "",
+    ):
+        self._store, self._on_saved, self._on_failed, self._clock = store, saved, failed, clock
+        self._may_begin, self._peer = may_begin, peer
+        self._next: State | None = None
+        self._writing: asyncio.Task | None = None
+        self._saved: deque[tuple[str, float]] = deque()
+        if (found := store.open(state.digest)) is not None:
+            with contextlib.closing(found[0]):
+                self._saved.append((state.digest, clock()))
+        elif state.header.round:
+            self._next = state  # the trainer's, or one just fetched: whoever had it may never have come to write it
+
+    def want(self, state: State) -> None:
+        """Save `state` when the state before is written; one that waits is replaced."""
+        self._next = state
+
+    def on_disk(self, seconds: float = 0.0) -> set[str]:
+        """Digests of the states that have been on disk for so long."""
+        now = self._clock()
+        return {digest for digest, since in self._saved if now - since >= seconds}
+
+    async def save_forever(self) -> None:
+        while True:
+            if self._next is not None and self._may_begin():
+                state, self._next = self._next, None
+                try:
+                    await self.save(state)
+                    await points.reached("saved", self._peer)
+                    self._on_saved()
+                except UserError as error:
+                    self._on_failed(error)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def save(self, state: State) -> None:
+        """Save `state` now unless it is there already. Raises UserError."""
+        if self._writing is not None:
+            # Whoever wanted that one was cancelled, which ends no thread: two must not write one file.
+            await asyncio.wait({self._writing})
+        if state.header.round and state.digest not in self.on_disk():
+            self._writing = asyncio.create_task(self._write(state))
+            await asyncio.shield(self._writing)
+
+    async def _write(self, state: State) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._store.save, state)
+        now = self._clock()
+        self._saved.append((state.digest, now))
+        while now - self._saved[0][1] > _REMEMBERED_SECONDS:
+            self._saved.popleft()
