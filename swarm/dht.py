@@ -9,8 +9,9 @@ import contextlib
 import fcntl
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgpack
 from hivemind.dht.node import DHTNode
@@ -19,7 +20,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator, DHTRecord
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon import P2PDaemonError
-from hivemind.proto import crypto_pb2
+from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import crypto_pb2, p2pd_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
@@ -30,6 +32,8 @@ from swarm.dht_protocol import DHTProtocol
 from swarm.dht_rules import RUNS_KEY, Rules, Signatures, peers_key, signer_of
 from swarm.dht_storage import MOST_OF_A_KEY
 from swarm.errors import ExitCode, UserError
+from swarm.pipe import Pipe
+from swarm.places import place_of
 from swarm.ports import can_listen, with_ports
 from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS, BadRecord, PeerRecord, RunRecord
 
@@ -270,6 +274,31 @@ class SwarmNode:
                 log.debug("ignored a run record of %s: %s", owner, error)
         return found
 
+    async def dial(self, peer: str, name: str) -> Pipe:
+        """A new stream to what `peer` serves under `name`. Raises an error of asyncio's or hivemind's when there is none."""
+        # Not `call_binary_stream_handler`: it leaves the connection to p2pd open for good whenever the dial fails (seen).
+        reader, writer = await asyncio.open_unix_connection(self.p2p.daemon_listen_maddr["unix"])
+        try:
+            await _become_stream(reader, writer, peer, name)
+            return Pipe(reader, writer)
+        except BaseException:
+            writer.close()
+            raise
+
+    async def listen(self, name: str, handle: Callable[[str, str, Pipe], Awaitable[None]]) -> None:
+        """Run `handle` for each stream that is opened to us under `name`: with the other peer, its place, as `places` names it, and the pipe."""
+
+        async def on_stream(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peer = info.peer_id.to_base58()
+            try:
+                pipe = Pipe(reader, writer)
+            except OSError as error:  # no descriptor is left
+                log.warning("%s from %s failed: %s", name, peer[-6:], error)
+                return writer.close()
+            await handle(peer, place_of(info.addr), pipe)
+
+        await self.p2p.add_binary_stream_handler(name, on_stream)
+
     async def close(self) -> None:
         """End the node and p2pd."""
         with contextlib.suppress(Exception):
@@ -297,6 +326,15 @@ class SwarmNode:
         found = [(signer_of(msgpack.packb(owner)), item.value) for owner, item in items if item.expiration_time > time.time()]
         found.sort(key=lambda entry: (entry[0] != self.peer_id, not self._is_known(entry[0])))
         return found[:MOST_OF_A_KEY]
+
+
+async def _become_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, name: str) -> None:
+    """Ask p2pd to turn this connection into a stream to `peer`."""
+    opening = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[name])
+    await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening))
+    answer = p2pd_pb2.Response()
+    await read_pbmsg_safe(reader, answer)
+    raise_if_failed(answer)
 
 
 def _by_peer(maddrs: Sequence[str]) -> list[list[str]]:

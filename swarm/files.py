@@ -1,17 +1,50 @@
-"""Writing that survives a power cut, folders that one process has for itself, and how many files it may open."""
+"""Writing that survives a power cut, folders that one process has for itself, and how many files it may open.
+
+What takes a path or an open file here is a `singledispatch`: the simulator's disk, which tears and loses what was not flushed, adds its own kinds.
+"""
 
 import contextlib
 import fcntl
+import functools
 import os
 import resource
+import shutil
 import stat
 import threading
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 _MOST_OPEN = 65_536
 
 
+@functools.singledispatch
+def sync(file: BinaryIO) -> None:
+    """Make what was written into an open file durable. Raises OSError."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@functools.singledispatch
+def read_at(file: BinaryIO, count: int, offset: int) -> bytes:
+    """So many bytes of an open file, from any thread. Raises OSError, and ValueError once it is closed."""
+    return os.pread(file.fileno(), count, offset)
+
+
+def left(file: BinaryIO) -> int:
+    """Bytes from where an open file is read to its end."""
+    here = file.tell()
+    end = file.seek(0, os.SEEK_END)
+    file.seek(here)
+    return end - here
+
+
+@functools.singledispatch
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of `folder`. Raises OSError."""
+    return shutil.disk_usage(folder).free
+
+
+@functools.singledispatch
 def flush(path: Path) -> None:
     """Make what was written into a file, or renamed within a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -21,14 +54,14 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+@functools.singledispatch
 def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write a file so that it is there in whole or not at all, durably. mode: less the umask. Raises OSError, and leaves what was there."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     part.unlink(missing_ok=True)
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
     os.replace(part, path)
     flush(path.parent)
 

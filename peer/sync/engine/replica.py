@@ -90,9 +90,11 @@ class Replica:
         end: End | None = None,
         upload: Bucket | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
     ):
         self.run, self.state, self.strategy, self.node = run, state, strategy, node
-        self.trainer, self.clock = trainer, clock
+        self.trainer, self.clock, self._wall, self._rng = trainer, clock, wall, rng or random.SystemRandom()
         self.progress, self.offer = Progress(), None
         self.leaving, self.assists = False, assists
         self.end = end or End(run)
@@ -100,17 +102,18 @@ class Replica:
         self._note = ""
         self.met = Met(store.folder / "met.json", run.digest)
         company = Company(self.met, lambda: self.state.header.round, clock, node.peer_id)
-        self.neighbours = Neighbours(node, run, state.header.schema, clock, company)
+        self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall)
         self.heads = Heads(
             self.met, self.neighbours.others, state, lambda peer: self._takeover.avoids(peer), clock, leads=not node.client_mode
         )
         self._plausible = Plausible(run, node.peer_id, state, self.heads, self._ending, store.discarded, last_number, clock)
-        self.status = Status(run, node, self.neighbours, self.end, assists=assists, name=name, hardware=hardware, server_url=server_url)
-        self.next_round = NextRound(run, self.end, self.neighbours, state, clock)
+        self.status = Status(run, node, self.neighbours, self.end, assists=assists, name=name, hardware=hardware, server_url=server_url, wall=wall)  # fmt: skip
+        self.next_round = NextRound(run, self.end, self.neighbours, state, clock, wall)
         streams = Streams(node, upload)
         self.rounds = Rounds(
             run, self.end, node, streams, self.neighbours, strategy, wire,
             standing=self._standing, heard=self._heard, entered=self._set_phase, closed=self.heads.averages_in, company=company, clock=clock,
+            rng=self._rng,
         )  # fmt: skip
         self._streams, self._rounds_path = streams, rounds_path
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
@@ -122,11 +125,10 @@ class Replica:
         self.book = self._presence.book
         self._settling = Settling(state)
         self._phase, self._asked = "join", False
-        self._progressed, self._looked = clock(), time.time()
+        self._progressed, self._looked = clock(), wall()
         self._wake = asyncio.Event()
         self._told = self._landed = ""
         self._closed = False
-        self._rng = random.Random(node.peer_id)
 
     # ---------------------------------------------------------------- life
 
@@ -227,8 +229,8 @@ class Replica:
 
         Until it has looked around, its record says so (JOINING), and where it stands counts for nothing.
         """
-        away = time.time() - self._looked
-        self._looked = time.time()
+        away = self._wall() - self._looked
+        self._looked = self._wall()
         if away > RECORD_LIFE_SECONDS and self._phase in ("train", "fetch"):
             log.info("back after %.0f s", away)
             self._beginning.again()
@@ -236,8 +238,8 @@ class Replica:
 
     def _still_here(self) -> None:
         """Within a tick that takes long; an absence in it is noticed after it."""
-        if time.time() - self._looked <= RECORD_LIFE_SECONDS:
-            self._looked = time.time()
+        if self._wall() - self._looked <= RECORD_LIFE_SECONDS:
+            self._looked = self._wall()
 
     def _may_start(self) -> bool:
         may = self._beginning.may_start(
@@ -480,7 +482,7 @@ class Replica:
         # Its last word was that it waits. It trains on as soon as it has landed, and the record that says so is published now.
         self.progress.waits = self._goes()
         self._asked = False
-        write_round(self._rounds_path, state, how, self.status.training(), self.node.peer_id)
+        write_round(self._rounds_path, state, how, self.status.training(), self.node.peer_id, self._wall())
         self._tell_trainer()
         self._presence.publish_soon()
 

@@ -7,9 +7,9 @@ import pytest
 
 from peer.config import PeerConfig
 from peer.sync.engine.net.bucket import Bucket
-from peer.sync.engine.net.pipe import Pipe
 from peer.sync.engine.net.streams import Channel
 from swarm.errors import UserError
+from swarm.pipe import Pipe
 
 
 class Clock:

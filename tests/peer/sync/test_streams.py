@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import errno
 import math
 import struct
@@ -10,11 +11,14 @@ import msgpack
 import pytest
 
 from peer.sync.engine.net import streams as streams_module
-from peer.sync.engine.net.pipe import Pipe
 from peer.sync.engine.net.streams import Channel, PeerLost, Refused, Streams
+from swarm import dht
+from swarm.pipe import Pipe
 from tests.peer.sync.swarm_tools import open_descriptors, until
 
 FRAME = struct.Struct("<II")
+CALLS = contextvars.ContextVar("calls", default=False)
+"""Whether code runs for the one who opens a stream."""
 STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
@@ -215,15 +219,16 @@ def test_a_process_that_may_open_no_more_files_loses_a_stream_and_nothing_else(s
             await channel.send({"hello": 1}, seconds=60)
 
         await server_streams.serve("test.1", greet)
-        us, refused = asyncio.current_task(), []
+        refused = []
+        CALLS.set(True)
 
         def pipe(reader, writer):
-            if not refused and (asyncio.current_task() is us) == (where == "at the caller"):
+            if not refused and CALLS.get() == (where == "at the caller"):
                 refused.append(writer)
                 raise OSError(errno.EMFILE, "Too many open files")
             return Pipe(reader, writer)
 
-        monkeypatch.setattr(streams_module, "Pipe", pipe)
+        monkeypatch.setattr(dht, "Pipe", pipe)
         with pytest.raises(PeerLost, match="Too many open files" if where == "at the caller" else "says nothing"):
             channel = await client.open(server.peer_id, "test.1")
             await channel.receive(seconds=60)

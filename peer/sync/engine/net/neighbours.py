@@ -35,9 +35,15 @@ class Neighbours:
     """Records are never trusted for more than their owner could do to us anyway: bounds, signature and freshness are checked."""
 
     def __init__(
-        self, node: SwarmNode, run: RunConfig, schema: str, clock: Callable[[], float] = time.monotonic, company: Company | None = None
+        self,
+        node: SwarmNode,
+        run: RunConfig,
+        schema: str,
+        clock: Callable[[], float] = time.monotonic,
+        company: Company | None = None,
+        wall: Callable[[], float] = time.time,
     ):
-        self._node, self._run, self._schema, self._clock = node, run, schema, clock
+        self._node, self._run, self._schema, self._clock, self._wall = node, run, schema, clock, wall
         self._company = company or Company()
         self._seen: dict[str, tuple[PeerRecord, float]] = {}
         self._own_read: float | None = None
@@ -60,7 +66,7 @@ class Neighbours:
         now = self._clock()
         news = {peer: record for peer, record in found.items() if peer not in self._seen or self._seen[peer][0].time != record.time}
         fresh = [record.time for peer, record in news.items() if peer != self._node.peer_id]
-        if self._read_before and (warning := self._swarm_clock.look(fresh, time.time())):
+        if self._read_before and (warning := self._swarm_clock.look(fresh, self._wall())):
             log.warning("%s", warning)
         self._read_before = True
         for peer, record in news.items():

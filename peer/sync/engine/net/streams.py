@@ -9,18 +9,13 @@ import contextlib
 import logging
 import struct
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
-from hivemind.p2p import PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
-from hivemind.proto import p2pd_pb2
 
 from peer.sync.engine.net.bucket import Bucket
-from peer.sync.engine.net.pipe import Pipe
 from peer.sync.engine.state import MAX_HEADER_BYTES
-from swarm.dht import SwarmNode
-from swarm.places import place_of
+from swarm.pipe import Pipe
 from swarm.unpacking import unpack
 
 log = logging.getLogger(__name__)
@@ -151,10 +146,24 @@ class Channel:
 Handler = Callable[[Channel], Awaitable[None]]
 
 
+class Dialler(Protocol):
+    """What streams need of a node: `swarm.dht.SwarmNode`, or one of the simulator's."""
+
+    peer_id: str
+
+    async def dial(self, peer: str, name: str) -> Pipe:
+        """A new stream to what `peer` serves under `name`. Raises any Exception when there is none."""
+        ...
+
+    async def listen(self, name: str, handle: Callable[[str, str, Pipe], Awaitable[None]]) -> None:
+        """Run `handle` (peer, place, pipe) for each stream that is opened to us under `name`."""
+        ...
+
+
 class Streams:
     """Opens and serves streams by name on a node."""
 
-    def __init__(self, node: SwarmNode, upload: Bucket | None = None):
+    def __init__(self, node: Dialler, upload: Bucket | None = None):
         self._node, self.peer_id, self._upload = node, node.peer_id, upload
         self._serving: dict[asyncio.Task, str] = {}  # and whom; asyncio itself holds a task only weakly
         self.mishaps: collections.Counter[str] = collections.Counter()
@@ -162,28 +171,16 @@ class Streams:
 
     async def open(self, peer: str, name: str) -> Channel:
         """Raises PeerLost when `peer` cannot be reached in time."""
-        writer = None
         try:
-            # Not `call_binary_stream_handler`: it leaves the connection to p2pd open for good whenever the dial fails (seen).
-            reader, writer = await asyncio.open_unix_connection(self._node.p2p.daemon_listen_maddr["unix"])
-            await asyncio.wait_for(_dial(reader, writer, peer, name), CONNECT_SECONDS)
-            return Channel(peer, Pipe(reader, writer), self._upload)
-        except BaseException as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
-            if writer is not None:
-                writer.close()
-            if not isinstance(error, Exception):
-                raise
+            return Channel(peer, await asyncio.wait_for(self._node.dial(peer, name), CONNECT_SECONDS), self._upload)
+        except Exception as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
             raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
 
     async def serve(self, name: str, handler: Handler) -> None:
         """Answer streams called `name`; a handler's PeerLost ends its stream, telling the other end why."""
 
-        async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                channel = Channel(info.peer_id.to_base58(), Pipe(reader, writer), self._upload, place_of(info.addr))
-            except OSError as error:  # no descriptor is left
-                log.warning("%s from %s failed: %s", name, info.peer_id.to_base58()[-6:], error)
-                return writer.close()
+        async def handle(peer: str, place: str, pipe: Pipe) -> None:
+            channel = Channel(peer, pipe, self._upload, place)
             self._serving[task := asyncio.current_task()] = channel.peer
             try:
                 if list(self._serving.values()).count(channel.peer) > _STREAMS_PER_PEER:
@@ -201,16 +198,7 @@ class Streams:
                 channel.close()
                 del self._serving[task]
 
-        await self._node.p2p.add_binary_stream_handler(name, handle)
-
-
-async def _dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, name: str) -> None:
-    """Ask p2pd to turn this connection into a stream to `peer`."""
-    opening = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[name])
-    await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening))
-    answer = p2pd_pb2.Response()
-    await read_pbmsg_safe(reader, answer)
-    raise_if_failed(answer)
+        await self._node.listen(name, handle)
 
 
 def _until(seconds: float) -> float:

@@ -10,7 +10,6 @@ more than one part.
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -125,7 +124,8 @@ class Averager:
         mine: our vector, encoded, (num_bytes,) uint8; None at a reducer that is no member.
         """
         assert (mine is not None) == any(member.peer == self._peer_id for member in group.members)
-        began = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         run = _Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts), strangers or Strangers())
         shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
         own, reduction, failure = shares.pop(self._peer_id, []), None, PeerLost("it left")
@@ -149,7 +149,7 @@ class Averager:
                 if failure is not None:
                     self._give_up(group.id, reduction, failure)
             await end_tasks(*tasks)
-        run.traffic.seconds = time.monotonic() - began
+        run.traffic.seconds = clock() - began
         return Mean(run.result, add_up(run.squares), run.traffic)
 
     def _as_lost(self, error: Exception, run: "_Run", reduction: "_Reduction | None") -> PeerLost:

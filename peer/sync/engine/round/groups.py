@@ -1,7 +1,6 @@
 """What is said before a round: who brings what, who takes part, and how much of a stranger's word about it is believed."""
 
 import math
-import secrets
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,11 +70,11 @@ class Group:
         return ticket.parent == self.parent and takes_part
 
     @classmethod
-    def of(cls, tickets: Collection[Ticket], silent: Collection[str] = ()) -> "Group":
+    def of(cls, tickets: Collection[Ticket], attempt: str, silent: Collection[str] = ()) -> "Group":
         ordered = sorted(tickets, key=lambda ticket: ticket.member.peer)
         reducers = tuple(ticket.member.peer for ticket in ordered if ticket.reduces)
         members = tuple(ticket.member for ticket in ordered if not ticket.assists)
-        return cls(ordered[0].parent, members, reducers, secrets.token_hex(8), frozenset(silent))
+        return cls(ordered[0].parent, members, reducers, attempt, frozenset(silent))
 
     def announcement(self) -> dict[str, Any]:
         members = [[m.peer, m.number, m.samples] for m in self.members]

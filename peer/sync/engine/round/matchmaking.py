@@ -12,6 +12,7 @@ Strangers (`company.py`) are called like the others, but hold nobody up: they ha
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -120,7 +121,7 @@ class Matchmaker:
     """Forms groups for one peer. `standing(peer)` says what it does, as far as that concerns `peer`; `heard(peer, head, ready)` is run
     when `peer` says that it stands at `head`, ready to average onto it or not; whether we should rather fetch that state, it returns.
 
-    leads: whether others can dial this peer; max_samples: the most that one contribution may hold.
+    leads: whether others can dial this peer; max_samples: the most that one contribution may hold; rng: what names an attempt is drawn from.
     """
 
     def __init__(
@@ -133,10 +134,11 @@ class Matchmaker:
         *,
         leads: bool = True,
         company: Company | None = None,
+        rng: random.Random | None = None,
     ):
         self._peer_id, self._streams, self._standing, self._heard = peer_id, streams, standing, heard
         self._max_samples, self._leads = max_samples, leads
-        self._company = company or Company()
+        self._company, self._rng = company or Company(), rng or random.SystemRandom()
         self._arrivals = Arrivals()
         self._calls: set[asyncio.Task] = set()  # asyncio itself holds a task only weakly, and nobody waits for all of these
         self._open: _Open | None = None
@@ -457,7 +459,8 @@ class Matchmaker:
         for peer in late:
             self._arrivals.missed(peer)
             log.info("closed without %s: it did not come within %.1f s", peer[-6:], due[peer])
-        group = Group.of([ticket, *(self._role(joined) for joined, _ in book.waiting.values())], late)
+        tickets = [ticket, *(self._role(joined) for joined, _ in book.waiting.values())]
+        group = Group.of(tickets, f"{self._rng.getrandbits(64):016x}", late)
         return replace(seen.of(group), late=tuple(sorted(strangers)), leader=self._peer_id), [answer for _, answer in book.waiting.values()]
 
     def _role(self, ticket: Ticket) -> Ticket:

@@ -13,8 +13,16 @@ from swarm.run_config import RunConfig
 
 
 class NextRound:
-    def __init__(self, run: RunConfig, end: End, neighbours: Neighbours, state: State, clock: Callable[[], float] = time.monotonic):
-        self._run, self._end, self._neighbours, self._clock = run, end, neighbours, clock
+    def __init__(
+        self,
+        run: RunConfig,
+        end: End,
+        neighbours: Neighbours,
+        state: State,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ):
+        self._run, self._end, self._neighbours, self._clock, self._wall = run, end, neighbours, clock, wall
         self._callers: dict[str, str] = {}
         """Who said, since the last attempt, that they are ready to average, and onto which state."""
         self._state, self._since = state, clock()
@@ -64,7 +72,7 @@ class NextRound:
         """
         header = self._state.header
         if record.digest == self._state.digest:
-            waiting, seconds = record.waiting_samples, time.time() - record.time
+            waiting, seconds = record.waiting_samples, self._wall() - record.time
         elif record.digest in header.parents and any(member.peer == record.peer_id for member in header.members):
             waiting, seconds = 0, self.age_seconds
         else:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -73,13 +74,15 @@ class Rounds:
         closed: Callable[[Group], None] = lambda group: None,
         company: Company | None = None,
         clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
     ):
         self.company = company or Company()
         self._end, self._node, self._neighbours, self._strategy, self.wire = end, node, neighbours, strategy, wire
         self._entered, self._closed, self._clock = entered, closed, clock
         self.matchmaker = Matchmaker(
-            node.peer_id, streams, standing, heard, 2 * run.target_batch_size, leads=not node.client_mode, company=self.company
-        )
+            node.peer_id, streams, standing, heard, 2 * run.target_batch_size, leads=not node.client_mode, company=self.company,
+            rng=rng,
+        )  # fmt: skip
         self.averager = Averager(node.peer_id, streams, wire)
 
     async def start(self) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import time
 from pathlib import Path
 
 from peer.sync.engine.state import State
@@ -15,8 +13,8 @@ _MOST_BYTES = 32 << 20
 """Some 60,000 rounds of three peers. Then the file becomes EARLIER, which replaces the one before, and a new one is begun."""
 
 
-def write_round(path: Path, state: State, how: str, live_peers: int, peer: str) -> None:
-    """how: averaged, solo or fetched; live_peers: that train, this one included. A file that cannot be written is a warning."""
+def write_round(path: Path, state: State, how: str, live_peers: int, peer: str, now: float) -> None:
+    """how: averaged, solo or fetched; live_peers: that train, this one included; now: seconds since 1970. A file that cannot be written is a warning."""
     header = state.header
     line = {
         "round": header.round,
@@ -27,11 +25,11 @@ def write_round(path: Path, state: State, how: str, live_peers: int, peer: str) 
         "how": how,
         "live_peers": live_peers,
         "peer": peer,
-        "time": time.time(),
+        "time": now,
     }
     try:
         if path.exists() and path.stat().st_size > _MOST_BYTES:
-            os.replace(path, path.with_name(EARLIER))
+            path.replace(path.with_name(EARLIER))
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as error:

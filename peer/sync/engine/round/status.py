@@ -1,6 +1,7 @@
 """What the others, and this peer's owner, see of it: its signed record, the run's record, and the figures of its rounds."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from peer.sync.engine.net.neighbours import Neighbours
@@ -41,8 +42,9 @@ class Status:
         name: str = "",
         hardware: str = "",
         server_url: str = "",
+        wall: Callable[[], float] = time.time,
     ):
-        self._run, self._node, self._neighbours, self._end = run, node, neighbours, end
+        self._run, self._node, self._neighbours, self._end, self._wall = run, node, neighbours, end, wall
         self._assists, self._name, self._hardware, self._server_url = assists, name, hardware, server_url
         self._group_size = self._averaged = 0
         self._traffic = Traffic()
@@ -98,7 +100,7 @@ class Status:
             share_lost=progress.share_lost,
             client_mode=self._node.client_mode,
             maddrs=maddrs[:_MAX_MADDRS],
-            time=time.time(),
+            time=self._wall(),
         )
 
     def seen(self, state: State, record: PeerRecord) -> dict[str, Any]:

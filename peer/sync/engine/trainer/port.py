@@ -1,9 +1,11 @@
 """Messages between the training process and its sidecar: msgpack over a Unix socket, memory handed over as file descriptors."""
 
+import asyncio
 import contextlib
 import os
 import select
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -64,6 +66,13 @@ class Port:
         poll = select.poll()  # select() knows no descriptor above 1023
         poll.register(self.socket, event)
         return bool(poll.poll(max(seconds, 0) * 1000))
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """From now on the running loop calls `changed` whenever there is a message, or the other process is gone."""
+        asyncio.get_running_loop().add_reader(self.socket, changed)
+
+    def unwatch(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.socket)
 
     def has_room(self) -> bool:
         return self._ready(select.POLLOUT, 0)

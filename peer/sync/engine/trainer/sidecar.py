@@ -10,8 +10,10 @@ import gc
 import json
 import logging
 import os
+import random
 import signal
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -139,7 +141,6 @@ def _tell_of(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 async def _serve(port: Port, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
-    """buffers: the state to begin with, which is taken out: nobody else may hold its memory for as long as the process lives."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     # hivemind leaves tasks behind when p2pd or a stream goes away; what matters of that, the watchdog and PeerLost tell.
@@ -148,21 +149,38 @@ async def _serve(port: Port, values: dict[str, Any], buffers: list[SharedBuffer]
         node = await _join(values)
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     try:
-        trainer = TrainerPort(port)
-        replica = _replica(trainer, values, buffers.pop(), node)
-        trainer.send("ready", peer_id=node.peer_id, maddrs=await node.maddrs())
-        await replica.start()
-        gc.collect()
-        gc.freeze()  # else its many modules are looked through every minute or so, and nobody is answered meanwhile
-        # A stranger's record ends nobody that has taken part already.
-        if replica.neighbours.of_other_tensors() and not replica.state.header.round:
-            raise UserError(
-                "The peers of this run train other tensors than this peer (names, shapes or dtypes differ).",
-                fix="Use the same versions of diffusers and transformers, and the run's model and method.",
-            )
-        await _until_stopped(replica, trainer, port, stop, Path(values["folder"]))
+        await take_part(port, values, buffers, node, stop, Path(values["folder"]))
     finally:
         await node.close()
+
+
+async def take_part(
+    port: Port,
+    values: dict[str, Any],
+    buffers: list[SharedBuffer],
+    node: SwarmNode,
+    stop: asyncio.Event,
+    folder: Path,
+    wall: Callable[[], float] = time.time,
+    rng: random.Random | None = None,
+) -> None:
+    """The sidecar's life on a node, until `stop` or the run's end; values: what the trainer opened with. Raises UserError, PortClosed.
+
+    buffers: the state to begin with, which is taken out: nobody else may hold its memory for as long as the process lives.
+    """
+    trainer = TrainerPort(port)
+    replica = _replica(trainer, values, buffers.pop(), node, folder, wall, rng)
+    trainer.send("ready", peer_id=node.peer_id, maddrs=await node.maddrs())
+    await replica.start()
+    gc.collect()
+    gc.freeze()  # else its many modules are looked through every minute or so, and nobody is answered meanwhile
+    # A stranger's record ends nobody that has taken part already.
+    if replica.neighbours.of_other_tensors() and not replica.state.header.round:
+        raise UserError(
+            "The peers of this run train other tensors than this peer (names, shapes or dtypes differ).",
+            fix="Use the same versions of diffusers and transformers, and the run's model and method.",
+        )
+    await _until_stopped(replica, trainer, port, stop, folder)
 
 
 @contextlib.contextmanager
@@ -211,10 +229,18 @@ def _remember(folder: Path, addresses: Collection[tuple[str, ...]]) -> None:
             os.replace(temporary, folder / "peers_met.json")
 
 
-def _replica(trainer: TrainerPort, values: dict[str, Any], buffer: SharedBuffer, node: SwarmNode) -> Replica:
+def _replica(
+    trainer: TrainerPort,
+    values: dict[str, Any],
+    buffer: SharedBuffer,
+    node: SwarmNode,
+    folder: Path,
+    wall: Callable[[], float],
+    rng: random.Random | None,
+) -> Replica:
     run = RunConfig.from_mapping(values["run"], where="the trainer")
     state = State(Header.from_json(values["header"]), buffer)
-    folder = Path(values["folder"])
+    loop = asyncio.get_running_loop()
     store = StateStore(folder / "state")
     stored = store.load(state.header.run, state.header.schema, buffer.num_bytes, run.target_batch_size)
     if stored is not None and better(Head.of(stored), Head.of(state)):
@@ -239,6 +265,9 @@ def _replica(trainer: TrainerPort, values: dict[str, Any], buffer: SharedBuffer,
         last_number=_last_number(folder),
         end=End(run, values["host_key"], values["extension"]),
         upload=Bucket(values["max_upload_mbit"]) if values["max_upload_mbit"] else None,
+        clock=loop.time,
+        wall=wall,
+        rng=rng,
     )
     return replica
 
@@ -262,7 +291,7 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
                 if message[0] == "progress":
                     trainer.seen(replica.seen, loop.time())
         except PortClosed:
-            loop.remove_reader(port.socket)
+            port.unwatch()
             stop.set()
 
     async def housekeeping() -> None:
@@ -272,12 +301,12 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
             trainer.pulse()
             _remember(folder, replica.book.addresses.values())
 
-    loop.add_reader(port.socket, on_message)
+    port.watch(on_message)
     try:
         await replica.live_until(stop.wait(), housekeeping())
         trainer.flush()
     finally:
-        loop.remove_reader(port.socket)
+        port.unwatch()
         _remember(folder, replica.book.addresses.values())
 
 

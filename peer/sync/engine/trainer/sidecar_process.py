@@ -12,8 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from peer.sync.engine.trainer.port import Port, PortClosed
 from peer.sync.engine.vectors import SharedBuffer
@@ -34,13 +35,38 @@ _NOT_FOR_IT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """A rank's variables: the sidecar belongs to the group of ranks, not to one of them."""
 
 
+class Child(Protocol):
+    """A process that was started: `subprocess.Popen`, as far as it is needed, or one of the simulator's."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How sidecars are started and ended, and by which clock they are waited for; the simulator has its own."""
+
+    spawn: Callable[[], tuple[Child, Port]]
+    kill: Callable[[Child], None]
+    """The sidecar, and its p2pd with it."""
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
 class SidecarProcess:
     """opening: the state's memory and the words by which a new sidecar begins; handle: takes what one says, also its last words."""
 
-    def __init__(self, opening: Callable[[], tuple[SharedBuffer, dict[str, Any]]], handle: Callable[..., None]):
-        self._opening, self._handle = opening, handle
+    def __init__(
+        self,
+        opening: Callable[[], tuple[SharedBuffer, dict[str, Any]]],
+        handle: Callable[..., None],
+        processes: Processes | None = None,
+    ):
+        self._opening, self._handle, self._processes = opening, handle, processes or Processes(_spawn, _kill)
         self._restarts: list[float] = []
-        self._process: subprocess.Popen | None = None
+        self._process: Child | None = None
         self._port: Port | None = None
         self._start()
 
@@ -79,7 +105,7 @@ class SidecarProcess:
 
     def _listen_for_life(self) -> None:
         """One that lives says so every second."""
-        now = time.monotonic()
+        now = self._processes.clock()
         # A step of minutes, or a while in which this machine was stopped, is no time in which we listened.
         self._silence = 0.0 if self._heard else self._silence + min(now - self._listened, _LISTENED_AT_MOST_SECONDS)
         self._listened = now
@@ -91,19 +117,8 @@ class SidecarProcess:
 
     def _start(self) -> None:
         self._has_started = self._heard = False
-        self._silence, self._listened = 0.0, time.monotonic()
-        self._port, theirs = Port.pair()
-        root = str(Path(__file__).resolve().parents[4])
-        environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "peer.sync.engine.trainer.sidecar", str(theirs.socket.fileno())],
-            pass_fds=[theirs.socket.fileno()],
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
+        self._silence, self._listened = 0.0, self._processes.clock()
+        self._process, self._port = self._processes.spawn()
         buffer, words = self._opening()
         with contextlib.suppress(PortClosed):  # whoever listens next finds it dead, and starts another
             self._port.send("start", buffer, **words)
@@ -114,7 +129,7 @@ class SidecarProcess:
         code = self._process.poll()
         self._hear_out()
         self._end()
-        now = time.monotonic()
+        now = self._processes.clock()
         self._restarts = [t for t in self._restarts if t > now - _RESTARTS_WITHIN_SECONDS]
         if len(self._restarts) >= _RESTARTS:
             raise UserError(
@@ -123,7 +138,7 @@ class SidecarProcess:
                 code=ExitCode.NETWORK,
             )
         log.warning("the swarm process died (exit status %s); starting it again", code)
-        time.sleep(min(2 ** len(self._restarts), 30) if self._restarts else 0)
+        self._processes.sleep(min(2 ** len(self._restarts), 30) if self._restarts else 0)
         self._restarts.append(now)
         self._start()
 
@@ -149,9 +164,9 @@ class SidecarProcess:
 
     def _listen_to_its_end(self) -> None:
         """For as long as it gives signs of life: a state of 10 GB takes minutes to a slow disk. Raises PortClosed when it ends; UserError."""
-        began = heard = time.monotonic()
+        began = heard = self._processes.clock()
         told = False
-        while (now := time.monotonic()) - heard < CLOSE_SECONDS and now - began < CLOSE_AT_MOST_SECONDS:
+        while (now := self._processes.clock()) - heard < CLOSE_SECONDS and now - began < CLOSE_AT_MOST_SECONDS:
             self._heard = False
             for message in self._said(0.2):
                 self._handle(*message)
@@ -167,8 +182,29 @@ class SidecarProcess:
                 self._handle(*message)
 
     def _end(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._processes.kill(self._process)
         self._process.wait()
         self._port.close()
         self._process = None
+
+
+def _spawn() -> tuple[subprocess.Popen, Port]:
+    """A new sidecar, and our end of its port."""
+    port, theirs = Port.pair()
+    root = str(Path(__file__).resolve().parents[4])
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "peer.sync.engine.trainer.sidecar", str(theirs.socket.fileno())],
+        pass_fds=[theirs.socket.fileno()],
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    theirs.close()
+    return process, port
+
+
+def _kill(process: Child) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

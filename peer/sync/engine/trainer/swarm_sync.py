@@ -21,7 +21,7 @@ from peer.sync.engine.round.plausible import NUMBER_FILE
 from peer.sync.engine.state import Header, first_state
 from peer.sync.engine.trainer.local_work import OPEN, Frozen, Landing, LocalWork, NotFinite
 from peer.sync.engine.trainer.port import PortClosed
-from peer.sync.engine.trainer.sidecar_process import SidecarProcess
+from peer.sync.engine.trainer.sidecar_process import Processes, SidecarProcess
 from peer.sync.engine.transfer.discarded import discard
 from peer.sync.engine.vectors import Schema, SharedBuffer, flatten
 from swarm import advice, files
@@ -38,7 +38,8 @@ _RATE_MEMORY = 0.9
 
 
 class SwarmSync:
-    def __init__(self, context: SyncContext, strategy_path: str):
+    def __init__(self, context: SyncContext, strategy_path: str, processes: Processes | None = None):
+        self._clock = processes.clock if processes else time.monotonic
         self._context, self._strategy_path = context, strategy_path
         self._strategy = load_strategy(strategy_path, context.run)
         if context.peer.overlap and not self._strategy.steps_locally:
@@ -73,7 +74,7 @@ class SwarmSync:
         self._hardware = describe_hardware(next(iter(context.params.values())).device)
         self._rate, self._step_seconds, self._last_step, self._loss = 0.0, 0.0, 0.0, None
         self._lost = _Lost()
-        self._sidecar = SidecarProcess(self._opening, self._handle)
+        self._sidecar = SidecarProcess(self._opening, self._handle, processes)
 
     # ---------------------------------------------------------------- the contract
 
@@ -103,9 +104,9 @@ class SwarmSync:
         """Count `samples` trained since the last call; take over what the swarm did. Raises UserError when the swarm is lost for good."""
         if samples:
             self._count(samples, loss)
-        began = time.monotonic()
+        began = self._clock()
         self._exchange(POLL_SECONDS if self._must_wait() else 0)
-        self._lost.seconds += time.monotonic() - began
+        self._lost.seconds += self._clock() - began
         return self._report()
 
     def withdraw(self, number: int) -> SyncReport:
@@ -127,7 +128,7 @@ class SwarmSync:
         Not in a hurry, it also waits for the run's last state, which the others may have made without us, and for those who fetch it
         from us: for LAST_STATE_SECONDS after the last sign of either, and MOST_LAST_STATE_SECONDS in all.
         """
-        now = time.monotonic()
+        now = self._clock()
         if not self._leaving:
             self._leaving, takes_part = True, self._joined and not self._done
             has_work = takes_part and (self._work.waiting_samples or self._work.included)
@@ -182,7 +183,7 @@ class SwarmSync:
             return False
         work = self._work
         if self._leaving:
-            now = time.monotonic()
+            now = self._clock()
             return (bool(work.waiting_samples or work.included) and now < self._leave_until) or now < self._end_until
         full = work.waiting_samples + self._batch_samples > 2 * self._context.run.target_batch_size
         return not self._joined or self.paused or full or (work.frozen is not None and not self._trains_on())
@@ -192,7 +193,7 @@ class SwarmSync:
         return (self._context.peer.overlap or self._may_train) and self._strategy.steps_locally
 
     def _count(self, samples: int, loss: float | None) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if self._last_step and now > self._last_step:
             seconds = now - self._last_step
             memory = _RATE_MEMORY if self._rate else 0.0
@@ -326,7 +327,7 @@ class SwarmSync:
         self._news.dropped += self._work.land(landing, header.included.get(self._peer_id, 0))
         self._news.settled += self._work.take_done()
         if self._joined:
-            self._lost.landed(time.monotonic())
+            self._lost.landed(self._clock())
         self._joined, self._may_train, self._offered = True, False, False
         self._has_landed = True
         self._min_peers = 1  # who leaves later stops nobody, also not a sidecar that was started again

@@ -3,16 +3,14 @@
 import contextlib
 import json
 import logging
-import os
-import shutil
 from pathlib import Path
 from typing import BinaryIO
 
 from peer.sync.engine.state import BadState, Header, State
 from peer.sync.engine.transfer.discarded import Discarded
 from peer.sync.engine.vectors import SharedBuffer
+from swarm import files
 from swarm.errors import ExitCode, UserError
-from swarm.files import flush
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +43,15 @@ class StateStore:
             with temporary.open("wb") as file:
                 file.write(json.dumps({"digest": state.digest, "header": state.header.to_json()}).encode() + b"\n")
                 file.write(memoryview(state.buffer.bytes().numpy()))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            flush(self.folder)
+                files.sync(file)
+            temporary.replace(path)
+            files.flush(self.folder)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             free = 0.0
             with contextlib.suppress(OSError):
-                free = shutil.disk_usage(self.folder).free / 2**30
+                free = files.free_bytes(self.folder) / 2**30
             raise UserError(
                 f"Cannot save the state of round {state.header.round} in {self.folder}: {error.strerror} ({free:.1f} GiB free).",
                 fix="Free some space; the states saved before are intact.",
@@ -110,7 +107,7 @@ def read_state(path: Path, num_bytes: int) -> State:
             promised, header = first["digest"], Header.from_json(first["header"])
         except (ValueError, KeyError, TypeError) as error:
             raise BadState(f"its first line is damaged ({error})") from None
-        if os.fstat(file.fileno()).st_size - file.tell() != num_bytes:
+        if files.left(file) != num_bytes:
             raise BadState("its length is wrong")
         buffer = SharedBuffer(num_bytes)
         file.readinto(memoryview(buffer.bytes().numpy()))

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Container
@@ -18,6 +17,7 @@ from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.transfer.download import ANSWER_SECONDS, CHUNKS, PIECE_BYTES, Manifest
 from peer.sync.engine.transfer.replay import MeanStore
 from peer.sync.engine.transfer.slots import Slot, Slots
+from swarm import files
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ class _Held:
             raise PeerLost("that state is not here any more")
         offset = self._offset + index * CHUNK_BYTES
         try:
-            data = await asyncio.get_running_loop().run_in_executor(None, os.pread, self._file.fileno(), CHUNK_BYTES, offset)
+            data = await asyncio.get_running_loop().run_in_executor(None, files.read_at, self._file, CHUNK_BYTES, offset)
         except (OSError, ValueError) as error:
             raise PeerLost(f"that state cannot be read any more: {error}") from None
         if blake3(data).digest() != self.hashes[index]:

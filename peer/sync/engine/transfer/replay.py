@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import re
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from peer.sync.engine.round.averaging import Mean
 from peer.sync.engine.state import ANCESTORS_KEPT, CHUNK_BYTES, HASH_BYTES, BadState, Header, State, hash_chunks, mean_digest
 from peer.sync.engine.transfer.download import ANSWER_SECONDS, Download, Lied, Manifest, split_hashes
 from peer.sync.engine.vectors import SharedBuffer
+from swarm import files
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class MeanStore:
             with temporary.open("wb") as file:
                 file.write(json.dumps(first).encode() + b"\n")
                 file.write(memoryview(mean.encoded.numpy()))
-            os.replace(temporary, path)
+            temporary.replace(path)
         except OSError as error:
             log.warning("could not keep the mean of round %d for others: %s", manifest.header.round, error.strerror)
             with contextlib.suppress(OSError):
@@ -94,8 +94,9 @@ class MeanStore:
 
     async def written(self, digest: str) -> None:
         """Wait for a mean that is about to be on disk: who lost a round asks for it in the same second. At most WRITE_SECONDS."""
-        until = time.monotonic() + WRITE_SECONDS
-        while (digest == self._writing or digest in [wanted for wanted, _, _ in self._wanted]) and time.monotonic() < until:
+        clock = asyncio.get_running_loop().time
+        until = clock() + WRITE_SECONDS
+        while (digest == self._writing or digest in [wanted for wanted, _, _ in self._wanted]) and clock() < until:
             await asyncio.sleep(_LOOK_SECONDS)
 
     def open(self, digest: str) -> "KeptMean | None":
@@ -111,7 +112,7 @@ class MeanStore:
             first = json.loads(file.readline(_MAX_FIRST_LINE_BYTES))
             state_hashes, hashes = (split_hashes(bytes.fromhex(first[name])) for name in ("state_hashes", "mean_hashes"))
             manifest = Manifest(Header.from_json(first["header"]), state_hashes)
-            num_bytes = os.fstat(file.fileno()).st_size - file.tell()
+            num_bytes = files.left(file)
             return KeptMean(manifest, float(first["square_norm"]), num_bytes, hashes, file, file.tell())
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("passed over %s: %s", path.name, error)

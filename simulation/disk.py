@@ -1,0 +1,283 @@
+"""A machine's disk: files in memory, of which a power cut loses or tears what was not flushed; it can be full.
+
+`SimPath` stands for `pathlib.Path` and `SimFile` for an open file where the engine writes; `swarm.files` learns of both below.
+"""
+
+import errno
+import fnmatch
+import os
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from swarm import files
+
+
+class _Inode:
+    __slots__ = ("data", "synced")
+
+    def __init__(self, data: bytes = b"", synced: bytes | None = None):
+        self.data, self.synced = data, synced
+
+
+class Disk:
+    """names: path -> file, as the processes see it; `_durable`: as it is after a power cut."""
+
+    def __init__(self, rng: random.Random):
+        self._rng = rng
+        self.names: dict[str, _Inode] = {}
+        self._durable: dict[str, _Inode] = {}
+        self.full = False
+        self.appended: Callable[[str, bytes], None] = lambda path, data: None
+        """Told of each line that is added to a file, also if there is no room for it."""
+        self._history: list[tuple[dict, dict]] | None = None
+        """While a job runs and until its result is there: what the disk was after each of its operations."""
+
+    def root(self) -> "SimPath":
+        return SimPath(self, "/")
+
+    # ------------------------------------------------------------- what processes do
+
+    def write(self, inode: _Inode, data: bytes) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        inode.data += data
+        self._changed()
+
+    def sync(self, inode: _Inode) -> None:
+        if self.full and inode.synced != inode.data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        inode.synced = inode.data
+        self._changed()
+
+    def create(self, path: str) -> _Inode:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        inode = self.names[path] = _Inode()
+        self._changed()
+        return inode
+
+    def rename(self, source: str, target: str) -> None:
+        self.names[target] = self._existing(source)
+        del self.names[source]
+        self._changed()
+
+    def delete(self, path: str) -> None:
+        self._existing(path)
+        del self.names[path]
+        self._changed()
+
+    def sync_folder(self, folder: str) -> None:
+        inside = folder.rstrip("/") + "/"
+        self._durable = {path: inode for path, inode in self._durable.items() if not path.startswith(inside)}
+        self._durable |= {path: inode for path, inode in self.names.items() if path.startswith(inside)}
+        self._changed()
+
+    def existing(self, path: str) -> _Inode:
+        return self._existing(path)
+
+    def _existing(self, path: str) -> _Inode:
+        if path not in self.names:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return self.names[path]
+
+    # ------------------------------------------------------------- what happens to it
+
+    def _changed(self) -> None:
+        if self._history is not None:
+            self._history.append(self._copy())
+
+    def _copy(self) -> tuple[dict, dict]:
+        twins = {id(inode): _Inode(inode.data, inode.synced) for inode in (*self.names.values(), *self._durable.values())}
+        return {p: twins[id(i)] for p, i in self.names.items()}, {p: twins[id(i)] for p, i in self._durable.items()}
+
+    def begin_job(self) -> None:
+        self._history = [self._copy()]
+
+    def end_job(self) -> None:
+        self._history = None
+
+    def crash(self, *, power: bool) -> None:
+        """Its process, or the whole machine, is gone: a job that ran got to some point of what it wrote."""
+        if self._history:
+            self.names, self._durable = self._rng.choice(self._history)
+        self._history = None
+        if power:
+            self._lose()
+
+    def _lose(self) -> None:
+        """Each name that was not flushed is what it was or what it became; each file's bytes are the flushed ones, or torn."""
+        names = {}
+        for path in sorted({*self.names, *self._durable}):
+            before, after = self._durable.get(path), self.names.get(path)
+            kept = after if before is after or self._rng.random() < 0.5 else before
+            if kept is not None:
+                names[path] = kept
+        for inode in names.values():
+            if inode.synced != inode.data:
+                whole = inode.synced if inode.synced is not None and self._rng.random() < 0.5 else inode.data
+                torn = whole if whole is inode.synced else whole[: self._rng.randrange(len(whole) + 1)]
+                inode.data = inode.synced = torn
+        self.names, self._durable = names, dict(names)
+
+
+class SimFile:
+    """Opened in mode "rb", "wb", or "a" (text)."""
+
+    def __init__(self, disk: Disk, inode: _Inode, mode: str, path: str):
+        self.disk, self.inode, self._mode, self._path, self._at, self.closed = disk, inode, mode, path, 0, False
+
+    def __enter__(self) -> "SimFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def write(self, data: Any) -> int:
+        data = data.encode() if isinstance(data, str) else bytes(data)
+        if self._mode == "a":
+            self.disk.appended(self._path, data)
+        self.disk.write(self.inode, data)
+        return len(data)
+
+    def read(self, count: int = -1) -> bytes:
+        end = None if count < 0 else self._at + count
+        data = self.inode.data[self._at : end]
+        self._at += len(data)
+        return data
+
+    def readinto(self, room: memoryview) -> int:
+        data = self.read(len(room))
+        room[: len(data)] = data
+        return len(data)
+
+    def readline(self, limit: int = -1) -> bytes:
+        end = self.inode.data.find(b"\n", self._at)
+        length = (end + 1 if end >= 0 else len(self.inode.data)) - self._at
+        return self.read(length if limit < 0 else min(length, limit))
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self.inode.data)}[whence]
+        return self._at
+
+    def flush(self) -> None:
+        """What was written is with the operating system at once."""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class SimPath:
+    """As much of `pathlib.Path` as the engine uses. Folders need not be made."""
+
+    def __init__(self, disk: Disk, path: str):
+        self.disk, self._path = disk, path
+
+    def __str__(self) -> str:
+        return self._path
+
+    __repr__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SimPath) and self._path == other._path and self.disk is other.disk
+
+    def __hash__(self) -> int:
+        return hash(self._path)
+
+    def __lt__(self, other: "SimPath") -> bool:
+        return self._path < other._path
+
+    def __truediv__(self, name: str) -> "SimPath":
+        return SimPath(self.disk, f"{self._path.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self._path.rsplit("/", 1)[1]
+
+    @property
+    def stem(self) -> str:
+        return self.name.rpartition(".")[0] or self.name
+
+    @property
+    def parent(self) -> "SimPath":
+        return SimPath(self.disk, self._path.rsplit("/", 1)[0] or "/")
+
+    def with_name(self, name: str) -> "SimPath":
+        return self.parent / name
+
+    def with_suffix(self, suffix: str) -> "SimPath":
+        return self.parent / f"{self.stem}{suffix}"
+
+    def exists(self) -> bool:
+        return self._path in self.disk.names
+
+    def stat(self) -> SimpleNamespace:
+        return SimpleNamespace(st_size=len(self.disk.existing(self._path).data))
+
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        """There is nothing to make."""
+
+    def iterdir(self) -> list["SimPath"]:
+        inside = self._path.rstrip("/") + "/"
+        return [SimPath(self.disk, path) for path in sorted(self.disk.names) if path.startswith(inside) and "/" not in path[len(inside) :]]
+
+    def glob(self, pattern: str) -> list["SimPath"]:
+        return [path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        if not missing_ok or self.exists():
+            self.disk.delete(self._path)
+
+    def replace(self, target: "SimPath") -> None:
+        self.disk.rename(self._path, target._path)
+
+    def open(self, mode: str = "r", encoding: str | None = None) -> SimFile:
+        if mode == "wb" or (mode == "a" and not self.exists()):
+            return SimFile(self.disk, self.disk.create(self._path), mode, self._path)
+        return SimFile(self.disk, self.disk.existing(self._path), mode, self._path)
+
+    def read_bytes(self) -> bytes:
+        return self.disk.existing(self._path).data
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        with self.open("wb") as file:
+            file.write(text.encode(encoding))
+
+
+@files.sync.register
+def _(file: SimFile) -> None:
+    file.disk.sync(file.inode)
+
+
+@files.read_at.register
+def _(file: SimFile, count: int, offset: int) -> bytes:
+    if file.closed:
+        raise ValueError("read of closed file")
+    return file.inode.data[offset : offset + count]
+
+
+@files.free_bytes.register
+def _(folder: SimPath) -> int:
+    return 0 if folder.disk.full else 1 << 40
+
+
+@files.flush.register
+def _(path: SimPath) -> None:
+    path.disk.sync_folder(str(path))
+
+
+@files.replace.register
+def _(path: SimPath, data: bytes, *, mode: int = 0o666) -> None:
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        file.write(data)
+        files.sync(file)
+    part.replace(path)
+    files.flush(path.parent)

@@ -1,0 +1,369 @@
+"""One peer's machine: its disk, its link, and the two processes on it. Both are the product's own code.
+
+The trainer is a lock-step thread around the real `SwarmSync`, as `peer/train.py` is around it; what it trains is a small vector. The
+sidecar is the real `take_part` on a simulated node and port.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import torch
+from torch import nn
+
+from peer.accounts import Accounts
+from peer.config import PeerConfig
+from peer.contracts import SyncContext, SyncReport
+from peer.sync.engine.net.streams import PeerLost
+from peer.sync.engine.state import State
+from peer.sync.engine.trainer import sidecar
+from peer.sync.engine.trainer.port import PortClosed
+from peer.sync.engine.trainer.sidecar_process import Processes
+from peer.sync.engine.trainer.swarm_sync import SwarmSync
+from peer.sync.engine.vectors import SharedBuffer
+from simulation.disk import Disk
+from simulation.loop import OWNER
+from simulation.network import Host, Link
+from simulation.records import SimNode
+from simulation.source import Source
+from simulation.threads import Killed, LockStepThread
+from swarm.errors import UserError
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+log = logging.getLogger(__name__)
+
+_PORT_MESSAGES = 60
+"""A socket's room, in messages of some kB."""
+_EPOCH = 1.7e9
+
+
+class Process:
+    """What the loop and the faults know of a process. Everything that it starts carries it in its context."""
+
+    def __init__(self, machine: "Machine", name: str):
+        self.machine, self.name = machine, name
+        self.stopped = self.dead = False
+        self.held: list[asyncio.Handle] = []
+        self.tasks: list[asyncio.Task] = []
+        """Kept for as long as the world lives: what a killed process was in the middle of must not be unwound."""
+        self.context = contextvars.copy_context()
+        self.context.run(OWNER.set, self)
+        self._jobs = 0
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
+        task = self.context.copy().run(asyncio.get_running_loop().create_task, coroutine)
+        task._log_destroy_pending = False
+        self.tasks = [task for task in self.tasks if not task.done()] + [task]
+        return task
+
+    def job(self, call: Callable[[], Any]) -> tuple[Any, float, Callable[[], None]]:
+        world, disk = self.machine.world, self.machine.disk
+        if self._jobs == 0:
+            disk.begin_job()
+        self._jobs += 1
+        result = call()
+        used = [value for value in _buffers(call, result)]
+        before = [_bytes(value) for value in used]
+
+        def ended() -> None:
+            self._jobs -= 1
+            if self._jobs == 0:
+                disk.end_job()
+            if [_bytes(value) for value in used] != before:
+                world.checks.breach("a buffer changed while a thread used it", self.machine)
+
+        return result, world.rng.uniform(0.0005, 0.02) * self.machine.slowness, ended
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def go_on(self) -> None:
+        self.stopped, held = False, self.held
+        self.held = []
+        asyncio.get_running_loop()._ready.extend(held)
+
+
+def _buffers(call: Callable[[], Any], result: Any) -> list[Any]:
+    """The memory that a job read, or gave back."""
+    used = []
+    for cell in call.__closure__ or ():
+        value = cell.cell_contents
+        used += value if isinstance(value, tuple) else []
+    used.append(result[0])
+    return [value for value in used if isinstance(value, State | SharedBuffer | torch.Tensor)]
+
+
+def _bytes(value: Any) -> bytes:
+    tensor = value.buffer.bytes() if isinstance(value, State) else value.bytes() if isinstance(value, SharedBuffer) else value
+    return tensor.numpy().tobytes()
+
+
+class Port:
+    """One end of what trainer and sidecar say to each other; as `port.Port`."""
+
+    other: "Port"
+
+    def __init__(self, process: Process, thread: Callable[[], LockStepThread | None]):
+        self._process, self._thread = process, thread
+        self._inbox: deque[tuple[bytes, list[SharedBuffer]]] = deque()
+        self._changed: Callable[[], None] | None = None
+        self.closed = False
+        self.spy: Callable[[str, dict, list[SharedBuffer]], None] = lambda kind, values, buffers: None
+
+    @classmethod
+    def pair(cls, trainer: Process, thread: Callable[[], LockStepThread | None], child: Process) -> tuple["Port", "Port"]:
+        ours, theirs = cls(trainer, thread), cls(child, lambda: None)
+        ours.other, theirs.other = theirs, ours
+        return ours, theirs
+
+    @property
+    def _gone(self) -> bool:
+        return self.other.closed or self.other._process.dead
+
+    def send(self, kind: str, *buffers: SharedBuffer, seconds: float = 30.0, **values: Any) -> None:
+        if self.closed or self._gone:
+            raise PortClosed("the other process has ended")
+        self.spy(kind, values, list(buffers))
+        self.other._inbox.append((msgpack.packb({"kind": kind, **values}), list(buffers)))
+        self.other._notify()
+
+    def receive(self, seconds: float) -> tuple[str, dict[str, Any], list[SharedBuffer]] | None:
+        if self.closed:
+            raise PortClosed("this end is closed")
+        if not self._inbox and not self._gone and seconds > 0 and (thread := self._thread()) is not None:
+            self._changed = thread.wake
+            thread.block(seconds)
+            self._changed = None
+        if self._inbox:
+            data, buffers = self._inbox.popleft()
+            values = msgpack.unpackb(data)
+            return values.pop("kind"), values, buffers
+        if self._gone:
+            raise PortClosed("the other process has ended")
+        return None
+
+    def has_room(self) -> bool:
+        if self.closed:
+            raise PortClosed("this end is closed")
+        return self._gone or len(self.other._inbox) < _PORT_MESSAGES
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._notify()
+
+    def unwatch(self) -> None:
+        self._changed = None
+
+    def close(self) -> None:
+        self.closed = True
+        self.other._notify()
+
+    def _notify(self) -> None:
+        if self._changed is not None:
+            loop = self._process.machine.world.loop
+            loop.call_soon(self._call, context=self._process.context.copy())
+
+    def _call(self) -> None:
+        if self._changed is not None:
+            self._changed()
+
+
+class Child:
+    """A sidecar as the trainer sees it."""
+
+    def __init__(self, machine: "Machine", process: Process):
+        self.machine, self.process, self.pid = machine, process, 0
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return -9 if self.process.dead and self.code is None else self.code
+
+    def wait(self, timeout: float | None = None) -> int:
+        clock, until = self.machine.world.loop.time, self.machine.world.loop.time() + (timeout or 60.0)
+        while self.poll() is None and clock() < until:
+            self.machine.thread.block(0.2)
+        return self.poll() or 0
+
+
+class Machine:
+    """A peer from its first start to its end: `boot`, `kill`, `power_cut`, and what goes on in between."""
+
+    def __init__(self, world: "World", peer: str, link: Link, *, step_seconds: float, batch: int, skew: float):
+        self.world, self.peer, self.link = world, peer, link
+        self.step_seconds, self.batch, self.skew, self.slowness = step_seconds, batch, skew, 1.0
+        self.disk = Disk(random.Random(world.rng.getrandbits(64)))
+        self.trainer: Process | None = None
+        self.sidecar: Process | None = None
+        self.thread: LockStepThread | None = None
+        self.host: Host | None = None
+        self.replica = None
+        self.boots = 0
+        self.over = self.leaves = False
+        self.failure: BaseException | None = None
+        self.graveyard: list[Process] = []
+        self.source = Source(self)
+        self._seed = world.rng.getrandbits(48)
+
+    @property
+    def short(self) -> str:
+        return self.peer[-6:]
+
+    @property
+    def alive(self) -> bool:
+        return self.trainer is not None and not self.trainer.dead and not self.over
+
+    def wall(self) -> float:
+        return _EPOCH + self.world.loop.time() + self.skew
+
+    # ------------------------------------------------------------- power
+
+    def boot(self) -> None:
+        self.boots += 1
+        self.failure, self.over, self.leaves = None, False, False
+        self.source.boot(self.boots)
+        self.trainer = Process(self, "trainer")
+        self.thread = self.trainer.context.run(LockStepThread, self.world.loop, self._train, self._failed)
+        self.trainer.context.run(self.thread.start)
+
+    def kill(self, *, power: bool = False) -> None:
+        """Both processes at once; without power what was not flushed is lost as well."""
+        for process in (self.trainer, self.sidecar):
+            if process is not None and not process.dead:
+                process.dead = True
+                self.graveyard.append(process)
+        if self.host is not None:
+            self.world.network.die(self.host, power=power)
+        self.disk.crash(power=power)
+        self.thread.kill()
+
+    def kill_sidecar(self) -> None:
+        self._bury(self.sidecar)
+        self.world.network.die(self.host, power=False)
+
+    def _bury(self, process: Process) -> None:
+        process.dead = True
+        self.graveyard.append(process)
+        self.disk.crash(power=False)
+        process.port.other._notify()
+
+    # ------------------------------------------------------------- the sidecar
+
+    def _spawn(self) -> tuple[Child, Port]:
+        self.sidecar = process = Process(self, "sidecar")
+        child = Child(self, process)
+        ours, theirs = Port.pair(self.trainer, lambda: self.thread, process)
+        ours.spy = lambda kind, values, buffers: self.world.checks.said(self, kind, values, buffers)
+        theirs.spy = lambda kind, values, buffers: self.world.checks.told(self, kind, values, buffers)
+        process.port = theirs
+        process.context.run(self.world.loop.call_soon, lambda: process.spawn(self._live(child, process, theirs)))
+        return child, ours
+
+    async def _live(self, child: Child, process: Process, port: Port) -> None:
+        """As `sidecar.main` and `_serve`."""
+        stop = asyncio.Event()
+        node = None
+        try:
+            await asyncio.sleep(self.world.rng.uniform(1.0, 3.0))  # to load its modules
+            message = port.receive(0)
+            if message is None or message[0] != "start":
+                return
+            _, values, buffers = message
+            node = await self._join(process)
+            rng = random.Random(self.world.rng.getrandbits(64))
+            await sidecar.take_part(port, values, buffers, node, stop, self.disk.root(), self.wall, rng)
+        except PortClosed:
+            pass
+        except UserError as error:
+            with contextlib.suppress(PortClosed):
+                sidecar.TrainerPort(port).failed(error)
+            child.code = int(error.code)
+        except PeerLost as error:
+            log.warning("the swarm process ends: %s", error)
+            child.code = 1
+        except Exception as error:
+            self.world.checks.breach(f"a sidecar ended with {error!r}", self, error)
+        finally:
+            if not process.dead:
+                child.code = child.code or 0
+                if node is not None:
+                    await node.close()
+                port.close()
+                process.dead = True
+                self.graveyard.append(process)
+
+    async def _join(self, process: Process) -> SimNode:
+        self.host = host = Host(self.peer, self.link, owner=process)
+        self.world.network.hosts[self.peer] = host
+        await asyncio.sleep(self.world.rng.uniform(0.5, 2.0))
+        return SimNode(self.world.network, self.world.records, host, self.wall)
+
+    # ------------------------------------------------------------- the trainer
+
+    def _kill_child(self, child: Child) -> None:
+        if not child.process.dead:
+            self._bury(child.process)
+            if self.host is not None and self.host.owner is child.process:
+                self.world.network.die(self.host, power=False)
+
+    def _sleep(self, seconds: float) -> None:
+        until = self.world.loop.time() + seconds
+        while (left := until - self.world.loop.time()) > 1e-6:
+            self.thread.block(left)
+
+    def _train(self) -> None:
+        """As `peer/train.py`, with a walk at random in place of learning."""
+        generator = torch.Generator().manual_seed(self._seed + self.boots)
+        params = {"weight": nn.Parameter(torch.zeros(self.world.scenario.size))}
+        processes = Processes(self._spawn, self._kill_child, self.world.loop.time, self._sleep)
+        context = SyncContext(
+            run=self.world.run,
+            peer=PeerConfig(client_mode=self.link.behind_nat, peers=(), output_dir=self.short, overlap=self.world.scenario.overlap),
+            params=params,
+            output_dir=self.disk.root(),
+        )
+        sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
+        accounts = Accounts(self.source)
+        done = self._follow(sync, accounts, sync.catch_up())
+        while not done and not self.leaves:
+            self._sleep(self.step_seconds * self.slowness * self.world.rng.uniform(0.9, 1.1))
+            with torch.no_grad():
+                params["weight"] += torch.randn(params["weight"].shape, generator=generator) * 0.01
+            keys = self.source.draw(self.batch)
+            accounts.trained(keys)
+            done = self._follow(sync, accounts, sync.step(len(keys), 1.0))
+        report = SyncReport(wait=True)
+        while report.wait:
+            report = self._settle(sync, accounts, sync.leave(hurry=self.leaves))
+        sync.close()
+        accounts.give_back_aside()
+        self.over = True
+
+    def _follow(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> bool:
+        report = self._settle(sync, accounts, report)
+        while report.wait or report.frozen is not None:
+            if report.frozen is None and self.leaves:
+                break
+            report = self._settle(sync, accounts, sync.step(0))
+        return report.done
+
+    def _settle(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> SyncReport:
+        if report.frozen is not None and not accounts.register(report.frozen):
+            accounts.apply(report)
+            report = sync.withdraw(report.frozen)
+        accounts.apply(report)
+        self.world.checks.accounts(self, accounts)
+        return report
+
+    def _failed(self, error: BaseException) -> None:
+        if isinstance(error, Killed):
+            return
+        self.failure = error
+        self.world.failed(self, error)

@@ -1,0 +1,117 @@
+"""The DHT as its users meet it: records arrive late, some answers lack somebody or are a version old, and a partition hides the other side."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from simulation.network import Network
+from swarm.records import RECORD_LIFE_SECONDS, PeerRecord, RunRecord
+
+_MOST_DELAY_SECONDS, _MISSING, _STALE = 0.5, 0.02, 0.05
+_REPUBLISHED_SECONDS = 30.0
+"""After a partition the two sides' nodes know each other's keys again within that."""
+
+
+@dataclass(frozen=True)
+class _Version:
+    record: PeerRecord
+    visible: float
+    """On its own side."""
+    expires: float
+    """By the wall clock."""
+    side: int
+    """Where it was published."""
+
+
+class Records:
+    """Of one run. wall: a reader's own clock is given with each question."""
+
+    def __init__(self, network: Network, rng: random.Random, clock: Callable[[], float]):
+        self._network, self._rng, self._clock = network, rng, clock
+        self._versions: dict[str, list[_Version]] = {}
+        self._runs: dict[str, RunRecord] = {}
+
+    async def publish(self, record: PeerRecord, wall: float) -> bool:
+        await asyncio.sleep(self._rng.uniform(0.05, 0.3))
+        checked = PeerRecord.unpack(record.pack(), owner=record.peer_id)
+        side = self._network.sides.get(record.peer_id, 0)
+        visible = self._clock() + self._rng.uniform(0, _MOST_DELAY_SECONDS)
+        version = _Version(checked, visible, wall + RECORD_LIFE_SECONDS, side)
+        self._versions[record.peer_id] = [*self._versions.get(record.peer_id, [])[-2:], version]
+        return True
+
+    async def read(self, reader: str, wall: float) -> dict[str, PeerRecord]:
+        await asyncio.sleep(self._rng.uniform(0.05, 0.3))
+        now, parted = self._clock(), self._network.parted
+        found = {}
+        for peer, versions in self._versions.items():
+            known = [v for v in versions if v.visible <= now and v.expires > wall and not (self._network.sides and parted(reader, peer))]
+            if not known or (peer != reader and self._rng.random() < _MISSING):
+                continue
+            found[peer] = known[-2 if len(known) > 1 and peer != reader and self._rng.random() < _STALE else -1].record
+        self._forget(now, wall)
+        return found
+
+    def _forget(self, now: float, wall: float) -> None:
+        gone = [peer for peer, versions in self._versions.items() if versions[-1].expires < wall - 60]
+        for peer in gone:
+            del self._versions[peer]
+
+    async def publish_run(self, peer: str, record: RunRecord) -> bool:
+        await asyncio.sleep(self._rng.uniform(0.05, 0.3))
+        self._runs[peer] = record
+        return True
+
+    async def runs(self) -> dict[str, RunRecord]:
+        await asyncio.sleep(self._rng.uniform(0.05, 0.3))
+        return dict(self._runs)
+
+
+class SimNode:
+    """As `swarm.dht.SwarmNode`: one process in the network and the DHT."""
+
+    came_by: tuple = ()
+    unread: frozenset = frozenset()
+    reachability = ""
+
+    def __init__(self, network: Network, records: Records, host, wall: Callable[[], float]):
+        self._network, self._records, self.host, self._wall = network, records, host, wall
+        self.peer_id, self.client_mode = host.peer, host.link.behind_nat
+
+    async def dial(self, peer, name):
+        return await self._network.dial(self.host, peer, name)
+
+    async def listen(self, name, handle):
+        self.host.handlers[name] = handle
+
+    async def maddrs(self):
+        return [] if self.client_mode else [f"/ip4/10.0.0.1/tcp/4000/p2p/{self.peer_id}"]
+
+    def prefer(self, is_known):
+        """There is room for all."""
+
+    async def publish(self, run_id, record):
+        return await self._records.publish(record, self._wall())
+
+    async def publish_run(self, record):
+        return await self._records.publish_run(self.peer_id, record)
+
+    async def records(self, run_id):
+        return await self._records.read(self.peer_id, self._wall())
+
+    async def find_runs(self):
+        return await self._records.runs()
+
+    async def meet(self, maddrs):
+        return True
+
+    async def ended_within(self, seconds):
+        await asyncio.sleep(seconds)
+        return not self.host.alive
+
+    async def alive(self):
+        return self.host.alive
+
+    async def close(self):
+        self._network.die(self.host, power=False)

@@ -1,0 +1,252 @@
+"""One world: its loop, network, records and machines, the faults that befall them, and what came of it."""
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import logging
+import random
+from collections import Counter, deque
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from simulation.checks import Breach, Checks, Commit
+from simulation.faults import FAULTS
+from simulation.loop import OWNER, Deadlock, VirtualLoop
+from simulation.machine import Machine
+from simulation.network import Link, Network
+from simulation.records import Records
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+_TRACE_LINES = 400
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """faults: names of `faults.FAULTS`; each strikes every `fault_seconds` on average. hours: of virtual time, or until `rounds` are made.
+
+    calm_seconds: the bound on liveness: so long after the last fault every peer has committed again, and all stand on one lineage.
+    """
+
+    seed: int
+    peers: int = 8
+    hours: float = 1.0
+    rounds: int = 0
+    faults: tuple[str, ...] = ()
+    fault_seconds: float = 60.0
+    calm_seconds: float = 600.0
+    size: int = 300
+    sync: str = "parameters"
+    wire: str = "int8"
+    overlap: bool = False
+    target_per_peer: int = 16
+
+
+@dataclass
+class Outcome:
+    seed: int
+    rounds: int = 0
+    committed: float = 0.0
+    """The share of the contributions offered by the end that are in the lineage which all stand on."""
+    virtual_seconds: float = 0.0
+    slowest_commit_seconds: float = 0.0
+    messages: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    adopted: dict[str, int] = field(default_factory=dict)
+    breach: str = ""
+    trace: str = ""
+    """Digest of all that happened."""
+    lines: list[str] = field(default_factory=list, repr=False)
+
+
+class _Trace(logging.Handler):
+    def __init__(self, world: "World"):
+        super().__init__(logging.INFO)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        owner = OWNER.get()
+        who = f"{owner.machine.short} {owner.name}" if owner is not None else "world"
+        self._world.note(f"{who}: {record.getMessage()}")
+
+
+class World:
+    def __init__(self, scenario: Scenario):
+        self.scenario, self.rng = scenario, random.Random(scenario.seed)
+        self.loop = VirtualLoop(random.Random(self.rng.getrandbits(64)))
+        self.network = Network(self.loop, random.Random(self.rng.getrandbits(64)))
+        self.records = Records(self.network, random.Random(self.rng.getrandbits(64)), self.loop.time)
+        self.checks = Checks(self)
+        self.run = RunConfig(
+            model="x", sync=scenario.sync, wire=scenario.wire, total_samples=0, target_batch_size=scenario.target_per_peer * scenario.peers
+        )
+        self.machines: list[Machine] = []
+        self.faults_done: Counter[str] = Counter()
+        self.calm = False
+        self.gone: list[Machine] = []
+        self._born = 0
+        self._trace, self._lines = hashlib.blake2b(digest_size=16), deque(maxlen=_TRACE_LINES)
+        self._last_commit = self._slowest = 0.0
+        self._stopped = asyncio.Event()
+
+    def note(self, text: str) -> None:
+        line = f"{self.loop.time():12.6f} {text}"
+        self._trace.update(line.encode())
+        self._lines.append(line)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    # ------------------------------------------------------------- what the parts tell
+
+    def committed(self, commit: Commit) -> None:
+        now = self.loop.time()
+        self._slowest, self._last_commit = max(self._slowest, now - self._last_commit), now
+        self.note(f"world: round {commit.round} {commit.digest[:12]} of {len(commit.members)}")
+
+    def failed(self, machine: Machine, error: BaseException) -> None:
+        """A trainer has ended with an error: `dd-peer` starts it again when that may help."""
+        if not isinstance(error, UserError):
+            return self.checks.breach(f"a trainer ended with {error!r}", machine, error)
+        self.note(f"{machine.short} trainer: ended: {error.message}")
+        machine.kill()
+        self._later(self.rng.uniform(5, 20), machine.boot)
+
+    def _later(self, seconds: float, call) -> None:
+        token = OWNER.set(None)
+        try:
+            self.loop.call_later(seconds, call)
+        finally:
+            OWNER.reset(token)
+
+    # ------------------------------------------------------------- peers
+
+    def add_peer(self) -> Machine:
+        self._born += 1
+        name = hashlib.sha256(f"{self.scenario.seed}:{self._born}".encode()).hexdigest()
+        up = self.rng.choice([5.0, 20.0, 100.0])
+        nat = "nat" in self.scenario.faults and self._born > 2 and self.rng.random() < 0.3
+        link = Link(up, up * self.rng.choice([1, 4]), self.rng.uniform(0.005, 0.06), behind_nat=nat, loss=0.001)
+        machine = Machine(
+            self, f"Qm{name[:44]}", link,
+            step_seconds=self.rng.choice([0.5, 1.0, 2.0]), batch=self.rng.choice([1, 2, 4]), skew=self.rng.uniform(-0.5, 0.5),
+        )  # fmt: skip
+        machine.disk.appended = lambda path, data: self.checks.appended(machine, path, data)
+        self.machines.append(machine)
+        machine.boot()
+        return machine
+
+    @property
+    def live(self) -> list[Machine]:
+        return [machine for machine in self.machines if machine.alive]
+
+    # ------------------------------------------------------------- its life
+
+    def play(self) -> Outcome:
+        """Raises nothing: what went wrong is in the outcome."""
+        outcome = Outcome(self.scenario.seed)
+        torch.set_num_threads(1)
+        handler, root, level = _Trace(self), logging.getLogger(), logging.getLogger().level
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        gc.collect()
+        gc.disable()
+        asyncio.set_event_loop(self.loop)
+        self.loop.set_exception_handler(self._unheard)
+        try:
+            self.loop.run_until_complete(self._live())
+            self.checks.raise_if_broken()
+        except (Breach, Deadlock) as error:
+            outcome.breach = str(error)
+            cause = error.__cause__
+            while cause is not None:
+                self.note(f"because of {cause!r}")
+                outcome.breach += f"\n  because of {cause!r} {_where(cause)}"
+                cause = cause.__cause__
+        finally:
+            gc.enable()
+            root.removeHandler(handler)
+            root.setLevel(level)
+            self._bury_all()
+        tip = self._tip()
+        inside = {(peer, number) for digest in self.checks.lineage(tip) for peer, number, _ in self.checks.commits[digest].members}
+        offered = len(self.checks._offers)
+        outcome.rounds, outcome.committed = self.checks.round, round(len(inside) / offered, 4) if offered else 0.0
+        outcome.virtual_seconds, outcome.slowest_commit_seconds = round(self.loop.time(), 1), round(self._slowest, 1)
+        outcome.messages, outcome.faults, outcome.adopted = self.network.messages, dict(self.faults_done), self.checks.adopted
+        outcome.trace, outcome.lines = self._trace.hexdigest(), list(self._lines)
+        return outcome
+
+    def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict) -> None:
+        """An error that nobody waited for."""
+        owner = OWNER.get()
+        self.checks.breach(f"{context['message']}", owner.machine if owner else None, context.get("exception"))
+
+    def _tip(self) -> str:
+        return max(self.checks.commits.values(), key=lambda commit: (commit.samples, commit.digest)).digest if self.checks.commits else ""
+
+    async def _live(self) -> None:
+        scenario = self.scenario
+        for _ in range(scenario.peers):
+            self.add_peer()
+        faults = [asyncio.ensure_future(FAULTS[name](self)) for name in scenario.faults if name in FAULTS]
+        until = scenario.hours * 3600
+        while self.loop.time() < until and (not scenario.rounds or self.checks.round < scenario.rounds):
+            await self._look()
+        self.calm = True
+        self.note("world: calm")
+        await asyncio.gather(*faults)
+        await self._all_commit()
+
+    async def _look(self) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), _LOOK_SECONDS)
+        self.checks.raise_if_broken()
+        if self.loop.time() % 60 < _LOOK_SECONDS:
+            gc.collect(0)
+
+    async def _all_commit(self) -> None:
+        """Liveness: with no more faults every peer commits within the bound, and all on one lineage."""
+        began, first = self.loop.time(), self.checks.round
+        while True:
+            await self._look()
+            stands = {machine.short: self.checks._stands.get(machine.peer, (0, ""))[1] for machine in self.machines if machine.trainer}
+            newest = self._tip()
+            line = self.checks.lineage(newest)
+            recent = set(line[:12])
+            if self.checks.round >= first + 3 and all(digest in recent for digest in stands.values()) and len(self.live) == len(self.machines):
+                return
+            if self.loop.time() - began > self.scenario.calm_seconds:
+                text = ", ".join(f"{peer} at {digest[:8]} ({self.checks.commits[digest].round if digest in self.checks.commits else 0})" for peer, digest in stands.items())
+                self.checks.breach(f"{self.scenario.calm_seconds:.0f} s after the last fault not all have committed: {text}")
+
+    def _bury_all(self) -> None:
+        for machine in self.machines:
+            for process in (machine.trainer, machine.sidecar):
+                if process is not None:
+                    process.dead = True
+            if machine.thread is not None:
+                machine.thread.kill()
+        self.loop._ready.clear()
+        self.loop._scheduled.clear()
+        asyncio.set_event_loop(None)
+        self.loop.close()
+
+
+def _where(error: BaseException) -> str:
+    trace, frames = error.__traceback__, []
+    while trace is not None:
+        frames.append(f"{trace.tb_frame.f_code.co_filename.rsplit('/', 2)[-1]}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    return " > ".join(frames[-6:])
+
+
+def play(scenario: Scenario) -> Outcome:
+    return World(scenario).play()
+
+
+def described(scenario: Scenario) -> dict:
+    return asdict(scenario)
