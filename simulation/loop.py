@@ -109,7 +109,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return _Future(number=next(self._numbers), loop=self)
 
     def _call_soon(self, callback: Callable, args: tuple, context: contextvars.Context | None) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, context or contextvars.copy_context())
+        handle = _Handle(callback, args, self, contextvars.copy_context() if context is None else context)
         self._ready.append(handle)
         return handle
 
@@ -117,7 +117,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self, when: float, callback: Callable, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         # A heap keeps no order of equals: a moment of its own for each.
-        timer = _TimerHandle(when + next(self._numbers) * 1e-13, callback, args, self, context or contextvars.copy_context())
+        context = contextvars.copy_context() if context is None else context  # not `or`: an empty context is false
+        timer = _TimerHandle(when + next(self._numbers) * 1e-13, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)
         timer._scheduled = True
         return timer

@@ -26,7 +26,7 @@ from peer.sync.engine.trainer import sidecar
 from peer.sync.engine.trainer.port import PortClosed
 from peer.sync.engine.trainer.sidecar_process import Processes
 from peer.sync.engine.trainer.swarm_sync import SwarmSync
-from peer.sync.engine.vectors import SharedBuffer
+from peer.sync.engine.vectors import BIG_ELEMENTS, SharedBuffer
 from simulation.disk import Disk
 from simulation.loop import OWNER
 from simulation.network import Host, Link
@@ -321,7 +321,8 @@ class Machine:
     def _train(self) -> None:
         """As `peer/train.py`, with a walk at random in place of learning."""
         generator = torch.Generator().manual_seed(self._seed + self.boots)
-        params = {"weight": nn.Parameter(torch.zeros(self.world.scenario.size))}
+        # Two parts, in the run's codec and in the one for small tensors: so that there are two shares to reduce.
+        params = {"weight": nn.Parameter(torch.zeros(BIG_ELEMENTS)), "bias": nn.Parameter(torch.zeros(BIG_ELEMENTS // 2))}
         processes = Processes(self._spawn, self._kill_child, self.world.loop.time, self._sleep)
         context = SyncContext(
             run=self.world.run,
@@ -335,7 +336,8 @@ class Machine:
         while not done and not self.leaves:
             self._sleep(self.step_seconds * self.slowness * self.world.rng.uniform(0.9, 1.1))
             with torch.no_grad():
-                params["weight"] += torch.randn(params["weight"].shape, generator=generator) * 0.01
+                for parameter in params.values():
+                    parameter += torch.randn(parameter.shape, generator=generator) * 0.01
             keys = self.source.draw(self.batch)
             accounts.trained(keys)
             done = self._follow(sync, accounts, sync.step(len(keys), 1.0))

@@ -38,7 +38,6 @@ class Scenario:
     faults: tuple[str, ...] = ()
     fault_seconds: float = 60.0
     calm_seconds: float = 600.0
-    size: int = 300
     sync: str = "parameters"
     wire: str = "int8"
     overlap: bool = False

@@ -75,10 +75,10 @@ class PeerRecord:
     time: float = 0.0
 
     def pack(self) -> bytes:
-        return msgpack.packb(dataclasses.asdict(self))
+        return msgpack.packb(vars(self))
 
     def asdict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def unpack(cls, data: bytes, *, owner: str) -> "PeerRecord":

@@ -82,7 +82,9 @@ class Header:
         return Settlement(digest, self.parents[0], self.round, self.samples, self.members)
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        # `dataclasses.asdict` copies each of some hundred members field by field: a tenth of a small swarm's CPU time.
+        members, ancestors = _plain(self.members), [{**vars(a), "members": _plain(a.members)} for a in self.ancestors]
+        return {**vars(self), "included": dict(self.included), "members": members, "ancestors": ancestors}
 
     @classmethod
     def from_json(cls, values: Any) -> "Header":
@@ -260,6 +262,10 @@ def better(theirs: Head, ours: Head) -> bool:
     A round always adds samples, so a descendant beats its ancestor, whatever anybody says about who descends from whom.
     """
     return theirs.digest != ours.digest and (theirs.samples, ours.digest) > (ours.samples, theirs.digest)
+
+
+def _plain(members: Iterable[Member]) -> list[dict[str, Any]]:
+    return [dict(vars(member)) for member in members]
 
 
 def _list(values: Any, most: int) -> list | tuple:

@@ -63,6 +63,21 @@ def test_two_that_we_have_met_are_believed_and_one_beside_others_is_not(view):
     assert ann.sees(record("bob", child), record("cy", child), record("dan", ours)).right() == child.digest
 
 
+def test_behind_nat_strangers_count_once_nobody_that_we_have_met_can_lead(tmp_path):
+    # Found by the simulator, seed 3 of its first campaign: two volunteers behind NAT waited for ever beside three newcomers that went on.
+    *_, ours, child = lineage(3)
+    view = View(tmp_path, ours, ["bob"])
+    view.heads = Heads(view.met, lambda: view.records, ours, clock=view.clock, leads=False)
+    strangers = [record(name, child) for name in ("cy", "dan", "eve")]
+    view.sees(record("bob", ours, client_mode=True), *strangers)
+
+    assert view.right() is None
+    view.clock.now += DESERTED_SECONDS
+    assert view.right() == child.digest
+    view.sees(record("bob", ours), *strangers)
+    assert view.right() is None, "bob can be dialled again: it leads us"
+
+
 def test_where_only_one_that_we_have_met_is_live_its_word_is_enough(view):
     *_, ours, child = lineage(3)
 

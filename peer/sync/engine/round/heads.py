@@ -19,7 +19,8 @@ from swarm.records import AVERAGING, JOINING, RENEW_SECONDS, PeerRecord
 SIGNERS_NEEDED = 2
 """Of a descendant of our state that was not made with us: one peer that we have met may lie."""
 DESERTED_SECONDS = 30.0
-"""Once nobody that we have met has stood where we stand for so long, one signer of a descendant is enough: a second may never come."""
+"""Once nobody that we have met has stood where we stand for so long, one signer of a descendant is enough: a second may never come. And once
+nobody that we have met can lead us for so long, nor we ourselves, strangers have a vote: without them there is no round any more."""
 _CALLS_KEPT, _GROUPS_KEPT = 16, 4
 _MOST_STRANGERS = 32
 """The longest seen, of those that vote where nobody that we have met is live: a look compares all of them with each other."""
@@ -188,6 +189,7 @@ class Heads:
         """Of these, those whose header has shown that they did not."""
         self._lineage = Lineage()
         self._deserted_since: float | None = None
+        self._leaderless_since: float | None = None
         self.moved(state)
 
     def moved(self, state: State, *, fetched: bool = False) -> None:
@@ -217,6 +219,7 @@ class Heads:
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
+        self._look_for_a_leader()
         ballot = self._ballot(self._one_is_enough)
         right = ballot.right()
         if right or not ballot.deserted:
@@ -243,12 +246,26 @@ class Heads:
 
     def _ballot(self, one_is_enough: Callable[[Head, Collection[Claim]], bool]) -> Ballot:
         claims = [claim for claim in self._claims() if claim.peer in self._met or not self._broken(claim.peer)]
-        met = [claim for claim in claims if claim.peer in self._met]
+        met = [] if self._leaderless() else [claim for claim in claims if claim.peer in self._met]
         voters = [claim for claim in met or claims if claim.votes] or met or claims
         voters = voters if met else voters[:_MOST_STRANGERS]
         for claim in voters:
             self._lineage.learn(claim.head)
         return Ballot(self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads, self.backers())
+
+    def _look_for_a_leader(self) -> None:
+        """Whether anybody could lead us without a stranger: we ourselves, or a live peer that we have met."""
+        claims = self._claims()
+        friends = [claim for claim in claims if claim.peer in self._met]
+        alone = bool(friends) and not self._leads and not any(claim.leads for claim in friends) and any(claim.leads for claim in claims)
+        if not alone:
+            self._leaderless_since = None
+        elif self._leaderless_since is None:
+            self._leaderless_since = self._clock()
+
+    def _leaderless(self) -> bool:
+        """Peers behind NAT whose leaders have all been replaced by strangers would wait for these to come back to them for ever."""
+        return self._leaderless_since is not None and self._clock() - self._leaderless_since >= DESERTED_SECONDS
 
     def backers(self) -> int:
         """For our record: how many live peers whom we have met stand with us, ourselves included."""
