@@ -17,12 +17,18 @@ class Killed(BaseException):
     """Raised where a thread blocks when its process has died."""
 
 
+def _held() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class LockStepThread:
     """`func` in the context of the process that starts it. failed: called in the loop with what it raised."""
 
     def __init__(self, loop: VirtualLoop, func: Callable[[], None], failed: Callable[[BaseException], None]):
         self._loop, self._func, self._failed = loop, func, failed
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._back = _held(), _held()
         self._context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: self._context.run(self._run), daemon=True)
         self._timer = None

@@ -41,7 +41,7 @@ class Scenario:
     sync: str = "parameters"
     wire: str = "int8"
     overlap: bool = False
-    target_per_peer: int = 16
+    target_per_peer: int = 4
 
 
 @dataclass

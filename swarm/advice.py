@@ -71,7 +71,7 @@ def promise(wire_bytes: float) -> str:
 
 def measured(traffic: Traffic, seconds: float, samples_per_second: float, lost: float) -> str:
     """What the last averaged round cost this peer, and how large rounds should be. samples_per_second: the swarm's; lost: see share_lost."""
-    up, down = (8e-6 * num_bytes / seconds for num_bytes in (traffic.up, traffic.down))
+    up, down = (8e-6 * num_bytes / max(seconds, 1e-6) for num_bytes in (traffic.up, traffic.down))
     text = (
         f"averaging took {duration(seconds)}: sent {size(traffic.up)} at {up:,.0f} Mbit/s, received {size(traffic.down)} at {down:,.0f}; "
         f"{lost:.1%} of the time is lost to rounds"

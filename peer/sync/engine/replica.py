@@ -7,7 +7,6 @@ run is over in `ending.py`, what others see of us in `status.py`.
 """
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -57,6 +56,8 @@ from swarm.tasks import end_tasks
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
+IDLE_SECONDS, _SHORTEST_IDLE_SECONDS = 1.0, 0.05
+"""Whatever happens wakes a peer; so long it sleeps at most, and at least, while time alone may make something due."""
 _BACKOFF_SECONDS = (1, 2, 4, 8, 16, 30)
 _LINGER_SECONDS = 15.0
 _LONGEST_LINGER_SECONDS = 300.0
@@ -118,7 +119,7 @@ class Replica:
         self._streams, self._rounds_path = streams, rounds_path
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
         self._donor = Donor(streams, lambda: self.state, store, self._means, lambda: self._phase == "average", clock, met=self.met)
-        self._takeover = Takeover(streams, self._plausible.refusal, clock, Replaying(wire.num_bytes, self.rounds.step, self._means))
+        self._takeover = Takeover(streams, self._plausible.refusal, clock, Replaying(wire.num_bytes, self.rounds.step, self._means), self.wake)  # fmt: skip
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end)
         self._saver = Saver(store, state, self.wake, trainer.failed, self._trainer_landed, clock, node.peer_id)
         self._presence = Presence(run, node, self.neighbours, self.record, self._run_record, self._rate, self.wake, clock, self.met)
@@ -153,13 +154,29 @@ class Replica:
                         task.result()
                 self._notice_absence()
                 await self._tick()
-                self._wake.clear()
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)
+                await self._changed(self._idle_seconds())
         finally:
             await end_tasks(*background)
             await self._takeover.close()
             self._donor.close()
+
+    async def _changed(self, seconds: float) -> None:
+        """Wait until something has happened since we last waited, or for so long."""
+        # Not `wait_for`, which makes a task each time: this is the loop in which a peer idles.
+        late = asyncio.get_running_loop().call_later(seconds, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            late.cancel()
+            self._wake.clear()
+
+    def _idle_seconds(self) -> float:
+        """Until something may be due although nothing happens: the next attempt, or a round that others' promises fill."""
+        if self.offer is not None:
+            due = self.offer.next_attempt - self.clock()
+        else:
+            due = self.next_round.seconds_until_full(self.progress) if self.progress.waiting else IDLE_SECONDS
+        return min(max(due, _SHORTEST_IDLE_SECONDS), IDLE_SECONDS)
 
     def close(self) -> None:
         self._closed = True
@@ -427,9 +444,10 @@ class Replica:
         """
         parent, attempting = self.state, asyncio.create_task(attempt)
         attempting.add_done_callback(lambda task: task.cancelled() or task.exception())  # who is cancelled once more hears of neither
+        attempting.add_done_callback(lambda task: self.wake())
         try:
             while not attempting.done():
-                await asyncio.wait({attempting}, timeout=TICK_SECONDS)
+                await self._changed(IDLE_SECONDS)
                 self._still_here()
                 if self._phase == "group" and not attempting.done():
                     self._look()

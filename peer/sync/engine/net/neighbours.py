@@ -46,6 +46,8 @@ class Neighbours:
         self._node, self._run, self._schema, self._clock, self._wall = node, run, schema, clock, wall
         self._company = company or Company()
         self._seen: dict[str, tuple[PeerRecord, float]] = {}
+        self._live: list[PeerRecord] = []
+        """Of `_seen`, those of this run."""
         self._own_read: float | None = None
         self._said: deque[float] = deque(maxlen=_OWN_RECORDS)
         self._not_ours: float | None = None
@@ -72,6 +74,7 @@ class Neighbours:
         for peer, record in news.items():
             self._seen[peer] = (record, now)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
+        self._live = self._of_this_run()
         self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGOTTEN_SECONDS}
         if own := found.get(self._node.peer_id):
             self._own_read = now
@@ -89,12 +92,11 @@ class Neighbours:
 
     def others(self) -> list[PeerRecord]:
         """Live peers of this run other than us, with the same tensors, within what an honest peer does."""
-        return [record for record in self._of_this_run() if record.schema == self._schema]
+        return [record for record in self._live if record.schema == self._schema]
 
     def of_other_tensors(self) -> bool:
         """Whether every other live peer trains other tensors than we: a version or method that differs here."""
-        records = self._of_this_run()
-        return bool(records) and all(record.schema != self._schema for record in records)
+        return bool(self._live) and all(record.schema != self._schema for record in self._live)
 
     def alone(self) -> bool:
         """No other live record for a whole record life, none that we cannot read either, and our own can be read back."""

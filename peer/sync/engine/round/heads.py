@@ -219,8 +219,9 @@ class Heads:
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
-        self._look_for_a_leader()
-        ballot = self._ballot(self._one_is_enough)
+        claims = self._claims()
+        self._look_for_a_leader(claims)
+        ballot = self._ballot(self._one_is_enough, claims)
         right = ballot.right()
         if right or not ballot.deserted:
             self._deserted_since = None
@@ -244,18 +245,18 @@ class Heads:
         descends = self._from_base or self._lineage.descends(head, self._ours)
         return not descends and not self.is_right(head) and self._ballot(self._one_is_enough).is_shared(head)
 
-    def _ballot(self, one_is_enough: Callable[[Head, Collection[Claim]], bool]) -> Ballot:
-        claims = [claim for claim in self._claims() if claim.peer in self._met or not self._broken(claim.peer)]
+    def _ballot(self, one_is_enough: Callable[[Head, Collection[Claim]], bool], claims: Collection[Claim] | None = None) -> Ballot:
+        everybody = self._claims() if claims is None else claims
+        claims = [claim for claim in everybody if claim.peer in self._met or not self._broken(claim.peer)]
         met = [] if self._leaderless() else [claim for claim in claims if claim.peer in self._met]
         voters = [claim for claim in met or claims if claim.votes] or met or claims
         voters = voters if met else voters[:_MOST_STRANGERS]
         for claim in voters:
             self._lineage.learn(claim.head)
-        return Ballot(self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads, self.backers())
+        return Ballot(self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads, self._backers(everybody))
 
-    def _look_for_a_leader(self) -> None:
+    def _look_for_a_leader(self, claims: Collection[Claim]) -> None:
         """Whether anybody could lead us without a stranger: we ourselves, or a live peer that we have met."""
-        claims = self._claims()
         friends = [claim for claim in claims if claim.peer in self._met]
         alone = bool(friends) and not self._leads and not any(claim.leads for claim in friends) and any(claim.leads for claim in claims)
         if not alone:
@@ -269,8 +270,11 @@ class Heads:
 
     def backers(self) -> int:
         """For our record: how many live peers whom we have met stand with us, ourselves included."""
+        return self._backers(self._claims())
+
+    def _backers(self, claims: Collection[Claim]) -> int:
         ours, line = self._ours, self._lineage
-        met = [claim.head for claim in self._claims() if claim.votes and claim.peer in self._met]
+        met = [claim.head for claim in claims if claim.votes and claim.peer in self._met]
         return 1 + sum(head.digest == ours.digest or line.descends(head, ours) or line.descends(ours, head) for head in met)
 
     def refusal(self, head: Head, header: Header) -> str:

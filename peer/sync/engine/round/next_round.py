@@ -1,7 +1,8 @@
 """When the round that follows our state is due: enough samples wait here and with the others, or one of them calls. Begins nothing itself."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.round import span
@@ -56,13 +57,24 @@ class NextRound:
 
     def is_full(self, progress: Progress) -> bool:
         """To the nearest end of a step: who begins another one shortly before, keeps all others waiting for it."""
+        return progress.waiting > 0 and self._missing(progress, self._neighbours.counted_upon()) <= 0
+
+    def seconds_until_full(self, progress: Progress) -> float:
+        """As far as the others' promises tell; inf while they promise nothing."""
+        others = self._neighbours.counted_upon()
+        rate = sum(record.samples_per_second for record in others if self._stands_with_us(record))
+        return max(self._missing(progress, others), 0) / rate if rate else math.inf
+
+    def _missing(self, progress: Progress, others: Iterable[PeerRecord]) -> float:
+        """Samples until the round is full."""
         needed = span.round_samples(self._run, self._end, self._state.header)
-        if progress.waiting == 0:
-            return False
-        promised = sum(self._promised(record) for record in self._neighbours.counted_upon())
+        promised = sum(self._promised(record) for record in others)
         is_last = needed < self._run.target_batch_size  # falling short of that by a few samples would take one more round
         half_a_step = progress.samples_per_second * progress.step_seconds / 2 if promised and not is_last else 0
-        return progress.waiting + promised + half_a_step >= needed
+        return needed - progress.waiting - promised - half_a_step
+
+    def _stands_with_us(self, record: PeerRecord) -> bool:
+        return record.digest in (self._state.digest, *self._state.header.parents[:1])
 
     def _promised(self, record: PeerRecord) -> int:
         """Samples that its owner has for the next round, at the speed that it last had.

@@ -52,6 +52,7 @@ class Donor:
         self._held: dict[str, _Held] = {}
         self._retired: dict[str, tuple[Manifest, weakref.ref[State]]] = {}
         self._slots = Slots(met, clock)
+        self._holding = asyncio.Event()
 
     async def start(self) -> None:
         await self._streams.serve(CHUNKS, self._serve)
@@ -63,7 +64,10 @@ class Donor:
 
     async def tidy_forever(self) -> None:
         while True:
+            await self._holding.wait()
             self.tidy()
+            if not self._held:
+                self._holding.clear()
             await asyncio.sleep(_TIDY_SECONDS)
 
     def tidy(self) -> None:
@@ -108,6 +112,7 @@ class Donor:
             raise PeerLost("that state is not here any more")
         held = self._held[digest]
         held.until = self._clock() + KEEP_SECONDS
+        self._holding.set()
         return held
 
     async def _serve(self, channel: Channel) -> None:

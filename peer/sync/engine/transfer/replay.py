@@ -53,19 +53,22 @@ class MeanStore:
         self.folder, self._keep = folder, keep
         self._wanted: deque[tuple[str, Manifest, Mean]] = deque(maxlen=keep)
         self._writing = ""
+        self._changed = asyncio.Event()
 
     def want(self, state: State, mean: Mean) -> None:
         """Keep the mean that made `state`, as soon as there is time."""
         self._wanted.append((state.digest, Manifest(state.header, state.chunk_hashes), mean))
+        self._changed.set()
 
     async def keep_forever(self) -> None:
         while True:
+            await self._changed.wait()
+            self._changed.clear()
             while self._wanted:
                 self._writing = self._wanted[0][0]
                 # No name holds the mean while it waits for the next one: it is a sixth of what a round needs.
                 await asyncio.get_running_loop().run_in_executor(None, self.keep, *self._wanted.popleft())
                 self._writing = ""
-            await asyncio.sleep(_LOOK_SECONDS)
 
     def keep(self, digest: str, manifest: Manifest, mean: Mean) -> None:
         """Write it, and delete those that are not of the last rounds before it."""

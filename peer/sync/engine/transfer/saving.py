@@ -32,17 +32,19 @@ class Saver:
         self._store, self._on_saved, self._on_failed, self._clock = store, saved, failed, clock
         self._may_begin, self._peer = may_begin, peer
         self._next: State | None = None
+        self._wanted = asyncio.Event()
         self._writing: asyncio.Task | None = None
         self._saved: deque[tuple[str, float]] = deque()
         if (found := store.open(state.digest)) is not None:
             with contextlib.closing(found[0]):
                 self._saved.append((state.digest, clock()))
         elif state.header.round:
-            self._next = state  # the trainer's, or one just fetched: whoever had it may never have come to write it
+            self.want(state)  # the trainer's, or one just fetched: whoever had it may never have come to write it
 
     def want(self, state: State) -> None:
         """Save `state` when the state before is written; one that waits is replaced."""
         self._next = state
+        self._wanted.set()
 
     def on_disk(self, seconds: float = 0.0) -> set[str]:
         """Digests of the states that have been on disk for so long."""
@@ -51,15 +53,18 @@ class Saver:
 
     async def save_forever(self) -> None:
         while True:
-            if self._next is not None and self._may_begin():
-                state, self._next = self._next, None
-                try:
-                    await self.save(state)
-                    await points.reached("saved", self._peer)
-                    self._on_saved()
-                except UserError as error:
-                    self._on_failed(error)
-            await asyncio.sleep(_LOOK_SECONDS)
+            await self._wanted.wait()
+            if not self._may_begin():
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
+            self._wanted.clear()
+            state, self._next = self._next, None
+            try:
+                await self.save(state)
+                await points.reached("saved", self._peer)
+                self._on_saved()
+            except UserError as error:
+                self._on_failed(error)
 
     async def save(self, state: State) -> None:
         """Save `state` now unless it is there already. Raises UserError."""

@@ -115,9 +115,10 @@ class Takeover:
         refusal: Callable[[Head, Header], str],
         clock: Callable[[], float] = time.monotonic,
         replaying: Replaying | None = None,
+        ended: Callable[[], None] = lambda: None,
     ):
-        """refusal: why a state with that header is not to be taken over as the head that was promised; '' when it is."""
-        self._streams, self._refusal, self._clock, self._replaying = streams, refusal, clock, replaying
+        """ended: called when a fetch has come to its end. refusal: why a state with that header is not to be taken over as the head that was promised; '' when it is."""
+        self._streams, self._refusal, self._clock, self._replaying, self._ended = streams, refusal, clock, replaying, ended
         self._fetch: _Fetch | None = None
         self._partial: Download | None = None
         self._penalties: dict[str, tuple[int, float]] = {}
@@ -186,6 +187,7 @@ class Takeover:
         self._fetch = fetch = _Fetch(head, holders, ours, download, self._clock())
         log.info("fetching state=%s samples=%d from %d holders", head.digest[:8], head.samples, len(holders))
         fetch.task = asyncio.create_task(self._chase(fetch, ours))
+        fetch.task.add_done_callback(lambda task: self._ended())
 
     async def _chase(self, fetch: _Fetch, ours: State) -> State:
         """Repeat the last rounds if that leads from `ours` there; else, or if it fails, fetch the whole state."""
