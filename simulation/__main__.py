@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--sync", default="parameters", choices=["parameters", "diloco", "gradients"])
     parser.add_argument("--wire", default="int8", choices=["fp32", "fp16", "int8", "int4"])
     parser.add_argument("--overlap", action="store_true", help="peers train while a round is averaged")
+    parser.add_argument("--until_breach", action="store_true", help="stop at the first seed that breaks something")
     parser.add_argument("--trace", action="store_true", help="print the last lines of what happened also where nothing broke")
     options = parser.parse_args()
     every = (*FAULTS, "nat")
@@ -43,13 +44,15 @@ def main() -> int:
         shares.append(outcome.committed)
         print(
             f"seed {seed}: {outcome.rounds} rounds in {outcome.virtual_seconds / 3600:.2f} h, slowest commit {outcome.slowest_commit_seconds} s, "
-            f"{outcome.adopted}, faults {sum(outcome.faults.values())}, trace {outcome.trace[:16]}", flush=True,
+            f"{outcome.adopted}, faults {sum(outcome.faults.values())}, apart {outcome.apart}, withdrawn {outcome.withdrawn}, trace {outcome.trace[:16]}", flush=True,
         )  # fmt: skip
         if outcome.breach or options.trace:
             print("\n".join(outcome.lines))
         if outcome.breach:
             breaches.append(seed)
             print(f"BREACH with seed {seed}: {outcome.breach}", flush=True)
+            if options.until_breach:
+                break
     seconds = time.monotonic() - began
     print(json.dumps({
         "rounds": rounds, "rounds_per_minute": round(60 * rounds / seconds, 1), "committed": round(sum(shares) / len(shares), 4),

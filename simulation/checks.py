@@ -106,6 +106,10 @@ class Checks:
             tip = self.commits.get(of)
         return False
 
+    def stands(self, machine: "Machine") -> str:
+        """The digest of the state that it adopted last; '' before the first one."""
+        return self._stands.get(machine.peer, (0, ""))[1]
+
     def lineage(self, digest: str) -> list[str]:
         """Of a state, itself first."""
         found = []

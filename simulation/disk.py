@@ -273,11 +273,6 @@ def _(path: SimPath) -> None:
     path.disk.sync_folder(str(path))
 
 
-@files.replace.register
-def _(path: SimPath, data: bytes, *, mode: int = 0o666) -> None:
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        files.sync(file)
-    part.replace(path)
-    files.flush(path.parent)
+@files.create.register
+def _(path: SimPath, mode: int = 0o666) -> SimFile:
+    return path.open("wb")

@@ -7,6 +7,7 @@ sidecar is the real `take_part` on a simulated node and port.
 import asyncio
 import contextlib
 import contextvars
+import json
 import logging
 import random
 from collections import deque
@@ -223,6 +224,14 @@ class Machine:
     def wall(self) -> float:
         return _EPOCH + self.world.loop.time() + self.skew
 
+    def met(self) -> list[str]:
+        """The peers that it has averaged with, by its disk."""
+        path = self.disk.root() / "state" / "met.json"
+        try:
+            return json.loads(path.read_text())["peers"]
+        except (FileNotFoundError, ValueError):
+            return []
+
     # ------------------------------------------------------------- power
 
     def boot(self) -> None:
@@ -335,9 +344,7 @@ class Machine:
         done = self._follow(sync, accounts, sync.catch_up())
         while not done and not self.leaves:
             self._sleep(self.step_seconds * self.slowness * self.world.rng.uniform(0.9, 1.1))
-            with torch.no_grad():
-                for parameter in params.values():
-                    parameter += torch.randn(parameter.shape, generator=generator) * 0.01
+            self._step(sync, params, generator)
             keys = self.source.draw(self.batch)
             accounts.trained(keys)
             done = self._follow(sync, accounts, sync.step(len(keys), 1.0))
@@ -347,6 +354,15 @@ class Machine:
         sync.close()
         accounts.give_back_aside()
         self.over = True
+
+    def _step(self, sync: SwarmSync, params: dict[str, nn.Parameter], generator: torch.Generator) -> None:
+        """Gradients at random, and the optimizer's step where the strategy has one."""
+        for parameter in params.values():
+            parameter.grad = self.batch * torch.randn(parameter.shape, generator=generator)
+        if sync.before_step():
+            with torch.no_grad():
+                for parameter in params.values():
+                    parameter -= 0.01 * parameter.grad
 
     def _follow(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> bool:
         report = self._settle(sync, accounts, report)

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import random
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +22,8 @@ from swarm.run_config import RunConfig
 
 _TRACE_LINES = 400
 _LOOK_SECONDS = 1.0
+_RECENT_ROUNDS = 12
+"""Behind the newest state a peer may be by so many: it fetches while the others go on."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Outcome:
     virtual_seconds: float = 0.0
     slowest_commit_seconds: float = 0.0
     messages: int = 0
+    apart: int = 0
+    """Peers that stay on a branch of their own, since they have met nobody of the other one."""
+    withdrawn: int = 0
+    """States that were reported as final and are not in the lineage of the newest one: after a partition, above all."""
     faults: dict[str, int] = field(default_factory=dict)
     adopted: dict[str, int] = field(default_factory=dict)
     breach: str = ""
@@ -86,6 +92,7 @@ class World:
         self.faults_done: Counter[str] = Counter()
         self.calm = False
         self.gone: list[Machine] = []
+        self.apart = 0
         self._born = 0
         self._trace, self._lines = hashlib.blake2b(digest_size=16), deque(maxlen=_TRACE_LINES)
         self._last_commit = self._slowest = 0.0
@@ -176,6 +183,7 @@ class World:
         outcome.rounds, outcome.committed = self.checks.round, round(len(inside) / offered, 4) if offered else 0.0
         outcome.virtual_seconds, outcome.slowest_commit_seconds = round(self.loop.time(), 1), round(self._slowest, 1)
         outcome.messages, outcome.faults, outcome.adopted = self.network.messages, dict(self.faults_done), self.checks.adopted
+        outcome.apart, outcome.withdrawn = self.apart, len(self.checks.settled.keys() - set(self.checks.lineage(tip)))
         outcome.trace, outcome.lines = self._trace.hexdigest(), list(self._lines)
         return outcome
 
@@ -208,19 +216,30 @@ class World:
             gc.collect(0)
 
     async def _all_commit(self) -> None:
-        """Liveness: with no more faults every peer commits within the bound, and all on one lineage."""
-        began, first = self.loop.time(), self.checks.round
+        """Liveness: with no more faults every peer commits within the bound, and all that may come to one lineage do."""
+        began, before = self.loop.time(), {machine.peer: self._round_of(machine) for machine in self.machines}
         while True:
             await self._look()
-            stands = {machine.short: self.checks._stands.get(machine.peer, (0, ""))[1] for machine in self.machines if machine.trainer}
-            newest = self._tip()
-            line = self.checks.lineage(newest)
-            recent = set(line[:12])
-            if self.checks.round >= first + 3 and all(digest in recent for digest in stands.values()) and len(self.live) == len(self.machines):
+            recent = self.checks.lineage(self._tip())[:_RECENT_ROUNDS]
+            behind = [machine for machine in self.machines if self.checks.stands(machine) not in recent]
+            idle = [machine for machine in self.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
+            if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
+                self.apart = len(behind)
                 return
             if self.loop.time() - began > self.scenario.calm_seconds:
-                text = ", ".join(f"{peer} at {digest[:8]} ({self.checks.commits[digest].round if digest in self.checks.commits else 0})" for peer, digest in stands.items())
-                self.checks.breach(f"{self.scenario.calm_seconds:.0f} s after the last fault not all have committed: {text}")
+                stands = ", ".join(f"{m.short} at {self.checks.stands(m)[:8]} of round {self._round_of(m)}" for m in self.machines)
+                self.checks.breach(f"{self.scenario.calm_seconds:.0f} s after the last fault not all have committed: {stands}")
+
+    def _round_of(self, machine: Machine) -> int:
+        commit = self.checks.commits.get(self.checks.stands(machine))
+        return commit.round if commit else 0
+
+    def _apart_by_rule(self, machine: Machine, recent: list[str]) -> bool:
+        """Whether it stays on its branch because of whom it has met there: two groups that never met stay apart (docs/protocol.md)."""
+        met = set(machine.met())
+        here = sum(other.peer in met for other in self.machines if self.checks.stands(other) not in recent)
+        there = sum(other.peer in met for other in self.machines if self.checks.stands(other) in recent)
+        return here > 0 and here + 1 >= there
 
     def _bury_all(self) -> None:
         for machine in self.machines:
@@ -245,7 +264,3 @@ def _where(error: BaseException) -> str:
 
 def play(scenario: Scenario) -> Outcome:
     return World(scenario).play()
-
-
-def described(scenario: Scenario) -> dict:
-    return asdict(scenario)

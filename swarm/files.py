@@ -55,14 +55,19 @@ def flush(path: Path) -> None:
 
 
 @functools.singledispatch
+def create(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Open a file that is not there yet for writing. mode: less the umask. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb")
+
+
 def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write a file so that it is there in whole or not at all, durably. mode: less the umask. Raises OSError, and leaves what was there."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+    with create(part, mode) as file:
         file.write(data)
         sync(file)
-    os.replace(part, path)
+    part.replace(path)
     flush(path.parent)
 
 

@@ -71,6 +71,7 @@ def test_a_file_imports_only_what_its_layer_may(file):
     forbidden = {"swarm": ("peer", "datasetserver"), "datasetserver": ("peer",), "peer": ("datasetserver",)}[package]
     ours = {module for module in imports(file) if starts(module, "swarm", "peer", "datasetserver")}
     wrong = {module for module in ours if starts(module, *forbidden)}
+    wrong |= {module for module in imports(file) if starts(module, "simulation", "benchmarks", "tests")}
     inside = {module for module in ours if starts(module, "peer")}
     if package == "peer" and rest[0] in ROOMS:
         # What several parts of a room share lies in a folder of it, such as sync/engine; the parts themselves are the room's modules.

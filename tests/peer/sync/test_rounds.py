@@ -1,5 +1,6 @@
 """Which groups may average: more than half of the samples that wait on a state, and whose are not counted."""
 
+import asyncio
 import time
 from types import SimpleNamespace
 
@@ -25,8 +26,9 @@ class Swarm:
     def __init__(self, **waiting: int):
         clock = Clock()
         self.company = Company(frozenset(FRIENDS), clock=clock, me="us")
-        self.neighbours = Neighbours(SimpleNamespace(peer_id="us"), RUN, "schema", clock, self.company)
-        self.neighbours._seen = {peer: (self.record(peer, samples), 0.0) for peer, samples in waiting.items()}
+        self.records = {peer: self.record(peer, samples) for peer, samples in waiting.items()}
+        self.neighbours = Neighbours(SimpleNamespace(peer_id="us", records=self.read), RUN, "schema", clock, self.company)
+        asyncio.run(self.neighbours.read())
         for peer in waiting:
             self.company.answered(peer)
         node = SimpleNamespace(peer_id="us", client_mode=False)
@@ -36,6 +38,9 @@ class Swarm:
             RUN, None, node, None, self.neighbours, None, wire,
             standing=standing, heard=heard, entered=entered, company=self.company, clock=clock,
         )  # fmt: skip
+
+    async def read(self, run_id: str) -> dict[str, PeerRecord]:
+        return self.records
 
     def record(self, peer: str, samples: int) -> PeerRecord:
         return PeerRecord(
