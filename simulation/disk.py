@@ -236,7 +236,9 @@ class SimPath:
         self.disk.rename(self._path, target._path)
 
     def open(self, mode: str = "r", encoding: str | None = None) -> SimFile:
-        if mode == "wb" or (mode == "a" and not self.exists()):
+        if mode == "a" and not self.exists():
+            self.disk.names[self._path] = _Inode()  # an empty file takes no room: only writing to it fails on a full disk
+        if mode == "wb":
             return SimFile(self.disk, self.disk.create(self._path), mode, self._path)
         return SimFile(self.disk, self.disk.existing(self._path), mode, self._path)
 
