@@ -86,3 +86,12 @@ def test_a_file_is_replaced_whole_or_not_at_all():
         files.replace(path, b"2")
         disk.crash(power=True)
         assert path.read_bytes() in (b"1", b"2")
+
+
+def test_what_is_added_to_a_file_is_told_also_where_there_is_no_room_for_it():
+    disk, told = Disk(random.Random(1)), []
+    disk.appended = lambda path, data: told.append((path, data))
+    disk.full = True
+    with pytest.raises(OSError, match="No space"), (disk.root() / "rounds.jsonl").open("a") as file:
+        file.write("line\n")
+    assert told == [("/rounds.jsonl", b"line\n")]
