@@ -58,11 +58,12 @@ class Network:
         return self.sides.get(one, 0) != self.sides.get(other, 0)
 
     def reaches(self, caller: str, peer: str) -> bool:
-        """Whether `caller` can dial `peer`: directly, or through a relay, which anybody on their side who can be dialled is."""
+        """Whether `caller` can open a stream to `peer`: directly, over a connection that a peer behind NAT has opened to one that can be
+        dialled, or through a relay, which anybody on their side who can be dialled is."""
         there = self.hosts.get(peer)
         if there is None or not there.alive or self.parted(caller, peer):
             return False
-        if not there.link.behind_nat:
+        if not (there.link.behind_nat and self.hosts[caller].link.behind_nat):
             return True
         return any(h.alive and not h.link.behind_nat and h.peer not in (caller, peer) and not self.parted(h.peer, peer) for h in self.hosts.values())
 
