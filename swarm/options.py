@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from swarm.errors import UserError
+from swarm.other_trainers import OUR_NAMES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,8 +49,16 @@ def option(
 
 def nearest(word: str, right: Iterable[str]) -> str:
     """' Did you mean X?' for the right word nearest to `word`, or '' when none is near."""
-    match = difflib.get_close_matches(word, list(right), n=1, cutoff=0.6)
+    # At 0.6, --network_dim was answered with --work_dir; one wrong letter of four is 0.75.
+    match = difflib.get_close_matches(word, list(right), n=1, cutoff=0.75)
     return f" Did you mean '{match[0]}'?" if match else ""
+
+
+def right_name(word: str, known: Sequence[str]) -> str:
+    """What an option that does not exist is called here: by other trainers' names for it, else by its spelling; '' when nobody can tell."""
+    dashes = "--" if word.startswith("--") else ""
+    ours = OUR_NAMES.get(word.removeprefix("--").replace("-", "_"))
+    return f" It is '{dashes}{ours}' here." if ours and f"{dashes}{ours}" in known else nearest(word, known)
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], *classes: type) -> list[dict[str, Any]]:
@@ -70,7 +79,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], *classes: 
         flag = unknown[0].split("=")[0]
         known = [name for action in parser._actions for name in action.option_strings]
         kind = "flag" if flag.startswith("-") else "argument"
-        raise UserError(f"Unknown {kind} {flag}.{nearest(flag, known)}", fix="See --help for all of them.")
+        raise UserError(f"Unknown {kind} {flag}.{right_name(flag, known)}", fix="See --help for all of them.")
     given = vars(namespace)
     names = [{field.name for field in dataclasses.fields(cls)} for cls in classes]
     result = [{name: given[name] for name in group if name in given} for group in names]
@@ -132,7 +141,7 @@ def check_names(values: Iterable[str], known: Iterable[str], *, where: str) -> N
     known = list(known)
     for key in values:
         if key not in known:
-            raise UserError(f"{where}: there is no option '{key}'.{nearest(key, known)}", fix="Correct or remove it.")
+            raise UserError(f"{where}: there is no option '{key}'.{right_name(key, known)}", fix="Correct or remove it.")
 
 
 def build(cls: type[Config], *layers: Mapping[str, Any]) -> Config:

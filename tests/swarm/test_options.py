@@ -1,10 +1,14 @@
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
 
+from peer.config import PeerConfig
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError
 from swarm.options import build, option, parse_flags, read_toml, with_token
+from swarm.other_trainers import OUR_NAMES
+from swarm.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,3 +157,32 @@ def test_a_program_takes_a_token_that_begins_with_a_dash(monkeypatch):
     assert parse(["--datasetserver", "http://203.0.113.7", "--token", token, "--found"], {})[0].token == token
     monkeypatch.setattr(status, "_main", lambda args: seen.append(args.token))
     assert status.cli(["http://203.0.113.7", "--token", token]) == 0 and seen == [token]
+
+
+def test_another_trainers_flag_is_answered_with_our_name_for_it():
+    for theirs, ours in (("--network_dim", "--rank"), ("--cache-text-encoder-outputs", "--cache_text")):
+        with pytest.raises(UserError, match=rf"Unknown flag {theirs}\. It is '{ours}' here"):
+            parse_flags(ArgumentParser("peer"), [theirs, "4"], RunConfig, PeerConfig)
+
+
+def test_a_program_without_that_option_does_not_name_it():
+    with pytest.raises(UserError, match=r"^Unknown flag --network_dim\. See --help"):
+        parse("--network_dim", "4")
+
+
+def test_another_trainers_key_in_a_file_is_answered_too(tmp_path):
+    (tmp_path / "run.toml").write_text("network_dim = 4\n")
+    with pytest.raises(UserError, match=r"there is no option 'network_dim'\. It is 'rank' here"):
+        read_toml(tmp_path / "run.toml", RunConfig)
+
+
+def test_what_resembles_nothing_is_answered_without_a_guess():
+    with pytest.raises(UserError, match=r"^Unknown flag --network_width\. See --help"):
+        parse_flags(ArgumentParser("peer"), ["--network_width", "4"], RunConfig, PeerConfig)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), OUR_NAMES.items())
+def test_other_trainers_names_lead_to_options_that_exist_here_and_are_none_themselves(theirs, ours):
+    fields = [field for cls in (RunConfig, PeerConfig) for field in dataclasses.fields(cls)]
+    known = {name for field in fields for name in (field.name, *field.metadata["aliases"], *field.metadata["switches"])}
+    assert ours in known and theirs not in known
