@@ -198,7 +198,7 @@ class Machine:
     """A peer from its first start to its end: `boot`, `kill`, `power_cut`, and what goes on in between."""
 
     def __init__(self, world: "World", peer: str, link: Link, *, step_seconds: float, batch: int, skew: float):
-        self.world, self.peer, self.link = world, peer, link
+        self.world, self.peer, self.link, self.number = world, peer, link, 0
         self.step_seconds, self.batch, self.skew, self.slowness = step_seconds, batch, skew, 1.0
         self.disk = Disk(random.Random(world.rng.getrandbits(64)))
         self.trainer: Process | None = None
