@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from peer.accounts import Accounts
+from peer.sync.engine.state import Header, hash_chunks, state_digest
 from peer.sync.engine.vectors import SharedBuffer
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Checks:
         self._of_group: dict[tuple, str] = {}
         self._offers: dict[tuple[str, int], tuple[bytes, int]] = {}
         self._stands: dict[str, tuple[int, str]] = {}
+        self._holders: dict[str, set[str]] = {}
+        """Of each state: who has adopted it, or one that descends from it."""
         self.settled: dict[str, int] = {}
         """Digests of the states that were reported as final, and how often."""
         self.round = 0
@@ -67,6 +70,11 @@ class Checks:
         if boots == id(machine.sidecar) and self._is_ancestor(line["digest"], before):
             self.breach(f"went back from {before[:8]} to its ancestor {line['digest'][:8]}", machine)
         self._stands[machine.peer] = (id(machine.sidecar), line["digest"])
+        for digest in self.lineage(line["digest"]):
+            holders = self._holders.setdefault(digest, set())
+            if machine.peer in holders:
+                break
+            holders.add(machine.peer)
 
     def _commit(self, machine: "Machine", digest: str, parent: str, number: int, samples: int, members: tuple) -> None:
         known = self.commits.get(digest)
@@ -134,6 +142,26 @@ class Checks:
             self.settled[digest] = self.settled.get(digest, 0) + 1
             if digest not in self.commits:
                 self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
+            elif not self._is_safe(machine, digest):
+                self.breach(f"reports the state {digest[:8]}, which no other peer has and no disk for certain", machine)
+        if kind == "landed" and state_digest(Header.from_json(values["header"]), hash_chunks(buffers[0].bytes())) != values["digest"]:
+            self.breach(f"the bytes of the state {values['digest'][:8]} are not those of its digest", machine)
+
+    def _is_safe(self, machine: "Machine", digest: str) -> bool:
+        """Whether this machine may lose power and the state, or one that descends from it, is still there."""
+        if self._holders.get(digest, set()) - {machine.peer}:
+            return True
+        kept = {path[-18:-6] for path in machine.disk.flushed() if path.endswith(".state")}
+        return any(digest in self.lineage(state) for state in self.commits if state[:12] in kept)
+
+    def done(self, machine: "Machine", number: int) -> None:
+        """The trainer takes its contribution for done."""
+        lineages = (self.commits[digest] for digest in self.settled if digest in self.commits)
+        if not any(commit.included.get(machine.peer, 0) >= number and self._holds(commit, machine.peer, number) for commit in lineages):
+            self.breach(f"contribution {number} is taken for done, and is in no state that was reported", machine)
+
+    def _holds(self, commit: Commit, peer: str, number: int) -> bool:
+        return any((peer, number) == member[:2] for digest in self.lineage(commit.digest) for member in self.commits[digest].members)
 
     def accounts(self, machine: "Machine", accounts: Accounts) -> None:
         """Every sample that this trainer drew is open, in a contribution, or was reported."""

@@ -92,6 +92,10 @@ class Disk:
         twins = {id(inode): _Inode(inode.data, inode.synced) for inode in (*self.names.values(), *self._durable.values())}
         return {p: twins[id(i)] for p, i in self.names.items()}, {p: twins[id(i)] for p, i in self._durable.items()}
 
+    def flushed(self) -> list[str]:
+        """The files that are the same after a power cut."""
+        return [path for path, inode in self.names.items() if self._durable.get(path) is inode and inode.synced == inode.data]
+
     def begin_job(self) -> None:
         self._history = [self._copy()]
 

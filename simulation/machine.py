@@ -377,6 +377,8 @@ class Machine:
             accounts.apply(report)
             report = sync.withdraw(report.frozen)
         accounts.apply(report)
+        for number in report.settled:
+            self.world.checks.done(self, number)
         self.world.checks.accounts(self, accounts)
         return report
 

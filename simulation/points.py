@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Points:
     """hit: how often something happened at each. At most one point is armed for a machine."""
 
-    def __init__(self, world: "World"):
+    def __init__(self, world: World):
         self._world = world
         self._armed: dict[str, tuple[str, str]] = {}
         self._fell: set[str] = set()
@@ -32,10 +32,10 @@ class Points:
     def deaf() -> None:
         points.hook = points.hook_in_trainer = None
 
-    def arm(self, name: str, action: str, machine: "Machine") -> None:
+    def arm(self, name: str, action: str, machine: Machine) -> None:
         self._armed[machine.peer] = (name, action)
 
-    def disarm(self, machine: "Machine") -> bool:
+    def disarm(self, machine: Machine) -> bool:
         """What was stopped goes on. Returns whether the machine fell, and must be booted."""
         self._armed.pop(machine.peer, None)
         process = self._stopped.pop(machine.peer, None)
@@ -82,11 +82,11 @@ class Points:
         self._world.note(f"world: {peer[-6:]} is at {name}: {action}")
         return action
 
-    def _stop(self, machine: "Machine", process: "Process") -> None:
+    def _stop(self, machine: Machine, process: Process) -> None:
         process.stop()
         self._stopped[machine.peer] = process
 
-    def _fall(self, machine: "Machine", *, power: bool) -> None:
+    def _fall(self, machine: Machine, *, power: bool) -> None:
         if machine.alive:
             self._fell.add(machine.peer)
             machine.kill(power=power)

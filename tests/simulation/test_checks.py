@@ -4,7 +4,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from peer.sync.engine.state import first_state
 from simulation.checks import Breach, Checks
 
 
@@ -22,7 +24,8 @@ class World:
 class Scene:
     def __init__(self):
         self.checks = Checks(World())
-        self.machine = SimpleNamespace(peer="ann", short="ann", sidecar=object())
+        self.flushed = []
+        self.machine = SimpleNamespace(peer="ann", short="ann", sidecar=object(), disk=SimpleNamespace(flushed=lambda: self.flushed))
         self.offers({("ann", 1): 8, ("ann", 2): 8, ("bob", 1): 8, ("bob", 2): 8})
 
     def offers(self, known):
@@ -94,7 +97,48 @@ def test_the_bytes_of_a_contribution_are_one(scene):
     assert "bytes of contribution 3 changed" in scene.broken()
 
 
+def reports(scene, digest):
+    scene.checks.told(scene.machine, "settled", {"settlement": {"digest": digest}}, [])
+    return scene.broken()
+
+
+@pytest.mark.parametrize("digest", ["one-of-two-peers", "two-of-two-peers"])
+def test_what_is_reported_is_with_another_peer_or_on_a_disk(scene, digest):
+    scene.adopts("one-of-two-peers", "one", 2, 32, [["ann", 2, 8], ["bob", 2, 8]])
+    scene.offers({("ann", 3): 8})
+    scene.adopts("two-of-two-peers", "one-of-two-peers", 3, 40, [["ann", 3, 8]])
+    scene.flushed = [f"/state/samples-16-{digest[:12]}.state"]
+    assert not reports(scene, digest)
+    scene.flushed = ["/state/samples-16-another-four.state", f"/state/samples-16-{digest[:12]}.tmp"]
+    assert "no other peer has" in reports(scene, digest)
+
+
+def test_what_another_peer_has_made_something_of_may_be_reported(scene):
+    scene.adopts("two", "one", 2, 32, [["ann", 2, 8], ["bob", 2, 8]], SimpleNamespace(peer="bob", short="bob", sidecar=object()))
+    assert not reports(scene, "one")
+
+
+def test_the_bytes_of_a_state_are_those_of_its_digest(scene):
+    state = first_state("run", "schema", torch.zeros(4), 0)
+    landed = {"digest": state.digest, "header": state.header.to_json()}
+    scene.checks.told(scene.machine, "landed", landed, [state.buffer])
+    assert not scene.broken()
+    state.buffer.floats()[0] = 1
+    scene.checks.told(scene.machine, "landed", landed, [state.buffer])
+    assert "not those of its digest" in scene.broken()
+
+
+def test_a_contribution_is_done_once_it_is_in_a_state_that_was_reported(scene):
+    scene.flushed = ["/state/samples-16-one.state"]
+    scene.checks.settled["one"] = 1
+    scene.checks.done(scene.machine, 1)
+    assert not scene.broken()
+    scene.checks.done(scene.machine, 2)
+    assert "taken for done" in scene.broken()
+
+
 def test_what_is_reported_was_adopted_by_somebody(scene):
+    scene.checks._holders["one"] = {"ann", "bob"}
     scene.checks.told(scene.machine, "settled", {"settlement": {"digest": "one"}}, [])
     assert not scene.broken()
     scene.checks.told(scene.machine, "settled", {"settlement": {"digest": "nobody's"}}, [])
