@@ -21,7 +21,7 @@ def promise(breach: str) -> str:
     """What was broken, without when, by whom and with which figures: the same words for the same promise."""
     first = breach.splitlines()[0] if breach else ""
     first = re.sub(r"^[0-9.]+ (?:[0-9a-f]{6}: )?", "", first)
-    return _NAMES.sub("..", first.partition(" have committed: ")[0] or first)
+    return _NAMES.sub("..", re.sub("(not all have committed).*", r"\1", first))
 
 
 def command(scenario: Scenario) -> str:
