@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarm.errors import run_program
+
 if TYPE_CHECKING:
     from simulation.world import Outcome, Scenario
 
@@ -25,11 +27,11 @@ def main(argv: Sequence[str]) -> int:
     if options.campaign:
         return _campaign(options)
     if options.mixed:
-        scenario_of = mixed
-    else:
-        base = _scenario(parser, options)
-        scenario_of = lambda seed: replace(base, seed=seed)  # noqa: E731
-    return Session(options).play(scenario_of)
+        return Session(options).play(mixed)
+    base = _scenario(parser, options)
+    if options.replay:
+        base = _replay(options.replay, base)
+    return Session(options).play(lambda seed: replace(base, seed=seed))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     world.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join(KINDS)} (default: all)")
     world.add_argument("--fault_seconds", type=float, default=60.0, help="each fault strikes so often on average (default: 60)")
     world.add_argument("--strikes", help="these strikes instead of drawn ones, as a breach prints them; or a file of them")
+    world.add_argument("--step_seconds", default="", help="of each peer for one sample, as 0.5+0.7; drawn where it is not given")
+    world.add_argument("--replay", type=Path, metavar="FOLDER", help="the peers, deaths and round lengths of a real run, from the logs in FOLDER")
     world.add_argument("--sync", default="parameters", choices=SYNCS)
     world.add_argument("--wire", default="int8", choices=WIRES)
     world.add_argument("--overlap", action="store_true", help="peers train while a round is averaged")
@@ -76,10 +80,27 @@ def _scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "
             strikes = parse_strikes(Path(options.strikes).read_text() if "@" not in options.strikes and options.strikes else options.strikes)
         except (OSError, ValueError) as error:
             parser.error(f"--strikes: {error}")
+    try:
+        steps = tuple(float(seconds) for seconds in options.step_seconds.split("+") if seconds)
+    except ValueError:
+        parser.error(f"--step_seconds: '{options.step_seconds}' is no list of seconds like 0.5+0.7")
     return Scenario(
         options.seed, options.peers, options.hours, options.rounds, faults, options.fault_seconds,
-        sync=options.sync, wire=options.wire, overlap=options.overlap, strikes=strikes,
+        sync=options.sync, wire=options.wire, overlap=options.overlap, strikes=strikes, step_seconds=steps,
     )  # fmt: skip
+
+
+def _replay(folder: Path, like: "Scenario") -> "Scenario":
+    from simulation import replay
+    from simulation.shrink import command
+
+    recording = replay.read(folder)
+    scenario = replay.scenario(recording, like)
+    print(
+        f"{folder}: {len(recording.peers)} peers, {recording.ended - recording.began:.0f} s, {recording.rounds} rounds of about "
+        f"{recording.round_seconds:.1f} s, {len(scenario.strikes)} times somebody came late, died or was stopped\n  {command(scenario)}", flush=True,
+    )  # fmt: skip
+    return scenario
 
 
 class Session:
@@ -170,4 +191,4 @@ def _campaign(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_program(lambda: main(sys.argv[1:])))

@@ -29,6 +29,7 @@ def command(scenario: Scenario) -> str:
     words = ["python", "-m", "simulation", "--seed", str(scenario.seed), "--peers", str(scenario.peers), "--hours", f"{scenario.hours:g}"]
     words += ["--sync", scenario.sync, "--wire", scenario.wire, *(["--overlap"] if scenario.overlap else [])]
     words += ["--rounds", str(scenario.rounds)] if scenario.rounds else []
+    words += ["--step_seconds", "+".join(f"{seconds:g}" for seconds in scenario.step_seconds)] if scenario.step_seconds else []
     words += ["--faults", ",".join(scenario.faults) or "none"]
     if scenario.strikes is None:
         words += ["--fault_seconds", f"{scenario.fault_seconds:g}"]

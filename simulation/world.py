@@ -46,6 +46,8 @@ class Scenario:
     overlap: bool = False
     target_per_peer: int = 4
     strikes: tuple[Strike, ...] | None = None
+    step_seconds: tuple[float, ...] = ()
+    """Of the first peers, how long one sample takes each, a step; of the others it is drawn."""
 
 
 @dataclass
@@ -153,6 +155,8 @@ class World:
             self, f"Qm{name[:44]}", link,
             step_seconds=self.rng.choice([0.5, 1.0, 2.0]), batch=self.rng.choice([1, 2, 4]), skew=self.rng.uniform(-0.5, 0.5),
         )  # fmt: skip
+        if self._born <= len(self.scenario.step_seconds):
+            machine.step_seconds, machine.batch = self.scenario.step_seconds[self._born - 1], 1
         machine.number = self._born
         machine.disk.appended = lambda path, data: self.checks.appended(machine, path, data)
         self.machines.append(machine)
