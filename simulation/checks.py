@@ -129,8 +129,8 @@ class Checks:
 
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""
-        if kind == "settled":
-            digest = values["settlement"]["digest"]
+        if kind == "final":
+            digest = values["digest"]
             self.settled[digest] = self.settled.get(digest, 0) + 1
             if digest not in self.commits:
                 self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)

@@ -24,6 +24,7 @@ from peer.loop.accounts import Accounts
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.state import State
 from peer.sync.engine.trainer import sidecar
+from peer.sync.engine.trainer.messages import Failed, Message, Start, pack, unpack
 from peer.sync.engine.trainer.port import PortClosed
 from peer.sync.engine.trainer.sidecar_process import Processes
 from peer.sync.engine.trainer.swarm_sync import SwarmSync
@@ -129,14 +130,15 @@ class Port:
     def _gone(self) -> bool:
         return self.other.closed or self.other._process.dead
 
-    def send(self, kind: str, *buffers: SharedBuffer, seconds: float = 30.0, **values: Any) -> None:
+    def send(self, message: Message, seconds: float = 30.0) -> None:
         if self.closed or self._gone:
             raise PortClosed("the other process has ended")
-        self.spy(kind, values, list(buffers))
-        self.other._inbox.append((msgpack.packb({"kind": kind, **values}), list(buffers)))
+        kind, values, buffers = pack(message)
+        self.spy(kind, values, buffers)
+        self.other._inbox.append((msgpack.packb([kind, values]), buffers))
         self.other._notify()
 
-    def receive(self, seconds: float) -> tuple[str, dict[str, Any], list[SharedBuffer]] | None:
+    def receive(self, seconds: float) -> Message | None:
         if self.closed:
             raise PortClosed("this end is closed")
         if not self._inbox and not self._gone and seconds > 0 and (thread := self._thread()) is not None:
@@ -145,8 +147,7 @@ class Port:
             self._changed = None
         if self._inbox:
             data, buffers = self._inbox.popleft()
-            values = msgpack.unpackb(data)
-            return values.pop("kind"), values, buffers
+            return unpack(*msgpack.unpackb(data), buffers)
         if self._gone:
             raise PortClosed("the other process has ended")
         return None
@@ -281,18 +282,17 @@ class Machine:
         node = None
         try:
             await asyncio.sleep(self.world.rng.uniform(1.0, 3.0))  # to load its modules
-            message = port.receive(0)
-            if message is None or message[0] != "start":
+            opening = [port.receive(0)]
+            if not isinstance(opening[0], Start):
                 return
-            _, values, buffers = message
             node = await self._join(process)
             rng = random.Random(self.world.rng.getrandbits(64))
-            await sidecar.take_part(port, values, buffers, node, stop, self.disk.root(), self.wall, rng)
+            await sidecar.take_part(port, opening, node, stop, self.disk.root(), self.wall, rng)
         except PortClosed:
             pass
         except UserError as error:
             with contextlib.suppress(PortClosed):
-                sidecar.TrainerPort(port).failed(error)
+                sidecar.TrainerLine(port).send(Failed.of(error))
             child.code = int(error.code)
         except PeerLost as error:
             log.warning("the swarm process ends: %s", error)
