@@ -387,6 +387,30 @@ def test_ten_infinite_losses_in_a_row_end_the_run_with_advice(start):
         done.run()
 
 
+def scaled(done, scale):
+    """Have the loss scaled, as with fp16 on a GPU, and the first parameter's gradient overflow in the backward passes of `overflows`."""
+    done.trainer._scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    count, overflows = iter(range(1000)), set()
+    next(iter(done.trainer.params.values())).register_hook(lambda gradient: gradient * (float("inf") if next(count) in overflows else 1.0))
+    return overflows
+
+
+def test_a_scale_that_no_gradient_fits_ends_the_run_with_a_reason(start):
+    done = start()
+    scaled(done, scale=4.0).update(range(1000))
+    with pytest.raises(UserError, match=r"10 steps in a row failed: a gradient is not finite\. Lower --learning_rate"):
+        done.run()
+    assert done.losses == [None] * 10 and done.trainer._scaler.get_scale() == 1.0  # the first of the eleven looked for a scale
+
+
+def test_a_scale_is_sought_without_an_end_to_the_run_and_stays_above_its_floor(start):
+    done = start(stop_after=30)
+    scaled(done, scale=2.0**14).update([*range(13), *range(14, 22), *range(23, 28)])
+    done.run()
+    assert [step for step, loss in enumerate(done.losses) if loss is not None] == [13, 22, 28, 29]
+    assert done.trainer._scaler.get_scale() == 1.0 and flat(done.trainer.params).isfinite().all()
+
+
 def spoil(model, calls):
     loss, count = model.loss, iter(range(1000))
     model.loss = lambda batch, rng: loss(batch, rng) * (float("nan") if next(count) in calls else 1.0)
