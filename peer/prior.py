@@ -93,7 +93,8 @@ def _name(number: int) -> str:
 def _draw(model: Model, prompt: str, numbers: Sequence[int], side: int, steps: int, seed: int, precision: Precision) -> Sequence:
     with torch.no_grad(), precision.autocast(), untouched(model, precision.device):
         generators = [torch.Generator().manual_seed(seed * 1_000_003 + number) for number in numbers]
-        return model.pipeline([prompt] * len(numbers), num_inference_steps=steps, height=side, width=side, generator=generators).images
+        told = model.prompt_arguments([prompt] * len(numbers))
+        return model.pipeline(**told, num_inference_steps=steps, height=side, width=side, generator=generators).images
 
 
 def _progress(steps: range, group: RankGroup):

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from diffusers import DDIMScheduler
 from PIL import Image
 
 from peer.batches import Decoder
@@ -115,6 +116,20 @@ def test_missing_pictures_are_drawn_each_from_a_seed_of_its_own(start, tmp_path)
     (tmp_path / "class" / "class-00001.png").unlink()
     again = draw(trainer, tmp_path / "class", 3)
     assert again.keys() == drawn.keys() and all(abs(again[name] - drawn[name]).max() <= 1 for name in drawn)
+
+
+def test_the_class_is_read_as_captions_are_in_training(start, tmp_path):  # noqa: F811
+    plain = draw(start().trainer, tmp_path / "plain", 1)
+    reading = start("reading", run=dataclasses.replace(RUN, max_token_chunks=2)).trainer
+    pipeline, told = reading.model.pipeline, reading.model.prompt_arguments(["a dog"])
+    drawn = draw(reading, tmp_path / "reading", 1)["class-00000.png"]
+    assert not np.array_equal(drawn, plain["class-00000.png"])
+    pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
+    reading.model.parts["unet"].eval()
+    generator = torch.Generator().manual_seed(7 * 1_000_003)
+    with torch.no_grad():
+        expected = pipeline(**told, num_inference_steps=2, height=16, width=16, generator=[generator]).images[0]
+    assert abs(drawn - np.asarray(expected).astype(int)).max() <= 1
 
 
 def test_pictures_that_are_there_are_counted_whatever_their_names(start, dogs, tmp_path):  # noqa: F811
