@@ -220,6 +220,12 @@ def build_trial(launch: Launch, learner: Learner) -> Trial | None:
     return Trial(way, learner.params, learner.precision, launch.group)
 
 
+def unread(learner: Learner) -> list[torch.nn.Parameter]:
+    """What is trained in name only."""
+    places = {id(parameter) for module in learner.model.unread() for parameter in module.parameters()}
+    return [parameter for parameter in learner.params.values() if id(parameter) in places]
+
+
 def noise_seed(run: RunConfig, own_id: str) -> str:
     return f"{run.seed}:{own_id}"
 
@@ -388,6 +394,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         averages=run.sync != "none",
         average=Ema(learner.params, peer.ema_decay) if peer.use_ema and group.is_main else None,
         noise_seed=noise_seed(run, own_id),
+        unread=unread(learner),
         trial=build_trial(launch, learner),
         boundary=learner.place.boundary,
         stepped=profiler.stepped,

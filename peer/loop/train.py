@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,8 @@ class Trainer:
     """Where a device that only notes down what it is asked for (XLA) is to compute it: once per program."""
     stepped: Callable[[], None] = lambda: None
     """Told after every local step."""
+    unread: Sequence[Tensor] = ()
+    """Those of `params` that no loss depends on: their gradients are 0, and all that an optimizer would do is to decay them."""
     average: "Ema | None" = None
     """Of the weights, where one is kept: rank 0 alone."""
     averages: bool = False
@@ -195,6 +197,8 @@ class Trainer:
             torch._foreach_div_([parameter.grad for parameter in self.params.values()], samples)
             if self.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(self.params.values(), self.max_grad_norm, norm_of_mean)
+            for parameter in self.unread:
+                parameter.grad = None  # passed over
             self._scaler.step(self.optimizer)
         self._scaler.update()
         if self._scaler.get_scale() < _LEAST_SCALE:

@@ -365,6 +365,30 @@ def assert_learned_alike(one, other, before, likeness):
     assert float(moved.norm()) == pytest.approx(float(expected.norm()), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "weights"),
+    [
+        ("sdxl", {"optimizer": "adamw"}, "fp32"),
+        ("sdxl", {"optimizer": "adamw8bit"}, "fp32"),
+        ("sdxl", {"optimizer": "adafactor"}, "bf16"),
+        ("sdxl", {"method": "lora", "rank": 2}, "fp32"),
+        ("sd", {"clip_skip": 1}, "fp32"),
+    ],
+)
+def test_what_no_loss_depends_on_stays_as_it_was(start, tiny_family, family, options, weights):
+    """SDXL reads its first text encoder below the last layer, which decayed by the learning rate times 0.01 at each step."""
+    run = dataclasses.replace(
+        RUN, model=str(tiny_family(family)), train_text_encoder=True, learning_rate=0.01, lr_warmup_samples=0, total_samples=12, **options
+    )
+    done = start(run=run, weights=weights)
+    unread = {id(parameter) for module in done.trainer.model.unread() for parameter in module.parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in done.trainer.params.items()}
+    done.run()
+    stayed = {name for name, parameter in done.trainer.params.items() if torch.equal(parameter.float(), before[name].to(parameter.dtype).float())}
+    assert stayed == {name for name, parameter in done.trainer.params.items() if id(parameter) in unread} != set()
+    assert any(name.startswith("text_encoder.") for name in before.keys() - stayed)
+
+
 def test_gradient_checkpointing_changes_nothing_but_memory(start):
     plain, checkpointed = start("plain").run(), start("checkpointed", gradient_checkpointing=True).run()
     assert checkpointed.losses == pytest.approx(plain.losses, rel=1e-4)
