@@ -1,6 +1,7 @@
 """Prior preservation: what is drawn, what accompanies which picture, and what it weighs."""
 
 import dataclasses
+import errno
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from PIL import Image
 from peer.config import PeerConfig
 from peer.contracts import Sample
 from peer.machine.device import Rank, RankGroup, choose_precision
+from peer.samples import class_pictures
 from peer.samples.class_pictures import ClassPictures, draw_class_pictures, pictures_in
 from peer.samples.decoding import Decoder
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests.peer.samples.test_decoding import png, ramp
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
@@ -30,13 +32,13 @@ def dogs(tmp_path):
 
 
 def companions(folder, count=3):
-    return ClassPictures(folder, "a dog", count=count, weight=0.5, seed=7)
+    return ClassPictures(folder, "a dog", count=count, seed=7)
 
 
 def decoded(prior, keys, workers=0):
-    decoder = Decoder(RunConfig(resolution=16, ucg=1.0), workers, prior=prior)
+    decoder = Decoder(RunConfig(resolution=16, ucg=1.0), workers, class_weight=0.5)
     samples = [Sample(key, png(ramp(16, 16)), "sks") for key in keys]
-    result = decoder.finish(samples, decoder.start(samples))
+    result = decoder.finish(samples, decoder.start(samples, beside=prior.beside(samples)))
     decoder.close()
     return result
 
@@ -97,11 +99,11 @@ def test_a_run_with_a_class_counts_its_own_pictures_only_and_resumes_to_the_bit(
     assert torch.equal(flat(second.trainer.params), flat(whole.trainer.params))
 
 
-def draw(trainer, folder, count, batch=2):
+def draw(trainer, folder, count, batch=2, stopping=lambda: False):
     group = RankGroup(Rank(), CPU)
     precision = choose_precision("no", CPU, 0)
     sizes = {"count": count, "batch": batch, "side": 16, "denoising_steps": 2, "seed": 7}
-    draw_class_pictures(trainer.model, folder, "a dog", precision=precision, group=group, **sizes)
+    draw_class_pictures(trainer.model, folder, "a dog", precision=precision, group=group, stopping=stopping, **sizes)
     return {path.name: np.asarray(Image.open(path)).astype(int) for path in pictures_in(folder)}
 
 
@@ -130,6 +132,25 @@ def test_the_class_is_read_as_captions_are_in_training(start, tmp_path):  # noqa
     with torch.no_grad():
         expected = pipeline(**told, num_inference_steps=2, height=16, width=16, generator=[generator]).images[0]
     assert abs(drawn - np.asarray(expected).astype(int)).max() <= 1
+
+
+def test_who_asks_to_stop_while_the_class_is_drawn_does_not_wait_for_all_of_it(start, tmp_path, caplog):  # noqa: F811
+    trainer, asked = start().trainer, iter([False, True])
+    with caplog.at_level("INFO"), pytest.raises(SystemExit) as ended:
+        draw(trainer, tmp_path / "class", 5, stopping=lambda: next(asked))
+    assert ended.value.code == ExitCode.OK and "the next start draws the rest" in caplog.text
+    assert [path.name for path in pictures_in(tmp_path / "class")] == ["class-00000.png", "class-00001.png"]
+    assert len(draw(trainer, tmp_path / "class", 5)) == 5
+
+
+def test_a_picture_of_the_class_that_cannot_be_written_is_one_line(start, tmp_path, monkeypatch):  # noqa: F811
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(class_pictures, "replace", full)
+    with pytest.raises(UserError, match=r"class-00000.png cannot be written: No space left on device\. Choose another --class_data_dir") as caught:
+        draw(start().trainer, tmp_path / "class", 1)
+    assert caught.value.code == ExitCode.DISK
 
 
 def test_pictures_that_are_there_are_counted_whatever_their_names(start, dogs, tmp_path):  # noqa: F811
