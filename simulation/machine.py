@@ -52,7 +52,7 @@ class Process:
     def __init__(self, machine: "Machine", name: str):
         self.machine, self.name = machine, name
         self.stopped = self.dead = False
-        self.held: list[asyncio.Handle] = []
+        self.held: list = []
         self.tasks: list[asyncio.Task] = []
         """Kept for as long as the world lives: what a killed process was in the middle of must not be unwound."""
         self.context = contextvars.copy_context()
@@ -87,9 +87,8 @@ class Process:
         self.stopped = True
 
     def go_on(self) -> None:
-        self.stopped, held = False, self.held
-        self.held = []
-        asyncio.get_running_loop()._ready.extend(held)
+        self.stopped = False
+        self.machine.world.loop.go_on(self)
 
 
 def _buffers(call: Callable[[], Any], result: Any) -> list[Any]:

@@ -5,12 +5,11 @@ is killed hangs up; a machine without power says nothing at all.
 """
 
 import asyncio
+import contextvars
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-from simulation.loop import OWNER
 
 _RETRANSMISSION_SECONDS = 0.3
 _LINGER_SECONDS = 60.0
@@ -47,6 +46,8 @@ class Host:
 class Network:
     def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random):
         self._loop, self._rng = loop, rng
+        self._context = contextvars.Context()
+        """Of no process: the net lives on when one dies."""
         self.hosts: dict[str, Host] = {}
         self.sides: dict[str, int] = {}
         """Peer -> its side of a partition; empty: there is none."""
@@ -115,15 +116,13 @@ class Network:
         pipe.other.take_in(data)
 
     def hang_up(self, pipe: "SimPipe") -> None:
+        if pipe.other.closed:
+            return  # nobody is there to hear of it
         at = max(self._loop.time() + self.delay(pipe.host, pipe.other.host), pipe.last)
         self._at(at, self._deliver, pipe, None, at + _LINGER_SECONDS)
 
     def _at(self, when: float, call: Callable, *args: Any) -> None:
-        token = OWNER.set(None)  # the net lives on when a process dies
-        try:
-            self._loop.call_at(when, call, *args)
-        finally:
-            OWNER.reset(token)
+        self._loop.call_at(when, call, *args, context=self._context)
 
     def die(self, host: Host, *, power: bool) -> None:
         """The process is gone. With power its machine hangs up all streams; without, the others hear nothing."""

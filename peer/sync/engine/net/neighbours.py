@@ -1,6 +1,5 @@
 """The live peers of the run, as their signed records describe them, and how far they can be counted upon."""
 
-import asyncio
 import logging
 import time
 from collections import deque
@@ -11,6 +10,7 @@ from swarm.clock import SwarmClock
 from swarm.dht import SwarmNode
 from swarm.records import LEAVING, RECORD_LIFE_SECONDS, RENEW_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
+from swarm.tasks import within
 from swarm.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Neighbours:
     async def read(self) -> None:
         """Read the records. An answer that lacks somebody proves little: a record counts until its life after its last renewal is over."""
         try:
-            found = await asyncio.wait_for(self._node.records(self._run.run_id), RENEW_SECONDS)
+            found = await within(RENEW_SECONDS, self._node.records(self._run.run_id))
         except Exception as error:  # a node that answers nothing any more is the watchdog's matter
             log.debug("could not read the records: %r", error)
             return

@@ -34,7 +34,7 @@ from peer.sync.engine.round.groups import (
     parse_ticket,
 )
 from peer.sync.engine.state import MOST_MEMBERS, Head, better
-from swarm.tasks import end_tasks
+from swarm.tasks import end_tasks, within
 
 log = logging.getLogger(__name__)
 
@@ -483,7 +483,7 @@ class Matchmaker:
                 return
             book.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(book.changed.wait(), max(missing) - now)
+                await within(max(missing) - now, book.changed.wait())
 
     def _send_away(self, book: _Open, ticket: Ticket) -> None:
         """No group holds two of whom one leaves the other out: they would only fail once more."""
