@@ -287,12 +287,12 @@ def _members(values: Any) -> tuple[Member, ...]:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 64 or not value.isascii():
+    if type(value) is not str or len(value) > 64 or not value.isascii():
         raise ValueError(f"text {str(value)[:40]!r}")
     return value
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_COUNT:
+    if type(value) is not int or not 0 <= value <= _MOST_COUNT:
         raise ValueError(f"count {str(value)[:40]!r}")
     return value

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from peer.sync.engine.round.company import Company
 from swarm.clock import SwarmClock
@@ -48,6 +48,8 @@ class Neighbours:
         self._seen: dict[str, tuple[PeerRecord, float]] = {}
         self._live: list[PeerRecord] = []
         """Of `_seen`, those of this run."""
+        self._others: list[PeerRecord] = []
+        """Of `_live`, those with the same tensors."""
         self._own_read: float | None = None
         self._said: deque[float] = deque(maxlen=_OWN_RECORDS)
         self._not_ours: float | None = None
@@ -75,6 +77,7 @@ class Neighbours:
             self._seen[peer] = (record, now)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
         self._live = self._of_this_run()
+        self._others = [record for record in self._live if record.schema == self._schema]
         self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGOTTEN_SECONDS}
         if own := found.get(self._node.peer_id):
             self._own_read = now
@@ -90,9 +93,9 @@ class Neighbours:
         """We publish this record of ourselves."""
         self._said.append(record.time)
 
-    def others(self) -> list[PeerRecord]:
+    def others(self) -> Sequence[PeerRecord]:
         """Live peers of this run other than us, with the same tensors, within what an honest peer does."""
-        return [record for record in self._live if record.schema == self._schema]
+        return self._others
 
     def of_other_tensors(self) -> bool:
         """Whether every other live peer trains other tensors than we: a version or method that differs here."""
@@ -140,7 +143,9 @@ class Neighbours:
         return self._company.untried([record for record in self.others() if not self._company.left_out(record.peer_id)])
 
     def _stays_away(self, peer: str, calls: bool) -> bool:
-        count, last = self._absences.get(peer, (0, 0.0))
+        if peer not in self._absences:
+            return False
+        count, last = self._absences[peer]
         patience = 1 if self._company.is_stranger(peer) else PATIENT_ATTEMPTS
         if count < patience:
             return False
