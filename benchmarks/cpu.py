@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from benchmarks.common import print_result, print_table  # noqa: E402
-from peer.launched import library, physical_cores  # noqa: E402
+from peer.launch.launcher import library, physical_cores  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 from swarm.ports import free_port  # noqa: E402
 
@@ -228,15 +228,15 @@ def build(setting: Setting):
     import torch
     from diffusers import UNet2DConditionModel
 
-    from peer.device import Rank, RankGroup, choose_precision, use_channels_last
-    from peer.optim import build_optimizer
+    from peer.loop.optim import build_optimizer
+    from peer.machine.device import Rank, RankGroup, choose_precision, use_channels_last
     from swarm.run_config import RunConfig
 
     torch.set_num_threads(setting.threads)
     cpu = torch.device("cpu")
     group = RankGroup(Rank.from_environment(), cpu)
     if setting.ipex:
-        from peer.ipex import Ipex, check_ipex
+        from peer.machine.ipex import Ipex, check_ipex
 
         check_ipex(cpu)
         Ipex().on()

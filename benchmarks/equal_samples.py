@@ -22,8 +22,8 @@ sys.path[0] = str(ROOT)
 import torch  # noqa: E402
 
 from peer.contracts import PixelBatch  # noqa: E402
-from peer.encoding import Encoder  # noqa: E402
 from peer.models import stable_diffusion  # noqa: E402
+from peer.samples.encoding import Encoder  # noqa: E402
 from scripts.demo import digits, quickstart, results, swarm_run, tiny_model  # noqa: E402
 from scripts.demo.display import Display  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402

@@ -37,12 +37,12 @@ from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from benchmarks.common import print_result, print_table
-from peer.command_line import parse
-from peer.device import RankGroup, choose_device, set_threads
-from peer.launched import Rank
+from peer.launch.command_line import parse
+from peer.launch.launcher import Rank
+from peer.launch.resolving import resolve_run
+from peer.loop.train import Trainer
+from peer.machine.device import RankGroup, choose_device, set_threads
 from peer.models.diffusion.source import quiet
-from peer.resolving import resolve_run
-from peer.train import Trainer
 from peer.wiring import Launch, assemble
 from scripts.demo import quickstart, tiny_model
 from swarm.errors import ExitCode, UserError, run_program

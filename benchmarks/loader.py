@@ -26,13 +26,13 @@ from PIL import Image  # noqa: E402
 
 from benchmarks.common import print_result, print_table  # noqa: E402
 from benchmarks.hosting import dataset_server  # noqa: E402
-from peer.batches import Decoder  # noqa: E402
-from peer.buckets import Buckets  # noqa: E402
 from peer.contracts import SourceContext  # noqa: E402
 from peer.data.dataset_server import build, fetch_run  # noqa: E402
-from peer.device import Rank, RankGroup  # noqa: E402
-from peer.feed import Feed  # noqa: E402
-from peer.pictures import Frame, decode  # noqa: E402
+from peer.machine.device import Rank, RankGroup  # noqa: E402
+from peer.samples.buckets import Buckets  # noqa: E402
+from peer.samples.decoding import Decoder  # noqa: E402
+from peer.samples.feed import Feed  # noqa: E402
+from peer.samples.pictures import Frame, decode  # noqa: E402
 from swarm.dht import Identity  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402

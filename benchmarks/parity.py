@@ -218,10 +218,10 @@ def judge(base: Path, run: Run) -> Learned:
     """Looks at the first peer's checkpoints until one has WANTED of the digits right; at every second one while that is far."""
     import torch
 
-    from peer import checkpoint
+    from peer.loop.train import load_result
     from peer.methods import full
     from peer.models import stable_diffusion
-    from peer.train import load_result
+    from peer.results import checkpoint
     from scripts.demo.digits import Judge
     from swarm.run_config import RunConfig
 

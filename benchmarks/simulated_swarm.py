@@ -28,8 +28,8 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from benchmarks import parity  # noqa: E402
 from peer.contracts import LatentBatch  # noqa: E402
+from peer.loop.schedule import build_schedule  # noqa: E402
 from peer.models import stable_diffusion  # noqa: E402
-from peer.schedule import build_schedule  # noqa: E402
 from peer.sync.diloco import DiLoCo  # noqa: E402
 from peer.sync.engine.outer import RoundInfo  # noqa: E402
 from peer.sync.parameters import Parameters  # noqa: E402

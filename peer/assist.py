@@ -17,16 +17,16 @@ import torch
 from peer.config import PeerConfig
 from peer.contracts import Settlement
 from peer.data.dataset_server import report_round
-from peer.device import describe_hardware
 from peer.drawing.artist import Artist
-from peer.joining import Joined
-from peer.output_folder import Owner, claim, lock
-from peer.stopping import Stop
+from peer.figures.audience import show
+from peer.launch.joining import Joined
+from peer.launch.stopping import Stop
+from peer.machine.device import describe_hardware
+from peer.results.output_folder import Owner, claim, lock
 from peer.sync.engine.assistant import assist as take_part
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.state import Head
 from peer.sync.engine.transfer.discarded import discard
-from peer.visible import show
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import ExitCode, UserError

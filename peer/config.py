@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peer.volunteer import Hours
+from peer.volunteer.resting import Hours
 from swarm.errors import UserError
 from swarm.logs import FORMATS
 from swarm.options import option

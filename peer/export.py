@@ -17,20 +17,20 @@ from typing import Any
 
 import torch
 
-from peer.base_model import load_model, source_of
-from peer.checkpoint import Checkpoints, about, replacing
 from peer.contracts import Params
-from peer.exports import loading
-from peer.exports.embedding import write_embedding
-from peer.exports.lora import write_lora_diffusers, write_lora_kohya
-from peer.exports.result import Result, read_result, tidy, write_result
-from peer.exports.single_file import write_single_file
+from peer.launch.starting_model import load_model, source_of
+from peer.loop.train import load_result
+from peer.results import loading
+from peer.results.checkpoint import Checkpoints, about, replacing
+from peer.results.forms.embedding import write_embedding
+from peer.results.forms.lora import write_lora_diffusers, write_lora_kohya
+from peer.results.forms.single_file import write_single_file
+from peer.results.result import Result, read_result, tidy, write_result
 from peer.rooms import load_part
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.state import BadState, State
 from peer.sync.engine.transfer.disk import read_state
 from peer.sync.engine.vectors import Flat, Schema
-from peer.train import load_result
 from swarm.arguments import ArgumentParser
 from swarm.base_model import family_of
 from swarm.errors import ExitCode, UserError, run_program
@@ -96,7 +96,7 @@ def _here(config: ExportConfig, out: Path) -> Iterator[Path]:
     if not config.state.startswith(("http://", "https://", "/ip4/", "/ip6/", "/dns")):
         yield Path(config.state)
         return
-    from peer.exports.fetching import fetch_state
+    from peer.results.fetching import fetch_state
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".fetching-", dir=out.parent) as scratch:

@@ -18,11 +18,11 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path and os.path.realpath(sys.path[0] or ".") == os.path.join(_ROOT, "peer"):
     sys.path[0] = _ROOT
 
-from peer.command_line import parse  # noqa: E402
 from peer.config import PeerConfig  # noqa: E402
-from peer.launched import Rank, allocator_advice  # noqa: E402
-from peer.output_folder import link_result  # noqa: E402
-from peer.resolving import resolve_run  # noqa: E402
+from peer.launch.command_line import parse  # noqa: E402
+from peer.launch.launcher import Rank, allocator_advice  # noqa: E402
+from peer.launch.resolving import resolve_run  # noqa: E402
+from peer.results.output_folder import link_result  # noqa: E402
 from swarm.errors import ExitCode, UserError, circumstances, run_program, tell_error  # noqa: E402
 from swarm.life import Life  # noqa: E402
 from swarm.lifeline import die_with_parent  # noqa: E402
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(peer: PeerConfig, given: dict) -> int:
-    from peer.device import RankGroup, choose_device, describe, set_threads
-    from peer.stopping import Stop
+    from peer.launch.stopping import Stop
+    from peer.machine.device import RankGroup, choose_device, describe, set_threads
 
     rank = Rank.from_environment()
     setup_logging(debug=peer.debug, name=Path(peer.output_dir).name if peer.swarming else "", log_format=peer.log_format)
@@ -95,7 +95,7 @@ def _train(peer: PeerConfig, given: dict) -> int:
             log.warning("nothing is exported: this peer came to no state of the run, and the base model is no result")
         group.barrier()
         if repository and trainer.has_learned:
-            from peer.exports.hub import push
+            from peer.results.hub import push
 
             alive("uploading")
             push(folder, repository, peer.hub_token)
@@ -106,7 +106,7 @@ def _prepare_hub(peer: PeerConfig) -> str:
     """The repository for the result, which we may write to; '' when it stays here. Raises UserError before a day's training is done for it."""
     if not peer.push_to_hub:
         return ""
-    from peer.exports.hub import prepare
+    from peer.results.hub import prepare
 
     return prepare(peer.hub_model_id or Path(peer.output_dir).resolve().name, peer.hub_token)
 

@@ -72,7 +72,7 @@ def load(config: GenerateConfig) -> Any:
     """The family's model with all that was asked for in it, on its device. Raises UserError naming what does not load."""
     import torch
 
-    from peer.exports import loading
+    from peer.results import loading
 
     given = loading.result_in(Path(config.model).expanduser())
     needs = loading.base_of(given)
@@ -101,7 +101,7 @@ def load(config: GenerateConfig) -> Any:
 
 def run_of(given: Path, config: GenerateConfig) -> RunConfig:
     """What is known of a whole pipeline: of a result of ours how its run read captions, of another model nothing."""
-    from peer.exports.result import read_result
+    from peer.results.result import read_result
 
     about = read_result(given) if given.is_dir() else None
     place = {"model": str(given) if given.exists() else config.model, "model_config": config.model_config}

@@ -10,15 +10,15 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peer.command_line import parse
-from peer.commands import own_command
 from peer.config import PeerConfig
-from peer.launched import Rank
-from peer.resolving import no_model
-from peer.supervision.launch import PROGRAM, Launch
-from peer.supervision.log_file import LogFile
-from peer.supervision.policy import End, Policy, Verdict, smaller
-from peer.supervision.watch import OutOfMemory, Vitals, Watchdog
+from peer.launch.command_line import parse
+from peer.launch.launcher import Rank
+from peer.launch.resolving import no_model
+from peer.volunteer.commands import own_command
+from peer.watchdog.log_file import LogFile
+from peer.watchdog.policy import End, Policy, Verdict, smaller
+from peer.watchdog.trainer_process import PROGRAM, Launch
+from peer.watchdog.vitals import OutOfMemory, Vitals, Watchdog
 from swarm.errors import ExitCode, UserError, run_program
 from swarm.files import lock_folder
 from swarm.life import last_sign

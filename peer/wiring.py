@@ -12,46 +12,46 @@ from typing import Any
 
 import torch
 
-from peer import checkpoint
-from peer.accounts import Accounts
-from peer.base_model import check_resolution, load_model
-from peer.batches import Decoder
-from peer.buckets import Buckets
-from peer.caches import Caches, open_caches
-from peer.checkpoint import Checkpoints
-from peer.compiling import Compiled
 from peer.config import PeerConfig
 from peer.contracts import LatentBatch, Method, Model, Params, PixelBatch, Source, SourceContext, Sync, SyncContext
-from peer.device import Precision, RankGroup, choose_precision, use_channels_last
-from peer.disk_space import check_space, needed_bytes
-from peer.display import wanted
-from peer.ema import Ema
-from peer.encoding import Encoder
-from peer.feed import Feed
-from peer.ipex import Ipex, check_ipex
-from peer.joining import Joined
+from peer.drawing.gallery import Showing
+from peer.drawing.validation import Validation
+from peer.figures.audience import show
+from peer.figures.metrics import Progress
+from peer.figures.terminal import wanted
+from peer.figures.trackers import Trackers
+from peer.launch.joining import Joined
+from peer.launch.lengths import step_samples, warm_up
+from peer.launch.resolving import known_hosts, token_for
+from peer.launch.starting_model import check_resolution, load_model
+from peer.loop.accounts import Accounts
+from peer.loop.all_ranks import RankedSync
+from peer.loop.ema import Ema
+from peer.loop.occasions import Occasion, Occasions, seldom
+from peer.loop.optim import build_optimizer
+from peer.loop.rounding import RoundingOptimizer, innermost, keep_in_bf16
+from peer.loop.schedule import build_schedule
+from peer.loop.train import Trainer
+from peer.machine.compiling import Compiled
+from peer.machine.device import Precision, RankGroup, choose_precision, use_channels_last
+from peer.machine.disk_space import check_space, needed_bytes
+from peer.machine.ipex import Ipex, check_ipex
+from peer.machine.placing import Placing, placing
+from peer.machine.profiling import Profiler, profile_folder
+from peer.machine.trial_of_speed import Trial
 from peer.methods.shared.parts import denoiser
-from peer.metrics import Progress
-from peer.occasions import Occasion, Occasions, seldom
-from peer.optim import build_optimizer
-from peer.output_folder import Owner, claim, lock
-from peer.placing import Placing, placing
-from peer.prior import ClassPictures, draw_class_pictures
-from peer.profiling import Profiler, profile_folder
-from peer.ranked import RankedSync
-from peer.resolving import known_hosts, token_for
-from peer.results import Results
+from peer.results import checkpoint
+from peer.results.checkpoint import Checkpoints
+from peer.results.output_folder import Owner, claim, lock
+from peer.results.writer import Results
 from peer.rooms import load_part
-from peer.rounding import RoundingOptimizer, innermost, keep_in_bf16
-from peer.schedule import build_schedule
-from peer.showing import Showing
-from peer.trackers import Trackers
-from peer.train import Trainer
-from peer.trial import Trial
-from peer.units import step_samples, warm_up
-from peer.validation import Validation
-from peer.visible import show
-from peer.volunteer import Resting
+from peer.samples.buckets import Buckets
+from peer.samples.caches import Caches, open_caches
+from peer.samples.class_pictures import ClassPictures, draw_class_pictures
+from peer.samples.decoding import Decoder
+from peer.samples.encoding import Encoder
+from peer.samples.feed import Feed
+from peer.volunteer.resting import Resting
 from swarm.digest import digest_json
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
@@ -127,7 +127,7 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     """The trainer with all its parts, resumed where there is what to resume, and what writes its result. Raises UserError."""
     check_batch(launch)
     if launch.device.type == "xla":
-        importlib.import_module("peer.xla").check_options(launch.peer)
+        importlib.import_module("peer.machine.xla").check_options(launch.peer)
     if launch.peer.ipex:
         check_ipex(launch.device)
     if launch.group.is_main:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from peer.accounts import Accounts
+from peer.loop.accounts import Accounts
 from peer.sync.engine.vectors import SharedBuffer
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """One peer's machine: its disk, its link, and the two processes on it. Both are the product's own code.
 
-The trainer is a lock-step thread around the real `SwarmSync`, as `peer/train.py` is around it; what it trains is a small vector. The
+The trainer is a lock-step thread around the real `SwarmSync`, as `peer/loop/train.py` is around it; what it trains is a small vector. The
 sidecar is the real `take_part` on a simulated node and port.
 """
 
@@ -18,9 +18,9 @@ import msgpack
 import torch
 from torch import nn
 
-from peer.accounts import Accounts
 from peer.config import PeerConfig
 from peer.contracts import SyncContext, SyncReport
+from peer.loop.accounts import Accounts
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.state import State
 from peer.sync.engine.trainer import sidecar
@@ -327,7 +327,7 @@ class Machine:
             self.thread.block(left)
 
     def _train(self) -> None:
-        """As `peer/train.py`, with a walk at random in place of learning."""
+        """As `peer/loop/train.py`, with a walk at random in place of learning."""
         generator = torch.Generator().manual_seed(self._seed + self.boots)
         # Two parts, in the run's codec and in the one for small tensors: so that there are two shares to reduce.
         params = {"weight": nn.Parameter(torch.zeros(BIG_ELEMENTS)), "bias": nn.Parameter(torch.zeros(BIG_ELEMENTS // 2))}

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peer.exports.single_file import vae_name
+from peer.results.forms.single_file import vae_name
 
 _ENDS = {
     "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",

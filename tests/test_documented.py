@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from datasetserver.app import ENDPOINTS
 from datasetserver.metrics import Metrics
-from peer.exposing import PREFIX, registry
-from peer.metrics import METRICS
+from peer.figures.metrics import METRICS
+from peer.figures.prometheus import PREFIX, registry
 from swarm.errors import STOPPED_AT_ONCE, ExitCode
 from swarm.status import summarize
 from tests.swarm.test_status import a_peer, a_run

@@ -27,31 +27,31 @@ HOMES = {  # a library: the files and folders that may import it
         "peer/models/",
         "peer/methods/",
         "peer/drawing/",
-        "peer/export",
+        "peer/export.py",
+        "peer/results/",
         "peer/generate.py",
-        "peer/schedule.py",
-        "peer/ema.py",
-        "peer/validation.py",
+        "peer/loop/schedule.py",
+        "peer/loop/ema.py",
     ),
-    "transformers": ("peer/models/", "peer/methods/", "peer/export", "peer/optim.py"),
-    "peft": ("peer/methods/", "peer/export"),
+    "transformers": ("peer/models/", "peer/methods/", "peer/export.py", "peer/results/", "peer/loop/optim.py"),
+    "peft": ("peer/methods/", "peer/results/"),
     "aiohttp": ("datasetserver/", "peer/data/client/", "swarm/page/"),
-    "bitsandbytes": ("peer/optim.py",),
-    "wandb": ("peer/trackers.py",),
-    "PIL": ("peer/pictures.py", "peer/data/", "datasetserver/"),
+    "bitsandbytes": ("peer/loop/optim.py",),
+    "wandb": ("peer/figures/trackers.py",),
+    "PIL": ("peer/samples/pictures.py", "peer/data/", "datasetserver/"),
 }
 
 
 # What the loop is handed: it knows the parts' classes by name, for type checkers only, and makes none of them.
 HANDED_TO_THE_LOOP = (
-    "peer.accounts.Accounts",
-    "peer.device.Precision",
-    "peer.device.RankGroup",
-    "peer.ema.Ema",
-    "peer.feed.Feed",
-    "peer.feed.Work",
-    "peer.metrics.Progress",
-    "peer.occasions.Occasions",
+    "peer.loop.accounts.Accounts",
+    "peer.machine.device.Precision",
+    "peer.machine.device.RankGroup",
+    "peer.loop.ema.Ema",
+    "peer.samples.feed.Feed",
+    "peer.samples.feed.Work",
+    "peer.figures.metrics.Progress",
+    "peer.loop.occasions.Occasions",
 )
 
 
@@ -90,16 +90,18 @@ def test_a_file_imports_only_what_its_layer_may(file):
         # What several parts of a room share lies in a folder of it, such as sync/engine; the parts themselves are the room's modules.
         shared = [f"peer.{rest[0]}.{path.name}" for path in (ROOT / "peer" / rest[0]).iterdir() if path.is_dir()]
         wrong |= {
-            module for module in inside if not starts(module, "peer.contracts", "peer.device", "peer.rounding", "peer.schedule", *shared)
+            module
+            for module in inside
+            if not starts(module, "peer.contracts", "peer.machine.device", "peer.loop.rounding", "peer.loop.schedule", *shared)
         }
-    if file == "peer/train.py":
+    if file == "peer/loop/train.py":
         wrong |= {module for module in inside if not starts(module, "peer.contracts", *HANDED_TO_THE_LOOP)}
     assert not wrong, f"{file} imports {sorted(wrong)}"
 
 
 def test_the_loop_makes_no_part_itself():
     """Nothing of what it is handed is there when it runs; and no exception stands in the list that is not needed."""
-    tree = ast.parse((ROOT / "peer/train.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "peer/loop/train.py").read_text(encoding="utf-8"))
     guarded = {
         f"{node.module}.{name.name}" for node in for_type_checkers(tree) if isinstance(node, ast.ImportFrom) for name in node.names
     }

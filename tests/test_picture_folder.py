@@ -11,11 +11,11 @@ from PIL import Image
 from datasetserver.ingest import Policy, ingest, ingested, shard_path
 from datasetserver.report import report
 from datasetserver.sources import Folder
-from peer.captions import choose_caption
 from peer.config import PeerConfig
 from peer.contracts import SourceContext
 from peer.data import directory
 from peer.data.shards import read_shard
+from peer.samples.captions import choose_caption
 from swarm.run_config import RunConfig
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from peer.checkpoint import Checkpoints, of
-from peer.output_folder import owner_of
+from peer.results.checkpoint import Checkpoints, of
+from peer.results.output_folder import owner_of
 from swarm.digest import digest_model
 from tests.conftest import ROOT
 from tests.test_swarm import BATCH, LOCAL, RUN, TWO, Peer, swarm  # noqa: F401

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from peer.metrics import NAMES
+from peer.figures.metrics import NAMES
 from scripts.churn.checks import read_rounds
 from scripts.demo.results import read_lines
 from swarm.digest import digest_model

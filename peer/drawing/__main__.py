@@ -73,14 +73,14 @@ def draw(order: Order) -> None:
     import diffusers  # noqa: F401 - models import it late, where its absence would look like a broken model
     import torch
 
-    from peer.base_model import check_resolution, load_model
-    from peer.device import RankGroup, choose_device, choose_precision
+    from peer.drawing.validation import Validation
     from peer.export import fill
-    from peer.launched import Rank, said_threads
+    from peer.launch.launcher import Rank, said_threads
+    from peer.launch.starting_model import check_resolution, load_model
+    from peer.machine.device import RankGroup, choose_device, choose_precision
     from peer.methods.shared.parts import denoiser
     from peer.models.diffusion.source import locate
     from peer.rooms import load_part
-    from peer.validation import Validation
 
     peer, run, alone = order.peer, order.run, Rank()
     source = locate(order.given.get("model") or run.model)
@@ -118,7 +118,7 @@ def sending(order: Order):
     if not order.server_url:
         yield None
         return
-    from peer.showing import Showing
+    from peer.drawing.gallery import Showing
 
     showing = Showing.to_server(order.server_url, order.peer, order.run.run_id, order.peer_id)
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.config import PeerConfig
-from peer.joining import Joined
+from peer.launch.joining import Joined
 from peer.sync.engine.memory import available_bytes
 from swarm.errors import ExitCode
 from swarm.run_config import RunConfig

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peer.contracts import Sync, SyncContext
-from peer.schedule import build_schedule
+from peer.loop.schedule import build_schedule
 from peer.sync.engine.outer import RoundInfo
 from swarm.run_config import RunConfig
 

@@ -15,7 +15,7 @@ from swarm.errors import UserError, run_program
 
 def lookup(address: str, run_id: str) -> dict:
     from peer.config import PeerConfig
-    from peer.resolving import resolve_run
+    from peer.launch.resolving import resolve_run
 
     with tempfile.TemporaryDirectory(prefix="lookup-") as folder:
         # dry_run: it looks and founds nothing; assist: it needs neither data nor a model.
@@ -24,7 +24,7 @@ def lookup(address: str, run_id: str) -> dict:
 
 
 def export(address: str) -> dict:
-    from peer.exports.fetching import fetch_state
+    from peer.results.fetching import fetch_state
 
     with tempfile.TemporaryDirectory(prefix="export-") as folder:
         path = fetch_state(address, Path(folder), seconds=90)

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from peer.command_line import parse
 from peer.contracts import LatentBatch, PixelBatch
-from peer.device import Precision, Rank, RankGroup
-from peer.placing import Direct
-from peer.resolving import resolve_run
-from peer.stopping import Stop
+from peer.launch.command_line import parse
+from peer.launch.resolving import resolve_run
+from peer.launch.stopping import Stop
+from peer.machine.device import Precision, Rank, RankGroup
+from peer.machine.placing import Direct
 from peer.wiring import Launch, Learner, build_source, build_trainer, peer_id
 from swarm.errors import run_program
 from swarm.logs import setup_logging

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import gpu_sd15
 from benchmarks.gpu_sd15 import FULL, TINY, Row, Setup
-from peer.command_line import parse
+from peer.launch.command_line import parse
 from swarm.errors import ExitCode, UserError
 
 
@@ -33,7 +33,7 @@ def test_without_a_gpu_it_says_in_one_line_what_is_missing(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_every_way_is_trained_by_the_program_with_tiny_weights(capsys, monkeypatch):
-    """Once each. Compiling for a CPU takes four minutes: that way's flags are parsed, and `--compile` is test_trial's matter."""
+    """Once each. Compiling for a CPU takes four minutes: that way's flags are parsed, and `--compile` is test_trial_of_speed's matter."""
     ways = [row for row in gpu_sd15.rows() if row.batch == 1 and "--compile" not in row.flags]
     (compiled,) = [row for row in gpu_sd15.rows() if row.batch == 1 and "--compile" in row.flags]
     assert parse([*compiled.flags, "--model", "x", "--train_data_dir", "y"])[0].compile

@@ -202,7 +202,7 @@ def test_only_plain_pictures_get_through(result):
 def test_what_the_peers_read_is_what_was_checked(result):
     from datasetserver.ingest import shard_path
     from peer.data.shards import read_shard
-    from peer.pictures import Frame, decode
+    from peer.samples.pictures import Frame, decode
 
     for shard in result[0].manifest.shards:
         rows = list(read_shard(shard_path(result[1], shard.digest), shard.samples))

@@ -10,7 +10,7 @@ import torch
 
 from datasetserver.states import LOOK_SECONDS, States
 from peer import export
-from peer.exports.fetching import fetch_state
+from peer.results.fetching import fetch_state
 from peer.sync.engine.transfer.disk import StateStore, read_state
 from swarm.errors import UserError
 from swarm.run_config import RunConfig

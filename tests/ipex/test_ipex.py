@@ -7,10 +7,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from peer.checkpoint import Checkpoints
 from peer.config import PeerConfig
-from peer.device import Rank, RankGroup
-from peer.joining import Joined
+from peer.launch.joining import Joined
+from peer.machine.device import Rank, RankGroup
+from peer.results.checkpoint import Checkpoints
 from peer.wiring import Launch, assemble
 from swarm.run_config import RunConfig
 from tests.peer.test_finetune import finish, start

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from peer.checkpoint import Checkpoints, about
 from peer.config import PeerConfig
 from peer.contracts import LeaseLost, PixelBatch, SyncReport
-from peer.device import Rank, RankGroup
-from peer.exports.result import read_result
-from peer.joining import Joined
+from peer.launch.joining import Joined
+from peer.machine.device import Rank, RankGroup
+from peer.results.checkpoint import Checkpoints, about
+from peer.results.result import read_result
 from peer.wiring import Launch, assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -84,7 +84,7 @@ def test_the_run_ends_at_its_total_and_leaves_a_checkpoint_and_metrics(start, tm
 
 
 def test_every_steps_loss_is_logged_on_wish(start, caplog):
-    with caplog.at_level("INFO", "peer.metrics"):
+    with caplog.at_level("INFO", "peer.figures.metrics"):
         done = start(print_loss=True).run()
     assert [f"step={i} samples=4 loss={loss:.6f}" for i, loss in enumerate(done.losses, 1)] == [
         line for line in caplog.messages if line.startswith("step=")

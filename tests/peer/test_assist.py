@@ -15,14 +15,14 @@ from peer import assist
 from peer.contracts import Member, Settlement
 from peer.data.dataset_server import fetch_run
 from peer.finetune import main
-from peer.joining import Joined
+from peer.launch.joining import Joined
 from swarm.errors import ExitCode, UserError
 from swarm.ports import free_port
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 from tests.datasetserver.hosting import Host
 from tests.identities import id_of, key
-from tests.peer.test_visible import scraped
+from tests.peer.figures.test_audience import scraped
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

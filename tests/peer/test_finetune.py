@@ -16,16 +16,16 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from peer.base_model import load_model
-from peer.checkpoint import Checkpoints
-from peer.command_line import parse
-from peer.resolving import resolve_run
+from peer.launch.command_line import parse
+from peer.launch.resolving import resolve_run
+from peer.launch.starting_model import load_model
+from peer.results.checkpoint import Checkpoints
 from swarm.digest import digest_model
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.conftest import ROOT
-from tests.peer.test_buckets import mixed_pictures  # noqa: F401
+from tests.peer.samples.test_buckets import mixed_pictures  # noqa: F401
 
 SCRIPT = str(ROOT / "peer" / "finetune.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", SCRIPT]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from datasetserver.__main__ import _read
-from peer.command_line import parse
+from peer.launch.command_line import parse
 from swarm.errors import ExitCode
 from tests.conftest import ROOT
 

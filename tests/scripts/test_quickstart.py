@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from datasetserver import __main__ as dd_datasetserver
-from peer.schedule import build_schedule
+from peer.loop.schedule import build_schedule
 from scripts.demo import quickstart, swarm_run
 from scripts.demo.processes import Program
 from swarm.errors import UserError

@@ -150,7 +150,7 @@ def test_a_token_that_begins_with_a_dash_is_a_token():
 
 
 def test_a_program_takes_a_token_that_begins_with_a_dash(monkeypatch):
-    from peer.command_line import parse
+    from peer.launch.command_line import parse
     from swarm import status
 
     token, seen = "--" + "a" * 41, []

@@ -9,13 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from peer.checkpoint import Checkpoints
 from peer.config import PeerConfig
 from peer.contracts import PixelBatch
-from peer.device import Rank, RankGroup, choose_device, choose_precision
-from peer.exports.result import read_result
-from peer.joining import Joined
-from peer.placing import placing
+from peer.launch.joining import Joined
+from peer.machine.device import Rank, RankGroup, choose_device, choose_precision
+from peer.machine.placing import placing
+from peer.results.checkpoint import Checkpoints
+from peer.results.result import read_result
 from peer.sync.engine.vectors import Flat, Schema, flatten
 from peer.wiring import Launch, assemble
 from swarm.run_config import RunConfig
@@ -100,7 +100,7 @@ def test_the_rows_of_a_batch_are_spread_over_four_devices_and_a_short_one_is_fil
 
 
 def test_a_peer_says_what_it_computes_on(xla):
-    from peer.device import describe, describe_hardware
+    from peer.machine.device import describe, describe_hardware
 
     assert describe_hardware(xla) == "4 x CPU by XLA"
     precision = choose_precision("auto", xla, 1)
@@ -108,7 +108,7 @@ def test_a_peer_says_what_it_computes_on(xla):
 
 
 def test_flags_that_make_no_devices_are_warned_of(xla, monkeypatch, caplog):
-    from peer import xla as room
+    from peer.machine import xla as room
 
     monkeypatch.setattr(room, "num_devices", lambda: 1)
     room.open_devices(Rank(), {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"})

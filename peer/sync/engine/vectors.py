@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from peer.contracts import Params
-from peer.rounding import round_stochastically
+from peer.loop.rounding import round_stochastically
 from swarm.digest import digest_json
 
 BIG_ELEMENTS = 1024

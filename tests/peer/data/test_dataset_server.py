@@ -10,14 +10,14 @@ from itertools import islice
 import pytest
 from PIL import Image
 
-from peer.batches import Decoder
-from peer.buckets import Buckets
 from peer.contracts import LeaseLost, Member, Settlement
 from peer.data import dataset_server
 from peer.data.dataset_server import fetch_run
 from peer.data.unsaid import Unsaid
-from peer.device import Rank, RankGroup
-from peer.feed import Feed
+from peer.machine.device import Rank, RankGroup
+from peer.samples.buckets import Buckets
+from peer.samples.decoding import Decoder
+from peer.samples.feed import Feed
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
 from tests.datasetserver.hosting import Host

@@ -6,10 +6,10 @@ from itertools import islice
 
 import pytest
 
-from peer.command_line import parse
 from peer.contracts import SourceContext
 from peer.data.dataset_server import build, check_run, fetch_run
-from peer.resolving import resolve_run
+from peer.launch.command_line import parse
+from peer.launch.resolving import resolve_run
 from swarm.digest import canonical_json, digest_bytes
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig

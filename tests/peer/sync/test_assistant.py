@@ -9,7 +9,7 @@ import torch
 
 from peer.contracts import Member, Settlement
 from peer.export import find
-from peer.exports.fetching import fetch_state
+from peer.results.fetching import fetch_state
 from peer.sync.engine import assistant
 from peer.sync.engine.assistant import Archive, _choices, assist, newest_state
 from peer.sync.engine.net import neighbours

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.metrics import NAMES
+from peer.figures.metrics import NAMES
 from peer.sync import diloco, gradients, parameters
 from peer.sync.engine.net.neighbours import PATIENT_ATTEMPTS
 from peer.sync.engine.net.streams import Streams

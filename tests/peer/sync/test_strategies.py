@@ -11,8 +11,8 @@ from torch import nn
 
 from peer import rooms
 from peer.contracts import Member
+from peer.loop.schedule import build_schedule
 from peer.rooms import load_part
-from peer.schedule import build_schedule
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.outer import RoundInfo
 from peer.sync.engine.state import State, next_state

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from peer.config import PeerConfig
-from peer.device import Rank, RankGroup
-from peer.joining import Joined
+from peer.launch.joining import Joined
+from peer.machine.device import Rank, RankGroup
 from peer.sync.engine.trainer import swarm_sync
 from peer.sync.engine.vectors import flatten
 from peer.wiring import Launch, assemble

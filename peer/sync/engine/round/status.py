@@ -104,7 +104,7 @@ class Status:
         )
 
     def seen(self, state: State, record: PeerRecord) -> dict[str, Any]:
-        """For this peer's owner: what it does, and the figures of the swarm by the names that `peer.metrics.METRICS` has."""
+        """For this peer's owner: what it does, and the figures of the swarm by the names that `peer.figures.metrics.METRICS` has."""
         others = self._neighbours.others()
         here = [other for other in others if other.digest == state.digest]
         return {

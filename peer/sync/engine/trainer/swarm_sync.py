@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from peer.contracts import Member, Settlement, SyncContext, SyncReport
-from peer.device import describe_hardware
+from peer.machine.device import describe_hardware
 from peer.sync.engine import points
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
@@ -68,7 +68,7 @@ class SwarmSync:
         self._end = context.end or End(context.run)
         self._told_extension = self._end.extension
         self.seen: Mapping[str, Any] = {}
-        """What the sidecar last said of the swarm, by the names in `peer.metrics.METRICS`; never changed in place."""
+        """What the sidecar last said of the swarm, by the names in `peer.figures.metrics.METRICS`; never changed in place."""
         self.paused = False
         """Set while this peer's owner has paused it: the others see it."""
         self._hardware = describe_hardware(next(iter(context.params.values())).device)

@@ -1,0 +1,100 @@
+"""Pictures of the same prompts from the same seeds every so many steps, so that people can see what the model has learned."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peer.contracts import Model
+from peer.machine.device import Precision, RankGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Draws a grid, a row for each prompt. It changes nothing of the training: neither parameters nor modes nor any random number.
+
+    Rank 0 alone draws, and in a swarm right after a round: nobody waits for this peer until the others have trained the whole next round.
+    """
+
+    model: Model
+    group: RankGroup
+    precision: Precision
+    prompts: Sequence[str]
+    images: int
+    """Pictures of each prompt."""
+    denoising_steps: int
+    side: int
+    """Of a picture, in pixels."""
+    seed: int
+    folder: Path
+    weights: Callable[[], AbstractContextManager]
+    """Within it the model has the weights to draw with."""
+    show: Callable[[int, Any], None]
+    """Is handed the global step and the grid, a PIL picture."""
+    share: Callable[[list[tuple[str, Any]]], None] = lambda drawn: None
+    """Is handed each prompt with its pictures in one."""
+
+    def draw(self, step: int) -> None:
+        """All ranks call it, and wait for one prompt at a time: for more, the group would take a rank for lost."""
+        rows: list[list[Any]] = []
+        with ExitStack() as drawing:
+            if self.group.is_main:
+                drawing.enter_context(self.weights())
+                drawing.enter_context(untouched(self.model, self.precision.device))
+            for prompt in self.prompts:
+                if self.group.is_main:
+                    rows.append(self._pictures(prompt))
+                self.group.barrier()
+        if self.group.is_main:
+            self._publish(step, rows)
+
+    def _pictures(self, prompt: str) -> list[Any]:
+        with torch.no_grad(), self.precision.autocast():
+            return self.model.pipeline(
+                **self.model.prompt_arguments([prompt] * self.images),
+                num_inference_steps=self.denoising_steps,
+                height=self.side,
+                width=self.side,
+                generator=[torch.Generator().manual_seed(self.seed + number) for number in range(self.images)],
+            ).images
+
+    def _publish(self, step: int, rows: list[list[Any]]) -> None:
+        from diffusers.utils import make_image_grid
+
+        grid = make_image_grid([picture for row in rows for picture in row], rows=len(self.prompts), cols=self.images)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step-{step:06}.png"
+        grid.save(path)
+        log.info("drew %s", path)
+        self.show(step, grid)
+        columns = next(count for count in range(1, self.images + 1) if self.images % count == 0 and count * count >= self.images)
+        squares = [make_image_grid(row, rows=self.images // columns, cols=columns) for row in rows]
+        self.share(list(zip(self.prompts, squares, strict=True)))
+
+
+@contextmanager
+def untouched(model: Model, device: torch.device) -> Iterator[None]:
+    """Within the block the model is in its mode for drawing, with a scheduler of its own; afterwards all is as before."""
+    from diffusers import DDIMScheduler
+
+    pipeline = model.pipeline
+    modes = {module: module.training for part in model.parts.values() for module in part.modules()}
+    scheduler = pipeline.scheduler
+    kind = DDIMScheduler if DDIMScheduler in getattr(scheduler, "compatibles", ()) else type(scheduler)
+    pipeline.scheduler = kind.from_config(scheduler.config)
+    pipeline.set_progress_bar_config(disable=True)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for part in model.parts.values():
+                part.eval()
+            yield
+    finally:
+        pipeline.scheduler = scheduler
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,1 @@
+"""A peer's figures and to whom they are shown."""

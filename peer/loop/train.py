@@ -1,0 +1,307 @@
+"""The training loop. It knows the contracts and nothing behind them."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from peer.contracts import LatentBatch, Model, Params, PixelBatch, Sync, SyncReport
+from swarm.digest import seed_of
+from swarm.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from peer.figures.metrics import Progress
+    from peer.loop.accounts import Accounts
+    from peer.loop.ema import Ema
+    from peer.loop.occasions import Occasions
+    from peer.machine.device import Precision, RankGroup
+    from peer.samples.feed import Feed, Work
+
+log = logging.getLogger(__name__)
+
+MAX_BAD_STEPS = 10
+_REST_SECONDS = 0.2
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Trains `params` on what `feed` brings until the data, the run or the user's patience ends.
+
+    All ranks of a launch run the same loop in step; rank 0 alone has accounts, writes checkpoints and talks to the swarm.
+    """
+
+    model: Model
+    encode: Callable[[PixelBatch, torch.Generator], LatentBatch]
+    """With the model's frozen parts, and with those of its text encoders that are trained."""
+    params: Params
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]
+    """From samples in the committed state."""
+    max_grad_norm: float
+    precision: "Precision"
+    sync: Sync
+    feed: "Feed"
+    accounts: "Accounts"
+    group: "RankGroup"
+    progress: "Progress"
+    stopping: Callable[[], bool]
+    save: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+    """Writes a checkpoint of (state, what to say about it); may raise UserError when the disk is full."""
+    occasions: "Occasions"
+    """What else is done every so many global steps."""
+    by_rounds: bool
+    """Whether a global step is a committed round, as in a swarm, or an optimizer step of ours."""
+    resting: Callable[[], bool] = lambda: False
+    """Whether this machine's owner wants it for himself for a while."""
+    trial: Callable[[Callable[[], object] | None], bool] | None = None
+    """Tries a faster way to compute on this rank's first micro-batch (None: it has none); False: to be called again at the next step."""
+    alive: Callable[[str], None] = lambda doing: None
+    """Told what is being done now, for whoever watches whether anything is."""
+    boundary: Callable[[], None] = lambda: None
+    """Where a device that only notes down what it is asked for (XLA) is to compute it: once per program."""
+    stepped: Callable[[], None] = lambda: None
+    """Told after every local step."""
+    average: "Ema | None" = None
+    """Of the weights, where one is kept: rank 0 alone."""
+    averages: bool = False
+    """Whether the parameters are worth what the swarm's state is; if not, what this peer trained is in them for good."""
+    noise_seed: str
+    """Differs between peers: equal noise would correlate their gradients."""
+    step: int = 0
+    trained: int = 0
+    """Samples of this peer's counted steps."""
+    _bad_steps: int = 0
+    _scaler: torch.amp.GradScaler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._scaler = torch.amp.GradScaler(self.precision.device.type, enabled=self.precision.scaled)
+
+    def run(self) -> None:
+        """Train to the end, leave the swarm and save. Raises UserError when training cannot go on."""
+        self.alive("catching up")
+        done = self._follow(self.sync.catch_up())
+        self.alive("making the first step")
+        self.occasions.start(self.global_step)
+        done = done or self._rest()
+        for work in self.feed if not done else ():
+            loss = self._train(work)
+            samples = len(work.keys) if loss is not None else 0
+            self.trained += samples
+            done = self._follow(self.sync.step(samples, loss))
+            self.progress.stepped(
+                step=self.step,
+                samples=samples,
+                loss=loss,
+                learning_rate=self.optimizer.param_groups[0]["lr"],
+                round=self.sync.round,
+                committed=self.sync.samples,
+                peers=self.sync.peers,
+            )
+            self.stepped()
+            self.alive("saving and drawing")
+            self.occasions.reach(self.global_step, end=done)
+            self.alive("training")
+            if done or self._rest():
+                break
+        self._leave()
+        self.alive("saving")
+        if self.has_learned:
+            self.checkpoint()
+        self.accounts.give_back_aside()
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the parameters are more than the base model: a peer that came to no state of its run has nothing to save and to export."""
+        return bool(self.sync.samples or (self.trained and not self.averages))
+
+    @property
+    def global_step(self) -> int:
+        return self.sync.round if self.by_rounds else self.step
+
+    def _train(self, work: "Work") -> float | None:
+        """One local step: forward, backward and, when the strategy says so, the optimizer. Returns the mean loss, None if it did not count."""
+        self.step += 1
+        self.accounts.unusable(work.bad)
+        if not work.keys:
+            return None
+        loss, norm = self._accumulate(work)
+        if not math.isfinite(loss):
+            self.optimizer.zero_grad()
+            self.accounts.set_aside(work.keys)
+            return self._count_bad(f"the loss is {loss}")
+        if not self._use_gradients(len(work.keys), norm):
+            self.accounts.lost(work.keys)
+            return None if self.precision.scaled else self._count_bad("a gradient is not finite")
+        self._bad_steps = 0
+        self.accounts.trained(work.keys)
+        return loss
+
+    def _accumulate(self, work: "Work") -> tuple[float, Tensor]:
+        """Add the gradient of the SUM of this step's losses, over all ranks, to the parameters' `.grad`.
+
+        Returns the losses' mean, and the whole gradient's norm, () float32 on the CPU.
+        """
+        if self.trial and self.trial(partial(self._backward, work.batches[0], work.first) if work.batches else None):
+            self.trial = None
+        total = torch.zeros((), device=self.precision.device)
+        for number, pixels in enumerate(work.batches, start=work.first):
+            if number > work.first:
+                self.boundary()
+            total += self._backward(pixels, number).sum()
+        for parameter in self.params.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self.params.values()]
+        if self.group.world > 1:
+            self.boundary()  # the other ranks' sums are added on the host
+        self.group.sum_([total, *gradients])
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self.boundary()
+        # Both at once: each question to a device waits for it.
+        loss, norm = torch.stack([total, norm.float()]).cpu()
+        return loss.item() / len(work.keys), norm
+
+    def _backward(self, pixels: PixelBatch, number: int) -> Tensor:
+        """Add the gradient of the sum of a micro-batch's losses; returns these, (B,)."""
+        losses = self._losses(pixels, number)
+        self._scaler.scale(losses.sum()).backward()
+        return losses.detach()
+
+    def _losses(self, pixels: PixelBatch, number: int) -> Tensor:
+        """(B,); every random number in it follows from the peer, the step and the micro-batch, so a resumed run repeats them."""
+        seed = seed_of(self.noise_seed, self.step, number)
+        torch.manual_seed(seed)  # for whatever draws without being handed a generator: dropout
+        rng = torch.Generator(self.precision.rng_device).manual_seed(seed)
+        with self.precision.autocast():
+            losses = self.model.loss(self.encode(pixels, rng), rng)
+        return losses if pixels.weights is None else losses * pixels.weights.to(losses.device)
+
+    def _use_gradients(self, samples: int, norm: Tensor) -> bool:
+        """Hand the step's gradients, of that norm, to the strategy, or step the optimizer; False when they are not finite and nothing was changed."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.sync.samples)
+        finite, norm_of_mean = bool(norm.isfinite()), norm / self._scaler.get_scale() / samples
+        self._scaler.unscale_(self.optimizer)
+        if finite and self.sync.before_step():
+            torch._foreach_div_([parameter.grad for parameter in self.params.values()], samples)
+            if self.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(self.params.values(), self.max_grad_norm, norm_of_mean)
+            self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self.optimizer.zero_grad()
+        self.boundary()
+        return finite
+
+    def _count_bad(self, what: str) -> None:
+        self._bad_steps += 1
+        log.warning("skipped step=%d because %s", self.step, what)
+        if self._bad_steps >= MAX_BAD_STEPS:
+            raise UserError(
+                f"{MAX_BAD_STEPS} steps in a row failed: {what}.",
+                fix="Lower --learning_rate, try --mixed_precision no, and look at the pictures of the last lines.",
+                code=ExitCode.FAILED,
+            )
+
+    def _follow(self, report: SyncReport) -> bool:
+        """Do what the swarm's report says, waiting while it says so; whether the run is done."""
+        report = self._settle(report)
+        while report.wait or report.frozen is not None:
+            if report.frozen is None and self.group.broadcast_object(self.stopping()):
+                break
+            report = self._settle(self.sync.step(0))
+        return report.done
+
+    def _rest(self) -> bool:
+        """Wait while this machine's owner wants it: what was trained is averaged, what was leased goes to others; whether the run is done meanwhile."""
+        report, resting = None, self.group.broadcast_object(self.resting())
+        if not resting:
+            return False
+        self.sync.rest(True)
+        self.feed.rest(True)
+        while resting:
+            self.alive("resting")
+            report = self._settle(self.sync.step(0))
+            if not report.wait:
+                time.sleep(_REST_SECONDS)
+            resting = not report.done and self.group.broadcast_object(self.resting() and not self.stopping())
+        self.sync.rest(False)
+        self.feed.rest(False)
+        self.alive("training")
+        return self._follow(self.sync.step(0))
+
+    def _leave(self) -> None:
+        report = SyncReport(wait=True)
+        while report.wait:
+            report = self._settle(self.sync.leave(hurry=self.group.broadcast_object(self.stopping())))
+
+    def _settle(self, report: SyncReport) -> SyncReport:
+        """Tell the source what became of our samples; a contribution that it refuses is withdrawn, and the answer to that returned."""
+        if report.frozen is not None and not self.group.broadcast_object(self.accounts.register(report.frozen)):
+            self.accounts.apply(report)
+            report = self.sync.withdraw(report.frozen)
+        self.accounts.apply(report)
+        return report
+
+    def checkpoint(self) -> None:
+        if self.group.is_main:
+            self.save(
+                self.state_dict(), {"round": self.sync.round, "samples": self.sync.samples, "step": self.step, "trained": self.trained}
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later run needs to go on as if this one had never stopped. Rank 0 only."""
+        return {
+            "step": self.step,
+            "trained": self.trained,
+            "params": {name: parameter.detach() for name, parameter in self.params.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "sync": self.sync.state_dict(),
+            "feed": self.feed.state_dict(),
+            "accounts": self.accounts.state_dict(),
+            "average": self.average.state_dict() if self.average else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, the same on all ranks. Raises UserError when it is of other parameters, or of a run without a swarm."""
+        if self.group.is_main and state["sync"].keys() != self.sync.state_dict().keys():
+            raise UserError(
+                "The checkpoint is of a run with another --sync: either that or this one has no swarm.",
+                fix="Start without --resume_from_checkpoint, in another --output_dir; what was learned goes on as the --model of a new run.",
+            )
+        load_params(self.params, state["params"])
+        self.step, self.trained = state["step"], state["trained"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"]:  # empty when that start computed in another precision
+            self._scaler.load_state_dict(state["scaler"])
+        self.feed.load_state_dict(state["feed"])
+        self.accounts.load_state_dict(state["accounts"])
+        self.accounts.apply(self.sync.load_state_dict(state["sync"]))
+        if self.average and state.get("average"):
+            self.average.load_state_dict(state["average"])
+
+
+@torch.no_grad()
+def load_params(params: Params, saved: Mapping[str, Tensor]) -> None:
+    """Overwrite `params` in place. Raises UserError naming the first tensor that differs in name or shape."""
+    names = [*params, *(name for name in saved if name not in params)]
+    for name in names:
+        if name not in params or name not in saved or params[name].shape != saved[name].shape:
+            raise UserError(
+                f"The checkpoint is not of this model: tensor {name} differs.", fix="Give the --model and --method it was made with."
+            )
+    for name, parameter in params.items():
+        parameter.copy_(saved[name])
+
+
+def load_result(params: Params, loaded: Mapping[str, Any]) -> None:
+    """Overwrite `params` by what a checkpoint's run would export: their average where one was kept (--use_ema). Raises as `load_params`."""
+    average = (loaded.get("average") or {}).get("average")
+    kept = average and average["optimization_step"]
+    load_params(params, dict(zip(params, average["shadow_params"], strict=True)) if kept else loaded["params"])

@@ -1,0 +1,1 @@
+"""Forms of a result, one file each."""

@@ -1,0 +1,28 @@
+"""`--format embedding`: a learned word in one file, as A1111 and ComfyUI take it; they call it by the file's name.
+
+SD 1.x and 2.x: the word's own name is the only key, as diffusers has it. SDXL: `clip_l` and `clip_g`; FLUX: `clip_l` and `t5xxl`.
+"""
+
+from pathlib import Path
+
+import torch
+
+from peer.results.loading import EMBEDDINGS, read_embedding
+from swarm import files
+from swarm.errors import UserError
+
+
+def write_embedding(result: Path, path: Path, family: str, dtype: torch.dtype = torch.float32) -> None:
+    from safetensors.torch import save_file
+
+    found = next((result / name for name in EMBEDDINGS if (result / name).is_file()), None)
+    if found is None:
+        raise UserError(f"{result} is no embedding: it has no {EMBEDDINGS[0]}.", fix="Use --format diffusers or single_file.")
+    word, vectors = read_embedding(found)
+    second = found.with_name(found.name.replace("learned_embeds", "learned_embeds_2"))
+    tensors = {word: vectors[""]}
+    if second.is_file():
+        tensors = {"clip_l": vectors[""], "t5xxl" if family == "flux" else "clip_g": read_embedding(second)[1][""]}
+    header = {"format": "pt", "placeholder_token": word}
+    save_file({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, path, metadata=header)
+    files.as_new(path)

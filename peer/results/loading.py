@@ -1,0 +1,150 @@
+"""Pipelines from results: a base model with what was trained on it, as plain diffusers puts them together."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from peer.models.diffusion.source import first_line, locate
+from peer.results.result import Result, read_result
+from swarm.errors import UserError
+
+LORA = "pytorch_lora_weights.safetensors"
+EMBEDDINGS = ("learned_embeds.safetensors", "learned_embeds.bin")
+_ENCODERS = {"clip_l": "", "clip_g": "_2", "t5xxl": "_2", "t5": "_2"}
+"""Keys of one file with the vectors of several text encoders: the suffix of the encoder's name in the pipeline."""
+
+
+def result_in(path: Path) -> Path:
+    """The result's folder: `path` itself, or `model` in it when it is an --output_dir."""
+    inner = path / "model"  # first: the links beside it have no result.json
+    return inner if is_result(inner) else path
+
+
+def is_result(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("model_index.json", LORA, *EMBEDDINGS))
+
+
+def base_of(folder: Path) -> Result | None:
+    """What a LoRA's or an embedding's folder was made from; None when `folder` is a pipeline. Raises UserError when it does not say it."""
+    if not folder.is_dir() or (folder / "model_index.json").is_file() or not is_result(folder):
+        return None
+    about = read_result(folder)
+    if about is None or not about.run.model:
+        raise UserError(
+            f"{folder} does not say what its base model is.", fix=f"Give the base model with --model, and this folder with {_flag(folder)}."
+        )
+    try:
+        locate(about.run.model)
+    except UserError as error:
+        raise UserError(
+            f"The base model of {folder} is not there: {error.message}",
+            fix=f"Give the base model with --model, and this folder with {_flag(folder)}.",
+            code=error.code,
+        ) from None
+    return about
+
+
+def _flag(folder: Path) -> str:
+    return "--lora" if (folder / LORA).is_file() else "--embedding"
+
+
+def add_result(pipeline: Any, folder: Path) -> None:
+    """Put a LoRA's or an embedding's folder onto its base model's pipeline."""
+    if (folder / LORA).is_file():
+        add_lora(pipeline, folder)
+    else:
+        add_embedding(pipeline, folder)
+
+
+def add_lora(pipeline: Any, source: Path, name: str = "default") -> None:
+    """LoRA weights from a file or a folder, in whatever form diffusers reads (its own, kohya's, ...). Raises UserError."""
+    path = _there(source)
+    path = path / LORA if path.is_dir() and (path / LORA).is_file() else path
+    try:
+        if path.is_dir():
+            raise ValueError(f"it has no {LORA}")
+        before = _layers(pipeline)
+        pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name=name, local_files_only=True)
+        if _layers(pipeline) == before:
+            raise ValueError("it has no layer that this model has")
+    except Exception as error:  # whatever diffusers, peft and safetensors raise
+        raise UserError(
+            f"{source} does not load as a LoRA of this model: {first_line(error)}", fix="Check that it was made for it."
+        ) from error
+
+
+def _layers(pipeline: Any) -> int:
+    parts = [part for part in pipeline.components.values() if hasattr(part, "named_modules")]
+    return sum(len(getattr(module, "lora_A", ())) for part in parts for module in part.modules())
+
+
+def add_embedding(pipeline: Any, source: Path) -> str:
+    """A word from a file or a folder that textual inversion wrote, here or elsewhere; the word. Raises UserError."""
+    path = _there(source)
+    try:
+        if path.is_dir():
+            found = [path / name for name in EMBEDDINGS if (path / name).is_file()]
+            if not found:
+                raise ValueError(f"it has no {EMBEDDINGS[0]}")
+            path = found[0]
+        word, vectors = read_embedding(path)
+        second = path.with_name(path.name.replace("learned_embeds", "learned_embeds_2"))
+        if second != path and second.is_file():
+            vectors |= {"_2": next(iter(read_embedding(second)[1].values()))}
+        for suffix, tensor in vectors.items():
+            encoder, tokenizer = (getattr(pipeline, name + suffix, None) for name in ("text_encoder", "tokenizer"))
+            if encoder is None or tensor.shape[-1] != encoder.get_input_embeddings().weight.shape[-1]:
+                raise ValueError("its vectors have another width than this model's words")
+            pipeline.load_textual_inversion({word: tensor}, token=word, text_encoder=encoder, tokenizer=tokenizer)
+        return word
+    except Exception as error:
+        raise UserError(
+            f"{source} does not load as an embedding of this model: {first_line(error)}", fix="Check that it was made for it."
+        ) from error
+
+
+def read_embedding(path: Path) -> tuple[str, dict[str, Any]]:
+    """The word, and (N, width) of each text encoder by its name's suffix. Files of several encoders are named after the word."""
+    import torch
+    from safetensors import safe_open
+
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            word = (file.metadata() or {}).get("placeholder_token", path.stem)
+    else:
+        tensors, word = torch.load(path, map_location="cpu", weights_only=True), path.stem
+        if isinstance(tensors.get("string_to_param"), dict):  # A1111's .pt
+            return str(tensors.get("name") or word), {"": tensors["string_to_param"]["*"].detach()}
+    if tensors.keys() <= _ENCODERS.keys():
+        return word, {_ENCODERS[key]: tensor for key, tensor in tensors.items()}
+    if len(tensors) != 1:
+        raise ValueError(f"it has {len(tensors)} tensors, not one word's")
+    ((word, tensor),) = tensors.items()
+    return (path.stem if word == "emb_params" else word), {"": tensor if tensor.dim() == 2 else tensor[None]}
+
+
+def _there(source: Path) -> Path:
+    path = source.expanduser()
+    if not path.exists():
+        raise UserError(f"There is no {path}.", fix="Check the path.")
+    return result_in(path)
+
+
+def as_pipeline(run_of: Result, folder: Path, model: Any) -> Any:
+    """`model`, the base model, with the result in `folder` merged into its weights; a peer/models model that can be saved whole."""
+    add_result(model.pipeline, folder)
+    if run_of.run.method == "lora":
+        model.pipeline.fuse_lora(components=_merged(model.pipeline))
+        model.pipeline.unload_lora_weights()
+    return model
+
+
+def _merged(pipeline: Any) -> list[str]:
+    return [name for name in pipeline._lora_loadable_modules if hasattr(getattr(pipeline, name, None), "peft_config")]
+
+
+def at(run: Result, model: str, model_config: str) -> Result:
+    """The same with the base model elsewhere."""
+    places = {name: place for name, place in (("model", model), ("model_config", model_config)) if place}
+    return dataclasses.replace(run, run=dataclasses.replace(run.run, **places))

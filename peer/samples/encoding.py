@@ -1,0 +1,90 @@
+"""From pixels and captions to what the denoiser is trained on. Nothing that is frozen is computed twice while it is at hand."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from peer.contracts import LatentBatch, Model, PixelBatch, Text
+from peer.samples.caches import Caches
+from swarm.digest import digest_bytes
+
+_TEXT_CACHE_BYTES = 64 << 20
+
+
+class Encoder:
+    """Encodes batches with the model's frozen parts; what text encoders say of captions that repeat is kept, the least used dropped.
+
+    caches: what is kept on disk as well. lazy: the model's device, where it compiles a program for every new shape (XLA): the model is then
+    asked the same of every batch, whatever is known of it, and what is known waits on the host.
+    """
+
+    def __init__(self, model: Model, caches: Caches | None = None, lazy: torch.device | None = None):
+        self._model, self._caches, self._lazy = model, caches or Caches(), lazy
+        self._known: OrderedDict[str, Text] = OrderedDict()
+        self._trained = False
+        """Whether something in the text encoders is trained, as their answers show."""
+
+    def __call__(self, batch: PixelBatch, rng: torch.Generator) -> LatentBatch:
+        """rng: on the model's device, on the CPU where that has none; draws one latent of each picture."""
+        home = rng.device  # where what is known waits
+        mean, std = self._encode_pixels(batch, home).chunk(2, dim=1)
+        noise = torch.randn(mean.shape, generator=rng, device=rng.device).to(mean.device)
+        return LatentBatch(mean + std * noise, self._encode_text(batch.captions, home), batch.geometry)
+
+    def _encode_pixels(self, batch: PixelBatch, device: torch.device) -> Tensor:
+        """(B, 2C, h, w): of the cache where it knew, encoded where not, which it then keeps."""
+        if not batch.names:
+            return self._model.encode_pixels(batch.pixels)
+        assert self._caches.latents is not None
+        rows = dict(batch.latents)
+        fresh = iter(batch.pixels if batch.pixels is not None else ())
+        for place, name in enumerate(batch.names):
+            if place in rows:
+                continue
+            # One by one: in a batch its last bits would depend on which others were not found, and so on when the run was resumed.
+            (rows[place],) = self._model.encode_pixels(next(fresh)[None]).to(device)
+            geometry = {} if batch.geometry is None else {"geometry": batch.geometry[place]}
+            self._caches.latents.put(name, {"latents": rows[place], **geometry})
+        return torch.stack([rows[place].to(device) for place in range(len(batch.names))]).to(self._lazy or device)
+
+    def _encode_text(self, captions: Sequence[str], device: torch.device) -> Text:
+        """The text encoders' answer; from memory or disk for captions that were encoded before, unless something in the encoders is trained."""
+        if self._lazy and self._caches.texts is None:
+            return self._model.encode_text(captions)
+        rows = {caption: self._known.pop(caption) for caption in set(captions) if caption in self._known}
+        rows.update(self._kept(set(captions) - rows.keys(), device))
+        fresh = sorted(set(captions) - rows.keys())
+        if fresh:
+            # One by one where it costs nothing, or only once: as above.
+            apart = not self._trained and (device.type == "cpu" or self._caches.texts is not None)
+            for group in [[caption] for caption in fresh] if apart else [fresh]:
+                text = self._model.encode_text(group)
+                if any(states.requires_grad for states in text.values()):
+                    return self._encode_trained(captions, text if group == fresh else None)
+                text = {name: states.to(device) for name, states in text.items()}
+                rows.update((caption, {name: states[i] for name, states in text.items()}) for i, caption in enumerate(group))
+            for caption in fresh if self._caches.texts else ():
+                self._caches.texts.put(digest_bytes(caption.encode()), rows[caption])
+        self._known.update(rows)
+        stacked = {name: torch.stack([rows[caption][name] for caption in captions]).to(self._lazy or device) for name in rows[captions[0]]}
+        limit = max(1, _TEXT_CACHE_BYTES // sum(states.nbytes for states in rows[captions[0]].values()))
+        while len(self._known) > limit:
+            self._known.popitem(last=False)
+        return stacked
+
+    def _encode_trained(self, captions: Sequence[str], text: Text | None) -> Text:
+        """What encoders say that say something else after each step. text: of these captions, each once, sorted, where that is at hand."""
+        self._trained = True
+        fresh = sorted(set(captions))
+        text = text or self._model.encode_text(fresh)
+        where = torch.tensor([fresh.index(caption) for caption in captions])
+        return {name: states[where.to(states.device)] for name, states in text.items()}
+
+    def _kept(self, captions: Iterable[str], device: torch.device) -> dict[str, Text]:
+        """Of these captions those that are on disk."""
+        if self._caches.texts is None:
+            return {}
+        found = {caption: self._caches.texts.get(digest_bytes(caption.encode())) for caption in captions}
+        return {caption: {name: states.to(device) for name, states in text.items()} for caption, text in found.items() if text}

@@ -1,0 +1,288 @@
+"""What every rank trains on next: rank 0 draws samples from the source, every rank gets and decodes its share of them."""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from peer.contracts import PixelBatch, Sample, Source
+from peer.machine.device import RankGroup
+from peer.samples.buckets import Buckets, MicroBatch, Pool, describe
+from peer.samples.decoding import Decoded, Decoder, Stacked
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+_WORDLESS_SECONDS = 20.0
+"""Ranks that wait for rank 0's samples hear from it so often: a group takes a rank without a word for 10 minutes for lost."""
+_AHEAD_SECONDS = 0.05
+_QUIET_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """One local step: this rank's micro-batches, and counts and keys of all ranks together."""
+
+    batches: tuple[PixelBatch, ...]
+    first: int
+    """Number of this rank's first micro-batch among those of the whole step; what noise is seeded with."""
+    keys: tuple[str, ...]
+    """Those among them that are in the batches."""
+    bad: tuple[str, ...]
+    """Those that could not be decoded."""
+
+
+@dataclass
+class Prepared:
+    """A step on its way: what rank 0 drew for all ranks, this rank's share of it, and how far that has come."""
+
+    drawn: Sequence[MicroBatch]
+    micro: Sequence[MicroBatch]
+    started: "Sequence[Future[Stacked] | Stacked]"
+    decoded: list[Decoded] | None = None
+    """Decoded and placed on the device."""
+
+    @property
+    def ready(self) -> bool:
+        return self.decoded is not None or all(part.done() for part in self.started if isinstance(part, Future))
+
+
+class Feed:
+    """An iterator over local steps that ends with the data or when `stopping()` says so; equal on all ranks.
+
+    It never blocks on the source for long, so that a stop is heard while the source has nothing.
+    With decoding processes steps are prepared ahead; what was drawn and not handed out is given back when the feed closes.
+    """
+
+    def __init__(
+        self,
+        source: Source | None,
+        decoder: Decoder,
+        group: RankGroup,
+        *,
+        batch_samples: int,
+        accumulation: int,
+        stopping: Callable[[], bool],
+        buckets: Buckets,
+        bucket_info: bool = False,
+        ahead_steps: int = 1,
+        placed_steps: int = 0,
+        place: Callable[[PixelBatch], PixelBatch] = lambda batch: batch,
+    ):
+        """source: rank 0's, None elsewhere; batch_samples: of one micro-batch; accumulation: micro-batches per step and rank.
+
+        bucket_info: log which buckets there are, and at the end what was in each. ahead_steps: drawn and decoded ahead, where there are
+        decoding processes; placed_steps: of these, as many as are ready are placed ahead. place: brings a batch where it is trained.
+        """
+        self._source = source
+        self._decoder, self._group, self._stopping = decoder, group, stopping
+        self._accumulation, self._per_step = accumulation, accumulation * group.world
+        self._pool, self._bucket_info = Pool(buckets, batch_samples), bucket_info
+        self._drawer = _Drawer(source, batch_samples * self._per_step) if source is not None else None
+        self._ahead_steps = ahead_steps if decoder.num_workers else 0
+        self._placed_steps, self._place = placed_steps, place
+        self._prepared: deque[Prepared] = deque()
+        if bucket_info:
+            log.info("buckets %s", " ".join(f"{width}x{height}" for width, height in buckets.sizes))
+
+    def __iter__(self) -> Iterator[Work]:
+        while True:
+            if self._prepared and self._group.broadcast_object(self._stopping()):
+                return
+            if not self._prepared and (first := self._prepare(wait=True)) is not None:
+                self._prepared.append(first)
+            if not self._prepared:
+                return
+            work = self._finish(self._prepared.popleft())
+            self._read_ahead()
+            yield work
+
+    def _read_ahead(self) -> None:
+        """Start to decode the steps to come, and place those on the device that are decoded."""
+        while len(self._prepared) < self._ahead_steps and (more := self._prepare(wait=False)) is not None:
+            self._prepared.append(more)
+        for prepared in islice(self._prepared, self._placed_steps):
+            if not prepared.ready:
+                break
+            self._decode(prepared)
+
+    def _ahead(self) -> list[tuple[int, str]]:
+        """(number of the draw, key) of what was drawn and not handed out, in the order of the draws. Rank 0 only."""
+        prepared = [pair for step in self._prepared for batch in step.drawn for pair in batch.numbered]
+        return sorted(prepared + self._pool.held())
+
+    def ahead(self) -> list[str]:
+        """Keys that were drawn but not handed out, in the order in which they were drawn. Rank 0 only."""
+        return [key for _, key in self._ahead()] + (self._drawer.in_hand() if self._drawer else [])
+
+    def rest(self, resting: bool) -> None:
+        """This machine's owner wants it back for a while, and others get what was drawn and not handed out; until told otherwise."""
+        if self._source is not None:
+            self._source.rest(resting)
+        if resting:
+            ahead = self._drop_ahead()
+            if self._source is not None:
+                self._source.give_back(ahead)
+
+    def _drop_ahead(self) -> list[str]:
+        keys = [key for _, key in self._ahead()]
+        if self._drawer:
+            keys += self._drawer.drop()
+        self._pool.drop()
+        self._prepared.clear()
+        return keys
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the source stands, and what it must yield once more. Rank 0 only."""
+        assert self._source is not None
+        return {"ahead": self.ahead(), "pool": self._pool.state_dict(self._ahead()), "source": self._source.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._source is not None:
+            self._source.load_state_dict(state["source"])
+            self._source.give_back(state["ahead"])
+            self._pool.load_state_dict(state["pool"], state["ahead"])
+
+    def _prepare(self, *, wait: bool) -> Prepared | None:
+        drawn = self._draw(wait) if self._drawer else []
+        while wait and self._group.broadcast_object(drawn is None):
+            drawn = self._draw(wait) if self._drawer else []
+        micro = self._group.scatter(self._shares(drawn) if self._drawer else None)
+        if micro is None:
+            return None
+        return Prepared(drawn, micro, [self._decoder.start(batch.samples, batch.size) for batch in micro])
+
+    def _draw(self, wait: bool) -> list[MicroBatch] | None:
+        """The micro-batches of one step, fewer when the data end with them; none when they are not here yet, or never will be.
+
+        None: they were waited for, for as long as other ranks may be left without a word; a host may pause a run for days.
+        """
+        assert self._drawer is not None
+        until = time.monotonic() + _WORDLESS_SECONDS
+        while self._pool.num_ready < self._per_step:
+            if self._stopping():
+                return []
+            drawn = self._drawer.take(_POLL_SECONDS if wait else _AHEAD_SECONDS)
+            if drawn:
+                self._pool.add(drawn)
+            elif self._drawer.ended:
+                self._pool.flush()
+                break
+            elif not wait:
+                return []
+            elif time.monotonic() > until:
+                return None
+        return self._pool.take(self._per_step)
+
+    def _shares(self, drawn: Sequence[MicroBatch]) -> list[list[MicroBatch] | None]:
+        """Micro-batches of each rank; a rank is just so many further micro-batches, so the number of ranks changes no result."""
+        if not drawn:
+            return [None] * self._group.world
+        micro = [*drawn, *[MicroBatch()] * (self._per_step - len(drawn))]
+        return [micro[i : i + self._accumulation] for i in range(0, len(micro), self._accumulation)]
+
+    def _decode(self, prepared: Prepared) -> list[Decoded]:
+        """This rank's batches, decoded and placed: now, unless that was done ahead."""
+        if prepared.decoded is None:
+            finished = [self._decoder.finish(batch.samples, part) for batch, part in zip(prepared.micro, prepared.started, strict=True)]
+            prepared.decoded = [replace(part, pixels=None if part.pixels is None else self._place(part.pixels)) for part in finished]
+        return prepared.decoded
+
+    def _finish(self, prepared: Prepared) -> Work:
+        decoded = self._decode(prepared)
+        good = [key for part in decoded for key in part.keys]
+        bad = [key for part in decoded for key in part.bad]
+        parts = self._group.gather((good, bad))
+        keys = tuple(key for part in parts for key in part[0])
+        bads = tuple(key for part in parts for key in part[1])
+        batches = tuple(part.pixels for part in decoded if part.pixels is not None)
+        return Work(batches, self._group.rank * self._accumulation, keys, bads)
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.give_back(self.ahead())
+        if self._drawer is not None:
+            self._drawer.close()
+        self._decoder.close()
+        if self._bucket_info:
+            log.info("samples per bucket: %s", describe(self._pool.counts, self._pool.merged))
+
+
+class _Drawer:
+    """Takes samples from a source in a thread of its own, a fixed number at a time and only on request.
+
+    So nothing is drawn behind the back of a checkpoint, and waiting for the source can be given up.
+    """
+
+    def __init__(self, source: Source, count: int):
+        self._source, self._count = source, count
+        self._hand: list[Sample] = []
+        self._passing = threading.Lock()  # held by whoever puts a sample in hand, or takes the hand away
+        self._requests: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._asked = self._ready = self.ended = False
+        self._thread = threading.Thread(target=self._run, name="source", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            samples = iter(self._source)
+            while not self.ended:
+                for _ in range(self._requests.get()):
+                    sample = next(samples, None)
+                    if sample is None:
+                        self.ended = True
+                        break
+                    with self._passing:
+                        self._hand.append(sample)
+                self._answers.put(None)
+        except BaseException as error:
+            self._answers.put(error)
+
+    def take(self, seconds: float) -> list[Sample] | None:
+        """The samples asked for, fewer when the source ended with them; None when they are not there within `seconds`, or all are taken."""
+        if not self._asked:
+            if self.ended:
+                return None
+            self._requests.put(self._count)
+            self._asked = True
+        if not self._answered(seconds):
+            return None
+        self._asked = self._ready = False
+        drawn, self._hand = self._hand, []
+        return drawn or None
+
+    def _answered(self, seconds: float) -> bool:
+        """Whether the samples asked for are in hand. Raises what the source raised."""
+        if self._asked and not self._ready:
+            try:
+                error = self._answers.get(timeout=seconds)
+            except queue.Empty:
+                return False
+            if error is not None:
+                self.ended = True
+                raise error
+            self._ready = True
+        return self._ready
+
+    def in_hand(self) -> list[str]:
+        """Keys drawn and not yet taken; first lets a request that is under way end, unless the source has nothing."""
+        self._answered(_QUIET_SECONDS)
+        return [sample.key for sample in self._hand]
+
+    def drop(self) -> list[str]:
+        """The keys in hand, which nobody will take. One that comes a moment later stays in hand, and is trained when training goes on."""
+        with self._passing:
+            hand, self._hand = self._hand, []
+        return [sample.key for sample in hand]
+
+    def close(self) -> None:
+        """The thread ends, at once or when the source lets it go."""
+        self.ended = True
+        self._requests.put(0)

@@ -1,0 +1,1 @@
+"""What a volunteer asks before, orders meanwhile, and deletes afterwards."""

@@ -1,0 +1,185 @@
+"""`dd-peer --purge`: delete what a peer stored on this machine, after saying what and how much. What it did not write, it does not touch, and names.
+
+Results are the volunteer's: `model`, `model-steps-N` and drawn pictures stay unless `--purge all`.
+"""
+
+import fcntl
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from peer.results.output_folder import EARLIER, RESULTS, links
+from swarm.advice import size
+from swarm.arguments import ArgumentParser
+from swarm.errors import ExitCode, UserError
+
+FLAG = "--purge"
+_PART = r"(\.[\d.-]+\.part)?"
+"""What a kill leaves of a file that was being written."""
+_FILES = (
+    r"(contribution_number|identity\.key|identity\.ports|kind\.json|known_hosts\.json|metrics\.jsonl|peer_state|peers_met\.json"
+    rf"|rounds(\.1)?\.jsonl|run\.json){_PART}|peers_met\.tmp|in_use\.lock"
+)
+_HEX = "[0-9a-f]"
+_FOLDERS = {
+    "state": rf"(samples-\d{{16}}-round-\d{{8}}-{_HEX}{{12}}\.(state|tmp)|means/{_HEX}{{32}}\.(mean|tmp)|(met\.json|discarded){_PART})",
+    "settled": rf"round-\d{{8}}-samples-\d{{10}}-{_HEX}{{12}}\.state",
+    "cache": rf"(shards/{_HEX}{{64}}\.tar(\.part)?|(latents|texts)/{_HEX}{{32}}/{_HEX}{{2}}/{_HEX}+\.safetensors{_PART}"
+    rf"|unsaid-{_HEX}{{16}}-[\w.-]+\.jsonl{_PART})",
+    "supervised": r"(life|lock|stacks-\d+)",
+    "logs": r"(.+/)?events\.out\.tfevents\..+",
+}
+"""The files in a folder that are ours, by their paths in it; whatever else is there stays, and then the folder, too."""
+_PLACES = rf"shards|means|(latents|texts)(/{_HEX}{{32}}(/{_HEX}{{2}})?)?"
+"""The folders in those that are ours, and go when they are empty."""
+_LOCKS = ("supervised/lock", "identity.key")
+_MOST_NAMED = 10
+
+
+@dataclass(frozen=True)
+class Stored:
+    """name: for the list. paths: files and whole folders to delete. folders: that go when they are empty then."""
+
+    name: str
+    paths: tuple[Path, ...]
+    folders: tuple[Path, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.lstat().st_size for path in self.paths for file in _files(path))
+
+
+def stored(output: Path, cache: Path | None = None, *, results: bool = False) -> list[Stored]:
+    """What a peer with these folders stored, as far as it is there: of its run, and of those that were set aside for it."""
+    found = _stored_in(output, cache, results=results)
+    for place in _earlier(output):
+        of_run = _stored_in(place, None, results=results)
+        found += [*of_run[:-1], *(replace(each, folders=(*each.folders, place, place.parent)) for each in of_run[-1:])]
+    return found
+
+
+def _earlier(output: Path) -> list[Path]:
+    """Where the runs are that were set aside."""
+    return sorted(path for path in (output / EARLIER).glob("*") if path.is_dir() and not path.is_symlink())
+
+
+def _stored_in(output: Path, cache: Path | None, *, results: bool) -> list[Stored]:
+    found = []
+    for name, pattern in _FOLDERS.items():
+        folder = cache if name == "cache" and cache else output / name
+        if folder.is_symlink() or not folder.is_dir():
+            continue
+        files = [path for path in folder.rglob("*") if path.is_file() and re.fullmatch(pattern, path.relative_to(folder).as_posix())]
+        above = {parent for path in files for parent in path.parents if folder in parent.parents}
+        above |= {path for path in folder.rglob("*") if path.is_dir() and re.fullmatch(_PLACES, path.relative_to(folder).as_posix())}
+        own = () if folder == cache else (folder,)
+        found.append(Stored(str(folder), tuple(sorted(files)), (*sorted(above, reverse=True), *own)))
+    checkpoints = tuple(sorted(path for path in output.glob("checkpoint-*") if (path / "manifest.json").is_file()))
+    found.append(Stored(f"{output}/checkpoint-*", checkpoints))
+    found.append(
+        Stored(
+            f"{output}/* (identity, what it knows of the run, figures)",
+            tuple(sorted(path for path in output.iterdir() if re.fullmatch(_FILES, path.name) and path.is_file())),
+        )
+    )
+    if results:
+        found.append(Stored(f"{output}: results", tuple(_results_in(output))))
+    return [each for each in found if each.paths or each.folders]
+
+
+def others(found: Sequence[Stored], output: Path, cache: Path | None = None) -> list[Path]:
+    """The files in these folders that are none of `found`, and no results: others wrote them, or a peer of another version."""
+    results = {file for path in _results(output) for file in (path, *_files(path))}
+    ours = results | {file for each in found for path in each.paths for file in (path, *_files(path))}
+    folders = [output, *([cache] if cache and cache.is_dir() else [])]
+    return sorted({path for folder in folders for path in folder.rglob("*") if path not in ours and (path.is_symlink() or path.is_file())})
+
+
+def remove(found: Sequence[Stored], output: Path) -> None:
+    """Raises UserError when something cannot be deleted."""
+    try:
+        for each in found:
+            for path in each.paths:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            for folder in (*each.folders, *([output] if each is found[-1] else [])):
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+    except OSError as error:
+        raise UserError(f"Cannot delete {error.filename}: {error.strerror}.", fix="Check whose it is.", code=ExitCode.DISK) from None
+
+
+def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
+    """`dd-peer --purge [all] --output_dir out [--yes]`. Raises UserError, also when the peer runs."""
+    parser = ArgumentParser("dd-peer --purge", description="Delete what a peer stored here, after a list of it. Results stay, unless: all.")
+    parser.add_argument(FLAG, nargs="?", const="stored", choices=("stored", "all"), help="all: results, too")
+    parser.add_argument("--output_dir", default="output", metavar="DIR", help="the peer's [output]")
+    parser.add_argument("--cache_dir", default="", metavar="DIR", help="where it was given one; others' files in it stay")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    args = parser.parse_args(argv)
+    output = Path(args.output_dir)
+    if not output.is_dir():
+        raise UserError(f"There is no folder {output}.", fix="Give --output_dir as to the peer.")
+    _refuse_running(output)
+    cache = Path(args.cache_dir) if args.cache_dir else None
+    found = stored(output, cache, results=args.purge == "all")
+    if not found:
+        print(f"nothing of a peer is in {output}")
+        return ExitCode.OK
+    left = others(found, output, cache)
+    for each in found:
+        print(f"{size(each.num_bytes):>10}  {each.name}")
+    print(f"{size(sum(each.num_bytes for each in found)):>10}  together")
+    kept = [path.relative_to(output).as_posix() for path in _results(output) if not path.is_symlink()]
+    if args.purge != "all" and kept:
+        print(f"{'':>10}  stays: {', '.join(sorted(kept))} (--purge all takes these, too)")
+    if left:
+        more = f", and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
+        print(f"{'':>10}  stays, for it is no file of a peer: {', '.join(map(str, left[:_MOST_NAMED]))}{more}")
+    if not args.yes and not _agreed(ask):
+        print("nothing was deleted")
+        return ExitCode.OK
+    remove(found, output)
+    print("deleted, except what stays" if left or (kept and args.purge != "all") else "deleted")
+    return ExitCode.OK
+
+
+def _results_in(folder: Path) -> list[Path]:
+    return sorted({*(path for pattern in RESULTS for path in folder.glob(pattern)), *links(folder)})
+
+
+def _results(output: Path) -> list[Path]:
+    return [path for folder in (output, *_earlier(output)) for path in _results_in(folder)]
+
+
+def _agreed(ask: Callable[[str], str]) -> bool:
+    try:
+        return ask("Delete it? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print("\nnobody is there to ask: add --yes", file=sys.stderr)
+        return False
+
+
+def _refuse_running(output: Path) -> None:
+    """Raises UserError while a peer uses the folder: it holds these files locked."""
+    for path in (output / name for name in _LOCKS):
+        try:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"The peer in {output} is running.", fix="Stop it first (Ctrl-C where it runs), then purge.") from None
+        except OSError:  # not there, or not ours to read: then it cannot be deleted either, which is said then
+            continue
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_dir() and not path.is_symlink():
+        yield from (file for file in path.rglob("*") if file.is_file())
+    elif path.exists():
+        yield path

@@ -1,0 +1,1 @@
+"""What dd-peer does to keep a trainer alive."""

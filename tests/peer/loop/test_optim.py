@@ -1,0 +1,118 @@
+import dataclasses
+
+import pytest
+import torch
+from diffusers.optimization import get_scheduler
+
+from peer.loop.optim import build_optimizer
+from peer.loop.schedule import build_schedule
+from peer.methods import full
+from peer.models import stable_diffusion
+from peer.results.checkpoint import Checkpoints
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+from tests.peer.models.test_stable_diffusion import encode
+
+CPU = torch.device("cpu")
+
+
+def learn(tiny_model, kind, steps, optimizer_state=None):
+    """Train the tiny UNet on three fixed latents; returns the last losses' mean, the optimizer and the parameters."""
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
+    params = full.build(RunConfig()).attach(model)
+    optimizer = build_optimizer(RunConfig(optimizer=kind, learning_rate=2e-3), params, CPU)
+    encoded, rng, losses = encode(model), torch.Generator().manual_seed(0), []
+    for _ in range(steps):
+        loss = model.loss(encoded, rng).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return sum(losses[-50:]) / 50, optimizer, params
+
+
+def test_8_bit_adamw_learns_as_well_as_the_other(tiny_model):
+    plain, *_ = learn(tiny_model, "adamw", 200)
+    small, *_ = learn(tiny_model, "adamw8bit", 200)
+    assert plain < 0.8 and small == pytest.approx(plain, rel=0.02)
+
+
+def test_auto_is_fused_adamw_on_a_cpu(tiny_model):
+    _, optimizer, _ = learn(tiny_model, "auto", 1)
+    assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
+
+
+def test_adafactor_learns_with_the_rate_of_the_schedule(tiny_model):
+    loss, optimizer, params = learn(tiny_model, "adafactor", 100)
+    numbers = sum(tensor.numel() for tensor in tensors(optimizer.state_dict()["state"]))
+    assert loss < 0.9 and numbers < 0.6 * sum(parameter.numel() for parameter in params.values())
+    assert {group["lr"] for group in optimizer.param_groups} == {2e-3} and not optimizer.defaults["relative_step"]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "adafactor"])
+def test_an_optimizers_state_survives_save_and_load_to_the_bit(tiny_model, tmp_path, kind):
+    _, optimizer, params = learn(tiny_model, kind, 3)
+    Checkpoints(tmp_path, keep=1).save({"optimizer": optimizer.state_dict()}, {})
+    _, state = Checkpoints(tmp_path, keep=1).load("latest")
+    _, other, others = learn(tiny_model, kind, 1)
+    other.load_state_dict(state["optimizer"])
+    assert_same(other.state_dict(), optimizer.state_dict())
+    if kind == "adamw8bit":
+        assert any(tensor.dtype == torch.uint8 for tensor in tensors(other.state_dict()))
+    with torch.no_grad():
+        for ours, theirs in zip(params.values(), others.values(), strict=True):
+            theirs.copy_(ours)
+            ours.grad = torch.ones_like(ours)
+            theirs.grad = torch.ones_like(ours)
+    optimizer.step()
+    other.step()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(params.values(), others.values(), strict=True))
+
+
+def tensors(tree):
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors(item)
+
+
+def assert_same(ours, theirs):
+    ours, theirs = list(tensors(ours)), list(tensors(theirs))
+    assert len(ours) == len(theirs) > 0
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant", "constant_with_warmup"])
+def test_the_learning_rate_is_diffusers_schedule_read_in_the_middle_of_the_round(name):
+    run = RunConfig(lr_scheduler=name, lr_warmup_samples=300, total_samples=1000, target_batch_size=100, learning_rate=0.5)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    reference = "constant_with_warmup" if name == "constant" else name
+    factor = get_scheduler(reference, optimizer, num_warmup_steps=300, num_training_steps=1000).lr_lambdas[0]
+    rate = build_schedule(run)
+    assert [rate(n) for n in range(0, 1000, 100)] == [0.5 * factor(n + 50) for n in range(0, 1000, 100)]
+    assert all(rate(n) > 0 for n in range(0, 1000, 100))
+    assert rate(950) == 0.5 * factor(975)  # the last round is shorter
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "options"),
+    [
+        ("cosine_with_restarts", {"lr_num_cycles": 3}, {"num_cycles": 3}),
+        ("polynomial", {"lr_power": 2.0}, {"power": 2.0}),
+    ],
+)
+def test_a_schedules_own_options_reach_diffusers(name, own, options):
+    run = RunConfig(lr_scheduler=name, total_samples=1000, target_batch_size=100, learning_rate=0.5, **own)
+    factor = get_scheduler(
+        name, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), num_warmup_steps=0, num_training_steps=1000, **options
+    ).lr_lambdas[0]
+    rate = build_schedule(run)
+    assert [rate(n) for n in range(0, 1000, 100)] == [0.5 * factor(n + 50) for n in range(0, 1000, 100)]
+    assert rate(300) != build_schedule(dataclasses.replace(run, lr_num_cycles=1, lr_power=1.0))(300)
+
+
+def test_without_an_end_only_a_constant_rate_makes_sense():
+    assert build_schedule(RunConfig(learning_rate=0.5))(10**9) == 0.5
+    with pytest.raises(UserError, match=r"must know where the run ends\. Give --max_train_steps or --total_samples"):
+        build_schedule(RunConfig(lr_scheduler="cosine"))

@@ -1,0 +1,131 @@
+import socket
+
+import pytest
+import torch
+
+from peer.machine import device
+from peer.machine.device import Rank, RankGroup, choose_device, choose_precision
+from peer.machine.trial_of_speed import relative_difference
+from swarm.errors import UserError
+from tests import tiny
+
+CPU = torch.device("cpu")
+
+
+def test_a_rank_alone_starts_no_process_group():
+    group = RankGroup(Rank(), CPU)
+    tensor = torch.ones(2)
+    group.sum_([tensor])
+    group.broadcast_([tensor])
+    assert not torch.distributed.is_initialized() and tensor.tolist() == [1, 1]
+    assert group.broadcast_object("x") == "x" and group.scatter(["part"]) == "part" and group.gather(1) == [1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_a_gpu_that_is_not_there_is_a_one_line_error():
+    assert choose_device("auto", Rank()) == CPU
+    with pytest.raises(UserError, match=r"asks for GPU 0, but this machine has 0"):
+        choose_device("cuda", Rank())
+    with pytest.raises(UserError, match=r"'gpu' is unknown"):
+        choose_device("gpu", Rank())
+
+
+@pytest.mark.parametrize(
+    ("features", "parameters", "dtype", "reason"),
+    [
+        (["AMX", "AVX512-BF16"], 860_000_000, torch.bfloat16, "this processor has AMX and AVX512-BF16"),
+        (["AMX"], 1_000_000, None, "with 1.0 M parameters casting would cost more than AMX saves"),
+        ([], 860_000_000, None, "neither AMX nor AVX512-BF16"),
+    ],
+)
+def test_the_number_format_of_a_cpu_is_chosen_by_what_pays_and_the_reason_is_said(monkeypatch, features, parameters, dtype, reason):
+    monkeypatch.setattr(device, "cpu_features", lambda: features)
+    chosen = choose_precision("auto", CPU, parameters)
+    assert chosen.dtype == dtype and not chosen.scaled and reason in chosen.reason
+
+
+def test_the_user_may_overrule_it_but_not_with_fp16_on_a_cpu():
+    assert choose_precision("bf16", CPU, 1).dtype == torch.bfloat16 and choose_precision("no", CPU, 1).dtype is None
+    with pytest.raises(UserError, match="fp16 on a CPU"):
+        choose_precision("fp16", CPU, 1)
+
+
+def test_a_peer_tells_others_what_it_computes_on(monkeypatch):
+    monkeypatch.setattr(device, "cpu_features", lambda: ["AMX"])
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert device.describe_hardware(CPU) == "16 CPU cores, AMX"
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda which: "NVIDIA H100 80GB HBM3 with a name far longer than any record has room for"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
+    said = device.describe_hardware(torch.device("cuda", 0))
+    assert said.startswith("8 x NVIDIA H100") and len(said) == 64
+
+
+def test_cpu_features_are_read_from_the_kernels_list(tmp_path):
+    (tmp_path / "cpuinfo").write_text("processor : 0\nflags : fpu amx_bf16 avx512_bf16\n")
+    assert device.cpu_features(tmp_path / "cpuinfo") == ["AMX", "AVX512-BF16"]
+    assert device.cpu_features(tmp_path / "missing") == []
+
+
+def test_ranks_that_do_not_meet_say_where_they_looked(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UserError, match=rf"Rank 1 of 2 could not find rank 0 at 127\.0\.0\.1:{taken.getsockname()[1]} within 1 s"):
+            RankGroup(Rank(1, 2), CPU, timeout_seconds=1)
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UserError, match=r"Rank 0 of 2 could not listen on port .* a free MASTER_PORT"):
+            RankGroup(Rank(0, 2), CPU, timeout_seconds=1)
+
+
+def test_tensors_are_summed_in_buckets_that_hold_them_all_in_order(monkeypatch):
+    monkeypatch.setattr(device, "_BUCKET_BYTES", 40)
+    tensors = [torch.zeros(count) for count in (3, 20, 1, 5, 5, 2)]
+    assert [[tensor.numel() for tensor in bucket] for bucket in device._buckets(tensors)] == [[3, 20], [1, 5, 5], [2]]
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl", "flux"])
+def test_attention_is_pytorchs_own_in_every_family(family):
+    pipeline = tiny.build(family)
+    name = "transformer" if family == "flux" else "unet"
+    parts = {name: getattr(pipeline, name), "vae": pipeline.vae}
+    assert device.attention(parts) == "sdpa"
+
+
+def test_another_way_to_compute_attention_is_named():
+    from diffusers.models.attention_processor import AttnProcessor
+
+    unet = tiny.build("sd").unet
+    unet.set_attn_processor(AttnProcessor())
+    assert device.attention({"unet": unet}) == "AttnProcessor"
+    assert "device=cpu threads=3 attention=AttnProcessor autocast=no: asked for" in device.describe(
+        Rank(), choose_precision("no", CPU, 0), 3, {}, {"unet": unet}
+    )
+
+
+def test_channels_last_changes_what_flows_and_not_the_weights():
+    pipeline = tiny.build("sd")
+    parts = {"unet": pipeline.unet, "vae": pipeline.vae, "text_encoder": pipeline.text_encoder}
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(2, 4, 8, 8, generator=generator), torch.tensor([3, 700]), torch.randn(2, 77, 16, generator=generator)
+    weights = {name: (parameter, parameter.data_ptr(), parameter.stride()) for name, parameter in pipeline.unet.named_parameters()}
+    plain = gradients(pipeline.unet, given)
+    seen = []
+    pipeline.unet.conv_out.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last)))
+    assert device.use_channels_last(parts) == ["unet", "vae"]
+    pipeline.unet.conv_out.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last)))
+    laid_out = gradients(pipeline.unet, given)
+    assert seen[-1] and list(weights) == [name for name, _ in pipeline.unet.named_parameters()]
+    for name, parameter in pipeline.unet.named_parameters():
+        assert weights[name] == (parameter, parameter.data_ptr(), parameter.stride()) and parameter.grad.stride() == parameter.stride()
+    assert relative_difference(plain, laid_out) < 1e-4
+
+
+def gradients(unet, given):
+    unet.zero_grad()
+    unet(*given, return_dict=False)[0].square().sum().backward()
+    return [parameter.grad.clone() for parameter in unet.parameters()]

@@ -1,0 +1,181 @@
+"""Every family with every method, by the program's own flags: it learns, and plain diffusers loads what it learned.
+
+Judged by the loss at fixed noise and timesteps of what plain diffusers loaded from the result, so each row covers a run from flags to files.
+Random weights are taught four colours first (full, 200 steps); a new word for one of them is then learned from bare pictures of it (textual
+inversion), and a word is given another colour (lora).
+"""
+
+import functools
+
+import pytest
+import torch
+from PIL import Image
+
+from peer import finetune
+from peer.contracts import PixelBatch
+from peer.models.flux import Flux
+from peer.models.sdxl import SDXL
+from peer.models.stable_diffusion import StableDiffusion
+from peer.samples import captions
+from peer.samples.encoding import Encoder
+from swarm.run_config import RunConfig
+from tests import tiny
+
+CPU = torch.device("cpu")
+COLOURS = {"cat": (250, 5, 5), "dog": (5, 250, 5), "photo": (5, 5, 250), "object": (250, 250, 250)}
+# What a caption says is heard at high noise only, or where the velocity is predicted.
+HEARING = {
+    "sd": {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True},
+    "sd2v": {},
+    "sdxl": {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True},
+    "flux": {"weighting_scheme": "logit_normal", "logit_mean": 3.0},
+}
+LESSON = {"flux": ("1e-2", 400)}
+"""Learning rate and steps of a tiny FLUX, which hears captions late; its steps take a third of the others' time."""
+MODELS = {"stable_diffusion": StableDiffusion, "sdxl": SDXL, "flux": Flux}
+CLASSES = {"sd": "StableDiffusionPipeline", "sd2v": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline", "flux": "FluxPipeline"}
+TEMPLATE = "{}"
+COMMON = (
+    "--resolution",
+    "16",
+    "--train_batch_size",
+    "8",
+    "--ucg",
+    "0",
+    "--seed",
+    "3",
+    "--mixed_precision",
+    "no",
+    "--num_train_epochs",
+    "1000",
+)
+
+
+def train(base, data, out, *flags):
+    assert finetune.main(["--model", str(base), "--train_data_dir", str(data), "--output_dir", str(out), *COMMON, *map(str, flags)]) == 0
+    return out / "model"
+
+
+def run_flags(family):
+    return [word for name, value in HEARING[family].items() for word in (f"--{name}", value)]
+
+
+def plain(family, folder):
+    import diffusers
+
+    options = {"safety_checker": None} if family.startswith("sd") and family != "sdxl" else {}
+    return getattr(diffusers, CLASSES[family]).from_pretrained(folder, **options)
+
+
+@torch.no_grad()
+def judge(family, pipeline, colour, word):
+    """Mean loss on pictures of `colour` called `word`, the same noise and timesteps each time."""
+    run = RunConfig(resolution=16, **HEARING[family])
+    model = MODELS[tiny.FAMILIES[family]](pipeline, CPU, run)
+    pixels = torch.tensor(COLOURS[colour]).view(3, 1, 1).expand(32, 3, 16, 16) / 127.5 - 1
+    rng = torch.Generator().manual_seed(5)
+    batch = Encoder(model)(PixelBatch(pixels, [TEMPLATE.format(word)] * 32, torch.tensor([[16, 16, 0, 0, 16, 16]] * 32)), rng)
+    return float(sum(model.loss(batch, rng).mean() for _ in range(4)) / 4)
+
+
+def write_colours(folder, words, called=None):
+    """Four plain pictures of each word's colour, captioned with the word or with what it is `called`; '': not at all."""
+    folder.mkdir()
+    for word in words:
+        for number in range(4):
+            Image.new("RGB", (16, 16), COLOURS[word]).save(folder / f"{word}-{number}.png")
+            if called != "":
+                (folder / f"{word}-{number}.txt").write_text(TEMPLATE.format(called or word))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def random(tmp_path_factory):
+    """`random("sdxl")`: the family with random weights, whose text encoders hear words rather than their places."""
+
+    @functools.cache
+    def write(family):
+        pipeline = tiny.build(family)
+        for part in ("text_encoder", "text_encoder_2"):
+            if getattr(pipeline, part, None) is not None:
+                # CLIP starts its embeddings at 0.02, which its places drown.
+                weight = getattr(pipeline, part).get_input_embeddings().weight
+                torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(1))
+        folder = tmp_path_factory.mktemp(f"random-{family}")
+        pipeline.save_pretrained(folder)
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory, random):
+    """`taught("sdxl")`: what `--method full` made of the family's random weights, once."""
+
+    @functools.cache
+    def teach(family):
+        folder = tmp_path_factory.mktemp(family)
+        data = write_colours(folder / "data", COLOURS)
+        rate, steps = LESSON.get(family, ("3e-3", 200))
+        flags = ("--method", "full", "--learning_rate", rate, "--max_train_steps", steps, *run_flags(family))
+        return train(random(family), data, folder / "out", *flags)
+
+    return teach
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_full_teaches_the_model_what_captions_mean(taught, random, family):
+    before, after = (judge(family, plain(family, folder), "cat", "cat") for folder in (random(family), taught(family)))
+    assert after < 0.9 * before
+    assert after < 0.9 * judge(family, plain(family, taught(family)), "cat", "photo")
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_lora_gives_a_word_another_colour(taught, family, tmp_path):
+    base = taught(family)
+    data = write_colours(tmp_path / "data", ["dog"], called="cat")
+    result = train(base, data, tmp_path / "out", "--method", "lora", "--learning_rate", "1e-2", "--max_train_steps", 30, *run_flags(family))
+    pipeline = plain(family, base)
+    before = judge(family, pipeline, "dog", "cat")
+    pipeline.load_lora_weights(result)
+    assert judge(family, pipeline, "dog", "cat") < 0.9 * before
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_textual_inversion_finds_the_word_for_bare_pictures(taught, family, tmp_path, monkeypatch):
+    monkeypatch.setattr(captions, "OBJECT_TEMPLATES", (TEMPLATE,))  # the only words that the tiny model was taught with
+    base, data = taught(family), write_colours(tmp_path / "data", ["cat"], called="")
+    flags = ("--placeholder_token", "<dicoo>", "--initializer_token", "photo", "--learning_rate", "0.2", "--max_train_steps", 100)
+    result = train(base, data, tmp_path / "out", *flags, *run_flags(family))
+    pipeline = plain(family, base)
+    before, wanted = (judge(family, pipeline, "cat", word) for word in ("photo", "cat"))
+    load_words(family, pipeline, result)
+    after = judge(family, pipeline, "cat", "<dicoo>")
+    assert after < 0.9 * before and after - wanted < 0.75 * (before - wanted)
+
+
+def load_words(family, pipeline, result):
+    """The files of each text encoder, as diffusers' pages say for that family."""
+    files = sorted(result.glob("learned_embeds*.safetensors"))
+    parts = {"sdxl": ("", "_2"), "flux": ("", "_2")}.get(family, ("",))
+    assert len(files) == len(parts)
+    for file, part in zip(files, parts, strict=True):
+        pipeline.load_textual_inversion(
+            file, token="<dicoo>", text_encoder=getattr(pipeline, f"text_encoder{part}"), tokenizer=getattr(pipeline, f"tokenizer{part}")
+        )
+
+
+def test_these_checks_fail_when_the_optimizer_does_nothing(taught, random, tmp_path, monkeypatch):
+    taught("sd2v")
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_, **__: None)
+    (tmp_path / "lora").mkdir()
+    with pytest.raises(AssertionError):
+        test_lora_gives_a_word_another_colour(taught, "sd2v", tmp_path / "lora")
+    (tmp_path / "word").mkdir()
+    with pytest.raises(AssertionError):
+        test_textual_inversion_finds_the_word_for_bare_pictures(taught, "sd2v", tmp_path / "word", monkeypatch)
+    result = train(
+        random("sd2v"), write_colours(tmp_path / "data", COLOURS), tmp_path / "out", "--max_train_steps", 3, "--learning_rate", "3e-3"
+    )
+    with pytest.raises(AssertionError):
+        test_full_teaches_the_model_what_captions_mean(lambda family: result, random, "sd2v")

@@ -1,0 +1,171 @@
+"""What every method promises, for every family: peer/contracts.py's Method, and that its result is what was trained."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from peer.contracts import PixelBatch
+from peer.launch.starting_model import load_model
+from peer.rooms import load_part, parts
+from peer.samples.encoding import Encoder
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+from tests import tiny
+
+CPU = torch.device("cpu")
+WORD = {"placeholder_token": "<dicoo>", "initializer_token": "a"}
+METHODS = {
+    "full": {},
+    "full with text encoder": {"train_text_encoder": True},
+    "lora": {"rank": 2, "lora_alpha": 4.0},
+    "lora with text encoder": {"rank": 2, "train_text_encoder": True},
+    "textual_inversion": {**WORD, "num_vectors": 2},
+}
+
+
+def run_of(name, model, **options):
+    return RunConfig(method=name.split()[0], model=str(model), resolution=16, **METHODS[name] | options)
+
+
+def attached(run):
+    model = load_model(run, {}, CPU)
+    method = load_part("methods", run.method).build(run)
+    return model, method, method.attach(model)
+
+
+def losses(model, caption="a <dicoo> square"):
+    pixels = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    geometry = torch.tensor([[16, 16, 0, 0, 16, 16]] * 2)
+    batch = Encoder(model)(PixelBatch(pixels, (caption, ""), geometry), torch.Generator().manual_seed(2))
+    return model.loss(batch, torch.Generator().manual_seed(3))
+
+
+def everything(model):
+    """Every tensor of the parts, a copy."""
+    return {f"{part}.{name}": tensor.clone() for part, module in model.parts.items() for name, tensor in module.state_dict().items()}
+
+
+def unread(model, key):
+    """SDXL reads its first text encoder below the last layer."""
+    return (
+        "text_encoder_2" in model.parts
+        and "unet" in model.parts
+        and key.startswith("text_encoder.")
+        and (".layers.1." in key or "final" in key)
+    )
+
+
+def test_every_method_of_the_room_is_tried():
+    assert set(parts("methods")) == {name.split()[0] for name in METHODS}
+
+
+FAMILIES = [family for family, module in tiny.FAMILIES.items() if module in parts("models") and family != "sd2v"]  # for methods, sd again
+
+
+@pytest.fixture(params=METHODS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(params=FAMILIES)
+def base(request, tiny_family):
+    return tiny_family(request.param)
+
+
+def test_what_a_method_trains_has_gradients_and_all_else_stays(base, name):
+    model, _, params = attached(run_of(name, base))
+    before = everything(model)
+    own = {parameter.data_ptr() for parameter in params.values()}
+    losses(model).mean().backward()
+    optimizer = torch.optim.SGD(params.values(), lr=0.1)
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in params.values())
+    read = {key: p for key, p in params.items() if not unread(model, key)}
+    assert all(p.grad is not None for p in read.values())
+    # B is 0 at the start, so A's gradient is too: that it is there is asserted above.
+    assert all(p.grad.abs().sum() > 0 for key, p in read.items() if "lora_A" not in key)
+    trained = {key for part, module in model.parts.items() for key, p in module.named_parameters(part) if p.data_ptr() in own}
+    values = [parameter.detach().clone() for parameter in params.values()]
+    optimizer.step()
+    assert any(not torch.equal(old, new) for old, new in zip(values, params.values(), strict=True))
+    assert all(torch.equal(tensor, before[key]) for key, tensor in everything(model).items() if key not in trained)
+    untrained = [
+        key for part, module in model.parts.items() for key, p in module.named_parameters(part) if key not in trained and p.requires_grad
+    ]
+    assert untrained == []
+
+
+def test_the_loss_at_fixed_noise_falls_by_what_the_optimizer_does(base, name):
+    run = run_of(name, base)
+    model, _, params = attached(run)
+    optimizer = torch.optim.AdamW(params.values(), lr=2e-3 if run.method == "full" else 3e-2)
+    with torch.no_grad():
+        before = losses(model).mean()
+    for _ in range(6):
+        losses(model).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        assert losses(model).mean() < before - 1e-5
+
+
+def test_two_peers_start_from_the_same_bits_and_names_and_another_seed_from_others(base, name):
+    run = run_of(name, base)
+    (_, _, one), (_, _, two) = attached(run), attached(run)
+    assert list(one) == list(two) and all(torch.equal(one[key], two[key]) for key in one)
+    assert not any("text_model." in key for key in one)
+    _, _, other = attached(dataclasses.replace(run, seed=1))
+    differ = {key for key in one if not torch.equal(one[key], other[key])}
+    assert differ == {key for key in one if "lora_A" in key}
+
+
+def test_fresh_lora_layers_do_not_depend_on_what_was_drawn_before_and_change_nothing_yet(tiny_model):
+    plain = losses(load_model(run_of("full", tiny_model), {}, CPU))
+    torch.manual_seed(0)
+    model, _, params = attached(run_of("lora with text encoder", tiny_model))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    _, _, again = attached(run_of("lora with text encoder", tiny_model))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(params[key], again[key]) for key in params)
+    torch.testing.assert_close(losses(model), plain)
+
+
+def test_fresh_lora_layers_are_drawn_as_diffusers_scripts_draw_them(tiny_model):
+    _, _, params = attached(run_of("lora", tiny_model, rank=8))
+    drawn = torch.cat([p.flatten() for key, p in params.items() if "lora_A" in key]) * 8  # peft's init_lora_weights="gaussian"
+    assert abs(drawn.mean()) < 0.03 and abs(drawn.std() - 1) < 0.03 and 3 < drawn.abs().max() < 6
+    torch.testing.assert_close(drawn.pow(4).mean(), torch.tensor(2.9), atol=0.2, rtol=0)  # 3 - 6/5/12
+
+
+def test_lora_layers_of_runs_before_are_drawn_as_they_were(tiny_model):
+    _, _, params = attached(run_of("lora", tiny_model, rank=8, lora_init="uniform"))
+    drawn = torch.cat([p.flatten() * p.shape[1] ** 0.5 for key, p in params.items() if "lora_A" in key])
+    assert 0.99 < drawn.abs().max() <= 1 and abs(drawn.std() - 3**-0.5) < 0.02
+
+
+def test_only_the_new_words_rows_travel(tiny_model):
+    _, _, params = attached(run_of("textual_inversion", tiny_model))
+    assert {key: tuple(p.shape) for key, p in params.items()} == {"text_encoder.learned_embeds": (2, 16)}
+
+
+def test_the_word_starts_as_its_initializer_and_its_vectors_are_read_one_after_the_other(tiny_model):
+    model, _, params = attached(run_of("textual_inversion", tiny_model))
+    start = model.encode_text(["a <dicoo> b"])["states"]
+    torch.testing.assert_close(start, model.encode_text(["a a a b"])["states"])
+    with torch.no_grad():
+        params["text_encoder.learned_embeds"][1].neg_()
+    moved = model.encode_text(["a <dicoo> b"])["states"]
+    assert torch.equal(moved[:, :3], start[:, :3]) and not torch.allclose(moved[:, 3], start[:, 3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"placeholder_token": "a</w>"}, r"knows a</w> already.*Choose another --placeholder_token"),
+        ({"initializer_token": "toy"}, r"'toy' is 3 tokens .* not one"),
+    ],
+)
+def test_a_word_that_cannot_be_learned_is_refused(tiny_model, options, message):
+    with pytest.raises(UserError, match=message):
+        attached(run_of("textual_inversion", tiny_model, **options))

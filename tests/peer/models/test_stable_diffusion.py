@@ -1,0 +1,150 @@
+import pytest
+import torch
+from diffusers import DDPMScheduler, StableDiffusionPipeline
+
+from peer.contracts import PixelBatch
+from peer.methods import full
+from peer.models import stable_diffusion
+from peer.samples import encoding
+from peer.samples.encoding import Encoder
+from swarm.digest import digest_model
+from swarm.errors import UserError
+from swarm.run_config import RunConfig
+from tests import tiny
+
+CPU = torch.device("cpu")
+
+
+def batch(captions=("a red square", "", "a red square")):
+    rng = torch.Generator().manual_seed(1)
+    return PixelBatch(torch.rand(len(captions), 3, 16, 16, generator=rng) * 2 - 1, captions)
+
+
+def encode(model, captions=("a red square", "", "a red square")):
+    return Encoder(model)(batch(captions), torch.Generator().manual_seed(0))
+
+
+def test_a_batch_becomes_latents_and_text_states(tiny_model):
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
+    full.build(RunConfig()).attach(model)
+    encoded = encode(model)
+    states = encoded.text["states"]
+    assert encoded.latents.shape == (3, 4, 8, 8) and states.shape == (3, 77, 16)
+    assert not encoded.latents.requires_grad and not states.requires_grad
+    assert torch.equal(states[0], states[2]) and not torch.equal(states[0], states[1])
+
+
+def test_latents_are_drawn_as_the_vae_draws_them(tiny_model):
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
+    with torch.no_grad():
+        posterior = model.vae.encode(batch().pixels).latent_dist
+    expected = posterior.sample(torch.Generator().manual_seed(0)) * model.vae.config.scaling_factor
+    torch.testing.assert_close(encode(model).latents, expected)
+
+
+def test_text_states_match_the_pipelines_own(tiny_model):
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
+    pipeline = StableDiffusionPipeline.from_pretrained(tiny_model)
+    with torch.no_grad():
+        expected, _ = pipeline.encode_prompt(["a red square", ""], CPU, 1, False)
+    torch.testing.assert_close(model.encode_text(("a red square", ""))["states"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_captions_that_repeat_are_encoded_once_and_few_are_kept(tiny_model, monkeypatch):
+    monkeypatch.setattr(encoding, "_TEXT_CACHE_BYTES", 2 * 77 * 16 * 4)
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
+    full.build(RunConfig()).attach(model)
+    asked, encode_text = [], model.encode_text
+    monkeypatch.setattr(model, "encode_text", lambda captions: asked.append(list(captions)) or encode_text(captions))
+    encoder = Encoder(model)
+    for captions in (("a", "b"), ("a", "c"), ("c", "a", "c"), ("b", "a")):
+        assert encoder(batch(captions), torch.Generator()).text["states"].shape == (len(captions), 77, 16)
+    assert asked == [["a"], ["b"], ["c"], ["b"]]  # one by one: the others of a batch would change the last bits
+
+
+def test_text_that_is_trained_is_encoded_every_time_and_has_a_gradient(tiny_model):
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
+    full.build(RunConfig()).attach(model)
+    weight = model.text_encoder.get_input_embeddings().weight.requires_grad_(True)
+    encoder, states = Encoder(model), []
+    for _ in range(2):
+        states.append(encoder(batch(("b", "a", "b")), torch.Generator()).text["states"])
+        with torch.no_grad():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(states[0][0], states[0][2]) and not torch.allclose(states[0], states[1])
+    states[0].square().sum().backward()
+    assert weight.grad is not None and weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_the_loss_is_the_schedulers_target_for_each_sample(tmp_path, prediction_type):
+    folder = tiny.write_model(tmp_path / "model", prediction_type=prediction_type)
+    model = stable_diffusion.load(folder, CPU, RunConfig())
+    encoded = encode(model)
+    losses = model.loss(encoded, torch.Generator().manual_seed(5))
+
+    rng, scheduler = torch.Generator().manual_seed(5), DDPMScheduler.from_pretrained(folder, subfolder="scheduler")
+    noise = torch.randn(encoded.latents.shape, generator=rng)
+    timesteps = torch.randint(0, 1000, (3,), generator=rng)
+    target = noise if prediction_type == "epsilon" else scheduler.get_velocity(encoded.latents, noise, timesteps)
+    predicted = model.unet(scheduler.add_noise(encoded.latents, noise, timesteps), timesteps, encoded.text["states"]).sample
+    expected = torch.nn.functional.mse_loss(predicted, target, reduction="none").mean((1, 2, 3))
+    assert losses.shape == (3,) and losses.dtype == torch.float32
+    torch.testing.assert_close(losses, expected)
+
+
+def test_full_trains_the_unet_alone_and_under_stable_names(tiny_model):
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
+    params = full.build(RunConfig()).attach(model)
+    assert list(params) == [f"unet.{name}" for name, _ in model.unet.named_parameters()]
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in params.values())
+    assert not any(p.requires_grad for part in ("vae", "text_encoder") for p in model.parts[part].parameters())
+    model.loss(encode(model), torch.Generator()).mean().backward()
+    assert all(p.grad is not None for p in params.values())
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(tiny_model):
+    gradients = []
+    for checkpointing in (False, True):
+        model = stable_diffusion.load(tiny_model, CPU, RunConfig())
+        params = full.build(RunConfig()).attach(model)
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        model.loss(encode(model), torch.Generator().manual_seed(0)).mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in params.values()]))
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_export_loads_as_a_plain_pipeline_with_the_trained_weights_and_the_frozen_ones(tiny_model, tmp_path):
+    model = stable_diffusion.load(tiny_model, CPU, RunConfig())
+    method = full.build(RunConfig())
+    params = method.attach(model)
+    with torch.no_grad():
+        for p in params.values():
+            p.add_(0.01)
+    method.export(model, params, tmp_path / "out")
+    before, after = (StableDiffusionPipeline.from_pretrained(folder) for folder in (tiny_model, tmp_path / "out"))
+    assert all(torch.equal(after.unet.get_parameter(name.removeprefix("unet.")), p) for name, p in params.items())
+    for part in ("vae", "text_encoder"):
+        ours, theirs = getattr(after, part).state_dict(), getattr(before, part).state_dict()
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert digest_model(tmp_path / "out") != digest_model(tiny_model)
+
+
+def test_the_export_keeps_the_text_encoders_old_key_names(tiny_model, tmp_path):
+    from safetensors import safe_open
+
+    stable_diffusion.load(tiny_model, CPU, RunConfig()).save(tmp_path / "out")
+    with safe_open(tmp_path / "out/text_encoder/model.safetensors", "pt") as file:
+        assert all(name.startswith("text_model.") for name in file.keys())  # noqa: SIM118
+
+
+def test_a_folder_that_is_no_pipeline_is_a_one_line_error(tmp_path, tiny_model):
+    with pytest.raises(UserError, match=r"no model_index\.json"):
+        stable_diffusion.load(tmp_path, CPU, RunConfig())
+    with pytest.raises(UserError, match="There is no model"):
+        stable_diffusion.load(tmp_path / "missing", CPU, RunConfig())
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(UserError, match="does not load") as error:
+        stable_diffusion.load(tmp_path, CPU, RunConfig())
+    assert "\n" not in str(error.value)

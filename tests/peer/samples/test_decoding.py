@@ -1,0 +1,124 @@
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from peer.contracts import Sample
+from peer.samples.decoding import Decoder, to_pixels
+from peer.samples.pictures import BadPicture, Frame, decode, size_of
+from swarm.run_config import RunConfig
+
+
+def png(picture: Image.Image, kind="PNG") -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind)
+    return file.getvalue()
+
+
+def ramp(width, height):
+    """Red grows to the right, green downwards."""
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    return Image.fromarray(np.stack([x, y, np.zeros_like(x)], axis=-1).astype(np.uint8))
+
+
+def square(data, side=16, **options):
+    return decode(data, Frame(side, side, **options)).pixels
+
+
+def test_a_picture_of_the_right_size_passes_unchanged():
+    picture = ramp(16, 16)
+    assert np.array_equal(square(png(picture)), np.asarray(picture))
+
+
+def test_the_middle_is_cropped_and_a_random_crop_stays_inside():
+    data = png(ramp(40, 16))
+    assert np.array_equal(square(data)[0, :, 0], np.arange(12, 28))
+    lefts = {int(square(data, center_crop=False, seed=str(i))[0, 0, 0]) for i in range(200)}
+    assert lefts == set(range(25))
+
+
+def test_the_short_side_is_resized_to_the_resolution():
+    assert square(png(Image.new("RGB", (100, 37)))).shape == (16, 16, 3)
+    assert square(png(Image.new("RGB", (7, 9)))).shape == (16, 16, 3)
+
+
+def test_half_of_the_pictures_are_mirrored():
+    batch = [Sample(f"0:{i}", png(ramp(16, 16)), "") for i in range(400)]
+    decoder = Decoder(run(random_flip=True))
+    pixels = decoder.finish(batch, decoder.start(batch)).pixels.pixels
+    assert 150 < int((pixels[:, 0, 0, 0] > pixels[:, 0, 0, 15]).sum()) < 250
+
+
+def test_a_picture_is_cropped_to_a_frame_that_is_no_square():
+    framed = decode(png(ramp(40, 16)), Frame(32, 16))
+    assert framed.pixels.shape == (16, 32, 3) and np.array_equal(framed.pixels[0, :, 0], np.arange(4, 36))
+    assert decode(png(Image.new("RGB", (30, 100))), Frame(24, 8)).pixels.shape == (8, 24, 3)
+
+
+def test_the_geometry_says_how_large_the_file_was_and_what_was_cropped_of_it():
+    """As diffusers' script for SDXL has it: (height, width) of the file, (top, left) of the crop, (height, width) of the result."""
+    assert decode(png(ramp(40, 16)), Frame(16, 16)).geometry == (16, 40, 0, 12, 16, 16)
+    assert decode(png(ramp(40, 80)), Frame(8, 8)).geometry == (80, 40, 4, 0, 8, 8)
+    framed = decode(png(ramp(40, 16)), Frame(16, 16, center_crop=False, seed="3", mirrored=True))
+    assert framed.geometry[3] == 39 - framed.pixels[0, 0, 0]  # counted in the mirrored picture
+    large = png(Image.new("RGB", (400, 800)), "JPEG")
+    assert decode(large, Frame(16, 16)).geometry == (800, 400, 8, 0, 16, 16)  # though decoded at an eighth
+
+
+def test_a_pictures_size_is_read_from_its_header():
+    assert size_of(png(ramp(40, 16))) == (40, 16) and size_of(png(ramp(40, 16))[:60]) == (40, 16)
+    assert size_of(b"no picture") is None and size_of(png(ramp(4, 4), "GIF")) is None
+
+
+def test_pictures_are_resized_as_asked():
+    data = png(Image.effect_noise((40, 40), 80))
+    assert not np.array_equal(square(data, interpolation="nearest"), square(data, interpolation="lanczos"))
+
+
+def test_transparent_pixels_are_white_and_grey_pictures_become_rgb():
+    assert square(png(Image.new("RGBA", (16, 16), (9, 9, 9, 0)))).min() == 255
+    assert square(png(Image.new("L", (16, 16), 7))).tolist() == [[[7] * 3] * 16] * 16
+
+
+@pytest.mark.parametrize("data", [b"", b"no picture", png(Image.new("RGB", (16, 16)))[:40], png(Image.new("RGB", (16, 16)), "GIF")])
+def test_what_is_no_picture_of_ours_is_refused_with_a_reason(data):
+    with pytest.raises(BadPicture) as error:
+        square(data)
+    assert str(error.value)
+
+
+def test_pixels_span_minus_one_to_one():
+    pixels = to_pixels([np.zeros((4, 4, 3), np.uint8), np.full((4, 4, 3), 255, np.uint8)])
+    assert pixels.shape == (2, 3, 4, 4) and pixels.dtype == torch.float32
+    assert (pixels[0] == -1).all() and (pixels[1] == 1).all()
+
+
+def samples(count, bad=()):
+    return [Sample(f"0:{i}", b"broken" if i in bad else png(ramp(24, 16)), f"caption {i}") for i in range(count)]
+
+
+def run(**options):
+    return RunConfig(resolution=16, **options)
+
+
+def test_samples_that_cannot_be_decoded_are_left_out_counted_and_warned_of(caplog):
+    decoder, batch = Decoder(run(ucg=0)), samples(4, bad=(1, 3))
+    decoded = decoder.finish(batch, decoder.start(batch))
+    assert decoded.keys == ("0:0", "0:2") and decoded.bad == ("0:1", "0:3") and decoder.num_bad == 2
+    assert decoded.pixels.pixels.shape == (2, 3, 16, 16) and decoded.pixels.captions == ["caption 0", "caption 2"]
+    assert "0:1" in caplog.text
+    decoded = decoder.finish(batch[1:2], decoder.start(batch[1:2]))
+    assert decoded.pixels is None and decoder.num_bad == 3
+
+
+def test_decoding_processes_give_the_same_batch_and_are_gone_when_closed():
+    batch = samples(6, bad=(2,))
+    inline, pooled = Decoder(run(random_flip=True)), Decoder(run(random_flip=True), num_workers=2)
+    ours = inline.finish(batch, inline.start(batch))
+    theirs = pooled.finish(batch, pooled.start(batch))
+    workers = list(pooled._pool._processes.values())
+    pooled.close()
+    assert torch.equal(ours.pixels.pixels, theirs.pixels.pixels) and ours.pixels.captions == theirs.pixels.captions
+    assert theirs.bad == ("0:2",) and workers and not any(worker.is_alive() for worker in workers)

@@ -1,0 +1,261 @@
+"""`dd-peer --check`: each thing that can be wrong is said in one line with the way out, and ends with its own kind of exit code.
+
+docs/joining.md shows all of these answers; the tests compare.
+"""
+
+import dataclasses
+import io
+import json
+import re
+import shutil
+import threading
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from datasetserver import tokens
+from peer.config import PeerConfig
+from peer.data.client.probing import Distance
+from peer.launch.joining import Joined
+from peer.machine.disk_space import check_space, needed_bytes
+from peer.supervise import cli as main
+from peer.volunteer.check.items import Machine, _fp32_bytes
+from peer.volunteer.check.report import FAIL, NOTE, OK, SKIP, Answer, Item, NotAsked, ask, lines, run
+from peer.volunteer.check.speed import measure_step
+from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
+from tests.datasetserver.hosting import Host
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN = ("--resolution", "16", "--target_batch_size", "8", "--total_samples", "1000", "--run_name", "our first run")
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory, tiny_model):
+    folder = tmp_path_factory.mktemp("host")
+    host = Host(folder, *RUN, "--tokens", str(folder / "tokens.txt"), "--model", str(tiny_model), samples=8)
+    host.token = tokens.add(folder / "tokens.txt", "volunteer")
+    yield host.start()
+    host.stop()
+
+
+@pytest.fixture
+def machine(host, tmp_path):
+    def make(given=None, url=host.url, **options):
+        peer = PeerConfig(datasetserver=url, **({"token": host.token, "output_dir": str(tmp_path / "out")} | options))
+        return Machine(
+            peer, given or {}, tmp_path, patience=60 if url == host.url else 0.2, join_seconds=0.5, step_seconds=60, say=lambda text: None
+        )
+
+    return make
+
+
+def asked(machine, *names) -> Answer:
+    """The last of these questions' answers."""
+    items = {item.name: item for item in machine.items()}
+    return [ask(items[name]) for name in names][-1]
+
+
+def plain(text: str) -> str:
+    """Without what differs from machine to machine."""
+    text = re.sub(r"http://\S+?(?=[ .,;:]*( |$))|/(?:[\w.-]+/)*[\w.-]+|\b[0-9a-f]{16,64}\b", "X", text)
+    return re.sub(r"\d[\d,.]*\d|\d", "N", text)
+
+
+def shown(name: str, answer: Answer) -> None:
+    """The page for volunteers has this answer."""
+    page = plain((ROOT / "docs" / "joining.md").read_text(encoding="utf-8"))
+    for line in lines(name, answer):
+        assert plain(line) in page, f"docs/joining.md lacks:\n{line}"
+
+
+def fails(name: str, answer: Answer, code: ExitCode, *words: str) -> None:
+    assert (answer.mark, answer.code) == (FAIL, code), answer
+    assert answer.fix and all(word in answer.found + answer.fix for word in words), answer
+    shown(name, answer)
+
+
+def test_a_server_that_does_not_answer(machine):
+    here = machine(url="http://127.0.0.1:9")
+    fails("server", asked(here, "server"), ExitCode.NETWORK, "does not answer")
+    assert [asked(here, name).mark for name in ("token", "run", "model", "memory", "speed", "link", "DHT", "clock")] == [SKIP] * 8
+    assert asked(here, "disk").mark in (NOTE, FAIL)
+
+
+def test_a_token_that_is_missing_or_wrong(machine):
+    fails("token", asked(machine(token=""), "server", "token"), ExitCode.AUTH, "DD_TOKEN")
+    fails("token", asked(machine(token="wrong"), "server", "token"), ExitCode.AUTH, "opens nothing")
+    assert asked(machine(token="wrong"), "server", "token", "run").mark == SKIP
+
+
+def test_a_host_that_is_seen_for_the_first_time_is_told_and_not_remembered(machine, tmp_path):
+    assert "the host's key is" in asked(machine(), "server", "token").found
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_host_than_the_one_that_was_named(machine):
+    fails("token", asked(machine(host_key="ab" * 32), "server", "token"), ExitCode.AUTH, "not the same host")
+
+
+def test_a_run_that_this_machine_was_told_otherwise_of_or_that_is_over(machine):
+    fails("run", asked(machine({"resolution": 512}), "server", "token", "run"), ExitCode.CONFIG, "resolution = 16")
+    over = machine()
+    asked(over, "server")
+    fails("run", over._about(RunConfig(model="m", run_name="our first run", total_samples=1000), 1000, 1000), ExitCode.CONFIG, "is over")
+    empty = machine()
+    asked(empty, "server")
+    empty.answer = None
+    fails("run", asked(empty, "run"), ExitCode.NETWORK, "no run yet")
+
+
+def test_a_model_with_other_weights_or_none(machine, tiny_family, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_family("sdxl"), other)
+    fails("model", asked(machine({"model": str(other)}), "server", "run", "model"), ExitCode.CONFIG, "digest")
+    fails(
+        "model", asked(machine({"model": str(tmp_path / "no.safetensors")}), "server", "run", "model"), ExitCode.CONFIG, "There is no model"
+    )
+
+
+def test_a_disk_that_is_too_small_or_read_only(machine, monkeypatch, tmp_path):
+    def answer(free, **options):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+        return asked(machine(**options), "server", "run", "model", "disk")
+
+    fails("disk", answer(5_000_000), ExitCode.DISK, "--output_dir")
+    fails("disk", answer(5_000_000, output_dir="/proc/out"), ExitCode.DISK, "cannot be written")
+    full_later = answer(5_000_000_000)
+    assert full_later.mark == NOTE and "--cache_gib" in full_later.fix
+    shown("disk", full_later)
+    assert answer(50_000_000_000).mark == OK
+
+
+def test_what_the_preflight_says_of_the_disk_is_what_the_trainer_will_say(machine, monkeypatch, tiny_model, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=5_000_000))
+    (tmp_path / "checkpoint-000001").mkdir()
+    here = machine(output_dir=str(tmp_path), use_ema=True, checkpoints_total_limit=4, cache_gib=0.0)
+    found = asked(here, "server", "run", "model", "disk").found
+    needed = needed_bytes(_fp32_bytes(tiny_model), checkpoints=4, there=1, average=True, swarming=True)
+    with pytest.raises(UserError) as refused:
+        check_space(tmp_path, needed)
+    assert found == refused.value.message
+
+
+def test_a_memory_that_is_too_small_for_the_model_or_for_averaging(machine, monkeypatch):
+    monkeypatch.setattr("peer.sync.engine.memory.available_bytes", lambda: 1000)
+    fails("memory", asked(machine(), "server", "run", "model", "memory"), ExitCode.MEMORY, "The model alone")
+    monkeypatch.setattr("peer.sync.engine.memory.available_bytes", lambda: 10e6)
+    fails("memory", asked(machine(), "server", "run", "model", "memory"), ExitCode.MEMORY, "Averaging needs")
+
+
+def test_a_model_of_which_there_is_only_a_variant_is_as_large_as_any(machine, monkeypatch, tiny_model, tmp_path):
+    monkeypatch.setattr("peer.sync.engine.memory.available_bytes", lambda: 1000)
+    variant = shutil.copytree(tiny_model, tmp_path / "variant")
+    for file in list(variant.glob("*/*.safetensors")):
+        file.rename(file.with_suffix(".fp16.safetensors"))
+    (variant / "safety_checker").mkdir()
+    shutil.copy(next(variant.glob("vae/*.safetensors")), variant / "safety_checker" / "model.safetensors")
+    told = [asked(machine({"model": str(model)}), "server", "run", "model", "memory").found for model in (tiny_model, variant)]
+    assert told[0] == told[1] and "1.1 MB" in told[0]
+
+
+def test_a_step_that_hangs_or_does_not_fit_or_breaks(machine):
+    ready = machine()
+    asked(ready, "server", "run", "model", "memory")
+    never = threading.Event()
+
+    def tried(step, deadline=60.0):
+        here = (ready.learner, ready.run(), ready.peer, deadline, lambda text: said.append(text))
+        return ask(Item("speed", lambda: str(measure_step(*here, step=step))))
+
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    said = []
+    fails("speed", tried(lambda *_: never.wait(), 1.0), ExitCode.FAILED, "too slow")
+    assert said and "of at most 1 s" in said[0]
+    never.set()
+    fails("speed", tried(out_of_memory), ExitCode.MEMORY, "--gradient_checkpointing")
+    fails("speed", tried(lambda *_: 1 / 0), ExitCode.FAILED, "ZeroDivisionError")
+
+
+def test_a_link_that_carries_nothing_and_a_swarm_that_nobody_answers_in(machine):
+    here = machine()
+    asked(here, "server", "run")
+    here.joined = dataclasses.replace(here.joined, server_url="", initial_peers=(NOBODY,))
+    here.answer = None
+    fails("link", asked(here, "link"), ExitCode.NETWORK, "to no peer")
+    fails("DHT", asked(here, "DHT"), ExitCode.NETWORK, "None of the 1 known peers answers")
+
+
+def test_a_clock_that_is_wrong(machine, monkeypatch):
+    monkeypatch.setattr("peer.data.client.probing.distance", lambda url, token: Distance(0.02, 95.0))
+    fails("clock", asked(machine(), "server", "run", "clock"), ExitCode.CLOCK, "95.0 s behind", "NTP")
+
+
+def test_the_first_failure_decides_the_exit_code_and_all_is_asked():
+    def broken():
+        raise UserError("no disk", fix="buy one", code=ExitCode.DISK)
+
+    def unasked():
+        raise NotAsked("no memory")
+
+    items = [
+        Item("a", lambda: "fine"),
+        Item("b", broken),
+        Item("c", unasked),
+        Item("d", lambda: Answer("slow", "wait", FAIL, ExitCode.FAILED)),
+    ]
+    out = io.StringIO()
+    assert run([*items, Item("e", lambda: 1 / 0)], out, clock=lambda: 0.0) == ExitCode.DISK
+    text = out.getvalue().splitlines()
+    assert [line.split()[0] for line in text[:-1]] == [OK, FAIL, "->", SKIP, FAIL, "->", FAIL, "->"]
+    assert "cannot take part yet: b, d, e" in text[-1]
+
+
+def test_a_machine_that_can_take_part_is_told_so_and_nothing_is_left_behind(tmp_path, tiny_model, capfd):
+    host = Host(tmp_path / "host", *RUN, "--model", str(tiny_model), "--dht", samples=8).start()
+    try:
+        out = tmp_path / "out"
+        flags = ["--output_dir", str(out), "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--cache_gib", "0.001", "--device", "cpu"]
+        assert main(["--check", host.url, *flags]) == 0, capfd.readouterr()
+        text = capfd.readouterr().out.splitlines()
+        assert [line.split()[1] for line in text[:10]] == [
+            "server",
+            "token",
+            "run",
+            "model",
+            "disk",
+            "memory",
+            "speed",
+            "link",
+            "DHT",
+            "clock",
+        ]
+        assert all(line.startswith(OK) for line in text[:10]) and "this machine can take part" in text[-1]
+        assert (
+            "samples/s on cpu" in text[6]
+            and " threads, mixed_precision " in text[6]
+            and "from the server" in text[7]
+            and "joined" in text[8]
+        )
+        assert not out.exists()
+        with urllib.request.urlopen(host.url + "/v1/progress", timeout=20) as response:
+            assert json.loads(response.read())["ledger"] == {"available": 0, "leased": 0, "pending": 0, "counted": 0}
+    finally:
+        host.stop()
+
+
+def test_a_check_of_nothing_is_a_mistake(capsys):
+    assert main(["--check"]) == ExitCode.CONFIG and "--check URL" in capsys.readouterr().err
+    assert main(["--check=http://127.0.0.1:9", "--resoluton", "3"]) == ExitCode.CONFIG
+
+
+def test_a_run_without_a_server_is_asked_of_its_peers(tmp_path):
+    here = Machine(PeerConfig(peers=(NOBODY,)), {}, tmp_path, join_seconds=0.5)
+    here.joined = Joined(RunConfig(model="m"), "", (NOBODY,))
+    assert [asked(here, name).mark for name in ("server", "token", "clock")] == [SKIP] * 3
