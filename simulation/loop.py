@@ -51,22 +51,23 @@ class _Handle:
         self._cancelled, self._callback, self._args = True, None, ()
 
 
-class _Task(asyncio.Task):
-    def __init__(self, coro: Any, *, number: int, **options: Any):
-        self._number = number
-        super().__init__(coro, **options)
+class _Numbered:
+    """What has its loop's next number for a hash, from when it is first put into a set on."""
 
     def __hash__(self) -> int:
-        return self._number
+        try:
+            return self._number
+        except AttributeError:
+            self._number = next(self.get_loop()._numbers)
+            return self._number
 
 
-class _Future(asyncio.Future):
-    def __init__(self, *, number: int, loop: asyncio.AbstractEventLoop):
-        self._number = number
-        super().__init__(loop=loop)
+class _Task(_Numbered, asyncio.Task):
+    pass
 
-    def __hash__(self) -> int:
-        return self._number
+
+class _Future(_Numbered, asyncio.Future):
+    pass
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -76,13 +77,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now, self._rng, self._numbers = 0.0, rng, itertools.count(1)
         self._timers: list[tuple[float, int, _Handle]] = []
-        self.set_task_factory(lambda loop, coro, **options: _Task(coro, loop=loop, number=next(self._numbers), **options))
 
     def time(self) -> float:
         return self.now
 
     def create_future(self) -> asyncio.Future:
-        return _Future(number=next(self._numbers), loop=self)
+        return _Future(loop=self)
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None) -> asyncio.Task:
+        return _Task(coro, loop=self, name=name, context=context)
 
     def call_soon(self, callback: Callable, *args: Any, context: contextvars.Context | None = None) -> _Handle:
         # Not `or`: an empty context is false.
@@ -96,7 +99,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return handle
 
     def call_later(self, delay: float, callback: Callable, *args: Any, context: contextvars.Context | None = None) -> _Handle:
-        return self.call_at(self.now + delay, callback, *args, context=context)
+        when = self.now + delay
+        handle = _Handle(when, callback, args, contextvars.copy_context() if context is None else context)
+        heapq.heappush(self._timers, (when, next(self._numbers), handle))
+        return handle
 
     def _run_once(self) -> None:
         """All that there is to do until somebody stops the loop: asyncio's own does one turn, and looks at sockets in each."""

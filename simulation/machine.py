@@ -115,7 +115,7 @@ class Port:
         self._process, self._thread = process, thread
         self._inbox: deque[tuple[bytes, list[SharedBuffer]]] = deque()
         self._changed: Callable[[], None] | None = None
-        self.closed = False
+        self.closed = self._notified = False
         self.spy: Callable[[str, dict, list[SharedBuffer]], None] = lambda kind, values, buffers: None
 
     @classmethod
@@ -167,11 +167,12 @@ class Port:
         self.other._notify()
 
     def _notify(self) -> None:
-        if self._changed is not None:
-            loop = self._process.machine.world.loop
-            loop.call_soon(self._call, context=self._process.context.copy())
+        if self._changed is not None and not self._notified:
+            self._notified = True
+            self._process.machine.world.loop.call_soon(self._call, context=self._process.context.copy())
 
     def _call(self) -> None:
+        self._notified = False
         if self._changed is not None:
             self._changed()
 

@@ -160,6 +160,7 @@ class World:
         root.addHandler(handler)
         root.setLevel(logging.INFO)
         gc.collect()
+        gc.freeze()  # a hundred thousand objects of modules
         gc.disable()
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._unheard)

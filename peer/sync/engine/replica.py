@@ -174,6 +174,8 @@ class Replica:
         """Until something may be due although nothing happens: the next attempt, or a round that others' promises fill."""
         if self.offer is not None:
             due = self.offer.next_attempt - self.clock()
+        elif self._asked:
+            due = IDLE_SECONDS  # the trainer's answer wakes us
         else:
             due = self.next_round.seconds_until_full(self.progress) if self.progress.waiting else IDLE_SECONDS
         return min(max(due, _SHORTEST_IDLE_SECONDS), IDLE_SECONDS)
@@ -313,6 +315,8 @@ class Replica:
 
     def _held_back(self) -> bool:
         """Whether to wait for the better state that is on its way: unless more live peers are with us than with it."""
+        if not self._takeover.signers:
+            return False
         with_us = 1 + sum(record.digest == self.state.digest and record.phase != JOINING for record in self.neighbours.others())
         return self._takeover.signers >= with_us
 

@@ -135,17 +135,19 @@ class Neighbours:
     def counted_upon(self, callers: Collection[str] = (), *, left_out_too: bool = False) -> list[PeerRecord]:
         """The others without those who stay away all the time, are left out, or are one stranger too many: what these promise holds
         nobody up. callers: who just said that they are there."""
-        here = [record for record in self.others() if not self._stays_away(record.peer_id, record.peer_id in callers)]
-        return self._company.counted([record for record in here if left_out_too or not self._company.left_out(record.peer_id)])
+        here = self.others()
+        if self._absences:
+            here = [record for record in here if not self._stays_away(record.peer_id, record.peer_id in callers)]
+        if not left_out_too and (left_out := self._company.all_left_out()):
+            here = [record for record in here if record.peer_id not in left_out]
+        return self._company.counted(here)
 
     def untried(self) -> list[PeerRecord]:
         """Strangers that may be worth a call, and are not counted upon until they answer it."""
         return self._company.untried([record for record in self.others() if not self._company.left_out(record.peer_id)])
 
     def _stays_away(self, peer: str, calls: bool) -> bool:
-        if peer not in self._absences:
-            return False
-        count, last = self._absences[peer]
+        count, last = self._absences.get(peer, (0, 0.0))
         patience = 1 if self._company.is_stranger(peer) else PATIENT_ATTEMPTS
         if count < patience:
             return False

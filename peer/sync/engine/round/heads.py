@@ -5,6 +5,7 @@ who stands behind it: live peers that averaged with us before (met.py). docs/pro
 peers come to one answer, and what a stranger, or one whom we have met, can still do.
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
@@ -190,6 +191,8 @@ class Heads:
         self._lineage = Lineage()
         self._told: dict[str, tuple[PeerRecord, Claim]] = {}
         """Of each live peer its record, and what that claims: a look comes some thirty times as often as a record."""
+        self._with_us: tuple[Collection[PeerRecord], float] = (), 0.0
+        """The others as they were when nobody stood but on our state or before it, and until when that is known to last."""
         self._deserted_since: float | None = None
         self._leaderless_since: float | None = None
         self.moved(state)
@@ -202,13 +205,14 @@ class Heads:
                     digests.append(state.digest)
         self._ours, self._from_base = Head.of(state), not state.header.round
         self._lineage.learn(self._ours, proven=True)
+        self._with_us = (), 0.0
         self._deserted_since = None
         if state.digest in self._not_ours:
             self._not_ours.remove(state.digest)  # ours now, however it came about: what we average onto it may come by one signer
 
     def heard(self, peer: str, head: Head) -> None:
         """`peer` itself has just told us where it stands; its record may be seconds old."""
-        now = self._clock()
+        now, self._with_us = self._clock(), ((), 0.0)
         self._heard = {peer: entry for peer, entry in self._heard.items() if now - entry[1] < RENEW_SECONDS} | {peer: (head, now)}
 
     def let_go(self, peer: str, digest: str) -> None:
@@ -222,10 +226,14 @@ class Heads:
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
+        others, now = self._others(), self._clock()
+        if others is self._with_us[0] and now < self._with_us[1]:
+            return {}
         claims = self._claims()
         self._look_for_a_leader(claims)
         if all(self._is_ours_or_before(claim.head) for claim in claims):  # between two rounds; spares the count
             self._deserted_since = None
+            self._with_us = others, min((since + RENEW_SECONDS for _, since in self._heard.values()), default=math.inf)
             return {}
         ballot = self._ballot(self._one_is_enough, claims)
         right = ballot.right()

@@ -302,8 +302,9 @@ class Matchmaker:
 
     def _before_us(self, ticket: Ticket, leaders: Collection[str]) -> list[str]:
         """Those of `leaders` that we should join, the best ranked first."""
-        ours = self._order(ticket.parent, self._peer_id) if ticket.reduces else None
-        ranked = sorted((self._order(ticket.parent, peer), peer) for peer in leaders)
+        included = self._standing(self._peer_id).included
+        ours = leads_before(ticket.parent, self._peer_id, included) if ticket.reduces else None
+        ranked = sorted((leads_before(ticket.parent, peer, included), peer) for peer in leaders)
         return [peer for theirs, peer in ranked if ours is None or theirs < ours]
 
     def _order(self, parent: str, peer: str) -> tuple[bool, str]:

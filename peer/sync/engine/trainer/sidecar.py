@@ -147,6 +147,8 @@ async def _serve(port: Port, values: dict[str, Any], buffers: list[SharedBuffer]
     loop.set_exception_handler(_tell_of)
     with _ends_this_task_with_its_trainer(port):
         node = await _join(values)
+    gc.collect()
+    gc.freeze()  # else our many modules are looked through every minute or so, and nobody is answered meanwhile
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     try:
         await take_part(port, values, buffers, node, stop, Path(values["folder"]))
@@ -172,8 +174,6 @@ async def take_part(
     replica = _replica(trainer, values, buffers.pop(), node, folder, wall, rng)
     trainer.send("ready", peer_id=node.peer_id, maddrs=await node.maddrs())
     await replica.start()
-    gc.collect()
-    gc.freeze()  # else its many modules are looked through every minute or so, and nobody is answered meanwhile
     # A stranger's record ends nobody that has taken part already.
     if replica.neighbours.of_other_tensors() and not replica.state.header.round:
         raise UserError(
