@@ -56,7 +56,7 @@ class Network:
         """Of all messages, those on which a stream breaks."""
 
     def parted(self, one: str, other: str) -> bool:
-        return self.sides.get(one, 0) != self.sides.get(other, 0)
+        return bool(self.sides) and self.sides.get(one, 0) != self.sides.get(other, 0)
 
     def reaches(self, caller: str, peer: str) -> bool:
         """Whether `caller` can open a stream to `peer`: directly, over a connection that a peer behind NAT has opened to one that can be
@@ -159,14 +159,15 @@ class SimPipe:
             raise TimeoutError("its time is over")
 
     async def take(self, into: memoryview, until: float) -> None:
-        while len(self._data) < len(into):
+        data, count = self._data, len(into)
+        while len(data) < count:
             if self._broken or self.closed:
                 raise ConnectionResetError("it is gone")
             if self._ended:
                 raise EOFError("it hung up")
             await self._changed(until)
-        into[:] = self._data[: len(into)]
-        del self._data[: len(into)]
+        into[:] = data[:count]
+        del data[:count]
 
     async def hung_up(self, until: float) -> None:
         while not (self._ended or self._broken or self.closed):

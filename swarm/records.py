@@ -197,7 +197,7 @@ def _unpack_mapping(data: bytes) -> dict[str, Any]:
 
 
 def _text(value: Any, longest: int) -> str:
-    if not isinstance(value, str) or len(value) > longest or not value.isprintable():
+    if type(value) is not str or len(value) > longest or not value.isprintable():
         raise BadRecord(f"text {str(value)[:40]!r}")
     return value
 
@@ -209,7 +209,7 @@ def _texts(values: Any, most: int, longest: int) -> tuple[str, ...]:
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise BadRecord(f"count {str(value)[:40]}")
     return value
 
