@@ -53,7 +53,7 @@ class Process:
     def __init__(self, machine: "Machine", name: str):
         self.machine, self.name = machine, name
         self.stopped = self.dead = False
-        self.held: list[asyncio.Handle] = []
+        self.held: list = []
         self.tasks: list[asyncio.Task] = []
         """Kept for as long as the world lives: what a killed process was in the middle of must not be unwound."""
         self.context = contextvars.copy_context()
@@ -88,9 +88,8 @@ class Process:
         self.stopped = True
 
     def go_on(self) -> None:
-        self.stopped, held = False, self.held
-        self.held = []
-        asyncio.get_running_loop()._ready.extend(held)
+        self.stopped = False
+        self.machine.world.loop.go_on(self)
 
 
 def _buffers(call: Callable[[], Any], result: Any) -> list[Any]:
@@ -117,7 +116,7 @@ class Port:
         self._process, self._thread = process, thread
         self._inbox: deque[tuple[bytes, list[SharedBuffer]]] = deque()
         self._changed: Callable[[], None] | None = None
-        self.closed = False
+        self.closed = self._notified = False
         self.spy: Callable[[str, dict, list[SharedBuffer]], None] = lambda kind, values, buffers: None
 
     @classmethod
@@ -169,11 +168,12 @@ class Port:
         self.other._notify()
 
     def _notify(self) -> None:
-        if self._changed is not None:
-            loop = self._process.machine.world.loop
-            loop.call_soon(self._call, context=self._process.context.copy())
+        if self._changed is not None and not self._notified:
+            self._notified = True
+            self._process.machine.world.loop.call_soon(self._call, context=self._process.context.copy())
 
     def _call(self) -> None:
+        self._notified = False
         if self._changed is not None:
             self._changed()
 

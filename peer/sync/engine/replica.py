@@ -302,7 +302,7 @@ class Replica:
         held, seconds = self.trainer.contribution, IDLE_SECONDS
         if held is not None and held.next_attempt is not None:
             seconds = held.next_attempt - self._clock()
-        elif held is None and self.trainer.progress.waiting:
+        elif held is None and self.trainer.may_freeze:
             seconds = self.next_round.seconds_until_full(self.trainer.progress)
         return min(max(seconds, _SHORTEST_IDLE_SECONDS), IDLE_SECONDS)
 

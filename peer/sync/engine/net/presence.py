@@ -19,6 +19,7 @@ from swarm.dialling import grounds
 from swarm.errors import UserError
 from swarm.records import RENEW_SECONDS
 from swarm.run_config import RunConfig
+from swarm.tasks import within
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Presence:
     async def _unless_deaf(self, publishing: Coroutine[Any, Any, None]) -> None:
         """A node that answers nothing any more is the watchdog's matter, but who looks at the log shall find why nobody sees this peer."""
         try:
-            await asyncio.wait_for(publishing, RENEW_SECONDS)
+            await within(RENEW_SECONDS, publishing)
             self._unsaid = 0
         except Exception as error:
             self._unsaid += 1
@@ -106,11 +107,11 @@ class Presence:
             if self._clock() >= self._told_run + _RUN_RECORD_SECONDS:
                 told, self._told_run = self._told_run, self._clock()
                 try:
-                    await asyncio.wait_for(self._node.publish_run(self._status.run_record()), RENEW_SECONDS)
+                    await within(RENEW_SECONDS, self._node.publish_run(self._status.run_record()))
                 except Exception:
                     self._told_run = told
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._now.wait(), self._period())
+                await within(self._period(), self._now.wait())
 
     async def _read_forever(self) -> None:
         while True:

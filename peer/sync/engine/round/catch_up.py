@@ -35,6 +35,8 @@ class CatchUp:
     @property
     def held_back(self) -> bool:
         """Whether to wait for it: unless more live peers are with us than with it."""
+        if not self._takeover.signers:
+            return False
         digest = self._state.value.digest
         with_us = 1 + sum(record.digest == digest and record.phase != JOINING for record in self._neighbours.others())
         return self._takeover.signers >= with_us

@@ -118,6 +118,8 @@ async def _serve(port: Port, opening: list[Start]) -> None:
     loop.set_exception_handler(_tell_of)
     with _ends_this_task_with_its_trainer(port):
         node = await _join(opening[0])
+    gc.collect()
+    gc.freeze()  # else our many modules are looked through every minute or so, and nobody is answered meanwhile
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     try:
         await take_part(port, opening, node, stop, Path(opening[0].folder))
@@ -142,8 +144,6 @@ async def take_part(
     replica = _replica(line, opening.pop(), node, folder, wall, rng)
     line.send(Ready(node.peer_id, list(await node.maddrs())))
     await replica.start()
-    gc.collect()
-    gc.freeze()  # else its many modules are looked through every minute or so, and nobody is answered meanwhile
     # A stranger's record ends nobody that has taken part already.
     if replica.neighbours.of_other_tensors() and not replica.state.value.header.round:
         raise UserError(

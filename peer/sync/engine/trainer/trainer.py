@@ -115,13 +115,18 @@ class Trainer:
 
     # ---------------------------------------------------------------- what it is told
 
-    def freeze(self) -> None:
-        """Ask for what it has, once: it answers by an offer, or that it has nothing.
+    @property
+    def may_freeze(self) -> bool:
+        """Whether it may be asked for what it has: where it stands on our state, and was not asked yet.
 
-        Only where it stands on our state. Asked before a rebase it would point to what it has frozen already, the rebase would count that, and
-        neither would come (seed 108 of 5 peers: it waited to be asked, we for its answer, for ever).
+        Asked before a rebase it would point to what it has frozen already, the rebase would count that, and neither would come (seed 108 of
+        5 peers: it waited to be asked, we for its answer, for ever).
         """
-        if not self._asked and self.progress.waiting and self.stands_on(self._state.value):
+        return not self._asked and self.progress.waiting > 0 and self.stands_on(self._state.value)
+
+    def freeze(self) -> None:
+        """Ask for what it has, once: it answers by an offer, or that it has nothing."""
+        if self.may_freeze:
             self._asked = True
             self._line.send(Freeze())
 
