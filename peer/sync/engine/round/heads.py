@@ -199,7 +199,7 @@ class Heads:
                 if self._ours.digest in digests:
                     digests.append(state.digest)
         self._ours, self._from_base = Head.of(state), not state.header.round
-        self._lineage.learn(self._ours, proven=True)
+        self._lineage.stand(self._ours, state.header)
         self._deserted_since = None
         if state.digest in self._not_ours:
             self._not_ours.remove(state.digest)  # ours now, however it came about: what we average onto it may come by one signer
