@@ -198,8 +198,8 @@ class Child:
 class Machine:
     """A peer from its first start to its end: `boot`, `kill`, `power_cut`, and what goes on in between."""
 
-    def __init__(self, world: "World", peer: str, link: Link, *, step_seconds: float, batch: int, skew: float):
-        self.world, self.peer, self.link = world, peer, link
+    def __init__(self, world: "World", peer: str, number: int, link: Link, *, step_seconds: float, batch: int, skew: float):
+        self.world, self.peer, self.number, self.link = world, peer, number, link
         self.step_seconds, self.batch, self.skew, self.slowness = step_seconds, batch, skew, 1.0
         self.disk = Disk(random.Random(world.rng.getrandbits(64)))
         self.trainer: Process | None = None
@@ -211,7 +211,7 @@ class Machine:
         self.over = self.leaves = False
         self.failure: BaseException | None = None
         self.graveyard: list[Process] = []
-        self.source = Source(self)
+        self.source: Source | None = None
         self._seed = world.rng.getrandbits(48)
 
     @property
@@ -221,6 +221,11 @@ class Machine:
     @property
     def alive(self) -> bool:
         return self.trainer is not None and not self.trainer.dead and not self.over
+
+    @property
+    def address(self) -> str:
+        number = self.number
+        return f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
 
     def wall(self) -> float:
         return _EPOCH + self.world.loop.time() + self.skew
@@ -238,10 +243,15 @@ class Machine:
     def boot(self) -> None:
         self.boots += 1
         self.failure, self.over, self.leaves = None, False, False
-        self.source.boot(self.boots)
+        self.source = None
         self.trainer = Process(self, "trainer")
         self.thread = self.trainer.context.run(LockStepThread, self.world.loop, self._train, self._failed)
         self.trainer.context.run(self.thread.start)
+
+    def leave(self) -> None:
+        """In order: what was trained is averaged, what was leased is given back."""
+        self.leaves = True
+        self.thread.wake()
 
     def kill(self, *, power: bool = False) -> None:
         """Both processes at once; without power what was not flushed is lost as well."""
@@ -340,12 +350,12 @@ class Machine:
             output_dir=self.disk.root(),
         )
         sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
-        accounts = Accounts(self.source)
+        self.source = source = Source(self)
+        accounts = Accounts(source)
         done = self._follow(sync, accounts, sync.catch_up())
-        while not done and not self.leaves:
+        while not done and not self.leaves and (keys := source.draw(self.batch)):
             self._sleep(self.step_seconds * self.slowness * self.world.rng.uniform(0.9, 1.1))
             self._step(sync, params, generator)
-            keys = self.source.draw(self.batch)
             accounts.trained(keys)
             done = self._follow(sync, accounts, sync.step(len(keys), 1.0))
         report = SyncReport(wait=True)
@@ -353,6 +363,7 @@ class Machine:
             report = self._settle(sync, accounts, sync.leave(hurry=self.leaves))
         sync.close()
         accounts.give_back_aside()
+        source.close()
         self.over = True
 
     def _step(self, sync: SwarmSync, params: dict[str, nn.Parameter], generator: torch.Generator) -> None:
