@@ -202,6 +202,38 @@ async def clock(world: "World", machine: "Machine", strike: Strike) -> None:
     machine.skew = strike.values["skew"]
 
 
+async def server(world: "World", machine: None, strike: Strike) -> None:
+    """The dataset server is killed, and is away for a second or for minutes."""
+    world.struck(strike)
+    world.server.crash()
+    await _for(world, strike.values["seconds"])
+    world.server.boot()
+
+
+async def answers(world: "World", machine: None, strike: Strike) -> None:
+    """For a minute the dataset server is slow, or every fifth of its answers is lost on the way: what was asked is asked again."""
+    world.struck(strike)
+    world.server.slow_seconds, world.server.lost = (40.0, 0.0) if strike.values["what"] == "slow" else (0.0, 0.2)
+    await _for(world, strike.values["seconds"])
+    world.server.slow_seconds = world.server.lost = 0.0
+
+
+async def ledger(world: "World", machine: None, strike: Strike) -> None:
+    """The dataset server's disk is full for a while."""
+    world.struck(strike)
+    world.server.full(True)
+    await _for(world, strike.values["seconds"])
+    world.server.full(False)
+
+
+async def pause(world: "World", machine: None, strike: Strike) -> None:
+    """The host pauses the run for a quarter of a minute."""
+    world.struck(strike)
+    world.server.orders.state = "paused"
+    await _for(world, strike.values["seconds"])
+    world.server.orders.state = "running"
+
+
 async def point(world: "World", machine: "Machine", strike: Strike) -> None:
     """A peer dies, or loses the other end, at one named point of a round (`peer/sync/engine/points.py`): when it comes there next."""
     world.points.arm(strike.values["name"], strike.values["action"], machine)
@@ -256,6 +288,10 @@ FAULTS = {
     "disk": Fault(disk, {"seconds": float}, {"seconds": _of(2.0, 20.0)}),
     "slow": Fault(slow, {"what": str, "seconds": float}, {"what": _of("link", "machine"), "seconds": _of(60.0)}),
     "clock": Fault(clock, {"skew": float}, {"skew": lambda rng, world: round(rng.uniform(-1.5, 1.5), 3)}),
+    "server": Fault(server, {"seconds": float}, {"seconds": _of(1.0, 20.0, 180.0)}, hits_a_peer=False),
+    "answers": Fault(answers, {"what": str, "seconds": float}, {"what": _of("slow", "lost"), "seconds": _of(60.0)}, hits_a_peer=False),
+    "ledger": Fault(ledger, {"seconds": float}, {"seconds": _of(2.0, 20.0)}, hits_a_peer=False),
+    "pause": Fault(pause, {"seconds": float}, {"seconds": _of(15.0)}, hits_a_peer=False),
     "point": Fault(
         point,
         {"name": str, "action": str, "seconds": float},
