@@ -158,7 +158,7 @@ class Checks:
                 self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
             elif not self._is_safe(machine, digest):
                 self.breach(f"reports the state {digest[:8]}, which no other peer has and no disk for certain", machine)
-        if kind == "landed" and state_digest(Header.from_json(values["header"]), hash_chunks(buffers[0].bytes())) != values["digest"]:
+        if kind == "rebase" and state_digest(Header.from_json(values["header"]), hash_chunks(buffers[0].bytes())) != values["digest"]:
             self.breach(f"the bytes of the state {values['digest'][:8]} are not those of its digest", machine)
 
     def _is_safe(self, machine: "Machine", digest: str) -> bool:
@@ -183,6 +183,11 @@ class Checks:
         held = [*state["open"], *(key for keys in state["contributions"].values() for key in keys), *state["aside"]]
         if len(set(held)) != len(held) or set(held) != drawn:
             self.breach(f"{len(drawn)} samples drawn and not reported, {len(held)} held", machine)
+
+    def books(self, machine: "Machine", accounts: Accounts, numbers: Collection[int]) -> None:
+        """The trainer's work has these contributions, and the books no others: else their samples are never reported."""
+        if set(accounts.state_dict()["contributions"]) != set(numbers):
+            self.breach("the books have other contributions than the trainer's work", machine)
 
     def registers(self, machine: "Machine", number: int, keys: Sequence[str]) -> None:
         """A trainer tells the server what a contribution holds; before it is offered."""

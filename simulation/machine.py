@@ -391,6 +391,7 @@ class Machine:
         for number in report.settled:
             self.world.checks.done(self, number)
         self.world.checks.accounts(self, accounts)
+        self.world.checks.books(self, accounts, sync.state_dict()["contributions"])
         return report
 
     def _failed(self, error: BaseException) -> None:

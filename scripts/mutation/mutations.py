@@ -55,12 +55,6 @@ MUTATIONS = (
         "            temporary.replace(path)\n",
     ),
     Mutation(
-        "stale_ticket",
-        "a leader takes in a peer that averages onto another state than its own",
-        "        if ticket.parent != standing.digest:\n",
-        "        if False:\n",
-    ),
-    Mutation(
         "member_missing",
         "a reducer averages as soon as all but one of a group's members have sent a part",
         "        if len(self._received[index]) == len(self.senders):\n",
@@ -106,10 +100,10 @@ MUTATIONS = (
     Mutation(
         "encoded_again",
         "a contribution is encoded anew whenever it is offered",
-        "    def _send_offer(self, frozen: Frozen) -> None:\n",
-        "    def _send_offer(self, frozen: Frozen) -> None:\n"
-        "        if self._strategy.steps_locally:\n"
-        "            self._work._encode_steps(frozen.encoded.bytes())\n",
+        "            self._sidecar.send(Offer(frozen.number,",
+        "            if self._strategy.steps_locally:\n"
+        "                self._work._encode_steps(frozen.encoded.bytes())\n"
+        "            self._sidecar.send(Offer(frozen.number,",
     ),
     Mutation(
         "landed_without_moving",
@@ -131,27 +125,39 @@ MUTATIONS = (
         "            found[0].close()\n        if state.header.round:\n            self._saved.append((state.digest, clock()))\n",
     ),
     Mutation(
-        "lost_before_it_was_told",
-        "a contribution that is lost before its number was told takes no samples along in the books",
-        "        if self.frozen in self.dropped:",
-        "        if False:",
+        "download_not_judged_again",
+        "5d3a0e7: a state that was fetched is taken over although ours has become the better one meanwhile",
+        "        return state if wanted else None\n",
+        "        return state\n",
     ),
     Mutation(
-        "not_offered_again",
-        "a frozen contribution is not offered to the sidecar that comes after one that died",
-        "        self._offered = self._joined = False\n",
-        "        self._joined = False\n",
+        "withdrawn_work_stays",
+        "0466687: what the server would not register stays in the parameters, and is offered by another number",
+        "        self._move(self.state, self.state, self.frozen.encoded.bytes())\n        self.frozen = None\n",
+        "        self.frozen = None\n",
     ),
     Mutation(
-        "failed_attempt_forever",
-        "a second attempt of the same members is taken for the first, which failed",
-        '        group = Group.of(tickets, f"{self._rng.getrandbits(64):016x}", late)\n',
-        '        group = Group.of(tickets, "", late)\n',
+        "earlier_one_counts",
+        "06061db: a contribution counts as in a state that holds only an earlier one of its peer",
+        "        if self.frozen is not None and own_number >= self.frozen.number:\n            self._move(",
+        "        if self.frozen is not None and own_number > 0:\n            self._move(",
     ),
     Mutation(
-        "branches_swapped",
-        "5af8248: two peers that have fetched each other's branch swap, and swap again",
-        "(self.state is before and not self.heads.keeps(Head.of(state)))",
-        "self.state is before",
+        "lost_with_its_branch",
+        "a contribution whose branch lost is never given back: nobody trains its samples again",
+        "        dropped = [number for number in self.included if number > own_number]\n",
+        "        dropped: list[int] = []\n",
+    ),
+    Mutation(
+        "included_forgotten",
+        "a state forgets whose work is in it, but for that of its last round",
+        "            included={**self.included, **{member.peer: member.number for member in members}},\n",
+        "            included={member.peer: member.number for member in members},\n",
+    ),
+    Mutation(
+        "peers_instead_of_samples",
+        "a mean counts every member alike, however many samples it brings",
+        "        self._weights = {member.peer: member.samples / run.group.samples for member in members}\n",
+        "        self._weights = {member.peer: 1 / len(members) for member in members}\n",
     ),
 )

@@ -120,7 +120,7 @@ def test_the_bytes_of_a_contribution_are_one(scene):
 
 
 def reports(scene, digest):
-    scene.checks.told(scene.machine, "settled", {"settlement": {"digest": digest}}, [])
+    scene.checks.told(scene.machine, "final", {"digest": digest}, [])
     return scene.broken()
 
 
@@ -143,10 +143,10 @@ def test_what_another_peer_has_made_something_of_may_be_reported(scene):
 def test_the_bytes_of_a_state_are_those_of_its_digest(scene):
     state = first_state("run", "schema", torch.zeros(4), 0)
     landed = {"digest": state.digest, "header": state.header.to_json()}
-    scene.checks.told(scene.machine, "landed", landed, [state.buffer])
+    scene.checks.told(scene.machine, "rebase", landed, [state.buffer])
     assert not scene.broken()
     state.buffer.floats()[0] = 1
-    scene.checks.told(scene.machine, "landed", landed, [state.buffer])
+    scene.checks.told(scene.machine, "rebase", landed, [state.buffer])
     assert "not those of its digest" in scene.broken()
 
 
@@ -157,6 +157,15 @@ def test_a_contribution_is_done_once_it_is_in_a_state_that_was_reported(scene):
     assert not scene.broken()
     scene.checks.done(scene.machine, 2)
     assert "taken for done" in scene.broken()
+
+
+@pytest.mark.parametrize("numbers", [[3], [3, 4, 5], []])
+def test_the_books_have_the_contributions_that_the_trainer_works_on(scene, numbers):
+    accounts = SimpleNamespace(state_dict=lambda: {"contributions": {3: ["a"], 4: ["b"]}})
+    scene.checks.books(scene.machine, accounts, [4, 3])
+    assert not scene.broken()
+    scene.checks.books(scene.machine, accounts, numbers)
+    assert "other contributions" in scene.broken()
 
 
 def test_what_is_reported_was_adopted_by_somebody(scene):
