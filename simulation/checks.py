@@ -13,6 +13,7 @@ from datasetserver.units import Unit
 from peer.loop.accounts import Accounts
 from peer.sync.engine.state import Header, hash_chunks, state_digest
 from peer.sync.engine.vectors import SharedBuffer
+from simulation.arithmetic import Arithmetic
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
@@ -48,6 +49,7 @@ class Checks:
         self._stands: dict[str, tuple[int, str]] = {}
         self._holders: dict[str, set[str]] = {}
         """Of each state: who has adopted it, or one that descends from it."""
+        self.arithmetic: Arithmetic | None = None
         self._keys: dict[tuple[str, int], tuple[str, ...]] = {}
         """The samples of each contribution, as its trainer told the server."""
         self._looked = 0.0
@@ -148,9 +150,15 @@ class Checks:
                 self.breach(f"contribution {values['number']} has other samples than were registered", machine)
             if self._offers.setdefault((machine.peer, values["number"]), content) != content:
                 self.breach(f"the bytes of contribution {values['number']} changed", machine)
+            if self.arithmetic is not None:
+                self.arithmetic.offered(machine.peer, values["number"], buffers[0].bytes())
 
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""
+        if kind == "rebase" and self.arithmetic is not None:
+            wrong = self.arithmetic.landed(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
+            if wrong:
+                self.breach(wrong, machine)
         if kind == "final":
             digest = values["digest"]
             self.settled[digest] = self.settled.get(digest, 0) + 1

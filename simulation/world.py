@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from peer.sync.engine.codec import Wire
+from peer.sync.engine.outer import load_strategy
+from peer.sync.engine.vectors import BIG_ELEMENTS
+from simulation.arithmetic import Arithmetic
 from simulation.checks import Breach, Checks, Commit
 from simulation.faults import FAULTS, Strike, strike_as_told, strike_at_random
 from simulation.loop import OWNER, Deadlock, VirtualLoop
@@ -101,6 +105,9 @@ class World:
             dataset_digest=dataset.digest,
         )  # fmt: skip
         self.server = Server(self, self.run, dataset)
+        self.strategy = load_strategy(f"peer.sync.{scenario.sync}:strategy", self.run)
+        self.wire = Wire(scenario.wire, BIG_ELEMENTS, BIG_ELEMENTS // 2)
+        self.checks.arithmetic = Arithmetic(self.wire, self.strategy)
         self.machines: list[Machine] = []
         self.faults_done: Counter[str] = Counter()
         self.points = Points(self)
