@@ -235,7 +235,7 @@ async def pause(world: "World", machine: None, strike: Strike) -> None:
 
 
 async def point(world: "World", machine: "Machine", strike: Strike) -> None:
-    """A peer dies, or loses the other end, at one named point of a round (`peer/sync/engine/points.py`): when it comes there next."""
+    """A peer dies, is stopped or cut off, or loses the other end, at one named point of a round (`peer/sync/engine/points.py`): when it comes there next."""
     world.points.arm(strike.values["name"], strike.values["action"], machine)
     world.struck(strike, machine)
     await _for(world, strike.values["seconds"])
@@ -295,6 +295,6 @@ FAULTS = {
     "point": Fault(
         point,
         {"name": str, "action": str, "seconds": float},
-        {"name": _of(*POINTS), "action": _of("kill", "peer", "power", "fail", "stop"), "seconds": _of(10.0, 30.0)},
+        {"name": _of(*POINTS), "action": _of("kill", "peer", "power", "fail", "stop", "cut"), "seconds": _of(10.0, 30.0)},
     ),
 }

@@ -36,8 +36,9 @@ class Points:
         self._armed[machine.peer] = (name, action)
 
     def disarm(self, machine: Machine) -> bool:
-        """What was stopped goes on. Returns whether the machine fell, and must be booted."""
+        """What was stopped or cut off goes on. Returns whether the machine fell, and must be booted."""
         self._armed.pop(machine.peer, None)
+        self._world.network.sides.pop(machine.peer, None)
         process = self._stopped.pop(machine.peer, None)
         if process is not None and not process.dead:
             process.go_on()
@@ -52,6 +53,8 @@ class Points:
         machine = OWNER.get().machine
         if action == "fail":
             raise PeerLost(f"failed at {name}, as it was told to")
+        if action == "cut":
+            return self._cut(machine)
         if action == "stop":
             self._stop(machine, machine.sidecar)
             return await asyncio.sleep(0)
@@ -66,6 +69,8 @@ class Points:
         action = self._take(name, machine.peer)
         if not action:
             return
+        if action == "cut":
+            return self._cut(machine)
         if action == "stop":
             self._stop(machine, machine.trainer)
         else:
@@ -81,6 +86,10 @@ class Points:
         self.hit[name] += 1
         self._world.note(f"world: {peer[-6:]} is at {name}: {action}")
         return action
+
+    def _cut(self, machine: Machine) -> None:
+        """On a side of its own: the others go on, perhaps with what it had just sent."""
+        self._world.network.sides[machine.peer] = 1 + machine.number
 
     def _stop(self, machine: Machine, process: Process) -> None:
         process.stop()

@@ -71,7 +71,7 @@ MUTATIONS = (
         "no_error_feedback",
         "what the codec dropped of a contribution is forgotten instead of going into the next one",
         "            self._move(old, new, self.frozen.encoded.bytes())\n            self.included",
-        "            self._flat.write(0, new.anchor(self._wire.size))\n            self.included",
+        "            self._flat.write(0, new.vector(self._wire.size))\n            self.included",
     ),
     Mutation(
         "no_fork_rule",

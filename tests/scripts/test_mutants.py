@@ -83,6 +83,11 @@ def test_a_seed_that_breaks_the_same_without_the_mutation_proves_nothing():
     assert Told({4: "one"}, {4: "another"}).look_for(mutation, 60).promise == "one"
 
 
+def test_a_mutation_that_names_what_is_not_there_is_an_error():
+    with pytest.raises(UserError, match="no engine any more"):
+        Told({1: "a trainer ended with AttributeError('no anchor')"}, {}).look_for(BY_NAME["counted_twice"], 60)
+
+
 def test_a_mutation_is_found_shrunk_and_the_smaller_scenario_breaks_the_same():
     with mutants.mutated(BY_NAME["encoded_again"]) as tree:
         environment = {**os.environ, "PYTHONPATH": str(tree)}

@@ -39,10 +39,13 @@ def test_the_strikes_of_a_world_make_the_same_world_again():
     assert (told.rounds, told.strikes, told.adopted) == (drawn.rounds, drawn.strikes, drawn.adopted)
 
 
-def test_a_peer_that_dies_at_a_point_comes_back():
-    strikes = parse_strikes("point@20/1(name=mean_complete,action=power,seconds=10);point@40/2(name=landed,action=peer,seconds=10)")
-    outcome = play(Scenario(3, peers=3, hours=0.03, strikes=strikes))
-    assert outcome.failpoints == {"mean_complete": 1, "landed": 1} and not outcome.breach
+def test_a_peer_that_falls_or_is_cut_off_at_a_point_comes_back():
+    there = ("mean_complete,action=power", "landed,action=peer", "first_part_sent,action=cut", "frozen,action=stop", "joined,action=fail")
+    strikes = ";".join(f"point@{15 * number}/{1 + number % 3}(name={what},seconds=14)" for number, what in enumerate(there, 1))
+    world = World(Scenario(3, peers=3, hours=0.04, strikes=parse_strikes(strikes)))
+    outcome = world.play()
+    assert outcome.failpoints == dict.fromkeys(("mean_complete", "landed", "first_part_sent", "frozen", "joined"), 1) and not outcome.breach
+    assert not world.network.sides
 
 
 @pytest.mark.parametrize(
