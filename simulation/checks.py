@@ -148,12 +148,12 @@ class Checks:
 
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""
-        if kind == "landed" and self.arithmetic is not None:
-            wrong = self.arithmetic.landed(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
+        if kind == "rebase" and self.arithmetic is not None:
+            wrong = self.arithmetic.rebased(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
             if wrong:
                 self.breach(wrong, machine)
-        if kind == "settled":
-            digest = values["settlement"]["digest"]
+        if kind == "final":
+            digest = values["digest"]
             self.settled[digest] = self.settled.get(digest, 0) + 1
             if digest not in self.commits:
                 self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)

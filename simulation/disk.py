@@ -8,6 +8,7 @@ import fnmatch
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +32,8 @@ class Disk:
         self.full = False
         self.appended: Callable[[str, bytes], None] = lambda path, data: None
         """Told of each line that is added to a file, also if there is no room for it."""
-        self._history: list[tuple[dict, dict]] | None = None
-        """While a job runs and until its result is there: what the disk was after each of its operations."""
+        self._undo: list[Callable[[], None]] | None = None
+        """While a job runs and until its result is there: how to take back each of its operations."""
 
     def root(self) -> "SimPath":
         return SimPath(self, "/")
@@ -42,37 +43,37 @@ class Disk:
     def write(self, inode: _Inode, data: bytes) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._did(partial(setattr, inode, "data", inode.data))
         inode.data += data
-        self._changed()
 
     def sync(self, inode: _Inode) -> None:
         if self.full and inode.synced != inode.data:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._did(partial(setattr, inode, "synced", inode.synced))
         inode.synced = inode.data
-        self._changed()
 
     def create(self, path: str) -> _Inode:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._did(partial(self._put_back, path, self.names.get(path)))
         inode = self.names[path] = _Inode()
-        self._changed()
         return inode
 
     def rename(self, source: str, target: str) -> None:
-        self.names[target] = self._existing(source)
+        inode, before = self._existing(source), self.names.get(target)
+        self._did(lambda: (self._put_back(target, before), self._put_back(source, inode)))
+        self.names[target] = inode
         del self.names[source]
-        self._changed()
 
     def delete(self, path: str) -> None:
-        self._existing(path)
+        self._did(partial(self._put_back, path, self._existing(path)))
         del self.names[path]
-        self._changed()
 
     def sync_folder(self, folder: str) -> None:
         inside = folder.rstrip("/") + "/"
+        self._did(partial(setattr, self, "_durable", self._durable))
         self._durable = {path: inode for path, inode in self._durable.items() if not path.startswith(inside)}
         self._durable |= {path: inode for path, inode in self.names.items() if path.startswith(inside)}
-        self._changed()
 
     def existing(self, path: str) -> _Inode:
         return self._existing(path)
@@ -84,25 +85,28 @@ class Disk:
 
     # ------------------------------------------------------------- what happens to it
 
-    def _changed(self) -> None:
-        if self._history is not None:
-            self._history.append(self._copy())
+    def _did(self, undo: Callable[[], None]) -> None:
+        if self._undo is not None:
+            self._undo.append(undo)
 
-    def _copy(self) -> tuple[dict, dict]:
-        twins = {id(inode): _Inode(inode.data, inode.synced) for inode in (*self.names.values(), *self._durable.values())}
-        return {p: twins[id(i)] for p, i in self.names.items()}, {p: twins[id(i)] for p, i in self._durable.items()}
+    def _put_back(self, path: str, inode: _Inode | None) -> None:
+        if inode is None:
+            del self.names[path]
+        else:
+            self.names[path] = inode
 
     def begin_job(self) -> None:
-        self._history = [self._copy()]
+        self._undo = []
 
     def end_job(self) -> None:
-        self._history = None
+        self._undo = None
 
     def crash(self, *, power: bool) -> None:
         """Its process, or the whole machine, is gone: a job that ran got to some point of what it wrote."""
-        if self._history:
-            self.names, self._durable = self._rng.choice(self._history)
-        self._history = None
+        if self._undo is not None:
+            for undo in reversed(self._undo[self._rng.randrange(len(self._undo) + 1) :]):
+                undo()
+        self._undo = None
         if power:
             self._lose()
 

@@ -24,6 +24,7 @@ from peer.loop.accounts import Accounts
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.state import Header, State
 from peer.sync.engine.trainer import sidecar
+from peer.sync.engine.trainer.messages import Failed, Message, Start, pack, unpack
 from peer.sync.engine.trainer.port import PortClosed
 from peer.sync.engine.trainer.sidecar_process import Processes
 from peer.sync.engine.trainer.swarm_sync import SwarmSync
@@ -53,7 +54,7 @@ class Process:
     def __init__(self, machine: "Machine", name: str):
         self.machine, self.name = machine, name
         self.stopped = self.dead = False
-        self.held: list[asyncio.Handle] = []
+        self.held: list = []
         self.tasks: list[asyncio.Task] = []
         """Kept for as long as the world lives: what a killed process was in the middle of must not be unwound."""
         self.context = contextvars.copy_context()
@@ -88,9 +89,8 @@ class Process:
         self.stopped = True
 
     def go_on(self) -> None:
-        self.stopped, held = False, self.held
-        self.held = []
-        asyncio.get_running_loop()._ready.extend(held)
+        self.stopped = False
+        self.machine.world.loop.go_on(self)
 
 
 def _buffers(call: Callable[[], Any], result: Any) -> list[Any]:
@@ -117,7 +117,7 @@ class Port:
         self._process, self._thread = process, thread
         self._inbox: deque[tuple[bytes, list[SharedBuffer]]] = deque()
         self._changed: Callable[[], None] | None = None
-        self.closed = False
+        self.closed = self._notified = False
         self.spy: Callable[[str, dict, list[SharedBuffer]], None] = lambda kind, values, buffers: None
 
     @classmethod
@@ -130,14 +130,15 @@ class Port:
     def _gone(self) -> bool:
         return self.other.closed or self.other._process.dead
 
-    def send(self, kind: str, *buffers: SharedBuffer, seconds: float = 30.0, **values: Any) -> None:
+    def send(self, message: Message, seconds: float = 30.0) -> None:
         if self.closed or self._gone:
             raise PortClosed("the other process has ended")
-        self.spy(kind, values, list(buffers))
-        self.other._inbox.append((msgpack.packb({"kind": kind, **values}), list(buffers)))
+        kind, values, buffers = pack(message)
+        self.spy(kind, values, buffers)
+        self.other._inbox.append((msgpack.packb([kind, values]), buffers))
         self.other._notify()
 
-    def receive(self, seconds: float) -> tuple[str, dict[str, Any], list[SharedBuffer]] | None:
+    def receive(self, seconds: float) -> Message | None:
         if self.closed:
             raise PortClosed("this end is closed")
         if not self._inbox and not self._gone and seconds > 0 and (thread := self._thread()) is not None:
@@ -146,8 +147,7 @@ class Port:
             self._changed = None
         if self._inbox:
             data, buffers = self._inbox.popleft()
-            values = msgpack.unpackb(data)
-            return values.pop("kind"), values, buffers
+            return unpack(*msgpack.unpackb(data), buffers)
         if self._gone:
             raise PortClosed("the other process has ended")
         return None
@@ -169,11 +169,12 @@ class Port:
         self.other._notify()
 
     def _notify(self) -> None:
-        if self._changed is not None:
-            loop = self._process.machine.world.loop
-            loop.call_soon(self._call, context=self._process.context.copy())
+        if self._changed is not None and not self._notified:
+            self._notified = True
+            self._process.machine.world.loop.call_soon(self._call, context=self._process.context.copy())
 
     def _call(self) -> None:
+        self._notified = False
         if self._changed is not None:
             self._changed()
 
@@ -292,7 +293,7 @@ class Machine:
 
     def _told(self, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         self.world.checks.told(self, kind, values, buffers)
-        if kind == "landed" and self.learned is not None:
+        if kind == "rebase" and self.learned is not None:
             self.learned.told(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
 
     async def _live(self, child: Child, process: Process, port: Port) -> None:
@@ -301,18 +302,17 @@ class Machine:
         node = None
         try:
             await asyncio.sleep(self.world.rng.uniform(1.0, 3.0))  # to load its modules
-            message = port.receive(0)
-            if message is None or message[0] != "start":
+            opening = [port.receive(0)]
+            if not isinstance(opening[0], Start):
                 return
-            _, values, buffers = message
             node = await self._join(process)
             rng = random.Random(self.world.rng.getrandbits(64))
-            await sidecar.take_part(port, values, buffers, node, stop, self.disk.root(), self.wall, rng)
+            await sidecar.take_part(port, opening, node, stop, self.disk.root(), self.wall, rng)
         except PortClosed:
             pass
         except UserError as error:
             with contextlib.suppress(PortClosed):
-                sidecar.TrainerPort(port).failed(error)
+                sidecar.TrainerLine(port).send(Failed.of(error))
             child.code = int(error.code)
         except PeerLost as error:
             log.warning("the swarm process ends: %s", error)

@@ -24,6 +24,7 @@ from simulation.records import Records
 from simulation.server import Dataset, Server
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from swarm.tasks import within
 
 _TRACE_LINES = 400
 _LOOK_SECONDS = 1.0
@@ -170,6 +171,7 @@ class World:
         root.addHandler(handler)
         root.setLevel(logging.INFO)
         gc.collect()
+        gc.freeze()  # a hundred thousand objects of modules
         gc.disable()
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._unheard)
@@ -221,7 +223,7 @@ class World:
 
     async def _look(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._stopped.wait(), _LOOK_SECONDS)
+            await within(_LOOK_SECONDS, self._stopped.wait())
         self.checks.raise_if_broken()
         if self.loop.time() % 60 < _LOOK_SECONDS:
             gc.collect(0)
@@ -264,8 +266,7 @@ class World:
                     process.dead = True
             if machine.thread is not None:
                 machine.thread.kill()
-        self.loop._ready.clear()
-        self.loop._scheduled.clear()
+        self.loop.forget()
         asyncio.set_event_loop(None)
         self.loop.close()
 

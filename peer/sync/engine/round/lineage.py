@@ -13,6 +13,8 @@ class Lineage:
 
     def __init__(self) -> None:
         self._parent: dict[str, str] = {}
+        self._learned: dict[str, tuple[str, ...]] = {}
+        """State -> the ancestors that were last learned of it: most records say what we have read a moment ago."""
         self._age: dict[str, int] = {}
         """Of our state and its ancestors, by the beginnings of their digests: how many rounds ago."""
 
@@ -24,11 +26,15 @@ class Lineage:
 
     def learn(self, state: Head, *, proven: bool = False) -> None:
         """`state` has the ancestors that it names. What was learned first stays, unless it is proven otherwise by a header that we hold."""
+        if not proven and self.has_learned(state):
+            return
+        _put(self._learned, state.digest, state.parents)
         for child, parent in zip((state.digest, *state.parents), state.parents, strict=False):
             if proven or child not in self._parent:
-                self._parent[child] = parent
-        while len(self._parent) > _MOST:
-            del self._parent[next(iter(self._parent))]
+                _put(self._parent, child, parent)
+
+    def has_learned(self, state: Head) -> bool:
+        return self._learned.get(state.digest) == state.parents
 
     def descends(self, state: Head, ancestor: Head) -> bool:
         """Whether `state` is known to come after `ancestor`."""
@@ -43,3 +49,9 @@ class Lineage:
                 return parent is not None
             digest = parent
         return False
+
+
+def _put(known: dict, key: str, value: object) -> None:
+    known[key] = value
+    while len(known) > _MOST:
+        del known[next(iter(known))]
