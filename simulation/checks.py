@@ -154,9 +154,13 @@ class Checks:
                 self.breach(wrong, machine)
         if kind == "final":
             digest = values["digest"]
-            self.settled[digest] = self.settled.get(digest, 0) + 1
-            if digest not in self.commits:
-                self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
+            self.reported(machine, digest)
+
+    def reported(self, machine: "Machine", digest: str) -> None:
+        """As final."""
+        self.settled[digest] = self.settled.get(digest, 0) + 1
+        if digest not in self.commits:
+            self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
 
     def accounts(self, machine: "Machine", accounts: Accounts) -> None:
         """Every sample that this trainer drew is open, in a contribution, or was reported."""
