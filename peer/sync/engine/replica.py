@@ -51,7 +51,7 @@ from swarm.end import End
 from swarm.errors import UserError
 from swarm.records import JOINING, RECORD_LIFE_SECONDS, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
-from swarm.tasks import end_tasks
+from swarm.tasks import end_tasks, set_within
 
 log = logging.getLogger(__name__)
 
@@ -162,12 +162,9 @@ class Replica:
 
     async def _changed(self, seconds: float) -> None:
         """Wait until something has happened since we last waited, or for so long."""
-        # Not `wait_for`, which makes a task each time: this is the loop in which a peer idles.
-        late = asyncio.get_running_loop().call_later(seconds, self._wake.set)
         try:
-            await self._wake.wait()
+            await set_within(seconds, self._wake)
         finally:
-            late.cancel()
             self._wake.clear()
 
     def _idle_seconds(self) -> float:
