@@ -127,7 +127,7 @@ class Disk:
 
 
 class SimFile:
-    """Opened in mode "rb", "wb", or "a" (text)."""
+    """Opened in mode "rb", "wb", "ab", or "a" (text)."""
 
     def __init__(self, disk: Disk, inode: _Inode, mode: str, path: str):
         self.disk, self.inode, self._mode, self._path, self._at, self.closed = disk, inode, mode, path, 0, False
@@ -143,6 +143,7 @@ class SimFile:
         if self._mode == "a":
             self.disk.appended(self._path, data)
         self.disk.write(self.inode, data)
+        self._at = len(self.inode.data)
         return len(data)
 
     def read(self, count: int = -1) -> bytes:
@@ -220,7 +221,7 @@ class SimPath:
         return self._path in self.disk.names
 
     def stat(self) -> SimpleNamespace:
-        return SimpleNamespace(st_size=len(self.disk.existing(self._path).data))
+        return SimpleNamespace(st_size=len(self.disk.existing(self._path).data), st_mtime=0.0)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """There is nothing to make."""
@@ -236,11 +237,12 @@ class SimPath:
         if not missing_ok or self.exists():
             self.disk.delete(self._path)
 
-    def replace(self, target: "SimPath") -> None:
+    def replace(self, target: "SimPath") -> "SimPath":
         self.disk.rename(self._path, target._path)
+        return target
 
     def open(self, mode: str = "r", encoding: str | None = None) -> SimFile:
-        if mode == "a" and not self.exists():
+        if mode in ("a", "ab") and not self.exists():
             self.disk.names[self._path] = _Inode()  # an empty file takes no room: only writing to it fails on a full disk
         if mode == "wb":
             return SimFile(self.disk, self.disk.create(self._path), mode, self._path)
@@ -272,6 +274,11 @@ def _(file: SimFile, count: int, offset: int) -> bytes:
 @files.free_bytes.register
 def _(folder: SimPath) -> int:
     return 0 if folder.disk.full else 1 << 40
+
+
+@files.touch.register
+def _(path: SimPath) -> None:
+    """Shards here are few: none is evicted by its age."""
 
 
 @files.flush.register

@@ -1,5 +1,9 @@
 """What every peer would refuse of a run, found out by whoever founds it: before it is signed, and without torch."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 
@@ -17,8 +21,35 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
 """By family: why it cannot have which options."""
 
 
+def with_noise(run: RunConfig, source: Path) -> RunConfig:
+    """The run with what its model's scheduler says of the noise, where that was left open: no digest covers a scheduler's file, and a joiner's
+    own could say otherwise.
+
+    source: the model's folder; or its file, of which the scheduler is in `model_config`: where that is no folder here, all stays open.
+    Raises UserError for a prediction that is none of ours.
+    """
+    folder = Path(run.model_config or "no folder") if source.is_file() else source
+    if "prediction_type" in _refused(run.family):
+        return run
+    try:
+        said = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+        kind, zero_snr = said.get("prediction_type", "epsilon"), bool(said.get("rescale_betas_zero_snr", False))  # diffusers' defaults
+    except (OSError, ValueError, AttributeError):  # no peer can load such a model, and each says why
+        return run
+    if run.prediction_type == "auto":
+        kinds = RunConfig.__dataclass_fields__["prediction_type"].metadata["choices"]
+        if kind not in kinds[1:]:
+            raise UserError(
+                f"The scheduler of {run.model} says that the model predicts '{kind}', which cannot be trained.",
+                fix=f"Use another model, or say it with --prediction_type: one of {', '.join(kinds[1:])}.",
+            )
+        run = replace(run, prediction_type=kind)
+    return replace(run, rescale_betas_zero_snr=zero_snr) if run.rescale_betas_zero_snr is None else run
+
+
 def check_founding(run: RunConfig) -> None:
     """Raise UserError for what no peer of `run` could train; run: with its family, where that is known."""
+    check_noise(run.rescale_betas_zero_snr, run.prediction_type)
     check_schedule(run)
     check_sides(run.resolution, run.num_buckets, run.bucket_side_min, run.bucket_side_max)
     check_family(run.family, run)
@@ -26,10 +57,23 @@ def check_founding(run: RunConfig) -> None:
 
 def check_family(family: str, run: RunConfig) -> None:
     """Raise UserError for an option of `run` that the family has no use for: whoever gave it meant another model."""
-    for reason, names in REFUSED.get(family, {}).items():
-        for name in names:
-            if run.was_given(name):
-                raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
+    for name, reason in _refused(family).items():
+        if run.was_given(name):
+            raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
+
+
+def _refused(family: str) -> dict[str, str]:
+    """The options that the family cannot have, each with the reason."""
+    return {name: reason for reason, names in REFUSED.get(family, {}).items() for name in names}
+
+
+def check_noise(zero_snr: bool | None, prediction_type: str) -> None:
+    """Raise UserError for zero-terminal SNR where the noise is predicted; prediction_type: also 'auto', of which nothing is known here."""
+    if zero_snr and prediction_type == "epsilon":
+        raise UserError(
+            "rescale_betas_zero_snr needs a model that does not predict the noise: at the last step there is nothing else to see.",
+            fix="Add --prediction_type v_prediction, or remove --rescale_betas_zero_snr.",
+        )
 
 
 def check_schedule(run: RunConfig) -> None:

@@ -204,7 +204,7 @@ class Heads:
                 if self._ours.digest in digests:
                     digests.append(state.digest)
         self._ours, self._from_base = Head.of(state), not state.header.round
-        self._lineage.learn(self._ours, proven=True)
+        self._lineage.stand(self._ours, state.header)
         self._with_us = (), 0.0
         self._deserted_since = None
         if state.digest in self._not_ours:

@@ -38,7 +38,7 @@ from swarm.tasks import end_tasks, set_within
 
 log = logging.getLogger(__name__)
 
-CALL, JOIN = "distributed-diffusion.call.1", "distributed-diffusion.join.1"
+CALL, JOIN = "distributed-diffusion.call.2", "distributed-diffusion.join.2"
 ANSWER_SECONDS = 5.0
 BEAT_SECONDS = 3.0
 """Whoever waits for a leader hears from it so often; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
