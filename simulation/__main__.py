@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m simulation", description="Real peers in a simulated world; a seed repeats it exactly.")
     world = parser.add_argument_group("the world")
     world.add_argument("--peers", type=int, default=8, help="peers that train (default: 8)")
+    world.add_argument("--assistants", type=int, default=0, help="peers that assist, besides those that train (default: 0)")
     world.add_argument("--hours", type=float, default=1.0, help="virtual hours with faults; then all must commit within 10 minutes (default: 1)")
     world.add_argument("--rounds", type=int, default=0, help="end the faults after so many rounds")
     world.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join(KINDS)} (default: all)")
@@ -86,7 +87,7 @@ def _scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "
         parser.error(f"--step_seconds: '{options.step_seconds}' is no list of seconds like 0.5+0.7")
     return Scenario(
         options.seed, options.peers, options.hours, options.rounds, faults, options.fault_seconds,
-        sync=options.sync, wire=options.wire, overlap=options.overlap, strikes=strikes, step_seconds=steps,
+        sync=options.sync, wire=options.wire, overlap=options.overlap, strikes=strikes, step_seconds=steps, assistants=options.assistants,
     )  # fmt: skip
 
 

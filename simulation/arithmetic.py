@@ -35,7 +35,7 @@ class Arithmetic:
         if len(self._offers) > _OFFERS_KEPT:
             self._offers.popitem(last=False)
 
-    def landed(self, digest: str, header: Header, data: Tensor) -> str:
+    def rebased(self, digest: str, header: Header, data: Tensor) -> str:
         """A trainer is told of a state: why it is not what its round makes of its parent; empty: it is, or that cannot be known."""
         if digest in self._states:
             return "" if torch.equal(self._states[digest], data) else f"the state {digest[:8]} has two contents"

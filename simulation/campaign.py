@@ -35,6 +35,7 @@ def mixed(seed: int) -> Scenario:
         sync=sync,
         wire=rng.choice(WIRES),
         overlap=sync != "gradients" and rng.random() < 0.3,
+        assistants=int(rng.random() < 0.3),
     )
 
 
@@ -45,6 +46,7 @@ def played(seed: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "peers": scenario.peers,
+        "assistants": scenario.assistants,
         "sync": scenario.sync,
         "wire": scenario.wire,
         "overlap": scenario.overlap,

@@ -11,7 +11,8 @@ from datasetserver.book import Book
 from datasetserver.samples import Masks, full, indices
 from datasetserver.units import Unit
 from peer.loop.accounts import Accounts
-from peer.sync.engine.state import Header, hash_chunks, state_digest
+from peer.sync.engine.net.messages import read_header
+from peer.sync.engine.state import hash_chunks, state_digest
 from peer.sync.engine.vectors import SharedBuffer
 from simulation.arithmetic import Arithmetic
 
@@ -156,18 +157,22 @@ class Checks:
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""
         if kind == "rebase" and self.arithmetic is not None:
-            wrong = self.arithmetic.landed(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
+            wrong = self.arithmetic.rebased(values["digest"], read_header(values["header"]), buffers[0].bytes())
             if wrong:
                 self.breach(wrong, machine)
         if kind == "final":
             digest = values["digest"]
-            self.settled[digest] = self.settled.get(digest, 0) + 1
-            if digest not in self.commits:
-                self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
-            elif not self._is_safe(machine, digest):
-                self.breach(f"reports the state {digest[:8]}, which no other peer has and no disk for certain", machine)
-        if kind == "rebase" and state_digest(Header.from_json(values["header"]), hash_chunks(buffers[0].bytes())) != values["digest"]:
+            self.reported(machine, digest)
+        if kind == "rebase" and state_digest(read_header(values["header"]), hash_chunks(buffers[0].bytes())) != values["digest"]:
             self.breach(f"the bytes of the state {values['digest'][:8]} are not those of its digest", machine)
+
+    def reported(self, machine: "Machine", digest: str) -> None:
+        """As final."""
+        self.settled[digest] = self.settled.get(digest, 0) + 1
+        if digest not in self.commits:
+            self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
+        elif not self._is_safe(machine, digest):
+            self.breach(f"reports the state {digest[:8]}, which no other peer has and no disk for certain", machine)
 
     def _is_safe(self, machine: "Machine", digest: str) -> bool:
         """Whether this machine may lose power and the state, or one that descends from it, is still there."""

@@ -27,6 +27,7 @@ def promise(breach: str) -> str:
 def command(scenario: Scenario) -> str:
     """A line that plays it."""
     words = ["python", "-m", "simulation", "--seed", str(scenario.seed), "--peers", str(scenario.peers), "--hours", f"{scenario.hours:g}"]
+    words += ["--assistants", str(scenario.assistants)] if scenario.assistants else []
     words += ["--sync", scenario.sync, "--wire", scenario.wire, *(["--overlap"] if scenario.overlap else [])]
     words += ["--rounds", str(scenario.rounds)] if scenario.rounds else []
     words += ["--step_seconds", "+".join(f"{seconds:g}" for seconds in scenario.step_seconds)] if scenario.step_seconds else []
@@ -98,6 +99,7 @@ class Shrinking:
     def _simpler(self) -> Iterator[Scenario]:
         yield replace(self.scenario, faults=tuple(name for name in self.scenario.faults if name != "nat"))
         yield replace(self.scenario, overlap=False)
+        yield replace(self.scenario, assistants=0)
         yield replace(self.scenario, sync="parameters")
         yield replace(self.scenario, wire="fp32")
         if self.scenario.strikes is None:

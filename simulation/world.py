@@ -15,6 +15,7 @@ from peer.sync.engine.codec import Wire
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.vectors import BIG_ELEMENTS
 from simulation.arithmetic import Arithmetic
+from simulation.assistant import Assistant
 from simulation.checks import Breach, Checks, Commit
 from simulation.faults import FAULTS, Strike, strike_as_told, strike_at_random
 from simulation.loop import OWNER, Deadlock, VirtualLoop
@@ -54,6 +55,8 @@ class Scenario:
     strikes: tuple[Strike, ...] | None = None
     step_seconds: tuple[float, ...] = ()
     """Of the first peers, how long one sample takes each, a step; of the others it is drawn."""
+    assistants: int = 0
+    """Peers that assist, besides those that train."""
 
 
 @dataclass
@@ -159,16 +162,25 @@ class World:
 
     def add_peer(self) -> Machine:
         self._born += 1
-        name = hashlib.sha256(f"{self.scenario.seed}:{self._born}".encode()).hexdigest()
         up = self.rng.choice([5.0, 20.0, 100.0])
         nat = "nat" in self.scenario.faults and self._born > 2 and self.rng.random() < 0.3
         link = Link(up, up * self.rng.choice([1, 4]), self.rng.uniform(0.005, 0.06), behind_nat=nat, loss=0.001)
         machine = Machine(
-            self, f"Qm{name[:44]}", self._born, link,
+            self, f"Qm{self._name()}", self._born, link,
             step_seconds=self.rng.choice([0.5, 1.0, 2.0]), batch=self.rng.choice([1, 2, 4]), skew=self.rng.uniform(-0.5, 0.5),
         )  # fmt: skip
         if self._born <= len(self.scenario.step_seconds):
             machine.step_seconds, machine.batch = self.scenario.step_seconds[self._born - 1], 1
+        return self._enter(machine)
+
+    def add_assistant(self) -> Machine:
+        self._born += 1
+        return self._enter(Assistant(self, f"Qm{self._name()}", self._born))
+
+    def _name(self) -> str:
+        return hashlib.sha256(f"{self.scenario.seed}:{self._born}".encode()).hexdigest()[:44]
+
+    def _enter(self, machine: Machine) -> Machine:
         machine.disk.appended = lambda path, data: self.checks.appended(machine, path, data)
         self.machines.append(machine)
         machine.boot()
@@ -232,6 +244,8 @@ class World:
         scenario = self.scenario
         for _ in range(scenario.peers):
             self.add_peer()
+        for _ in range(scenario.assistants):
+            self.add_assistant()
         if scenario.strikes is None:
             striking = [strike_at_random(self, name) for name in scenario.faults if name in FAULTS]
         else:

@@ -10,7 +10,7 @@ from peer.sync.diloco import DiLoCo
 from peer.sync.engine.codec import Wire, add_up, square_norm
 from peer.sync.engine.outer import advance
 from peer.sync.engine.state import first_state
-from peer.sync.engine.trainer.local_work import Landing, LocalWork
+from peer.sync.engine.trainer.local_work import Anchor, LocalWork
 from peer.sync.parameters import Parameters
 from simulation.arithmetic import Arithmetic, Learned
 
@@ -38,15 +38,15 @@ def averaged(wire, strategy, offers, change=lambda mean: mean, weights=(3 / 8, 5
 def test_the_weighted_mean_of_the_contributions_is_taken_to_the_bit(codec, strategy):
     wire = Wire(codec, 1024, 512)
     watcher, state = averaged(wire, strategy, contributions(wire))
-    assert watcher.landed(state.digest, state.header, state.buffer.bytes()) == "" and watcher.checked == 1
-    assert watcher.landed(state.digest, state.header, state.buffer.bytes() + 1) == f"the state {state.digest[:8]} has two contents"
+    assert watcher.rebased(state.digest, state.header, state.buffer.bytes()) == "" and watcher.checked == 1
+    assert watcher.rebased(state.digest, state.header, state.buffer.bytes() + 1) == f"the state {state.digest[:8]} has two contents"
 
 
 @pytest.mark.parametrize("fault", [{"weights": (0.5, 0.5)}, {"weights": (3 / 8, 0)}, {"change": lambda mean: mean * (1 + 1e-2)}])
 def test_another_mean_is_named(fault):
     wire = Wire("fp32", 1024, 512)
     watcher, state = averaged(wire, Parameters(), contributions(wire), **fault)
-    assert "not its parent's after the weighted mean" in watcher.landed(state.digest, state.header, state.buffer.bytes())
+    assert "not its parent's after the weighted mean" in watcher.rebased(state.digest, state.header, state.buffer.bytes())
 
 
 class Scene:
@@ -55,7 +55,7 @@ class Scene:
     def __init__(self, codec="int8"):
         self.wire, self.params = Wire(codec, 1024, 512), {"big": torch.nn.Parameter(torch.zeros(1024)), "small": torch.nn.Parameter(torch.zeros(512))}
         self.state = first_state("run", "schema", torch.zeros(SIZE), 0)
-        self.work = LocalWork(self.params, Landing(self.state.digest, self.state.header, self.state.buffer), Parameters(), self.wire)
+        self.work = LocalWork(self.params, Anchor(self.state.digest, self.state.header, self.state.buffer), Parameters(), self.wire)
         self.learned = Learned(self.wire, self.params, "ann")
         self.generator = torch.Generator().manual_seed(2)
         self.lands(self.state)
@@ -71,7 +71,7 @@ class Scene:
 
     def lands(self, state, own=0):
         self.learned.told(state.digest, state.header, state.buffer.bytes())
-        self.work.land(Landing(state.digest, state.header, state.buffer), own)
+        self.work.rebase(Anchor(state.digest, state.header, state.buffer), own)
         self.state = state
 
     def next_state(self, number):
@@ -95,7 +95,7 @@ def frozen(scene, number=1):
     return scene.next_state(number)
 
 
-def test_what_was_learned_frozen_landed_and_withdrawn_adds_up(scene):
+def test_what_was_learned_frozen_rebased_and_withdrawn_adds_up(scene):
     scene.lands(frozen(scene), own=1)
     assert scene.wrong() == ""
     frozen(scene, 2)
@@ -116,7 +116,7 @@ def test_error_feedback_that_is_forgotten_is_named(scene):
 def test_a_contribution_counted_twice_is_named(scene):
     state = frozen(scene)
     scene.learned.told(state.digest, state.header, state.buffer.bytes())
-    scene.work.land(Landing(state.digest, state.header, state.buffer), 0)  # as if it were not in the state
+    scene.work.rebase(Anchor(state.digest, state.header, state.buffer), 0)  # as if it were not in the state
     assert "the parameters differ" in scene.wrong()
 
 
