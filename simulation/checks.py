@@ -187,6 +187,12 @@ class Checks:
         if not any(commit.included.get(machine.peer, 0) >= number and self._holds(commit, machine.peer, number) for commit in lineages):
             self.breach(f"contribution {number} is taken for done, and is in no state that was reported", machine)
 
+    def lost(self, machine: "Machine", number: int, digest: str) -> None:
+        """The trainer, which stands on the state `digest`, gives up its contribution."""
+        commit = self.commits.get(digest)
+        if commit is not None and self._holds(commit, machine.peer, number):
+            self.breach(f"contribution {number} is given up, and is in the state {digest[:8]}", machine)
+
     def _holds(self, commit: Commit, peer: str, number: int) -> bool:
         return any((peer, number) == member[:2] for digest in self.lineage(commit.digest) for member in self.commits[digest].members)
 

@@ -409,6 +409,8 @@ class Machine:
         accounts.apply(report)
         for number in report.settled:
             self.world.checks.done(self, number)
+        for number in report.dropped:
+            self.world.checks.lost(self, number, sync.state_dict()["digest"])
         self._look(sync)
         self.world.checks.accounts(self, accounts)
         self.world.checks.books(self, accounts, sync.state_dict()["contributions"])

@@ -125,12 +125,6 @@ MUTATIONS = (
         "            found[0].close()\n        if state.header.round:\n            self._saved.append((state.digest, clock()))\n",
     ),
     Mutation(
-        "download_not_judged_again",
-        "5d3a0e7: a state that was fetched is taken over although ours has become the better one meanwhile",
-        "        return state if wanted else None\n",
-        "        return state\n",
-    ),
-    Mutation(
         "withdrawn_work_stays",
         "0466687: what the server would not register stays in the parameters, and is offered by another number",
         "        self._move(self.state, self.state, self.frozen.encoded.bytes())\n        self.frozen = None\n",
@@ -150,7 +144,7 @@ MUTATIONS = (
     ),
     Mutation(
         "included_forgotten",
-        "a state forgets whose work is in it, but for that of its last round",
+        "a state forgets whose work is in it, but for that of its last round: the others give theirs back",
         "            included={**self.included, **{member.peer: member.number for member in members}},\n",
         "            included={member.peer: member.number for member in members},\n",
     ),

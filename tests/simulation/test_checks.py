@@ -159,6 +159,14 @@ def test_a_contribution_is_done_once_it_is_in_a_state_that_was_reported(scene):
     assert "taken for done" in scene.broken()
 
 
+def test_what_is_in_the_state_is_not_given_up(scene):
+    scene.checks.lost(scene.machine, 2, "one")
+    scene.checks.lost(scene.machine, 1, "base")
+    assert not scene.broken()
+    scene.checks.lost(scene.machine, 1, "one")
+    assert "given up, and is in the state" in scene.broken()
+
+
 @pytest.mark.parametrize("numbers", [[3], [3, 4, 5], []])
 def test_the_books_have_the_contributions_that_the_trainer_works_on(scene, numbers):
     accounts = SimpleNamespace(state_dict=lambda: {"contributions": {3: ["a"], 4: ["b"]}})
