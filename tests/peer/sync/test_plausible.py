@@ -9,6 +9,7 @@ import torch
 
 from peer.contracts import Member
 from peer.sync.engine.cell import Bell, Cell
+from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.met import Met
 from peer.sync.engine.round.plausible import Plausible
@@ -64,7 +65,7 @@ def test_a_past_of_two_to_the_53_samples_is_refused(tmp_path):
     honest = made(*[[Member("bob", n + 1, 5)] for n in range(12)]).header
     more = 2**53 - 1 - honest.samples
     ancestors = tuple(dataclasses.replace(ancestor, samples=ancestor.samples + more) for ancestor in honest.ancestors)
-    forged = Header.from_json(dataclasses.replace(honest, samples=2**53 - 1, ancestors=ancestors).to_json())
+    forged = read_header(dataclasses.replace(honest, samples=2**53 - 1, ancestors=ancestors).to_json())
 
     assert "samples in 12 rounds" in refusal(judge(tmp_path, made()), forged)
 
