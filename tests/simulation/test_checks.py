@@ -117,9 +117,9 @@ def test_the_bytes_of_a_contribution_are_one(scene):
 
 
 def test_what_is_reported_was_adopted_by_somebody(scene):
-    scene.checks.told(scene.machine, "settled", {"settlement": {"digest": "one"}}, [])
+    scene.checks.told(scene.machine, "final", {"digest": "one"}, [])
     assert not scene.broken()
-    scene.checks.told(scene.machine, "settled", {"settlement": {"digest": "nobody's"}}, [])
+    scene.checks.told(scene.machine, "final", {"digest": "nobody's"}, [])
     assert "nobody adopted" in scene.broken()
 
 

@@ -84,7 +84,7 @@ def test_a_state_with_a_contribution_that_we_never_made_is_refused(tmp_path):
     ours = judge(tmp_path, made(), issued=5)
     assert "we have made 5" in refusal(ours, forged)
 
-    ours.offered(6)
+    ours._trainer.issued = 6
 
     assert refusal(ours, forged) == ""
 
@@ -95,8 +95,8 @@ def test_a_peer_that_lost_its_folder_takes_the_swarms_word_for_its_number(tmp_pa
 
 def test_samples_grow_no_faster_than_a_thousand_peers_train(tmp_path):
     ours, clock = made([Member("bob", 1, 5)]), Clock()
-    plausible = judge(tmp_path, ours, clock=clock)
-    plausible.moved(ours)
+    plausible = judge(tmp_path, made(), clock=clock)
+    plausible._state.set(ours)
     header = made(*[[Member(f"peer-{n:05}", 1, 2 * TARGET) for n in range(400)]] * 3).header
 
     assert "samples more than ours" in refusal(plausible, header)

@@ -35,7 +35,7 @@ from peer.sync.engine.round.arrivals import Arrivals
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.groups import Group, Standing, Ticket, group_of, leads_before, ticket_of
 from peer.sync.engine.state import MOST_MEMBERS, Head, better
-from swarm.tasks import end_tasks, within
+from swarm.tasks import end_tasks, set_within
 
 log = logging.getLogger(__name__)
 
@@ -314,9 +314,7 @@ class Matchmaker:
     def _call_all(self, peers: Collection[str], parent: str) -> _Calls:
         """Tell all that we are ready. What a stranger answers may still be heard when the round is over."""
         calls = {peer: asyncio.create_task(self._call(peer, parent)) for peer in peers}
-        for call in calls.values():
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+        self._calls = {call for call in self._calls if not call.done()} | set(calls.values())
         return calls
 
     async def _leaders_answers(self, calls: _Calls, before_us: Sequence[str], patience: float, seen: _Seen) -> _Spoke:
@@ -475,8 +473,7 @@ class Matchmaker:
             if not missing:
                 return
             book.changed.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await within(max(missing) - now, book.changed.wait())
+            await set_within(max(missing) - now, book.changed)
 
     def _send_away(self, book: _Open, ticket: Ticket) -> None:
         """No group holds two of whom one leaves the other out: they would only fail once more."""

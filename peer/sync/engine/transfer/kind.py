@@ -7,7 +7,6 @@ import asyncio
 import collections
 import contextlib
 import json
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ class Kind:
     def write(self, path: Path) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.to_json()))
-        os.replace(temporary, path)
+        temporary.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> "Kind | None":
