@@ -33,6 +33,7 @@ from swarm.peer_key import PeerKey
 from swarm.run_config import RunConfig
 from swarm.signed_request import Signer
 from swarm.signing import KnownHosts
+from swarm.tasks import set_within
 
 __all__ = ["DatasetServer", "build", "check_run", "fetch_run", "found_run", "report_round", "send_picture"]
 log = logging.getLogger(__name__)
@@ -296,8 +297,7 @@ class DatasetServer:
                 chosen = chosen or choose(self._shards.of_epoch, self._seen, self._cache.has, f"{self._run.seed}:{self._peer_id}")
                 if await self._add_own(chosen):
                     continue
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._short.wait(), OUTAGE_SECONDS / 10 if away < OUTAGE_SECONDS else OUTAGE_SECONDS)
+            await set_within(OUTAGE_SECONDS / 10 if away < OUTAGE_SECONDS else OUTAGE_SECONDS, self._short)
 
     async def _add_own(self, chosen: Iterator[protocol.LeasedUnit]) -> bool:
         """Whether there was one more unit of our own choice, and its shard undamaged or at least not the last."""
@@ -330,8 +330,7 @@ class DatasetServer:
                     if self._work.lose(lease):
                         log.warning("lost a lease of %d samples: %s", len(lease.keys), refusal.error.message)
                         self._hungry.set()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._must_renew.wait(), max(self._renew_every, later))
+            await set_within(max(self._renew_every, later), self._must_renew)
             self._must_renew.clear()
 
     async def _deliver(self) -> None:
