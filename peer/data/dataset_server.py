@@ -99,7 +99,9 @@ class DatasetServer:
         self._run, self._peer_id, self._end = run, key.peer_id, end or End(run)
         self._work, self._rows = Work(batch_samples, clock, self._background.condition()), rows
         self._cache = ShardCache(cache_dir, cache_bytes, pinned=self._work.pinned)
-        self._transport = Transport(url, token, signer=Signer(key, wall), clock=clock, session=session, uniform=uniform)
+        self._transport = Transport(
+            url, token, signer=Signer(key, wall), clock=clock, session=session, uniform=uniform, found_away=lambda: self._outbox.keep_rounds()
+        )
         self._shards, self._seen = SignedShards(run, known_hosts), Seen()
         unsaid = Unsaid(cache_dir / f"unsaid-{run.run_id}-{key.peer_id}.jsonl")
         self._outbox = Outbox(unsaid, news=self._post, result=self._background.result)
@@ -133,7 +135,9 @@ class DatasetServer:
             raise LeaseLost(number, str(refusal)) from None
 
     def settle(self, settlement: Settlement) -> None:
-        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=self._transport.away_seconds() > 0)
+        # One that waits behind another may not be heard either: of a server that is away nobody knows for 30 s.
+        keep = self._transport.away_seconds() > 0 or len(self._outbox) > 0
+        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=keep)
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         for lease_id in self._work.forget(keys):
