@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     world = parser.add_argument_group("the world")
     world.add_argument("--peers", type=int, default=8, help="peers that train (default: 8)")
     world.add_argument("--assistants", type=int, default=0, help="peers that assist, besides those that train (default: 0)")
+    world.add_argument("--strangers", default="", help="who comes and means harm: 'all', or rows of scripts/strangers (docs/simulation.md)")
     world.add_argument("--hours", type=float, default=1.0, help="virtual hours with faults; then all must commit within 10 minutes (default: 1)")
     world.add_argument("--rounds", type=int, default=0, help="end the faults after so many rounds")
     world.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join(KINDS)} (default: all)")
@@ -69,11 +70,14 @@ def _parser() -> argparse.ArgumentParser:
 def _scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "Scenario":
     from simulation.campaign import KINDS
     from simulation.faults import parse_strikes
-    from simulation.world import Scenario
+    from simulation.world import STRANGERS, Scenario
 
     faults = {"all": KINDS, "none": ()}.get(options.faults) or tuple(name for name in options.faults.split(",") if name and name != "none")
     if unknown := sorted(set(faults) - set(KINDS)):
         parser.error(f"no such faults: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    strangers = STRANGERS if options.strangers == "all" else tuple(filter(None, options.strangers.split(",")))
+    if unknown := sorted(set(strangers) - set(STRANGERS)):
+        parser.error(f"no such strangers: {', '.join(unknown)}; there are {', '.join(STRANGERS)}")
     strikes = None
     if options.strikes is not None:
         try:
@@ -87,7 +91,8 @@ def _scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "
         parser.error(f"--step_seconds: '{options.step_seconds}' is no list of seconds like 0.5+0.7")
     return Scenario(
         options.seed, options.peers, options.hours, options.rounds, faults, options.fault_seconds,
-        sync=options.sync, wire=options.wire, overlap=options.overlap, strikes=strikes, step_seconds=steps, assistants=options.assistants,
+        sync=options.sync, wire=options.wire, overlap=options.overlap, strikes=strikes, step_seconds=steps,
+        assistants=options.assistants, strangers=strangers,
     )  # fmt: skip
 
 

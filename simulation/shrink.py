@@ -28,6 +28,7 @@ def command(scenario: Scenario) -> str:
     """A line that plays it."""
     words = ["python", "-m", "simulation", "--seed", str(scenario.seed), "--peers", str(scenario.peers), "--hours", f"{scenario.hours:g}"]
     words += ["--assistants", str(scenario.assistants)] if scenario.assistants else []
+    words += ["--strangers", ",".join(scenario.strangers)] if scenario.strangers else []
     words += ["--sync", scenario.sync, "--wire", scenario.wire, *(["--overlap"] if scenario.overlap else [])]
     words += ["--rounds", str(scenario.rounds)] if scenario.rounds else []
     words += ["--step_seconds", "+".join(f"{seconds:g}" for seconds in scenario.step_seconds)] if scenario.step_seconds else []
@@ -100,6 +101,7 @@ class Shrinking:
         yield replace(self.scenario, faults=tuple(name for name in self.scenario.faults if name != "nat"))
         yield replace(self.scenario, overlap=False)
         yield replace(self.scenario, assistants=0)
+        yield replace(self.scenario, strangers=())
         yield replace(self.scenario, sync="parameters")
         yield replace(self.scenario, wire="fp32")
         if self.scenario.strikes is None:

@@ -29,7 +29,7 @@ if sys.path and sys.path[0] != str(ROOT):
 from scripts.mutation.mutations import MUTATIONS, Mutation  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 
-PLAYED = ("swarm", "peer", "datasetserver", "simulation")
+PLAYED = ("swarm", "peer", "datasetserver", "simulation", "scripts")
 """What a world is made of."""
 _WALL_FACTOR, _WALL_SECONDS = 6, 120
 """On a machine that does much else. Beyond that the mutated engine hangs, which is no breach: a person would not know why."""
