@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from peer.config import PeerConfig
 from swarm.end import End
+from swarm.run.family import Family
 from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
 
@@ -62,10 +63,12 @@ class LatentBatch:
 class Model(Protocol):
     """A family's module offers `load(source: Path, device: torch.device | None, run: RunConfig) -> Model`; raises UserError for an option it cannot have."""
 
+    facts: Family
+    """What is to know of the family without its tensors: swarm/run/families/NAME.py."""
     pipeline: Any
     """The diffusers pipeline that the parts belong to; exporters and validation use it."""
     parts: dict[str, nn.Module]
-    """`unet` or `transformer`, `vae`, `text_encoder` and, where the family has them, `text_encoder_2`."""
+    """Those of `facts.parts` that this model has."""
     resolution_multiple: int
 
     def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = ()) -> None:

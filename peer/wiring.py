@@ -39,7 +39,6 @@ from peer.machine.ipex import Ipex, check_ipex
 from peer.machine.placing import Placing, placing
 from peer.machine.profiling import Profiler, profile_folder
 from peer.machine.trial_of_speed import Trial
-from peer.methods.shared.parts import denoiser
 from peer.results import checkpoint
 from peer.results.checkpoint import Checkpoints
 from peer.results.output_folder import Owner, claim, lock
@@ -183,7 +182,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     model = load_model(run, launch.given, None)
     check_resolution(run, model)
     in_bf16 = peer.weights == "bf16"
-    computing = sum(p.numel() for p in model.parts[denoiser(model)].parameters())
+    computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
     by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
     model.place(device, None if by_itself else precision.dtype, method.whole(model))
@@ -216,7 +215,7 @@ def build_trial(launch: Launch, learner: Learner) -> Trial | None:
     """Of the other way to compute that this machine asked for."""
     if not (launch.peer.compile or launch.peer.ipex):
         return None
-    way = Ipex() if launch.peer.ipex else Compiled(learner.model.parts[denoiser(learner.model)])
+    way = Ipex() if launch.peer.ipex else Compiled(learner.model.parts[learner.model.facts.denoiser])
     return Trial(way, learner.params, learner.precision, launch.group)
 
 

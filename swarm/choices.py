@@ -4,7 +4,9 @@ The parts themselves are modules of `peer`, which need torch. Whoever founds a r
 found before the run is signed and not by the first peer. Tests compare these tables with the modules and with diffusers.
 """
 
-FAMILIES = {"stable_diffusion": "0.1.0", "sdxl": "0.1.0", "flux": "0.1.0"}
+from swarm.run.family import families
+
+FAMILIES = {name: family.since for name, family in families().items()}
 METHODS = {"full": "0.1.0", "lora": "0.1.0", "textual_inversion": "0.1.0"}
 SYNCS = {"parameters": "0.1.0", "diloco": "0.1.0", "gradients": "0.1.0", "none": "0.1.0"}
 LR_SCHEDULERS = {

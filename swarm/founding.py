@@ -1,20 +1,8 @@
 """What every peer would refuse of a run, found out by whoever founds it: before it is signed, and without torch."""
 
 from swarm.errors import UserError
+from swarm.run.family import family_named
 from swarm.run_config import RunConfig
-
-_FLOW_MATCHING = ("weighting_scheme", "logit_mean", "logit_std", "mode_scale", "guidance_scale", "max_sequence_length")
-_OF_UNETS = {"is not trained by flow matching": _FLOW_MATCHING}
-_NOISES = ("prediction_type", "rescale_betas_zero_snr", "snr_gamma", "noise_offset", "input_perturbation", "timestep_bias_strategy")
-REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
-    "stable_diffusion": _OF_UNETS,
-    "sdxl": _OF_UNETS,
-    "flux": {
-        "is trained by flow matching, which has no such thing": _NOISES,
-        "reads captions with T5": ("clip_skip", "max_token_chunks"),
-    },
-}
-"""By family: why it cannot have which options."""
 
 
 def check_founding(run: RunConfig) -> None:
@@ -26,7 +14,8 @@ def check_founding(run: RunConfig) -> None:
 
 def check_family(family: str, run: RunConfig) -> None:
     """Raise UserError for an option of `run` that the family has no use for: whoever gave it meant another model."""
-    for reason, names in REFUSED.get(family, {}).items():
+    facts = family_named(family)
+    for reason, names in facts.refuses.items() if facts else ():
         for name in names:
             if run.was_given(name):
                 raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")

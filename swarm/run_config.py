@@ -125,41 +125,41 @@ class RunConfig:
         section="the model and its loss",
     )
     clip_skip: int = option(
-        0, "Read CLIP this many layers below the one that the family reads, 1: penultimate; not FLUX.", switches={"clip_penultimate": 1}
+        0, "Read CLIP this many layers below the one that the family reads, 1: penultimate; not where a T5 reads.", switches={"clip_penultimate": 1}
     )
     max_token_chunks: int = option(
         1,
-        "Chunks of 75 tokens of a caption that are read, each with its own begin and end; not FLUX.",
+        "Chunks of 75 tokens of a caption that are read, each with its own begin and end; not where a T5 reads.",
         aliases=("extended_mode_chunks", "extended_chunks"),
     )
-    max_sequence_length: int = option(512, "Tokens of a caption that T5 reads; FLUX.")
+    max_sequence_length: int = option(512, "Tokens of a caption that a T5 reads.")
     prediction_type: str = option(
         "auto",
-        "What the UNet predicts; auto: what the model's scheduler says; not FLUX.",
+        "What the UNet predicts; auto: what the model's scheduler says; not with flow matching.",
         choices=("auto", "epsilon", "v_prediction", "sample"),
     )
     rescale_betas_zero_snr: bool | None = option(
-        None, "Noise that leaves nothing of the picture at the last step; auto: as the model's scheduler has it; not FLUX."
+        None, "Noise that leaves nothing of the picture at the last step; auto: as the model's scheduler has it; not with flow matching."
     )
-    snr_gamma: float = option(0.0, "Weight the loss by min-SNR with this gamma, 5 is usual; 0: not; not FLUX.")
+    snr_gamma: float = option(0.0, "Weight the loss by min-SNR with this gamma, 5 is usual; 0: not; not with flow matching.")
     noise_offset: float = option(
-        0.0, "Add so much noise that is the same in all of a channel, for very dark and bright pictures; not FLUX."
+        0.0, "Add so much noise that is the same in all of a channel, for very dark and bright pictures; not with flow matching."
     )
-    input_perturbation: float = option(0.0, "Add so much further noise to what the UNet sees, but not to its target; not FLUX.")
+    input_perturbation: float = option(0.0, "Add so much further noise to what the UNet sees, but not to its target; not with flow matching.")
     weighting_scheme: str = option(
         "none",
-        "FLUX: how points between picture and noise are drawn (logit_normal, mode) or weighted (sigma_sqrt, cosmap).",
+        "Flow matching: how points between picture and noise are drawn (logit_normal, mode) or weighted (sigma_sqrt, cosmap).",
         choices=("none", "logit_normal", "mode", "sigma_sqrt", "cosmap"),
     )
     logit_mean: float = option(0.0, "Mean of --weighting_scheme logit_normal.")
     logit_std: float = option(1.0, "Its standard deviation.")
     mode_scale: float = option(1.29, "Scale of --weighting_scheme mode.")
     guidance_scale: float = option(
-        3.5, "FLUX: what the transformer's guidance embedding is told; 1 for checkpoints that were not distilled."
+        3.5, "Flow matching: what the transformer's guidance embedding is told; 1 for checkpoints that were not distilled."
     )
     timestep_bias_strategy: str = option(
         "none",
-        "Which timesteps are drawn more often: the first or last of the schedule (--timestep_bias_portion) or a range; not FLUX.",
+        "Which timesteps are drawn more often: the first or last of the schedule (--timestep_bias_portion) or a range; not with flow matching.",
         choices=("none", "earlier", "later", "range"),
     )
     timestep_bias_multiplier: float = option(1.0, "How much more often; below 1: less often.")
