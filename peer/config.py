@@ -158,9 +158,9 @@ class PeerConfig:
         aliases=("resume",),
     )
     save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-N every so many global steps; 0: at the end only.")
-    save_as_full_pipeline: bool = option(False, "textual_inversion: write the whole pipeline as well, which knows the new word.")
+    save_as_full_pipeline: bool = option(False, "Of a new word: write the whole pipeline as well, which knows it.")
     safe_serialization: bool = option(
-        True, "textual_inversion: write .safetensors; --no_safe_serialization: torch's own format, learned_embeds.bin."
+        True, "Of a new word: write .safetensors; --no_safe_serialization: torch's own format, learned_embeds.bin."
     )
     push_to_hub: bool = option(False, "Upload the result to the Hugging Face Hub at the end; asked for leave at the start.")
     hub_model_id: str = option("", "Repository for --push_to_hub, such as owner/name; default: the name of --output_dir.")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from peer.config import PeerConfig
 from swarm.end import End
 from swarm.run.family import Family
+from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
 
@@ -247,7 +248,7 @@ class SourceContext:
     @property
     def bare_caption(self) -> str | None:
         """The caption of pictures that have none; None: they cannot be trained on."""
-        return self.peer.instance_prompt or ("" if self.run.method == "textual_inversion" else None)
+        return self.peer.instance_prompt or ("" if method_named(self.run.method).bare_pictures else None)
 
 
 class LeaseLost(Exception):

@@ -37,6 +37,7 @@ from swarm.errors import ExitCode, UserError, run_program
 from swarm.interrupts import interruptible
 from swarm.logs import setup_logging
 from swarm.options import build, option, parse_flags
+from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -116,10 +117,8 @@ def write(result: Path, config: ExportConfig, out: Path) -> None:
     part, dtype = out.with_name(f".{out.name}.writing"), _DTYPES[config.dtype]
     try:
         if config.format == "single_file":
-            if kept and kept.run.method == "textual_inversion":
-                raise UserError(
-                    "A single file has no place for a new word.", fix="Use --format embedding, beside the base model's own file."
-                )
+            if kept and (why := method_named(kept.run.method).in_one_file):
+                raise UserError(why, fix="Use --format embedding, beside the base model's own file.")
             write_single_file(_whole(result, kept, config).pipeline, part, dtype)
         elif config.format == "embedding":
             write_embedding(result, part, kept.run.family if kept else "", dtype)

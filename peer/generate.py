@@ -12,6 +12,7 @@ from swarm.arguments import ArgumentParser
 from swarm.errors import UserError, run_program
 from swarm.logs import setup_logging
 from swarm.options import build, option, parse_flags
+from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def load(config: GenerateConfig) -> Any:
     names = [f"lora_{number}" for number in range(len(config.lora))]
     for name, source in zip(names, config.lora, strict=True):
         loading.add_lora(pipeline, Path(source), name)
-    own = ["default"] if needs and needs.run.method == "lora" else []
+    own = ["default"] if needs and method_named(needs.run.method).adapter else []
     if own or names:  # without --lora, --lora_scale is the result's own
         pipeline.set_adapters([*own, *names], [1.0 if names else config.lora_scale] * len(own) + [config.lora_scale] * len(names))
     for source in config.embedding:

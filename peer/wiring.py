@@ -54,6 +54,8 @@ from peer.volunteer.resting import Resting
 from swarm.digest import digest_json
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
+from swarm.run.method import method_named
+from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -228,9 +230,9 @@ def prepare_prior(launch: Launch, model: Model, precision: Precision) -> ClassPi
     run, peer = launch.run, launch.peer
     if not peer.with_prior_preservation:
         return None
-    if run.method == "textual_inversion":
+    if not method_named(run.method).changes_model:
         raise UserError(
-            "with_prior_preservation has nothing to preserve: textual_inversion changes nothing of the model.",
+            f"with_prior_preservation has nothing to preserve: {run.method} changes nothing of the model.",
             fix="Remove --with_prior_preservation.",
         )
     folder = Path(peer.class_data_dir)
@@ -374,7 +376,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         learning_rate=build_schedule(run),
         max_grad_norm=run.max_grad_norm,
         precision=learner.precision,
-        sync=RankedSync(sync, group, learner.params, moves=run.sync != "none"),
+        sync=RankedSync(sync, group, learner.params, moves=swarms(run.sync)),
         feed=feed,
         accounts=Accounts(source),
         group=group,
@@ -384,7 +386,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         save=build_checkpoints(launch, learner.optimizer).save,
         occasions=Occasions(),
         by_rounds=peer.swarming,
-        averages=run.sync != "none",
+        averages=swarms(run.sync),
         average=Ema(learner.params, peer.ema_decay) if peer.use_ema and group.is_main else None,
         noise_seed=noise_seed(run, own_id),
         trial=build_trial(launch, learner),
@@ -406,7 +408,7 @@ def build_sync(launch: Launch, params: Params) -> Sync | None:
         output_dir=launch.output,
         server_url=joined.server_url,
         initial_peers=joined.initial_peers,
-        end=launch.end if joined.run.sync != "none" else None,
+        end=launch.end if swarms(joined.run.sync) else None,
         last_known=joined.last_known,
     )
     sync = load_part("sync", joined.run.sync).build(context)

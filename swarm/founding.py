@@ -1,7 +1,7 @@
 """What every peer would refuse of a run, found out by whoever founds it: before it is signed, and without torch."""
 
 from swarm.errors import UserError
-from swarm.run.family import family_named
+from swarm.run.family import family_named, refused
 from swarm.run_config import RunConfig
 
 
@@ -15,10 +15,9 @@ def check_founding(run: RunConfig) -> None:
 def check_family(family: str, run: RunConfig) -> None:
     """Raise UserError for an option of `run` that the family has no use for: whoever gave it meant another model."""
     facts = family_named(family)
-    for reason, names in facts.refuses.items() if facts else ():
-        for name in names:
-            if run.was_given(name):
-                raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
+    for name, reason in refused(facts).items() if facts else ():
+        if run.was_given(name):
+            raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
 
 
 def check_schedule(run: RunConfig) -> None:

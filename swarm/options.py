@@ -6,6 +6,7 @@ Order of precedence: defaults < file (TOML) < flags. Unknown flags and keys are 
 import argparse
 import dataclasses
 import difflib
+import math
 import re
 import sys
 import types
@@ -36,15 +37,37 @@ def option(
     choices: Sequence[str] | None = None,
     switches: Mapping[str, Any] | None = None,
     section: str = "",
+    ge: float | None = 0,
+    le: float | None = None,
+    lt: float | None = None,
+    found_out: bool = False,
 ) -> Any:
     """Declare one option of a frozen dataclass.
 
-    aliases: further flag names, without the dashes; switches: flags that stand for a value; section: the heading of this option and those after it.
+    aliases: further flag names, without the dashes; switches: flags that stand for a value; section: the heading of this option and those after it; ge, le, lt:
+    the least number, the largest, and the one that it must stay below, which `check_bounds` holds it to; found_out: the default leaves it to whoever founds the run.
     """
-    metadata = {"help": help, "aliases": tuple(aliases), "choices": choices, "switches": dict(switches or {}), "section": section}
+    metadata = {"bounds": (ge, le, lt), "found_out": found_out, "help": help, "aliases": tuple(aliases), "choices": choices, "switches": dict(switches or {}), "section": section}
     if isinstance(default, list | tuple):
         return dataclasses.field(default_factory=lambda: tuple(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def names_of(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def check_bounds(config: Any) -> None:
+    """Raise UserError for a number of the dataclass `config` that is none, or not within its bounds."""
+    for field in dataclasses.fields(config):
+        value, (ge, le, lt) = getattr(config, field.name), field.metadata["bounds"]
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{field.name} is {value}.", fix="Use a finite number.")
+        if (ge is not None and value < ge) or (le is not None and value > le) or (lt is not None and value >= lt):
+            upper = f"{le:g}]" if le is not None else f"{lt:g})" if lt is not None else ""
+            raise UserError(f"{field.name} is {value}.", fix=f"Use a value in [{ge:g}, {upper}." if upper else f"Use {ge:g} or more.")
 
 
 def nearest(word: str, right: Iterable[str]) -> str:

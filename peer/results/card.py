@@ -4,15 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.run.family import family_named
+from swarm.run.method import method_named
 
 if TYPE_CHECKING:
     from peer.results.result import Result
-
-_KINDS = {
-    "full": ("a full fine-tune", ["diffusers-training"]),
-    "lora": ("LoRA weights", ["diffusers-training", "lora"]),
-    "textual_inversion": ("a textual inversion embedding", ["diffusers-training", "textual_inversion"]),
-}
 
 
 def write_card(folder: Path, about: "Result") -> None:
@@ -24,7 +19,7 @@ def write_card(folder: Path, about: "Result") -> None:
         library_name="diffusers",
         base_model=about.base_on_hub or None,
         instance_prompt=run.placeholder_token or None,
-        tags=[family.tag if family else "diffusers", "text-to-image", "diffusers", *_KINDS.get(run.method, ("", []))[1]],
+        tags=[family.tag if family else "diffusers", "text-to-image", "diffusers", *method_named(run.method).tags],
     )
     (folder / "README.md").write_text(f"---\n{header.to_yaml()}\n---\n{_description(about)}", encoding="utf-8")
 
@@ -32,7 +27,7 @@ def write_card(folder: Path, about: "Result") -> None:
 def _description(about: "Result") -> str:
     run = about.run
     base = about.base_on_hub or Path(run.model).name or "a local model"
-    kind = _KINDS.get(run.method, ("a result", []))[0]
+    kind = method_named(run.method).kind
     facts = {
         "base model": base,
         "data": about.dataset or "not named",
@@ -64,14 +59,4 @@ No licence was stated for these weights. That of the base model may say what is 
 
 def _loading(about: "Result", base: str) -> str:
     run, family = about.run, family_named(about.run.family)
-    pipeline = family.pipeline if family else "DiffusionPipeline"
-    if run.method == "full":
-        return f'from diffusers import {pipeline}\n\npipeline = {pipeline}.from_pretrained("THIS_FOLDER")'
-    lines = [f"from diffusers import {pipeline}", "", f'pipeline = {pipeline}.from_pretrained("{base}")']
-    if run.method == "lora":
-        return "\n".join([*lines, 'pipeline.load_lora_weights("THIS_FOLDER")'])
-    lines.append('pipeline.load_textual_inversion("THIS_FOLDER", weight_name="learned_embeds.safetensors")')
-    for name, encoder in [*family.text_encoders.items()][1:] if family else ():
-        file, its = f"learned_embeds{name.removeprefix('text_encoder')}", f"text_encoder=pipeline.{name}, tokenizer=pipeline.{encoder.tokenizer}"
-        lines.append(f'pipeline.load_textual_inversion("THIS_FOLDER", weight_name="{file}.safetensors", {its})')
-    return "\n".join([*lines, f'picture = pipeline("a photo of {run.placeholder_token}").images[0]'])
+    return method_named(run.method).loading(family.pipeline if family else "DiffusionPipeline", base, run)

@@ -10,6 +10,7 @@ from peer.models.diffusion.source import first_line, locate
 from peer.results.result import Result, read_result
 from swarm.errors import UserError
 from swarm.run.family import family_of_pipeline
+from swarm.run.method import method_named
 
 LORA = "pytorch_lora_weights.safetensors"
 EMBEDDINGS = ("learned_embeds.safetensors", "learned_embeds.bin")
@@ -151,7 +152,7 @@ def _there(source: Path) -> Path:
 def as_pipeline(run_of: Result, folder: Path, model: Any) -> Any:
     """`model`, the base model, with the result in `folder` merged into its weights; a peer/models model that can be saved whole."""
     add_result(model.pipeline, folder)
-    if run_of.run.method == "lora":
+    if method_named(run_of.run.method).adapter:
         model.pipeline.fuse_lora(components=_merged(model.pipeline))
         model.pipeline.unload_lora_weights()
     return model

@@ -4,7 +4,10 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from swarm.options import names_of
+from swarm.run.loss import losses
 from swarm.run.rooms import modules
+from swarm.run.texts import READERS
 
 CLIP = "clip"
 OPEN_CLIP = "open_clip"
@@ -61,8 +64,10 @@ class Family:
     """Options of the run on which the text encoders' answers depend. All families of 0.1 have these three in the names of what is cached."""
     caption_tokens: int
     """Tokens of a caption that are read by default."""
-    refuses: Mapping[str, tuple[str, ...]]
-    """Why it cannot have which options of the run."""
+    loss: str
+    """The module of swarm/run/losses by which it is trained, whose options it takes."""
+    sections: tuple[type, ...]
+    """The further options that it takes: how captions are read, and its own."""
     tag: str
     """The Hub's."""
     guidance: float
@@ -76,6 +81,11 @@ class Family:
     @property
     def name(self) -> str:
         return next(name for name, family in families().items() if family is self)
+
+    @property
+    def reader(self) -> str:
+        """What reads captions in full, for people."""
+        return next(READERS[section] for section in self.sections if section in READERS)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -107,6 +117,17 @@ def known_parts() -> tuple[str, ...]:
     found = families().values()
     denoisers, encoders = (family.denoiser for family in found), (name for family in found for name in family.text_encoders)
     return (*sorted(set(denoisers)), *sorted(set(encoders)), "vae")
+
+
+def refused(family: Family) -> dict[str, str]:
+    """Options that belong to other families: why this one has no use for each."""
+    theirs = (*family.sections, losses()[family.loss].options)
+    because = {
+        **{loss.options: f"is trained by {losses()[family.loss].title}, which has no such thing" for loss in losses().values()},
+        **{section: f"reads captions with {family.reader}" for section in READERS},
+    }
+    sections = {*because, *(section for other in families().values() for section in other.sections)} - {*theirs}
+    return {name: because.get(section, "has no such thing") for section in sections for name in names_of(section)}
 
 
 def titles() -> str:

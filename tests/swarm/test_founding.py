@@ -52,7 +52,7 @@ def test_a_misspelt_name_is_one_line_with_the_right_one(option, wrong, right):
         ({"family": "flux", "clip_skip": 1}, "clip_skip is 1, but flux reads captions with T5"),
         (
             {"family": "sdxl", "guidance_scale": 1.0},
-            "guidance_scale is 1.0, but sdxl is not trained by flow matching. Remove --guidance_scale",
+            "guidance_scale is 1.0, but sdxl has no such thing. Remove --guidance_scale",
         ),
     ],
 )

@@ -1,6 +1,22 @@
 """FLUX.1: a transformer told by T5, and by CLIP's embedding of the whole caption."""
 
+from dataclasses import dataclass
+
+from swarm.options import option
 from swarm.run.family import Family, TextEncoder
+from swarm.run.texts import T5Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of the transformer."""
+
+    guidance_scale: float = option(
+        3.5,
+        "What the transformer's guidance embedding is told; 1 for checkpoints that were not distilled.",
+        section="the family flux",
+    )
+
 
 FAMILY = Family(
     title="FLUX",
@@ -32,13 +48,8 @@ FAMILY = Family(
     kohya=False,
     single_file=False,
     caption_tokens=512,
-    refuses={
-        "is trained by flow matching, which has no such thing": (
-            *("prediction_type", "rescale_betas_zero_snr", "snr_gamma", "noise_offset", "input_perturbation"),
-            "timestep_bias_strategy",
-        ),
-        "reads captions with T5": ("clip_skip", "max_token_chunks"),
-    },
+    loss="flow_matching",
+    sections=(T5Text, Options),
     tag="flux",
     guidance=3.5,
     negative_prompts=False,

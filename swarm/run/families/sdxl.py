@@ -1,6 +1,7 @@
 """Stable Diffusion XL: a UNet told by OpenAI's CLIP and by OpenCLIP's larger one."""
 
 from swarm.run.family import CLIP, OPEN_CLIP, Family, TextEncoder
+from swarm.run.texts import ClipText
 
 _CLIP_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -34,12 +35,8 @@ FAMILY = Family(
     single_file=True,
     marks_prediction=True,
     caption_tokens=77,
-    refuses={
-        "is not trained by flow matching": (
-            *("weighting_scheme", "logit_mean", "logit_std", "mode_scale", "guidance_scale"),
-            "max_sequence_length",
-        )
-    },
+    loss="denoising",
+    sections=(ClipText,),
     tag="stable-diffusion-xl",
     guidance=7.5,
     negative_prompts=True,

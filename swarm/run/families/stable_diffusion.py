@@ -1,6 +1,7 @@
 """Stable Diffusion 1.x and 2.x: a UNet told by one text encoder, OpenAI's CLIP in 1.x and OpenCLIP's in 2.x."""
 
 from swarm.run.family import CLIP, OPEN_CLIP, Family, TextEncoder
+from swarm.run.texts import ClipText
 
 FAMILY = Family(
     title="Stable Diffusion",
@@ -23,12 +24,8 @@ FAMILY = Family(
     kohya=True,
     single_file=True,
     caption_tokens=77,
-    refuses={
-        "is not trained by flow matching": (
-            *("weighting_scheme", "logit_mean", "logit_std", "mode_scale", "guidance_scale"),
-            "max_sequence_length",
-        )
-    },
+    loss="denoising",
+    sections=(ClipText,),
     tag="stable-diffusion",
     guidance=7.5,
     negative_prompts=True,

@@ -1,0 +1,17 @@
+"""An outer Nesterov optimizer steps along the mean of what the peers moved (DiLoCo, arXiv:2311.08105)."""
+
+from dataclasses import dataclass
+
+from swarm.options import option
+from swarm.run.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of the outer optimizer."""
+
+    outer_learning_rate: float = option(0.7, "Step size of the outer Nesterov optimizer.", section="the strategy diloco")
+    outer_momentum: float = option(0.9, "Its momentum.", lt=1)
+
+
+STRATEGY = Strategy(since="0.1.0", sections=(Options,))
