@@ -24,6 +24,7 @@ from peer.loop.accounts import Accounts
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.state import State
 from peer.sync.engine.trainer import sidecar
+from peer.sync.engine.trainer.messages import Failed, Message, Start, pack, unpack
 from peer.sync.engine.trainer.port import PortClosed
 from peer.sync.engine.trainer.sidecar_process import Processes
 from peer.sync.engine.trainer.swarm_sync import SwarmSync
@@ -52,7 +53,7 @@ class Process:
     def __init__(self, machine: "Machine", name: str):
         self.machine, self.name = machine, name
         self.stopped = self.dead = False
-        self.held: list[asyncio.Handle] = []
+        self.held: list = []
         self.tasks: list[asyncio.Task] = []
         """Kept for as long as the world lives: what a killed process was in the middle of must not be unwound."""
         self.context = contextvars.copy_context()
@@ -87,9 +88,8 @@ class Process:
         self.stopped = True
 
     def go_on(self) -> None:
-        self.stopped, held = False, self.held
-        self.held = []
-        asyncio.get_running_loop()._ready.extend(held)
+        self.stopped = False
+        self.machine.world.loop.go_on(self)
 
 
 def _buffers(call: Callable[[], Any], result: Any) -> list[Any]:
@@ -116,7 +116,7 @@ class Port:
         self._process, self._thread = process, thread
         self._inbox: deque[tuple[bytes, list[SharedBuffer]]] = deque()
         self._changed: Callable[[], None] | None = None
-        self.closed = False
+        self.closed = self._notified = False
         self.spy: Callable[[str, dict, list[SharedBuffer]], None] = lambda kind, values, buffers: None
 
     @classmethod
@@ -129,14 +129,15 @@ class Port:
     def _gone(self) -> bool:
         return self.other.closed or self.other._process.dead
 
-    def send(self, kind: str, *buffers: SharedBuffer, seconds: float = 30.0, **values: Any) -> None:
+    def send(self, message: Message, seconds: float = 30.0) -> None:
         if self.closed or self._gone:
             raise PortClosed("the other process has ended")
-        self.spy(kind, values, list(buffers))
-        self.other._inbox.append((msgpack.packb({"kind": kind, **values}), list(buffers)))
+        kind, values, buffers = pack(message)
+        self.spy(kind, values, buffers)
+        self.other._inbox.append((msgpack.packb([kind, values]), buffers))
         self.other._notify()
 
-    def receive(self, seconds: float) -> tuple[str, dict[str, Any], list[SharedBuffer]] | None:
+    def receive(self, seconds: float) -> Message | None:
         if self.closed:
             raise PortClosed("this end is closed")
         if not self._inbox and not self._gone and seconds > 0 and (thread := self._thread()) is not None:
@@ -145,8 +146,7 @@ class Port:
             self._changed = None
         if self._inbox:
             data, buffers = self._inbox.popleft()
-            values = msgpack.unpackb(data)
-            return values.pop("kind"), values, buffers
+            return unpack(*msgpack.unpackb(data), buffers)
         if self._gone:
             raise PortClosed("the other process has ended")
         return None
@@ -168,11 +168,12 @@ class Port:
         self.other._notify()
 
     def _notify(self) -> None:
-        if self._changed is not None:
-            loop = self._process.machine.world.loop
-            loop.call_soon(self._call, context=self._process.context.copy())
+        if self._changed is not None and not self._notified:
+            self._notified = True
+            self._process.machine.world.loop.call_soon(self._call, context=self._process.context.copy())
 
     def _call(self) -> None:
+        self._notified = False
         if self._changed is not None:
             self._changed()
 
@@ -197,8 +198,8 @@ class Child:
 class Machine:
     """A peer from its first start to its end: `boot`, `kill`, `power_cut`, and what goes on in between."""
 
-    def __init__(self, world: "World", peer: str, link: Link, *, step_seconds: float, batch: int, skew: float):
-        self.world, self.peer, self.link = world, peer, link
+    def __init__(self, world: "World", peer: str, number: int, link: Link, *, step_seconds: float, batch: int, skew: float):
+        self.world, self.peer, self.number, self.link = world, peer, number, link
         self.step_seconds, self.batch, self.skew, self.slowness = step_seconds, batch, skew, 1.0
         self.disk = Disk(random.Random(world.rng.getrandbits(64)))
         self.trainer: Process | None = None
@@ -210,7 +211,7 @@ class Machine:
         self.over = self.leaves = False
         self.failure: BaseException | None = None
         self.graveyard: list[Process] = []
-        self.source = Source(self)
+        self.source: Source | None = None
         self._seed = world.rng.getrandbits(48)
 
     @property
@@ -220,6 +221,11 @@ class Machine:
     @property
     def alive(self) -> bool:
         return self.trainer is not None and not self.trainer.dead and not self.over
+
+    @property
+    def address(self) -> str:
+        number = self.number
+        return f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
 
     def wall(self) -> float:
         return _EPOCH + self.world.loop.time() + self.skew
@@ -237,10 +243,15 @@ class Machine:
     def boot(self) -> None:
         self.boots += 1
         self.failure, self.over, self.leaves = None, False, False
-        self.source.boot(self.boots)
+        self.source = None
         self.trainer = Process(self, "trainer")
         self.thread = self.trainer.context.run(LockStepThread, self.world.loop, self._train, self._failed)
         self.trainer.context.run(self.thread.start)
+
+    def leave(self) -> None:
+        """In order: what was trained is averaged, what was leased is given back."""
+        self.leaves = True
+        self.thread.wake()
 
     def kill(self, *, power: bool = False) -> None:
         """Both processes at once; without power what was not flushed is lost as well."""
@@ -281,18 +292,17 @@ class Machine:
         node = None
         try:
             await asyncio.sleep(self.world.rng.uniform(1.0, 3.0))  # to load its modules
-            message = port.receive(0)
-            if message is None or message[0] != "start":
+            opening = [port.receive(0)]
+            if not isinstance(opening[0], Start):
                 return
-            _, values, buffers = message
             node = await self._join(process)
             rng = random.Random(self.world.rng.getrandbits(64))
-            await sidecar.take_part(port, values, buffers, node, stop, self.disk.root(), self.wall, rng)
+            await sidecar.take_part(port, opening, node, stop, self.disk.root(), self.wall, rng)
         except PortClosed:
             pass
         except UserError as error:
             with contextlib.suppress(PortClosed):
-                sidecar.TrainerPort(port).failed(error)
+                sidecar.TrainerLine(port).send(Failed.of(error))
             child.code = int(error.code)
         except PeerLost as error:
             log.warning("the swarm process ends: %s", error)
@@ -340,12 +350,12 @@ class Machine:
             output_dir=self.disk.root(),
         )
         sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
-        accounts = Accounts(self.source)
+        self.source = source = Source(self)
+        accounts = Accounts(source)
         done = self._follow(sync, accounts, sync.catch_up())
-        while not done and not self.leaves:
+        while not done and not self.leaves and (keys := source.draw(self.batch)):
             self._sleep(self.step_seconds * self.slowness * self.world.rng.uniform(0.9, 1.1))
             self._step(sync, params, generator)
-            keys = self.source.draw(self.batch)
             accounts.trained(keys)
             done = self._follow(sync, accounts, sync.step(len(keys), 1.0))
         report = SyncReport(wait=True)
@@ -353,6 +363,7 @@ class Machine:
             report = self._settle(sync, accounts, sync.leave(hurry=self.leaves))
         sync.close()
         accounts.give_back_aside()
+        source.close()
         self.over = True
 
     def _step(self, sync: SwarmSync, params: dict[str, nn.Parameter], generator: torch.Generator) -> None:

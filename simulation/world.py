@@ -17,8 +17,10 @@ from simulation.loop import OWNER, Deadlock, VirtualLoop
 from simulation.machine import Machine
 from simulation.network import Link, Network
 from simulation.records import Records
+from simulation.server import Dataset, Server
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from swarm.tasks import within
 
 _TRACE_LINES = 400
 _LOOK_SECONDS = 1.0
@@ -85,9 +87,12 @@ class World:
         self.network = Network(self.loop, random.Random(self.rng.getrandbits(64)))
         self.records = Records(self.network, random.Random(self.rng.getrandbits(64)), self.loop.time)
         self.checks = Checks(self)
+        dataset = Dataset(scenario.seed)
         self.run = RunConfig(
-            model="x", sync=scenario.sync, wire=scenario.wire, total_samples=0, target_batch_size=scenario.target_per_peer * scenario.peers
-        )
+            model="x", sync=scenario.sync, wire=scenario.wire, total_samples=0, target_batch_size=scenario.target_per_peer * scenario.peers,
+            dataset_digest=dataset.digest,
+        )  # fmt: skip
+        self.server = Server(self, self.run, dataset)
         self.machines: list[Machine] = []
         self.faults_done: Counter[str] = Counter()
         self.calm = False
@@ -137,7 +142,7 @@ class World:
         nat = "nat" in self.scenario.faults and self._born > 2 and self.rng.random() < 0.3
         link = Link(up, up * self.rng.choice([1, 4]), self.rng.uniform(0.005, 0.06), behind_nat=nat, loss=0.001)
         machine = Machine(
-            self, f"Qm{name[:44]}", link,
+            self, f"Qm{name[:44]}", self._born, link,
             step_seconds=self.rng.choice([0.5, 1.0, 2.0]), batch=self.rng.choice([1, 2, 4]), skew=self.rng.uniform(-0.5, 0.5),
         )  # fmt: skip
         machine.disk.appended = lambda path, data: self.checks.appended(machine, path, data)
@@ -159,6 +164,7 @@ class World:
         root.addHandler(handler)
         root.setLevel(logging.INFO)
         gc.collect()
+        gc.freeze()  # a hundred thousand objects of modules
         gc.disable()
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._unheard)
@@ -210,25 +216,30 @@ class World:
 
     async def _look(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._stopped.wait(), _LOOK_SECONDS)
+            await within(_LOOK_SECONDS, self._stopped.wait())
         self.checks.raise_if_broken()
         if self.loop.time() % 60 < _LOOK_SECONDS:
             gc.collect(0)
 
     async def _all_commit(self) -> None:
         """Liveness: with no more faults every peer commits within the bound, and all that may come to one lineage do."""
-        began, before = self.loop.time(), {machine.peer: self._round_of(machine) for machine in self.machines}
+        differs, began, before = "", self.loop.time(), {machine.peer: self._round_of(machine) for machine in self.machines}
         while True:
             await self._look()
             recent = self.checks.lineage(self._tip())[:_RECENT_ROUNDS]
             behind = [machine for machine in self.machines if self.checks.stands(machine) not in recent]
             idle = [machine for machine in self.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
             if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
-                self.apart = len(behind)
-                return
+                gone = {machine.peer for machine in self.gone}
+                differs = self.checks.ledger_agrees(self.server.book, recent, gone) if not behind else ""
+                if not differs:
+                    self.apart = len(behind)
+                    self.checks.whole_ledger(self.server.book)
+                    return
             if self.loop.time() - began > self.scenario.calm_seconds:
                 stands = ", ".join(f"{m.short} at {self.checks.stands(m)[:8]} of round {self._round_of(m)}" for m in self.machines)
-                self.checks.breach(f"{self.scenario.calm_seconds:.0f} s after the last fault not all have committed: {stands}")
+                what = f"ledger and states differ: {differs}" if differs else f"not all have committed: {stands}"
+                self.checks.breach(f"{self.scenario.calm_seconds:.0f} s after the last fault {what}")
 
     def _round_of(self, machine: Machine) -> int:
         commit = self.checks.commits.get(self.checks.stands(machine))
@@ -248,8 +259,7 @@ class World:
                     process.dead = True
             if machine.thread is not None:
                 machine.thread.kill()
-        self.loop._ready.clear()
-        self.loop._scheduled.clear()
+        self.loop.forget()
         asyncio.set_event_loop(None)
         self.loop.close()
 

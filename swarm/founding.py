@@ -1,12 +1,24 @@
 """What every peer would refuse of a run, found out by whoever founds it: before it is signed, and without torch."""
 
+from dataclasses import replace
+from pathlib import Path
+
 from swarm.errors import UserError
 from swarm.run.family import family_named, refused
+from swarm.run.loss import losses
+from swarm.run.losses.denoising import check_noise
 from swarm.run_config import RunConfig
+
+
+def with_noise(run: RunConfig, source: Path) -> RunConfig:
+    """The run with what its loss reads of the base model at `source`, a folder or a file, where that was left open. Raises UserError."""
+    family = family_named(run.family)
+    return replace(run, **losses()[family.loss].found_in(run, source)) if family else run
 
 
 def check_founding(run: RunConfig) -> None:
     """Raise UserError for what no peer of `run` could train; run: with its family, where that is known."""
+    check_noise(run.rescale_betas_zero_snr, run.prediction_type)
     check_schedule(run)
     check_sides(run.resolution, run.num_buckets, run.bucket_side_min, run.bucket_side_max)
     check_family(run.family, run)

@@ -29,8 +29,8 @@ SECTIONS: tuple[type, ...] = tuple(
 )
 """All options of a run, each declared by the part that it belongs to."""
 
-_FOUND_OUT = {field.name: field.default for section in SECTIONS for field in dataclasses.fields(section) if field.metadata["found_out"]}
-"""Values that leave it to the program; a peer that gives one agrees with any run."""
+LEFT_OPEN = {field.name: field.default for section in SECTIONS for field in dataclasses.fields(section) if field.metadata["found_out"]}
+"""Values that leave it to the program, or to what the founder finds in the model; a peer that gives one agrees with any run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
         if self.learning_rate == 0:
             resolved["learning_rate"] = method.learning_rate
         for name, owners_of in owners().items():
-            if self.method not in owners_of and getattr(self, name) == _FOUND_OUT.get(name, self):
+            if self.method not in owners_of and getattr(self, name) == LEFT_OPEN.get(name, self):
                 resolved[name] = DEFAULTS[name]
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
@@ -125,6 +125,6 @@ class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
 
     def differing(self, said: Mapping[str, Any]) -> list[str]:
         """Which of the options in `said` this run has otherwise; the model's places do not count, nor what is left to the program."""
-        left_open = {name for name, value in _FOUND_OUT.items() if said.get(name) == value}
+        left_open = {name for name, value in LEFT_OPEN.items() if said.get(name) == value}
         return [name for name, value in said.items() if name not in {*PLACES, *left_open} and value != getattr(self, name)]
 

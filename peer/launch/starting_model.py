@@ -10,6 +10,7 @@ from peer.rooms import load_part
 from swarm.base_model import AUTO, family_of
 from swarm.digest import digest_model
 from swarm.errors import UserError
+from swarm.founding import with_noise
 from swarm.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -19,14 +20,16 @@ log = logging.getLogger(__name__)
 
 
 def complete(run: RunConfig, *, digest: bool = False) -> RunConfig:
-    """The run with all that its founder works out for the others. Raises UserError when its base model is not there or of no known family."""
+    """The run with all that its founder works out for the others; digest: as one of a swarm. Raises UserError when its base model is not there or of no known family."""
     from peer.models.diffusion.source import locate
 
     source = locate(run.model)
     if run.family == AUTO:
         run = dataclasses.replace(run, family=family_of(source))
         log.info("the model %s is of family=%s", run.model, run.family)
-    return dataclasses.replace(run, model_digest=digest_model(source)) if digest else run
+    if not digest:
+        return run
+    return dataclasses.replace(with_noise(run, source), model_digest=digest_model(source))
 
 
 def load_model(run: RunConfig, given: Mapping[str, Any], device: Any) -> "Model":

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = "kill,sidecar,power,stop,sleep,partition,reset,disk,slow,clock,nat"
+ALL = "kill,sidecar,power,stop,sleep,partition,reset,disk,slow,clock,nat,server,answers,ledger,pause"
 KNOWN = {
     3: "two volunteers behind NAT waited for ever beside three newcomers that had gone on (rule R7)",
     11: "a round without a single waiting moment divided by zero seconds",

@@ -28,11 +28,11 @@ class Letter:
 class Outbox:
     """Letters in their order. unsaid: where contributions are kept that were offered before the server knew of them, and rounds settled meanwhile.
 
-    news: called after a letter was put in, in the thread that put it.
+    news: called after a letter was put in, in the thread that put it. result: waits for a future, so many seconds.
     """
 
-    def __init__(self, unsaid: Unsaid, news: Callable[[], None]):
-        self._unsaid, self._news, self._lock = unsaid, news, threading.Lock()
+    def __init__(self, unsaid: Unsaid, news: Callable[[], None], result: Callable[[Future, float], None] = Future.result):
+        self._unsaid, self._news, self._result, self._lock = unsaid, news, result, threading.Lock()
         self._letters: deque[Letter] = deque(Letter(_path_of(body), body) for body in unsaid.letters())
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Outbox:
         when this peer is killed before it is back. Raises UserError when the disk does not take it.
         """
         try:
-            letter.answer.result(seconds)
+            self._result(letter.answer, seconds)
             return True
         except FutureTimeout:
             with self._lock:  # a body that is on its way is refused or taken as it is, and sent again as this one if it is refused

@@ -53,9 +53,9 @@ class Unit:
 class Work:
     """See the module. paused: by the host: no samples come, and what is held is kept. clock: in seconds."""
 
-    def __init__(self, batch_samples: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, batch_samples: int, clock: Callable[[], float] = time.monotonic, changed: threading.Condition | None = None):
         self._batch, self._speed = batch_samples, _Speed(clock)
-        self._changed = threading.Condition()  # notified when a unit is ready or there will be none
+        self._changed = changed or threading.Condition()  # notified when a unit is ready or there will be none
         self._leases: dict[str, Lease] = {}
         self._lease_of: dict[str, Lease] = {}
         self._in_work: set[str] = set()  # yielded, and neither done with nor given back

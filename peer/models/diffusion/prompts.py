@@ -41,8 +41,19 @@ def hidden_states(encoder: Any, ids: Tensor, layers_above: int) -> tuple[Tensor,
 
 
 def final_norm(encoder: Any) -> Any:
-    """CLIP's last layer norm; transformers 5 has no `.text_model` around it in a CLIPTextModel."""
-    return getattr(encoder, "text_model", encoder).final_layer_norm
+    """CLIP's last layer norm."""
+    return _text_model(encoder).final_layer_norm
+
+
+def last_layers(encoder: Any, count: int) -> list[Any]:
+    """Those above the states that `hidden_states` reads below `count` layers."""
+    layers = _text_model(encoder).encoder.layers
+    return list(layers[len(layers) - count :])
+
+
+def _text_model(encoder: Any) -> Any:
+    """transformers 5 has no `.text_model` in a CLIPTextModel."""
+    return getattr(encoder, "text_model", encoder)
 
 
 def check_clip_skip(clip_skip: int, **layers_read: int) -> None:

@@ -1,10 +1,16 @@
 """DDPM's discrete steps: the noise, the velocity or the picture is predicted."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from swarm.errors import UserError
 from swarm.options import option
 from swarm.run.loss import Loss
+
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,12 +19,15 @@ class Options:
 
     prediction_type: str = option(
         "auto",
-        "What the UNet predicts; auto: what the model's scheduler says.",
-        choices=("auto", "epsilon", "v_prediction", "sample"),
+        "What the UNet predicts; auto: the founder reads it from the model's scheduler.",
+        choices=("auto", *PREDICTIONS),
+        found_out=True,
         section="the loss: denoising",
     )
     rescale_betas_zero_snr: bool | None = option(
-        None, "Noise that leaves nothing of the picture at the last step; auto: as the model's scheduler has it."
+        None,
+        "Noise that leaves nothing of the picture at the last step; auto: as the model's scheduler has it, which the founder reads.",
+        found_out=True,
     )
     snr_gamma: float = option(0.0, "Weight the loss by min-SNR with this gamma, 5 is usual; 0: not.")
     noise_offset: float = option(0.0, "Add so much noise that is the same in all of a channel, for very dark and bright pictures.")
@@ -43,4 +52,35 @@ class Options:
             )
 
 
-LOSS = Loss(title="denoising", options=Options)
+def _found_in(run: Any, source: Path) -> Mapping[str, Any]:
+    """What the scheduler says of the noise: no digest covers its file, and a joiner's own could say otherwise.
+
+    A single file's scheduler is in `model_config`: where that is no folder here, all stays open.
+    """
+    folder = Path(run.model_config or "no folder") if source.is_file() else source
+    try:
+        said = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+        kind, zero_snr = said.get("prediction_type", "epsilon"), bool(said.get("rescale_betas_zero_snr", False))  # diffusers' defaults
+    except (OSError, ValueError, AttributeError):  # no peer can load such a model, and each says why
+        return {}
+    found: dict[str, Any] = {}
+    if run.prediction_type == "auto":
+        if kind not in PREDICTIONS:
+            raise UserError(
+                f"The scheduler of {run.model} says that the model predicts '{kind}', which cannot be trained.",
+                fix=f"Use another model, or say it with --prediction_type: one of {', '.join(PREDICTIONS)}.",
+            )
+        found["prediction_type"] = kind
+    return {**found, "rescale_betas_zero_snr": zero_snr} if run.rescale_betas_zero_snr is None else found
+
+
+def check_noise(zero_snr: bool | None, prediction_type: str) -> None:
+    """Raise UserError for zero-terminal SNR where the noise is predicted; prediction_type: also 'auto', of which nothing is known here."""
+    if zero_snr and prediction_type == "epsilon":
+        raise UserError(
+            "rescale_betas_zero_snr needs a model that does not predict the noise: at the last step there is nothing else to see.",
+            fix="Add --prediction_type v_prediction, or remove --rescale_betas_zero_snr.",
+        )
+
+
+LOSS = Loss(title="denoising", options=Options, found_in=_found_in)

@@ -12,6 +12,7 @@ from peer.export import find
 from peer.results.fetching import fetch_state
 from peer.sync.engine import assistant
 from peer.sync.engine.assistant import Archive, _choices, assist, newest_state
+from peer.sync.engine.cell import Phase
 from peer.sync.engine.net import neighbours
 from peer.sync.engine.round.groups import rank
 from peer.sync.engine.state import next_state
@@ -215,7 +216,7 @@ def test_helpers_without_anybody_who_trains_make_no_round(swarm, caplog, by_the_
         called.next_round.call("who died a moment later", called.state.digest)
         await until(lambda: "nobody who has samples came" in caplog.text)
         await until(
-            lambda: not any(peer.replica.next_round.is_called_here_or_ahead() or peer.replica._phase != "train" for peer in helpers)
+            lambda: not any(peer.replica.next_round.is_called_here_or_ahead() or peer.replica.phase.value is not Phase.TRAIN for peer in helpers)
         )
         assert not any(peer.rounds() for peer in helpers)
 

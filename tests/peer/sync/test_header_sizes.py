@@ -1,5 +1,6 @@
 """One limit for a state's header: what others send above it is refused, and what we make never is."""
 
+import dataclasses
 import math
 import random
 import struct
@@ -11,6 +12,7 @@ import torch
 from peer.contracts import Member
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.state import ANCESTORS_KEPT, MAX_HEADER_BYTES, MOST_MEMBERS, BadState, Head, Header, State, next_state, state_digest
+from peer.sync.engine.trainer.messages import Rebase, Start
 from peer.sync.engine.trainer.port import Port
 from peer.sync.engine.transfer.download import CHUNKS, Download, Lied
 from peer.sync.engine.transfer.takeover import Takeover, WholeState
@@ -129,10 +131,12 @@ def test_every_header_that_is_taken_over_can_be_told_to_the_trainer(seed, num_by
     header = stuffed(state_of(torch.zeros(10)), num_bytes, random.Random(seed)).header
     assert Header.from_json(header.to_json()) == header
     ours, theirs = Port.pair()
-    ours.send("landed", shared_copy(torch.ones(10)), digest="d" * 64, header=header.to_json())
-    assert Header.from_json(theirs.receive(10)[1]["header"]) == header
-    ours.send("start", shared_copy(torch.ones(10)), header=header.to_json(), run={"model": "x" * 2048}, peers=["/" + "x" * 511] * 64)
-    assert theirs.receive(10)[0] == "start"
+    ours.send(Rebase("d" * 64, header.to_json(), shared_copy(torch.ones(10))))
+    assert Header.from_json(theirs.receive(10).header) == header
+    others = {field.name: None for field in dataclasses.fields(Start)}
+    long = {"header": header.to_json(), "run": {"model": "x" * 2048}, "peers": ["/" + "x" * 511] * 64}
+    ours.send(Start(**{**others, **long, "state": shared_copy(torch.ones(10))}))
+    assert theirs.receive(10).peers == long["peers"]
     ours.close()
     theirs.close()
 
@@ -145,7 +149,7 @@ def test_a_round_that_would_make_a_header_nobody_takes_fails_and_ends_nothing(sw
         base = state_of(torch.zeros(1000), run=run.digest)
         full = next_state(base, [[torch.ones(1000)]], [Member("a", 1, (1 << 53) - 5)])
         peer = await Peer(nodes, await nodes.node(), run, state=full).start(nodes)
-        await until(lambda: peer.replica._note.startswith("round 2 not averaged"))
+        await until(lambda: peer.replica.status.note.startswith("round 2 not averaged"))
         assert not peer.failures and not peer.tasks[0].done() and peer.head is full
 
     swarm(scenario)

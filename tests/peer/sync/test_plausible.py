@@ -2,11 +2,13 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from peer.contracts import Member
+from peer.sync.engine.cell import Bell, Cell
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.met import Met
 from peer.sync.engine.round.plausible import Plausible
@@ -36,7 +38,8 @@ def made(*rounds: list[Member], after: State | None = None) -> State:
 def judge(tmp_path, ours: State, *, issued: int | None = None, clock: Clock | None = None) -> Plausible:
     clock = clock or Clock()
     heads = Heads(Met(tmp_path / "met.json", "run"), list, ours, clock=clock)
-    return Plausible(RunConfig(model="x", target_batch_size=TARGET), "ann", ours, heads, _NeverEnds, Discarded(tmp_path), issued, clock)
+    state, trainer = Cell(ours, Bell(), clock), SimpleNamespace(issued=issued)
+    return Plausible(RunConfig(model="x", target_batch_size=TARGET), "ann", state, trainer, heads, _NeverEnds, Discarded(tmp_path))
 
 
 def refusal(plausible: Plausible, header: Header) -> str:

@@ -16,6 +16,7 @@ import msgpack
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.state import MAX_HEADER_BYTES
 from swarm.pipe import Pipe
+from swarm.tasks import within
 from swarm.unpacking import unpack
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class Channel:
         except OSError as error:
             raise PeerLost(f"{self.peer[-6:]} takes nothing: {_name(error)}") from None
         self.sent += len(head) + len(payload)
-        await asyncio.sleep(0)  # others have their turn, however fast the other end is
+        if payload:
+            await asyncio.sleep(0)  # others have their turn, however fast the other end is
 
     async def receive(self, *, max_payload: int = 0, seconds: float) -> tuple[dict[str, Any], bytes]:
         """The next message. Raises PeerLost when it is late, too long, no message, or {"error": reason}."""
@@ -172,7 +174,7 @@ class Streams:
     async def open(self, peer: str, name: str) -> Channel:
         """Raises PeerLost when `peer` cannot be reached in time."""
         try:
-            return Channel(peer, await asyncio.wait_for(self._node.dial(peer, name), CONNECT_SECONDS), self._upload)
+            return Channel(peer, await within(CONNECT_SECONDS, self._node.dial(peer, name)), self._upload)
         except Exception as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
             raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
 

@@ -21,7 +21,7 @@ from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, square_nor
 from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.vectors import Reused
-from swarm.tasks import end_tasks
+from swarm.tasks import end_tasks, within
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Averager:
             raise self._failed[group_id]
         try:
             async with self._announced:
-                await asyncio.wait_for(self._announced.wait_for(lambda: group_id in self._reductions), _KNOWN_SOON_SECONDS)
+                await within(_KNOWN_SOON_SECONDS, self._announced.wait_for(lambda: group_id in self._reductions))
             return self._reductions[group_id]
         except (asyncio.TimeoutError, KeyError):
             raise PeerLost("unknown group") from None
@@ -344,7 +344,7 @@ class _Reduction:
         began = loop.time()
         for seconds, awaited in ((self._strangers_come_seconds, self._strangers), (COME_SECONDS, self.senders)):
             with contextlib.suppress(asyncio.TimeoutError):
-                return await asyncio.wait_for(self._all_came.wait(), began + seconds - loop.time())
+                return await within(began + seconds - loop.time(), self._all_came.wait())
             if absent := sorted((self.senders & awaited) - self._came):
                 return self.fail(PeerLost(f"{_names(absent)} did not come", absent))
 

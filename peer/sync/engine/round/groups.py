@@ -1,5 +1,6 @@
 """What is said before a round: who brings what, who takes part, and how much of a stranger's word about it is believed."""
 
+import functools
 import math
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Group:
     late: tuple[str, ...] = field(default=(), compare=False)
     leader: str = field(default="", compare=False)
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         return digest_json([self.parent, [[m.peer, m.number, m.samples] for m in self.members], list(self.reducers), self.attempt])
 
@@ -113,6 +114,7 @@ class Answer:
     reason: str
 
 
+@functools.lru_cache(4096)  # each of a round's peers is ranked some twenty times
 def rank(parent: str, peer: str) -> str:
     """The smaller, the better; another order for every parent."""
     return digest_json([parent, peer])

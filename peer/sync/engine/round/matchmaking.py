@@ -34,11 +34,11 @@ from peer.sync.engine.round.groups import (
     parse_ticket,
 )
 from peer.sync.engine.state import MOST_MEMBERS, Head, better
-from swarm.tasks import end_tasks
+from swarm.tasks import end_tasks, within
 
 log = logging.getLogger(__name__)
 
-CALL, JOIN = "distributed-diffusion.call.1", "distributed-diffusion.join.1"
+CALL, JOIN = "distributed-diffusion.call.2", "distributed-diffusion.join.2"
 ANSWER_SECONDS = 5.0
 BEAT_SECONDS = 3.0
 """Whoever waits for a leader hears from it so often; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
@@ -302,8 +302,9 @@ class Matchmaker:
 
     def _before_us(self, ticket: Ticket, leaders: Collection[str]) -> list[str]:
         """Those of `leaders` that we should join, the best ranked first."""
-        ours = self._order(ticket.parent, self._peer_id) if ticket.reduces else None
-        ranked = sorted((self._order(ticket.parent, peer), peer) for peer in leaders)
+        included = self._standing(self._peer_id).included
+        ours = leads_before(ticket.parent, self._peer_id, included) if ticket.reduces else None
+        ranked = sorted((leads_before(ticket.parent, peer, included), peer) for peer in leaders)
         return [peer for theirs, peer in ranked if ours is None or theirs < ours]
 
     def _order(self, parent: str, peer: str) -> tuple[bool, str]:
@@ -483,7 +484,7 @@ class Matchmaker:
                 return
             book.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(book.changed.wait(), max(missing) - now)
+                await within(max(missing) - now, book.changed.wait())
 
     def _send_away(self, book: _Open, ticket: Ticket) -> None:
         """No group holds two of whom one leaves the other out: they would only fail once more."""
