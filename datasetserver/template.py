@@ -81,7 +81,7 @@ def _field(name: str) -> dataclasses.Field:
 def _entries(fields: Sequence[dataclasses.Field], given: Mapping[str, Any]) -> Iterator[str]:
     for field in fields:
         choices = field.metadata["choices"]
-        about = field.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
+        about = field.metadata["description"] + (f" One of {', '.join(choices)}." if choices else "")
         example = f" For example {_toml(_EXAMPLES[field.name])}." if field.name in _EXAMPLES else ""
         yield from textwrap.wrap(about + example, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
         if field.name in given:

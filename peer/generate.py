@@ -4,21 +4,21 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError, run_program
 from swarm.logs import setup_logging
-from swarm.options import build, option, parse_flags
+from swarm.options import build, option, options, parse_flags
 from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class GenerateConfig:
     """What to draw."""
 
@@ -34,23 +34,18 @@ class GenerateConfig:
     )
     prompt: tuple[str, ...] = option((), "What the pictures show; several prompts are drawn one after the other.", aliases=("prompts",))
     negative_prompt: str = option("", "What they shall not show, where the family knows that.")
-    num_images: int = option(4, "Pictures of each prompt.")
+    num_images: int = option(4, "Pictures of each prompt.", ge=1)
     out: str = option("pictures", "Folder for the PNGs.")
-    steps: int = option(25, "Denoising steps.", aliases=("num_inference_steps",))
+    steps: int = option(25, "Denoising steps.", aliases=("num_inference_steps",), ge=1)
     guidance: float | None = option(
         None,
         "How strongly the prompt guides; 1: not beyond the model's own prediction; default: the family's own.",
         aliases=("guidance_scale",),
     )
-    seed: int = option(0, "Picture N is drawn from seed + N.")
+    seed: int = option(0, "Picture N is drawn from seed + N.", ge=-(2**63))
     size: int = option(0, "Side in pixels; 0: the one the model was made for.")
-    batch_size: int = option(8, "Pictures drawn at a time.")
+    batch_size: int = option(8, "Pictures drawn at a time.", ge=1)
     device: str = option("auto", "auto, cpu or cuda.")
-
-    def __post_init__(self) -> None:
-        for name in ("num_images", "steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more.")
 
 
 def main(argv: Sequence[str]) -> None:

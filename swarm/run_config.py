@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from swarm import run_identity
 from swarm.errors import UserError
-from swarm.options import build, check_bounds, check_keys
+from swarm.options import build, check_keys, options
 from swarm.run.core import Agreement, Optimizer, Pictures
 from swarm.run.family import families
 from swarm.run.loss import losses
@@ -33,7 +32,7 @@ LEFT_OPEN = {field.name: field.default for section in SECTIONS for field in data
 """Values that leave it to the program, or to what the founder finds in the model; a peer that gives one agrees with any run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
     """The run (the same for every peer; taken from the server or the DHT when joining)."""
 
@@ -43,7 +42,6 @@ class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
     def __post_init__(self, sent: tuple[str, ...] | None) -> None:
         object.__setattr__(self, "sent", sent)
         self._resolve()
-        check_bounds(self)
         for section in SECTIONS:
             if "check" in vars(section):
                 section.check(self)

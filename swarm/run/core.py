@@ -1,10 +1,9 @@
 """What no part of a run owns: what is trained, how much of it, the local optimizer, pictures and captions."""
 
-from dataclasses import dataclass
 
 from swarm import choices
 from swarm.errors import UserError
-from swarm.options import option
+from swarm.options import option, options
 from swarm.run.method import methods, usual
 from swarm.run.strategy import usual as usual_strategy
 
@@ -17,7 +16,7 @@ def _rates() -> str:
     return ", ".join(f"{method.learning_rate:.0e}".replace("e-0", "e-") + f" for {name}" for name, method in methods().items())
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Agreement:
     """What is trained, and how peers agree."""
 
@@ -41,7 +40,7 @@ class Agreement:
     target_batch_size: int = option(2048, "Samples of the whole swarm per round.", ge=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Optimizer:
     """The local optimizer and its schedule."""
 
@@ -72,7 +71,7 @@ class Optimizer:
             raise UserError(f"learning_rate is {self.learning_rate}.", fix="Use a value in (0, 10); 5e-6 suits a full fine-tune.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Pictures:
     """Pictures and captions."""
 

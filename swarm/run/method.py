@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from swarm.options import names_of, option
+from swarm.options import names_of, option, options
 from swarm.run.rooms import modules
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class TextEncoders:
     """For methods that may train a text encoder."""
 

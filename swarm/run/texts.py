@@ -1,11 +1,10 @@
 """How captions are read, by the kind of text encoder that reads them in full."""
 
-from dataclasses import dataclass
 
-from swarm.options import option
+from swarm.options import option, options
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class ClipText:
     """Of families that read captions with CLIP alone."""
 
@@ -24,7 +23,7 @@ class ClipText:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class T5Text:
     """Of families that read captions with a T5."""
 

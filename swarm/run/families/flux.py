@@ -1,13 +1,12 @@
 """FLUX.1: a transformer told by T5, and by CLIP's embedding of the whole caption."""
 
-from dataclasses import dataclass
 
-from swarm.options import option
+from swarm.options import option, options
 from swarm.run.family import Family, TextEncoder
 from swarm.run.texts import T5Text
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Options:
     """Of the transformer."""
 

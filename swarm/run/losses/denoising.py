@@ -2,18 +2,17 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swarm.errors import UserError
-from swarm.options import option
+from swarm.options import option, options
 from swarm.run.loss import Loss
 
 PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Options:
     """Of denoising."""
 

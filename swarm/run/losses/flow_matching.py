@@ -1,12 +1,11 @@
 """Flow matching: the way from the picture to the noise is predicted at a point of it (Esser et al. 2024, arXiv:2403.03206)."""
 
-from dataclasses import dataclass
 
-from swarm.options import option
+from swarm.options import option, options
 from swarm.run.loss import Loss
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Options:
     """Of flow matching."""
 

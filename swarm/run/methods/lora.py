@@ -1,14 +1,13 @@
 """Two narrow matrices beside each of the attention's linear layers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from swarm.options import option
+from swarm.options import option, options
 from swarm.run.method import Method, TextEncoders
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Options:
     """Of a LoRA."""
 

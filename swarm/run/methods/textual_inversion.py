@@ -1,12 +1,11 @@
 """A new word, as vectors of the text encoders' tables."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from swarm.errors import UserError
-from swarm.options import option
+from swarm.options import option, options
 from swarm.run.family import family_named
 from swarm.run.method import Method
 
@@ -22,7 +21,7 @@ STYLE_TEMPLATES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Options:
     """Of a new word."""
 

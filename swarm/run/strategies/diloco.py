@@ -1,12 +1,11 @@
 """An outer Nesterov optimizer steps along the mean of what the peers moved (DiLoCo, arXiv:2311.08105)."""
 
-from dataclasses import dataclass
 
-from swarm.options import option
+from swarm.options import option, options
 from swarm.run.strategy import Strategy
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Options:
     """Of the outer optimizer."""
 
