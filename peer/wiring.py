@@ -23,7 +23,7 @@ from peer.figures.trackers import Trackers
 from peer.launch.joining import Joined
 from peer.launch.lengths import step_samples, warm_up
 from peer.launch.resolving import known_hosts, token_for
-from peer.launch.starting_model import check_resolution, load_model
+from peer.launch.starting_model import load_model
 from peer.loop.accounts import Accounts
 from peer.loop.all_ranks import RankedSync
 from peer.loop.ema import Ema
@@ -54,6 +54,7 @@ from peer.volunteer.resting import Resting
 from swarm.digest import digest_json
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
+from swarm.founding import check_resolution
 from swarm.run.method import method_named
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
@@ -191,7 +192,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     run, peer, device = launch.run, launch.peer, launch.device
     method = load_part("methods", run.method).build(run)
     model = load_model(run, launch.given, None)
-    check_resolution(run, model)
+    check_resolution(run, model.resolution_multiple)
     in_bf16 = peer.weights == "bf16"
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)

@@ -11,7 +11,9 @@ from datasetserver.book import Book
 from datasetserver.samples import Masks, full, indices
 from datasetserver.units import Unit
 from peer.loop.accounts import Accounts
+from peer.sync.engine.state import Header
 from peer.sync.engine.vectors import SharedBuffer
+from simulation.arithmetic import Arithmetic
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
@@ -45,6 +47,7 @@ class Checks:
         self._of_group: dict[tuple, str] = {}
         self._offers: dict[tuple[str, int], tuple[bytes, int]] = {}
         self._stands: dict[str, tuple[int, str]] = {}
+        self.arithmetic: Arithmetic | None = None
         self._keys: dict[tuple[str, int], tuple[str, ...]] = {}
         """The samples of each contribution, as its trainer told the server."""
         self._looked = 0.0
@@ -140,14 +143,24 @@ class Checks:
                 self.breach(f"contribution {values['number']} has other samples than were registered", machine)
             if self._offers.setdefault((machine.peer, values["number"]), content) != content:
                 self.breach(f"the bytes of contribution {values['number']} changed", machine)
+            if self.arithmetic is not None:
+                self.arithmetic.offered(machine.peer, values["number"], buffers[0].bytes())
 
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""
+        if kind == "rebase" and self.arithmetic is not None:
+            wrong = self.arithmetic.rebased(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
+            if wrong:
+                self.breach(wrong, machine)
         if kind == "final":
             digest = values["digest"]
-            self.settled[digest] = self.settled.get(digest, 0) + 1
-            if digest not in self.commits:
-                self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
+            self.reported(machine, digest)
+
+    def reported(self, machine: "Machine", digest: str) -> None:
+        """As final."""
+        self.settled[digest] = self.settled.get(digest, 0) + 1
+        if digest not in self.commits:
+            self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
 
     def accounts(self, machine: "Machine", accounts: Accounts) -> None:
         """Every sample that this trainer drew is open, in a contribution, or was reported."""

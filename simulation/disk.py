@@ -7,7 +7,7 @@ import errno
 import fnmatch
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +64,10 @@ class Disk:
         self._did(lambda: (self._put_back(target, before), self._put_back(source, inode)))
         self.names[target] = inode
         del self.names[source]
+
+    def link(self, path: str, target: str) -> None:
+        self._did(partial(self._put_back, target, self.names.get(target)))
+        self.names[target] = self._existing(path)
 
     def delete(self, path: str) -> None:
         self._did(partial(self._put_back, path, self._existing(path)))
@@ -230,8 +234,8 @@ class SimPath:
         inside = self._path.rstrip("/") + "/"
         return [SimPath(self.disk, path) for path in sorted(self.disk.names) if path.startswith(inside) and "/" not in path[len(inside) :]]
 
-    def glob(self, pattern: str) -> list["SimPath"]:
-        return [path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
+    def glob(self, pattern: str) -> Iterator["SimPath"]:
+        return iter([path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern)])
 
     def unlink(self, missing_ok: bool = False) -> None:
         if not missing_ok or self.exists():
@@ -274,6 +278,11 @@ def _(file: SimFile, count: int, offset: int) -> bytes:
 @files.free_bytes.register
 def _(folder: SimPath) -> int:
     return 0 if folder.disk.full else 1 << 40
+
+
+@files.link.register
+def _(path: SimPath, target: SimPath) -> None:
+    path.disk.link(str(path), str(target))
 
 
 @files.touch.register

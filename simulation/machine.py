@@ -22,13 +22,14 @@ from peer.config import PeerConfig
 from peer.contracts import SyncContext, SyncReport
 from peer.loop.accounts import Accounts
 from peer.sync.engine.net.streams import PeerLost
-from peer.sync.engine.state import State
+from peer.sync.engine.state import Header, State
 from peer.sync.engine.trainer import sidecar
 from peer.sync.engine.trainer.messages import Failed, Message, Start, pack, unpack
 from peer.sync.engine.trainer.port import PortClosed
 from peer.sync.engine.trainer.sidecar_process import Processes
 from peer.sync.engine.trainer.swarm_sync import SwarmSync
 from peer.sync.engine.vectors import BIG_ELEMENTS, SharedBuffer
+from simulation.arithmetic import Learned
 from simulation.disk import Disk
 from simulation.loop import OWNER
 from simulation.network import Host, Link
@@ -212,6 +213,8 @@ class Machine:
         self.failure: BaseException | None = None
         self.graveyard: list[Process] = []
         self.source: Source | None = None
+        self.learned: Learned | None = None
+        self.sync: SwarmSync | None = None
         self._seed = world.rng.getrandbits(48)
 
     @property
@@ -243,7 +246,7 @@ class Machine:
     def boot(self) -> None:
         self.boots += 1
         self.failure, self.over, self.leaves = None, False, False
-        self.source = None
+        self.source = self.learned = self.sync = None
         self.trainer = Process(self, "trainer")
         self.thread = self.trainer.context.run(LockStepThread, self.world.loop, self._train, self._failed)
         self.trainer.context.run(self.thread.start)
@@ -281,10 +284,17 @@ class Machine:
         child = Child(self, process)
         ours, theirs = Port.pair(self.trainer, lambda: self.thread, process)
         ours.spy = lambda kind, values, buffers: self.world.checks.said(self, kind, values, buffers)
-        theirs.spy = lambda kind, values, buffers: self.world.checks.told(self, kind, values, buffers)
+        theirs.spy = lambda kind, values, buffers: self._told(kind, values, buffers)
+        if self.sync is not None and self.learned is not None:
+            self.learned.restarted(self.sync._work.state.digest)
         process.port = theirs
         process.context.run(self.world.loop.call_soon, lambda: process.spawn(self._live(child, process, theirs)))
         return child, ours
+
+    def _told(self, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        self.world.checks.told(self, kind, values, buffers)
+        if kind == "rebase" and self.learned is not None:
+            self.learned.told(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
 
     async def _live(self, child: Child, process: Process, port: Port) -> None:
         """As `sidecar.main` and `_serve`."""
@@ -349,7 +359,9 @@ class Machine:
             params=params,
             output_dir=self.disk.root(),
         )
-        sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
+        if self.world.strategy.steps_locally:
+            self.learned = Learned(self.world.wire, params, self.peer)
+        self.sync = sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
         self.source = source = Source(self)
         accounts = Accounts(source)
         done = self._follow(sync, accounts, sync.catch_up())
@@ -371,9 +383,11 @@ class Machine:
         for parameter in params.values():
             parameter.grad = self.batch * torch.randn(parameter.shape, generator=generator)
         if sync.before_step():
+            before = self.learned.now()
             with torch.no_grad():
                 for parameter in params.values():
                     parameter -= 0.01 * parameter.grad
+            self.learned.stepped(before)
 
     def _follow(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> bool:
         report = self._settle(sync, accounts, report)
@@ -384,12 +398,25 @@ class Machine:
         return report.done
 
     def _settle(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> SyncReport:
-        if report.frozen is not None and not accounts.register(report.frozen):
-            accounts.apply(report)
-            report = sync.withdraw(report.frozen)
+        if report.frozen is not None:
+            self._look(sync)
+            if not accounts.register(report.frozen):
+                accounts.apply(report)
+                report = sync.withdraw(report.frozen)
+                if self.learned is not None:
+                    self.learned.withdrew()
         accounts.apply(report)
+        self._look(sync)
         self.world.checks.accounts(self, accounts)
         return report
+
+    def _look(self, sync: SwarmSync) -> None:
+        """Whether the parameters, and what was just frozen, are what was learned."""
+        if self.learned is not None:
+            frozen = sync._work.frozen
+            wrong = self.learned.check(sync._work.state.digest, frozen and (frozen.number, frozen.encoded.bytes()))
+            if wrong:
+                self.world.checks.breach(wrong, self)
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, Killed):

@@ -34,6 +34,7 @@ from swarm.digest import canonical_json, digest_bytes
 from swarm.protocol import Manifest, Shard
 from swarm.run_config import RunConfig
 from swarm.signing import SIGNATURE_HEADER, BadSignature, HostKey
+from swarm.tasks import within
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
@@ -334,7 +335,7 @@ class _Asked:
         self._asking, self._seconds = asking, seconds
 
     async def __aenter__(self) -> Response:
-        return await asyncio.wait_for(self._asking, self._seconds)
+        return await within(self._seconds, self._asking)
 
     async def __aexit__(self, *error: object) -> None:
         """Read or not, it is over."""

@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from peer.sync.engine.codec import Wire
+from peer.sync.engine.outer import load_strategy
+from peer.sync.engine.vectors import BIG_ELEMENTS
+from simulation.arithmetic import Arithmetic
+from simulation.assistant import Assistant
 from simulation.checks import Breach, Checks, Commit
 from simulation.faults import FAULTS
 from simulation.loop import OWNER, Deadlock, VirtualLoop
@@ -46,6 +51,8 @@ class Scenario:
     wire: str = "int8"
     overlap: bool = False
     target_per_peer: int = 4
+    assistants: int = 0
+    """Peers that assist, besides those that train."""
 
 
 @dataclass
@@ -93,6 +100,9 @@ class World:
             dataset_digest=dataset.digest,
         )  # fmt: skip
         self.server = Server(self, self.run, dataset)
+        self.strategy = load_strategy(f"peer.sync.{scenario.sync}:strategy", self.run)
+        self.wire = Wire(scenario.wire, BIG_ELEMENTS, BIG_ELEMENTS // 2)
+        self.checks.arithmetic = Arithmetic(self.wire, self.strategy)
         self.machines: list[Machine] = []
         self.faults_done: Counter[str] = Counter()
         self.calm = False
@@ -124,9 +134,9 @@ class World:
             return self.checks.breach(f"a trainer ended with {error!r}", machine, error)
         self.note(f"{machine.short} trainer: ended: {error.message}")
         machine.kill()
-        self._later(self.rng.uniform(5, 20), machine.boot)
+        self.later(self.rng.uniform(5, 20), machine.boot)
 
-    def _later(self, seconds: float, call) -> None:
+    def later(self, seconds: float, call) -> None:
         token = OWNER.set(None)
         try:
             self.loop.call_later(seconds, call)
@@ -137,14 +147,23 @@ class World:
 
     def add_peer(self) -> Machine:
         self._born += 1
-        name = hashlib.sha256(f"{self.scenario.seed}:{self._born}".encode()).hexdigest()
         up = self.rng.choice([5.0, 20.0, 100.0])
         nat = "nat" in self.scenario.faults and self._born > 2 and self.rng.random() < 0.3
         link = Link(up, up * self.rng.choice([1, 4]), self.rng.uniform(0.005, 0.06), behind_nat=nat, loss=0.001)
         machine = Machine(
-            self, f"Qm{name[:44]}", self._born, link,
+            self, f"Qm{self._name()}", self._born, link,
             step_seconds=self.rng.choice([0.5, 1.0, 2.0]), batch=self.rng.choice([1, 2, 4]), skew=self.rng.uniform(-0.5, 0.5),
         )  # fmt: skip
+        return self._enter(machine)
+
+    def add_assistant(self) -> Machine:
+        self._born += 1
+        return self._enter(Assistant(self, f"Qm{self._name()}", self._born))
+
+    def _name(self) -> str:
+        return hashlib.sha256(f"{self.scenario.seed}:{self._born}".encode()).hexdigest()[:44]
+
+    def _enter(self, machine: Machine) -> Machine:
         machine.disk.appended = lambda path, data: self.checks.appended(machine, path, data)
         self.machines.append(machine)
         machine.boot()
@@ -205,6 +224,8 @@ class World:
         scenario = self.scenario
         for _ in range(scenario.peers):
             self.add_peer()
+        for _ in range(scenario.assistants):
+            self.add_assistant()
         faults = [asyncio.ensure_future(FAULTS[name](self)) for name in scenario.faults if name in FAULTS]
         until = scenario.hours * 3600
         while self.loop.time() < until and (not scenario.rounds or self.checks.round < scenario.rounds):

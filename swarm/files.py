@@ -45,6 +45,12 @@ def free_bytes(folder: Path) -> int:
 
 
 @functools.singledispatch
+def link(path: Path, target: Path) -> None:
+    """Give a file a second name, on the same disk. Raises OSError."""
+    os.link(path, target)
+
+
+@functools.singledispatch
 def touch(path: Path) -> None:
     """Let a file be as if it had been changed now. Raises OSError."""
     os.utime(path)

@@ -1,13 +1,23 @@
 """What every peer would refuse of a run, found out by whoever founds it: before it is signed, and without torch."""
 
-from dataclasses import replace
+import contextlib
+import json
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
+from swarm.base_model import AUTO, family_of
 from swarm.errors import UserError
-from swarm.run.family import family_named, refused
+from swarm.options import names_of
+from swarm.run.family import families, family_named, refused
 from swarm.run.loss import losses
 from swarm.run.losses.denoising import check_noise
+from swarm.run.strategy import strategies
 from swarm.run_config import RunConfig
+
+_LONGEST_NAME = 200
+_MOST_OF_ALL = 2**40
+"""Of whole numbers: ledgers count in 64 bits, and generators take seeds of 64, into which more than the run's goes."""
 
 
 def with_noise(run: RunConfig, source: Path) -> RunConfig:
@@ -16,8 +26,87 @@ def with_noise(run: RunConfig, source: Path) -> RunConfig:
     return replace(run, **losses()[family.loss].found_in(run, source)) if family else run
 
 
+def with_family(run: RunConfig, source: Path) -> RunConfig:
+    """The run with the family of its model where that was left open. Raises UserError when the model is of none, or says that it is of another."""
+    if run.family == AUTO:
+        return replace(run, family=family_of(source))
+    try:
+        found = family_of(source)
+    except UserError:  # that the model does not say what it is is the reason to say it
+        return run
+    if found != run.family:
+        raise UserError(f"family is {run.family}, but {run.model} is of {found}.", fix="Remove --family: it is read from the model.")
+    return run
+
+
+def check_digest(run: RunConfig, found: str) -> None:
+    """found: of the model's weights. Raises UserError when the run says another."""
+    if run.model_digest not in ("", found):
+        raise UserError(
+            f"model_digest is {run.model_digest[:16]}, but the weights of {run.model} have {found[:16]}.",
+            fix="Give the model that the run began with; or remove --model_digest.",
+        )
+
+
+def check_model(run: RunConfig, source: Path) -> None:
+    """Raise UserError for what no peer could train with the model in folder `source`, as far as its parts' configs tell."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no peer can load such a model, and each says why
+        check_resolution(run, resolution_multiple(run.family, source))
+    family = family_named(run.family)
+    encoders = family.text_encoders.items() if family else ()
+    layers = {name: encoder.layers_above for name, encoder in encoders if encoder.layers_above is not None}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        check_clip_skip(run.clip_skip, **{name: _config(source, name)["num_hidden_layers"] - above for name, above in layers.items()})
+
+
+def resolution_multiple(family: str, source: Path) -> int:
+    """What the sides of pictures must be multiples of, from the configs of a model's parts."""
+    facts = families()[family]
+    vae = 2 ** (len(_config(source, "vae")["block_out_channels"]) - 1)
+    return vae * (facts.patch or 2 ** (len(_config(source, facts.denoiser)["block_out_channels"]) - 1))
+
+
+def _config(source: Path, part: str) -> dict:
+    return json.loads((source / part / "config.json").read_text(encoding="utf-8"))
+
+
+def check_resolution(run: RunConfig, multiple: int) -> None:
+    if run.resolution % multiple:
+        raise UserError(
+            f"resolution is {run.resolution}, but this model needs a multiple of {multiple}.",
+            fix=f"Use {run.resolution // multiple * multiple or multiple}.",
+        )
+
+
+def check_clip_skip(clip_skip: int, **layers_read: int) -> None:
+    """Raise UserError when so many layers below the usual one there is none; layers_read: how many of an encoder's layers are read usually."""
+    for name, layers in layers_read.items():
+        if clip_skip >= layers:
+            raise UserError(
+                f"clip_skip is {clip_skip}, but of this model's {name} {layers} layers are read.", fix=f"Use {layers - 1} or less."
+            )
+
+
+def check_values(run: RunConfig) -> None:
+    """Raise UserError for values that no peer can use. Runs that have begun with one are read as they are: some peer may make do with it."""
+    if not run.run_name or len(run.run_name) > _LONGEST_NAME or not run.run_name.isprintable():
+        raise UserError(f"run_name has {len(run.run_name)} characters.", fix=f"Use 1 to {_LONGEST_NAME} printable ones.")
+    for name in ("model_digest", "dataset_digest"):
+        if getattr(run, name) and not re.fullmatch("[0-9a-f]{64}", getattr(run, name)):
+            raise UserError(f"{name} is '{getattr(run, name)[:80]}'.", fix="Use 64 digits and small letters a to f, or leave it out.")
+    idle = {name for other, facts in strategies().items() if other != run.sync for section in facts.sections for name in names_of(section)}
+    for field in (field for field in fields(run) if field.name not in idle):
+        value, bounds = getattr(run, field.name), field.metadata["founding"]
+        most = bounds.get("le", _MOST_OF_ALL)
+        if isinstance(value, int) and not -most <= value <= most:
+            raise UserError(f"{field.name} is {value}.", fix=f"Use {most} or less.")
+        if "gt" in bounds and not value > bounds["gt"]:
+            raise UserError(f"{field.name} is {value:g}.", fix=f"Use more than {bounds['gt']:g}; {field.default:g} is usual.")
+
+
 def check_founding(run: RunConfig) -> None:
     """Raise UserError for what no peer of `run` could train; run: with its family, where that is known."""
+    check_values(run)
     check_noise(run.rescale_betas_zero_snr, run.prediction_type)
     check_schedule(run)
     check_sides(run.resolution, run.num_buckets, run.bucket_side_min, run.bucket_side_max)

@@ -20,6 +20,15 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
         return await awaitable
 
 
+async def set_within(seconds: float, event: asyncio.Event) -> None:
+    """Wait until `event` is set, by somebody else or after so long. Nothing is raised, which costs a third of a deadline's cancellation."""
+    late = asyncio.get_running_loop().call_later(seconds, event.set)
+    try:
+        await event.wait()
+    finally:
+        late.cancel()
+
+
 async def end_tasks(*tasks: asyncio.Task) -> None:
     """Cancel tasks and wait until all have ended, whatever they raise.
 

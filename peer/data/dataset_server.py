@@ -33,6 +33,7 @@ from swarm.peer_key import PeerKey
 from swarm.run_config import RunConfig
 from swarm.signed_request import Signer
 from swarm.signing import KnownHosts
+from swarm.tasks import set_within
 
 __all__ = ["DatasetServer", "build", "check_run", "fetch_run", "found_run", "report_round", "send_picture"]
 log = logging.getLogger(__name__)
@@ -98,7 +99,9 @@ class DatasetServer:
         self._run, self._peer_id, self._end = run, key.peer_id, end or End(run)
         self._work, self._rows = Work(batch_samples, clock, self._background.condition()), rows
         self._cache = ShardCache(cache_dir, cache_bytes, pinned=self._work.pinned)
-        self._transport = Transport(url, token, signer=Signer(key, wall), clock=clock, session=session, uniform=uniform)
+        self._transport = Transport(
+            url, token, signer=Signer(key, wall), clock=clock, session=session, uniform=uniform, found_away=lambda: self._outbox.keep_rounds()
+        )
         self._shards, self._seen = SignedShards(run, known_hosts), Seen()
         unsaid = Unsaid(cache_dir / f"unsaid-{run.run_id}-{key.peer_id}.jsonl")
         self._outbox = Outbox(unsaid, news=self._post, result=self._background.result)
@@ -132,7 +135,9 @@ class DatasetServer:
             raise LeaseLost(number, str(refusal)) from None
 
     def settle(self, settlement: Settlement) -> None:
-        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=self._transport.away_seconds() > 0)
+        # One that waits behind another may not be heard either: of a server that is away nobody knows for 30 s.
+        keep = self._transport.away_seconds() > 0 or len(self._outbox) > 0
+        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=keep)
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         for lease_id in self._work.forget(keys):
@@ -291,8 +296,7 @@ class DatasetServer:
                 chosen = chosen or choose(self._shards.of_epoch, self._seen, self._cache.has, f"{self._run.seed}:{self._peer_id}")
                 if await self._add_own(chosen):
                     continue
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._short.wait(), OUTAGE_SECONDS / 10 if away < OUTAGE_SECONDS else OUTAGE_SECONDS)
+            await set_within(OUTAGE_SECONDS / 10 if away < OUTAGE_SECONDS else OUTAGE_SECONDS, self._short)
 
     async def _add_own(self, chosen: Iterator[protocol.LeasedUnit]) -> bool:
         """Whether there was one more unit of our own choice, and its shard undamaged or at least not the last."""
@@ -325,8 +329,7 @@ class DatasetServer:
                     if self._work.lose(lease):
                         log.warning("lost a lease of %d samples: %s", len(lease.keys), refusal.error.message)
                         self._hungry.set()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._must_renew.wait(), max(self._renew_every, later))
+            await set_within(max(self._renew_every, later), self._must_renew)
             self._must_renew.clear()
 
     async def _deliver(self) -> None:

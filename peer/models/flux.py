@@ -38,7 +38,7 @@ class Flux(DiffusionModel):
         super().__init__(pipeline, device)
         self._run = run
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)  # drawing pictures sets the pipeline's own
-        self.resolution_multiple = self.vae_factor * 2  # a token is 2x2 latents
+        self.resolution_multiple = self.vae_factor * self.facts.patch
 
     def encode_text(self, captions: Sequence[str]) -> Text:
         """{"states": (B, T, width of T5), "pooled": (B, width of CLIP)}, float32."""

@@ -10,8 +10,9 @@ from torch import nn
 
 from peer.contracts import Text
 from peer.models.diffusion.pipeline import load_pipeline
-from peer.models.diffusion.prompts import check_clip_skip, final_norm, hidden_states, last_layers, tokenize
+from peer.models.diffusion.prompts import final_norm, hidden_states, last_layers, tokenize
 from peer.models.diffusion.unet import UNetModel
+from swarm.founding import check_clip_skip
 from swarm.run.families.stable_diffusion import FAMILY
 from swarm.run_config import RunConfig
 

@@ -63,7 +63,7 @@ class Optimizer:
     adam_beta1: float = option(0.9, "AdamW's first decay.", lt=1)
     adam_beta2: float = option(0.999, "AdamW's second decay.", lt=1)
     adam_weight_decay: float = option(1e-2, "The optimizer's decoupled weight decay.")
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon.", founding={"gt": 0})
     max_grad_norm: float = option(1.0, "Clip each step's gradient to this norm, with --sync gradients the round's; 0: never.")
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ class Pictures:
     """Pictures and captions."""
 
     resolution: int = option(
-        512, "Side of the training square in pixels; with --num_buckets its square is the largest area.", ge=8, section="pictures and captions"
+        512, "Side of the training square in pixels; with --num_buckets its square is the largest area.", ge=8, founding={"le": 16_384}, section="pictures and captions"
     )
     center_crop: bool = option(False, "Crop the middle instead of a random square.")
     random_flip: bool = option(False, "Mirror half of the pictures.")

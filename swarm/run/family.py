@@ -26,6 +26,8 @@ class TextEncoder:
     """How its tensors' names begin in single files."""
     lora: tuple[str, ...] = ()
     """Its layers that a LoRA takes."""
+    layers_above: int | None = None
+    """Layers above the one that is read without --clip_skip; None: its layers are not chosen."""
     vectors: tuple[str, ...] = ()
     """Keys of its vectors in a file that holds a learned word for several text encoders; the first is the one that is written."""
     layouts: Mapping[str, str] = field(default_factory=dict)
@@ -47,6 +49,8 @@ class Family:
     """Whether a single file with tensors of these names holds one, by names that no other family has."""
     denoiser: str
     """The part that predicts."""
+    patch: int = 0
+    """Latents on a side of what the denoiser takes as one; 0: it halves the latents once for each of its levels but one."""
     text_encoders: Mapping[str, TextEncoder]
     """By the pipeline's names for them, in the order of the pipeline."""
     vae_in_file: tuple[str, ...] = ("first_stage_model.", "vae.")

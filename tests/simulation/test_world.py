@@ -53,6 +53,13 @@ def test_worlds_of_every_strategy_hold():
         assert_holds(*simulate(*options))
 
 
+def test_worlds_with_a_peer_that_assists_hold():
+    ended, summary = simulate("--peers", "3", "--rounds", "10", "--faults", "nat", "--assistants", "1", "--seed", "2")
+    assert_holds(ended, summary)
+    assert summary["rounds"] >= 10 and summary["committed"] > 0.8
+    assert_holds(*simulate("--peers", "3", "--hours", "0.05", "--fault_seconds", "40", "--assistants", "1", "--seed", "5"))
+
+
 def test_an_unknown_fault_is_refused_with_the_known_ones():
     command = [sys.executable, "-m", "simulation", "--faults", "flood"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -182,9 +182,17 @@ class Work:
                 return False
             for unit in units:  # ours to finish, by this lease, if they are in work by an earlier one that was lost, or by our own choice
                 unit.left = deque(index for index in unit.left if unit.key(index) not in self._in_work)
+            self._drop_again(units)
             if not self._closed:
                 self._units.extend(units)
             return not self._closed
+
+    def _drop_again(self, units: Sequence[Unit]) -> None:
+        """What a lease of ours gave that has ended, though we do not know it yet, and `units` give once more: it would be trained twice."""
+        new = {(unit.shard.epoch, unit.shard.shard): set(unit.left) for unit in units}
+        for unit in self._units:
+            again = new.get((unit.shard.epoch, unit.shard.shard), ())
+            unit.left = deque(index for index in unit.left if index not in again) if again else unit.left
 
     def add_own(self, unit: Unit) -> None:
         """A shard of our own choice, which is on the disk."""

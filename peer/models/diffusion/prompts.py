@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm.errors import UserError
-
 
 def tokenize(pipeline: Any, tokenizer: Any, captions: Sequence[str], chunks: int = 1) -> Tensor:
     """(B, chunks, 77): each chunk is what the tokenizer makes of its 75 tokens: begin, tokens, end, padding. What is over is cut off.
@@ -54,12 +52,3 @@ def last_layers(encoder: Any, count: int) -> list[Any]:
 def _text_model(encoder: Any) -> Any:
     """transformers 5 has no `.text_model` in a CLIPTextModel."""
     return getattr(encoder, "text_model", encoder)
-
-
-def check_clip_skip(clip_skip: int, **layers_read: int) -> None:
-    """Raise UserError when so many layers below the usual one there is none; layers_read: how many of an encoder's layers are read usually."""
-    for name, layers in layers_read.items():
-        if clip_skip >= layers:
-            raise UserError(
-                f"clip_skip is {clip_skip}, but of this model's {name} {layers} layers are read.", fix=f"Use {layers - 1} or less."
-            )

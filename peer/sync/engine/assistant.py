@@ -8,8 +8,8 @@ import asyncio
 import collections
 import contextlib
 import logging
-import os
-import shutil
+import random
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from peer.sync.engine.transfer.kind import Kind, ask_kind
 from peer.sync.engine.transfer.pace import Slow, fetch_seconds
 from peer.sync.engine.transfer.takeover import WholeState
 from peer.sync.engine.vectors import SharedBuffer
+from swarm import files
 from swarm.advice import size
 from swarm.dht import SwarmNode
 from swarm.end import End
@@ -106,7 +107,7 @@ class Archive:
                     continue
                 self._wanted.remove(settled)
                 if not target.exists():
-                    os.link(source, target)
+                    files.link(source, target)
                     log.info("kept round=%d samples=%d file=%s", settled.round, settled.samples, target)
             for old in sorted(self.folder.glob("round-*.state"))[: -self._limit if self._limit else 0]:
                 old.unlink(missing_ok=True)
@@ -144,6 +145,8 @@ async def assist(
     last_holders: tuple[str, ...] = (),
     end: End | None = None,
     upload: Bucket | None = None,
+    wall: Callable[[], float] = time.time,
+    rng: random.Random | None = None,
 ) -> None:
     """Take part until the run's end or `stop`. settled: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
     store = StateStore(folder / "state", keep=_STORED)
@@ -168,13 +171,14 @@ async def assist(
         run=run, state=states.pop(), wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
         rounds_path=folder / "rounds.jsonl", line=assistant, server_url=server_url, name=name, hardware=hardware,
         last_known=last_known, last_holders=last_holders, assists=True, end=end, upload=upload,
+        clock=asyncio.get_running_loop().time, wall=wall, rng=rng,
     )  # fmt: skip
     await replica.start()
     header, num_bytes = replica.state.value.header, replica.state.value.buffer.num_bytes
     log.info("assisting '%s' from round=%d samples=%d", run.run_name, header.round, header.samples)
     log.info(
         "keeping %s settled states in %s: %s each, %s free",
-        states_limit or "all", archive.folder, size(num_bytes), size(shutil.disk_usage(archive.folder).free),
+        states_limit or "all", archive.folder, size(num_bytes), size(files.free_bytes(archive.folder)),
     )  # fmt: skip
     await replica.live_until(archive.keep_forever(), stop.wait(), assistant.wait(), _tell_forever(replica, seen))
     archive.keep()

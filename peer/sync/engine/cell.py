@@ -27,35 +27,50 @@ class Phase(str, Enum):
 
 
 class Bell:
-    """Rung whenever something has happened that somebody may wait for; all who wait look again."""
+    """Rung whenever something has happened that somebody may wait for; all who wait are then asked whether that is it.
+
+    They are asked once a turn of the loop, however often it was rung, and only those go on that have found what they wait for: of 30 rings
+    a round and peer most concern one of four.
+    """
 
     def __init__(self) -> None:
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: dict[asyncio.Future[None], Callable[[], object]] = {}
+        self._is_rung = False
 
     def ring(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+        if self._waiting and not self._is_rung:
+            self._is_rung = True
+            next(iter(self._waiting)).get_loop().call_soon(self._ask)
+
+    def _ask(self) -> None:
+        self._is_rung = False
+        for future, ready in list(self._waiting.items()):
+            try:
+                if ready() and not future.done():
+                    future.set_result(None)
+            except Exception:
+                _end(future)  # it asks itself once more, and hears of the error
 
     async def rung(self, seconds: float) -> None:
         """Wait until it is rung, or for so long."""
+        await self._rung(seconds, lambda: True)
+
+    async def _rung(self, seconds: float, ready: Callable[[], object]) -> None:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
-        self._waiting.append(future)
+        self._waiting[future] = ready
         # Not `wait_for`, which makes a task each time: this is the loop in which a peer idles.
         late = loop.call_later(seconds, _end, future)
         try:
             await future
         finally:
             late.cancel()
-            if future in self._waiting:
-                self._waiting.remove(future)
+            del self._waiting[future]
 
     async def until(self, ready: Callable[[], T], seconds: float = 1.0) -> T:
-        """Wait until `ready` says something true, and return that. It is asked at each ring, and every `seconds` where time alone may tell."""
+        """Wait until `ready` says something true, and return that. It is asked after rings, and every `seconds` where time alone may tell."""
         while not (found := ready()):
-            await self.rung(seconds)
+            await self._rung(seconds, ready)
         return found
 
 

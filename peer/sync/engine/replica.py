@@ -288,13 +288,16 @@ class Replica:
     # ---------------------------------------------------------------- waiting
 
     async def _until(self, ready: Callable[[], T], *, look: bool = True) -> T:
-        """Wait until `ready` says something other than False. Before it is asked, a better state is taken over (`look`)."""
+        """Wait until `ready` says something other than False. Before it is asked, a better state is taken over (`look`).
+
+        Without looking, nothing becomes due by time alone.
+        """
         while True:
             if look:
                 self._look()
             if (found := ready()) is not False:
                 return found
-            await self.bell.rung(self._idle_seconds())
+            await self.bell.rung(self._idle_seconds() if look else IDLE_SECONDS)
             await self._notice_absence()
 
     def _idle_seconds(self) -> float:
@@ -447,6 +450,7 @@ class Replica:
 
     async def _report_forever(self) -> None:
         while True:
+            await self.bell.until(lambda: self._settling.waiting and self.phase.value is not Phase.JOIN)
             await self._report()
             await self.bell.rung(IDLE_SECONDS)
 

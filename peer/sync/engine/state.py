@@ -31,7 +31,7 @@ MAX_HEADER_BYTES = 256 << 10
 the trainer follow from this one: a header above the one and below the other ended every process that took it over."""
 MOST_MEMBERS = 512
 """Of a round. So many twice, with the contributions of as many, are 180 KiB: the next header always fits."""
-_MOST_COUNT = 1 << 53
+MOST_COUNT = 1 << 53
 _FREE_NUMBERS, _NUMBERS_PER_ROUND = 10_000, 100
 """A forged number may not be so high that the one whose it is can never count beyond it."""
 
@@ -78,7 +78,7 @@ class Header:
             mean=mean,
             elders=_elders(parents[ANCESTORS_KEPT:], self.elders),
         )
-        if len(members) > MOST_MEMBERS or child.samples > _MOST_COUNT:
+        if len(members) > MOST_MEMBERS or child.samples > MOST_COUNT:
             raise BadState(f"{len(members)} members and {child.samples} samples are more than a state may have")
         return _fitted(child)
 
@@ -104,33 +104,7 @@ class Header:
             del values["elders"]
         return values
 
-    @classmethod
-    def from_json(cls, values: Any) -> "Header":
-        """Raises BadState."""
-        try:
-            header = cls(
-                run=_text(values["run"]),
-                schema=_text(values["schema"]),
-                round=_count(values["round"]),
-                samples=_count(values["samples"]),
-                parents=_parents(values["parents"]),
-                included={_text(peer): _count(number) for peer, number in values["included"].items()},
-                members=_members(values["members"]),
-                ancestors=tuple(
-                    Settlement(_text(a["digest"]), _text(a["parent"]), _count(a["round"]), _count(a["samples"]), _members(a["members"]))
-                    for a in _list(values["ancestors"], ANCESTORS_KEPT)
-                ),
-                mean=_text(values["mean"]),
-                elders=_hex(values.get("elders", ""), ELDERS_KEPT * ELDER_CHARACTERS),
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise BadState(f"header: {error!r}") from None
-        if header.num_bytes > MAX_HEADER_BYTES:
-            raise BadState(f"a header of {header.num_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed")
-        header._check()
-        return header
-
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise BadState when it contradicts itself: an honest header counts every sample of its members once."""
         if not self.round:
             if self.samples or self.parents or self.members or self.included or self.mean or self.elders:
@@ -270,17 +244,6 @@ class Head:
     def of(cls, state: State) -> "Head":
         return cls(state.digest, state.header.samples, state.header.parents)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"digest": self.digest, "samples": self.samples, "parents": list(self.parents)}
-
-    @classmethod
-    def from_json(cls, values: Any) -> "Head":
-        """Raises BadState."""
-        try:
-            return cls(_text(values["digest"]), _count(values["samples"]), _parents(values["parents"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadState(f"head: {error!r}") from None
-
 
 def better(theirs: Head, ours: Head) -> bool:
     """Whether `theirs` is the right state of the two, for everyone alike: the one with more samples; else the smaller digest.
@@ -292,39 +255,3 @@ def better(theirs: Head, ours: Head) -> bool:
 
 def _plain(members: Iterable[Member]) -> list[dict[str, Any]]:
     return [dict(vars(member)) for member in members]
-
-
-def _list(values: Any, most: int) -> list | tuple:
-    if not isinstance(values, list | tuple) or len(values) > most:
-        raise ValueError(f"a list of at most {most} values is wanted")
-    return values
-
-
-def _parents(values: Any) -> tuple[str, ...]:
-    return tuple(_text(parent) for parent in _list(values, ANCESTORS_KEPT))
-
-
-def _members(values: Any) -> tuple[Member, ...]:
-    members = tuple(Member(_text(m["peer"]), _count(m["number"]), _count(m["samples"])) for m in _list(values, MOST_MEMBERS))
-    peers = [member.peer for member in members]
-    if peers != sorted(set(peers)):
-        raise ValueError("members out of order")
-    return members
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > 64 or not value.isascii():
-        raise ValueError(f"text {str(value)[:40]!r}")
-    return value
-
-
-def _hex(value: Any, most: int) -> str:
-    if not isinstance(value, str) or len(value) > most or not set(value) <= set("0123456789abcdef"):
-        raise ValueError(f"hexadecimal {str(value)[:40]!r}")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST_COUNT:
-        raise ValueError(f"count {str(value)[:40]!r}")
-    return value

@@ -23,6 +23,7 @@ FAMILY = Family(
     pipeline="FluxPipeline",
     is_in_file=lambda names: any(name.endswith("double_blocks.0.img_attn.norm.key_norm.scale") for name in names),
     denoiser="transformer",
+    patch=2,  # a token is 2x2 latents
     text_encoders={
         "text_encoder": TextEncoder(
             tokenizer="tokenizer",

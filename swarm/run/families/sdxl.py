@@ -15,6 +15,7 @@ FAMILY = Family(
         "text_encoder": TextEncoder(
             tokenizer="tokenizer",
             trainable=True,
+            layers_above=1,
             in_file=("conditioner.embedders.0.",),
             lora=_CLIP_LAYERS,
             vectors=("clip_l",),
@@ -23,6 +24,7 @@ FAMILY = Family(
         "text_encoder_2": TextEncoder(
             tokenizer="tokenizer_2",
             trainable=True,
+            layers_above=1,
             in_file=("conditioner.embedders.1.",),
             lora=_CLIP_LAYERS,
             vectors=("clip_g",),

@@ -14,6 +14,7 @@ FAMILY = Family(
         "text_encoder": TextEncoder(
             tokenizer="tokenizer",
             trainable=True,
+            layers_above=0,
             in_file=("cond_stage_model.",),
             lora=("q_proj", "k_proj", "v_proj", "out_proj"),
             layouts={CLIP: "cond_stage_model.transformer.text_model.", OPEN_CLIP: "cond_stage_model.model."},

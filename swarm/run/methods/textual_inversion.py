@@ -34,7 +34,7 @@ class Options:
     learnable_property: str = option(
         "object", "What the word stands for; chooses the captions of bare pictures.", choices=("object", "style")
     )
-    num_vectors: int = option(1, "How many vectors the word has; more say more, and take more of the prompt's 77 tokens.", ge=1)
+    num_vectors: int = option(1, "How many vectors the word has; more say more, and take more of the prompt's 77 tokens.", ge=1, founding={"le": 75})
 
 
 def _check(run: Any) -> None:

@@ -9,7 +9,7 @@ from swarm.run.strategy import Strategy
 class Options:
     """Of the outer optimizer."""
 
-    outer_learning_rate: float = option(0.7, "Step size of the outer Nesterov optimizer.", section="the strategy diloco")
+    outer_learning_rate: float = option(0.7, "Step size of the outer Nesterov optimizer.", founding={"gt": 0}, section="the strategy diloco")
     outer_momentum: float = option(0.9, "Its momentum.", lt=1)
 
 

@@ -22,7 +22,7 @@ from peer.sync.engine.state import Head, next_state
 from peer.sync.engine.trainer.messages import Progress
 from peer.sync.engine.trainer.trainer import Contribution
 from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, check_invariants, make_run, peers, settled_samples
-from tests.peer.sync.swarm_tools import state_of, until
+from tests.peer.sync.swarm_tools import ANYTHING, state_of, until
 
 STRATEGIES = {module.__name__.split(".")[-1]: module.strategy for module in (parameters, diloco, gradients)}
 
@@ -129,9 +129,9 @@ def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(
         promiser = Liar(await nodes.node(), run)
 
         async def promise(channel):
-            await channel.receive(seconds=60)
+            await channel.receive(ANYTHING, seconds=60)
             words = {"coming": True, "reason": "", "ready_seconds": 0.0, "busy": False, "behind": False}
-            await channel.send({**words, "head": Head.of(waiter.base).to_json()}, seconds=60)
+            await channel.send({**words, "head": vars(Head.of(waiter.base))}, seconds=60)
 
         await Streams(promiser.node).serve(CALL, promise)
         await promiser.keep_saying(nodes, lambda: {"digest": waiter.base.digest, "waiting_samples": 8, "round": 0, "client_mode": True})

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from peer.sync.engine.round.company import Company
@@ -51,7 +50,7 @@ class Neighbours:
         self._others: list[PeerRecord] = []
         """Of `_live`, those with the same tensors."""
         self._own_read: float | None = None
-        self._said: deque[float] = deque(maxlen=_OWN_RECORDS)
+        self._said: dict[float, None] = {}
         self._not_ours: float | None = None
         self._unread_since: float | None = None
         self.doubled = False
@@ -91,7 +90,9 @@ class Neighbours:
 
     def say(self, record: PeerRecord) -> None:
         """We publish this record of ourselves."""
-        self._said.append(record.time)
+        self._said[record.time] = None
+        if len(self._said) > _OWN_RECORDS:
+            del self._said[next(iter(self._said))]
 
     def others(self) -> Sequence[PeerRecord]:
         """Live peers of this run other than us, with the same tensors, within what an honest peer does."""

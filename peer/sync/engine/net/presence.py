@@ -1,7 +1,6 @@
 """Being seen by the others and seeing them: our record and the run's are published, theirs are read, and those we lost are dialled."""
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -19,7 +18,7 @@ from swarm.dialling import grounds
 from swarm.errors import UserError
 from swarm.records import RENEW_SECONDS
 from swarm.run_config import RunConfig
-from swarm.tasks import within
+from swarm.tasks import set_within, within
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +109,7 @@ class Presence:
                     await within(RENEW_SECONDS, self._node.publish_run(self._status.run_record()))
                 except Exception:
                     self._told_run = told
-            with contextlib.suppress(asyncio.TimeoutError):
-                await within(self._period(), self._now.wait())
+            await set_within(self._period(), self._now)
 
     async def _read_forever(self) -> None:
         while True:

@@ -13,12 +13,13 @@ from peer.contracts import Member
 from peer.sync.engine import points
 from peer.sync.engine.cell import Cell, Phase
 from peer.sync.engine.codec import Wire
+from peer.sync.engine.net.messages import MOST_NAMED
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.outer import Strategy, advance
 from peer.sync.engine.round.averaging import Averager, Mean, RoundFailed, Strangers
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import MOST_NAMED, Group, Ticket
+from peer.sync.engine.round.groups import Group, Ticket
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.matchmaking import Matchmaker, NoGroup
 from peer.sync.engine.round.patience import patience_seconds

@@ -24,10 +24,11 @@ import torch
 
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.bucket import Bucket
+from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.round.plausible import NUMBER_FILE
-from peer.sync.engine.state import Head, Header, State, better
+from peer.sync.engine.state import Head, State, better
 from peer.sync.engine.trainer.messages import Close, Extend, Failed, Message, Progress, Pulse, Ready, Seen, Start
 from peer.sync.engine.trainer.port import Port, PortClosed, inherited
 from peer.sync.engine.transfer.disk import StateStore
@@ -205,7 +206,7 @@ def _replica(
     line: TrainerLine, start: Start, node: SwarmNode, folder: Path, wall: Callable[[], float], rng: random.Random | None
 ) -> Replica:
     run = RunConfig.from_mapping(start.run, where="the trainer")
-    state = State(Header.from_json(start.header), start.state)
+    state = State(read_header(start.header), start.state)
     store = StateStore(folder / "state")
     stored = store.load(state.header.run, state.header.schema, start.state.num_bytes, run.target_batch_size)
     if stored is not None and better(Head.of(stored), Head.of(state)):

@@ -19,9 +19,10 @@ from peer.machine.device import describe_hardware
 from peer.sync.engine import points
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
+from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.round.plausible import NUMBER_FILE
-from peer.sync.engine.state import Header, first_state
+from peer.sync.engine.state import first_state
 from peer.sync.engine.trainer.local_work import OPEN, Anchor, LocalWork, NotFinite
 from peer.sync.engine.trainer.messages import (
     Done,
@@ -335,7 +336,7 @@ class SwarmSync:
         return self._number
 
     def _rebase(self, message: Rebase) -> None:
-        header = Header.from_json(message.header)
+        header = read_header(message.header)
         self._news.dropped += self._work.rebase(Anchor(message.digest, header, message.state), header.included.get(self._peer_id, 0))
         self._news.settled += self._work.take_done()
         if self._swarm is _Swarm.JOINED:
