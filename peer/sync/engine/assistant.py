@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,8 @@ async def assist(
     last_holders: tuple[str, ...] = (),
     end: End | None = None,
     upload: Bucket | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
 ) -> None:
     """Take part until the run's end or `stop`. settled: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
     store = StateStore(folder / "state", keep=_STORED)
@@ -177,7 +180,7 @@ async def assist(
     assistant.replica = replica = Replica(
         run=run, state=states.pop(), wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
         rounds_path=folder / "rounds.jsonl", trainer=assistant, server_url=server_url, name=name, hardware=hardware,
-        last_known=last_known, last_holders=last_holders, assists=True, end=end, upload=upload,
+        last_known=last_known, last_holders=last_holders, assists=True, end=end, upload=upload, clock=clock, wall=wall,
     )  # fmt: skip
     await replica.start()
     header, num_bytes = replica.state.header, replica.state.buffer.num_bytes
