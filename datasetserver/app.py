@@ -4,7 +4,6 @@ No path, header or body of a user ever reaches the file system: a shard is found
 """
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TypeVar
@@ -75,7 +74,7 @@ async def _run_answer(service: Service, asker: str, status: int = 200) -> web.Re
             initial_peers=visible_maddrs(maddrs, asker)[:64],
             manifest=service.data.digest,
             head=await service.ledger.call(head_of),
-            server_time=time.time(),
+            server_time=service.wall(),
             host_key=service.key.public,
             signature=service.key.sign("run", digest_json(run)),
             extension=service.extension(),

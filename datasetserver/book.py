@@ -46,7 +46,7 @@ class Book:
     state may have, 0: any number. copy_seconds: after which a unit of an epoch that is otherwise given out goes to a second peer; 0: never.
     order: the host's. extended: to how many samples the host lets the run go on; 0: to total_samples. discarded: digests of states that the
     host names as forged.
-    clock: seconds, monotonic. Every method but `sweep` may raise Refused, and then has changed nothing.
+    clock: seconds, monotonic. names: for leases, which nobody can guess. Every method but `sweep` may raise Refused, and then has changed nothing.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Book:
         order: Callable[[], RunState] = lambda: "running",
         discarded: Callable[[], Collection[str]] = lambda: (),
         clock: Callable[[], float],
+        names: Iterator[str] | None = None,
     ):
         self._store, self._shards, self._seed, self._total, self._clock = Store(db, shards), shards, seed, total_samples, clock
         self._generations = generations
@@ -73,7 +74,7 @@ class Book:
         self._most_leased, self._copy_seconds, self._order, self._extended = most_leased, copy_seconds, order, extended
         self._to_discard = discarded
         self._seen: dict[str, float] = {}
-        self._names = _unguessable()
+        self._names = names or _unguessable()
         self._owners = Owners(self._store)
         self._contributions: dict[tuple[str, int], Contribution] = {}
         self.tree = StateTree(self._registered, most_of_one)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from datasetserver.refused import Refused
-from swarm.base_model import AUTO, family_of, not_found
+from swarm.base_model import AUTO, not_found
 from swarm.digest import canonical_json, digest_model
 from swarm.errors import UserError
-from swarm.founding import check_founding
+from swarm.founding import check_digest, check_founding, check_model, with_family, with_noise
 from swarm.options import build
 from swarm.protocol import MAX_RUN_BYTES
 from swarm.run_config import RunConfig
@@ -27,9 +27,12 @@ def run_to_serve(values: Mapping[str, Any], stored: RunConfig | None) -> RunConf
         if stored:
             stored.refuse_differences(values)
         return stored
-    run = _with_model(build(RunConfig, values))
+    run, source = _with_model(build(RunConfig, values))
     if stored:
         return _as_it_began(stored, values, run)
+    if source:
+        check_model(run, source)
+        run = with_noise(run, source)
     check_founding(run)
     return run
 
@@ -77,8 +80,8 @@ def _check_dataset(run: RunConfig, dataset_digest: str) -> None:
         )
 
 
-def _with_model(run: RunConfig) -> RunConfig:
-    """The run with the digest of its base model and with its family. Raises UserError when there is no model, or not the one whose digest was given."""
+def _with_model(run: RunConfig) -> tuple[RunConfig, Path | None]:
+    """The run with the digest of its base model and with its family; and where that is, None where it need not be here. Raises UserError when there is no model, or not the one whose digest was given."""
     if not run.model:
         raise UserError(
             "No model is given.", fix="Add --model with a diffusers folder or a Hub id; or give no option of the run, and a peer founds it."
@@ -86,15 +89,10 @@ def _with_model(run: RunConfig) -> RunConfig:
     source = Path(run.model)
     if not source.exists():
         if run.model_digest and run.family != AUTO:
-            return run
+            return run, None
         source = _download(run.model)
-    found = digest_model(source)
-    if run.model_digest not in ("", found):
-        raise UserError(
-            f"The weights of {run.model} have digest {found[:16]}, not {run.model_digest[:16]}.",
-            fix="Give the model that the run began with.",
-        )
-    return replace(run, model_digest=found, family=family_of(source) if run.family == AUTO else run.family)
+    check_digest(run, found := digest_model(source))
+    return replace(with_family(run, source), model_digest=found), source
 
 
 def _download(model: str) -> Path:

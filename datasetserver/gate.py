@@ -37,7 +37,7 @@ class Gate:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         endpoint = self._endpoints.get(request.match_info.handler)
         with self._metrics.watch(endpoint.path if endpoint else "none", request.method) as watched:
-            response = await _errors_as_json(request, handler, self._admitted, endpoint)
+            response = await errors_as_json(request, handler, self._admitted, endpoint)
             watched.status = response.status
             return response
 
@@ -106,12 +106,13 @@ def _body_bytes(request: web.Request, endpoint: Endpoint | None) -> int:
     return protocol.MAX_BODY_BYTES if length is None else length if length <= protocol.MAX_BODY_BYTES else 0  # larger: refused unread
 
 
-async def _errors_as_json(
+async def errors_as_json(
     request: web.Request,
     handler: Handler,
     admitted: Callable[[web.Request, Handler, Endpoint | None], Awaitable[web.StreamResponse]],
     endpoint: Endpoint | None,
 ) -> web.StreamResponse:
+    """What `admitted` answers; every failure in the one form of errors."""
     try:
         return await admitted(request, handler, endpoint)
     except Refused as refused:

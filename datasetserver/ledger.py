@@ -12,7 +12,7 @@ import logging
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,26 +29,60 @@ _BATCH = 256
 _SCHEMA_VERSION = "2"
 
 
+class Writer:
+    """Runs operations on a `Book` and commits them together.
+
+    db: a connection in autocommit mode. where: what it is called in errors. run: kept with a new ledger; another run's ledger is refused
+    with a UserError. make_book: given the connection, reads the Book from it.
+    """
+
+    def __init__(self, db: sqlite3.Connection, *, where: str, run: RunConfig, make_book: Callable[[sqlite3.Connection], Book]):
+        self._db, self._make_book = db, make_book
+        try:
+            _prepare(db)
+            _check_owner(db, where, run)
+            self.book: Book | None = make_book(db)
+        except sqlite3.DatabaseError as error:
+            raise _cannot_be_opened(where, error) from None
+
+    def commit(self, operations: Sequence[Callable[[Book], Any]]) -> list[Any]:
+        """What each of them returns, or the exception that it raises; all that they changed is on the disk, or nothing of it."""
+        outcomes: list[Any] = []
+        try:
+            book = self.book or self._make_book(self._db)
+            for operation in operations:
+                try:
+                    outcomes.append(operation(book))
+                except Refused as refused:
+                    outcomes.append(refused)
+            self._db.execute("BEGIN IMMEDIATE")
+            book.save()
+            self._db.execute("COMMIT")
+            self.book = book
+        except Exception as error:  # a full disk, one that is gone, or a fault of ours
+            log.exception("the ledger could not be written: nothing of %d requests was done", len(operations))
+            self.book = None  # memory is ahead of the disk: it is read again when something is asked next, and again until that succeeds
+            with contextlib.suppress(sqlite3.Error):
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+            outcomes = [error] * len(operations)
+        return outcomes
+
+
 class Ledger:
     """Runs operations on a `Book` one after the other in its own thread.
 
-    path: the SQLite file, on a local file system. run: kept with a new ledger; another run's ledger is refused with a UserError.
-    make_book: given the connection, reads the Book from it.
+    path: the SQLite file, on a local file system. run, make_book: see `Writer`.
     """
 
     def __init__(self, path: Path, *, run: RunConfig, make_book: Callable[[sqlite3.Connection], Book]):
-        self._make_book = make_book
         self._requests: queue.SimpleQueue[tuple[Callable[[Book], Any], asyncio.Future] | None] = queue.SimpleQueue()
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
         try:
-            _prepare(self._db)
-            _check_owner(self._db, path, run)
-            self._book: Book | None = make_book(self._db)
-        except BaseException as error:
+            self._writer = Writer(self._db, where=str(path), run=run, make_book=make_book)
+        except BaseException:
             self._db.close()
-            if not isinstance(error, sqlite3.DatabaseError):
-                raise
-            raise _cannot_be_opened(path, error) from None
+            raise
         self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
         self._thread.start()
 
@@ -77,25 +111,7 @@ class Ledger:
         self._db.close()
 
     def _commit(self, batch: list[tuple[Callable[[Book], Any], asyncio.Future]]) -> None:
-        outcomes: list[Any] = []
-        try:
-            book = self._book or self._make_book(self._db)
-            for operation, _ in batch:
-                try:
-                    outcomes.append(operation(book))
-                except Refused as refused:
-                    outcomes.append(refused)
-            self._db.execute("BEGIN IMMEDIATE")
-            book.save()
-            self._db.execute("COMMIT")
-            self._book = book
-        except Exception as error:  # a full disk, one that is gone, or a fault of ours
-            log.exception("the ledger could not be written: nothing of %d requests was done", len(batch))
-            self._book = None  # memory is ahead of the disk: it is read again when something is asked next, and again until that succeeds
-            with contextlib.suppress(sqlite3.Error):
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-            outcomes = [error] * len(batch)
+        outcomes = self._writer.commit([operation for operation, _ in batch])
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Any]]] = {}
         for (_, future), outcome in zip(batch, outcomes, strict=True):
             answers.setdefault(future.get_loop(), []).append((future, outcome))
@@ -130,7 +146,7 @@ def stored_run(path: Path) -> RunConfig | None:
             _prepare(db)
             values = dict(db.execute("SELECT key, value FROM meta")).get("run_config")
     except sqlite3.DatabaseError as error:
-        raise _cannot_be_opened(path, error) from None
+        raise _cannot_be_opened(str(path), error) from None
     return RunConfig.from_mapping(json.loads(values), where=str(path)) if values else None
 
 
@@ -143,7 +159,7 @@ def epochs_begun(path: Path) -> int | None:
     return max((epoch + 1 for epoch in last if epoch is not None), default=0)
 
 
-def _cannot_be_opened(path: Path, error: sqlite3.Error) -> UserError:
+def _cannot_be_opened(path: str, error: sqlite3.Error) -> UserError:
     return UserError(
         f"The ledger {path} cannot be opened: {error}.",
         fix="Restore it from a copy; or give another --work_dir, and every sample counts as untrained.",
@@ -158,7 +174,7 @@ def _prepare(db: sqlite3.Connection) -> None:
     db.executescript(SCHEMA + "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;")
 
 
-def _check_owner(db: sqlite3.Connection, path: Path, run: RunConfig) -> None:
+def _check_owner(db: sqlite3.Connection, path: str, run: RunConfig) -> None:
     meta = dict(db.execute("SELECT key, value FROM meta"))
     if not meta:  # one statement: all of it is on the disk or nothing
         rows = ("schema", _SCHEMA_VERSION, "run", run.digest, "run_config", json.dumps(run.to_mapping()))

@@ -122,7 +122,7 @@ def normalise(data: bytes) -> Picture:
                 changes = _changes(image)
                 if not changes and (plain := _without_metadata(data, image)):
                     return Picture(plain, *image.size, "metadata removed" if len(plain) < len(data) else "")
-                rgb = _to_rgb(ImageOps.exif_transpose(image))
+                rgb = _to_rgb(image if _orientation(image) == 1 else ImageOps.exif_transpose(image))
                 return Picture(_as_png(rgb), *rgb.size, ", ".join(changes or ["damaged beside its pixels: written as PNG"]))
     except BadSample:
         raise
@@ -163,9 +163,17 @@ def _changes(image: Image.Image) -> list[str]:
         changes.append(f"{image.mode} made RGB")
     if image.has_transparency_data:
         changes.append("put on white")
-    if image.getexif().get(_ORIENTATION, 1) != 1:
+    if _orientation(image) != 1:
         changes.append("turned upright")
     return changes
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF's; 1 where the EXIF is damaged, which makes no picture one that cannot be trained on."""
+    try:
+        return image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # SyntaxError, struct.error, ...: Pillow keeps JPEG's to itself, and raises those of PNG and WebP
+        return 1
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

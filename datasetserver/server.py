@@ -6,9 +6,10 @@ import importlib.util
 import logging
 import signal
 import socket
+import sqlite3
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from datasetserver.work_folder import HOST_KEY, LEDGER
 from swarm.errors import ExitCode, UserError
 from swarm.files import lock_folder
 from swarm.listening import url_of
+from swarm.protocol import Manifest
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
@@ -59,27 +61,36 @@ def own_work_dir(folder: Path) -> Iterator[None]:
 
 def open_ledger(work_dir: Path, data: Ingested, run: RunConfig, config: ServerConfig, orders: Orders) -> Ledger:
     """The run's ledger in `work_dir`; raises UserError when it belongs to another run."""
-    shards = [shard.samples for shard in data.manifest.shards]
+    return Ledger(work_dir / LEDGER, run=run, make_book=lambda db: make_book(db, data.manifest, run, config, orders))
 
-    def make_book(db) -> Book:
-        return Book(
-            db,
-            shards=shards,
-            generations=[(generation.from_epoch, generation.shards) for generation in data.manifest.generations],
-            seed=run.seed,
-            total_samples=run.total_samples,
-            lease_seconds=config.lease_seconds,
-            grace_seconds=config.grace_seconds,
-            copy_seconds=config.copy_seconds,
-            most_leased=most_leased(run.target_batch_size),
-            most_of_one=2 * run.target_batch_size,
-            order=orders,
-            extended=orders.extended,
-            discarded=orders.discarded,
-            clock=time.monotonic,
-        )
 
-    return Ledger(work_dir / LEDGER, run=run, make_book=make_book)
+def make_book(
+    db: sqlite3.Connection,
+    manifest: Manifest,
+    run: RunConfig,
+    config: ServerConfig,
+    orders: Orders,
+    clock: Callable[[], float] = time.monotonic,
+    names: Iterator[str] | None = None,
+) -> Book:
+    """The ledger in `db`, by the rules of this run, server and host."""
+    return Book(
+        db,
+        shards=[shard.samples for shard in manifest.shards],
+        generations=[(generation.from_epoch, generation.shards) for generation in manifest.generations],
+        seed=run.seed,
+        total_samples=run.total_samples,
+        lease_seconds=config.lease_seconds,
+        grace_seconds=config.grace_seconds,
+        copy_seconds=config.copy_seconds,
+        most_leased=most_leased(run.target_batch_size),
+        most_of_one=2 * run.target_batch_size,
+        order=orders,
+        extended=orders.extended,
+        discarded=orders.discarded,
+        clock=clock,
+        names=names,
+    )
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ class Service:
     states: States = field(default_factory=lambda: States(None))
     names: Names = field(default_factory=Names)
     signatures: Signatures = field(default_factory=Signatures)
+    wall: Callable[[], float] = time.time
+    """UNIX seconds."""
     extended: Callable[[], int] = lambda: 0
     """To how many samples the host lets the run go on; 0: to its own total."""
     _end: End | None = field(default=None, init=False)
@@ -134,7 +136,7 @@ async def progress_of(service: Service) -> protocol.Progress:
         peers=peers,
         dataset_samples=service.data.manifest.total,
         checkpoint=service.states.newest(),
-        server_time=time.time(),
+        server_time=service.wall(),
         **figures,
     )
 

@@ -25,10 +25,18 @@ _SIGN = "Sign it with that peer's key, as docs/http.md describes; dd-peer of thi
 
 
 class Signatures:
-    """clock: UNIX seconds. What was signed before this was made is refused, so that a restart forgets nothing that could be replayed."""
+    """clock: UNIX seconds. What was signed before this was made is refused, so that a restart forgets nothing that could be replayed.
 
-    def __init__(self, clock: Callable[[], float] = time.time, most: int = MOST_REMEMBERED):
-        self._clock, self._most, self._since = clock, most, clock()
+    verify(peer, statement, key, signature) raises BadSignature.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.time,
+        most: int = MOST_REMEMBERED,
+        verify: Callable[[str, bytes, str, str], None] = check_statement,
+    ):
+        self._clock, self._most, self._since, self._verify = clock, most, clock(), verify
         self._seen: dict[int, float] = {}
 
     def check(self, peer: str, method: str, path: str, headers: Mapping[str, str], body: bytes) -> None:
@@ -43,7 +51,7 @@ class Signatures:
         if name in self._seen:
             raise Refused(403, "replayed", "This very request came before.", "Sign it anew.")
         try:
-            check_statement(peer, said, key, signature)
+            self._verify(peer, said, key, signature)
         except BadSignature as error:
             raise Refused(403, "bad_signature", f"This request is not {peer}'s: {error}.", _SIGN) from None
         self._remember(name)

@@ -60,8 +60,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="where to [run.toml]")
     parser.add_argument("--force", action="store_true", help="write over a file that is there")
     server, run, rest = parse_flags(parser, argv, ServerConfig, RunConfig)
-    if run.get("model") and run.get("learning_rate"):
-        build(RunConfig, run)  # what is wrong is better said now
+    build(RunConfig, run)  # what is wrong is better said now
+    if server.get("dataset") or server.get("dataset_name"):  # without one there is no server yet to check
+        build(ServerConfig, server)
     path: Path = rest["file"]
     if path.exists() and not rest["force"]:
         raise UserError(f"{path} is there already.", fix="Give another name, or --force to write over it.")

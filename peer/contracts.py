@@ -91,6 +91,10 @@ class Model(Protocol):
         """(B,) float32: one loss per sample."""
         ...
 
+    def unread(self) -> Sequence[nn.Module]:
+        """Modules within the parts that no loss depends on: they have no gradient, and an optimizer's weight decay must not touch them."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write a diffusers folder that plain `from_pretrained` loads."""
         ...

@@ -23,7 +23,7 @@ from peer.figures.trackers import Trackers
 from peer.launch.joining import Joined
 from peer.launch.lengths import step_samples, warm_up
 from peer.launch.resolving import known_hosts, token_for
-from peer.launch.starting_model import check_resolution, load_model
+from peer.launch.starting_model import load_model
 from peer.loop.accounts import Accounts
 from peer.loop.all_ranks import RankedSync
 from peer.loop.ema import Ema
@@ -55,6 +55,7 @@ from peer.volunteer.resting import Resting
 from swarm.digest import digest_json
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
+from swarm.founding import check_resolution
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class Learner:
 def assemble(launch: Launch) -> tuple[Trainer, Results]:
     """The trainer with all its parts, resumed where there is what to resume, and what writes its result. Raises UserError."""
     check_batch(launch)
+    check_prior(launch)
     if launch.device.type == "xla":
         importlib.import_module("peer.machine.xla").check_options(launch.peer)
     if launch.peer.ipex:
@@ -155,6 +157,14 @@ def check_batch(launch: Launch) -> None:
         )
 
 
+def check_prior(launch: Launch) -> None:
+    if launch.peer.with_prior_preservation and launch.run.method == "textual_inversion":
+        raise UserError(
+            "with_prior_preservation has nothing to preserve: textual_inversion changes nothing of the model.",
+            fix="Remove --with_prior_preservation.",
+        )
+
+
 def check_disk(launch: Launch, learner: Learner) -> None:
     if launch.group.is_main:
         peer, trained = launch.peer, 4 * sum(parameter.numel() for parameter in learner.params.values())
@@ -181,7 +191,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     run, peer, device = launch.run, launch.peer, launch.device
     method = load_part("methods", run.method).build(run)
     model = load_model(run, launch.given, None)
-    check_resolution(run, model)
+    check_resolution(run, model.resolution_multiple)
     in_bf16 = peer.weights == "bf16"
     computing = sum(p.numel() for p in model.parts[denoiser(model)].parameters())
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
@@ -198,7 +208,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     with precision.autocast():
         caches = open_caches(model, run, precision.dtype, launch.cache_folder, int(peer.cache_gib * 2**30), **kept)
     optimizer = build_optimizer(run, params, device)
-    place = placing(device, peer.train_batch_size * (2 if prior else 1))
+    place = placing(device, peer.train_batch_size * (2 if peer.with_prior_preservation else 1))
     learner = Learner(
         model=model,
         encode=place.latents(Encoder(model, caches, place.lazy)),
@@ -220,20 +230,21 @@ def build_trial(launch: Launch, learner: Learner) -> Trial | None:
     return Trial(way, learner.params, learner.precision, launch.group)
 
 
+def unread(learner: Learner) -> list[torch.nn.Parameter]:
+    """What is trained in name only."""
+    places = {id(parameter) for module in learner.model.unread() for parameter in module.parameters()}
+    return [parameter for parameter in learner.params.values() if id(parameter) in places]
+
+
 def noise_seed(run: RunConfig, own_id: str) -> str:
     return f"{run.seed}:{own_id}"
 
 
 def prepare_prior(launch: Launch, model: Model, precision: Precision) -> ClassPictures | None:
-    """The pictures of the class that accompany this peer's own, those that are missing drawn with the base model."""
+    """Rank 0's pictures of the class that accompany this peer's own, those that are missing drawn with the base model; None on other ranks."""
     run, peer = launch.run, launch.peer
     if not peer.with_prior_preservation:
         return None
-    if run.method == "textual_inversion":
-        raise UserError(
-            "with_prior_preservation has nothing to preserve: textual_inversion changes nothing of the model.",
-            fix="Remove --with_prior_preservation.",
-        )
     folder = Path(peer.class_data_dir)
     draw_class_pictures(
         model,
@@ -246,8 +257,9 @@ def prepare_prior(launch: Launch, model: Model, precision: Precision) -> ClassPi
         seed=run.seed,
         precision=precision,
         group=launch.group,
+        stopping=launch.stopping,
     )
-    return ClassPictures(folder, peer.class_prompt, count=peer.num_class_images, weight=peer.prior_loss_weight, seed=run.seed)
+    return ClassPictures(folder, peer.class_prompt, count=peer.num_class_images, seed=run.seed) if launch.group.is_main else None
 
 
 def build_source(launch: Launch, own_id: str) -> Source | None:
@@ -353,7 +365,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         keep_in_bf16(learner.params)
     feed = Feed(
         source,
-        Decoder(run, peer.dataloader_num_workers, learner.caches.latents, learner.prior),
+        Decoder(run, peer.dataloader_num_workers, learner.caches.latents, peer.prior_loss_weight if peer.with_prior_preservation else None),
         group,
         batch_samples=peer.train_batch_size,
         accumulation=peer.gradient_accumulation_steps,
@@ -363,6 +375,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         ahead_steps=peer.loader_prefetch_size,
         placed_steps=peer.device_prefetch_size,
         place=learner.place.pixels,
+        beside=learner.prior and learner.prior.beside,
     )
     closing.callback(feed.close)
     profiler = Profiler(peer.profile_duration if group.is_main else 0, profile_folder(launch.output), launch.device)
@@ -388,6 +401,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         averages=run.sync != "none",
         average=Ema(learner.params, peer.ema_decay) if peer.use_ema and group.is_main else None,
         noise_seed=noise_seed(run, own_id),
+        unread=unread(learner),
         trial=build_trial(launch, learner),
         boundary=learner.place.boundary,
         stepped=profiler.stepped,

@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="play so many seeds, from --seed on (default: 1)")
     parser.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join([*FAULTS, 'nat'])} (default: all)")
     parser.add_argument("--fault_seconds", type=float, default=60.0, help="each fault strikes so often on average (default: 60)")
+    parser.add_argument("--assistants", type=int, default=0, help="peers that assist, besides those that train (default: 0)")
     parser.add_argument("--sync", default="parameters", choices=["parameters", "diloco", "gradients"])
     parser.add_argument("--wire", default="int8", choices=["fp32", "fp16", "int8", "int4"])
     parser.add_argument("--overlap", action="store_true", help="peers train while a round is averaged")
@@ -35,6 +36,7 @@ def main() -> int:
         parser.error(f"no such faults: {', '.join(unknown)}; there are {', '.join(every)}")
     scenario = Scenario(
         options.seed, options.peers, options.hours, options.rounds, faults, options.fault_seconds, sync=options.sync, wire=options.wire, overlap=options.overlap,
+        assistants=options.assistants,
     )  # fmt: skip
     began, rounds, messages, breaches, struck, shares, trace = time.monotonic(), 0, 0, [], Counter(), [], ""
     for seed in range(options.seed, options.seed + options.seeds):

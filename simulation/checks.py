@@ -1,16 +1,27 @@
 """What must hold whatever happens (docs/protocol.md), checked at the moment when something is said, adopted or reported."""
 
 import json
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from datasetserver.book import Book
+from datasetserver.samples import Masks, full, indices
+from datasetserver.units import Unit
 from peer.loop.accounts import Accounts
+from peer.sync.engine.state import Header
 from peer.sync.engine.vectors import SharedBuffer
+from simulation.arithmetic import Arithmetic
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
     from simulation.world import World
+
+
+_LEDGER_SECONDS = 10.0
+"""All of the ledger is worked out anew so often."""
 
 
 class Breach(Exception):
@@ -36,6 +47,10 @@ class Checks:
         self._of_group: dict[tuple, str] = {}
         self._offers: dict[tuple[str, int], tuple[bytes, int]] = {}
         self._stands: dict[str, tuple[int, str]] = {}
+        self.arithmetic: Arithmetic | None = None
+        self._keys: dict[tuple[str, int], tuple[str, ...]] = {}
+        """The samples of each contribution, as its trainer told the server."""
+        self._looked = 0.0
         self.settled: dict[str, int] = {}
         """Digests of the states that were reported as final, and how often."""
         self.round = 0
@@ -124,21 +139,101 @@ class Checks:
         """By the trainer."""
         if kind == "offer":
             content = (blake2b(bytes(buffers[0].bytes().numpy()), digest_size=16).digest(), values["samples"])
+            if values["samples"] != len(self._keys.get((machine.peer, values["number"]), ())):
+                self.breach(f"contribution {values['number']} has other samples than were registered", machine)
             if self._offers.setdefault((machine.peer, values["number"]), content) != content:
                 self.breach(f"the bytes of contribution {values['number']} changed", machine)
+            if self.arithmetic is not None:
+                self.arithmetic.offered(machine.peer, values["number"], buffers[0].bytes())
 
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""
-        if kind == "settled":
-            digest = values["settlement"]["digest"]
-            self.settled[digest] = self.settled.get(digest, 0) + 1
-            if digest not in self.commits:
-                self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
+        if kind == "rebase" and self.arithmetic is not None:
+            wrong = self.arithmetic.rebased(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
+            if wrong:
+                self.breach(wrong, machine)
+        if kind == "final":
+            digest = values["digest"]
+            self.reported(machine, digest)
+
+    def reported(self, machine: "Machine", digest: str) -> None:
+        """As final."""
+        self.settled[digest] = self.settled.get(digest, 0) + 1
+        if digest not in self.commits:
+            self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
 
     def accounts(self, machine: "Machine", accounts: Accounts) -> None:
         """Every sample that this trainer drew is open, in a contribution, or was reported."""
-        state, source = accounts.state_dict(), machine.source
+        state, drawn = accounts.state_dict(), machine.source.held
         held = [*state["open"], *(key for keys in state["contributions"].values() for key in keys), *state["aside"]]
-        reported = len(source.acknowledged) + len(source.given_back)
-        if len(set(held)) != len(held) or len(held) + reported != source.drawn_since_boot:
-            self.breach(f"{source.drawn_since_boot} samples drawn, {len(held)} held, {reported} reported", machine)
+        if len(set(held)) != len(held) or set(held) != drawn:
+            self.breach(f"{len(drawn)} samples drawn and not reported, {len(held)} held", machine)
+
+    def registers(self, machine: "Machine", number: int, keys: Sequence[str]) -> None:
+        """A trainer tells the server what a contribution holds; before it is offered."""
+        if self._keys.setdefault((machine.peer, number), tuple(keys)) != tuple(keys):
+            self.breach(f"contribution {number} was registered with two lists of samples", machine)
+
+    # ------------------------------------------------------------- the ledger
+
+    def ledger(self, book: Book) -> None:
+        """After a commit: what it changed, and now and then all of it."""
+        now = self._world.loop.time()
+        if now - self._looked >= _LEDGER_SECONDS:
+            self._looked = now
+            self.whole_ledger(book)
+
+    def whole_ledger(self, book: Book) -> None:
+        """Worked out anew from the contributions and the head's chain: each sample is counted once, waits once, or is leased once."""
+        chain = {pair for state in book.tree.chain() for pair in state.contributions()}
+        counted, pending = Counter(), Counter()
+        for pair, contribution in book._contributions.items():
+            keys = self._keys.get(pair)
+            size = contribution.samples + contribution.repeated
+            if keys is not None and (len(keys) != size or not set(_keys_of(contribution.units)) <= set(keys)):
+                self.breach(f"the ledger has {size} samples in contribution {pair[1]} of {pair[0][-6:]}, which has {len(keys)}")
+            if contribution.counted != (pair in chain):
+                self.breach(f"contribution {pair[1]} of {pair[0][-6:]} is {'' if contribution.counted else 'not '}counted, and its state says otherwise")
+            (counted if pair in chain else pending if contribution.live else Counter()).update(_keys_of(contribution.units))
+        for unit in book.units.known():
+            self._unit(unit, counted, pending)
+        twice = [key for key, number in pending.items() if number > 1]
+        if twice:
+            self.breach(f"sample {twice[0]} waits in two contributions")
+        # One that was counted on a branch that lost, trained by another peer and is on the head's chain again counts once, and as repeated.
+        repeated = sum(counted.values()) - len(counted) + sum(book._contributions[pair].repeated for pair in chain if pair in book._contributions)
+        if (book.counted_samples, book.repeated_samples) != (len(counted) + repeated, repeated):
+            said = f"{book.counted_samples} samples are counted, {book.repeated_samples} of them repeated"
+            self.breach(f"{said}, and there are {len(counted)} and {repeated}")
+
+    def _unit(self, unit: Unit, counted: Counter, pending: Counter) -> None:
+        epoch, shard = unit.uid
+        for mask, known, name in ((unit.counted, counted, "counted"), (unit.pending, pending, "pending")):
+            keys = _keys_of({unit.uid: mask})
+            if any(key not in known for key in keys):
+                self.breach(f"samples of {epoch}:{shard} are {name} without a contribution")
+        missing = [key for key in _keys_of({unit.uid: full(unit.samples) & ~unit.counted}) if key in counted]
+        missing += [key for key in _keys_of({unit.uid: full(unit.samples) & ~(unit.pending | unit.counted)}) if key in pending]
+        leased = [lease.units[unit.uid] for lease in unit.holders]
+        if missing or unit.counted & unit.pending or sum(mask.bit_count() for mask in leased) != unit.held.bit_count():
+            self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {missing[:3]}")
+
+    def ledger_agrees(self, book: Book, recent: Collection[str], gone: Collection[str]) -> str:
+        """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register."""
+        head = book.tree.head
+        if head is None or head.digest not in recent:
+            return f"the ledger's head is {head.digest[:8] if head else 'none'}, the swarm's {next(iter(recent), '')[:8]}"
+        unsaid = 0
+        for digest in self.lineage(head.digest):
+            for peer, number, samples in self.commits[digest].members:
+                if (peer, number) not in book._contributions:
+                    if peer not in gone:
+                        return f"contribution {number} of {peer[-6:]} in {digest[:8]} is not in the ledger"
+                    unsaid += samples
+        if book.counted_samples + unsaid != head.samples:
+            return f"{head.samples} samples are in the state, {book.counted_samples} in the ledger, {unsaid} of peers that died"
+        return ""
+
+
+def _keys_of(units: Masks) -> list[str]:
+    return [f"{epoch}:{shard}:{index}" for (epoch, shard), mask in units.items() for index in indices(mask)]

@@ -7,7 +7,8 @@ import errno
 import fnmatch
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +32,8 @@ class Disk:
         self.full = False
         self.appended: Callable[[str, bytes], None] = lambda path, data: None
         """Told of each line that is added to a file, also if there is no room for it."""
-        self._history: list[tuple[dict, dict]] | None = None
-        """While a job runs and until its result is there: what the disk was after each of its operations."""
+        self._undo: list[Callable[[], None]] | None = None
+        """While a job runs and until its result is there: how to take back each of its operations."""
 
     def root(self) -> "SimPath":
         return SimPath(self, "/")
@@ -42,37 +43,41 @@ class Disk:
     def write(self, inode: _Inode, data: bytes) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._did(partial(setattr, inode, "data", inode.data))
         inode.data += data
-        self._changed()
 
     def sync(self, inode: _Inode) -> None:
         if self.full and inode.synced != inode.data:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._did(partial(setattr, inode, "synced", inode.synced))
         inode.synced = inode.data
-        self._changed()
 
     def create(self, path: str) -> _Inode:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._did(partial(self._put_back, path, self.names.get(path)))
         inode = self.names[path] = _Inode()
-        self._changed()
         return inode
 
     def rename(self, source: str, target: str) -> None:
-        self.names[target] = self._existing(source)
+        inode, before = self._existing(source), self.names.get(target)
+        self._did(lambda: (self._put_back(target, before), self._put_back(source, inode)))
+        self.names[target] = inode
         del self.names[source]
-        self._changed()
+
+    def link(self, path: str, target: str) -> None:
+        self._did(partial(self._put_back, target, self.names.get(target)))
+        self.names[target] = self._existing(path)
 
     def delete(self, path: str) -> None:
-        self._existing(path)
+        self._did(partial(self._put_back, path, self._existing(path)))
         del self.names[path]
-        self._changed()
 
     def sync_folder(self, folder: str) -> None:
         inside = folder.rstrip("/") + "/"
+        self._did(partial(setattr, self, "_durable", self._durable))
         self._durable = {path: inode for path, inode in self._durable.items() if not path.startswith(inside)}
         self._durable |= {path: inode for path, inode in self.names.items() if path.startswith(inside)}
-        self._changed()
 
     def existing(self, path: str) -> _Inode:
         return self._existing(path)
@@ -84,25 +89,28 @@ class Disk:
 
     # ------------------------------------------------------------- what happens to it
 
-    def _changed(self) -> None:
-        if self._history is not None:
-            self._history.append(self._copy())
+    def _did(self, undo: Callable[[], None]) -> None:
+        if self._undo is not None:
+            self._undo.append(undo)
 
-    def _copy(self) -> tuple[dict, dict]:
-        twins = {id(inode): _Inode(inode.data, inode.synced) for inode in (*self.names.values(), *self._durable.values())}
-        return {p: twins[id(i)] for p, i in self.names.items()}, {p: twins[id(i)] for p, i in self._durable.items()}
+    def _put_back(self, path: str, inode: _Inode | None) -> None:
+        if inode is None:
+            del self.names[path]
+        else:
+            self.names[path] = inode
 
     def begin_job(self) -> None:
-        self._history = [self._copy()]
+        self._undo = []
 
     def end_job(self) -> None:
-        self._history = None
+        self._undo = None
 
     def crash(self, *, power: bool) -> None:
         """Its process, or the whole machine, is gone: a job that ran got to some point of what it wrote."""
-        if self._history:
-            self.names, self._durable = self._rng.choice(self._history)
-        self._history = None
+        if self._undo is not None:
+            for undo in reversed(self._undo[self._rng.randrange(len(self._undo) + 1) :]):
+                undo()
+        self._undo = None
         if power:
             self._lose()
 
@@ -123,7 +131,7 @@ class Disk:
 
 
 class SimFile:
-    """Opened in mode "rb", "wb", or "a" (text)."""
+    """Opened in mode "rb", "wb", "ab", or "a" (text)."""
 
     def __init__(self, disk: Disk, inode: _Inode, mode: str, path: str):
         self.disk, self.inode, self._mode, self._path, self._at, self.closed = disk, inode, mode, path, 0, False
@@ -139,6 +147,7 @@ class SimFile:
         if self._mode == "a":
             self.disk.appended(self._path, data)
         self.disk.write(self.inode, data)
+        self._at = len(self.inode.data)
         return len(data)
 
     def read(self, count: int = -1) -> bytes:
@@ -216,7 +225,7 @@ class SimPath:
         return self._path in self.disk.names
 
     def stat(self) -> SimpleNamespace:
-        return SimpleNamespace(st_size=len(self.disk.existing(self._path).data))
+        return SimpleNamespace(st_size=len(self.disk.existing(self._path).data), st_mtime=0.0)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """There is nothing to make."""
@@ -225,18 +234,19 @@ class SimPath:
         inside = self._path.rstrip("/") + "/"
         return [SimPath(self.disk, path) for path in sorted(self.disk.names) if path.startswith(inside) and "/" not in path[len(inside) :]]
 
-    def glob(self, pattern: str) -> list["SimPath"]:
-        return [path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
+    def glob(self, pattern: str) -> Iterator["SimPath"]:
+        return iter([path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern)])
 
     def unlink(self, missing_ok: bool = False) -> None:
         if not missing_ok or self.exists():
             self.disk.delete(self._path)
 
-    def replace(self, target: "SimPath") -> None:
+    def replace(self, target: "SimPath") -> "SimPath":
         self.disk.rename(self._path, target._path)
+        return target
 
     def open(self, mode: str = "r", encoding: str | None = None) -> SimFile:
-        if mode == "a" and not self.exists():
+        if mode in ("a", "ab") and not self.exists():
             self.disk.names[self._path] = _Inode()  # an empty file takes no room: only writing to it fails on a full disk
         if mode == "wb":
             return SimFile(self.disk, self.disk.create(self._path), mode, self._path)
@@ -268,6 +278,16 @@ def _(file: SimFile, count: int, offset: int) -> bytes:
 @files.free_bytes.register
 def _(folder: SimPath) -> int:
     return 0 if folder.disk.full else 1 << 40
+
+
+@files.link.register
+def _(path: SimPath, target: SimPath) -> None:
+    path.disk.link(str(path), str(target))
+
+
+@files.touch.register
+def _(path: SimPath) -> None:
+    """Shards here are few: none is evicted by its age."""
 
 
 @files.flush.register

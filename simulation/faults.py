@@ -154,4 +154,50 @@ async def clock(world: "World") -> None:
             machine.skew = world.rng.uniform(-1.5, 1.5)
 
 
-FAULTS = {fault.__name__: fault for fault in (kill, sidecar, power, stop, sleep, partition, reset, disk, slow, clock)}
+async def server(world: "World") -> None:
+    """The dataset server is killed, and is away for a second or for minutes."""
+    while not world.calm:
+        if await _next(world) is None:
+            continue
+        seconds = world.rng.choice([1.0, 20.0, 180.0])
+        _struck(world, "server", None, f"away for {seconds:.0f} s")
+        world.server.crash()
+        await _for(world, seconds)
+        world.server.boot()
+
+
+async def answers(world: "World") -> None:
+    """For a minute the dataset server is slow, or every fifth of its answers is lost on the way: what was asked is asked again."""
+    while not world.calm:
+        if await _next(world) is None:
+            continue
+        slow = world.rng.random() < 0.5
+        _struck(world, "answers", None, "slow" if slow else "lost")
+        world.server.slow_seconds, world.server.lost = (40.0, 0.0) if slow else (0.0, 0.2)
+        await _for(world, 60.0)
+        world.server.slow_seconds = world.server.lost = 0.0
+
+
+async def ledger(world: "World") -> None:
+    """The dataset server's disk is full for a while."""
+    while not world.calm:
+        if await _next(world) is None:
+            continue
+        _struck(world, "ledger")
+        world.server.full(True)
+        await _for(world, world.rng.choice([2.0, 20.0]))
+        world.server.full(False)
+
+
+async def pause(world: "World") -> None:
+    """The host pauses the run for a quarter of a minute."""
+    while not world.calm:
+        if await _next(world) is None:
+            continue
+        _struck(world, "pause")
+        world.server.orders.state = "paused"
+        await _for(world, 15.0)
+        world.server.orders.state = "running"
+
+
+FAULTS = {fault.__name__: fault for fault in (kill, sidecar, power, stop, sleep, partition, reset, disk, slow, clock, server, answers, ledger, pause)}

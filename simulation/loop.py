@@ -10,7 +10,6 @@ import contextvars
 import heapq
 import itertools
 import random
-import selectors
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ class Owner(Protocol):
 
     stopped: bool
     dead: bool
-    held: list[asyncio.Handle]
+    held: list["_Handle"]
 
     def job(self, call: Callable[[], Any]) -> tuple[Any, float, Callable[[], None]]:
         """Run a thread's job: its result, the seconds that it takes, and what to do when these are over."""
@@ -34,94 +33,112 @@ class Deadlock(Exception):
     """Nothing will ever happen again."""
 
 
-class _Jump(selectors.SelectSelector):
-    """Never waits: the loop's clock goes to where the next timer is."""
+class _Handle:
+    """As `asyncio.TimerHandle`; one for both kinds."""
 
-    loop: "VirtualLoop"
+    __slots__ = ("_args", "_callback", "_cancelled", "_context", "_when")
 
-    def select(self, timeout: float | None = None) -> list:
-        if timeout is None:
-            raise Deadlock("no timer is left and nothing is to be done")
-        if timeout > 0:
-            self.loop.now += timeout
-        return []
+    def __init__(self, when: float, callback: Callable, args: tuple, context: contextvars.Context):
+        self._when, self._callback, self._args, self._context, self._cancelled = when, callback, args, context, False
 
+    def when(self) -> float:
+        return self._when
 
-def _may_run(handle: asyncio.Handle) -> bool:
-    owner = handle._context.get(OWNER)
-    if owner is None:
-        return True
-    if owner.stopped and not owner.dead:
-        owner.held.append(handle)
-        return False
-    return not owner.dead
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def cancel(self) -> None:
+        self._cancelled, self._callback, self._args = True, None, ()
 
 
-class _Handle(asyncio.Handle):
-    __slots__ = ()
-
-    def _run(self) -> None:
-        if _may_run(self):
-            super()._run()
-
-
-class _TimerHandle(asyncio.TimerHandle):
-    __slots__ = ()
-
-    def _run(self) -> None:
-        if _may_run(self):
-            super()._run()
-
-
-class _Task(asyncio.Task):
-    def __init__(self, coro: Any, *, number: int, **options: Any):
-        self._number = number
-        super().__init__(coro, **options)
+class _Numbered:
+    """What has its loop's next number for a hash, from when it is first put into a set on."""
 
     def __hash__(self) -> int:
-        return self._number
+        try:
+            return self._number
+        except AttributeError:
+            self._number = next(self.get_loop()._numbers)
+            return self._number
 
 
-class _Future(asyncio.Future):
-    def __init__(self, *, number: int, loop: asyncio.AbstractEventLoop):
-        self._number = number
-        super().__init__(loop=loop)
-
-    def __hash__(self) -> int:
-        return self._number
+class _Task(_Numbered, asyncio.Task):
+    pass
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
+class _Future(_Numbered, asyncio.Future):
+    pass
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
     """`now`: seconds since the world began. Of two timers for one moment the one that was set first goes first."""
 
     def __init__(self, rng: random.Random):
+        super().__init__()
         self.now, self._rng, self._numbers = 0.0, rng, itertools.count(1)
-        selector = _Jump()
-        super().__init__(selector)
-        selector.loop = self
-        self._clock_resolution = 1e-9
-        self.set_task_factory(lambda loop, coro, **options: _Task(coro, loop=loop, number=next(self._numbers), **options))
+        self._timers: list[tuple[float, int, _Handle]] = []
 
     def time(self) -> float:
         return self.now
 
     def create_future(self) -> asyncio.Future:
-        return _Future(number=next(self._numbers), loop=self)
+        return _Future(loop=self)
 
-    def _call_soon(self, callback: Callable, args: tuple, context: contextvars.Context | None) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, contextvars.copy_context() if context is None else context)
+    def create_task(self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None) -> asyncio.Task:
+        return _Task(coro, loop=self, name=name, context=context)
+
+    def call_soon(self, callback: Callable, *args: Any, context: contextvars.Context | None = None) -> _Handle:
+        # Not `or`: an empty context is false.
+        handle = _Handle(self.now, callback, args, contextvars.copy_context() if context is None else context)
         self._ready.append(handle)
         return handle
 
-    def call_at(
-        self, when: float, callback: Callable, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
-        # A heap keeps no order of equals: a moment of its own for each.
-        context = contextvars.copy_context() if context is None else context  # not `or`: an empty context is false
-        timer = _TimerHandle(when + next(self._numbers) * 1e-13, callback, args, self, context)
-        heapq.heappush(self._scheduled, timer)
-        timer._scheduled = True
-        return timer
+    def call_at(self, when: float, callback: Callable, *args: Any, context: contextvars.Context | None = None) -> _Handle:
+        handle = _Handle(when, callback, args, contextvars.copy_context() if context is None else context)
+        heapq.heappush(self._timers, (when, next(self._numbers), handle))
+        return handle
+
+    def call_later(self, delay: float, callback: Callable, *args: Any, context: contextvars.Context | None = None) -> _Handle:
+        when = self.now + delay
+        handle = _Handle(when, callback, args, contextvars.copy_context() if context is None else context)
+        heapq.heappush(self._timers, (when, next(self._numbers), handle))
+        return handle
+
+    def _run_once(self) -> None:
+        """All that there is to do until somebody stops the loop: asyncio's own does one turn, and looks at sockets in each."""
+        ready, timers = self._ready, self._timers
+        while not self._stopping:
+            if ready:
+                handle = ready.popleft()
+            elif timers:
+                when, _, handle = heapq.heappop(timers)
+                if when > self.now and not handle._cancelled:
+                    self.now = when
+            else:
+                raise Deadlock("no timer is left and nothing is to be done")
+            if handle._cancelled:
+                continue
+            owner = handle._context.get(OWNER)
+            if owner is not None and (owner.dead or owner.stopped):
+                if not owner.dead:
+                    owner.held.append(handle)
+                continue
+            try:
+                handle._context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": f"in {handle._callback!r}", "exception": error})
+
+    def go_on(self, owner: Owner) -> None:
+        """A process that was stopped does what it could not do meanwhile."""
+        self._ready.extend(owner.held)
+        owner.held.clear()
+
+    def forget(self) -> None:
+        """Nothing more happens."""
+        self._ready.clear()
+        self._timers.clear()
 
     def run_in_executor(self, executor: object, func: Callable, *args: Any) -> asyncio.Future:
         future, owner = self.create_future(), OWNER.get()

@@ -22,12 +22,14 @@ from peer.config import PeerConfig
 from peer.contracts import SyncContext, SyncReport
 from peer.loop.accounts import Accounts
 from peer.sync.engine.net.streams import PeerLost
-from peer.sync.engine.state import State
+from peer.sync.engine.state import Header, State
 from peer.sync.engine.trainer import sidecar
+from peer.sync.engine.trainer.messages import Failed, Message, Start, pack, unpack
 from peer.sync.engine.trainer.port import PortClosed
 from peer.sync.engine.trainer.sidecar_process import Processes
 from peer.sync.engine.trainer.swarm_sync import SwarmSync
 from peer.sync.engine.vectors import BIG_ELEMENTS, SharedBuffer
+from simulation.arithmetic import Learned
 from simulation.disk import Disk
 from simulation.loop import OWNER
 from simulation.network import Host, Link
@@ -52,7 +54,7 @@ class Process:
     def __init__(self, machine: "Machine", name: str):
         self.machine, self.name = machine, name
         self.stopped = self.dead = False
-        self.held: list[asyncio.Handle] = []
+        self.held: list = []
         self.tasks: list[asyncio.Task] = []
         """Kept for as long as the world lives: what a killed process was in the middle of must not be unwound."""
         self.context = contextvars.copy_context()
@@ -87,9 +89,8 @@ class Process:
         self.stopped = True
 
     def go_on(self) -> None:
-        self.stopped, held = False, self.held
-        self.held = []
-        asyncio.get_running_loop()._ready.extend(held)
+        self.stopped = False
+        self.machine.world.loop.go_on(self)
 
 
 def _buffers(call: Callable[[], Any], result: Any) -> list[Any]:
@@ -116,7 +117,7 @@ class Port:
         self._process, self._thread = process, thread
         self._inbox: deque[tuple[bytes, list[SharedBuffer]]] = deque()
         self._changed: Callable[[], None] | None = None
-        self.closed = False
+        self.closed = self._notified = False
         self.spy: Callable[[str, dict, list[SharedBuffer]], None] = lambda kind, values, buffers: None
 
     @classmethod
@@ -129,14 +130,15 @@ class Port:
     def _gone(self) -> bool:
         return self.other.closed or self.other._process.dead
 
-    def send(self, kind: str, *buffers: SharedBuffer, seconds: float = 30.0, **values: Any) -> None:
+    def send(self, message: Message, seconds: float = 30.0) -> None:
         if self.closed or self._gone:
             raise PortClosed("the other process has ended")
-        self.spy(kind, values, list(buffers))
-        self.other._inbox.append((msgpack.packb({"kind": kind, **values}), list(buffers)))
+        kind, values, buffers = pack(message)
+        self.spy(kind, values, buffers)
+        self.other._inbox.append((msgpack.packb([kind, values]), buffers))
         self.other._notify()
 
-    def receive(self, seconds: float) -> tuple[str, dict[str, Any], list[SharedBuffer]] | None:
+    def receive(self, seconds: float) -> Message | None:
         if self.closed:
             raise PortClosed("this end is closed")
         if not self._inbox and not self._gone and seconds > 0 and (thread := self._thread()) is not None:
@@ -145,8 +147,7 @@ class Port:
             self._changed = None
         if self._inbox:
             data, buffers = self._inbox.popleft()
-            values = msgpack.unpackb(data)
-            return values.pop("kind"), values, buffers
+            return unpack(*msgpack.unpackb(data), buffers)
         if self._gone:
             raise PortClosed("the other process has ended")
         return None
@@ -168,11 +169,12 @@ class Port:
         self.other._notify()
 
     def _notify(self) -> None:
-        if self._changed is not None:
-            loop = self._process.machine.world.loop
-            loop.call_soon(self._call, context=self._process.context.copy())
+        if self._changed is not None and not self._notified:
+            self._notified = True
+            self._process.machine.world.loop.call_soon(self._call, context=self._process.context.copy())
 
     def _call(self) -> None:
+        self._notified = False
         if self._changed is not None:
             self._changed()
 
@@ -197,8 +199,8 @@ class Child:
 class Machine:
     """A peer from its first start to its end: `boot`, `kill`, `power_cut`, and what goes on in between."""
 
-    def __init__(self, world: "World", peer: str, link: Link, *, step_seconds: float, batch: int, skew: float):
-        self.world, self.peer, self.link = world, peer, link
+    def __init__(self, world: "World", peer: str, number: int, link: Link, *, step_seconds: float, batch: int, skew: float):
+        self.world, self.peer, self.number, self.link = world, peer, number, link
         self.step_seconds, self.batch, self.skew, self.slowness = step_seconds, batch, skew, 1.0
         self.disk = Disk(random.Random(world.rng.getrandbits(64)))
         self.trainer: Process | None = None
@@ -210,7 +212,9 @@ class Machine:
         self.over = self.leaves = False
         self.failure: BaseException | None = None
         self.graveyard: list[Process] = []
-        self.source = Source(self)
+        self.source: Source | None = None
+        self.learned: Learned | None = None
+        self.sync: SwarmSync | None = None
         self._seed = world.rng.getrandbits(48)
 
     @property
@@ -220,6 +224,11 @@ class Machine:
     @property
     def alive(self) -> bool:
         return self.trainer is not None and not self.trainer.dead and not self.over
+
+    @property
+    def address(self) -> str:
+        number = self.number
+        return f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
 
     def wall(self) -> float:
         return _EPOCH + self.world.loop.time() + self.skew
@@ -237,10 +246,15 @@ class Machine:
     def boot(self) -> None:
         self.boots += 1
         self.failure, self.over, self.leaves = None, False, False
-        self.source.boot(self.boots)
+        self.source = self.learned = self.sync = None
         self.trainer = Process(self, "trainer")
         self.thread = self.trainer.context.run(LockStepThread, self.world.loop, self._train, self._failed)
         self.trainer.context.run(self.thread.start)
+
+    def leave(self) -> None:
+        """In order: what was trained is averaged, what was leased is given back."""
+        self.leaves = True
+        self.thread.wake()
 
     def kill(self, *, power: bool = False) -> None:
         """Both processes at once; without power what was not flushed is lost as well."""
@@ -270,10 +284,17 @@ class Machine:
         child = Child(self, process)
         ours, theirs = Port.pair(self.trainer, lambda: self.thread, process)
         ours.spy = lambda kind, values, buffers: self.world.checks.said(self, kind, values, buffers)
-        theirs.spy = lambda kind, values, buffers: self.world.checks.told(self, kind, values, buffers)
+        theirs.spy = lambda kind, values, buffers: self._told(kind, values, buffers)
+        if self.sync is not None and self.learned is not None:
+            self.learned.restarted(self.sync._work.state.digest)
         process.port = theirs
         process.context.run(self.world.loop.call_soon, lambda: process.spawn(self._live(child, process, theirs)))
         return child, ours
+
+    def _told(self, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+        self.world.checks.told(self, kind, values, buffers)
+        if kind == "rebase" and self.learned is not None:
+            self.learned.told(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
 
     async def _live(self, child: Child, process: Process, port: Port) -> None:
         """As `sidecar.main` and `_serve`."""
@@ -281,18 +302,17 @@ class Machine:
         node = None
         try:
             await asyncio.sleep(self.world.rng.uniform(1.0, 3.0))  # to load its modules
-            message = port.receive(0)
-            if message is None or message[0] != "start":
+            opening = [port.receive(0)]
+            if not isinstance(opening[0], Start):
                 return
-            _, values, buffers = message
             node = await self._join(process)
             rng = random.Random(self.world.rng.getrandbits(64))
-            await sidecar.take_part(port, values, buffers, node, stop, self.disk.root(), self.wall, rng)
+            await sidecar.take_part(port, opening, node, stop, self.disk.root(), self.wall, rng)
         except PortClosed:
             pass
         except UserError as error:
             with contextlib.suppress(PortClosed):
-                sidecar.TrainerPort(port).failed(error)
+                sidecar.TrainerLine(port).send(Failed.of(error))
             child.code = int(error.code)
         except PeerLost as error:
             log.warning("the swarm process ends: %s", error)
@@ -339,13 +359,15 @@ class Machine:
             params=params,
             output_dir=self.disk.root(),
         )
-        sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
-        accounts = Accounts(self.source)
+        if self.world.strategy.steps_locally:
+            self.learned = Learned(self.world.wire, params, self.peer)
+        self.sync = sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
+        self.source = source = Source(self)
+        accounts = Accounts(source)
         done = self._follow(sync, accounts, sync.catch_up())
-        while not done and not self.leaves:
+        while not done and not self.leaves and (keys := source.draw(self.batch)):
             self._sleep(self.step_seconds * self.slowness * self.world.rng.uniform(0.9, 1.1))
             self._step(sync, params, generator)
-            keys = self.source.draw(self.batch)
             accounts.trained(keys)
             done = self._follow(sync, accounts, sync.step(len(keys), 1.0))
         report = SyncReport(wait=True)
@@ -353,6 +375,7 @@ class Machine:
             report = self._settle(sync, accounts, sync.leave(hurry=self.leaves))
         sync.close()
         accounts.give_back_aside()
+        source.close()
         self.over = True
 
     def _step(self, sync: SwarmSync, params: dict[str, nn.Parameter], generator: torch.Generator) -> None:
@@ -360,9 +383,11 @@ class Machine:
         for parameter in params.values():
             parameter.grad = self.batch * torch.randn(parameter.shape, generator=generator)
         if sync.before_step():
+            before = self.learned.now()
             with torch.no_grad():
                 for parameter in params.values():
                     parameter -= 0.01 * parameter.grad
+            self.learned.stepped(before)
 
     def _follow(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> bool:
         report = self._settle(sync, accounts, report)
@@ -373,12 +398,25 @@ class Machine:
         return report.done
 
     def _settle(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> SyncReport:
-        if report.frozen is not None and not accounts.register(report.frozen):
-            accounts.apply(report)
-            report = sync.withdraw(report.frozen)
+        if report.frozen is not None:
+            self._look(sync)
+            if not accounts.register(report.frozen):
+                accounts.apply(report)
+                report = sync.withdraw(report.frozen)
+                if self.learned is not None:
+                    self.learned.withdrew()
         accounts.apply(report)
+        self._look(sync)
         self.world.checks.accounts(self, accounts)
         return report
+
+    def _look(self, sync: SwarmSync) -> None:
+        """Whether the parameters, and what was just frozen, are what was learned."""
+        if self.learned is not None:
+            frozen = sync._work.frozen
+            wrong = self.learned.check(sync._work.state.digest, frozen and (frozen.number, frozen.encoded.bytes()))
+            if wrong:
+                self.world.checks.breach(wrong, self)
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, Killed):

@@ -5,12 +5,11 @@ is killed hangs up; a machine without power says nothing at all.
 """
 
 import asyncio
+import contextvars
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-from simulation.loop import OWNER
 
 _RETRANSMISSION_SECONDS = 0.3
 _LINGER_SECONDS = 60.0
@@ -46,7 +45,9 @@ class Host:
 
 class Network:
     def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random):
-        self._loop, self._rng = loop, rng
+        self.loop, self._rng = loop, rng
+        self._context = contextvars.Context()
+        """Of no process: the net lives on when one dies."""
         self.hosts: dict[str, Host] = {}
         self.sides: dict[str, int] = {}
         """Peer -> its side of a partition; empty: there is none."""
@@ -55,7 +56,7 @@ class Network:
         """Of all messages, those on which a stream breaks."""
 
     def parted(self, one: str, other: str) -> bool:
-        return self.sides.get(one, 0) != self.sides.get(other, 0)
+        return bool(self.sides) and self.sides.get(one, 0) != self.sides.get(other, 0)
 
     def reaches(self, caller: str, peer: str) -> bool:
         """Whether `caller` can open a stream to `peer`: directly, over a connection that a peer behind NAT has opened to one that can be
@@ -89,7 +90,7 @@ class Network:
 
     def carry(self, pipe: "SimPipe", data: bytes) -> float:
         """Send `data` from a pipe's end to its other one; returns when the sender's uplink has taken it."""
-        here, there, now = pipe.host, pipe.other.host, self._loop.time()
+        here, there, now = pipe.host, pipe.other.host, self.loop.time()
         self.messages, self.bytes = self.messages + 1, self.bytes + len(data)
         begins = max(now, here.link.up_free)
         here.link.up_free = sent = begins + len(data) * 8e-6 / here.link.up_mbit
@@ -109,21 +110,19 @@ class Network:
         """data: None: the end."""
         here, there = pipe.host, pipe.other.host
         if not there.powered or self.parted(here.peer, there.peer):
-            if self._loop.time() > until:
+            if self.loop.time() > until:
                 return pipe.reset()
-            return self._at(self._loop.time() + 1.0, self._deliver, pipe, data, until)
+            return self._at(self.loop.time() + 1.0, self._deliver, pipe, data, until)
         pipe.other.take_in(data)
 
     def hang_up(self, pipe: "SimPipe") -> None:
-        at = max(self._loop.time() + self.delay(pipe.host, pipe.other.host), pipe.last)
+        if pipe.other.closed:
+            return  # nobody is there to hear of it
+        at = max(self.loop.time() + self.delay(pipe.host, pipe.other.host), pipe.last)
         self._at(at, self._deliver, pipe, None, at + _LINGER_SECONDS)
 
     def _at(self, when: float, call: Callable, *args: Any) -> None:
-        token = OWNER.set(None)  # the net lives on when a process dies
-        try:
-            self._loop.call_at(when, call, *args)
-        finally:
-            OWNER.reset(token)
+        self.loop.call_at(when, call, *args, context=self._context)
 
     def die(self, host: Host, *, power: bool) -> None:
         """The process is gone. With power its machine hangs up all streams; without, the others hear nothing."""
@@ -151,8 +150,8 @@ class SimPipe:
     async def send(self, *pieces: bytes | memoryview, until: float) -> None:
         if self.closed or self._broken or not self.host.alive:
             raise ConnectionResetError("it is gone")
-        loop = asyncio.get_running_loop()
-        sent = self._network.carry(self, b"".join(bytes(piece) for piece in pieces))
+        loop = self._network.loop
+        sent = self._network.carry(self, b"".join(pieces))
         # Some 100 kB are on their way before a sender notices that nothing is taken.
         if sent - loop.time() > 0.02:
             await asyncio.sleep(max(min(sent, until) - loop.time(), 0))
@@ -160,14 +159,15 @@ class SimPipe:
             raise TimeoutError("its time is over")
 
     async def take(self, into: memoryview, until: float) -> None:
-        while len(self._data) < len(into):
+        data, count = self._data, len(into)
+        while len(data) < count:
             if self._broken or self.closed:
                 raise ConnectionResetError("it is gone")
             if self._ended:
                 raise EOFError("it hung up")
             await self._changed(until)
-        into[:] = self._data[: len(into)]
-        del self._data[: len(into)]
+        into[:] = data[:count]
+        del data[:count]
 
     async def hung_up(self, until: float) -> None:
         while not (self._ended or self._broken or self.closed):
@@ -200,7 +200,7 @@ class SimPipe:
             self._waiting.set_result(None)
 
     async def _changed(self, until: float) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._network.loop
         self._waiting = waiting = loop.create_future()
         late = loop.call_at(until, _time_out, waiting)
         try:

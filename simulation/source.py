@@ -1,52 +1,149 @@
-"""Samples for a simulated trainer: each key is given once, and what became of it is noted."""
+"""Samples for a simulated trainer: the product's own client of the dataset server, and what became of each sample that it gave.
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+Its thread is a task of the world's loop, and where it would wait for that the lock-step thread blocks.
+"""
 
-from peer.contracts import Settlement
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peer.contracts import Sample, Settlement
+from peer.data.dataset_server import DatasetServer
+from simulation.server import URL, Session, SimKey
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
 
+_LONGEST_WAIT_SECONDS = 3600.0
+
+
+class Leaving(BaseException):
+    """Raised where the trainer waits for a sample when it is told to leave."""
+
 
 class Source:
-    """As `contracts.Source`, as far as `Accounts` asks. `registered`: contribution number -> its keys."""
+    """As `contracts.Source`, as far as `Accounts` asks, of one boot of a machine. held: samples that it gave and that were not reported."""
 
     def __init__(self, machine: "Machine"):
-        self._machine = machine
-        self.registered: dict[int, tuple[str, ...]] = {}
-        self.acknowledged: set[str] = set()
-        self.given_back: set[str] = set()
-        self.drawn_since_boot = 0
-        self._prefix = ""
-
-    def boot(self, number: int) -> None:
-        self.drawn_since_boot = 0
-        self._prefix = f"{self._machine.short}.{number}"
-        self.registered.clear()
-        self.acknowledged.clear()
-        self.given_back.clear()
+        self._machine, self.held, self.drawn = machine, set(), 0
+        world, rng = machine.world, random.Random(machine.world.rng.getrandbits(64))
+        self._server = DatasetServer(
+            URL, world.run, key=SimKey(machine.peer), cache_dir=machine.disk.root() / "cache", cache_bytes=1 << 30,
+            batch_samples=machine.batch, clock=world.loop.time, wall=machine.wall, rows=_rows,
+            session=lambda: Session(world.server, machine), uniform=rng.uniform, background=Background(machine),
+        )  # fmt: skip
+        self._samples: Iterator[Sample] = iter(self._server)
 
     def draw(self, count: int) -> list[str]:
-        keys = [f"{self._prefix}.{self.drawn_since_boot + index}" for index in range(count)]
-        self.drawn_since_boot += count
+        """Fewer when the trainer is told to leave meanwhile."""
+        keys: list[str] = []
+        try:
+            while len(keys) < count:
+                key = next(self._samples).key
+                if key in self.held:
+                    self._machine.world.checks.breach(f"sample {key} was given twice", self._machine)
+                self.held.add(key)
+                keys.append(key)
+        except (Leaving, StopIteration):
+            self.give_back(keys)
+            return []
+        self.drawn += count
         return keys
 
     def register(self, number: int, keys: Sequence[str]) -> None:
-        self.registered[number] = tuple(keys)
+        self._machine.world.checks.registers(self._machine, number, keys)
+        self._server.register(number, keys)
 
     def settle(self, settlement: Settlement) -> None:
-        """The server's matter."""
+        self._server.settle(settlement)
 
     def acknowledge(self, keys: Sequence[str]) -> None:
-        self._once(keys)
-        self.acknowledged.update(keys)
+        self._report(keys)
+        self._server.acknowledge(keys)
 
     def give_back(self, keys: Sequence[str]) -> None:
-        self._once(keys)
-        self.given_back.update(keys)
+        self._report(keys)
+        self._server.give_back(keys)
 
-    def _once(self, keys: Sequence[str]) -> None:
+    def close(self) -> None:
+        self._server.close()
+
+    def _report(self, keys: Sequence[str]) -> None:
         for key in keys:
-            if key in self.acknowledged or key in self.given_back:
+            if key not in self.held:
                 self._machine.world.checks.breach(f"sample {key} was reported twice", self._machine)
+            self.held.discard(key)
+
+
+def _rows(path: Path, samples: int) -> list[tuple[bytes, str]]:
+    return [(b"", "")] * samples
+
+
+class Background:
+    """As `client.background.Background`."""
+
+    def __init__(self, machine: "Machine"):
+        self._machine, self._process, self._thread = machine, machine.trainer, machine.thread
+        self._loop = machine.world.loop
+        self._task: asyncio.Task | None = None
+        self._starts = False
+
+    def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._starts = True
+
+        def begin() -> None:
+            self._task = self._process.spawn(main())
+
+        self.call(begin)
+
+    def call(self, func: Callable[[], object]) -> None:
+        self._loop.call_soon(func, context=self._process.context.copy())
+
+    def close(self) -> None:
+        while self._starts and (self._task is None or not self._task.done()):
+            self._thread.block(0.1)
+
+    def condition(self) -> "Condition":
+        return Condition(self._machine)
+
+    def result(self, future: Future, seconds: float) -> Any:
+        until = self._loop.time() + seconds
+        waiting = [True]
+        future.add_done_callback(lambda _: self._thread.wake() if waiting[0] else None)
+        while not future.done() and (left := until - self._loop.time()) > 1e-9:
+            self._thread.block(left)
+        waiting[0] = False
+        if not future.done():
+            raise FutureTimeout
+        return future.result(0)
+
+
+class Condition:
+    """As `threading.Condition`: loop and thread take turns, so nobody must be locked out."""
+
+    def __init__(self, machine: "Machine"):
+        self._machine, self._thread, self._waiting = machine, machine.thread, False
+
+    def __enter__(self) -> "Condition":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait(self) -> None:
+        if self._machine.leaves:
+            raise Leaving
+        self._waiting = True
+        self._thread.block(_LONGEST_WAIT_SECONDS)
+        self._waiting = False
+        if self._machine.leaves:
+            raise Leaving
+
+    def notify_all(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self._thread.wake()

@@ -1,4 +1,4 @@
-"""Blocking code beside the loop: a thread that runs only while the loop waits for it, so that the two never run at once.
+"""Blocking code beside the loop: it runs only while the loop waits for it, so that the two never run at once.
 
 What would block a real thread (sleeping, waiting for a message) hands control back to the loop, which goes on in virtual time.
 """
@@ -9,6 +9,11 @@ from collections.abc import Callable
 
 from simulation.loop import OWNER, VirtualLoop
 
+try:
+    from greenlet import greenlet
+except ImportError:
+    greenlet = None
+
 _REAL_SECONDS = 120.0
 """A thread that has not blocked for so long of real time hangs: a fault of the simulation, not of what it simulates."""
 
@@ -17,10 +22,39 @@ class Killed(BaseException):
     """Raised where a thread blocks when its process has died."""
 
 
-def _held() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
+class _Thread:
+    """A stack of its own where there is no greenlet. A change to it and back takes 15 us on an idle core and milliseconds on a busy machine,
+    which is a third of a world's time; greenlet's takes 0.5 us."""
+
+    def __init__(self, run: Callable[[], None]):
+        self._run, self._go, self._back = run, threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._live, daemon=True)
+        self._thread.start()
+
+    def _live(self) -> None:
+        self._go.acquire()
+        self._run()
+        self._back.release()
+
+    def enter(self) -> None:
+        """From the loop: go on in it until it leaves or ends."""
+        self._go.release()
+        if not self._back.acquire(timeout=_REAL_SECONDS):
+            raise RuntimeError("a simulated thread does not block")
+
+    def leave(self) -> None:
+        """From within: go on in the loop until it is entered again."""
+        self._back.release()
+        self._go.acquire()
+
+
+class _Greenlet:
+    """As `_Thread`."""
+
+    def __init__(self, run: Callable[[], None]):
+        self._greenlet = greenlet(run)
+        self.enter = self._greenlet.switch
+        self.leave = self._greenlet.parent.switch
 
 
 class LockStepThread:
@@ -28,9 +62,8 @@ class LockStepThread:
 
     def __init__(self, loop: VirtualLoop, func: Callable[[], None], failed: Callable[[BaseException], None]):
         self._loop, self._func, self._failed = loop, func, failed
-        self._go, self._back = _held(), _held()
         self._context = contextvars.copy_context()
-        self._thread = threading.Thread(target=lambda: self._context.run(self._run), daemon=True)
+        self._stack: _Greenlet | _Thread | None = None
         self._timer = None
         self._killed, self.ended = False, False
         self._error: BaseException | None = None
@@ -39,8 +72,8 @@ class LockStepThread:
         self._timer = self._loop.call_soon(self._begin)
 
     def _begin(self) -> None:
-        self._thread.start()
-        self._wait_for_it()
+        self._stack = (_Greenlet if greenlet else _Thread)(lambda: self._context.run(self._run))
+        self._resume()
 
     def _run(self) -> None:
         try:
@@ -51,26 +84,17 @@ class LockStepThread:
             self._error = error
         finally:
             self.ended = True
-            self._back.release()
-
-    def _wait_for_it(self) -> None:
-        if not self._back.acquire(timeout=_REAL_SECONDS):
-            raise RuntimeError("a simulated thread does not block")
-        if self.ended:
-            self._thread.join()
-            if self._error is not None:
-                self._failed(self._error)
 
     def _resume(self) -> None:
         self._timer = None
-        self._go.release()
-        self._wait_for_it()
+        self._stack.enter()
+        if self.ended and self._error is not None:
+            self._failed(self._error)
 
     def block(self, seconds: float) -> None:
         """From the thread: let the world go on for so long, or until `wake`."""
         self._timer = self._loop.call_later(seconds, self._resume)
-        self._back.release()
-        self._go.acquire()
+        self._stack.leave()
         if self._killed:
             raise Killed
 
@@ -83,13 +107,12 @@ class LockStepThread:
 
     def kill(self) -> None:
         """Unwind it where it blocks; its process is dead, so whatever it still tries fails."""
-        if self.ended or not self._thread.is_alive():
+        if self.ended or self._stack is None:
             self.ended = True
             return
         self._killed = True
         token = OWNER.set(None)
         try:
-            self._go.release()
-            self._wait_for_it()
+            self._resume()
         finally:
             OWNER.reset(token)

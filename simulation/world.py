@@ -11,14 +11,21 @@ from dataclasses import dataclass, field
 
 import torch
 
+from peer.sync.engine.codec import Wire
+from peer.sync.engine.outer import load_strategy
+from peer.sync.engine.vectors import BIG_ELEMENTS
+from simulation.arithmetic import Arithmetic
+from simulation.assistant import Assistant
 from simulation.checks import Breach, Checks, Commit
 from simulation.faults import FAULTS
 from simulation.loop import OWNER, Deadlock, VirtualLoop
 from simulation.machine import Machine
 from simulation.network import Link, Network
 from simulation.records import Records
+from simulation.server import Dataset, Server
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from swarm.tasks import within
 
 _TRACE_LINES = 400
 _LOOK_SECONDS = 1.0
@@ -44,6 +51,8 @@ class Scenario:
     wire: str = "int8"
     overlap: bool = False
     target_per_peer: int = 4
+    assistants: int = 0
+    """Peers that assist, besides those that train."""
 
 
 @dataclass
@@ -85,9 +94,15 @@ class World:
         self.network = Network(self.loop, random.Random(self.rng.getrandbits(64)))
         self.records = Records(self.network, random.Random(self.rng.getrandbits(64)), self.loop.time)
         self.checks = Checks(self)
+        dataset = Dataset(scenario.seed)
         self.run = RunConfig(
-            model="x", sync=scenario.sync, wire=scenario.wire, total_samples=0, target_batch_size=scenario.target_per_peer * scenario.peers
-        )
+            model="x", sync=scenario.sync, wire=scenario.wire, total_samples=0, target_batch_size=scenario.target_per_peer * scenario.peers,
+            dataset_digest=dataset.digest,
+        )  # fmt: skip
+        self.server = Server(self, self.run, dataset)
+        self.strategy = load_strategy(f"peer.sync.{scenario.sync}:strategy", self.run)
+        self.wire = Wire(scenario.wire, BIG_ELEMENTS, BIG_ELEMENTS // 2)
+        self.checks.arithmetic = Arithmetic(self.wire, self.strategy)
         self.machines: list[Machine] = []
         self.faults_done: Counter[str] = Counter()
         self.calm = False
@@ -119,9 +134,9 @@ class World:
             return self.checks.breach(f"a trainer ended with {error!r}", machine, error)
         self.note(f"{machine.short} trainer: ended: {error.message}")
         machine.kill()
-        self._later(self.rng.uniform(5, 20), machine.boot)
+        self.later(self.rng.uniform(5, 20), machine.boot)
 
-    def _later(self, seconds: float, call) -> None:
+    def later(self, seconds: float, call) -> None:
         token = OWNER.set(None)
         try:
             self.loop.call_later(seconds, call)
@@ -132,14 +147,23 @@ class World:
 
     def add_peer(self) -> Machine:
         self._born += 1
-        name = hashlib.sha256(f"{self.scenario.seed}:{self._born}".encode()).hexdigest()
         up = self.rng.choice([5.0, 20.0, 100.0])
         nat = "nat" in self.scenario.faults and self._born > 2 and self.rng.random() < 0.3
         link = Link(up, up * self.rng.choice([1, 4]), self.rng.uniform(0.005, 0.06), behind_nat=nat, loss=0.001)
         machine = Machine(
-            self, f"Qm{name[:44]}", link,
+            self, f"Qm{self._name()}", self._born, link,
             step_seconds=self.rng.choice([0.5, 1.0, 2.0]), batch=self.rng.choice([1, 2, 4]), skew=self.rng.uniform(-0.5, 0.5),
         )  # fmt: skip
+        return self._enter(machine)
+
+    def add_assistant(self) -> Machine:
+        self._born += 1
+        return self._enter(Assistant(self, f"Qm{self._name()}", self._born))
+
+    def _name(self) -> str:
+        return hashlib.sha256(f"{self.scenario.seed}:{self._born}".encode()).hexdigest()[:44]
+
+    def _enter(self, machine: Machine) -> Machine:
         machine.disk.appended = lambda path, data: self.checks.appended(machine, path, data)
         self.machines.append(machine)
         machine.boot()
@@ -159,6 +183,7 @@ class World:
         root.addHandler(handler)
         root.setLevel(logging.INFO)
         gc.collect()
+        gc.freeze()  # a hundred thousand objects of modules
         gc.disable()
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._unheard)
@@ -199,6 +224,8 @@ class World:
         scenario = self.scenario
         for _ in range(scenario.peers):
             self.add_peer()
+        for _ in range(scenario.assistants):
+            self.add_assistant()
         faults = [asyncio.ensure_future(FAULTS[name](self)) for name in scenario.faults if name in FAULTS]
         until = scenario.hours * 3600
         while self.loop.time() < until and (not scenario.rounds or self.checks.round < scenario.rounds):
@@ -210,25 +237,30 @@ class World:
 
     async def _look(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._stopped.wait(), _LOOK_SECONDS)
+            await within(_LOOK_SECONDS, self._stopped.wait())
         self.checks.raise_if_broken()
         if self.loop.time() % 60 < _LOOK_SECONDS:
             gc.collect(0)
 
     async def _all_commit(self) -> None:
         """Liveness: with no more faults every peer commits within the bound, and all that may come to one lineage do."""
-        began, before = self.loop.time(), {machine.peer: self._round_of(machine) for machine in self.machines}
+        differs, began, before = "", self.loop.time(), {machine.peer: self._round_of(machine) for machine in self.machines}
         while True:
             await self._look()
             recent = self.checks.lineage(self._tip())[:_RECENT_ROUNDS]
             behind = [machine for machine in self.machines if self.checks.stands(machine) not in recent]
             idle = [machine for machine in self.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
             if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
-                self.apart = len(behind)
-                return
+                gone = {machine.peer for machine in self.gone}
+                differs = self.checks.ledger_agrees(self.server.book, recent, gone) if not behind else ""
+                if not differs:
+                    self.apart = len(behind)
+                    self.checks.whole_ledger(self.server.book)
+                    return
             if self.loop.time() - began > self.scenario.calm_seconds:
                 stands = ", ".join(f"{m.short} at {self.checks.stands(m)[:8]} of round {self._round_of(m)}" for m in self.machines)
-                self.checks.breach(f"{self.scenario.calm_seconds:.0f} s after the last fault not all have committed: {stands}")
+                what = f"ledger and states differ: {differs}" if differs else f"not all have committed: {stands}"
+                self.checks.breach(f"{self.scenario.calm_seconds:.0f} s after the last fault {what}")
 
     def _round_of(self, machine: Machine) -> int:
         commit = self.checks.commits.get(self.checks.stands(machine))
@@ -248,8 +280,7 @@ class World:
                     process.dead = True
             if machine.thread is not None:
                 machine.thread.kill()
-        self.loop._ready.clear()
-        self.loop._scheduled.clear()
+        self.loop.forget()
         asyncio.set_event_loop(None)
         self.loop.close()
 

@@ -4,6 +4,7 @@ So an address must carry the id of the peer that signed it, and be in the open i
 Names are not dialled, since they may lead anywhere, nor are relays.
 """
 
+import functools
 import ipaddress
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -33,11 +34,13 @@ def grounds(given: Iterable[Sequence[str]], ours: Sequence[str]) -> frozenset[st
     return frozenset(closed & {_LOOPBACK, _LINK, _PRIVATE})
 
 
+@functools.lru_cache(4096)
 def _peer_in(maddr: str) -> str | None:
     match = _ADDRESS.fullmatch(maddr)
     return match[2] if match else None
 
 
+@functools.lru_cache(4096)  # every record is looked at once a second, and brings the same addresses
 def _kind(maddr: str) -> str:
     """'' for what is never dialled."""
     match = _ADDRESS.fullmatch(maddr)

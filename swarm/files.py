@@ -45,6 +45,18 @@ def free_bytes(folder: Path) -> int:
 
 
 @functools.singledispatch
+def link(path: Path, target: Path) -> None:
+    """Give a file a second name, on the same disk. Raises OSError."""
+    os.link(path, target)
+
+
+@functools.singledispatch
+def touch(path: Path) -> None:
+    """Let a file be as if it had been changed now. Raises OSError."""
+    os.utime(path)
+
+
+@functools.singledispatch
 def flush(path: Path) -> None:
     """Make what was written into a file, or renamed within a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)

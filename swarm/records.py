@@ -7,6 +7,7 @@ a version may add fields that have a default; it must not take one away, or wide
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -137,11 +138,17 @@ class RunRecord:
 
 def _fields_of(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `values` that are fields of `cls`. Raises BadRecord when one that has no default is missing."""
-    fields = dataclasses.fields(cls)
-    missing = [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in values]
-    if missing:
+    names, needed = _names(cls)
+    if missing := [name for name in needed if name not in values]:
         raise BadRecord(f"without {', '.join(missing)}")
-    return {field.name: values[field.name] for field in fields if field.name in values}
+    return {name: values[name] for name in names if name in values}
+
+
+@functools.cache
+def _names(cls: type) -> tuple[list[str], list[str]]:
+    """Of its fields: all, and those that have no default."""
+    fields = dataclasses.fields(cls)
+    return [field.name for field in fields], [field.name for field in fields if field.default is dataclasses.MISSING]
 
 
 def _head(values: Any) -> dict[str, Any] | None:
@@ -190,7 +197,7 @@ def _unpack_mapping(data: bytes) -> dict[str, Any]:
 
 
 def _text(value: Any, longest: int) -> str:
-    if not isinstance(value, str) or len(value) > longest or not value.isprintable():
+    if type(value) is not str or len(value) > longest or not value.isprintable():
         raise BadRecord(f"text {str(value)[:40]!r}")
     return value
 
@@ -202,7 +209,7 @@ def _texts(values: Any, most: int, longest: int) -> tuple[str, ...]:
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise BadRecord(f"count {str(value)[:40]}")
     return value
 

@@ -13,8 +13,15 @@ from swarm.options import build, check_keys, option
 from swarm.run_defaults import DEFAULTS
 from swarm.run_identity import PLACES
 
-_FOUND_OUT = {"family": "auto", "method": "auto", "learning_rate": 0.0, "lora_init": "auto"}
-"""Values that leave it to the program; a peer that gives one agrees with any run."""
+LEFT_OPEN = {
+    "family": "auto",
+    "method": "auto",
+    "learning_rate": 0.0,
+    "lora_init": "auto",
+    "prediction_type": "auto",
+    "rescale_betas_zero_snr": None,
+}
+"""Values that leave it to the program, or to what the founder finds in the model; a peer that gives one agrees with any run."""
 
 LEARNING_RATES = {"full": 5e-6, "lora": 1e-4, "textual_inversion": 5e-4}
 """What learning_rate 0 stands for: the original's for a full fine-tune (diffusers' 1e-4 wrecks it), diffusers' usual ones for the others."""
@@ -135,11 +142,11 @@ class RunConfig:
     max_sequence_length: int = option(512, "Tokens of a caption that T5 reads; FLUX.")
     prediction_type: str = option(
         "auto",
-        "What the UNet predicts; auto: what the model's scheduler says; not FLUX.",
+        "What the UNet predicts; auto: the founder reads it from the model's scheduler; not FLUX.",
         choices=("auto", "epsilon", "v_prediction", "sample"),
     )
     rescale_betas_zero_snr: bool | None = option(
-        None, "Noise that leaves nothing of the picture at the last step; auto: as the model's scheduler has it; not FLUX."
+        None, "Noise that leaves nothing of the picture at the last step; auto: as the model's scheduler has it, which the founder reads; not FLUX."
     )
     snr_gamma: float = option(0.0, "Weight the loss by min-SNR with this gamma, 5 is usual; 0: not; not FLUX.")
     noise_offset: float = option(
@@ -284,7 +291,7 @@ class RunConfig:
 
     def differing(self, said: Mapping[str, Any]) -> list[str]:
         """Which of the options in `said` this run has otherwise; the model's places do not count, nor what is left to the program."""
-        left_open = {name for name, value in _FOUND_OUT.items() if said.get(name) == value}
+        left_open = {name for name, value in LEFT_OPEN.items() if said.get(name) == value}
         return [name for name, value in said.items() if name not in {*PLACES, *left_open} and value != getattr(self, name)]
 
 

@@ -8,6 +8,9 @@ DEEPEST = 16
 """A state's header, the deepest that we send, has 6 levels. msgpack itself takes 1,023, which Python can then neither print nor pack
 again: `str` of such a value is a RecursionError wherever a log line quotes it."""
 
+_CONTAINERS = (dict, list)
+"""All that msgpack makes, and nothing derived from them."""
+
 
 def unpack(data: bytes | bytearray) -> Any:
     """Raises ValueError when it is no msgpack, or nested deeper than DEEPEST."""
@@ -22,8 +25,8 @@ def unpack(data: bytes | bytearray) -> Any:
 
 def _deeper(value: Any, levels: int) -> bool:
     """Whether containers lie within each other more than `levels` deep."""
-    level = [value] if isinstance(value, dict | list) else []
+    level = [value] if type(value) in _CONTAINERS else []
     while level and levels:
-        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
-        level, levels = [inner for inner in inside if isinstance(inner, dict | list)], levels - 1
+        inside = [outer.values() if type(outer) is dict else outer for outer in level]
+        level, levels = [inner for values in inside for inner in values if type(inner) in _CONTAINERS], levels - 1
     return bool(level)

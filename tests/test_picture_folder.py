@@ -4,7 +4,6 @@ import io
 import json
 import random
 from collections import Counter
-from pathlib import Path
 
 from PIL import Image
 
@@ -93,7 +92,7 @@ def as_set(captions):
 
 def of_a_peer(folder, **options):
     config = PeerConfig(train_data_dir=str(folder), **options)
-    context = SourceContext(run=RunConfig(), peer=config, folder=folder, peer_id="a", cache_dir=Path("unused"), epochs=1)
+    context = SourceContext(run=RunConfig(), peer=config, folder=folder, peer_id="a", cache_dir=folder.with_name("cache"), epochs=1)
     return Counter((pixels(sample.image), as_set(sample.caption)) for sample in directory.build(context))
 
 

@@ -248,12 +248,15 @@ def test_peers_with_their_own_pictures_need_no_server_and_one_that_nobody_can_di
     own = ("--train_data_dir", swarm.pictures)
     founder = swarm.peer("founder", "--found", "--model", swarm.model, *own, *RUN, "--total_samples", "512", *TWO)
     swarm.wait("address", lambda: "--peers /ip4/" in founder.text())
-    hidden = swarm.peer("hidden", "--peers", address(founder), *own, "--client_mode", *TWO)
+    dogs = swarm.folder / "dogs"
+    prior = ("--with_prior_preservation", "--class_data_dir", dogs, "--class_prompt", "a dog", "--num_class_images", 2)
+    prior += ("--validation_inference_steps", 1)  # this peer's own affair: what it learns of the class is in its contributions, and no sample
+    hidden = swarm.peer("hidden", "--peers", address(founder), *own, "--client_mode", *prior, *TWO)
 
     assert (founder.finish(), hidden.finish()) == (0, 0), founder.text() + hidden.text()
 
     swarm.check()
-    assert hidden.members() == 2
+    assert hidden.members() == 2 and len(list(dogs.glob("class-*.png"))) == 2
     assert "--peers /ip4/" not in hidden.text()
     assert founder.rounds()[-1]["digest"] == hidden.rounds()[-1]["digest"]
     assert swarm.orphans() == []

@@ -7,7 +7,7 @@ samples. While the server is away, what was leased is trained, then what is on t
 import asyncio
 import contextlib
 import logging
-import threading
+import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from peer.contracts import LeaseLost, Sample, Settlement, SourceContext
+from peer.data.client.background import Background
 from peer.data.client.download import Corrupt, fetch
 from peer.data.client.manifest import SignedShards
 from peer.data.client.outage import Seen, choose
 from peer.data.client.outbox import CONTRIBUTIONS, ROUNDS, Letter, Outbox
 from peer.data.client.runs import check_run, fetch_run, found_run, report_round, round_body, send_picture
-from peer.data.client.transport import Refusal, ServerAway, Transport
+from peer.data.client.transport import Refusal, ServerAway, Transport, open_session
 from peer.data.client.work import Lease, Unit, Work
-from peer.data.shards import ShardCache, read_shard
+from peer.data.shards import Row, ShardCache, read_shard
 from peer.data.unsaid import Unsaid
 from swarm import protocol
 from swarm.end import End
@@ -32,6 +33,7 @@ from swarm.peer_key import PeerKey
 from swarm.run_config import RunConfig
 from swarm.signed_request import Signer
 from swarm.signing import KnownHosts
+from swarm.tasks import set_within
 
 __all__ = ["DatasetServer", "build", "check_run", "fetch_run", "found_run", "report_round", "send_picture"]
 log = logging.getLogger(__name__)
@@ -69,7 +71,10 @@ def _key(context: SourceContext) -> PeerKey:
 
 
 class DatasetServer:
-    """The source; see `build`. key: this peer's, which signs all that it says. Its methods are for one training thread. clock: in seconds."""
+    """The source; see `build`. key: this peer's, which signs all that it says. Its methods are for one training thread.
+
+    clock: in seconds; wall: UNIX seconds. rows: reads a shard's file. session, uniform: see `Transport`. background: see there.
+    """
 
     def __init__(
         self,
@@ -84,17 +89,24 @@ class DatasetServer:
         known_hosts: KnownHosts | None = None,
         end: End | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        rows: Callable[[Path, int], Sequence[Row]] = read_shard,
+        session: Callable[[], Any] = open_session,
+        uniform: Callable[[float, float], float] = random.uniform,
+        background: Background | None = None,
     ):
+        self._background = background or Background()
         self._run, self._peer_id, self._end = run, key.peer_id, end or End(run)
-        self._work = Work(batch_samples, clock)
+        self._work, self._rows = Work(batch_samples, clock, self._background.condition()), rows
         self._cache = ShardCache(cache_dir, cache_bytes, pinned=self._work.pinned)
-        self._transport = Transport(url, token, signer=Signer(key), clock=clock)
+        self._transport = Transport(
+            url, token, signer=Signer(key, wall), clock=clock, session=session, uniform=uniform, found_away=lambda: self._outbox.keep_rounds()
+        )
         self._shards, self._seen = SignedShards(run, known_hosts), Seen()
-        self._outbox = Outbox(Unsaid(cache_dir / f"unsaid-{run.run_id}-{key.peer_id}.jsonl"), news=self._post)
+        unsaid = Unsaid(cache_dir / f"unsaid-{run.run_id}-{key.peer_id}.jsonl")
+        self._outbox = Outbox(unsaid, news=self._post, result=self._background.result)
         self._renew_every = 20.0
-        self._loop = asyncio.new_event_loop()
         self._stop, self._hungry, self._must_renew, self._mail, self._short = (asyncio.Event() for _ in range(5))
-        self._thread = threading.Thread(target=self._run_loop, name="dataset-server-client", daemon=True)
         self._started = False
 
     # -- for the training thread
@@ -103,7 +115,7 @@ class DatasetServer:
         self._work.begin()
         self._start()
         self._wake(self._hungry)
-        for key, (image, caption) in self._work.samples(read_shard):
+        for key, (image, caption) in self._work.samples(self._rows):
             self._wake(self._hungry, self._short)
             yield Sample(key, image, caption)
 
@@ -123,7 +135,9 @@ class DatasetServer:
             raise LeaseLost(number, str(refusal)) from None
 
     def settle(self, settlement: Settlement) -> None:
-        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=self._transport.away_seconds() > 0)
+        # One that waits behind another may not be heard either: of a server that is away nobody knows for 30 s.
+        keep = self._transport.away_seconds() > 0 or len(self._outbox) > 0
+        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=keep)
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         for lease_id in self._work.forget(keys):
@@ -164,11 +178,10 @@ class DatasetServer:
             with contextlib.suppress(FutureTimeout):
                 for letter in [*self._outbox.letters(), *letters]:
                     with contextlib.suppress(Refusal):
-                        letter.answer.result(CLOSE_SECONDS)
+                        self._background.result(letter.answer, CLOSE_SECONDS)
         if self._started:
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
-        self._loop.close()
+            self._background.call(self._stop.set)
+        self._background.close()
         if self._outbox:
             log.warning("the dataset server is away: %d reports were not delivered, its leases will expire", len(self._outbox))
 
@@ -177,16 +190,15 @@ class DatasetServer:
     def _start(self) -> None:
         if not self._started:
             self._started = True
-            self._thread.start()
+            self._background.start(self._talk)
 
     def _post(self) -> None:
         self._start()
         self._wake(self._mail)
 
     def _wake(self, *events: asyncio.Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody to wake
-            for event in events:
-                self._loop.call_soon_threadsafe(event.set)
+        for event in events:
+            self._background.call(event.set)
 
     def _envelope(self, **body: Any) -> dict[str, Any]:
         return {"run_id": self._run.run_id, "peer": self._peer_id, **body}
@@ -198,10 +210,6 @@ class DatasetServer:
         return self._send(f"/v1/leases/{lease_id}/release", keys=keys)
 
     # -- the thread that talks to the server
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._talk())
 
     async def _talk(self) -> None:
         async with self._transport:
@@ -288,8 +296,7 @@ class DatasetServer:
                 chosen = chosen or choose(self._shards.of_epoch, self._seen, self._cache.has, f"{self._run.seed}:{self._peer_id}")
                 if await self._add_own(chosen):
                     continue
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._short.wait(), OUTAGE_SECONDS / 10 if away < OUTAGE_SECONDS else OUTAGE_SECONDS)
+            await set_within(OUTAGE_SECONDS / 10 if away < OUTAGE_SECONDS else OUTAGE_SECONDS, self._short)
 
     async def _add_own(self, chosen: Iterator[protocol.LeasedUnit]) -> bool:
         """Whether there was one more unit of our own choice, and its shard undamaged or at least not the last."""
@@ -322,8 +329,7 @@ class DatasetServer:
                     if self._work.lose(lease):
                         log.warning("lost a lease of %d samples: %s", len(lease.keys), refusal.error.message)
                         self._hungry.set()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._must_renew.wait(), max(self._renew_every, later))
+            await set_within(max(self._renew_every, later), self._must_renew)
             self._must_renew.clear()
 
     async def _deliver(self) -> None:

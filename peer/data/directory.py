@@ -4,7 +4,9 @@ Needs no server. Which caption a picture has is `swarm.picture_folder`'s rule, a
 comes `--instance_prompt`, and for textual inversion a template comes last.
 """
 
+import json
 import logging
+import os
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +18,8 @@ from typing import Any
 from PIL import Image
 
 from peer.contracts import Sample, Settlement, SourceContext
-from swarm.digest import digest_json
+from swarm import files
+from swarm.digest import digest_bytes, digest_json
 from swarm.errors import UserError
 from swarm.picture_folder import CAPTION_COLUMNS, Captions, FolderPicture, list_folder, one_line
 
@@ -54,7 +57,7 @@ def build(context: SourceContext) -> "Directory":
     run, peer = context.run, context.peer
     prompt = context.bare_caption
     rules = Rules(peer.caption_column, prompt, peer.repeats, peer.max_train_samples, run.seed)
-    return Directory(context.folder, rules, epochs=context.epochs)
+    return Directory(context.folder, rules, context.cache_dir, epochs=context.epochs)
 
 
 class Directory:
@@ -63,9 +66,10 @@ class Directory:
     A sample's key is `epoch:name`, and `epoch.n:name` for the n-th repeat.
     """
 
-    def __init__(self, folder: Path, rules: Rules, *, epochs: int | None):
+    def __init__(self, folder: Path, rules: Rules, cache_dir: Path, *, epochs: int | None):
+        """cache_dir: where it is kept which pictures need not be decoded at the next start."""
         self._folder, self._seed, self._epochs = folder, rules.seed, epochs
-        self._pictures = {picture.name: picture for picture in list_pictures(folder, rules)}
+        self._pictures = {picture.name: picture for picture in list_pictures(folder, rules, cache_dir)}
         self._places = [(name, again) for name, picture in self._pictures.items() for again in range(picture.repeats)]
         self._digest = digest_json(self._places)
         self._epoch = self._position = 0
@@ -141,10 +145,49 @@ class Directory:
         self._closed = True
 
 
-def list_pictures(folder: Path, rules: Rules) -> list[Picture]:
+class Whole:
+    """The pictures of a folder that an earlier start decoded to their end, by name, size and time of change: those are not decoded again.
+
+    What is broken is not kept: it is looked at anew, as another release of Pillow may read it.
+    """
+
+    def __init__(self, folder: Path, cache_dir: Path):
+        self._file = cache_dir / f"pictures-{digest_bytes(os.fsencode(folder.resolve()))[:16]}.json"
+        try:
+            before = json.loads(self._file.read_bytes())
+        except (OSError, ValueError):  # none yet, or torn: all are decoded
+            before = None
+        self._before: dict[str, Any] = before if isinstance(before, dict) else {}
+        self._now: dict[str, list[int]] = {}
+
+    def fault(self, picture: FolderPicture) -> str:
+        """Why it cannot be read; '' when it can."""
+        try:
+            about = picture.path.stat()  # before it is read: what is written meanwhile is decoded at the next start
+            stamp = [about.st_size, about.st_mtime_ns]
+            if self._before.get(picture.name) != stamp:
+                with Image.open(picture.path, formats=_FORMATS) as image:
+                    image.draft("RGB", (64, 64))  # a JPEG is then read to its end, but only an eighth of it computed
+                    image.load()
+        except Exception as error:  # damaged files raise OSError, SyntaxError, ValueError, DecompressionBombError, ...
+            return f"not readable ({(str(error).splitlines() or [''])[0][:80]})"
+        self._now[picture.name] = stamp
+        return ""
+
+    def keep(self) -> None:
+        if self._now == self._before:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(self._file, json.dumps(self._now, sort_keys=True).encode())
+        except OSError as error:
+            log.warning("all pictures are decoded again at the next start: cannot write %s: %s", self._file, error.strerror)
+
+
+def list_pictures(folder: Path, rules: Rules, cache_dir: Path) -> list[Picture]:
     """The pictures in `folder` and the folders in it that can be trained on, by name; the others are listed in one log line.
 
-    Every picture is decoded once, so that a truncated one is found now and not in the middle of the night.
+    Every picture is decoded once, so that a truncated one is found now and not in the middle of the night; see `Whole`.
     Raises UserError when the folder is missing, holds no good picture, or a metadata file that cannot be read.
     """
     if not folder.is_dir():
@@ -152,8 +195,10 @@ def list_pictures(folder: Path, rules: Rules) -> list[Picture]:
     listing = list_folder(folder, rules.caption_column)
     for fault in listing.faults:
         raise UserError(f"{folder / fault.where}: {fault.reason}.", fix=fault.fix)
+    whole = Whole(folder, cache_dir)
     with ThreadPoolExecutor() as pool:  # PIL decodes outside the interpreter lock
-        results = list(pool.map(lambda picture: _examine(picture, rules), listing.pictures))
+        results = list(pool.map(lambda picture: _examine(picture, rules, whole), listing.pictures))
+    whole.keep()
     bad = {picture.name: result for picture, result in zip(listing.pictures, results, strict=True) if isinstance(result, str)}
     bad.update(dict.fromkeys(listing.nowhere, "named by a metadata file, but not there"))
     listed = "; ".join(f"{name}: {reason}" for name, reason in list(bad.items())[:_NAMED_REASONS])
@@ -172,7 +217,7 @@ def list_pictures(folder: Path, rules: Rules) -> list[Picture]:
     return good
 
 
-def _examine(found: FolderPicture, rules: Rules) -> Picture | str:
+def _examine(found: FolderPicture, rules: Rules, whole: Whole) -> Picture | str:
     """The picture; or why it cannot be trained on."""
     try:
         captions = found.told or _one(found.beside.read_bytes().decode("utf-8-sig") if found.beside else "")
@@ -183,12 +228,8 @@ def _examine(found: FolderPicture, rules: Rules) -> Picture | str:
     captions = captions or _one(rules.prompt or found.spare)
     if not captions and rules.prompt is None:
         return "no caption"
-    try:
-        with Image.open(found.path, formats=_FORMATS) as picture:
-            picture.draft("RGB", (64, 64))  # a JPEG is then read to its end, but only an eighth of it computed
-            picture.load()
-    except Exception as error:  # damaged files raise OSError, SyntaxError, ValueError, DecompressionBombError, ...
-        return f"not readable ({str(error).splitlines()[0][:80]})"
+    if fault := whole.fault(found):
+        return fault
     return Picture(found.name, captions if len(captions) > 1 else "".join(captions), rules.repeats * found.repeats)
 
 

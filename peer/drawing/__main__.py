@@ -13,6 +13,7 @@ from pathlib import Path
 from peer.drawing.artist import Order
 from swarm.advice import size
 from swarm.errors import ExitCode, UserError, of_machine
+from swarm.founding import check_resolution
 from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
 
@@ -76,7 +77,7 @@ def draw(order: Order) -> None:
     from peer.drawing.validation import Validation
     from peer.export import fill
     from peer.launch.launcher import Rank, said_threads
-    from peer.launch.starting_model import check_resolution, load_model
+    from peer.launch.starting_model import load_model
     from peer.machine.device import RankGroup, choose_device, choose_precision
     from peer.methods.shared.parts import denoiser
     from peer.models.diffusion.source import locate
@@ -90,7 +91,7 @@ def draw(order: Order) -> None:
     torch.set_num_threads(peer.num_threads or said_threads() or max(1, len(os.sched_getaffinity(0)) // 2))
     device = torch.device("cpu") if on_cpu(order) else choose_device(peer.device, alone)
     method, model = load_part("methods", run.method).build(run), load_model(run, order.given, None)
-    check_resolution(run, model)
+    check_resolution(run, model.resolution_multiple)
     computing = sum(p.numel() for p in model.parts[denoiser(model)].parameters())
     precision = choose_precision(peer.mixed_precision, device, computing)
     model.place(device, precision.dtype, method.whole(model))

@@ -18,6 +18,7 @@ def as_it_began(folder: Path, said: Mapping[str, Any], run: RunConfig) -> RunCon
         began = RunConfig.from_mapping(json.loads((folder / "run.json").read_text(encoding="utf-8"))["run"], where=str(folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):  # none began here, or none that could go on
         return run
-    # What is not said now, and was not given then, may differ: this program may have another default than the one that founded the run.
-    differ = [name for name in began.differing(asdict(run)) if name in said or getattr(began, name) != DEFAULTS[name]]
+    # What is not said now, and was not given then, may differ: this program may have another default than the one that founded the run, or
+    # find out what that one left open.
+    differ = [name for name in began.differing(asdict(run)) if name in began.differing(said) or getattr(began, name) != DEFAULTS[name]]
     return run if differ else replace(began, **{name: getattr(run, name) for name in PLACES})

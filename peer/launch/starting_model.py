@@ -10,6 +10,7 @@ from peer.rooms import load_part
 from swarm.base_model import AUTO, family_of
 from swarm.digest import digest_model
 from swarm.errors import UserError
+from swarm.founding import check_digest, check_model, with_family, with_noise
 from swarm.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -19,14 +20,18 @@ log = logging.getLogger(__name__)
 
 
 def complete(run: RunConfig, *, digest: bool = False) -> RunConfig:
-    """The run with all that its founder works out for the others. Raises UserError when its base model is not there or of no known family."""
+    """The run with all that its founder works out for the others; digest: as one of a swarm. Raises UserError when its base model is not there or of no known family."""
     from peer.models.diffusion.source import locate
 
     source = locate(run.model)
-    if run.family == AUTO:
-        run = dataclasses.replace(run, family=family_of(source))
+    left_open, run = run.family == AUTO, with_family(run, source)
+    if left_open:
         log.info("the model %s is of family=%s", run.model, run.family)
-    return dataclasses.replace(run, model_digest=digest_model(source)) if digest else run
+    check_model(run, source)
+    if not digest:
+        return run
+    check_digest(run, found := digest_model(source))
+    return dataclasses.replace(with_noise(run, source), model_digest=found)
 
 
 def load_model(run: RunConfig, given: Mapping[str, Any], device: Any) -> "Model":
@@ -66,12 +71,3 @@ def locate_for(run: RunConfig, given: Mapping[str, Any]) -> Path:
 
 def _could_be_on_hub(model: str) -> bool:
     return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not model.endswith(".safetensors")
-
-
-def check_resolution(run: RunConfig, model: "Model") -> None:
-    if run.resolution % model.resolution_multiple:
-        below = run.resolution // model.resolution_multiple * model.resolution_multiple
-        raise UserError(
-            f"resolution is {run.resolution}, but this model needs a multiple of {model.resolution_multiple}.",
-            fix=f"Use {below or model.resolution_multiple}.",
-        )

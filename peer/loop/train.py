@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_BAD_STEPS = 10
+_LEAST_SCALE = 1.0
+"""Of fp16's losses: where the gradients overflow unscaled, fp16 cannot hold them, and a smaller scale would lose the small ones."""
 _REST_SECONDS = 0.2
 
 
@@ -67,6 +69,8 @@ class Trainer:
     """Where a device that only notes down what it is asked for (XLA) is to compute it: once per program."""
     stepped: Callable[[], None] = lambda: None
     """Told after every local step."""
+    unread: Sequence[Tensor] = ()
+    """Those of `params` that no loss depends on: their gradients are 0, and all that an optimizer would do is to decay them."""
     average: "Ema | None" = None
     """Of the weights, where one is kept: rank 0 alone."""
     averages: bool = False
@@ -137,7 +141,8 @@ class Trainer:
             return self._count_bad(f"the loss is {loss}")
         if not self._use_gradients(len(work.keys), norm):
             self.accounts.lost(work.keys)
-            return None if self.precision.scaled else self._count_bad("a gradient is not finite")
+            seeking = self._scaler.is_enabled() and self._scaler.get_scale() > _LEAST_SCALE  # each such step halves it
+            return None if seeking else self._count_bad("a gradient is not finite")
         self._bad_steps = 0
         self.accounts.trained(work.keys)
         return loss
@@ -192,8 +197,12 @@ class Trainer:
             torch._foreach_div_([parameter.grad for parameter in self.params.values()], samples)
             if self.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(self.params.values(), self.max_grad_norm, norm_of_mean)
+            for parameter in self.unread:
+                parameter.grad = None  # passed over
             self._scaler.step(self.optimizer)
         self._scaler.update()
+        if self._scaler.get_scale() < _LEAST_SCALE:
+            self._scaler.update(_LEAST_SCALE)
         self.optimizer.zero_grad()
         self.boundary()
         return finite
@@ -204,7 +213,7 @@ class Trainer:
         if self._bad_steps >= MAX_BAD_STEPS:
             raise UserError(
                 f"{MAX_BAD_STEPS} steps in a row failed: {what}.",
-                fix="Lower --learning_rate, try --mixed_precision no, and look at the pictures of the last lines.",
+                fix="Lower --learning_rate, try --mixed_precision bf16 or no, and look at the pictures of the last lines.",
                 code=ExitCode.FAILED,
             )
 

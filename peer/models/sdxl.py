@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from peer.contracts import LatentBatch, Text
 from peer.models.diffusion.pipeline import load_pipeline
-from peer.models.diffusion.prompts import check_clip_skip, hidden_states, tokenize
+from peer.models.diffusion.prompts import final_norm, hidden_states, last_layers, tokenize
 from peer.models.diffusion.unet import UNetModel
 from swarm.errors import UserError
+from swarm.founding import check_clip_skip
 from swarm.run_config import RunConfig
 
 
@@ -48,6 +50,11 @@ class SDXL(UNetModel):
             found.append(hidden_states(encoder, ids, self._skip))
         (states, _), (states_2, pooled) = found
         return {"states": torch.cat([states, states_2], dim=-1).float(), "pooled": pooled.float()}
+
+    def unread(self) -> Sequence[nn.Module]:
+        """Of the first encoder only; the second one's embedding of the whole caption comes from its last layer."""
+        first = self.parts["text_encoder"]
+        return [*last_layers(first, self._skip), final_norm(first)]
 
     def conditioning(self, batch: LatentBatch) -> dict[str, Any]:
         height, width = (side * self.vae_factor for side in batch.latents.shape[-2:])

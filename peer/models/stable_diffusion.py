@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from peer.contracts import Text
 from peer.models.diffusion.pipeline import load_pipeline
-from peer.models.diffusion.prompts import check_clip_skip, final_norm, hidden_states, tokenize
+from peer.models.diffusion.prompts import final_norm, hidden_states, last_layers, tokenize
 from peer.models.diffusion.unet import UNetModel
+from swarm.founding import check_clip_skip
 from swarm.run_config import RunConfig
 
 
@@ -36,3 +38,6 @@ class StableDiffusion(UNetModel):
         ids = tokenize(self.pipeline, self.tokenizer, captions, self._chunks).to(self.device)
         states, _ = hidden_states(self.text_encoder, ids, self._skip)
         return {"states": final_norm(self.text_encoder)(states).float()}
+
+    def unread(self) -> Sequence[nn.Module]:
+        return last_layers(self.text_encoder, self._skip)

@@ -31,11 +31,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that are cropped to one size. numbers: of the draws, ascending."""
+    """Samples that are cropped to one size. numbers: of the draws, ascending. beside: pictures of the class that accompany the samples."""
 
     samples: tuple[Sample, ...] = ()
     size: Size | None = None
     numbers: tuple[int, ...] = ()
+    beside: tuple[Sample, ...] = ()
 
     @property
     def numbered(self) -> list[tuple[int, str]]:

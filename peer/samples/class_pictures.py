@@ -5,7 +5,8 @@ model itself draws it, so that learning one dog does not turn all dogs into it.
 import io
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,16 +25,19 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 class ClassPictures:
     """The first `count` pictures of a folder by name; which of them accompanies a sample is decided by the seed and the sample's key.
 
-    weight: of their losses. Raises UserError when there is none.
+    Rank 0's: they travel with the samples, since other ranks' machines need not have the folder. Raises UserError when there is none.
     """
 
-    def __init__(self, folder: Path, prompt: str, *, count: int, weight: float, seed: int):
-        self.weight, self._prompt, self._seed = weight, prompt, seed
+    def __init__(self, folder: Path, prompt: str, *, count: int, seed: int):
+        self._prompt, self._seed = prompt, seed
         self._paths = pictures_in(folder)[:count]
         if not self._paths:
             raise UserError(f"{folder} holds no pictures of the class.", fix="Raise --num_class_images: then they are drawn.")
 
-    def beside(self, sample: Sample) -> Sample:
+    def beside(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        return tuple(map(self._beside, samples))
+
+    def _beside(self, sample: Sample) -> Sample:
         path = random.Random(f"class:{self._seed}:{sample.key}").choice(self._paths)
         try:
             return Sample(f"{path.name} with {sample.key}", path.read_bytes(), self._prompt)
@@ -53,22 +57,25 @@ def draw_class_pictures(
     seed: int,
     precision: Precision,
     group: RankGroup,
+    stopping: Callable[[], bool],
 ) -> None:
-    """Fill `folder` up to `count` pictures. Each has a seed of its own, so that drawing that was interrupted goes on with the same ones.
+    """Fill rank 0's `folder` up to `count` pictures. Each has a seed of its own, so that drawing that was interrupted goes on with the same ones.
 
-    All ranks call it; rank 0 draws, `batch` at a time, and the others wait for that long at most.
+    All ranks call it, and each draws `batch` at a time. Raises SystemExit when someone asks to stop meanwhile, which may be for hours on a
+    CPU; and UserError when the pictures cannot be written.
     """
     missing = group.broadcast_object(_missing(folder, count) if group.is_main else None)
     if missing and group.is_main:
         log.info("drawing %d pictures of '%s' into %s", len(missing), prompt, folder)
-    for first in _progress(range(0, len(missing), batch), group):
-        if group.is_main:
-            numbers = missing[first : first + batch]
-            for number, picture in zip(numbers, _draw(model, prompt, numbers, side, denoising_steps, seed, precision), strict=True):
-                file = io.BytesIO()
-                picture.save(file, "PNG")
-                replace(folder / _name(number), file.getvalue())
-        group.barrier()
+    for first in _progress(range(0, len(missing), batch * group.world), group):
+        if group.broadcast_object(stopping()):
+            log.info("stopped before all pictures of the class were drawn; the next start draws the rest")
+            raise SystemExit(ExitCode.OK)
+        # Shares of equal length: a rank that waits for more than ten minutes for the others takes them for lost.
+        own = missing[first : first + batch * group.world][group.rank :: group.world]
+        drawn = group.gather([*zip(own, _draw(model, prompt, own, side, denoising_steps, seed, precision), strict=True)] if own else [])
+        for number, picture in chain.from_iterable(drawn) if group.is_main else ():
+            _write(folder / _name(number), picture)
 
 
 def pictures_in(folder: Path) -> list[Path]:
@@ -80,20 +87,37 @@ def _missing(folder: Path, count: int) -> list[int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --class_data_dir.", code=ExitCode.DISK) from None
+        raise _no_room(folder, "made", error) from None
     there = {path.name for path in pictures_in(folder)}
     free = [number for number in range(count) if _name(number) not in there]
     return free[: max(0, count - len(there))]
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        replace(path, data)
+    except OSError as error:
+        raise _no_room(path, "written", error) from None
+
+
+def _no_room(path: Path, done: str, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be {done}: {error.strerror}.", fix="Choose another --class_data_dir.", code=ExitCode.DISK)
 
 
 def _name(number: int) -> str:
     return f"class-{number:05}.png"
 
 
-def _draw(model: Model, prompt: str, numbers: Sequence[int], side: int, steps: int, seed: int, precision: Precision) -> Sequence:
+def _draw(model: Model, prompt: str, numbers: Sequence[int], side: int, steps: int, seed: int, precision: Precision) -> list[bytes]:
+    """Each as a PNG."""
     with torch.no_grad(), precision.autocast(), untouched(model, precision.device):
         generators = [torch.Generator().manual_seed(seed * 1_000_003 + number) for number in numbers]
-        return model.pipeline([prompt] * len(numbers), num_inference_steps=steps, height=side, width=side, generator=generators).images
+        told = model.prompt_arguments([prompt] * len(numbers))
+        pictures = model.pipeline(**told, num_inference_steps=steps, height=side, width=side, generator=generators).images
+    files = [io.BytesIO() for _ in pictures]
+    for picture, file in zip(pictures, files, strict=True):
+        picture.save(file, "PNG")
+    return [file.getvalue() for file in files]
 
 
 def _progress(steps: range, group: RankGroup):

@@ -9,7 +9,6 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +18,6 @@ from peer.samples.caches import TensorCache, Tensors, content_seed, latents_name
 from peer.samples.captions import choose_caption
 from peer.samples.pictures import BadPicture, Frame, Framed, start_worker, try_decode
 from swarm.run_config import RunConfig
-
-if TYPE_CHECKING:
-    from peer.samples.class_pictures import ClassPictures
 
 log = logging.getLogger(__name__)
 
@@ -67,19 +63,21 @@ class Stacked:
 class Decoder:
     """Decodes samples here, or in `num_workers` processes that die with this one."""
 
-    def __init__(self, run: RunConfig, num_workers: int = 0, latents: TensorCache | None = None, prior: "ClassPictures | None" = None):
-        """latents: what is in it need not be decoded. prior: pictures of the class, one for each sample of a batch."""
-        self._run, self.num_workers, self._latents, self._prior = run, num_workers, latents, prior
+    def __init__(self, run: RunConfig, num_workers: int = 0, latents: TensorCache | None = None, class_weight: float | None = None):
+        """latents: what is in it need not be decoded. class_weight: of the losses of the pictures beside the samples; None: there are none."""
+        self._run, self.num_workers, self._latents, self._class_weight = run, num_workers, latents, class_weight
         self._pool: ProcessPoolExecutor | None = None
         self._stacker = ThreadPoolExecutor(1, thread_name_prefix="stacker")
         self.num_bad = 0
 
-    def start(self, samples: Sequence[Sample], size: tuple[int, int] | None = None) -> "Future[Stacked] | Stacked":
+    def start(
+        self, samples: Sequence[Sample], size: tuple[int, int] | None = None, beside: Sequence[Sample] = ()
+    ) -> "Future[Stacked] | Stacked":
         """Begin to decode; `finish` waits for the result. Without workers all the work is done here.
 
-        size: (width, height) of all pictures; None: the run's square.
+        size: (width, height) of all pictures; None: the run's square. beside: pictures of the class that accompany the samples.
         """
-        samples = [*samples, *(self._prior.beside(sample) for sample in samples if self._prior)]
+        samples = [*samples, *beside]
         jobs = [(sample.image, self._frame(sample, size or (self._run.resolution,) * 2)) for sample in samples]
         names = [latents_name(*job) for job in jobs] if self._latents else []
         kept = [self._latents.get(name) if self._latents else None for name in names] or [None] * len(jobs)
@@ -119,7 +117,7 @@ class Decoder:
         if not good:
             return Decoded(None, keys, bad)
         captions = [self._caption(stacked.samples[place], place < own) for place in good]
-        weights = torch.tensor([1.0 if place < own else self._prior.weight for place in good]) if self._prior else None
+        weights = None if self._class_weight is None else torch.tensor([1.0 if place < own else self._class_weight for place in good])
         batch = PixelBatch(stacked.pixels, captions, stacked.geometry, weights, latents=stacked.latents, names=stacked.names)
         return Decoded(batch, keys, bad)
 

@@ -74,11 +74,13 @@ class Feed:
         ahead_steps: int = 1,
         placed_steps: int = 0,
         place: Callable[[PixelBatch], PixelBatch] = lambda batch: batch,
+        beside: Callable[[Sequence[Sample]], tuple[Sample, ...]] | None = None,
     ):
         """source: rank 0's, None elsewhere; batch_samples: of one micro-batch; accumulation: micro-batches per step and rank.
 
         bucket_info: log which buckets there are, and at the end what was in each. ahead_steps: drawn and decoded ahead, where there are
         decoding processes; placed_steps: of these, as many as are ready are placed ahead. place: brings a batch where it is trained.
+        beside: rank 0's, of the samples that it draws those that accompany them.
         """
         self._source = source
         self._decoder, self._group, self._stopping = decoder, group, stopping
@@ -86,7 +88,7 @@ class Feed:
         self._pool, self._bucket_info = Pool(buckets, batch_samples), bucket_info
         self._drawer = _Drawer(source, batch_samples * self._per_step) if source is not None else None
         self._ahead_steps = ahead_steps if decoder.num_workers else 0
-        self._placed_steps, self._place = placed_steps, place
+        self._placed_steps, self._place, self._beside = placed_steps, place, beside
         self._prepared: deque[Prepared] = deque()
         if bucket_info:
             log.info("buckets %s", " ".join(f"{width}x{height}" for width, height in buckets.sizes))
@@ -156,7 +158,7 @@ class Feed:
         micro = self._group.scatter(self._shares(drawn) if self._drawer else None)
         if micro is None:
             return None
-        return Prepared(drawn, micro, [self._decoder.start(batch.samples, batch.size) for batch in micro])
+        return Prepared(drawn, micro, [self._decoder.start(batch.samples, batch.size, batch.beside) for batch in micro])
 
     def _draw(self, wait: bool) -> list[MicroBatch] | None:
         """The micro-batches of one step, fewer when the data end with them; none when they are not here yet, or never will be.
@@ -184,6 +186,8 @@ class Feed:
         """Micro-batches of each rank; a rank is just so many further micro-batches, so the number of ranks changes no result."""
         if not drawn:
             return [None] * self._group.world
+        if self._beside:
+            drawn = [replace(batch, beside=self._beside(batch.samples)) for batch in drawn]
         micro = [*drawn, *[MicroBatch()] * (self._per_step - len(drawn))]
         return [micro[i : i + self._accumulation] for i in range(0, len(micro), self._accumulation)]
 

@@ -12,6 +12,18 @@ from swarm.lifeline import die_with_parent
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 MAX_PIXELS = 64 << 20
+_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""By EXIF's orientation: what turns the pixels as people see the picture. Cameras write them as the sensor lay."""
+_ON_ITS_SIDE = 5  # and above
 
 
 class BadPicture(Exception):
@@ -37,7 +49,7 @@ class Framed:
 
     pixels: np.ndarray
     geometry: tuple[int, ...]
-    """The file's height and width; top and left of the crop in the resized (and mirrored) picture; the crop's height and width."""
+    """The upright picture's height and width; top and left of the crop in the resized (and mirrored) picture; the crop's height and width."""
 
 
 def try_decode(data: bytes, frame: Frame) -> "Framed | BadPicture":
@@ -68,23 +80,50 @@ def decode(data: bytes, frame: Frame) -> Framed:
 
 
 def size_of(data: bytes) -> tuple[int, int] | None:
-    """(width, height) as the file's header says; None when it is no picture of ours."""
+    """(width, height) of the upright picture as the file's header says; None when it is no picture of ours."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            return picture.size
+            return _turned(picture.size, _orientation(picture, data))
     except Exception:  # as below
         return None
 
 
-def _open(data: bytes, covering: tuple[int, int]) -> tuple[Image.Image, tuple[int, int]]:
-    """The picture in RGB, perhaps smaller than in the file but not than `covering`, and its (width, height) in the file."""
+def orientation_of(data: bytes) -> int:
+    """EXIF's, 2 to 8; 1 where nothing is to be turned, or it is no picture of ours. The pixels are not decoded."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            size = picture.size
+            return _orientation(picture, data)
+    except Exception:  # as below
+        return 1
+
+
+def _orientation(picture: Image.Image, data: bytes) -> int:
+    """data: the picture's. What is damaged in the EXIF does not make the picture one that cannot be trained on."""
+    # Pillow decodes a whole PNG to look for EXIF behind its pixels.
+    before_pixels = picture.format == "PNG" and b"eXIf" not in data
+    try:
+        exif = Image.Image.getexif(picture) if before_pixels else picture.getexif()
+        found = exif.get(_ORIENTATION, 1)
+    except Exception:  # SyntaxError, struct.error, ValueError, ...
+        return 1
+    return found if found in _UPRIGHT else 1
+
+
+def _turned(size: tuple[int, int], orientation: int) -> tuple[int, int]:
+    return size[::-1] if orientation >= _ON_ITS_SIDE else size
+
+
+def _open(data: bytes, covering: tuple[int, int]) -> tuple[Image.Image, tuple[int, int]]:
+    """The upright picture in RGB, perhaps smaller than in the file but not than `covering`, and its (width, height) in the file."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+            orientation = _orientation(picture, data)
+            size = _turned(picture.size, orientation)
             if picture.width * picture.height > MAX_PIXELS:
                 raise BadPicture(f"{picture.width}x{picture.height} pixels are more than {MAX_PIXELS}")
-            picture.draft("RGB", covering)  # decodes a large JPEG at a half, quarter or eighth that still covers
-            return (_on_white(picture) if picture.has_transparency_data else picture.convert("RGB")), size
+            picture.draft("RGB", _turned(covering, orientation))  # decodes a large JPEG at a half, quarter or eighth that still covers
+            rgb = _on_white(picture) if picture.has_transparency_data else picture.convert("RGB")
+            return (rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb), size
     except BadPicture:
         raise
     except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, DecompressionBombError, ... on hostile bytes

@@ -192,6 +192,13 @@ def test_other_pictures_become_rgb_with_alpha_on_white(picture, pixel):
     assert pixel is None or result.getpixel((0, 0)) == pixel
 
 
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_damaged_exif_makes_no_picture_a_bad_one(format, mode):
+    result = normalise(encoded(Image.new(mode, (8, 4)), format, exif=b"Exif\0\0nonsense"))
+    assert decoded(result.data).size == (8, 4) and b"nonsense" not in result.data
+
+
 def test_a_picture_on_its_side_is_turned():
     exif = Image.Exif()
     exif[0x0112] = 6

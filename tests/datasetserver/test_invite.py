@@ -121,3 +121,19 @@ def test_init_writes_over_nothing_unasked(tmp_path, capsys):
     assert cli(["init", str(path)]) == ExitCode.CONFIG and path.read_text() == "mine" and "--force" in capsys.readouterr().err
     assert cli(["init", str(path), "--force"]) == 0 and path.read_text() != "mine"
     assert cli(["init", str(tmp_path / "no" / "run.toml")]) == ExitCode.DISK
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--resolution", "4"], "resolution is 4"),
+        (["--sync", "parameter"], "Did you mean 'parameters'"),
+        (["--rank", "8"], "rank is for --method lora"),
+        (["--dataset", "pictures", "--host", "0.0.0.0"], "nothing says whom"),
+        (["--dataset", "pictures", "--port", "99999"], "port is 99999"),
+    ],
+)
+def test_what_is_wrong_is_said_by_init_and_not_by_the_server_that_reads_its_file(tmp_path, capsys, given, said):
+    path = tmp_path / "run.toml"
+    assert cli(["init", str(path), *given]) == ExitCode.CONFIG
+    assert said in capsys.readouterr().err and not path.exists()

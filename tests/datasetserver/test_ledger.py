@@ -83,12 +83,12 @@ def test_a_disk_that_goes_away_and_comes_back_is_told_and_then_the_ledger_answer
     async def scenario():
         ledger = open_ledger(tmp_path / "ledger.sqlite")
         await lease(ledger)
-        make_book = ledger._make_book
-        ledger._make_book = faulty
+        make_book = ledger._writer._make_book
+        ledger._writer._make_book = faulty
         for _ in range(3):
             with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
                 await asyncio.wait_for(ledger.call(faulty), 30)
-        ledger._make_book = make_book
+        ledger._writer._make_book = make_book
         assert (await asyncio.wait_for(totals(ledger), 30))["leased"] == 64
         ledger.close()
 

@@ -365,6 +365,30 @@ def assert_learned_alike(one, other, before, likeness):
     assert float(moved.norm()) == pytest.approx(float(expected.norm()), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "weights"),
+    [
+        ("sdxl", {"optimizer": "adamw"}, "fp32"),
+        ("sdxl", {"optimizer": "adamw8bit"}, "fp32"),
+        ("sdxl", {"optimizer": "adafactor"}, "bf16"),
+        ("sdxl", {"method": "lora", "rank": 2}, "fp32"),
+        ("sd", {"clip_skip": 1}, "fp32"),
+    ],
+)
+def test_what_no_loss_depends_on_stays_as_it_was(start, tiny_family, family, options, weights):
+    """SDXL reads its first text encoder below the last layer, which decayed by the learning rate times 0.01 at each step."""
+    run = dataclasses.replace(
+        RUN, model=str(tiny_family(family)), train_text_encoder=True, learning_rate=0.01, lr_warmup_samples=0, total_samples=12, **options
+    )
+    done = start(run=run, weights=weights)
+    unread = {id(parameter) for module in done.trainer.model.unread() for parameter in module.parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in done.trainer.params.items()}
+    done.run()
+    stayed = {name for name, parameter in done.trainer.params.items() if torch.equal(parameter.float(), before[name].to(parameter.dtype).float())}
+    assert stayed == {name for name, parameter in done.trainer.params.items() if id(parameter) in unread} != set()
+    assert any(name.startswith("text_encoder.") for name in before.keys() - stayed)
+
+
 def test_gradient_checkpointing_changes_nothing_but_memory(start):
     plain, checkpointed = start("plain").run(), start("checkpointed", gradient_checkpointing=True).run()
     assert checkpointed.losses == pytest.approx(plain.losses, rel=1e-4)
@@ -385,6 +409,30 @@ def test_ten_infinite_losses_in_a_row_end_the_run_with_advice(start):
     spoil(done.trainer.model, calls=range(100))
     with pytest.raises(UserError, match=r"10 steps in a row failed: the loss is nan\. Lower --learning_rate"):
         done.run()
+
+
+def scaled(done, scale):
+    """Have the loss scaled, as with fp16 on a GPU, and the first parameter's gradient overflow in the backward passes of `overflows`."""
+    done.trainer._scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    count, overflows = iter(range(1000)), set()
+    next(iter(done.trainer.params.values())).register_hook(lambda gradient: gradient * (float("inf") if next(count) in overflows else 1.0))
+    return overflows
+
+
+def test_a_scale_that_no_gradient_fits_ends_the_run_with_a_reason(start):
+    done = start()
+    scaled(done, scale=4.0).update(range(1000))
+    with pytest.raises(UserError, match=r"10 steps in a row failed: a gradient is not finite\. Lower --learning_rate"):
+        done.run()
+    assert done.losses == [None] * 10 and done.trainer._scaler.get_scale() == 1.0  # the first of the eleven looked for a scale
+
+
+def test_a_scale_is_sought_without_an_end_to_the_run_and_stays_above_its_floor(start):
+    done = start(stop_after=30)
+    scaled(done, scale=2.0**14).update([*range(13), *range(14, 22), *range(23, 28)])
+    done.run()
+    assert [step for step, loss in enumerate(done.losses) if loss is not None] == [13, 22, 28, 29]
+    assert done.trainer._scaler.get_scale() == 1.0 and flat(done.trainer.params).isfinite().all()
 
 
 def spoil(model, calls):

@@ -141,6 +141,25 @@ def test_two_ranks_train_as_one_does_with_the_whole_batch(flags, mixed_pictures,
     torch.testing.assert_close(params(tmp_path / "two"), params(tmp_path / "one"), rtol=1e-5, atol=1e-5)
 
 
+def test_two_ranks_draw_and_train_on_the_class_as_one_does(flags, tmp_path):
+    """The pictures of the class are in rank 0's folder alone: rank 1, which may be another machine, has no such folder to look into."""
+    common = ["--total_samples", 16, "--lr", 1e-3, "--batch_size", 2, "--target_batch_size", 8, "--validation_inference_steps", 1]
+    common += ["--with_prior_preservation", "--class_prompt", "a red square", "--num_class_images", 5]
+    two = [*TORCHRUN[:4], "--nproc_per_node=2", "--no_python", "bash", "-c"]
+    two += [f'cd "$0/$RANK" && PYTHONPATH="{ROOT}" exec "{sys.executable}" "{SCRIPT}" "$@"', tmp_path / "cwd"]
+    for rank in range(2):
+        (tmp_path / "cwd" / str(rank)).mkdir(parents=True)
+    code, _, err = finish(start(*flags, *common, "--class_data_dir", "dogs", "--output_dir", tmp_path / "two", program=two))
+    assert code == 0, err
+    assert [[path.name for path in (tmp_path / "cwd" / rank / "dogs").glob("*")] for rank in "01"][1] == []
+    drawn = tmp_path / "cwd" / "0" / "dogs"
+    assert sorted(path.name for path in drawn.iterdir()) == [f"class-{number:05}.png" for number in range(5)]
+    one = start(*flags, *common, "--class_data_dir", drawn, "--output_dir", tmp_path / "one", "--gradient_accumulation_steps", 2)
+    code, _, err = finish(one)
+    assert code == 0, err
+    torch.testing.assert_close(params(tmp_path / "two"), params(tmp_path / "one"), rtol=1e-5, atol=1e-5)
+
+
 def wait_for(condition, seconds=200):
     deadline = time.monotonic() + seconds
     while not condition():

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from peer.contracts import Member
+from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.state import Header
 from scripts.attacks import siege, states, wire
 from scripts.attacks.rows import ROWS
@@ -92,9 +93,9 @@ def test_the_verdict_forgives_only_what_is_left_to_memberships(tmp_path):
 def test_a_forged_child_adds_up_like_an_honest_one():
     parent = Header("run", "schema").child("d0", [Member("a", 3, 8), Member("b", 1, 40)]).child("d1", [Member("a", 4, 8)])
     forged = states.child_of(json.loads(json.dumps(parent.to_json())), "d2", {"peer": "a", "number": 5, "samples": 2**53 - 56})
-    assert Header.from_json(forged) == parent.child("d2", [Member("a", 5, 2**53 - 56)])
+    assert read_header(forged) == parent.child("d2", [Member("a", 5, 2**53 - 56)])
     first = states.child_of(Header("run", "schema").to_json(), "d0", {"peer": "a", "number": 1, "samples": 1})
-    assert Header.from_json(first) == Header("run", "schema").child("d0", [Member("a", 1, 1)])
+    assert read_header(first) == Header("run", "schema").child("d0", [Member("a", 1, 1)])
 
 
 def test_cheap_keys_are_different_peers_whose_signatures_count():

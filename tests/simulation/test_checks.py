@@ -1,10 +1,15 @@
 """Each invariant is one that can fail."""
 
 import json
+import sqlite3
 from types import SimpleNamespace
 
 import pytest
 
+from datasetserver.book import Book
+from datasetserver.store import SCHEMA
+from datasetserver.tree import State
+from datasetserver.units import Contribution
 from simulation.checks import Breach, Checks
 
 
@@ -24,6 +29,21 @@ class Scene:
         self.checks = Checks(World())
         self.machine = SimpleNamespace(peer="ann", short="ann", sidecar=object())
         self.offers({("ann", 1): 8, ("ann", 2): 8, ("bob", 1): 8, ("bob", 2): 8})
+        db = sqlite3.connect(":memory:", isolation_level=None)
+        db.executescript(SCHEMA)
+        self.book = Book(db, shards=[8] * 8, seed=1, clock=lambda: 1.0)
+
+    def leases(self, peer, number):
+        """A unit, and contribution `number` of it."""
+        ((unit, _),) = self.book.lease(peer, 8).units
+        keys = [f"{unit[0]}:{unit[1]}:{index}" for index in range(8)]
+        self.checks.registers(SimpleNamespace(peer=peer, short=peer), number, keys)
+        self.book.contribute(peer, number, keys)
+        return unit
+
+    def reports(self, number=1, parent=0, samples=16):
+        members = tuple((peer, number, 8) for peer in ("ann", "bob"))
+        return self.book.settle(State(f"{number:064x}", f"{parent:064x}", number, samples, members), "ann")
 
     def offers(self, known):
         self.checks._offers |= {key: (b"bytes", samples) for key, samples in known.items()}
@@ -83,6 +103,8 @@ def test_nobody_goes_back_to_an_ancestor_unless_it_was_started_again(scene):
 
 
 def test_the_bytes_of_a_contribution_are_one(scene):
+    scene.checks.registers(scene.machine, 3, [f"0:0:{index}" for index in range(8)])
+
     def offer(content):
         buffer = SimpleNamespace(bytes=lambda: SimpleNamespace(numpy=lambda: content))
         scene.checks.said(scene.machine, "offer", {"number": 3, "samples": 8}, [buffer])
@@ -95,15 +117,135 @@ def test_the_bytes_of_a_contribution_are_one(scene):
 
 
 def test_what_is_reported_was_adopted_by_somebody(scene):
-    scene.checks.told(scene.machine, "settled", {"settlement": {"digest": "one"}}, [])
+    scene.checks.told(scene.machine, "final", {"digest": "one"}, [])
     assert not scene.broken()
-    scene.checks.told(scene.machine, "settled", {"settlement": {"digest": "nobody's"}}, [])
+    scene.checks.told(scene.machine, "final", {"digest": "nobody's"}, [])
     assert "nobody adopted" in scene.broken()
 
 
-@pytest.mark.parametrize(("held", "reported", "drawn", "broken"), [(["a", "b"], 1, 3, False), (["a"], 1, 3, True), (["a", "a"], 1, 3, True)])
-def test_every_sample_is_held_or_reported_once(scene, held, reported, drawn, broken):
+@pytest.mark.parametrize(("held", "drawn", "broken"), [(["a", "b"], "ab", False), (["a"], "ab", True), (["a", "a"], "a", True), (["a", "b"], "a", True)])
+def test_every_sample_is_held_or_reported_once(scene, held, drawn, broken):
     accounts = SimpleNamespace(state_dict=lambda: {"open": held, "contributions": {}, "aside": []})
-    scene.machine.source = SimpleNamespace(acknowledged=range(reported), given_back=(), drawn_since_boot=drawn)
+    scene.machine.source = SimpleNamespace(held=set(drawn))
     scene.checks.accounts(scene.machine, accounts)
     assert bool(scene.broken()) == broken
+
+
+def test_what_is_offered_was_registered_with_as_many_samples(scene):
+    buffer = SimpleNamespace(bytes=lambda: SimpleNamespace(numpy=lambda: b"bytes"))
+    scene.checks.registers(scene.machine, 3, ["0:0:1", "0:0:2"])
+    scene.checks.said(scene.machine, "offer", {"number": 3, "samples": 8}, [buffer])
+    assert "other samples than were registered" in scene.broken()
+
+
+def test_a_contribution_is_its_keys(scene):
+    scene.checks.registers(scene.machine, 3, ["0:0:1", "0:0:2"])
+    scene.checks.registers(scene.machine, 3, ["0:0:1", "0:0:2"])
+    assert not scene.broken()
+    scene.checks.registers(scene.machine, 3, ["0:0:1", "0:0:3"])
+    assert "two lists of samples" in scene.broken()
+
+
+# ------------------------------------------------------------------------------------------------------------ the ledger
+
+
+def ledger_of(scene):
+    """One round of two contributions is counted, one contribution is pending, one unit leased."""
+    units = [scene.leases("ann", 1), scene.leases("bob", 1)]
+    scene.reports()
+    pending = scene.leases("ann", 2)
+    scene.book.lease("bob", 8)
+    scene.checks.whole_ledger(scene.book)
+    assert not scene.broken() and scene.book.counted_samples == 16
+    return [*(scene.book.units[unit] for unit in units), scene.book.units[pending]]
+
+
+def lose(book, counted, pending):
+    counted.counted = 0
+
+
+def count_too_much(book, counted, pending):
+    pending.counted = 1
+
+
+def lose_pending(book, counted, pending):
+    pending.pending = 0
+
+
+def withdraw(book, counted, pending):
+    book._contributions["ann", 2].live = False
+
+
+def be_in_two_states(book, counted, pending):
+    counted.pending = 1
+
+
+def hold_other_keys(book, counted, pending):
+    book._contributions["ann", 2].units = {(7, 7): 255}
+
+
+def lose_keys(book, counted, pending):
+    book._contributions["ann", 2].units = {}
+
+
+def count_without_a_state(book, counted, pending):
+    book._contributions["ann", 2].counted = True
+
+
+def count_for_nobody(book, counted, pending):
+    book.tree.head.counted = 24
+
+
+def have_one_twice(book, counted, pending):
+    book._contributions["bob", 1].units = dict(book._contributions["ann", 1].units)
+
+
+def wait_twice(book, counted, pending):
+    book._contributions["bob", 3] = Contribution("bob", 3, dict(book._contributions["ann", 2].units))
+
+
+def lease_twice(book, counted, pending):
+    lease = next(lease for lease in book._leases.values() if lease.units)
+    ((uid, _),) = lease.units.items()
+    book.units[uid].holders.append(lease)
+
+
+FAULTS = {
+    lose: "are lost",
+    count_too_much: "counted without a contribution",
+    lose_pending: "are lost",
+    withdraw: "pending without a contribution",
+    be_in_two_states: "pending without a contribution",
+    hold_other_keys: "the ledger has 8 samples",
+    lose_keys: "the ledger has 0 samples",
+    count_without_a_state: "its state says otherwise",
+    count_for_nobody: "24 samples are counted",
+    have_one_twice: "",
+    wait_twice: "waits in two contributions",
+    lease_twice: "in two states",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_ledger_that_counts_wrong_is_named(scene, fault):
+    counted, _, pending = ledger_of(scene)
+    fault(scene.book, counted, pending)
+    scene.checks.whole_ledger(scene.book)
+    assert scene.broken() and FAULTS[fault] in scene.broken()
+
+
+def test_ledger_and_states_agree_to_the_sample(scene):
+    """`scene`, whose digests are names, and a ledger with the same round."""
+    ledger_of(scene)
+    first = f"{1:064x}"
+    scene.offers({("ann", 3): 8})
+    scene.adopts(first, "root", 1, 16, [["ann", 1, 8], ["bob", 1, 8]]) if first not in scene.checks.commits else None
+    agrees = scene.checks.ledger_agrees
+    assert agrees(scene.book, [first], ()) == ""
+    assert "the ledger's head is" in agrees(scene.book, ["another"], ())
+    scene.book.tree.head.counted = 15
+    assert "16 samples are in the state, 15 in the ledger" in agrees(scene.book, [first], ())
+    del scene.book._contributions["bob", 1]
+    scene.book.tree.head.counted = 8
+    assert "is not in the ledger" in agrees(scene.book, [first], ())
+    assert agrees(scene.book, [first], {"bob"}) == "", "it died before it could say so"

@@ -85,11 +85,11 @@ def test_a_stopped_process_goes_on_where_it_was_and_a_dead_one_never(loop):
 
     async def scene():
         task = asyncio.create_task(ticks())
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(2.6)
         owner.stopped = True
         await asyncio.sleep(5)
         owner.stopped = False
-        loop._ready.extend(owner.held)
+        loop.go_on(owner)
         await asyncio.sleep(1.9)
         owner.dead = True
         await asyncio.sleep(10)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = "kill,sidecar,power,stop,sleep,partition,reset,disk,slow,clock,nat"
+ALL = "kill,sidecar,power,stop,sleep,partition,reset,disk,slow,clock,nat,server,answers,ledger,pause"
 KNOWN = {
     3: "two volunteers behind NAT waited for ever beside three newcomers that had gone on (rule R7)",
     11: "a round without a single waiting moment divided by zero seconds",
@@ -51,6 +51,13 @@ def test_worlds_of_every_strategy_hold():
     for sync in ("parameters", "diloco", "gradients"):
         options = ["--peers", "4", "--hours", "0.06", "--seed", "226222413", "--seeds", "2", "--fault_seconds", "30", "--sync", sync]
         assert_holds(*simulate(*options))
+
+
+def test_worlds_with_a_peer_that_assists_hold():
+    ended, summary = simulate("--peers", "3", "--rounds", "10", "--faults", "nat", "--assistants", "1", "--seed", "2")
+    assert_holds(ended, summary)
+    assert summary["rounds"] >= 10 and summary["committed"] > 0.8
+    assert_holds(*simulate("--peers", "3", "--hours", "0.05", "--fault_seconds", "40", "--assistants", "1", "--seed", "5"))
 
 
 def test_an_unknown_fault_is_refused_with_the_known_ones():

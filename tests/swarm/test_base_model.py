@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import save_file
 
 from datasetserver.founding import run_to_serve
+from peer.launch.starting_model import complete
 from swarm.base_model import PIPELINES, family_of
 from swarm.digest import digest_model
 from swarm.errors import UserError
+from swarm.founding import check_founding, with_noise
 from swarm.run_config import RunConfig
 
 UNET, CLIP = "model.diffusion_model.input_blocks.0.0.weight", "cond_stage_model.transformer.text_model.final_layer_norm.weight"
@@ -95,3 +97,75 @@ def test_who_leaves_the_family_to_the_founder_agrees_with_it():
     run.refuse_differences({"family": "auto", "model": "here", "model_config": "there"})
     with pytest.raises(UserError, match="has family = sdxl, but this peer was started with flux"):
         run.refuse_differences({"family": "flux"})
+
+
+def write_scheduler(folder, **config):
+    (folder / "scheduler").mkdir(parents=True, exist_ok=True)
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": "DDIMScheduler", **config}))
+    return folder
+
+
+V_PREDICTION = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "found"),
+    [
+        ({}, {}, ("epsilon", False)),
+        (V_PREDICTION, {}, ("v_prediction", True)),
+        (V_PREDICTION, {"prediction_type": "sample", "rescale_betas_zero_snr": False}, ("sample", False)),
+        (V_PREDICTION, {"prediction_type": "v_prediction"}, ("v_prediction", True)),
+        ({"prediction_type": "flow"}, {"prediction_type": "epsilon"}, ("epsilon", False)),
+    ],
+)
+def test_who_founds_a_run_reads_from_the_scheduler_what_is_predicted(tmp_path, config, given, found):
+    """A joiner's scheduler, which no digest covers, may say otherwise: it trains what the run says."""
+    folder = write_scheduler(write_index(tmp_path, _class_name="StableDiffusionPipeline"), **config)
+    (folder / "unet").mkdir()
+    write_file(folder / "unet" / "model.safetensors", ("w",))
+    values = {"model": str(folder), **given}
+    host, peer = run_to_serve(values, None), complete(RunConfig(**values), digest=True)
+    assert host == peer and (host.prediction_type, host.rescale_betas_zero_snr) == found
+    alone = complete(RunConfig(**values))
+    assert (alone.prediction_type, alone.rescale_betas_zero_snr) == (given.get("prediction_type", "auto"), given.get("rescale_betas_zero_snr"))
+
+
+def test_what_no_run_can_predict_is_refused_where_it_is_founded(tmp_path):
+    folder = write_scheduler(write_index(tmp_path, _class_name="StableDiffusionPipeline"), prediction_type="flow")
+    with pytest.raises(UserError, match=r"the model predicts 'flow', which cannot be trained\. Use another model, or say it with --prediction_type"):
+        with_noise(RunConfig(family="stable_diffusion"), folder)
+    write_scheduler(folder)
+    with pytest.raises(UserError, match="rescale_betas_zero_snr needs a model that does not predict the noise"):
+        check_founding(with_noise(RunConfig(family="stable_diffusion", rescale_betas_zero_snr=True), folder))
+
+
+def test_a_file_leaves_it_to_the_scheduler_of_its_model_config_and_flux_has_no_such_thing(tmp_path, monkeypatch):
+    path = write_file(tmp_path / "model.safetensors", KEYS["sdxl"])
+    configs = write_scheduler(tmp_path / "configs", **V_PREDICTION)
+    run = RunConfig(family="sdxl", model_config=str(configs))
+    assert with_noise(run, path).prediction_type == "v_prediction"
+    monkeypatch.chdir(configs)
+    for config in ("", "somebody/something", str(path)):
+        assert with_noise(RunConfig(family="sdxl", model_config=config), path).prediction_type == "auto"
+    flux = RunConfig(family="flux")
+    assert with_noise(flux, configs) == flux
+    (configs / "scheduler" / "scheduler_config.json").write_text("[]")
+    assert with_noise(run, path) == run
+
+
+def test_a_host_of_a_run_from_before_goes_on_with_it(tmp_path):
+    """It left to each peer's scheduler what is predicted; also where the host's file says that in so many words."""
+    folder = write_scheduler(write_index(tmp_path, _class_name="StableDiffusionPipeline"), **V_PREDICTION)
+    (folder / "unet").mkdir()
+    write_file(folder / "unet" / "model.safetensors", ("w",))
+    before = RunConfig(model=str(folder), family="stable_diffusion", model_digest=digest_model(folder))
+    now = run_to_serve({"model": str(folder)}, None)
+    assert now.prediction_type == "v_prediction" and now.digest != before.digest
+    for values in ({}, {"model": str(folder)}, {"model": str(folder), "prediction_type": "auto", "rescale_betas_zero_snr": None}):
+        assert run_to_serve(values, before) == before and run_to_serve(values, now) == now
+    with pytest.raises(UserError, match="prediction_type was v_prediction, now epsilon"):
+        run_to_serve({"model": str(folder), "prediction_type": "epsilon"}, now)
+
+
+def test_who_leaves_the_prediction_to_the_founder_agrees_with_it():
+    RunConfig(**V_PREDICTION).refuse_differences({"prediction_type": "auto", "rescale_betas_zero_snr": None})

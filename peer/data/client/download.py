@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from peer.data.client.transport import Backoff, ServerAway, Transport
+from peer.data.client.transport import ServerAway, Transport
 from peer.data.shards import ShardCache
 from swarm.errors import ExitCode, UserError
 
@@ -19,7 +19,7 @@ class Corrupt(Exception):
 
 async def fetch(transport: Transport, cache: ShardCache, digest: str, size: int, wanted: Callable[[], bool]) -> Path | None:
     """The shard's file in the cache; None once it is not `wanted` any more. Raises Corrupt, and UserError when the disk takes nothing."""
-    corrupt, backoff = 0, Backoff()
+    corrupt, backoff = 0, transport.backoff()
     try:
         path = await asyncio.to_thread(cache.get, digest)
         while path is None and wanted():
@@ -29,7 +29,7 @@ async def fetch(transport: Transport, cache: ShardCache, digest: str, size: int,
             try:
                 await _download(transport, part, digest, size)
             except ServerAway as away:
-                backoff = Backoff() if _size(part) > had else backoff  # a link that drops and comes back need not be spared
+                backoff = transport.backoff() if _size(part) > had else backoff  # a link that drops and comes back need not be spared
                 await backoff.wait(f"shard {digest[:16]}", away)
                 continue
             path = await asyncio.to_thread(cache.admit, digest)

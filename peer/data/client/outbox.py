@@ -18,22 +18,23 @@ CONTRIBUTIONS, ROUNDS = "/v1/contributions", "/v1/rounds"
 
 @dataclass(eq=False)
 class Letter:
-    """Something to report, kept until the server has it. `answer`: its result is None, or it raises Refusal."""
+    """Something to report, kept until the server has it. `answer`: its result is None, or it raises Refusal. on_disk: as well."""
 
     path: str
     body: dict[str, Any]
     answer: Future = field(default_factory=Future)
+    on_disk: bool = False
 
 
 class Outbox:
     """Letters in their order. unsaid: where contributions are kept that were offered before the server knew of them, and rounds settled meanwhile.
 
-    news: called after a letter was put in, in the thread that put it.
+    news: called after a letter was put in, in the thread that put it. result: waits for a future, so many seconds.
     """
 
-    def __init__(self, unsaid: Unsaid, news: Callable[[], None]):
-        self._unsaid, self._news, self._lock = unsaid, news, threading.Lock()
-        self._letters: deque[Letter] = deque(Letter(_path_of(body), body) for body in unsaid.letters())
+    def __init__(self, unsaid: Unsaid, news: Callable[[], None], result: Callable[[Future, float], None] = Future.result):
+        self._unsaid, self._news, self._result, self._lock = unsaid, news, result, threading.Lock()
+        self._letters: deque[Letter] = deque(Letter(_path_of(body), body, on_disk=True) for body in unsaid.letters())
 
     def __len__(self) -> int:
         return len(self._letters)
@@ -44,13 +45,23 @@ class Outbox:
 
     def put(self, path: str, body: dict[str, Any], *, keep: bool = False) -> Letter:
         """keep: on disk as well, for the server is away. Raises UserError when the disk does not take it."""
-        letter = Letter(path, body)
+        letter = Letter(path, body, on_disk=keep)
         if keep:
             self._unsaid.keep(body)
         with self._lock:
             self._letters.append(letter)
         self._news()
         return letter
+
+    def keep_rounds(self) -> None:
+        """On disk as well, those that wait: the server was found away. Raises UserError when the disk does not take it.
+
+        Contributions are kept when they are offered.
+        """
+        for letter in self.letters():
+            if letter.path == ROUNDS and not letter.on_disk:
+                letter.on_disk = True
+                self._unsaid.keep(letter.body)
 
     def answered(self, letter: Letter, seconds: float) -> bool:
         """Wait so long for the answer to a contribution; raises Refusal.
@@ -59,7 +70,7 @@ class Outbox:
         when this peer is killed before it is back. Raises UserError when the disk does not take it.
         """
         try:
-            letter.answer.result(seconds)
+            self._result(letter.answer, seconds)
             return True
         except FutureTimeout:
             with self._lock:  # a body that is on its way is refused or taken as it is, and sent again as this one if it is refused

@@ -143,15 +143,31 @@ class Backoff:
 class Transport:
     """Talks to one server in one event loop; open it with `async with`. away_since: when it was first found away; None while it is there.
 
-    signer: signs what is posted; None for who only reads.
+    signer: signs what is posted; None for who only reads. session: opens a way to the server. uniform: draws the jitter.
+    found_away: called when the server is found away, once until it is back.
     """
 
-    def __init__(self, url: str, token: str = "", *, signer: Signer | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        url: str,
+        token: str = "",
+        *,
+        signer: Signer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        session: Callable[[], aiohttp.ClientSession] = open_session,
+        uniform: Callable[[float, float], float] = random.uniform,
+        found_away: Callable[[], None] = lambda: None,
+    ):
+        self._found_away = found_away
         self.url, self._token, self._signer, self._clock = url, token, signer, clock
+        self._open_session, self._uniform = session, uniform
         self.away_since: float | None = None
 
+    def backoff(self) -> Backoff:
+        return Backoff(uniform=self._uniform)
+
     async def __aenter__(self) -> "Transport":
-        self._session = open_session()
+        self._session = self._open_session()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -205,7 +221,7 @@ class Transport:
         return answer
 
     async def _until_there(self, call: Callable[[], Awaitable[Any]], what: str) -> Any:
-        backoff = Backoff()
+        backoff = self.backoff()
         while True:
             try:
                 return await call()
@@ -217,6 +233,7 @@ class Transport:
             self.away_since = None
         elif self.away_since is None:
             self.away_since = self._clock()
+            self._found_away()
         return away
 
 

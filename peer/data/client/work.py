@@ -53,9 +53,9 @@ class Unit:
 class Work:
     """See the module. paused: by the host: no samples come, and what is held is kept. clock: in seconds."""
 
-    def __init__(self, batch_samples: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, batch_samples: int, clock: Callable[[], float] = time.monotonic, changed: threading.Condition | None = None):
         self._batch, self._speed = batch_samples, _Speed(clock)
-        self._changed = threading.Condition()  # notified when a unit is ready or there will be none
+        self._changed = changed or threading.Condition()  # notified when a unit is ready or there will be none
         self._leases: dict[str, Lease] = {}
         self._lease_of: dict[str, Lease] = {}
         self._in_work: set[str] = set()  # yielded, and neither done with nor given back
@@ -182,9 +182,17 @@ class Work:
                 return False
             for unit in units:  # ours to finish, by this lease, if they are in work by an earlier one that was lost, or by our own choice
                 unit.left = deque(index for index in unit.left if unit.key(index) not in self._in_work)
+            self._drop_again(units)
             if not self._closed:
                 self._units.extend(units)
             return not self._closed
+
+    def _drop_again(self, units: Sequence[Unit]) -> None:
+        """What a lease of ours gave that has ended, though we do not know it yet, and `units` give once more: it would be trained twice."""
+        new = {(unit.shard.epoch, unit.shard.shard): set(unit.left) for unit in units}
+        for unit in self._units:
+            again = new.get((unit.shard.epoch, unit.shard.shard), ())
+            unit.left = deque(index for index in unit.left if index not in again) if again else unit.left
 
     def add_own(self, unit: Unit) -> None:
         """A shard of our own choice, which is on the disk."""

@@ -1,7 +1,6 @@
 """Shards on this machine's disk: a cache named by content with a size limit, and what is read from one."""
 
 import logging
-import os
 import re
 import tarfile
 from collections.abc import Callable, Collection, Mapping
@@ -10,6 +9,7 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
+from swarm import files
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import MAX_CAPTION_BYTES
 from swarm.tars import Member, members
@@ -41,7 +41,7 @@ class ShardCache:
             log.warning("the cached shard %s is damaged; fetching it again", digest[:16])
             path.unlink(missing_ok=True)
             return None
-        os.utime(path)  # the age that eviction goes by
+        files.touch(path)  # the age that eviction goes by
         return path
 
     def has(self, digest: str) -> bool:
@@ -62,10 +62,10 @@ class ShardCache:
 
     def make_room(self, needed: int) -> None:
         """Delete the shards that were not used for longest until `needed` more bytes are within the limit."""
-        files = [(path.stat(), path) for path in self._folder.iterdir() if _OURS.fullmatch(path.name)]
-        excess = sum(status.st_size for status, _ in files) + needed - self._limit
+        found = [(path.stat(), path) for path in self._folder.iterdir() if _OURS.fullmatch(path.name)]
+        excess = sum(status.st_size for status, _ in found) + needed - self._limit
         pinned = set(self._pinned())
-        for status, path in sorted(files, key=lambda item: item[0].st_mtime):
+        for status, path in sorted(found, key=lambda item: item[0].st_mtime):
             if excess <= 0:
                 return
             if path.name[:64] not in pinned:

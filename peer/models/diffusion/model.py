@@ -77,6 +77,9 @@ class DiffusionModel:
         """What the pipeline is called with, in place of the prompts, so that it reads them as captions are read in training."""
         return as_arguments(self.encode_text(prompts))
 
+    def unread(self) -> Sequence[nn.Module]:
+        return ()
+
     def save(self, folder: Path) -> None:
         with self._as_read():
             save_pipeline(self.pipeline, folder)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm.errors import UserError
+from swarm.founding import check_noise
 from swarm.run_config import RunConfig
 
 
@@ -30,12 +30,7 @@ class Noising:
 
         self._scheduler = DDPMScheduler.from_config(scheduler.config, **changes(run))
         self._run = run
-        config = self._scheduler.config
-        if run.rescale_betas_zero_snr and config.prediction_type == "epsilon":
-            raise UserError(
-                "rescale_betas_zero_snr needs a model that does not predict the noise: at the last step there is nothing else to see.",
-                fix="Add --prediction_type v_prediction, or remove --rescale_betas_zero_snr.",
-            )
+        check_noise(run.rescale_betas_zero_snr, self.prediction_type)
 
     @property
     def prediction_type(self) -> str:

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm.errors import UserError
-
 
 def tokenize(pipeline: Any, tokenizer: Any, captions: Sequence[str], chunks: int = 1) -> Tensor:
     """(B, chunks, 77): each chunk is what the tokenizer makes of its 75 tokens: begin, tokens, end, padding. What is over is cut off.
@@ -41,14 +39,16 @@ def hidden_states(encoder: Any, ids: Tensor, layers_above: int) -> tuple[Tensor,
 
 
 def final_norm(encoder: Any) -> Any:
-    """CLIP's last layer norm; transformers 5 has no `.text_model` around it in a CLIPTextModel."""
-    return getattr(encoder, "text_model", encoder).final_layer_norm
+    """CLIP's last layer norm."""
+    return _text_model(encoder).final_layer_norm
 
 
-def check_clip_skip(clip_skip: int, **layers_read: int) -> None:
-    """Raise UserError when so many layers below the usual one there is none; layers_read: how many of an encoder's layers are read usually."""
-    for name, layers in layers_read.items():
-        if clip_skip >= layers:
-            raise UserError(
-                f"clip_skip is {clip_skip}, but of this model's {name} {layers} layers are read.", fix=f"Use {layers - 1} or less."
-            )
+def last_layers(encoder: Any, count: int) -> list[Any]:
+    """Those above the states that `hidden_states` reads below `count` layers."""
+    layers = _text_model(encoder).encoder.layers
+    return list(layers[len(layers) - count :])
+
+
+def _text_model(encoder: Any) -> Any:
+    """transformers 5 has no `.text_model` in a CLIPTextModel."""
+    return getattr(encoder, "text_model", encoder)

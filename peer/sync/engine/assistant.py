@@ -8,10 +8,9 @@ import asyncio
 import collections
 import contextlib
 import logging
-import os
-import shutil
+import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,14 @@ from peer.sync.engine.outer import Strategy, load_strategy
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.round.heads import most_signed
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State
-from peer.sync.engine.trainer.trainer import Progress
+from peer.sync.engine.trainer.messages import Done, Failed, Final, Message, News, Progress, Rebase
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.transfer.download import Download
 from peer.sync.engine.transfer.kind import Kind, ask_kind
 from peer.sync.engine.transfer.pace import Slow, fetch_seconds
 from peer.sync.engine.transfer.takeover import WholeState
 from peer.sync.engine.vectors import SharedBuffer
+from swarm import files
 from swarm.advice import size
 from swarm.dht import SwarmNode
 from swarm.end import End
@@ -51,7 +51,7 @@ _STORED = 4
 
 
 class Assistant:
-    """Stands where a replica expects its trainer. kept: called with what is settled; `ended` is set with the run, or by an error."""
+    """Stands where a replica expects its trainer. kept: called with what is final; `ended` is set with the run, or by an error."""
 
     def __init__(self, kept: Callable[[Sequence[Settlement]], None]):
         self._kept = kept
@@ -64,30 +64,20 @@ class Assistant:
         if self.error is not None:
             raise self.error
 
-    def freeze(self) -> None:
-        self.replica.nothing_to_freeze()
-
-    def train(self) -> None:
-        """There is nothing to go on with."""
-
-    def landed(self, state: State) -> None:
-        self.replica.progressed(Progress(), state.digest)
-
-    def settled(self, settlements: list[Settlement]) -> None:
-        self._kept(settlements)
-
-    def news(self, text: str) -> None:
-        log.info("%s", text)
-
-    def extended(self, extension: Mapping[str, Any]) -> None:
-        """Nobody else here needs to know."""
-
-    def done(self) -> None:
-        self.ended.set()
-
-    def failed(self, error: UserError) -> None:
-        self.error = error
-        self.ended.set()
+    def send(self, message: Message) -> None:
+        """What the replica says; there is nothing to train on with, and nobody here whom an extension would concern."""
+        match message:
+            case Rebase(digest):
+                self.replica.trainer.hear(Progress(stands_on=digest))
+            case Final():
+                self._kept([message.settlement])
+            case News(text):
+                log.info("%s", text)
+            case Done():
+                self.ended.set()
+            case Failed():
+                self.error = message.error
+                self.ended.set()
 
 
 class Archive:
@@ -117,7 +107,7 @@ class Archive:
                     continue
                 self._wanted.remove(settled)
                 if not target.exists():
-                    os.link(source, target)
+                    files.link(source, target)
                     log.info("kept round=%d samples=%d file=%s", settled.round, settled.samples, target)
             for old in sorted(self.folder.glob("round-*.state"))[: -self._limit if self._limit else 0]:
                 old.unlink(missing_ok=True)
@@ -155,8 +145,8 @@ async def assist(
     last_holders: tuple[str, ...] = (),
     end: End | None = None,
     upload: Bucket | None = None,
-    clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
+    rng: random.Random | None = None,
 ) -> None:
     """Take part until the run's end or `stop`. settled: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
     store = StateStore(folder / "state", keep=_STORED)
@@ -179,15 +169,16 @@ async def assist(
     assistant = Assistant(on_settled)
     assistant.replica = replica = Replica(
         run=run, state=states.pop(), wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
-        rounds_path=folder / "rounds.jsonl", trainer=assistant, server_url=server_url, name=name, hardware=hardware,
-        last_known=last_known, last_holders=last_holders, assists=True, end=end, upload=upload, clock=clock, wall=wall,
+        rounds_path=folder / "rounds.jsonl", line=assistant, server_url=server_url, name=name, hardware=hardware,
+        last_known=last_known, last_holders=last_holders, assists=True, end=end, upload=upload,
+        clock=asyncio.get_running_loop().time, wall=wall, rng=rng,
     )  # fmt: skip
     await replica.start()
-    header, num_bytes = replica.state.header, replica.state.buffer.num_bytes
+    header, num_bytes = replica.state.value.header, replica.state.value.buffer.num_bytes
     log.info("assisting '%s' from round=%d samples=%d", run.run_name, header.round, header.samples)
     log.info(
         "keeping %s settled states in %s: %s each, %s free",
-        states_limit or "all", archive.folder, size(num_bytes), size(shutil.disk_usage(archive.folder).free),
+        states_limit or "all", archive.folder, size(num_bytes), size(files.free_bytes(archive.folder)),
     )  # fmt: skip
     await replica.live_until(archive.keep_forever(), stop.wait(), assistant.wait(), _tell_forever(replica, seen))
     archive.keep()

@@ -4,6 +4,7 @@ Immutable: an outer step makes a new one. `samples` is hashed into it and only g
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,17 @@ from swarm.digest import canonical_json
 CHUNK_BYTES = 4 << 20
 HASH_BYTES = 32
 ANCESTORS_KEPT = 8
+ELDERS_KEPT = 504
+"""Older ancestors, by the first characters of their digests: with the others 512 rounds, 6 KB. A newcomer that took over round 27 and met
+two peers that had come back at round 10 went back to it: to tell an ancestor from a branch by eight names is not enough."""
+ELDER_CHARACTERS = 12
+"""Of a digest. Who finds another state with these 48 bits has one that nobody takes, since it counts as an ancestor."""
 MAX_HEADER_BYTES = 256 << 10
 """Of a header, packed. Some 370 members in every round fit with all their ancestors. The limits of a stream's messages and of those to
 the trainer follow from this one: a header above the one and below the other ended every process that took it over."""
 MOST_MEMBERS = 512
 """Of a round. So many twice, with the contributions of as many, are 180 KiB: the next header always fits."""
-_MOST_COUNT = 1 << 53
+MOST_COUNT = 1 << 53
 _FREE_NUMBERS, _NUMBERS_PER_ROUND = 10_000, 100
 """A forged number may not be so high that the one whose it is can never count beyond it."""
 
@@ -41,7 +47,8 @@ class Header:
     run, schema: digests of the configuration and of `params`' names, shapes and dtypes. included: peer -> number of its last
     contribution in this state. members: whose work the last round averaged. ancestors: settlements of the last ancestors, newest
     first, so that whoever holds a state can report what is in it. mean: digest of the average that the last round applied, so that
-    whoever holds the parent can repeat it (replay.py); empty where it cannot be had.
+    whoever holds the parent can repeat it (replay.py); empty where it cannot be had. elders: the ancestors before `parents`, newest first,
+    ELDER_CHARACTERS of each digest.
     """
 
     run: str
@@ -53,22 +60,25 @@ class Header:
     members: tuple[Member, ...] = ()
     ancestors: tuple[Settlement, ...] = ()
     mean: str = ""
+    elders: str = ""
 
     def child(self, digest: str, members: Iterable[Member], mean: str = "") -> "Header":
         """The header of the round that averages `members` onto this state, whose digest is `digest`. Raises BadState if nobody would take it."""
         members = tuple(sorted(members, key=lambda member: member.peer))
         ancestors = (self.settlement(digest), *self.ancestors) if self.round else ()
+        parents = (digest, *self.parents)
         child = dataclasses.replace(
             self,
             round=self.round + 1,
             samples=self.samples + sum(member.samples for member in members),
-            parents=(digest, *self.parents)[:ANCESTORS_KEPT],
+            parents=parents[:ANCESTORS_KEPT],
             included={**self.included, **{member.peer: member.number for member in members}},
             members=members,
             ancestors=ancestors[:ANCESTORS_KEPT],
             mean=mean,
+            elders=_elders(parents[ANCESTORS_KEPT:], self.elders),
         )
-        if len(members) > MOST_MEMBERS or child.samples > _MOST_COUNT:
+        if len(members) > MOST_MEMBERS or child.samples > MOST_COUNT:
             raise BadState(f"{len(members)} members and {child.samples} samples are more than a state may have")
         return _fitted(child)
 
@@ -82,43 +92,28 @@ class Header:
         return Settlement(digest, self.parents[0], self.round, self.samples, self.members)
 
     def to_json(self) -> dict[str, Any]:
+        return dict(self._plain)
+
+    @functools.cached_property
+    def _plain(self) -> dict[str, Any]:
+        """Made once: a state is hashed, stored, handed out and given to the trainer, and each wants its header so."""
         # `dataclasses.asdict` copies each of some hundred members field by field: a tenth of a small swarm's CPU time.
         members, ancestors = _plain(self.members), [{**vars(a), "members": _plain(a.members)} for a in self.ancestors]
-        return {**vars(self), "included": dict(self.included), "members": members, "ancestors": ancestors}
+        values = {**vars(self), "included": dict(self.included), "members": members, "ancestors": ancestors}
+        if not self.elders:  # a state on disk from before there were any keeps its digest
+            del values["elders"]
+        return values
 
-    @classmethod
-    def from_json(cls, values: Any) -> "Header":
-        """Raises BadState."""
-        try:
-            header = cls(
-                run=_text(values["run"]),
-                schema=_text(values["schema"]),
-                round=_count(values["round"]),
-                samples=_count(values["samples"]),
-                parents=_parents(values["parents"]),
-                included={_text(peer): _count(number) for peer, number in values["included"].items()},
-                members=_members(values["members"]),
-                ancestors=tuple(
-                    Settlement(_text(a["digest"]), _text(a["parent"]), _count(a["round"]), _count(a["samples"]), _members(a["members"]))
-                    for a in _list(values["ancestors"], ANCESTORS_KEPT)
-                ),
-                mean=_text(values["mean"]),
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise BadState(f"header: {error!r}") from None
-        if header.num_bytes > MAX_HEADER_BYTES:
-            raise BadState(f"a header of {header.num_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed")
-        header._check()
-        return header
-
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise BadState when it contradicts itself: an honest header counts every sample of its members once."""
         if not self.round:
-            if self.samples or self.parents or self.members or self.included or self.mean:
+            if self.samples or self.parents or self.members or self.included or self.mean or self.elders:
                 raise BadState("header: a round 0 with a past")
             return
         if not self.parents or len(self.parents) - len(self.ancestors) != (len(self.parents) == self.round):
             raise BadState(f"header: {len(self.parents)} parents and {len(self.ancestors)} ancestors in round {self.round}")
+        if len(self.elders) % ELDER_CHARACTERS or len(self.parents) + len(self.elders) // ELDER_CHARACTERS > self.round:
+            raise BadState(f"header: {len(self.elders)} characters of elders in round {self.round}")
         if [state.digest for state in self.ancestors] != [*self.parents][: len(self.ancestors)]:
             raise BadState("header: the parents are not its ancestors")
         for state, before in itertools.zip_longest((self.settlement(""), *self.ancestors), self.ancestors):
@@ -168,8 +163,13 @@ def _fitted(header: Header) -> Header:
     header = dataclasses.replace(header, included={peer: number for peer, number in header.included.items() if peer in recent})
     while header.num_bytes > MAX_HEADER_BYTES and len(header.ancestors) > 1:
         ancestors = header.ancestors[:-1]
-        header = dataclasses.replace(header, ancestors=ancestors, parents=header.parents[: len(ancestors)])
+        parents, older = header.parents[: len(ancestors)], header.parents[len(ancestors) :]
+        header = dataclasses.replace(header, ancestors=ancestors, parents=parents, elders=_elders(older, header.elders))
     return header
+
+
+def _elders(newest: Iterable[str], others: str) -> str:
+    return ("".join(digest[:ELDER_CHARACTERS] for digest in newest) + others)[: ELDERS_KEPT * ELDER_CHARACTERS]
 
 
 class State:
@@ -244,17 +244,6 @@ class Head:
     def of(cls, state: State) -> "Head":
         return cls(state.digest, state.header.samples, state.header.parents)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"digest": self.digest, "samples": self.samples, "parents": list(self.parents)}
-
-    @classmethod
-    def from_json(cls, values: Any) -> "Head":
-        """Raises BadState."""
-        try:
-            return cls(_text(values["digest"]), _count(values["samples"]), _parents(values["parents"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadState(f"head: {error!r}") from None
-
 
 def better(theirs: Head, ours: Head) -> bool:
     """Whether `theirs` is the right state of the two, for everyone alike: the one with more samples; else the smaller digest.
@@ -266,33 +255,3 @@ def better(theirs: Head, ours: Head) -> bool:
 
 def _plain(members: Iterable[Member]) -> list[dict[str, Any]]:
     return [dict(vars(member)) for member in members]
-
-
-def _list(values: Any, most: int) -> list | tuple:
-    if not isinstance(values, list | tuple) or len(values) > most:
-        raise ValueError(f"a list of at most {most} values is wanted")
-    return values
-
-
-def _parents(values: Any) -> tuple[str, ...]:
-    return tuple(_text(parent) for parent in _list(values, ANCESTORS_KEPT))
-
-
-def _members(values: Any) -> tuple[Member, ...]:
-    members = tuple(Member(_text(m["peer"]), _count(m["number"]), _count(m["samples"])) for m in _list(values, MOST_MEMBERS))
-    peers = [member.peer for member in members]
-    if peers != sorted(set(peers)):
-        raise ValueError("members out of order")
-    return members
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 64 or not value.isascii():
-        raise ValueError(f"text {str(value)[:40]!r}")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_COUNT:
-        raise ValueError(f"count {str(value)[:40]!r}")
-    return value

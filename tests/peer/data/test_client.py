@@ -10,8 +10,10 @@ import pytest
 from aiohttp import web
 
 from peer.data.client.outage import Seen, choose
+from peer.data.client.outbox import ROUNDS, Outbox
 from peer.data.client.transport import Backoff, ServerAway, Transport, retry_after
 from peer.data.client.work import Lease, Unit, Work
+from peer.data.unsaid import Unsaid
 from swarm.digest import digest_bytes
 from swarm.protocol import LeasedUnit, Shard
 
@@ -49,6 +51,44 @@ def test_what_is_leased_ahead_is_ten_seconds_of_work_by_the_measured_speed_and_t
     assert work.wanted() == 640
     work.close()
     assert work.wanted() == 0
+
+
+def test_a_unit_leased_again_before_its_first_lease_is_known_to_be_lost_yields_each_sample_once():
+    work = Work(4, Clock())
+    work.begin()
+    first, second = Lease("1" * 32), Lease("2" * 32)
+    work.add(first, [unit(first, 0, 6)])
+    taken = work.samples(lambda path, samples: range(samples))
+    keys = [next(taken)[0] for _ in range(2)]
+    work.add(second, [unit(second, 0, 6)])  # the server had taken the first one back
+    keys += [next(taken)[0] for _ in range(4)]
+    work.lose(first)
+    work.end()
+    assert sorted(keys) == [f"0:0:{index}" for index in range(6)] and not list(taken)
+    assert set(work.state_dict()["leases"][second.id]) == set(keys), "they are ours by the second lease"
+
+
+def test_rounds_that_wait_are_on_the_disk_once_the_server_is_found_away(tmp_path):
+    """Reports put in just before an outage were in memory alone: a peer killed in it took them along, and the ledger never heard of a round."""
+
+    async def scenario():
+        async with Transport("http://127.0.0.1:1", found_away=outbox.keep_rounds) as transport:
+            with pytest.raises(ServerAway):
+                await transport.post("/v1/leases", {})
+            kept = unsaid.letters()
+            with pytest.raises(ServerAway):
+                await transport.post("/v1/leases", {})
+            return kept
+
+    unsaid = Unsaid(tmp_path / "unsaid.jsonl")
+    outbox = Outbox(unsaid, news=lambda: None)
+    first, second = ({"round": number, "members": []} for number in (1, 2))
+    outbox.put(ROUNDS, first)
+    outbox.put("/v1/leases/1/release", {"keys": []})
+    outbox.put(ROUNDS, second, keep=True)
+    assert unsaid.letters() == [second]
+    assert asyncio.run(scenario()) == [second, first] and unsaid.letters() == [second, first], "each once"
+    assert [letter.body for letter in Outbox(unsaid, news=lambda: None).letters()] == [second, first]
 
 
 def test_pauses_grow_to_half_a_minute_differ_from_peer_to_peer_and_are_never_shorter_than_the_server_asks():

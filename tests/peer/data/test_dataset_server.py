@@ -172,9 +172,8 @@ def test_who_resumes_after_its_leases_have_ended_trains_what_it_leased_again_onc
 
 def killed(source):
     """As after SIGKILL: nothing of it runs on, and nothing is released."""
-    source._loop.call_soon_threadsafe(source._stop.set)
-    source._thread.join()
-    source._loop.close()
+    source._background.call(source._stop.set)
+    source._background.close()
     source._work.close()
 
 

@@ -1,5 +1,5 @@
+import os
 from itertools import islice
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -11,12 +11,16 @@ from swarm.errors import UserError
 from swarm.run_config import RunConfig
 
 
-def source(folder, epochs=1, seed=42, run=None, **peer):
+def source(folder, epochs=1, seed=42, run=None, cache_dir=None, **peer):
     options = PeerConfig(train_data_dir=str(folder), **peer)
     context = SourceContext(
-        run=run or RunConfig(seed=seed), peer=options, folder=folder, peer_id="alone", cache_dir=Path("unused"), epochs=epochs
+        run=run or RunConfig(seed=seed), peer=options, folder=folder, peer_id="alone", cache_dir=cache_dir or cache_of(folder), epochs=epochs
     )
     return directory.build(context)
+
+
+def cache_of(folder):
+    return folder.with_name(f"{folder.name}.cache")
 
 
 def keys(samples):
@@ -90,6 +94,66 @@ def test_bad_pictures_are_skipped_and_listed_once_with_reasons(pictures, caplog)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "pictures=4 of=13" in line and "000.png: no caption" in line and "001.png: caption is not UTF-8" in line
     assert "002.png: not readable" in line and "003.jpg: not readable" in line
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Names of the pictures that were decoded to their end since it was asked last."""
+    names, open_ = [], Image.open
+    monkeypatch.setattr(directory.Image, "open", lambda path, **options: names.append(os.path.basename(path)) or open_(path, **options))
+
+    def since():
+        found = sorted(names)
+        names.clear()
+        return found
+
+    return since
+
+
+def test_a_picture_that_was_decoded_is_not_decoded_again_until_it_changes(pictures, decoded, caplog):
+    names = sorted(path.name for path in pictures.glob("*.png"))
+    first = keys(source(pictures))
+    assert decoded() == names
+    assert keys(source(pictures)) == first and decoded() == []
+    (pictures / "003.png").write_bytes(b"broken")
+    about = (pictures / "005.png").stat()
+    os.utime(pictures / "005.png", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+    Image.new("RGB", (16, 16)).save(pictures / "new.png")
+    (pictures / "new.txt").write_text("new")
+    assert len(source(pictures)) == 12 and "003.png: not readable" in caplog.text
+    assert decoded() == ["003.png", "005.png", "new.png"]
+    source(pictures)
+    assert decoded() == ["003.png"]  # what is broken is looked at each time
+
+
+def test_two_folders_share_a_cache_and_take_nothing_for_each_others(pictures, tmp_path, decoded):
+    other = tmp_path / "other"
+    other.mkdir()
+    draw(other / "000.png", "another")
+    for _ in range(2):
+        source(pictures, cache_dir=tmp_path / "cache")
+        source(other, cache_dir=tmp_path / "cache")
+    assert decoded() == sorted(["000.png", *(path.name for path in pictures.glob("*.png"))])
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b"[]", b"\xff", b'{"000.png": 7, "001.png": [1]}'])
+def test_a_torn_list_of_what_was_decoded_is_made_anew(pictures, decoded, torn):
+    source(pictures)
+    (kept,) = cache_of(pictures).iterdir()
+    kept.write_bytes(torn)
+    decoded()
+    source(pictures)
+    assert len(decoded()) == 12
+    source(pictures)
+    assert decoded() == []
+
+
+def test_where_nothing_can_be_kept_all_is_decoded_each_time(pictures, tmp_path, decoded, caplog):
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        source(pictures, cache_dir=tmp_path / "file" / "below")
+        assert len(decoded()) == 12
+    assert "all pictures are decoded again at the next start" in caplog.text
 
 
 def test_only_a_few_of_many_bad_pictures_are_named(pictures, caplog):

@@ -72,6 +72,16 @@ def test_a_founder_that_starts_again_in_a_newer_version_keeps_its_run(tmp_path):
             assert again.digest == began.digest and again.rank == 4, "the changed default is not what the founder said"
 
 
+def test_a_founder_that_now_finds_out_what_its_run_left_open_keeps_that_run(tmp_path):
+    """Since 0.1.1 the founder reads from the model's scheduler what is predicted."""
+    keep(tmp_path, began := RunConfig(seed=7))
+    found = RunConfig(seed=7, prediction_type="epsilon", rescale_betas_zero_snr=False)
+    assert found.digest != began.digest
+    for said in ({"seed": 7}, {"seed": 7, "prediction_type": "auto", "rescale_betas_zero_snr": None}):
+        assert as_it_began(tmp_path, said, found).digest == began.digest
+    assert as_it_began(tmp_path, {"seed": 7, "prediction_type": "epsilon"}, found).digest == found.digest
+
+
 def test_a_founder_that_says_otherwise_founds_another_run(tmp_path):
     said = {"method": "lora", "rank": 8}
     run = RunConfig(**said)

@@ -164,7 +164,7 @@ def test_where_nothing_was_founded_a_peer_says_how(open_host):
     refusal("has no run yet", "--datasetserver", open_host.url, "--found", "--run_id", "0123456789abcdef", code=ExitCode.NETWORK)
     refusal("needs a base model", "--datasetserver", open_host.url, "--found")
     error = refusal(
-        "does not take this run", "--datasetserver", open_host.url, "--found", "--model", open_host.model, "--run_name", "x" * 2048
+        "does not take this run", "--datasetserver", open_host.url, "--found", "--model", open_host.model, "--model_config", "x" * 2048
     )
     assert "Shorten" in error.fix
 

@@ -46,14 +46,8 @@ def everything(model):
     return {f"{part}.{name}": tensor.clone() for part, module in model.parts.items() for name, tensor in module.state_dict().items()}
 
 
-def unread(model, key):
-    """SDXL reads its first text encoder below the last layer."""
-    return (
-        "text_encoder_2" in model.parts
-        and "unet" in model.parts
-        and key.startswith("text_encoder.")
-        and (".layers.1." in key or "final" in key)
-    )
+def unread(model):
+    return {id(parameter) for module in model.unread() for parameter in module.parameters()}
 
 
 def test_every_method_of_the_room_is_tried():
@@ -80,8 +74,8 @@ def test_what_a_method_trains_has_gradients_and_all_else_stays(base, name):
     losses(model).mean().backward()
     optimizer = torch.optim.SGD(params.values(), lr=0.1)
     assert all(p.dtype == torch.float32 and p.requires_grad for p in params.values())
-    read = {key: p for key, p in params.items() if not unread(model, key)}
-    assert all(p.grad is not None for p in read.values())
+    read = {key: p for key, p in params.items() if id(p) not in unread(model)}
+    assert {key for key, p in params.items() if p.grad is not None} == read.keys()
     # B is 0 at the start, so A's gradient is too: that it is there is asserted above.
     assert all(p.grad.abs().sum() > 0 for key, p in read.items() if "lora_A" not in key)
     trained = {key for part, module in model.parts.items() for key, p in module.named_parameters(part) if p.data_ptr() in own}
@@ -93,6 +87,14 @@ def test_what_a_method_trains_has_gradients_and_all_else_stays(base, name):
         key for part, module in model.parts.items() for key, p in module.named_parameters(part) if key not in trained and p.requires_grad
     ]
     assert untrained == []
+
+
+def test_the_layers_that_clip_skip_leaves_out_have_no_gradient(tiny_family):
+    model, _, params = attached(run_of("full with text encoder", tiny_family("sd"), clip_skip=1))
+    losses(model).mean().backward()
+    without = {key for key, p in params.items() if p.grad is None}
+    assert without == {key for key, p in params.items() if id(p) in unread(model)} and all(".layers.1." in key for key in without)
+    assert without
 
 
 def test_the_loss_at_fixed_noise_falls_by_what_the_optimizer_does(base, name):

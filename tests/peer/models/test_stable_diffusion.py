@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers import DDPMScheduler, StableDiffusionPipeline
@@ -52,6 +54,7 @@ def test_text_states_match_the_pipelines_own(tiny_model):
 
 def test_captions_that_repeat_are_encoded_once_and_few_are_kept(tiny_model, monkeypatch):
     monkeypatch.setattr(encoding, "_TEXT_CACHE_BYTES", 2 * 77 * 16 * 4)
+    monkeypatch.setattr(encoding, "_LEAST_CAPTIONS", 1)
     model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     full.build(RunConfig()).attach(model)
     asked, encode_text = [], model.encode_text
@@ -60,6 +63,20 @@ def test_captions_that_repeat_are_encoded_once_and_few_are_kept(tiny_model, monk
     for captions in (("a", "b"), ("a", "c"), ("c", "a", "c"), ("b", "a")):
         assert encoder(batch(captions), torch.Generator()).text["states"].shape == (len(captions), 77, 16)
     assert asked == [["a"], ["b"], ["c"], ["b"]]  # one by one: the others of a batch would change the last bits
+
+
+def test_the_captions_of_a_small_dataset_are_kept_however_long_what_t5_says_of_them():
+    asked, mib = [], 1 << 18
+
+    def encode_text(captions):
+        asked.extend(captions)
+        return {"states": torch.zeros(len(captions), 2 * mib)}  # a quarter of FLUX's 8 MiB: 32 would fill the 64 MiB
+
+    encoder = Encoder(SimpleNamespace(encode_text=encode_text, encode_pixels=lambda pixels: torch.zeros(len(pixels), 2, 1, 1)))
+    captions = [str(number) for number in range(64)]
+    for caption in [*captions, *captions, "another", "0"]:
+        encoder(batch([caption]), torch.Generator())
+    assert asked == [*captions, "another", "0"]
 
 
 def test_text_that_is_trained_is_encoded_every_time_and_has_a_gradient(tiny_model):

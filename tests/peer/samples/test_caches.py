@@ -6,16 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from blake3 import blake3
 
 import peer.samples.decoding
 from peer.contracts import Sample
 from peer.samples.caches import TensorCache, content_seed, latents_name, open_caches
 from peer.samples.decoding import Decoder
 from peer.samples.pictures import Frame
+from swarm.digest import digest_json
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.peer.samples.test_buckets import mixed_pictures  # noqa: F401
-from tests.peer.samples.test_decoding import png, ramp
+from tests.peer.samples.test_decoding import png, ramp, turned
 from tests.peer.test_alone import RUN, flat, start  # noqa: F401
 
 NAME = "ab" * 32
@@ -105,6 +107,18 @@ def test_a_name_says_all_that_a_pictures_latents_depend_on():
     assert len(names) == 8 and latents_name(image, frame) == latents_name(image, dataclasses.replace(frame))
     centered = dataclasses.replace(frame, center_crop=True)
     assert latents_name(image, centered) == latents_name(image, dataclasses.replace(centered, seed="2"))
+
+
+def test_the_latents_of_a_picture_that_is_not_turned_are_found_under_the_name_they_always_had():
+    """Those of one that EXIF turns were made of it as it lay, and are not taken for it."""
+    image, frame = png(ramp(20, 16)), Frame(16, 16)
+
+    def before(image):
+        return digest_json([blake3(image).hexdigest(), 16, 16, "center", False, "lanczos"])
+
+    assert latents_name(image, frame) == before(image) and latents_name(b"broken", frame) == before(b"broken")
+    assert latents_name(turned(ramp(20, 16), 1), frame) == before(turned(ramp(20, 16), 1))
+    assert latents_name(turned(ramp(20, 16), 6), frame) != before(turned(ramp(20, 16), 6))
 
 
 def test_with_a_cache_a_random_crop_is_the_pictures_own_in_every_epoch(kept):

@@ -1,18 +1,21 @@
 """Prior preservation: what is drawn, what accompanies which picture, and what it weighs."""
 
 import dataclasses
+import errno
 
 import numpy as np
 import pytest
 import torch
+from diffusers import DDIMScheduler
 from PIL import Image
 
 from peer.config import PeerConfig
 from peer.contracts import Sample
 from peer.machine.device import Rank, RankGroup, choose_precision
+from peer.samples import class_pictures
 from peer.samples.class_pictures import ClassPictures, draw_class_pictures, pictures_in
 from peer.samples.decoding import Decoder
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests.peer.samples.test_decoding import png, ramp
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
@@ -29,13 +32,13 @@ def dogs(tmp_path):
 
 
 def companions(folder, count=3):
-    return ClassPictures(folder, "a dog", count=count, weight=0.5, seed=7)
+    return ClassPictures(folder, "a dog", count=count, seed=7)
 
 
 def decoded(prior, keys, workers=0):
-    decoder = Decoder(RunConfig(resolution=16, ucg=1.0), workers, prior=prior)
+    decoder = Decoder(RunConfig(resolution=16, ucg=1.0), workers, class_weight=0.5)
     samples = [Sample(key, png(ramp(16, 16)), "sks") for key in keys]
-    result = decoder.finish(samples, decoder.start(samples))
+    result = decoder.finish(samples, decoder.start(samples, beside=prior.beside(samples)))
     decoder.close()
     return result
 
@@ -96,11 +99,11 @@ def test_a_run_with_a_class_counts_its_own_pictures_only_and_resumes_to_the_bit(
     assert torch.equal(flat(second.trainer.params), flat(whole.trainer.params))
 
 
-def draw(trainer, folder, count, batch=2):
+def draw(trainer, folder, count, batch=2, stopping=lambda: False):
     group = RankGroup(Rank(), CPU)
     precision = choose_precision("no", CPU, 0)
     sizes = {"count": count, "batch": batch, "side": 16, "denoising_steps": 2, "seed": 7}
-    draw_class_pictures(trainer.model, folder, "a dog", precision=precision, group=group, **sizes)
+    draw_class_pictures(trainer.model, folder, "a dog", precision=precision, group=group, stopping=stopping, **sizes)
     return {path.name: np.asarray(Image.open(path)).astype(int) for path in pictures_in(folder)}
 
 
@@ -115,6 +118,39 @@ def test_missing_pictures_are_drawn_each_from_a_seed_of_its_own(start, tmp_path)
     (tmp_path / "class" / "class-00001.png").unlink()
     again = draw(trainer, tmp_path / "class", 3)
     assert again.keys() == drawn.keys() and all(abs(again[name] - drawn[name]).max() <= 1 for name in drawn)
+
+
+def test_the_class_is_read_as_captions_are_in_training(start, tmp_path):  # noqa: F811
+    plain = draw(start().trainer, tmp_path / "plain", 1)
+    reading = start("reading", run=dataclasses.replace(RUN, max_token_chunks=2)).trainer
+    pipeline, told = reading.model.pipeline, reading.model.prompt_arguments(["a dog"])
+    drawn = draw(reading, tmp_path / "reading", 1)["class-00000.png"]
+    assert not np.array_equal(drawn, plain["class-00000.png"])
+    pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
+    reading.model.parts["unet"].eval()
+    generator = torch.Generator().manual_seed(7 * 1_000_003)
+    with torch.no_grad():
+        expected = pipeline(**told, num_inference_steps=2, height=16, width=16, generator=[generator]).images[0]
+    assert abs(drawn - np.asarray(expected).astype(int)).max() <= 1
+
+
+def test_who_asks_to_stop_while_the_class_is_drawn_does_not_wait_for_all_of_it(start, tmp_path, caplog):  # noqa: F811
+    trainer, asked = start().trainer, iter([False, True])
+    with caplog.at_level("INFO"), pytest.raises(SystemExit) as ended:
+        draw(trainer, tmp_path / "class", 5, stopping=lambda: next(asked))
+    assert ended.value.code == ExitCode.OK and "the next start draws the rest" in caplog.text
+    assert [path.name for path in pictures_in(tmp_path / "class")] == ["class-00000.png", "class-00001.png"]
+    assert len(draw(trainer, tmp_path / "class", 5)) == 5
+
+
+def test_a_picture_of_the_class_that_cannot_be_written_is_one_line(start, tmp_path, monkeypatch):  # noqa: F811
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(class_pictures, "replace", full)
+    with pytest.raises(UserError, match=r"class-00000.png cannot be written: No space left on device\. Choose another --class_data_dir") as caught:
+        draw(start().trainer, tmp_path / "class", 1)
+    assert caught.value.code == ExitCode.DISK
 
 
 def test_pictures_that_are_there_are_counted_whatever_their_names(start, dogs, tmp_path):  # noqa: F811

@@ -5,16 +5,25 @@ import pytest
 import torch
 from PIL import Image
 
+from datasetserver.pictures import normalise
 from peer.contracts import Sample
+from peer.samples.buckets import Buckets
 from peer.samples.decoding import Decoder, to_pixels
-from peer.samples.pictures import BadPicture, Frame, decode, size_of
+from peer.samples.pictures import BadPicture, Frame, decode, orientation_of, size_of
 from swarm.run_config import RunConfig
 
 
-def png(picture: Image.Image, kind="PNG") -> bytes:
+def png(picture: Image.Image, kind="PNG", **options) -> bytes:
     file = io.BytesIO()
-    picture.save(file, kind)
+    picture.save(file, kind, **options)
     return file.getvalue()
+
+
+def turned(picture, orientation, kind="PNG", **options):
+    """The file of a picture that EXIF says is to be turned."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return png(picture, kind, exif=exif, **options)
 
 
 def ramp(width, height):
@@ -49,6 +58,36 @@ def test_half_of_the_pictures_are_mirrored():
     decoder = Decoder(run(random_flip=True))
     pixels = decoder.finish(batch, decoder.start(batch)).pixels.pixels
     assert 150 < int((pixels[:, 0, 0, 0] > pixels[:, 0, 0, 15]).sum()) < 250
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_is_trained_on_as_people_and_the_host_see_it(orientation, kind):
+    data = turned(ramp(40, 16), orientation, kind, lossless=True)
+    upright = Image.open(io.BytesIO(normalise(data).data))
+    framed = decode(data, Frame(*upright.size))
+    assert np.array_equal(framed.pixels, np.asarray(upright)) and size_of(data) == upright.size
+    assert framed.geometry == (*upright.size[::-1], 0, 0, *upright.size[::-1]) and orientation_of(data) == orientation
+    assert Buckets([(8, 16), (12, 12), (16, 8)]).nearest(data) == (2 if orientation < 5 else 0)
+
+
+def test_exif_behind_a_pngs_pixels_is_seen_and_damaged_exif_turns_nothing():
+    data = turned(ramp(40, 16), 6)
+    start = data.index(b"eXIf") - 4
+    chunk = data[start : start + 12 + int.from_bytes(data[start : start + 4], "big")]
+    behind = data.replace(chunk, b"").replace(b"\0\0\0\0IEND", chunk + b"\0\0\0\0IEND")
+    assert orientation_of(behind) == 6 and size_of(behind) == (16, 40) and decode(behind, Frame(16, 40)).geometry[:2] == (40, 16)
+    for exif in (b"Exif\0\0nonsense", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0"):
+        damaged = png(ramp(40, 16), "JPEG", exif=exif)
+        assert orientation_of(damaged) == 1 and decode(damaged, Frame(40, 16)).geometry[:2] == (16, 40)
+
+
+def test_a_large_jpeg_on_its_side_is_read_no_smaller_than_its_frame():
+    """Read at a half it would be 200 pixels wide, and the stripes, each of two pixels, grey."""
+    stripes = np.zeros((400, 800, 3), np.uint8)
+    stripes[np.arange(400) % 4 < 2] = 255
+    pixels = decode(turned(Image.fromarray(stripes), 6, "JPEG", quality=95), Frame(400, 200)).pixels
+    assert pixels.shape == (200, 400, 3) and pixels.astype(float).std() > 100
 
 
 def test_a_picture_is_cropped_to_a_frame_that_is_no_square():

@@ -16,7 +16,8 @@ from peer.sync.engine.codec import Wire
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import State, next_state
 from peer.sync.engine.trainer.local_work import REBASED_ANCESTORS
-from peer.sync.engine.trainer.trainer import Offer, Progress
+from peer.sync.engine.trainer.messages import Done, Extended, Failed, Final, Freeze, Message, News, Nothing, Progress, Rebase, Train
+from peer.sync.engine.trainer.trainer import Contribution
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.parameters import Parameters
 from swarm.records import PeerRecord
@@ -62,13 +63,34 @@ class Peer:
             node=node,
             store=self.store,
             rounds_path=self.folder / "rounds.jsonl",
-            trainer=self,
+            line=self,
             **{"clock": nodes.clock, "wall": nodes.wall, "rng": nodes.rng, **options},
         )
         self.generator = torch.Generator().manual_seed(int(digest_seed(node.peer_id)))
         self.tasks: list[asyncio.Task] = []
 
     # what the replica says
+    def send(self, message: Message):
+        match message:
+            case Freeze():
+                self.freeze()
+            case Train():
+                self.may_train = True
+            case Rebase():
+                self.rebase(self.replica.state.value)
+            case Final():
+                self.settlements.append(message.settlement)
+            case News(text):
+                self.texts.append(text)
+            case Extended(extension):
+                self.extensions.append(extension)
+            case Done():
+                self.finished, self.rate = True, 0
+            case Failed():
+                self.failures.append(message.error)
+            case _:
+                raise AssertionError(message)
+
     def freeze(self):
         if self.frozen is None and self.open:
             self.number += 1
@@ -78,19 +100,16 @@ class Peer:
             self.open, self.may_train = 0, False
             self.offer()
         elif self.frozen is None:
-            self.replica.nothing_to_freeze()
+            self.replica.trainer.hear(Nothing())
         else:  # it does not know: tell it once more, as the product does
             self.offer()
 
     def offer(self):
         number, samples, encoded = self.frozen
-        self.replica.offered(Offer(Member(self.id, number, samples), encoded, self.at))
+        self.replica.trainer.offered(Contribution(Member(self.id, number, samples), encoded, self.at))
 
-    def train(self):
-        self.may_train = True
-
-    def landed(self, state):
-        """What LocalWork.land does, as far as the books go."""
+    def rebase(self, state):
+        """What LocalWork.rebase does, as far as the books go."""
         self.lands.append(state)
         own = state.header.included.get(self.id, 0)
         for number in [number for number in self.counted if number > own]:  # in a state that lost
@@ -105,28 +124,13 @@ class Peer:
         if self.frozen is not None:
             self.offer()
 
-    def settled(self, settlements):
-        self.settlements += settlements
-
-    def news(self, text):
-        self.texts.append(text)
-
-    def extended(self, extension):
-        self.extensions.append(extension)
-
-    def done(self):
-        self.finished, self.rate = True, 0
-
-    def failed(self, error):
-        self.failures.append(error)
-
     # what a trainer does
     async def work(self):
         while True:
             if self.at and (self.frozen is None or self.may_train) and self.waiting < 2 * self.run.target_batch_size:
                 self.open += self.rate
                 self.trained += self.rate
-            self.replica.progressed(Progress(self.waiting, 10.0 * self.rate, 0.1), self.at)
+            self.replica.trainer.hear(Progress(self.waiting, 10.0 * self.rate, 0.1, stands_on=self.at))
             await asyncio.sleep(0.1)
 
     @property
@@ -135,7 +139,7 @@ class Peer:
 
     @property
     def head(self) -> State:
-        return self.replica.state
+        return self.replica.state.value
 
     async def start(self, nodes):
         await self.replica.start()

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 
 from peer.contracts import Member
 from peer.sync.engine.net.streams import Streams
@@ -24,6 +25,8 @@ from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode
 from swarm.tasks import end_tasks
 
+ANYTHING = TypeAdapter(dict)
+"""For `Channel.receive`: a message as it travels."""
 WAIT_SECONDS = 100.0
 """Far above what anything takes on a busy machine; only a failure waits for so long."""
 

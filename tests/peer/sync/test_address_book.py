@@ -45,7 +45,7 @@ def test_a_few_of_the_lost_are_dialled_a_minute_however_many_records_named_addre
     clock = [0.0]
     node = Node()
     friends = {f"QmFriend{number}" for number in range(32)}
-    nothing = [None] * 4
+    nothing = [None] * 2
     presence = Presence(None, node, Neighbours(), *nothing, lambda: clock[0], friends)
     presence.book.see(map(record, sorted(friends)), ())
 

@@ -12,7 +12,9 @@ from peer.export import find
 from peer.results.fetching import fetch_state
 from peer.sync.engine import assistant
 from peer.sync.engine.assistant import Archive, _choices, assist, newest_state
+from peer.sync.engine.cell import Phase
 from peer.sync.engine.net import neighbours
+from peer.sync.engine.net.messages import BadMessage
 from peer.sync.engine.round.groups import rank
 from peer.sync.engine.state import next_state
 from peer.sync.engine.transfer.disk import StateStore, read_state
@@ -42,7 +44,7 @@ class Helper:
         self.task = asyncio.create_task(
             assist(
                 run=RUN, node=node, folder=self.folder, stop=self.stop, settled=self.settlements.extend, states_limit=limit,
-                clock=nodes.clock, wall=nodes.wall,
+                wall=nodes.wall, rng=nodes.rng,
             )
         )  # fmt: skip
         nodes.ends_with_the_test(self.task)
@@ -215,10 +217,10 @@ def test_helpers_without_anybody_who_trains_make_no_round(virtual, caplog, by_th
         helpers = [await Peer(nodes, await nodes.node(), RUN, rate=0, assists=True).start(nodes) for _ in range(2)]
         await until(lambda: all(peer.replica.neighbours.others() and peer.at for peer in helpers))
         called = sorted(helpers, key=lambda peer: rank(peer.head.digest, peer.id))[by_the_last].replica
-        called.next_round.call("who died a moment later", called.state.digest)
+        called.next_round.call("who died a moment later", called.state.value.digest)
         await until(lambda: "nobody who has samples came" in caplog.text)
         await until(
-            lambda: not any(peer.replica.next_round.is_called_here_or_ahead() or peer.replica._phase != "train" for peer in helpers)
+            lambda: not any(peer.replica.next_round.is_called_here_or_ahead() or peer.replica.phase.value is not Phase.TRAIN for peer in helpers)
         )
         assert not any(peer.rounds() for peer in helpers)
 
@@ -341,7 +343,7 @@ def test_garbage_for_a_kind_of_state_is_nobodys_word(virtual):
 @pytest.mark.parametrize("values", [None, {}, {"schema": 1, "sizes": [1, 1]}, {"schema": "x", "sizes": [0, 0]}, {"schema": "x", "sizes": [True, 5]},
                                     {"schema": "x", "sizes": [5]}, {"schema": "x", "sizes": 5}, {"schema": "x", "sizes": [1 << 41, 0]}])  # fmt: skip
 def test_what_is_no_kind_of_state_is_refused(values, tmp_path):
-    with pytest.raises(ValueError, match="no kind of state"):
+    with pytest.raises(BadMessage):
         Kind.from_json(values)
     path = tmp_path / "kind.json"
     path.write_text(json.dumps(values))

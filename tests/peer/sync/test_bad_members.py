@@ -15,9 +15,9 @@ from swarm.digest import digest_json
 from swarm.records import PeerRecord
 from swarm.tasks import end_tasks
 from tests.peer.sync.replicas import Liar, check_invariants, make_run, peers
-from tests.peer.sync.swarm_tools import until
+from tests.peer.sync.swarm_tools import ANYTHING, until
 
-CALL, JOIN, REDUCE = "distributed-diffusion.call.1", "distributed-diffusion.join.1", "distributed-diffusion.reduce.3"
+CALL, JOIN, REDUCE = "distributed-diffusion.call.2", "distributed-diffusion.join.2", "distributed-diffusion.reduce.3"
 ROUNDS = 20
 """More than a stranger is left out for after its first offence, fewer than after its second."""
 SECONDS = 400.0
@@ -52,7 +52,7 @@ class Stranger:
 
     async def come(self, channel):
         self.called += 1
-        await channel.receive(seconds=60)
+        await channel.receive(ANYTHING, seconds=60)
         ready = self.rng.choice([0.0, self.rng.uniform(0, 0.5)])
         answer = {"coming": True, "reason": "", "ready_seconds": ready, "busy": False, "behind": False}
         header = self.head.header
@@ -61,7 +61,7 @@ class Stranger:
     async def lead(self, channel):
         """It lives, and leads nobody."""
         self.led += 1
-        await channel.receive(seconds=60)
+        await channel.receive(ANYTHING, seconds=60)
         while True:
             await channel.send({"wait": True}, seconds=60)
             await asyncio.sleep(self.rng.uniform(0.5, 2.0))
@@ -82,7 +82,7 @@ class Stranger:
             await channel.send(ticket, seconds=60)
             answer = {"wait": True}
             while "wait" in answer:
-                answer, _ = await channel.receive(seconds=60)
+                answer, _ = await channel.receive(ANYTHING, seconds=60)
         if "members" in answer:
             self.groups += 1
             await self.spoil(answer | {"parent": ticket["parent"]})
@@ -106,7 +106,7 @@ class SendsNoNumbers(Stranger):
     async def spoil(self, group):
         async def send(channel):
             await channel.send({}, b"\xff\x7f" * 1000, seconds=60)  # float16 NaN
-            await channel.receive(max_payload=1 << 20, seconds=60)
+            await channel.receive(ANYTHING, max_payload=1 << 20, seconds=60)
 
         await self.dial(group, send)
 
@@ -115,14 +115,14 @@ class SendsTooLittle(Stranger):
     async def spoil(self, group):
         async def send(channel):
             await channel.send({}, self.rng.randbytes(2 * self.rng.randint(1, 999)), seconds=60)
-            await channel.receive(max_payload=1 << 20, seconds=60)
+            await channel.receive(ANYTHING, max_payload=1 << 20, seconds=60)
 
         await self.dial(group, send)
 
 
 class IsSilent(Stranger):
     async def spoil(self, group):
-        await self.dial(group, lambda channel: channel.receive(max_payload=1 << 20, seconds=60))
+        await self.dial(group, lambda channel: channel.receive(ANYTHING, max_payload=1 << 20, seconds=60))
 
 
 async def met(nodes, count=3):

@@ -13,7 +13,7 @@ from peer.sync.engine.transfer import download as download_module
 from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Download, Lied, ask_manifest
 from peer.sync.engine.transfer.pace import Slow
 from peer.sync.engine.transfer.takeover import Takeover, WholeState
-from tests.peer.sync.swarm_tools import Clock, held, state_of, until
+from tests.peer.sync.swarm_tools import ANYTHING, Clock, held, state_of, until
 
 SIZE = 5 * CHUNK_BYTES // 4 + 5  # five chunks and a short one
 
@@ -36,11 +36,11 @@ class Script:
 
     async def serve(self, channel):
         does, state = self.does, self.state
-        await channel.receive(seconds=60)
+        await channel.receive(ANYTHING, seconds=60)
         header = does.get("header", lambda header: header)(state.header.to_json())
         await channel.send({"header": header}, does.get("hashes", lambda data: data)(b"".join(state.chunk_hashes)), seconds=60)
         while len(self.asked) < does.get("after", 99):
-            request, _ = await channel.receive(seconds=30)
+            request, _ = await channel.receive(ANYTHING, seconds=30)
             if request.get("chunk") is None:
                 return
             self.asked.append(request["chunk"])
@@ -76,10 +76,10 @@ LIES = {
         {"chunk": lambda i, data: data[:-PIECE_BYTES] + data[: 2 * PIECE_BYTES] if len(data) > PIECE_BYTES else b""},
         "announced|instead|not in the state",
     ),
-    "more samples": ({"header": lambda h: {**h, "samples": 8}}, "no header"),
+    "more samples": ({"header": lambda h: {**h, "samples": 8}}, "header: "),
     "another run's name": ({"header": lambda h: {**h, "run": "x"}}, "another state"),
-    "no header": ({"header": lambda h: None}, "no header"),
-    "a header that is a list": ({"header": lambda h: [h]}, "no header"),
+    "no header": ({"header": lambda h: None}, "header: "),
+    "a header that is a list": ({"header": lambda h: [h]}, "header: "),
     "other hashes": ({"hashes": lambda data: bytes(len(data))}, "another state"),
     "too few hashes": ({"hashes": lambda data: data[:-32]}, "another state"),
     "a torn hash": ({"hashes": lambda data: data[:-1]}, "another state"),

@@ -256,6 +256,25 @@ def test_a_peer_that_was_away_for_nine_rounds_finds_back(view):
     assert view(states[12], ["ann", "bob"]).sees(record("ann", states[2], phase=JOINING), record("bob", states[12])).right() is None
 
 
+def test_an_ancestor_of_ours_is_never_right_however_old(view):
+    """A newcomer that took over round 27 met two that had come back at round 10, and went back to it."""
+    states = lineage(520, by=("ann", "bob", "cy"))
+    newcomer = view(states[519], ["ann", "bob", "cy"])
+    for old in (505, 100, 8):
+        assert newcomer.sees(record("ann", states[old]), record("bob", states[old]), record("cy", states[old])).right() is None, old
+    other = lineage(1, after=states[100], by=("ann",), change=7.0)[-1]
+    assert newcomer.sees(record("ann", other), record("bob", other)).right() == other.digest, "another branch may be"
+
+
+def test_what_one_that_moved_to_another_branch_knows_of_the_old_one_counts_no_more(view):
+    trunk = lineage(20, by=("ann", "bob", "cy"))
+    left, right = lineage(12, after=trunk[-1], change=3.0), lineage(12, after=trunk[-1], change=5.0)
+    mover = view(left[-1], ["ann", "bob"])
+    mover.heads.moved(right[-1], fetched=True)
+    assert mover.sees(record("ann", left[2]), record("bob", left[2])).right() == left[2].digest
+    assert mover.sees(record("ann", trunk[3]), record("bob", trunk[3])).right() is None
+
+
 def test_peers_that_come_back_together_do_not_hold_each_other_where_they_stood(view):
     *_, asleep, _, two = lineage(4, by=("ann", "bob", "cy"))
 

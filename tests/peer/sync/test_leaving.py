@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from peer.sync.engine.cell import Phase
 from peer.sync.engine.net import presence
 from swarm import dht
 from swarm.end import End, sign_extension
@@ -86,7 +87,7 @@ def test_a_run_that_is_extended_while_its_peers_see_to_those_behind_goes_on(virt
         told, untold = [await peer.start(nodes) for peer in pair]
         for peer in pair:
             peer.replica._needed_by_others = lambda lingered, peer=peer: peer.replica.end.total < 200
-        await until(lambda: all(peer.replica._phase == "done" for peer in pair))
+        await until(lambda: all(peer.replica.phase.value is Phase.DONE for peer in pair))
         told.replica.extend(sign_extension(key, run, 200))
         await until(lambda: all(peer.finished for peer in pair))
         assert told.head.digest == untold.head.digest and told.head.header.samples >= 200

@@ -10,7 +10,7 @@ from torch import nn
 from peer.contracts import Member
 from peer.sync.engine.codec import WIRES, Wire
 from peer.sync.engine.state import State, next_state
-from peer.sync.engine.trainer.local_work import OPEN, REBASED_ANCESTORS, Landing, LocalWork, NotFinite
+from peer.sync.engine.trainer.local_work import OPEN, REBASED_ANCESTORS, Anchor, LocalWork, NotFinite
 from peer.sync.engine.trainer.swarm_sync import _News
 from peer.sync.parameters import Parameters
 from tests.peer.sync.swarm_tools import state_of
@@ -18,8 +18,8 @@ from tests.peer.sync.swarm_tools import state_of
 SIZE, ME = 6, "me"
 
 
-def landing(state: State) -> Landing:
-    return Landing(state.digest, state.header, state.buffer)
+def anchor(state: State) -> Anchor:
+    return Anchor(state.digest, state.header, state.buffer)
 
 
 def child(state: State, change: float, *members: Member) -> State:
@@ -29,7 +29,7 @@ def child(state: State, change: float, *members: Member) -> State:
 def start(wire: str = "fp32") -> tuple[dict[str, nn.Parameter], State, LocalWork]:
     params = {"w": nn.Parameter(torch.arange(float(SIZE)))}
     state = state_of(params["w"].detach().clone())
-    return params, state, LocalWork(params, landing(state), Parameters(), Wire(wire, SIZE))
+    return params, state, LocalWork(params, anchor(state), Parameters(), Wire(wire, SIZE))
 
 
 def train(params, work, change: float, samples: int = 4) -> None:
@@ -43,7 +43,7 @@ def test_landing_on_a_state_that_includes_us_keeps_only_what_was_trained_since()
     work.freeze(1)
     train(params, work, 0.25)
     new = child(state, 10.0, Member(ME, 1, 4))
-    assert work.land(landing(new), 1) == [] and work.waiting_samples == 4
+    assert work.rebase(anchor(new), 1) == [] and work.waiting_samples == 4
     assert torch.equal(params["w"].data, torch.arange(float(SIZE)) + 10.25)
     assert settled(work, state) == [] and settled(work, new) == [1] and settled(work, new) == []
 
@@ -62,9 +62,9 @@ def test_a_settled_state_counts_for_those_who_stand_on_it_or_come_to_it_and_for_
         lost, won = (child(state, change, Member(ME, number, 4)) for change in (1.0, 2.0))
         if number == 1:
             won = child(state, 2.0)
-        work.land(landing(lost), number)
+        work.rebase(anchor(lost), number)
         assert settled(work, won) == [], "ours is in its sibling"
-        assert work.land(landing(won), 0 if number == 1 else 2) == ([1] if number == 1 else [])
+        assert work.rebase(anchor(won), 0 if number == 1 else 2) == ([1] if number == 1 else [])
         assert work.take_done() == ([] if number == 1 else [2])
         state = won
 
@@ -74,11 +74,11 @@ def test_landing_on_a_near_state_moves_params_and_keeps_the_contributions_bytes(
     train(params, work, 1.0)
     encoded = work.freeze(1).encoded.bytes().clone()
     new = child(child(state, 10.0), 10.0)
-    assert work.land(landing(new), 0) == []
+    assert work.rebase(anchor(new), 0) == []
     assert torch.equal(params["w"].data, torch.arange(float(SIZE)) + 21)
     assert torch.equal(work.frozen.encoded.bytes(), encoded)
     final = child(new, 1.0, Member(ME, 1, 4))
-    work.land(landing(final), 1)
+    work.rebase(anchor(final), 1)
     assert torch.equal(params["w"].data, final.vectors(SIZE)[0])
 
 
@@ -91,12 +91,12 @@ def test_only_a_contribution_that_came_into_a_state_leaves_its_memory_to_the_nex
     second = work.freeze(2).encoded
     assert second is not first
     new = child(state, 1.0, Member(ME, 2, 4))
-    work.land(landing(new), 2)
+    work.rebase(anchor(new), 2)
     train(params, work, 2.0)
     third = work.freeze(3).encoded
     assert third is second and torch.equal(third.bytes().view(torch.float32), torch.full((SIZE,), 2.0))
     train(params, work, 1.0)
-    work.land(landing(child(new, 1.0)), 2)  # a round without us: the third is still on its way
+    work.rebase(anchor(child(new, 1.0)), 2)  # a round without us: the third is still on its way
     assert work.frozen.encoded is third and work._spare is None
 
 
@@ -108,7 +108,7 @@ def test_landing_far_away_drops_all_work():
     new = state
     for _ in range(REBASED_ANCESTORS + 1):
         new = child(new, 1.0)
-    assert work.land(landing(new), 0) == [1, OPEN] and work.waiting_samples == 0
+    assert work.rebase(anchor(new), 0) == [1, OPEN] and work.waiting_samples == 0
     assert torch.equal(params["w"].data, new.vectors(SIZE)[0])
 
 
@@ -116,9 +116,9 @@ def test_a_fork_that_lost_gives_its_contributions_back():
     params, state, work = start()
     train(params, work, 1.0)
     work.freeze(1)
-    work.land(landing(child(state, 1.0, Member(ME, 1, 4))), 1)
+    work.rebase(anchor(child(state, 1.0, Member(ME, 1, 4))), 1)
     winner = child(state, 2.0, Member("other", 1, 50))
-    assert work.land(landing(winner), 0) == [1] and settled(work, winner) == []
+    assert work.rebase(anchor(winner), 0) == [1] and settled(work, winner) == []
 
 
 def test_an_older_settled_state_does_not_settle_a_newer_contribution():
@@ -127,7 +127,7 @@ def test_an_older_settled_state_does_not_settle_a_newer_contribution():
         train(params, work, 1.0)
         work.freeze(number)
         state = child(state, 1.0, Member(ME, number, 4))
-        work.land(landing(state), number)
+        work.rebase(anchor(state), number)
     work.settle(state.header.parents[0], 1)
     assert work.take_done() == [1] and settled(work, state) == [2]
 
@@ -149,7 +149,7 @@ def test_what_fp16_lost_goes_into_the_next_contribution():
         train(params, work, 1e-3 + 1e-8)
         sent += Wire("fp16", SIZE).decode(work.freeze(number).encoded.bytes())
         state = child(state, 0.0, Member(ME, number, 4))
-        work.land(landing(state), number)
+        work.rebase(anchor(state), number)
         assert 0 < float((params["w"].data - state.vectors(SIZE)[0]).abs().max()) < 1e-6
     assert torch.allclose(sent + (params["w"].data - state.vectors(SIZE)[0]), torch.full((SIZE,), 5 * (1e-3 + 1e-8)), atol=2e-6)
 
@@ -195,8 +195,8 @@ class Bookkeeping(RuleBasedStateMachine):
         self.samples_of[self.number], self.open = self.open, 0
         self.open_work = torch.zeros(SIZE)
 
-    def land(self, state, own_number):
-        dropped = self.work.land(landing(state), own_number)
+    def rebase(self, state, own_number):
+        dropped = self.work.rebase(anchor(state), own_number)
         for number in dropped:
             self.back += self.open if number == OPEN else self.samples_of[number]
             if number == OPEN:
@@ -209,7 +209,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def land_included(self, change):
         number = self.work.frozen.number
         self.state = child(self.state, change, Member(ME, number, self.samples_of[number]))
-        assert self.land(self.state, number) == []
+        assert self.rebase(self.state, number) == []
         self.in_state[number] = self.state.header.round
         assert torch.allclose(self.params["w"].data, self.state.vectors(SIZE)[0] + self.open_work, atol=1e-4)
 
@@ -218,14 +218,14 @@ class Bookkeeping(RuleBasedStateMachine):
         before = self.params["w"].data - self.state.vectors(SIZE)[0]
         for _ in range(rounds):
             self.state = child(self.state, change)
-        assert self.land(self.state, self.state.header.included.get(ME, 0)) == []
+        assert self.rebase(self.state, self.state.header.included.get(ME, 0)) == []
         assert torch.allclose(self.params["w"].data, self.state.vectors(SIZE)[0] + before, atol=1e-4)
 
     @rule(rounds=st.integers(REBASED_ANCESTORS + 1, REBASED_ANCESTORS + 3))
     def land_far(self, rounds):
         for _ in range(rounds):
             self.state = child(self.state, 1.0)
-        self.land(self.state, self.state.header.included.get(ME, 0))
+        self.rebase(self.state, self.state.header.included.get(ME, 0))
         assert self.work.waiting_samples == 0 and torch.equal(self.params["w"].data, self.state.vectors(SIZE)[0])
 
     @rule()
@@ -234,7 +234,7 @@ class Bookkeeping(RuleBasedStateMachine):
         for number in range(1, REBASED_ANCESTORS + 2):  # longer than the memory of ancestors: the first state is none of them
             base = child(base, 3.0, Member("other", number, self.state.header.samples + 1 if number == 1 else 1))
         self.state = base
-        self.land(self.state, 0)
+        self.rebase(self.state, 0)
         assert not self.work.included and self.work.waiting_samples == 0
 
     @rule(behind=st.integers(0, 3))

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from peer.sync.engine import points
+from peer.sync.engine.net.messages import MAX_WAIT_SECONDS, Answer, BadMessage, Onward, read
 from peer.sync.engine.net.streams import Broken, Channel, PeerLost, Streams
 from peer.sync.engine.round import arrivals, matchmaking
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import MAX_WAIT_SECONDS, Standing, parse_answer, rank
+from peer.sync.engine.round.groups import Standing, rank
 from peer.sync.engine.round.matchmaking import CALL, JOIN, Matchmaker, NoGroup
 from peer.sync.engine.state import Head, better
-from tests.peer.sync.swarm_tools import ticket, until
+from tests.peer.sync.swarm_tools import ANYTHING, ticket, until
 
 
 class Peer:
@@ -185,8 +186,10 @@ REFUSED = {
     "another parent": ({"parent": "q"}, "averages onto q"),
     "no samples": ({"samples": 0}, "0 samples, 1 to 100 are allowed"),
     "too many samples": ({"samples": 101}, "101 samples"),
-    "samples that are no number": ({"samples": "many"}, "many samples"),
-    "a negative number": ({"number": -1}, "contribution number -1"),
+    "samples that are no number": ({"samples": "many"}, "samples: Input should be a valid integer"),
+    "a negative number": ({"number": -1}, "number: Input should be greater than or equal to 0"),
+    "number 0": ({"number": 0}, "contribution number 0"),
+    "no parent": ({"parent": None}, "parent: Input should be a valid string"),
     "a contribution that is in the state": ({"number": 3}, "is in the state already"),
 }
 
@@ -199,7 +202,7 @@ def test_a_ticket_out_of_bounds_is_refused_with_the_reason(virtual, caplog):
             channel = await joiner.streams.open(leader.id, JOIN)
             await channel.send({"parent": "p", "number": 4, "samples": 5, "reduces": True, **change}, seconds=60)
             with pytest.raises(PeerLost, match=reason):
-                await channel.receive(seconds=60)
+                await channel.receive(ANYTHING, seconds=60)
             channel.close()
             assert not leader.matchmaker._open, what
 
@@ -221,7 +224,7 @@ def test_a_peer_that_cannot_be_dialled_never_leads(virtual):
         channel = await server.streams.open(client.id, JOIN)  # the connection that the client opened serves both ways
         await channel.send({"parent": "p", "number": 1, "samples": 5, "reduces": True}, seconds=60)
         with pytest.raises(PeerLost, match="leads nobody"):
-            await channel.receive(seconds=60)
+            await channel.receive(ANYTHING, seconds=60)
         channel.close()
 
     virtual(scenario)
@@ -254,7 +257,7 @@ def test_a_forged_announcement_is_refused(virtual):
         victim.included = {"zz": 3}
 
         async def lie(channel):
-            await channel.receive(seconds=60)
+            await channel.receive(ANYTHING, seconds=60)
             await channel.send(forge(announcement(victim.id, leader.id), victim.id, leader.id), seconds=60)
             await channel.hung_up(60)
 
@@ -264,7 +267,7 @@ def test_a_forged_announcement_is_refused(virtual):
             with pytest.raises(NoGroup) as caught:
                 group = await victim.form([leader])
                 pytest.fail(f"{what}: {group}")
-            assert what == "on to nobody" or caught.value.culprits == {leader.id}, what
+            assert caught.value.culprits == {leader.id}, what
 
     virtual(scenario)
 
@@ -276,16 +279,16 @@ def test_who_was_sent_on_is_in_no_group_of_ours_although_it_has_not_heard_so_yet
         book = peer.matchmaker._book("p")
         peer.matchmaker._replace(book, "QmJoiner", (ticket("QmJoiner"), answer))
         peer.matchmaker._redirect("p", "QmLeader")
-        assert answer.result() == {"leader": "QmLeader"} and not book.waiting
+        assert answer.result() == Onward(leader="QmLeader") and not book.waiting
 
     virtual(scenario)
 
 
 @pytest.mark.parametrize("claim", [float("nan"), float("inf"), -1e300, 1e300, "soon", None])
 def test_no_claim_about_time_makes_a_leader_wait_long(claim):
-    answer = {"coming": True, "ready_seconds": claim, "head": Head("p", 0).to_json(), "busy": False, "behind": False, "reason": ""}
-    with contextlib.suppress(TypeError, ValueError):
-        assert 0 <= parse_answer(answer).ready_seconds <= MAX_WAIT_SECONDS
+    answer = {"coming": True, "ready_seconds": claim, "head": vars(Head("p", 0)), "busy": False, "behind": False, "reason": ""}
+    with contextlib.suppress(BadMessage):
+        assert 0 <= read(Answer, answer).ready_seconds <= MAX_WAIT_SECONDS
 
 
 def test_garbage_in_answer_to_a_call_is_no_answer(virtual):
@@ -294,9 +297,9 @@ def test_garbage_in_answer_to_a_call_is_no_answer(virtual):
         liar = Peer(await nodes.node())
 
         async def lie(channel: Channel) -> None:
-            await channel.receive(seconds=60)
+            await channel.receive(ANYTHING, seconds=60)
             await channel.send(
-                {"coming": True, "reason": "", "ready_seconds": float("nan"), "busy": False, "behind": False, "head": Head("p", 0).to_json()},
+                {"coming": True, "reason": "", "ready_seconds": float("nan"), "busy": False, "behind": False, "head": vars(Head("p", 0))},
                 seconds=60,
             )
 
@@ -364,7 +367,7 @@ def test_a_leader_that_is_stopped_costs_its_followers_a_few_beats(virtual, monke
         leader, follower = sorted([Peer(await nodes.node()), Peer(await nodes.node())], key=lambda peer: rank("p", peer.id))
 
         async def stopped(channel: Channel) -> None:
-            await channel.receive(seconds=60)
+            await channel.receive(ANYTHING, seconds=60)
             monkeypatch.setattr(matchmaking, "ANSWER_SECONDS", 1.0)  # from now on: an answer to the call may take its time
             for _ in range(3):
                 await channel.send({"wait": True}, seconds=60)
@@ -648,9 +651,9 @@ def test_a_group_that_is_there_waits_for_no_call(virtual, monkeypatch):
 
         monkeypatch.setattr(follower.matchmaker, "_ask", ends_slowly)
         led, theirs = await asyncio.wait_for(asyncio.gather(leader.form([follower]), follower.form([leader, other])), 60)
-        assert led.id == theirs.id and len(follower.matchmaker._calls) == 1
+        assert led.id == theirs.id and sum(not call.done() for call in follower.matchmaker._calls) == 1
         ended.set()
-        await until(lambda: not follower.matchmaker._calls)
+        await until(lambda: all(call.done() for call in follower.matchmaker._calls))
 
     virtual(scenario)
 
@@ -675,10 +678,10 @@ def test_a_group_takes_no_more_members_than_a_state_can_name(virtual, monkeypatc
         request = {"parent": "p", "number": 1, "samples": 8, "reduces": True}
         with contextlib.closing(await second.streams.open(best.id, JOIN)) as waiting:
             await waiting.send(request, seconds=60)
-            assert (await waiting.receive(seconds=60))[0] == {"wait": True}
+            assert (await waiting.receive(ANYTHING, seconds=60))[0] == {"wait": True}
             with contextlib.closing(await third.streams.open(best.id, JOIN)) as refused:
                 await refused.send(request, seconds=60)
                 with pytest.raises(PeerLost, match="the group is full"):
-                    await refused.receive(seconds=60)
+                    await refused.receive(ANYTHING, seconds=60)
 
     virtual(scenario)

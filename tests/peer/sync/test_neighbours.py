@@ -153,7 +153,7 @@ def test_junk_under_the_runs_key_keeps_a_peer_from_going_on_alone_for_ten_minute
 def test_a_newcomer_gives_way_to_its_double_and_who_was_there_first_is_told(known, caplog):
     neighbours, clock = known
     newcomer, first = (
-        Presence(RUN, neighbours._node, neighbours, record=None, run_record=None, rate=lambda: 0.0, wake=lambda: None, clock=clock)
+        Presence(RUN, neighbours._node, neighbours, status=None, bell=None, clock=clock)
         for _ in range(2)
     )
     with pytest.raises(UserError, match=r"has this one's identity \(us\)[^.]*\. Delete identity\.key in this --output_dir"):

@@ -7,7 +7,7 @@ import torch
 
 from peer.contracts import Member
 from peer.sync.engine.state import next_state
-from peer.sync.engine.trainer.trainer import Progress
+from peer.sync.engine.trainer.messages import Progress
 from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, make_run
 
 
@@ -71,7 +71,7 @@ def test_callers_count_until_they_are_taken_or_our_state_is_another(virtual):
         following = next_state(ours, [[torch.ones(SIZE)]], [Member(peer.id, 9, 4)])
         due.call("QmHere", ours.digest)
         due.call("QmSooner", following.digest)
-        due.follows(following)
+        peer.replica.state.set(following)
         assert due.is_called() and due.take_callers() == {"QmSooner"}
 
     virtual(scenario)

@@ -2,11 +2,14 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from peer.contracts import Member
+from peer.sync.engine.cell import Bell, Cell
+from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.met import Met
 from peer.sync.engine.round.plausible import Plausible
@@ -36,7 +39,8 @@ def made(*rounds: list[Member], after: State | None = None) -> State:
 def judge(tmp_path, ours: State, *, issued: int | None = None, clock: Clock | None = None) -> Plausible:
     clock = clock or Clock()
     heads = Heads(Met(tmp_path / "met.json", "run"), list, ours, clock=clock)
-    return Plausible(RunConfig(model="x", target_batch_size=TARGET), "ann", ours, heads, _NeverEnds, Discarded(tmp_path), issued, clock)
+    state, trainer = Cell(ours, Bell(), clock), SimpleNamespace(issued=issued)
+    return Plausible(RunConfig(model="x", target_batch_size=TARGET), "ann", state, trainer, heads, _NeverEnds, Discarded(tmp_path))
 
 
 def refusal(plausible: Plausible, header: Header) -> str:
@@ -61,7 +65,7 @@ def test_a_past_of_two_to_the_53_samples_is_refused(tmp_path):
     honest = made(*[[Member("bob", n + 1, 5)] for n in range(12)]).header
     more = 2**53 - 1 - honest.samples
     ancestors = tuple(dataclasses.replace(ancestor, samples=ancestor.samples + more) for ancestor in honest.ancestors)
-    forged = Header.from_json(dataclasses.replace(honest, samples=2**53 - 1, ancestors=ancestors).to_json())
+    forged = read_header(dataclasses.replace(honest, samples=2**53 - 1, ancestors=ancestors).to_json())
 
     assert "samples in 12 rounds" in refusal(judge(tmp_path, made()), forged)
 
@@ -80,7 +84,7 @@ def test_a_state_with_a_contribution_that_we_never_made_is_refused(tmp_path):
     ours = judge(tmp_path, made(), issued=5)
     assert "we have made 5" in refusal(ours, forged)
 
-    ours.offered(6)
+    ours._trainer.issued = 6
 
     assert refusal(ours, forged) == ""
 
@@ -91,8 +95,8 @@ def test_a_peer_that_lost_its_folder_takes_the_swarms_word_for_its_number(tmp_pa
 
 def test_samples_grow_no_faster_than_a_thousand_peers_train(tmp_path):
     ours, clock = made([Member("bob", 1, 5)]), Clock()
-    plausible = judge(tmp_path, ours, clock=clock)
-    plausible.moved(ours)
+    plausible = judge(tmp_path, made(), clock=clock)
+    plausible._state.set(ours)
     header = made(*[[Member(f"peer-{n:05}", 1, 2 * TARGET) for n in range(400)]] * 3).header
 
     assert "samples more than ours" in refusal(plausible, header)

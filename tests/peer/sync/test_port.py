@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 
+from peer.sync.engine.trainer.messages import Failed, News, Offer, Progress, Rebase
 from peer.sync.engine.trainer.port import Port, PortClosed
+from swarm.errors import ExitCode, UserError
 from tests.peer.sync.swarm_tools import open_descriptors, shared_copy
 
 
@@ -21,19 +23,20 @@ def ports():
 
 def test_messages_keep_their_borders_and_order(ports):
     ours, theirs = ports
-    ours.send("one", value=1)
-    ours.send("two", text="x" * 100_000)
-    assert theirs.receive(1) == ("one", {"value": 1}, [])
-    assert theirs.receive(1)[1]["text"] == "x" * 100_000
+    ours.send(Progress(3, loss=0.5))
+    ours.send(News("x" * 100_000))
+    assert theirs.receive(1) == Progress(3, loss=0.5)
+    assert theirs.receive(1) == News("x" * 100_000)
     assert theirs.receive(0) is None
 
 
 def test_memory_is_handed_over_not_copied(ports):
     ours, theirs = ports
     buffer = shared_copy(torch.arange(4.0))
-    ours.send("landed", buffer)
-    _, _, (received,) = theirs.receive(1)
-    received.floats()[0] = 5
+    ours.send(Offer(1, 8, "parent", buffer))
+    received = theirs.receive(1)
+    assert (received.number, received.samples, received.parent) == (1, 8, "parent")
+    received.encoded.floats()[0] = 5
     assert buffer.floats().tolist() == [5, 1, 2, 3]
 
 
@@ -41,27 +44,28 @@ def test_a_thousand_buffers_leave_no_descriptor_open(ports):
     ours, theirs = ports
     before = open_descriptors()
     for _ in range(1000):
-        ours.send("landed", shared_copy(torch.arange(4.0)))
+        ours.send(Rebase("digest", {}, shared_copy(torch.arange(4.0))))
         theirs.receive(1)
     assert open_descriptors() <= before + 1
 
 
 def test_the_end_of_the_other_process_is_noticed_after_its_last_word(ports):
     ours, theirs = ports
-    theirs.send("failed", message="disk")
+    theirs.send(Failed.of(UserError("The disk is full.", fix="Free some space.", code=ExitCode.DISK)))
     theirs.close()
-    assert ours.receive(1)[0] == "failed"
+    error = ours.receive(1).error
+    assert (error.message, error.fix, error.code) == ("The disk is full.", "Free some space.", ExitCode.DISK)
     with pytest.raises(PortClosed):
         ours.receive(1)
     with pytest.raises(PortClosed):
-        ours.send("progress")
+        ours.send(Progress())
 
 
 def test_a_process_that_takes_nothing_does_not_block_us_for_good(ports):
     ours, _ = ports
     with pytest.raises(PortClosed, match="has taken nothing"):
         for _ in range(1000):
-            ours.send("progress", seconds=0.05, text="x" * 10_000)
+            ours.send(News("x" * 10_000), seconds=0.05)
     assert not ours.has_room()
 
 
@@ -70,10 +74,11 @@ def test_descriptors_above_1023_work(tmp_path):
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+from peer.sync.engine.trainer.messages import Pulse
 from peer.sync.engine.trainer.port import Port
 ours, theirs = Port.pair()
-ours.send("hello")
-assert theirs.receive(1)[0] == "hello"
+ours.send(Pulse())
+assert theirs.receive(1) == Pulse()
 """
     root = os.path.abspath(os.path.join(__file__, "../../../.."))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, cwd=root, env={**os.environ, "PYTHONPATH": root})

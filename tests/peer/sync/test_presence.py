@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from peer.sync.engine.cell import Phase
 from peer.sync.engine.net.presence import Presence, read_seconds
 from peer.sync.engine.round.status import seen_as
 from swarm.records import PHASES
@@ -15,11 +16,11 @@ def test_few_are_looked_at_every_second_and_many_as_seldom_as_the_round_allows()
 
 
 def test_a_record_calls_every_phase_by_a_word_that_others_accept():
-    phases = ["join", "train", "fetch", "group", "average", "look", "done", "left"]
+    phases = list(Phase)
     said = [seen_as(phase, assists=False, paused=False) for phase in phases]
     assert said == ["joining", "train", "catching_up", "averaging", "averaging", "averaging", "done", "leaving"]
     assert {seen_as(phase, assists=True, paused=False) for phase in phases} == {"assist", "leaving"}
-    assert seen_as("train", assists=False, paused=True) == "paused" and seen_as("fetch", assists=False, paused=True) == "catching_up"
+    assert seen_as(Phase.TRAIN, assists=False, paused=True) == "paused" and seen_as(Phase.FETCH, assists=False, paused=True) == "catching_up"
     assert {seen_as(phase, assists=assists, paused=paused) for phase in phases for assists in (0, 1) for paused in (0, 1)} <= set(PHASES)
 
 
@@ -28,7 +29,7 @@ def test_why_nobody_sees_this_peer_is_in_the_log_once_and_again_after_some_minut
         async def maddrs(self):
             raise ConnectionError("p2pd does not answer")
 
-    presence = Presence(RunConfig(), Deaf(), None, lambda maddrs: None, lambda: None, lambda: 0.0, lambda: None)
+    presence = Presence(RunConfig(), Deaf(), None, None, None)
 
     async def publish(times):
         for _ in range(times):

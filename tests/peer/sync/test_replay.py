@@ -126,6 +126,7 @@ class Liar:
 
         async def lying(header, payload=b"", *, seconds):
             nonlocal means, sent
+            header = header if isinstance(header, dict) else header.wire()
             if "square_norm" in header:
                 means, header, payload = True, self.answer(header), self.proof(bytes(payload))
             elif means and "error" not in header:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,16 +11,18 @@ import torch
 from peer.contracts import Member
 from peer.figures.metrics import NAMES
 from peer.sync import diloco, gradients, parameters
+from peer.sync.engine.cell import Phase
 from peer.sync.engine.net.neighbours import PATIENT_ATTEMPTS
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.round import arrivals
 from peer.sync.engine.round.averaging import RoundFailed
 from peer.sync.engine.round.matchmaking import CALL, NoGroup
 from peer.sync.engine.state import Head, next_state
-from peer.sync.engine.trainer.trainer import Offer, Progress
+from peer.sync.engine.trainer.messages import Progress
+from peer.sync.engine.trainer.trainer import Contribution
 from swarm.records import RECORD_LIFE_SECONDS
 from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, check_invariants, make_run, peers, settled_samples
-from tests.peer.sync.swarm_tools import state_of, until
+from tests.peer.sync.swarm_tools import ANYTHING, state_of, until
 
 STRATEGIES = {module.__name__.split(".")[-1]: module.strategy for module in (parameters, diloco, gradients)}
 
@@ -62,13 +65,12 @@ def test_the_record_of_a_new_state_says_how_fast_its_trainer_is_not_that_it_wait
     async def scenario(nodes):
         one = Peer(nodes, await nodes.node(), make_run())
         await one.replica.start()
-        one.replica._set_phase("train")
+        one.replica.phase.set(Phase.TRAIN)
         states = [one.base]
         for paused, told in ((False, 20.0), (True, 0.0)):
-            one.replica.progressed(Progress(20, 20.0, 0.05), states[-1].digest)
-            one.replica.progressed(
-                Progress(20, 20.0, 0.05, waits=True, paused=paused), states[-1].digest
-            )  # its contribution is being averaged
+            one.replica.trainer.hear(Progress(20, 20.0, 0.05, stands_on=states[-1].digest))
+            # Its contribution is being averaged.
+            one.replica.trainer.hear(Progress(20, 20.0, 0.05, waits=True, paused=paused, stands_on=states[-1].digest))
             states.append(next_state(states[-1], [[torch.ones(SIZE)]], [Member(one.id, len(states), 20)]))
             one.replica._adopt(states[-1], "averaged")
             assert one.replica.record().samples_per_second == told
@@ -99,17 +101,17 @@ def test_who_has_moved_on_is_not_taken_for_absent(virtual):
         behind = Peer(nodes, await nodes.node(), make_run())
         await behind.replica.start()  # it is there, and does nothing
         (ahead,) = await peers(nodes, 1, behind.run)
-        replica, offer = behind.replica, Offer(Member(behind.id, 1, 4), None, behind.base.digest)
+        replica, offer = behind.replica, Contribution(Member(behind.id, 1, 4), None, behind.base.digest)
         while not any(record.round for record in replica.neighbours.others()):
             await replica.neighbours.read()
         for _ in range(PATIENT_ATTEMPTS):
-            await replica._after_failure(offer, NoGroup("nobody came", {ahead.id}))
+            await replica._look_and_back_off(offer, NoGroup("nobody came", {ahead.id}))
         assert [record.peer_id for record in replica.neighbours.counted_upon()] == [ahead.id]
         ahead.rate = 0
         await ahead.stop()
-        replica.state = ahead.head
+        replica.state.set(ahead.head)
         for _ in range(PATIENT_ATTEMPTS):
-            await replica._after_failure(offer, NoGroup("nobody came", {ahead.id}))
+            await replica._look_and_back_off(offer, NoGroup("nobody came", {ahead.id}))
         assert not replica.neighbours.counted_upon()
         await replica._takeover.close()
 
@@ -127,17 +129,17 @@ def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(
         promiser = Liar(await nodes.node(), run)
 
         async def promise(channel):
-            await channel.receive(seconds=60)
+            await channel.receive(ANYTHING, seconds=60)
             words = {"coming": True, "reason": "", "ready_seconds": 0.0, "busy": False, "behind": False}
-            await channel.send({**words, "head": Head.of(waiter.base).to_json()}, seconds=60)
+            await channel.send({**words, "head": vars(Head.of(waiter.base))}, seconds=60)
 
         await Streams(promiser.node).serve(CALL, promise)
         await promiser.keep_saying(nodes, lambda: {"digest": waiter.base.digest, "waiting_samples": 8, "round": 0, "client_mode": True})
-        await until(lambda: waiter.replica._phase == "group" and waiter.replica.rounds.matchmaker._open)
+        await until(lambda: waiter.replica.phase.value is Phase.GROUP and waiter.replica.rounds.matchmaker._open)
         await Peer(nodes, await nodes.node(), run, state=(later := branch(run, 51, 2.0)), rate=0).start(nodes)
         await until(lambda: waiter.at == later.digest)
         assert waiter.rounds()[0]["how"] == "fetched" and "round=1 not averaged: a better state has come" in caplog.text
-        await until(lambda: waiter.replica._phase in ("train", "group"))  # it may wait for the promiser once more before we look
+        await until(lambda: waiter.replica.phase.value in (Phase.TRAIN, Phase.GROUP))  # it may wait for the promiser once more before we look
 
     virtual(scenario)
 
@@ -247,10 +249,10 @@ def test_who_calls_onto_the_state_before_ours_makes_nobody_offer_what_it_has_jus
         run = make_run()
         peer = Peer(nodes, await nodes.node(), run, state=branch(run, 50, 1.0), rate=0)
         replica, peer.open = peer.replica, 4
-        replica._phase, replica.progress.waiting = "train", 4
+        replica.trainer.progress = Progress(4, stands_on=peer.head.digest)
         for onto, frozen in ((peer.head.header.parents[0], False), (peer.head.digest, True)):
             replica.next_round.call("QmCaller", onto)
-            await replica._tick()
+            replica._contribution()
             assert bool(peer.offers) is frozen
 
     virtual(scenario)
@@ -260,14 +262,16 @@ def test_a_peer_that_waits_for_a_better_state_or_leaves_says_that_it_does_not_co
     async def scenario(nodes):
         peer = Peer(nodes, await nodes.node(), make_run(), rate=0)
         replica = peer.replica
-        replica.offer, replica._phase = Offer(Member(peer.id, 1, 4), None, peer.base.digest), "train"
-        replica._knows = lambda caller: True
-        assert replica._standing("QmCaller").has_samples
-        replica._held_back = lambda: True
-        await replica._tick()
-        assert not replica._standing("QmCaller").has_samples
-        replica._phase, asked = "train", []
-        replica._saver.save = lambda state: asked.append(replica._standing("QmCaller").has_samples) or asyncio.sleep(0)
+        replica.trainer.offered(Contribution(Member(peer.id, 1, 4), None, peer.base.digest))
+        replica.phase.set(Phase.TRAIN)
+        standing = replica.reception.standing
+        assert standing(peer.id).has_samples and not standing("QmNobodyKnows").has_samples
+        replica._takeover._fetch = SimpleNamespace(holders={"QmAhead"})
+        assert replica._contribution() is False
+        assert not standing(peer.id).has_samples
+        replica._takeover._fetch, asked = None, []
+        assert replica._contribution() is False and standing(peer.id).has_samples
+        replica._saver.save = lambda state: asked.append(standing(peer.id).has_samples) or asyncio.sleep(0)
         await replica.leave()
         assert asked == [False]
 

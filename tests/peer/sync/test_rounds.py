@@ -32,12 +32,8 @@ class Swarm:
         for peer in waiting:
             self.company.answered(peer)
         node = SimpleNamespace(peer_id="us", client_mode=False)
-        standing = heard = entered = None
-        wire = SimpleNamespace(num_bytes=0)
-        self.rounds = Rounds(
-            RUN, None, node, None, self.neighbours, None, wire,
-            standing=standing, heard=heard, entered=entered, company=self.company, clock=clock,
-        )  # fmt: skip
+        outer, reception = SimpleNamespace(wire=SimpleNamespace(num_bytes=0)), SimpleNamespace(standing=None, heard=None)
+        self.rounds = Rounds(RUN, None, node, None, self.neighbours, self.company, None, outer, None, reception, clock=clock)
 
     async def read(self, run_id: str) -> dict[str, PeerRecord]:
         return self.records

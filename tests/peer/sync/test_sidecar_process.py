@@ -11,6 +11,7 @@ import pytest
 
 from peer.sync.engine.trainer import sidecar as sidecar_room
 from peer.sync.engine.trainer import sidecar_process
+from peer.sync.engine.trainer.messages import News, Pulse
 from peer.sync.engine.trainer.port import Port
 from peer.sync.engine.trainer.sidecar_process import SidecarProcess
 
@@ -18,17 +19,18 @@ ROOT = Path(__file__).resolve().parents[3]
 WRITES = """
 import sys, time
 from pathlib import Path
+from peer.sync.engine.trainer.messages import Close, News, Pulse
 from peer.sync.engine.trainer.port import inherited
 port, silent = inherited(int(sys.argv[1])), sys.argv[2] == "silent"
-port.send("pulse")
+port.send(Pulse())
 if sys.argv[2] == "dies":
-    port.send("news", text="its last words")
+    port.send(News("its last words"))
     sys.exit(1)
-assert port.receive(60)[0] == "close"
+assert isinstance(port.receive(60), Close)
 for _ in range(20):
     time.sleep(0.2)
     if not silent:
-        port.send("pulse")
+        port.send(Pulse())
 time.sleep(60 * silent)
 Path(sys.argv[3]).write_text("the last state")
 """
@@ -36,7 +38,7 @@ Path(sys.argv[3]).write_text("the last state")
 
 @pytest.fixture
 def sidecar(monkeypatch, tmp_path):
-    def start(how: str, handle=lambda *message: None) -> SidecarProcess:
+    def start(how: str, handle=lambda message: None) -> SidecarProcess:
         def begin(self) -> None:
             self._port, theirs = Port.pair()
             self._has_started = self._heard = False
@@ -49,7 +51,7 @@ def sidecar(monkeypatch, tmp_path):
 
         monkeypatch.setattr(SidecarProcess, "_start", begin)
         process = SidecarProcess(opening=lambda: None, handle=handle)
-        assert process._port.receive(60)[0] == "pulse"  # its modules are loaded
+        assert process._port.receive(60) == Pulse()  # its modules are loaded
         return process
 
     return start
@@ -73,10 +75,10 @@ def test_a_sidecar_that_shows_no_life_is_killed_and_that_is_said(sidecar, monkey
 
 def test_the_last_words_of_a_sidecar_that_had_died_before_it_was_closed_are_heard(sidecar):
     heard = []
-    process = sidecar("dies", lambda *message: heard.append(message[:2]))
+    process = sidecar("dies", heard.append)
     process._process.wait(60)
     process.close()
-    assert process.ended and heard == [("news", {"text": "its last words"})]
+    assert process.ended and heard == [News("its last words")]
 
 
 def test_an_error_of_our_own_that_nobody_waited_for_is_told_aloud_and_hiveminds_is_not(caplog):

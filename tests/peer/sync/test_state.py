@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.contracts import Member
+from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.round.settling import Settling
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State, better, next_state
 from peer.sync.engine.transfer.disk import StateStore
@@ -67,7 +68,7 @@ def test_any_field_of_the_header_changes_the_digest():
     state = lineage(2)[-1]
     changes = {
         "run": "x", "schema": "x", "round": 9, "samples": 9, "parents": ("x",), "included": {"a": 9}, "members": (), "ancestors": (),
-        "mean": "x",
+        "mean": "x", "elders": "e" * 12,
     }  # fmt: skip
     assert set(changes) == {field.name for field in dataclasses.fields(Header)}
     for name, value in changes.items():
@@ -76,8 +77,18 @@ def test_any_field_of_the_header_changes_the_digest():
 
 def test_a_header_comes_back_from_json_as_it_was():
     header = lineage(12)[-1].header
-    assert Header.from_json(json.loads(json.dumps(header.to_json()))) == header
+    assert read_header(json.loads(json.dumps(header.to_json()))) == header
     assert len(header.parents) == len(header.ancestors) == 8 and header.samples == 12 * 7 and header.included == {"a": 12, "b": 12}
+
+
+def test_a_header_names_its_last_512_ancestors_the_older_ones_shortly():
+    states = lineage(14, size=1)
+    header = states[-1].header
+    assert header.elders == "".join(state.digest[:12] for state in reversed(states[:6])) and header.parents[-1] == states[6].digest
+    assert "elders" not in states[8].header.to_json(), "a state from before there were elders keeps its digest"
+    for number in range(600):
+        header = header.child(f"{number:064x}", [Member("a", 100 + number, 1)])
+    assert len(header.elders) == 504 * 12 and read_header(header.to_json()) == header
 
 
 FORGERIES = {
@@ -89,6 +100,9 @@ FORGERIES = {
     "a member that is not included": {"included": {}},
     "a past that is missing": {"ancestors": []},
     "a past in round 0": {"round": 0},
+    "more elders than rounds": {"elders": "0" * 12},
+    "half an elder": {"round": 9, "elders": "0" * 6},
+    "elders that are no digests": {"elders": "elders"},
     "a very long text": {"run": "x" * 1000},
     "no mapping": {"included": []},
 }
@@ -97,7 +111,7 @@ FORGERIES = {
 @pytest.mark.parametrize("what", FORGERIES)
 def test_a_header_that_contradicts_itself_is_refused(what):
     with pytest.raises(BadState):
-        Header.from_json({**lineage(2)[-1].header.to_json(), **FORGERIES[what]})
+        read_header({**lineage(2)[-1].header.to_json(), **FORGERIES[what]})
 
 
 # ------------------------------------------------------------------------------------------------------------ on disk

@@ -16,7 +16,7 @@ from peer.rooms import load_part
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.outer import RoundInfo
 from peer.sync.engine.state import State, next_state
-from peer.sync.engine.trainer.local_work import Landing, LocalWork
+from peer.sync.engine.trainer.local_work import Anchor, LocalWork
 from peer.sync.gradients import Gradients, bias_correction, clip_coefficient
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import state_of
@@ -103,7 +103,7 @@ class Replica:
         self.size = sum(p.numel() for p in self.params.values())
         self.wire, self.strategy = Wire(wire, self.size), strategy
         start = state_of(self.position(), slots=strategy.slots)
-        self.work = LocalWork(self.params, Landing(start.digest, start.header, start.buffer), strategy, self.wire)
+        self.work = LocalWork(self.params, Anchor(start.digest, start.header, start.buffer), strategy, self.wire)
         self.state = start
 
     def position(self) -> torch.Tensor:
@@ -114,9 +114,9 @@ class Replica:
         self.work.accumulate()
         self.work.open_samples += len(data)
 
-    def land(self, state: State, number: int) -> list[int]:
+    def rebase(self, state: State, number: int) -> list[int]:
         self.state = state
-        return self.work.land(Landing(state.digest, state.header, state.buffer), number)
+        return self.work.rebase(Anchor(state.digest, state.header, state.buffer), number)
 
 
 def commit(replicas: list[Replica], number: int) -> State:
@@ -151,7 +151,7 @@ def test_gradients_of_several_peers_equal_adamw_on_one_machine_with_the_whole_ba
         reference.zero_grad()
         state = commit(replicas, number)
         for replica in replicas:
-            assert replica.land(state, number) == []
+            assert replica.rebase(state, number) == []
             assert torch.equal(replica.position(), state.vectors(replica.size)[0])
     assert min(norms) < 25.0 < max(norms)  # some rounds were clipped and some were not
     expected = dict(alone.named_parameters())
@@ -179,7 +179,7 @@ def test_what_a_round_of_gradients_lost_to_the_codec_is_in_the_next_contribution
         replica.work.accumulate()
         replica.work.open_samples += samples
         sent = sent + replica.wire.decode(replica.work.freeze(number).encoded.bytes()) * samples
-        assert replica.land(commit([replica], number), 1 << 20) == []
+        assert replica.rebase(commit([replica], number), 1 << 20) == []
     stays = torch.cat([replica.work._sums[name].flatten() for name in sorted(replica.params)])
     assert float(stays.abs().max()) > 0
     torch.testing.assert_close(sent + stays, truth, rtol=1e-6, atol=1e-5)
@@ -193,11 +193,11 @@ def test_gradients_from_another_anchor_are_dropped_with_their_samples():
         peer.backward(torch.randn(4, 6))
     other.work.freeze(1)
     state = commit([other], 1)
-    assert replica.land(state, 0) == [0] and replica.work.waiting_samples == 0
+    assert replica.rebase(state, 0) == [0] and replica.work.waiting_samples == 0
     assert torch.equal(replica.position(), state.vectors(replica.size)[0])
     data = torch.randn(2, 6)
     replica.backward(data)
-    other.land(state, 1)
+    other.rebase(state, 1)
     other.backward(data)
     assert torch.equal(replica.work.freeze(2).encoded.bytes(), other.work.freeze(2).encoded.bytes())
 

@@ -14,7 +14,7 @@ from peer.sync.engine.net import streams as streams_module
 from peer.sync.engine.net.streams import Channel, PeerLost, Refused, Streams
 from swarm import dht
 from swarm.pipe import Pipe
-from tests.peer.sync.swarm_tools import open_descriptors, until
+from tests.peer.sync.swarm_tools import ANYTHING, open_descriptors, until
 
 FRAME = struct.Struct("<II")
 CALLS = contextvars.ContextVar("calls", default=False)
@@ -35,7 +35,7 @@ def talk(swarm, sends, **limits):
         await server_streams.serve("test.1", answer)
         channel = await client.open(server.peer_id, "test.1")
         try:
-            outcome["message"] = await channel.receive(**{"seconds": 60, **limits})
+            outcome["message"] = await channel.receive(ANYTHING, **{"seconds": 60, **limits})
         except PeerLost as error:
             outcome["error"] = error
         channel.close()
@@ -72,10 +72,10 @@ def test_a_message_comes_into_the_room_made_for_it_and_may_be_shorter(swarm):
         with contextlib.closing(await client.open(server.peer_id, "test.1")) as channel:
             for size in (1_000_000, 999_999):
                 room = bytearray(1_000_000)
-                assert await channel.receive_into(memoryview(room), seconds=60) == ({"size": size}, size)
+                assert await channel.receive_into(ANYTHING, memoryview(room), seconds=60) == ({"size": size}, size)
                 assert room == b"x" * size + bytes(1_000_000 - size)
             with pytest.raises(PeerLost, match="1000001 bytes, at most 1000000"):
-                await channel.receive_into(memoryview(bytearray(1_000_000)), seconds=60)
+                await channel.receive_into(ANYTHING, memoryview(bytearray(1_000_000)), seconds=60)
 
     swarm(scenario)
 
@@ -92,9 +92,9 @@ def test_a_message_whose_sending_was_cancelled_is_not_torn(swarm):
         (server, server_streams), (_, client) = await nodes.streams(2)
         await server_streams.serve("test.1", sends)
         with contextlib.closing(await client.open(server.peer_id, "test.1")) as channel:
-            assert await channel.receive(max_payload=50_000_000, seconds=60) == ({"a": 1}, b"x" * 50_000_000)
+            assert await channel.receive(ANYTHING, max_payload=50_000_000, seconds=60) == ({"a": 1}, b"x" * 50_000_000)
             with pytest.raises(Refused, match="changed my mind"):
-                await channel.receive(seconds=60)
+                await channel.receive(ANYTHING, seconds=60)
 
     swarm(scenario)
 
@@ -104,7 +104,7 @@ def test_who_waits_for_a_message_hears_of_it_when_the_stream_is_closed_here(swar
         (server, server_streams), (_, client) = await nodes.streams(2)
         await server_streams.serve("test.1", lambda channel: asyncio.Event().wait())
         channel = await client.open(server.peer_id, "test.1")
-        waiting = asyncio.create_task(channel.receive(seconds=1000))
+        waiting = asyncio.create_task(channel.receive(ANYTHING, seconds=1000))
         await until(lambda: channel._pipe._waiting)
         channel.close()
         with pytest.raises(PeerLost, match="closed here"):
@@ -131,7 +131,7 @@ def test_a_bad_message_is_a_lost_peer_with_a_reason(swarm):
             await server_streams.serve(f"test.{index}", raw(data))
             channel = await client.open(server.peer_id, f"test.{index}")
             with pytest.raises(PeerLost) as caught:
-                await channel.receive(max_payload=10, seconds=60)
+                await channel.receive(ANYTHING, max_payload=10, seconds=60)
             channel.close()
             assert reason in str(caught.value), what
 
@@ -158,7 +158,7 @@ def test_a_reason_arrives_although_the_handler_left_messages_unread(swarm):
         (server, server_streams), (_, client) = await nodes.streams(2)
 
         async def answer(channel):
-            await channel.receive(max_payload=10_000, seconds=60)
+            await channel.receive(ANYTHING, max_payload=10_000, seconds=60)
             raise PeerLost("no room for you")
 
         await server_streams.serve("test.1", answer)
@@ -167,7 +167,7 @@ def test_a_reason_arrives_although_the_handler_left_messages_unread(swarm):
             for _ in range(30):
                 await channel.send({"chunk": 1}, bytes(10_000), seconds=60)
             with pytest.raises(Refused, match="no room for you"):
-                await channel.receive(seconds=60)
+                await channel.receive(ANYTHING, seconds=60)
             channel.close()
 
     swarm(scenario)
@@ -231,10 +231,10 @@ def test_a_process_that_may_open_no_more_files_loses_a_stream_and_nothing_else(s
         monkeypatch.setattr(dht, "Pipe", pipe)
         with pytest.raises(PeerLost, match="Too many open files" if where == "at the caller" else "says nothing"):
             channel = await client.open(server.peer_id, "test.1")
-            await channel.receive(seconds=60)
+            await channel.receive(ANYTHING, seconds=60)
         assert refused[0].is_closing()
         channel = await client.open(server.peer_id, "test.1")
-        assert await channel.receive(seconds=60) == ({"hello": 1}, b"")
+        assert await channel.receive(ANYTHING, seconds=60) == ({"hello": 1}, b"")
         channel.close()
 
     swarm(scenario)
@@ -249,7 +249,7 @@ def test_one_peer_cannot_hold_many_streams(swarm):
 
         await server_streams.serve("test.1", idle)
         channels = [await client.open(server.peer_id, "test.1") for _ in range(17)]
-        waits = [asyncio.create_task(channel.receive(seconds=100)) for channel in channels]
+        waits = [asyncio.create_task(channel.receive(ANYTHING, seconds=100)) for channel in channels]
         done, _ = await asyncio.wait(waits, timeout=90, return_when=asyncio.FIRST_COMPLETED)
         assert any(isinstance(task.exception(), Refused) for task in done)
         for task in waits:

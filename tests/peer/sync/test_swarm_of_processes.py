@@ -19,6 +19,7 @@ from peer import rooms
 from peer.contracts import Member, SyncReport
 from peer.sync.engine.state import first_state, next_state
 from peer.sync.engine.trainer import swarm_sync
+from peer.sync.engine.trainer.messages import Done, Freeze, Rebase
 from peer.sync.engine.vectors import flatten
 from tests.peer.sync.toy_peer import build
 
@@ -235,7 +236,7 @@ def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_w
         sync.leave(hurry=False)
         sync.seen = {"phase": "train"}
         until(lambda: not sync.leave(hurry=False).wait)
-        sync._on_done({}, [])
+        sync._hear(Done())
         assert not sync.leave(hurry=False).wait
     finally:
         sync.close()
@@ -247,7 +248,7 @@ def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp
     params, sync = build(tmp_path / "out", "parameters", [], {})
     base = flatten(params, torch.empty(10_007))
     sync.step(8)
-    sync._on_freeze({}, [])
+    sync._hear(Freeze())
     assert sync.step(8).frozen == 1
     books = sync.state_dict()
     sync.close()
@@ -260,7 +261,7 @@ def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp
         run = sync._context.run.digest
         start = first_state(run, sync._schema.digest, base, 0)
         state = next_state(start, [[base + 0.5]], [Member("QmOther", 1, 64)])
-        sync._on_landed({"digest": state.digest, "header": state.header.to_json()}, [state.buffer])
+        sync._hear(Rebase(state.digest, state.header.to_json(), state.buffer))
         assert torch.equal(flatten(params, torch.empty(10_007)), base + 0.5)
     finally:
         sync.close()

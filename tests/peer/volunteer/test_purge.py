@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from peer.contracts import SourceContext
+from peer.data import directory
 from peer.data.dataset_server import build, fetch_run
 from peer.data.unsaid import Unsaid
 from peer.results.output_folder import link_result
@@ -25,7 +27,7 @@ OURS = (
     f"earlier/{HEX[:16]}/checkpoint-000007/manifest.json", f"earlier/{HEX[:16]}/state/samples-0000000000000064-round-00000001-{HEX[:12]}.state", "metrics.jsonl", "peer_state", "rounds.jsonl", "run.json",
     f"state/samples-0000000000000064-round-00000001-{HEX[:12]}.state", f"state/means/{HEX[:32]}.mean",
     f"settled/round-00000001-samples-0000000064-{HEX[:12]}.state",
-    f"cache/shards/{HEX}.tar", f"cache/shards/{HEX}.tar.part", f"cache/latents/{HEX[:32]}/ab/{HEX}.safetensors", f"cache/unsaid-{HEX[:16]}-QmPeer.jsonl",
+    f"cache/shards/{HEX}.tar", f"cache/shards/{HEX}.tar.part", f"cache/latents/{HEX[:32]}/ab/{HEX}.safetensors", f"cache/unsaid-{HEX[:16]}-QmPeer.jsonl", f"cache/pictures-{HEX[:16]}.json",
     "checkpoint-000001/manifest.json", "checkpoint-000001/tensors.safetensors", "run.json.17-140.part", f"cache/latents/{HEX[:32]}/ab/{HEX}.safetensors.17.140.part", "logs/run/events.out.tfevents.123", "supervised/life", "supervised/lock",
 )  # fmt: skip
 RESULTS = (f"earlier/{HEX[:16]}/model/model_index.json", "model/model_index.json", "model-steps-5/unet/x.safetensors", "validation/1.png")
@@ -58,7 +60,7 @@ def test_what_the_peer_stored_goes_and_results_and_strangers_stay(output, capsys
     assert main(["--purge", "--output_dir", str(output), "--yes"]) == 0
     assert there(output) == {*RESULTS, *STRANGERS}
     text = capsys.readouterr().out
-    assert f"stays: earlier/{HEX[:16]}/model, model, model-steps-5, validation" in text and "25 bytes  " in text and "together" in text
+    assert f"stays: earlier/{HEX[:16]}/model, model, model-steps-5, validation" in text and "30 bytes  " in text and "together" in text
     assert not (output / "settled").exists() and not (output / "state" / "means").exists()
     assert all(str(output / name) in text for name in STRANGERS) and text.endswith("deleted, except what stays\n")
 
@@ -96,6 +98,9 @@ def test_nothing_stays_of_what_the_sources_and_caches_of_a_peer_wrote(serve, tmp
     Unsaid(cache / f"unsaid-{run.run_id}-QmPeer.jsonl").keep({"path": "/v1/rounds"})
     TensorCache(cache / "latents", HEX, 2**20).put(latents_name(b"a picture", Frame(8, 8)), {"latents": torch.zeros(2)})
     TensorCache(cache / "texts", HEX, 2**20)
+    (tmp_path / "mine").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "mine" / "1.png")
+    directory.list_pictures(tmp_path / "mine", directory.Rules(prompt=""), cache)
     identity.close()
     assert len(there(cache)) >= 3 and any(name.startswith("cache/shards/") for name in there(output))
     assert main(["--purge", "--output_dir", str(output), "--yes"]) == 0

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from peer.sync.engine.net.messages import LinkPiece, Nothing
 from peer.sync.engine.net.streams import Channel, PeerLost, Streams
 from swarm.quota import Quota
 
@@ -46,13 +47,12 @@ async def serve_link(streams: Streams, clock: Callable[[], float] = time.monoton
 
 async def _to_and_fro(channel: Channel) -> None:
     for _ in range(MOST_PIECES):
-        header, _ = await channel.receive(max_payload=PIECE_BYTES, seconds=_PIECE_SECONDS)
-        if not header.get("more"):
+        piece, _ = await channel.receive(LinkPiece, max_payload=PIECE_BYTES, seconds=_PIECE_SECONDS)
+        if not piece.more:
             break
-    await channel.send({}, seconds=_PIECE_SECONDS)
-    wanted = header.get("pieces")
-    for _ in range(min(wanted, MOST_PIECES) if isinstance(wanted, int) else 0):
-        await channel.send({}, bytes(PIECE_BYTES), seconds=_PIECE_SECONDS)
+    await channel.send(Nothing(), seconds=_PIECE_SECONDS)
+    for _ in range(min(piece.pieces, MOST_PIECES)):
+        await channel.send(Nothing(), bytes(PIECE_BYTES), seconds=_PIECE_SECONDS)
 
 
 async def measure_link(streams: Streams, peer: str, seconds: float = 5.0, clock: Callable[[], float] = time.monotonic) -> Speed:
@@ -60,12 +60,12 @@ async def measure_link(streams: Streams, peer: str, seconds: float = 5.0, clock:
     with contextlib.closing(await streams.open(peer, LINK)) as channel:
         began, pieces = clock(), 0
         while pieces < MOST_PIECES - 1 and clock() - began < seconds:
-            await channel.send({"more": True}, bytes(PIECE_BYTES), seconds=_PIECE_SECONDS)
+            await channel.send(LinkPiece(more=True), bytes(PIECE_BYTES), seconds=_PIECE_SECONDS)
             pieces += 1
-        await channel.send({"more": False, "pieces": pieces}, seconds=_PIECE_SECONDS)
-        await channel.receive(seconds=_PIECE_SECONDS * 2)
+        await channel.send(LinkPiece(pieces=pieces), seconds=_PIECE_SECONDS)
+        await channel.receive(Nothing, seconds=_PIECE_SECONDS * 2)
         up, began, came = 8 * pieces * PIECE_BYTES / max(clock() - began, 1e-6), clock(), 0
         while came < pieces and (not came or clock() - began < seconds):
-            await channel.receive(max_payload=PIECE_BYTES, seconds=_PIECE_SECONDS)
+            await channel.receive(Nothing, max_payload=PIECE_BYTES, seconds=_PIECE_SECONDS)
             came += 1
         return Speed(up, 8 * came * PIECE_BYTES / max(clock() - began, 1e-6))

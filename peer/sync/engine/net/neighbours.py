@@ -1,16 +1,15 @@
 """The live peers of the run, as their signed records describe them, and how far they can be counted upon."""
 
-import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from peer.sync.engine.round.company import Company
 from swarm.clock import SwarmClock
 from swarm.dht import SwarmNode
 from swarm.records import LEAVING, RECORD_LIFE_SECONDS, RENEW_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
+from swarm.tasks import within
 from swarm.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -48,8 +47,10 @@ class Neighbours:
         self._seen: dict[str, tuple[PeerRecord, float]] = {}
         self._live: list[PeerRecord] = []
         """Of `_seen`, those of this run."""
+        self._others: list[PeerRecord] = []
+        """Of `_live`, those with the same tensors."""
         self._own_read: float | None = None
-        self._said: deque[float] = deque(maxlen=_OWN_RECORDS)
+        self._said: dict[float, None] = {}
         self._not_ours: float | None = None
         self._unread_since: float | None = None
         self.doubled = False
@@ -61,7 +62,7 @@ class Neighbours:
     async def read(self) -> None:
         """Read the records. An answer that lacks somebody proves little: a record counts until its life after its last renewal is over."""
         try:
-            found = await asyncio.wait_for(self._node.records(self._run.run_id), RENEW_SECONDS)
+            found = await within(RENEW_SECONDS, self._node.records(self._run.run_id))
         except Exception as error:  # a node that answers nothing any more is the watchdog's matter
             log.debug("could not read the records: %r", error)
             return
@@ -75,6 +76,7 @@ class Neighbours:
             self._seen[peer] = (record, now)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
         self._live = self._of_this_run()
+        self._others = [record for record in self._live if record.schema == self._schema]
         self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGOTTEN_SECONDS}
         if own := found.get(self._node.peer_id):
             self._own_read = now
@@ -88,11 +90,13 @@ class Neighbours:
 
     def say(self, record: PeerRecord) -> None:
         """We publish this record of ourselves."""
-        self._said.append(record.time)
+        self._said[record.time] = None
+        if len(self._said) > _OWN_RECORDS:
+            del self._said[next(iter(self._said))]
 
-    def others(self) -> list[PeerRecord]:
+    def others(self) -> Sequence[PeerRecord]:
         """Live peers of this run other than us, with the same tensors, within what an honest peer does."""
-        return [record for record in self._live if record.schema == self._schema]
+        return self._others
 
     def of_other_tensors(self) -> bool:
         """Whether every other live peer trains other tensors than we: a version or method that differs here."""
@@ -132,8 +136,12 @@ class Neighbours:
     def counted_upon(self, callers: Collection[str] = (), *, left_out_too: bool = False) -> list[PeerRecord]:
         """The others without those who stay away all the time, are left out, or are one stranger too many: what these promise holds
         nobody up. callers: who just said that they are there."""
-        here = [record for record in self.others() if not self._stays_away(record.peer_id, record.peer_id in callers)]
-        return self._company.counted([record for record in here if left_out_too or not self._company.left_out(record.peer_id)])
+        here = self.others()
+        if self._absences:
+            here = [record for record in here if not self._stays_away(record.peer_id, record.peer_id in callers)]
+        if not left_out_too and (left_out := self._company.all_left_out()):
+            here = [record for record in here if record.peer_id not in left_out]
+        return self._company.counted(here)
 
     def untried(self) -> list[PeerRecord]:
         """Strangers that may be worth a call, and are not counted upon until they answer it."""

@@ -1,22 +1,24 @@
 """Being seen by the others and seeing them: our record and the run's are published, theirs are read, and those we lost are dialled."""
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Container, Coroutine
 from typing import Any
 
+from peer.sync.engine.cell import Bell
 from peer.sync.engine.net.address_book import AddressBook
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.net.streams import PeerLost
+from peer.sync.engine.round.status import Status
 from swarm.budget import Budget
 from swarm.dht import SwarmNode
 from swarm.dialling import grounds
 from swarm.errors import UserError
-from swarm.records import RENEW_SECONDS, PeerRecord, RunRecord
+from swarm.records import RENEW_SECONDS
 from swarm.run_config import RunConfig
+from swarm.tasks import set_within, within
 
 log = logging.getLogger(__name__)
 
@@ -35,25 +37,20 @@ def read_seconds(period: float, others: int) -> float:
 
 
 class Presence:
-    """record, run_record: what to publish now; rate: our samples per second; wake: called after each look at the others.
-
-    met: the peers that we have averaged with; of those that we lose they are dialled first.
-    """
+    """status: what to publish; bell: rung after each look at the others; met: the peers that we have averaged with, which are dialled
+    first of those that we lose."""
 
     def __init__(
         self,
         run: RunConfig,
         node: SwarmNode,
         neighbours: Neighbours,
-        record: Callable[[tuple[str, ...]], PeerRecord],
-        run_record: Callable[[], RunRecord],
-        rate: Callable[[], float],
-        wake: Callable[[], None],
+        status: Status,
+        bell: Bell,
         clock: Callable[[], float] = time.monotonic,
         met: Container[str] = (),
     ):
-        self._run, self._node, self._neighbours, self._record, self._run_record = run, node, neighbours, record, run_record
-        self._rate, self._wake, self._clock = rate, wake, clock
+        self._run, self._node, self._neighbours, self._status, self._bell, self._clock = run, node, neighbours, status, bell, clock
         self._now, self._told_run = asyncio.Event(), -math.inf
         self._began, self._warned, self._unsaid = clock(), False, 0
         self.book, self._grounds = AddressBook(met), frozenset()
@@ -81,7 +78,7 @@ class Presence:
     async def _unless_deaf(self, publishing: Coroutine[Any, Any, None]) -> None:
         """A node that answers nothing any more is the watchdog's matter, but who looks at the log shall find why nobody sees this peer."""
         try:
-            await asyncio.wait_for(publishing, RENEW_SECONDS)
+            await within(RENEW_SECONDS, publishing)
             self._unsaid = 0
         except Exception as error:
             self._unsaid += 1
@@ -93,13 +90,13 @@ class Presence:
         await self._publish_record(maddrs)
 
     async def _publish_record(self, maddrs: tuple[str, ...]) -> None:
-        record = self._record(maddrs)
+        record = self._status.record(maddrs)
         self._neighbours.say(record)
         await self._node.publish(self._run.run_id, record)
 
     def _period(self) -> float:
         """Seconds between two looks at each other: a twentieth of a round, so that a round is not overrun by more than that."""
-        rate = self._rate() + sum(record.samples_per_second for record in self._neighbours.counted_upon())
+        rate = self._status.rate + sum(record.samples_per_second for record in self._neighbours.counted_upon())
         return min(max(self._run.target_batch_size / rate / 20, 0.5), RENEW_SECONDS) if rate > 0 else 1.0
 
     async def _publish_forever(self) -> None:
@@ -109,11 +106,10 @@ class Presence:
             if self._clock() >= self._told_run + _RUN_RECORD_SECONDS:
                 told, self._told_run = self._told_run, self._clock()
                 try:
-                    await asyncio.wait_for(self._node.publish_run(self._run_record()), RENEW_SECONDS)
+                    await within(RENEW_SECONDS, self._node.publish_run(self._status.run_record()))
                 except Exception:
                     self._told_run = told
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._now.wait(), self._period())
+            await set_within(self._period(), self._now)
 
     async def _read_forever(self) -> None:
         while True:
@@ -122,7 +118,7 @@ class Presence:
             self.book.see(self._neighbours.others(), self._grounds)
             if self._neighbours.doubled:
                 self._refuse_our_double()
-            self._wake()
+            self._bell.ring()
 
     def _refuse_our_double(self) -> None:
         """Of two with one identity each takes the other's contributions for its own, and what it trained itself for done. The newcomer gives way."""

@@ -12,10 +12,13 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Protocol
 
 import msgpack
+from pydantic import TypeAdapter
 
 from peer.sync.engine.net.bucket import Bucket
+from peer.sync.engine.net.messages import MOST_CULPRITS, BadMessage, M, Message, Refusal, read
 from peer.sync.engine.state import MAX_HEADER_BYTES
 from swarm.pipe import Pipe
+from swarm.tasks import within
 from swarm.unpacking import unpack
 
 log = logging.getLogger(__name__)
@@ -25,7 +28,6 @@ _MAX_MESSAGE_HEADER_BYTES = MAX_HEADER_BYTES + (4 << 10)
 """A state's header, and what is said beside it."""
 CONNECT_SECONDS = 10.0
 _END_SECONDS = 5.0
-_MOST_CULPRITS = 64
 _TAKE_SECONDS = 30.0
 """In which the other end takes the last that was sent to it; on a slow link some MB may be on their way."""
 _STREAMS_PER_PEER = 16
@@ -67,9 +69,9 @@ class Channel:
         self.sent = self.received = 0
         """Bytes of messages so far, headers included."""
 
-    async def send(self, header: dict[str, Any], payload: bytes | memoryview = b"", *, seconds: float) -> None:
+    async def send(self, message: Message | dict[str, Any], payload: bytes | memoryview = b"", *, seconds: float) -> None:
         """Send one message; waits while the other end is slow. Raises PeerLost."""
-        packed = msgpack.packb(header)
+        packed = msgpack.packb(message if isinstance(message, dict) else message.wire())
         head = _FRAME.pack(len(packed), len(payload)) + packed
         if self._upload:
             await self._upload.take(len(head) + len(payload))
@@ -78,37 +80,40 @@ class Channel:
         except OSError as error:
             raise PeerLost(f"{self.peer[-6:]} takes nothing: {_name(error)}") from None
         self.sent += len(head) + len(payload)
-        await asyncio.sleep(0)  # others have their turn, however fast the other end is
+        if payload:
+            await asyncio.sleep(0)  # others have their turn, however fast the other end is
 
-    async def receive(self, *, max_payload: int = 0, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """The next message. Raises PeerLost when it is late, too long, no message, or {"error": reason}."""
+    async def receive(self, kind: type[M] | TypeAdapter[M], *, max_payload: int = 0, seconds: float) -> tuple[M, bytes]:
+        """The next message, which is to be of that kind. Raises PeerLost when it is late, too long, malformed or a refusal."""
         until = _until(seconds)
-        header, payload_bytes = await self._receive_header(max_payload, until)
-        return header, bytes(await self._take(payload_bytes, until))
+        message, payload_bytes = await self._receive_message(kind, max_payload, until)
+        return message, bytes(await self._take(payload_bytes, until))
 
-    async def receive_into(self, room: memoryview, *, seconds: float) -> tuple[dict[str, Any], int]:
+    async def receive_into(self, kind: type[M] | TypeAdapter[M], room: memoryview, *, seconds: float) -> tuple[M, int]:
         """The next message, whose payload comes into the begin of `room`, and the payload's length. Raises PeerLost as `receive` does."""
         until = _until(seconds)
-        header, payload_bytes = await self._receive_header(len(room), until)
+        message, payload_bytes = await self._receive_message(kind, len(room), until)
         await self._fill(room[:payload_bytes], until)
         await asyncio.sleep(0)
-        return header, payload_bytes
+        return message, payload_bytes
 
-    async def _receive_header(self, max_payload: int, until: float) -> tuple[dict[str, Any], int]:
+    async def _receive_message(self, kind: type[M] | TypeAdapter[M], max_payload: int, until: float) -> tuple[M, int]:
         header_bytes, payload_bytes = _FRAME.unpack(await self._take(_FRAME.size, until))
         if header_bytes > _MAX_MESSAGE_HEADER_BYTES or payload_bytes > max_payload:
             raise Malformed(f"{self.peer[-6:]} announced {header_bytes} + {payload_bytes} bytes, at most {max_payload} are allowed")
         try:
-            header = unpack(await self._take(header_bytes, until))
+            values = unpack(await self._take(header_bytes, until))
         except ValueError:
-            raise Malformed(f"{self.peer[-6:]} sent no message of ours") from None
-        if not isinstance(header, dict):
-            raise Malformed(f"{self.peer[-6:]} sent no message of ours")
-        if "error" in header:
-            named = header.get("culprits")
-            culprits = [peer for peer in named[:_MOST_CULPRITS] if isinstance(peer, str)] if isinstance(named, list) else []
-            raise Refused(f"{self.peer[-6:]}: {str(header['error'])[:200]}", culprits, hearsay=header.get("hearsay") is True)
-        return header, payload_bytes
+            values = None
+        if not isinstance(values, dict):
+            raise Malformed(f"{self.peer[-6:]} sent no message of ours", [self.peer]) from None
+        try:
+            if "error" not in values:
+                return read(kind, values), payload_bytes
+            refusal = read(Refusal, values)
+        except BadMessage as error:
+            raise Malformed(f"{self.peer[-6:]} sent a malformed message: {error}", [self.peer]) from None
+        raise Refused(f"{self.peer[-6:]}: {refusal.error}", refusal.culprits, hearsay=refusal.hearsay)
 
     async def _take(self, count: int, until: float) -> bytearray:
         data = bytearray(count)
@@ -126,9 +131,8 @@ class Channel:
 
     async def end(self, reason: str, culprits: Collection[str] = (), *, hearsay: bool = False) -> None:
         """Tell the other end why this one goes, and to whom that is owed."""
-        message = {"error": reason, "culprits": list(culprits)[:_MOST_CULPRITS], "hearsay": hearsay}
         with contextlib.suppress(PeerLost):
-            await self.send(message, seconds=_END_SECONDS)
+            await self.send(Refusal(error=reason, culprits=tuple(culprits)[:MOST_CULPRITS], hearsay=hearsay), seconds=_END_SECONDS)
             await self.hung_up(_END_SECONDS)
 
     async def hung_up(self, seconds: float) -> None:
@@ -172,7 +176,7 @@ class Streams:
     async def open(self, peer: str, name: str) -> Channel:
         """Raises PeerLost when `peer` cannot be reached in time."""
         try:
-            return Channel(peer, await asyncio.wait_for(self._node.dial(peer, name), CONNECT_SECONDS), self._upload)
+            return Channel(peer, await within(CONNECT_SECONDS, self._node.dial(peer, name)), self._upload)
         except Exception as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
             raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
 

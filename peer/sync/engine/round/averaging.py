@@ -18,10 +18,11 @@ from torch import Tensor
 
 from peer.sync.engine import points
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, square_norm
+from peer.sync.engine.net.messages import M, MeanPart, Nothing, Share
 from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.vectors import Reused
-from swarm.tasks import end_tasks
+from swarm.tasks import end_tasks, within
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,6 @@ _WINDOW = 8
 PARTS_OF_A_SENDER = _WINDOW + 1
 """So many of a member's parts a reducer holds at most: those that wait for others', and one on its way."""
 _SLOWEST_BYTES_PER_SECOND = 125_000
-_LARGEST_SQUARE = 2.0**1000
-"""Of a part: no sum of a state's 3,280 parts (SD 1.5) overflows, and float32's largest values stay far below."""
 _KNOWN_SOON_SECONDS = 10.0
 COME_SECONDS = 15.0
 """Every member has dialled every reducer by then, or it died after the group was closed and nobody need wait longer."""
@@ -215,7 +214,7 @@ class Averager:
 
         async def send() -> None:
             for count, index in enumerate(share if run.mine is not None else ()):
-                await channel.send({}, memoryview(parts[index].bytes_of(run.mine).numpy()), seconds=PART_SECONDS)
+                await channel.send(Nothing(), memoryview(parts[index].bytes_of(run.mine).numpy()), seconds=PART_SECONDS)
                 await points.part_sent(count, len(share), self._peer_id)
 
         # The reducer gives up before us, and tells us because of whom; a stranger may be believed to wait for a member, but not for long.
@@ -225,13 +224,13 @@ class Averager:
         async def receive() -> None:
             for index in share:
                 room = parts[index].bytes_of(run.result)
-                header = await _receive(channel, parts[index], room, COME_SECONDS + patience)
-                run.squares[index] = _square(header, channel.peer)
+                mean_part = await _receive(channel, MeanPart, parts[index], room, COME_SECONDS + patience)
+                run.squares[index] = mean_part.square
                 run.got_mean(channel.peer)
 
         tasks = []
         try:
-            await channel.send({"group": run.group.id}, seconds=CONNECT_SECONDS)
+            await channel.send(Share(group=run.group.id), seconds=CONNECT_SECONDS)
             sending, receiving = asyncio.create_task(send()), asyncio.create_task(receive())
             tasks = [receiving, sending]
             await _all(tasks)
@@ -241,8 +240,8 @@ class Averager:
 
     async def _serve(self, channel: Channel) -> None:
         """Take a member's parts of our share, and give it the averages."""
-        request, _ = await channel.receive(seconds=CONNECT_SECONDS)
-        reduction = await self._reduction(str(request.get("group")))
+        share, _ = await channel.receive(Share, seconds=CONNECT_SECONDS)
+        reduction = await self._reduction(share.group)
         reduction.came(channel.peer)
 
         async def take() -> None:
@@ -250,7 +249,7 @@ class Averager:
             room = torch.empty(PARTS_OF_A_SENDER, max(part.num_bytes for part in reduction.parts), dtype=torch.uint8)
             for index, part in enumerate(reduction.parts if channel.peer in reduction.senders else ()):
                 data = room[index % len(room)][: part.num_bytes]
-                await _receive(channel, part, data, PART_SECONDS, whole=False)  # decoding it checks its values
+                await _receive(channel, Nothing, part, data, PART_SECONDS, whole=False)  # decoding it checks its values
                 reduction.add(channel.peer, index, data)
                 if index >= _WINDOW:
                     await reduction.mean(index - _WINDOW)
@@ -258,7 +257,7 @@ class Averager:
         async def give() -> None:
             for index in range(len(reduction.parts)):
                 data, square = await reduction.mean(index)
-                await channel.send({"square": square}, memoryview(data.numpy()), seconds=PART_SECONDS)
+                await channel.send(MeanPart(square=square), memoryview(data.numpy()), seconds=PART_SECONDS)
 
         taking, _ = tasks = [asyncio.create_task(take()), asyncio.create_task(give())]
         try:
@@ -277,7 +276,7 @@ class Averager:
             raise self._failed[group_id]
         try:
             async with self._announced:
-                await asyncio.wait_for(self._announced.wait_for(lambda: group_id in self._reductions), _KNOWN_SOON_SECONDS)
+                await within(_KNOWN_SOON_SECONDS, self._announced.wait_for(lambda: group_id in self._reductions))
             return self._reductions[group_id]
         except (asyncio.TimeoutError, KeyError):
             raise PeerLost("unknown group") from None
@@ -344,7 +343,7 @@ class _Reduction:
         began = loop.time()
         for seconds, awaited in ((self._strangers_come_seconds, self._strangers), (COME_SECONDS, self.senders)):
             with contextlib.suppress(asyncio.TimeoutError):
-                return await asyncio.wait_for(self._all_came.wait(), began + seconds - loop.time())
+                return await within(began + seconds - loop.time(), self._all_came.wait())
             if absent := sorted((self.senders & awaited) - self._came):
                 return self.fail(PeerLost(f"{_names(absent)} did not come", absent))
 
@@ -448,21 +447,14 @@ def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:
     return shares
 
 
-async def _receive(channel: Channel, part: Part, room: Tensor, seconds: float, *, whole: bool = True) -> dict:
-    """One encoded part into `room`, its length checked, and its values if `whole`; the message's header. Raises PeerLost."""
-    header, count = await channel.receive_into(memoryview(room.numpy()), seconds=seconds)
+async def _receive(channel: Channel, kind: type[M], part: Part, room: Tensor, seconds: float, *, whole: bool = True) -> M:
+    """One encoded part into `room`, its length checked, and its values if `whole`; the message that came with it. Raises PeerLost."""
+    message, count = await channel.receive_into(kind, memoryview(room.numpy()), seconds=seconds)
     try:
         (part.check if whole else part.check_length)(room[:count])
     except ValueError as error:
         raise PeerLost(f"{channel.peer[-6:]} sent {error}") from None
-    return header
-
-
-def _square(header: dict, peer: str) -> float:
-    square = header.get("square")
-    if not isinstance(square, float) or not 0 <= square <= _LARGEST_SQUARE:
-        raise PeerLost(f"{peer[-6:]} sent {str(square)[:40]} for a sum of squares")
-    return square
+    return message
 
 
 async def _all(tasks: list[asyncio.Task], seconds: float | None = None) -> None:

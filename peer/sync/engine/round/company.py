@@ -58,7 +58,7 @@ class Company:
 
     def is_stranger(self, peer: str) -> bool:
         """Who has met nobody yet, as founders and newcomers have, takes all for friends: it has nothing else to go by."""
-        return len(self._met) > 0 and peer not in self._met and peer not in self._averaged and peer != self._me
+        return peer not in self._met and peer not in self._averaged and peer != self._me and len(self._met) > 0
 
     def answered(self, peer: str) -> None:
         """`peer` called us, or answered our call."""
@@ -75,14 +75,11 @@ class Company:
 
         A stranger counts once it has answered. As long as no peer that we have met is among them, it counts until it fails to.
         """
-        found_friends = any(not self.is_stranger(record.peer_id) for record in records)
-        strangers = {
-            record.peer_id
-            for record in records
-            if self.is_stranger(record.peer_id) and self._answered.get(record.peer_id, not found_friends)
-        }
-        first = set([record.peer_id for record in records if record.peer_id in strangers][:MOST_STRANGERS])
-        return [record for record in records if record.peer_id in first or not self.is_stranger(record.peer_id)]
+        strangers = [record.peer_id for record in records if record.peer_id not in self._met and self.is_stranger(record.peer_id)]
+        found_friends = len(strangers) < len(records)
+        first = [peer for peer in strangers if self._answered.get(peer, not found_friends)][:MOST_STRANGERS]
+        passed_over = set(strangers).difference(first)
+        return [record for record in records if record.peer_id not in passed_over]
 
     def untried(self, records: Iterable[PeerRecord]) -> list[PeerRecord]:
         """Strangers to be called for the first time: a few with each attempt, which does not wait for them."""

@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from peer.sync.engine.round import span
 from peer.sync.engine.state import Header, State
+from peer.sync.engine.trainer.messages import Extended, Sends
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.records import RENEW_SECONDS
@@ -17,10 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class Ending:
-    """extended: told of an extension that this peer has heard of from the others."""
-
-    def __init__(self, run: RunConfig, end: End, node: SwarmNode, extended: Callable[[Mapping[str, Any]], None]):
-        self._run, self._end, self._node, self._extended = run, end, node, extended
+    def __init__(self, run: RunConfig, end: End, node: SwarmNode, trainer: Sends):
+        self._run, self._end, self._node, self._trainer = run, end, node, trainer
         self.in_doubt = False
         """Whether others went on after what we take for the end."""
 
@@ -43,6 +40,6 @@ class Ending:
             told = [record.extension for record in records.values() if record.run_id == self._run.run_id]
             if any([self._end.extend(extension) for extension in told]):
                 log.info("the host has extended the run to %d samples", self._end.total)
-                self._extended(self._end.extension)
+                self._trainer.send(Extended(self._end.extension))
                 return True
         return False

@@ -1,19 +1,14 @@
-"""What is said before a round: who brings what, who takes part, and how much of a stranger's word about it is believed."""
+"""A round before it begins: who brings what, who takes part, and whether a group that a leader announced can be one."""
 
-import math
+import functools
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from peer.contracts import Member
+from peer.sync.engine.net.messages import Announcement, Join
 from peer.sync.engine.net.streams import PeerLost
-from peer.sync.engine.state import BadState, Head
+from peer.sync.engine.state import Head
 from swarm.digest import digest_json
-
-MAX_WAIT_SECONDS = 300.0
-"""Nobody is waited for longer, whatever it says."""
-MOST_NAMED = 8
-"""Peers that one message accuses."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Group:
     late: tuple[str, ...] = field(default=(), compare=False)
     leader: str = field(default="", compare=False)
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         return digest_json([self.parent, [[m.peer, m.number, m.samples] for m in self.members], list(self.reducers), self.attempt])
 
@@ -76,10 +71,9 @@ class Group:
         members = tuple(ticket.member for ticket in ordered if not ticket.assists)
         return cls(ordered[0].parent, members, reducers, attempt, frozenset(silent))
 
-    def announcement(self) -> dict[str, Any]:
-        members = [[m.peer, m.number, m.samples] for m in self.members]
-        late = list(self.late[:MOST_NAMED])
-        return {"members": members, "reducers": list(self.reducers), "attempt": self.attempt, "late": late}
+    def announcement(self) -> Announcement:
+        members = tuple((m.peer, m.number, m.samples) for m in self.members)
+        return Announcement(members=members, reducers=self.reducers, attempt=self.attempt, late=self.late)
 
 
 @dataclass(frozen=True)
@@ -101,18 +95,7 @@ class Standing:
         return self.head.digest
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a peer that was called said. behind: it has work, but does not know our state yet; head: its own."""
-
-    coming: bool
-    ready_seconds: float
-    head: Head
-    busy: bool
-    behind: bool
-    reason: str
-
-
+@functools.lru_cache(4096)  # each of a round's peers is ranked some twenty times
 def rank(parent: str, peer: str) -> str:
     """The smaller, the better; another order for every parent."""
     return digest_json([parent, peer])
@@ -127,81 +110,45 @@ def leads_before(parent: str, peer: str, included: Container[str]) -> tuple[bool
     return peer not in included, rank(parent, peer)
 
 
-def parse_names(names: object) -> tuple[str, ...]:
-    """The peers that a message names, as many as are believed."""
-    return tuple(name for name in names[:MOST_NAMED] if isinstance(name, str)) if isinstance(names, list) else ()
+def ticket_of(join: Join, peer: str, max_samples: int) -> Ticket:
+    """What `peer` brings. Raises PeerLost when it is more than a contribution may hold."""
+    if join.reduces and join.number == join.samples == 0:
+        return Ticket(join.parent, Member(peer, 0, 0), True, join.without)
+    return Ticket(join.parent, _member(peer, join.number, join.samples, max_samples), join.reduces, join.without)
 
 
-def parse_head(values: object) -> Head:
-    """Raises PeerLost."""
-    try:
-        return Head.from_json(values)
-    except BadState as error:
-        raise PeerLost(str(error)) from None
-
-
-def parse_answer(answer: dict[str, Any]) -> Answer:
-    """Raises KeyError, TypeError, ValueError, PeerLost."""
-    return Answer(
-        coming=answer["coming"] is True,
-        ready_seconds=_seconds(answer["ready_seconds"]),
-        head=parse_head(answer["head"]),
-        busy=answer["busy"] is True,
-        behind=answer["behind"] is True,
-        reason=str(answer["reason"])[:200],
-    )
-
-
-def parse_ticket(request: dict[str, Any], peer: str, max_samples: int) -> Ticket:
-    parent = request.get("parent")
-    if not isinstance(parent, str):
-        raise PeerLost("no parent")
-    reduces = request.get("reduces") is True
-    without = parse_names(request.get("without"))
-    if reduces and [repr(request.get(name)) for name in ("number", "samples")] == ["0", "0"]:
-        return Ticket(parent, Member(peer, 0, 0), True, without)
-    return Ticket(parent, _member(peer, request.get("number"), request.get("samples"), max_samples), reduces, without)
-
-
-def _member(peer: object, number: object, samples: object, max_samples: int) -> Member:
-    """Raises PeerLost when a value is out of bounds."""
-    if not isinstance(peer, str):
-        raise PeerLost("no peer id")
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 1 << 53:
-        raise PeerLost(f"contribution number {str(number)[:40]}")
-    if not isinstance(samples, int) or isinstance(samples, bool) or not 0 < samples <= max_samples:
-        raise PeerLost(f"{str(samples)[:40]} samples, 1 to {max_samples} are allowed")
+def _member(peer: str, number: int, samples: int, max_samples: int) -> Member:
+    """Raises PeerLost when a value is out of the run's bounds."""
+    if not number:
+        raise PeerLost("contribution number 0")
+    if not 0 < samples <= max_samples:
+        raise PeerLost(f"{samples} samples, 1 to {max_samples} are allowed")
     return Member(peer, number, samples)
 
 
-def _seconds(value: object) -> float:
-    """Somebody's claim about time, within what we would ever wait. Raises ValueError or TypeError."""
-    seconds = float(value)
-    if not math.isfinite(seconds):
-        raise ValueError("no number of seconds")
-    return min(max(seconds, 0.0), MAX_WAIT_SECONDS)
+def group_of(said: Announcement, ticket: Ticket, leader: str, standing: Standing, max_samples: int) -> Group:
+    """The group a leader announced, checked as far as one member can: every other member checks its own place.
 
-
-def parse_group(answer: dict[str, Any], ticket: Ticket, leader: str, standing: Standing, max_samples: int) -> Group:
-    """The group a leader announced, checked as far as one member can: every other member checks its own place. Raises PeerLost."""
+    Raises PeerLost, which names the leader: no fault of a link makes a group that is none.
+    """
     try:
-        members = tuple(_member(*values, max_samples) for values in answer["members"])
-        reducers, attempt = tuple(answer["reducers"]), answer["attempt"]
-        valid = all(isinstance(peer, str) for peer in reducers) and isinstance(attempt, str)
-    except (KeyError, TypeError):
-        valid = False
+        members = tuple(_member(*values, max_samples) for values in said.members)
     except PeerLost as error:
-        raise PeerLost(f"{leader[-6:]} announced a member with {error}") from None
-    if not valid:
-        raise PeerLost(f"{leader[-6:]} announced no group")
-    peers = [member.peer for member in members]
+        raise PeerLost(f"{leader[-6:]} announced a member with {error}", [leader]) from None
+    if fault := _fault(members, said.reducers, ticket, leader, standing):
+        raise PeerLost(f"{leader[-6:]} announced {fault}", [leader])
+    return Group(ticket.parent, members, said.reducers, said.attempt, late=said.late, leader=leader)
+
+
+def _fault(members: tuple[Member, ...], reducers: tuple[str, ...], ticket: Ticket, leader: str, standing: Standing) -> str:
+    """What is wrong with a group; '' when nothing is."""
+    peers, we_reduce = [member.peer for member in members], ticket.member.peer in reducers
     if (ticket.member not in members and not ticket.assists) or leader not in reducers or not members:
-        raise PeerLost(f"{leader[-6:]} announced a group without us or itself")
+        return "a group without us or itself"
     if peers != sorted(set(peers)) or list(reducers) != sorted(set(reducers)) or (ticket.assists and ticket.member.peer in peers):
-        raise PeerLost(f"{leader[-6:]} announced a group out of order")
-    we_reduce = ticket.member.peer in reducers
+        return "a group out of order"
     if (we_reduce and not ticket.reduces) or (ticket.assists and not we_reduce):
-        raise PeerLost(f"{leader[-6:]} announced a group with wrong roles")
+        return "a group with wrong roles"
     if any(member.number <= standing.included.get(member.peer, 0) for member in members):
-        raise PeerLost(f"{leader[-6:]} announced a contribution that is in the state already")
-    return Group(ticket.parent, members, reducers, attempt, late=parse_names(answer.get("late")), leader=leader)
+        return "a contribution that is in the state already"
+    return ""

@@ -5,10 +5,11 @@ who stands behind it: live peers that averaged with us before (met.py). docs/pro
 peers come to one answer, and what a stranger, or one whom we have met, can still do.
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.lineage import Lineage
@@ -188,6 +189,10 @@ class Heads:
         self._not_ours: deque[str] = deque(maxlen=_CALLS_KEPT)
         """Of these, those whose header has shown that they did not."""
         self._lineage = Lineage()
+        self._told: dict[str, tuple[PeerRecord, Claim]] = {}
+        """Of each live peer its record, and what that claims: a look comes some thirty times as often as a record."""
+        self._with_us: tuple[Collection[PeerRecord], float] = (), 0.0
+        """The others as they were when nobody stood but on our state or before it, and until when that is known to last."""
         self._deserted_since: float | None = None
         self._leaderless_since: float | None = None
         self.moved(state)
@@ -199,14 +204,16 @@ class Heads:
                 if self._ours.digest in digests:
                     digests.append(state.digest)
         self._ours, self._from_base = Head.of(state), not state.header.round
-        self._lineage.learn(self._ours, proven=True)
+        self._lineage.stand(self._ours, state.header)
+        self._with_us = (), 0.0
         self._deserted_since = None
         if state.digest in self._not_ours:
             self._not_ours.remove(state.digest)  # ours now, however it came about: what we average onto it may come by one signer
 
     def heard(self, peer: str, head: Head) -> None:
         """`peer` itself has just told us where it stands; its record may be seconds old."""
-        self._heard[peer] = (head, self._clock())
+        now, self._with_us = self._clock(), ((), 0.0)
+        self._heard = {peer: entry for peer, entry in self._heard.items() if now - entry[1] < RENEW_SECONDS} | {peer: (head, now)}
 
     def let_go(self, peer: str, digest: str) -> None:
         """`peer` called us to a round on the state `digest`, and we had nothing to bring in time: it may go on without us."""
@@ -219,8 +226,15 @@ class Heads:
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
+        others, now = self._others(), self._clock()
+        if others is self._with_us[0] and now < self._with_us[1]:
+            return {}
         claims = self._claims()
         self._look_for_a_leader(claims)
+        if all(self._is_ours_or_before(claim.head) for claim in claims):  # between two rounds; spares the count
+            self._deserted_since = None
+            self._with_us = others, min((since + RENEW_SECONDS for _, since in self._heard.values()), default=math.inf)
+            return {}
         ballot = self._ballot(self._one_is_enough, claims)
         right = ballot.right()
         if right or not ballot.deserted:
@@ -231,6 +245,13 @@ class Heads:
         if self._clock() - self._deserted_since < DESERTED_SECONDS:
             return {}
         return self._ballot(lambda head, signers: True).right()
+
+    def _is_ours_or_before(self, head: Head) -> bool:
+        """Whether `head` is known, and nothing for which we would leave our state."""
+        ours = self._ours
+        return head.digest == ours.digest or (
+            head.digest in ours.parents and head.samples < ours.samples and self._lineage.has_learned(head)
+        )
 
     def is_right(self, head: Head) -> bool:
         """Whether to prefer `head` to ours now."""
@@ -297,15 +318,17 @@ class Heads:
     def _claims(self) -> list[Claim]:
         """Where each live peer stands, by its record, or by what it told us since."""
         now = self._clock()
-        self._heard = {peer: entry for peer, entry in self._heard.items() if now - entry[1] < RENEW_SECONDS}
-        claims = []
+        told, claims = {}, []
         for record in self._others():
-            head = head_of(record)
-            told, _ = self._heard.get(record.peer_id, (head, now))
-            newest = told if told.samples > head.samples else head
-            claims.append(
-                Claim(record.peer_id, newest, record.phase != JOINING, record.backers, not record.client_mode, record.phase != AVERAGING)
-            )
+            kept = self._told.get(record.peer_id)
+            if kept is None or kept[0] is not record:
+                kept = record, _claim_of(record)
+            told[record.peer_id], claim = kept, kept[1]
+            heard = self._heard.get(record.peer_id)
+            if heard is not None and heard[0].samples > claim.head.samples and now - heard[1] < RENEW_SECONDS:
+                claim = replace(claim, head=heard[0])
+            claims.append(claim)
+        self._told = told
         return claims
 
     def _one_is_enough(self, head: Head, signers: Collection[Claim]) -> bool:
@@ -331,6 +354,11 @@ def most_signed(records: Collection[PeerRecord]) -> dict[Head, set[str]]:
     for claim in claims:
         lineage.learn(claim.head)
     return Ballot(Head("", 0), True, claims, claims, False, lineage, lambda head, signers: False).right()
+
+
+def _claim_of(record: PeerRecord) -> Claim:
+    phase = record.phase
+    return Claim(record.peer_id, head_of(record), phase != JOINING, record.backers, not record.client_mode, phase != AVERAGING)
 
 
 def head_of(record: PeerRecord) -> Head:

@@ -1,6 +1,6 @@
 """Which state descends from which, as far as it is known: from headers that we hold, and from what others sign of theirs."""
 
-from peer.sync.engine.state import Head
+from peer.sync.engine.state import ELDER_CHARACTERS, Head, Header
 
 _MOST = 4096
 """States remembered, the last learned; 0.6 MB."""
@@ -9,27 +9,49 @@ _FURTHEST = 512
 
 
 class Lineage:
-    """A state's record and header name its last 8 ancestors; what is learned from many of them in turn reaches further back."""
+    """A state's record names its last 8 ancestors; what is learned from many of them in turn reaches further back, and our own header does."""
 
     def __init__(self) -> None:
         self._parent: dict[str, str] = {}
+        self._learned: dict[str, tuple[str, ...]] = {}
+        """State -> the ancestors that were last learned of it: most records say what we have read a moment ago."""
+        self._age: dict[str, int] = {}
+        """Of our state and its ancestors, by the beginnings of their digests: how many rounds ago."""
+
+    def stand(self, state: Head, header: Header) -> None:
+        """We hold `state`, with this header."""
+        self.learn(state, proven=True)
+        line = "".join(digest[:ELDER_CHARACTERS] for digest in (state.digest, *state.parents)) + header.elders
+        self._age = {line[at : at + ELDER_CHARACTERS]: at for at in reversed(range(0, len(line), ELDER_CHARACTERS))}
 
     def learn(self, state: Head, *, proven: bool = False) -> None:
         """`state` has the ancestors that it names. What was learned first stays, unless it is proven otherwise by a header that we hold."""
+        if not proven and self.has_learned(state):
+            return
+        _put(self._learned, state.digest, state.parents)
         for child, parent in zip((state.digest, *state.parents), state.parents, strict=False):
             if proven or child not in self._parent:
-                self._parent[child] = parent
-        while len(self._parent) > _MOST:
-            del self._parent[next(iter(self._parent))]
+                _put(self._parent, child, parent)
+
+    def has_learned(self, state: Head) -> bool:
+        return self._learned.get(state.digest) == state.parents
 
     def descends(self, state: Head, ancestor: Head) -> bool:
         """Whether `state` is known to come after `ancestor`."""
         if state.samples <= ancestor.samples:  # each round adds some; spares the walk in most cases
             return False
-        digest = state.digest
+        digest, age = state.digest, self._age.get(ancestor.digest[:ELDER_CHARACTERS])
         for _ in range(_FURTHEST):  # made-up ancestors may go round in a circle
+            if age is not None and digest[:ELDER_CHARACTERS] in self._age:
+                return age > self._age[digest[:ELDER_CHARACTERS]]
             parent = self._parent.get(digest)
             if parent is None or parent == ancestor.digest:
                 return parent is not None
             digest = parent
         return False
+
+
+def _put(known: dict, key: str, value: object) -> None:
+    known[key] = value
+    while len(known) > _MOST:
+        del known[next(iter(known))]

@@ -15,30 +15,31 @@ import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from peer.sync.engine import points
+from peer.sync.engine.net.messages import (
+    JOIN_ANSWER,
+    MAX_WAIT_SECONDS,
+    Announcement,
+    Answer,
+    Call,
+    Join,
+    Message,
+    Nothing,
+    Onward,
+    Refusal,
+    Wait,
+)
 from peer.sync.engine.net.streams import Broken, Channel, PeerLost, Refused, Streams
 from peer.sync.engine.round.arrivals import Arrivals
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import (
-    MAX_WAIT_SECONDS,
-    Answer,
-    Group,
-    Standing,
-    Ticket,
-    leads_before,
-    parse_answer,
-    parse_group,
-    parse_head,
-    parse_ticket,
-)
+from peer.sync.engine.round.groups import Group, Standing, Ticket, group_of, leads_before, ticket_of
 from peer.sync.engine.state import MOST_MEMBERS, Head, better
-from swarm.tasks import end_tasks
+from swarm.tasks import end_tasks, set_within
 
 log = logging.getLogger(__name__)
 
-CALL, JOIN = "distributed-diffusion.call.1", "distributed-diffusion.join.1"
+CALL, JOIN = "distributed-diffusion.call.2", "distributed-diffusion.join.2"
 ANSWER_SECONDS = 5.0
 BEAT_SECONDS = 3.0
 """Whoever waits for a leader hears from it so often; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
@@ -156,7 +157,7 @@ class Matchmaker:
     def moved(self) -> None:
         """This peer's state has changed: whoever waits to average onto another one is told at once."""
         if self._open is not None and self._open.parent != self._standing(self._peer_id).digest:
-            self._dismiss(self._open, {"error": "the group is closed"})
+            self._dismiss(self._open, Refusal(error="the group is closed"))
             self._open = None
 
     async def form(
@@ -221,7 +222,7 @@ class Matchmaker:
                 raise seen.no_group("nobody who has samples came")
             check(group)
         except NoGroup as error:
-            _tell(followers, {"error": str(error)})
+            _tell(followers, Refusal(error=str(error)))
             raise
         self._announced = group
         _tell(followers, group.announcement())
@@ -247,9 +248,9 @@ class Matchmaker:
                 self._redirect(ticket.parent, leader)
                 try:
                     said = await self._join_again(leader, ticket, self._lead_seconds(leader, answer, patience))
-                    if "leader" not in said:
-                        return self._announced_by(leader, said, ticket)
-                    onward = self._onward(leader, said, ticket)
+                    if isinstance(said, Announcement):
+                        return group_of(said, ticket, leader, self._standing(self._peer_id), self._max_samples)
+                    onward = self._onward(leader, said.leader, ticket)
                 except Refused as error:
                     log.info("not led by %s: %s", leader[-6:], error)
                     return None
@@ -302,8 +303,9 @@ class Matchmaker:
 
     def _before_us(self, ticket: Ticket, leaders: Collection[str]) -> list[str]:
         """Those of `leaders` that we should join, the best ranked first."""
-        ours = self._order(ticket.parent, self._peer_id) if ticket.reduces else None
-        ranked = sorted((self._order(ticket.parent, peer), peer) for peer in leaders)
+        included = self._standing(self._peer_id).included
+        ours = leads_before(ticket.parent, self._peer_id, included) if ticket.reduces else None
+        ranked = sorted((leads_before(ticket.parent, peer, included), peer) for peer in leaders)
         return [peer for theirs, peer in ranked if ours is None or theirs < ours]
 
     def _order(self, parent: str, peer: str) -> tuple[bool, str]:
@@ -312,9 +314,7 @@ class Matchmaker:
     def _call_all(self, peers: Collection[str], parent: str) -> _Calls:
         """Tell all that we are ready. What a stranger answers may still be heard when the round is over."""
         calls = {peer: asyncio.create_task(self._call(peer, parent)) for peer in peers}
-        for call in calls.values():
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+        self._calls = {call for call in self._calls if not call.done()} | set(calls.values())
         return calls
 
     async def _leaders_answers(self, calls: _Calls, before_us: Sequence[str], patience: float, seen: _Seen) -> _Spoke:
@@ -384,14 +384,14 @@ class Matchmaker:
             return None
         with contextlib.closing(channel):
             try:
-                await channel.send({"head": self._standing(self._peer_id).head.to_json()}, seconds=ANSWER_SECONDS)
-                answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
-                return parse_answer(answer)
-            except (PeerLost, KeyError, TypeError, ValueError) as error:
+                await channel.send(Call(head=self._standing(self._peer_id).head), seconds=ANSWER_SECONDS)
+                answer, _ = await channel.receive(Answer, seconds=ANSWER_SECONDS)
+                return answer
+            except PeerLost as error:
                 log.info("no answer to a call: %s", error)
                 return None
 
-    async def _join_again(self, leader: str, ticket: Ticket, seconds: float) -> dict[str, Any]:
+    async def _join_again(self, leader: str, ticket: Ticket, seconds: float) -> Announcement | Onward:
         """As `_join`; once more where the stream breaks."""
         try:
             return await self._join(leader, ticket, seconds)
@@ -400,38 +400,29 @@ class Matchmaker:
             log.info("joining %s once more: %s", leader[-6:], error)
             return await self._join(leader, ticket, seconds)
 
-    def _onward(self, leader: str, said: dict[str, Any], ticket: Ticket) -> str:
-        """To whom `leader` sends us. Raises PeerLost when we do not go there."""
-        onward = str(said["leader"])
+    def _onward(self, leader: str, onward: str, ticket: Ticket) -> str:
+        """`onward`, to whom `leader` sends us. Raises PeerLost when we do not go there."""
         if self._company.left_out(onward):
             raise Refused(f"{leader[-6:]} points to {onward[-6:]}, which is left out")
         if onward == self._peer_id or self._order(ticket.parent, onward) >= self._order(ticket.parent, leader):
             raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it", [leader])
         return onward
 
-    def _announced_by(self, leader: str, answer: dict[str, Any], ticket: Ticket) -> Group:
-        """Raises PeerLost, which names the leader: no fault of a link makes a group that is none."""
-        try:
-            return parse_group(answer, ticket, leader, self._standing(self._peer_id), self._max_samples)
-        except PeerLost as error:
-            raise PeerLost(str(error), [leader]) from None
-
-    async def _join(self, leader: str, ticket: Ticket, seconds: float) -> dict[str, Any]:
+    async def _join(self, leader: str, ticket: Ticket, seconds: float) -> Announcement | Onward:
         """What `leader` says in the end: a group, or who leads instead. Raises PeerLost when it has not within `seconds`."""
         channel = await self._streams.open(leader, JOIN)
         with contextlib.closing(channel):
             member = ticket.member
-            request = {"parent": ticket.parent, "number": member.number, "samples": member.samples, "reduces": ticket.reduces}
-            request["without"] = list(ticket.without)
-            await channel.send(request, seconds=ANSWER_SECONDS)
-            answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
-            if "wait" in answer:
+            join = Join(parent=ticket.parent, number=member.number, samples=member.samples, reduces=ticket.reduces, without=ticket.without)
+            await channel.send(join, seconds=ANSWER_SECONDS)
+            answer, _ = await channel.receive(JOIN_ANSWER, seconds=ANSWER_SECONDS)
+            if isinstance(answer, Wait):
                 await points.reached("joined", self._peer_id)
             until = asyncio.get_running_loop().time() + seconds
-            while "wait" in answer:
+            while isinstance(answer, Wait):
                 if asyncio.get_running_loop().time() >= until:
                     raise _NotLed(f"{leader[-6:]} lives, but has not led within {seconds:.0f} s", [leader])
-                answer, _ = await channel.receive(seconds=BEAT_SECONDS + ANSWER_SECONDS)
+                answer, _ = await channel.receive(JOIN_ANSWER, seconds=BEAT_SECONDS + ANSWER_SECONDS)
             return answer
 
     async def _gather(
@@ -482,8 +473,7 @@ class Matchmaker:
             if not missing:
                 return
             book.changed.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(book.changed.wait(), max(missing) - now)
+            await set_within(max(missing) - now, book.changed)
 
     def _send_away(self, book: _Open, ticket: Ticket) -> None:
         """No group holds two of whom one leaves the other out: they would only fail once more."""
@@ -491,11 +481,11 @@ class Matchmaker:
         for peer in self._company.at_odds(ticket.parent, without, self._peer_id):
             _, answer = book.waiting.pop(peer)
             log.info("closed without %s: it is at odds with another member", peer[-6:])
-            _tell([answer], {"error": "at odds with another member of this group"})
+            _tell([answer], Refusal(error="at odds with another member of this group"))
 
     async def _answer_call(self, channel: Channel) -> None:
-        request, _ = await channel.receive(seconds=ANSWER_SECONDS)
-        head = parse_head(request.get("head"))
+        call, _ = await channel.receive(Call, seconds=ANSWER_SECONDS)
+        head = call.head
         left_out = self._company.left_out(channel.peer)
         self._company.answered(channel.peer)
         self._heard(channel.peer, head, not left_out)
@@ -506,21 +496,20 @@ class Matchmaker:
         reason = reason or ("" if standing.has_samples else "it has nothing to average") or ("it is averaging" if standing.busy else "")
         if reason:
             log.info("does not come when %s calls: %s", channel.peer[-6:], reason)
-        answer = {
-            "coming": not reason,
-            "reason": reason,
-            "ready_seconds": standing.ready_seconds,
-            "busy": head == ours and standing.busy and not left_out,
-            "behind": standing.has_samples and better(head, ours),
-            "head": ours.to_json(),
-        }
+        answer = Answer(
+            coming=not reason,
+            reason=reason,
+            ready_seconds=standing.ready_seconds,
+            busy=head == ours and standing.busy and not left_out,
+            behind=standing.has_samples and better(head, ours),
+            head=ours,
+        )
         await channel.send(answer, seconds=ANSWER_SECONDS)
 
     async def _answer_join(self, channel: Channel) -> None:
-        request, _ = await channel.receive(seconds=ANSWER_SECONDS)
-        standing = self._standing(channel.peer)
         try:
-            ticket = parse_ticket(request, channel.peer, self._max_samples)
+            join, _ = await channel.receive(Join, seconds=ANSWER_SECONDS)
+            standing, ticket = self._standing(channel.peer), ticket_of(join, channel.peer, self._max_samples)
             if reason := self._refusal(ticket, standing):
                 raise PeerLost(reason)
         except PeerLost as error:
@@ -533,7 +522,7 @@ class Matchmaker:
             return await channel.send(self._announced.announcement(), seconds=ANSWER_SECONDS)
         book = self._book(ticket.parent)
         if book.leader is not None:
-            return await channel.send({"leader": book.leader}, seconds=ANSWER_SECONDS)
+            return await channel.send(Onward(leader=book.leader), seconds=ANSWER_SECONDS)
         if len(book.waiting) >= MOST_MEMBERS - 1 and channel.peer not in book.waiting:
             raise PeerLost("the group is full")
         answer = asyncio.get_running_loop().create_future()
@@ -547,19 +536,19 @@ class Matchmaker:
     @staticmethod
     def _replace(book: _Open, peer: str, entry: tuple[Ticket, asyncio.Future]) -> None:
         if peer in book.waiting and not book.waiting[peer][1].done():
-            book.waiting[peer][1].set_result({"error": "joined once more"})
+            book.waiting[peer][1].set_result(Refusal(error="joined once more"))
         book.waiting[peer] = entry
         book.changed.set()
 
-    async def _answer_unless_gone(self, ticket: Ticket, answer: asyncio.Future, channel: Channel) -> dict[str, Any]:
+    async def _answer_unless_gone(self, ticket: Ticket, answer: asyncio.Future, channel: Channel) -> Message:
         """Our word to a joiner, which hears meanwhile that we live. Raises PeerLost when one of us cannot be in a group any more.
 
         A joiner says nothing while it waits: when its stream speaks or ends, it is gone, and must not be in the group.
         """
-        gone = asyncio.create_task(channel.receive(seconds=MAX_WAIT_SECONDS))
+        gone = asyncio.create_task(channel.receive(Nothing, seconds=MAX_WAIT_SECONDS))
         try:
             while not answer.done():
-                await channel.send({"wait": True}, seconds=ANSWER_SECONDS)
+                await channel.send(Wait(), seconds=ANSWER_SECONDS)
                 await asyncio.wait({answer, gone}, timeout=BEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 reason = "went away" if gone.done() else self._refusal(ticket, self._standing(channel.peer))
                 if reason and not answer.done():
@@ -586,22 +575,22 @@ class Matchmaker:
     def _book(self, parent: str) -> _Open:
         if self._open is None or self._open.parent != parent:
             if self._open is not None:
-                self._dismiss(self._open, {"error": "the group is closed"})
+                self._dismiss(self._open, Refusal(error="the group is closed"))
             self._open = _Open(parent)
         return self._open
 
     def _redirect(self, parent: str, leader: str) -> None:
         book = self._book(parent)
         book.leader = leader
-        self._dismiss(book, {"leader": leader})
+        self._dismiss(book, Onward(leader=leader))
 
     @staticmethod
-    def _dismiss(book: _Open, answer: dict[str, Any]) -> None:
+    def _dismiss(book: _Open, answer: Message) -> None:
         _tell([waiting for _, waiting in book.waiting.values()], answer)
         book.waiting.clear()  # what they are told may be on its way for seconds: they are in no group of ours any more
 
 
-def _tell(waiting: Collection[asyncio.Future], answer: dict[str, Any]) -> None:
+def _tell(waiting: Collection[asyncio.Future], answer: Message) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(answer)

@@ -4,10 +4,11 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
+from peer.sync.engine.cell import Cell
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.round import span
 from peer.sync.engine.state import State
-from peer.sync.engine.trainer.trainer import Progress
+from peer.sync.engine.trainer.messages import Progress
 from swarm.end import End
 from swarm.records import RENEW_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
@@ -19,41 +20,34 @@ class NextRound:
         run: RunConfig,
         end: End,
         neighbours: Neighbours,
-        state: State,
-        clock: Callable[[], float] = time.monotonic,
+        state: Cell[State],
         wall: Callable[[], float] = time.time,
     ):
-        self._run, self._end, self._neighbours, self._clock, self._wall = run, end, neighbours, clock, wall
-        self._callers: dict[str, str] = {}
-        """Who said, since the last attempt, that they are ready to average, and onto which state."""
-        self._state, self._since = state, clock()
-
-    @property
-    def age_seconds(self) -> float:
-        """For how long the state that it follows has been ours."""
-        return self._clock() - self._since
-
-    def follows(self, state: State) -> None:
-        """Our state is `state` from now on."""
-        self._state, self._since = state, self._clock()
-        self._callers = {peer: digest for peer, digest in self._callers.items() if digest == state.digest}
+        self._run, self._end, self._neighbours, self._state, self._wall = run, end, neighbours, state, wall
+        self._called: dict[str, tuple[str, State]] = {}
+        """Who said, since the last attempt, that they are ready to average, onto which state, and what our state was then."""
 
     def call(self, peer: str, digest: str) -> None:
         """`peer` is ready to average onto the state `digest`."""
-        self._callers[peer] = digest
+        self._called[peer] = digest, self._state.value
+
+    def _callers(self) -> dict[str, str]:
+        """Peer -> the state it averages onto. Who called before our state was this one, and onto another, has moved on as well."""
+        ours = self._state.value
+        return {peer: digest for peer, (digest, before) in self._called.items() if before is ours or digest == ours.digest}
 
     def take_callers(self) -> frozenset[str]:
         """All who called; they are forgotten."""
-        callers, self._callers = frozenset(self._callers), {}
+        callers, self._called = frozenset(self._callers()), {}
         return callers
 
     def is_called(self) -> bool:
         """Whether somebody is ready to average onto our state."""
-        return self._state.digest in self._callers.values()
+        return self._state.value.digest in self._callers().values()
 
     def is_called_here_or_ahead(self) -> bool:
         """The same, or onto one that we do not know. Who calls onto the state before ours has missed a round, and comes after us."""
-        return any(digest not in self._state.header.parents for digest in self._callers.values())
+        return any(digest not in self._state.value.header.parents for digest in self._callers().values())
 
     def is_full(self, progress: Progress) -> bool:
         """To the nearest end of a step: who begins another one shortly before, keeps all others waiting for it."""
@@ -67,14 +61,14 @@ class NextRound:
 
     def _missing(self, progress: Progress, others: Iterable[PeerRecord]) -> float:
         """Samples until the round is full."""
-        needed = span.round_samples(self._run, self._end, self._state.header)
+        needed = span.round_samples(self._run, self._end, self._state.value.header)
         promised = sum(self._promised(record) for record in others)
         is_last = needed < self._run.target_batch_size  # falling short of that by a few samples would take one more round
         half_a_step = progress.samples_per_second * progress.step_seconds / 2 if promised and not is_last else 0
         return needed - progress.waiting - promised - half_a_step
 
     def _stands_with_us(self, record: PeerRecord) -> bool:
-        return record.digest in (self._state.digest, *self._state.header.parents[:1])
+        return record.digest in (self._state.value.digest, *self._state.value.header.parents[:1])
 
     def _promised(self, record: PeerRecord) -> int:
         """Samples that its owner has for the next round, at the speed that it last had.
@@ -82,11 +76,12 @@ class NextRound:
         Who made our state with us stands on it, whatever its record said before: with rounds of half a second, and records read once a
         second, every second round would otherwise be twice as large as its target.
         """
-        header = self._state.header
-        if record.digest == self._state.digest:
+        ours = self._state.value
+        header = ours.header
+        if record.digest == ours.digest:
             waiting, seconds = record.waiting_samples, self._wall() - record.time
         elif record.digest in header.parents and any(member.peer == record.peer_id for member in header.members):
-            waiting, seconds = 0, self.age_seconds
+            waiting, seconds = 0, self._state.age_seconds
         else:
             return 0
         promised = waiting + int(record.samples_per_second * min(max(seconds, 0), RENEW_SECONDS))

@@ -1,11 +1,10 @@
 """Whether a state that others signed can have come about: checked by its header, before a byte of its tensors is fetched."""
 
-import time
-from collections.abc import Callable
-
+from peer.sync.engine.cell import Cell
 from peer.sync.engine.round.ending import Ending
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.state import BadState, Head, Header, State
+from peer.sync.engine.trainer.trainer import Trainer
 from peer.sync.engine.transfer.discarded import Discarded
 from swarm.run_config import RunConfig
 
@@ -16,31 +15,20 @@ PEERS, SAMPLES_PER_SECOND = 1000, 1000.0
 
 
 class Plausible:
-    """discarded: states that are never taken over. issued: the number of the last contribution that we ever made; None where that is not known."""
+    """discarded: states that are never taken over."""
 
     def __init__(
         self,
         run: RunConfig,
         peer_id: str,
-        state: State,
+        state: Cell[State],
+        trainer: Trainer,
         heads: Heads,
         ending: Ending,
         discarded: Discarded,
-        issued: int | None,
-        clock: Callable[[], float] = time.monotonic,
     ):
-        self._target, self._peer_id, self._heads, self._ending = run.target_batch_size, peer_id, heads, ending
-        self._discarded, self._issued, self._clock = discarded, issued, clock
-        self._header, self._since = state.header, None
-        """Of our state, and since when it has been: None where an earlier process, or nobody, made it."""
-
-    def moved(self, state: State) -> None:
-        """Our state is `state` from now on."""
-        self._header, self._since = state.header, self._clock()
-
-    def offered(self, number: int) -> None:
-        """We offer our contribution `number`."""
-        self._issued = max(number, self._issued or 0)
+        self._target, self._peer_id, self._state, self._trainer = run.target_batch_size, peer_id, state, trainer
+        self._heads, self._ending, self._discarded = heads, ending, discarded
 
     def refusal(self, head: Head, header: Header) -> str:
         """Why a state with this header is not to be taken over as `head`; empty: nothing is against it."""
@@ -53,18 +41,18 @@ class Plausible:
         return self._numbers(header) or self._growth(header) or self._ending.refusal(header) or self._heads.refusal(head, header)
 
     def _numbers(self, header: Header) -> str:
-        number = header.included.get(self._peer_id, 0)
-        if self._issued is None or number <= self._issued:
+        number, issued = header.included.get(self._peer_id, 0), self._trainer.issued
+        if issued is None or number <= issued:
             return ""
         return (
-            f"it holds contribution {number} of ours, and we have made {self._issued}: it is made up, or this folder an old copy "
+            f"it holds contribution {number} of ours, and we have made {issued}: it is made up, or this folder an old copy "
             f"(then delete contribution_number in it)"
         )
 
     def _growth(self, header: Header) -> str:
-        if self._since is None:
-            return ""
-        grown, seconds = header.samples - self._header.samples, self._clock() - self._since
+        if not self._state.changes:
+            return ""  # an earlier process, or nobody, made our state: how long ago is not known
+        grown, seconds = header.samples - self._state.value.header.samples, self._state.age_seconds
         # What waited at all peers may come at once.
         most = PEERS * (2 * self._target + SAMPLES_PER_SECOND * seconds)
         return f"it has {grown} samples more than ours after {seconds:.0f} s, at most {most:.0f} are possible" if grown > most else ""

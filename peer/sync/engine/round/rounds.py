@@ -11,16 +11,21 @@ from torch import Tensor
 
 from peer.contracts import Member
 from peer.sync.engine import points
+from peer.sync.engine.cell import Cell, Phase
 from peer.sync.engine.codec import Wire
+from peer.sync.engine.net.messages import MOST_NAMED
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.outer import Strategy, advance
 from peer.sync.engine.round.averaging import Averager, Mean, RoundFailed, Strangers
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import MOST_NAMED, Group, Standing, Ticket
+from peer.sync.engine.round.groups import Group, Ticket
+from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.matchmaking import Matchmaker, NoGroup
-from peer.sync.engine.state import Head, State
-from peer.sync.engine.trainer.trainer import Offer
+from peer.sync.engine.round.patience import patience_seconds
+from peer.sync.engine.round.reception import Reception
+from peer.sync.engine.state import State
+from peer.sync.engine.trainer.trainer import Contribution
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode
 from swarm.end import End
@@ -28,17 +33,22 @@ from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_SHARE, _SHORTEST_PATIENCE_SECONDS = 0.25, 1.0
-"""A round that took so long already may wait for a quarter of that until a slow peer's step is done; each failure doubles it."""
 _NEWS_SECONDS, _BEHIND_SECONDS = 5.0, 3.0
 """A round shorter than a record's way through the DHT finds the others a state behind, each in turn: they are given time to follow."""
-_STRANGER_SECONDS = 5.0
-"""How long a stranger in a group may take for each word, or as long as the round is worth waiting for."""
+_STRANGER_SECONDS, _STRANGER_SHARE = 5.0, 0.25
+"""How long a stranger in a group may take for each word; or this share of what the round has taken so far, if that is longer."""
 
 
-def patience_seconds(age_seconds: float) -> float:
-    """How long a peer whose round has taken `age_seconds` so far waits for a slower one."""
-    return max(_SHORTEST_PATIENCE_SECONDS, _PATIENCE_SHARE * age_seconds)
+@dataclass(frozen=True)
+class OuterStep:
+    """What a round's mean makes of a state, the same bits at every peer."""
+
+    strategy: Strategy
+    wire: Wire
+
+    def __call__(self, parent: State, mean: Mean, members: Collection[Member], into: SharedBuffer | None = None) -> State:
+        """The state after `parent`, in the memory of `into`, which may be the parent's. Raises ValueError."""
+        return advance(parent, members, mean.encoded, mean.square_norm, self.strategy, self.wire, into)
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,7 @@ class Round:
 
 
 class Rounds:
-    """standing, heard: see Matchmaker; entered: told the phase, "group" or "average", that an attempt has come to;
-    closed: told the group that we average in."""
+    """phase: becomes GROUP and AVERAGE as an attempt comes to them; heads: told the group that we average in."""
 
     def __init__(
         self,
@@ -65,31 +74,28 @@ class Rounds:
         node: SwarmNode,
         streams: Streams,
         neighbours: Neighbours,
-        strategy: Strategy,
-        wire: Wire,
+        company: Company,
+        heads: Heads,
+        outer: OuterStep,
+        phase: Cell[Phase],
+        reception: Reception,
         *,
-        standing: Callable[[str], Standing],
-        heard: Callable[[str, Head, bool], bool],
-        entered: Callable[[str], None],
-        closed: Callable[[Group], None] = lambda group: None,
-        company: Company | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ):
-        self.company = company or Company()
-        self._end, self._node, self._neighbours, self._strategy, self.wire = end, node, neighbours, strategy, wire
-        self._entered, self._closed, self._clock = entered, closed, clock
+        self._end, self._node, self._neighbours, self.company, self._heads = end, node, neighbours, company, heads
+        self._outer, self._phase, self._clock = outer, phase, clock
         self.matchmaker = Matchmaker(
-            node.peer_id, streams, standing, heard, 2 * run.target_batch_size, leads=not node.client_mode, company=self.company,
-            rng=rng,
+            node.peer_id, streams, reception.standing, reception.heard, 2 * run.target_batch_size,
+            leads=not node.client_mode, company=company, rng=rng,
         )  # fmt: skip
-        self.averager = Averager(node.peer_id, streams, wire)
+        self.averager = Averager(node.peer_id, streams, outer.wire)
 
     async def start(self) -> None:
         await self.matchmaker.start()
         await self.averager.start()
 
-    async def attempt(self, state: State, offer: Offer, callers: Collection[str], age_seconds: float) -> Round:
+    async def attempt(self, state: State, offer: Contribution, callers: Collection[str], age_seconds: float) -> Round:
         """Average `offer` onto `state`, which is `age_seconds` old here, with all who come; callers: who just said that they are ready.
 
         Raises NoGroup, RoundFailed. Whoever it was that cost us the attempt is left out from then on.
@@ -102,7 +108,7 @@ class Rounds:
         self.company.averaged(done.group.peers - {self._node.peer_id})
         return done
 
-    async def _attempt(self, state: State, offer: Offer, callers: Collection[str], age_seconds: float) -> Round:
+    async def _attempt(self, state: State, offer: Contribution, callers: Collection[str], age_seconds: float) -> Round:
         if self._neighbours.alone():
             if offer.encoded is None:
                 raise NoGroup("nobody is left to assist")
@@ -114,20 +120,19 @@ class Rounds:
         self._neighbours.came(group.peers)
         return await self._outer_step(state, group, mean)
 
-    async def _average(self, state: State, offer: Offer, callers: Collection[str], age_seconds: float) -> tuple[Group, Mean]:
-        self._entered("group")
-        patience = patience_seconds(age_seconds) * 2 ** min(offer.failures, 5)
+    async def _average(self, state: State, offer: Contribution, callers: Collection[str], age_seconds: float) -> tuple[Group, Mean]:
+        self._phase.set(Phase.GROUP)
         group = await self.matchmaker.form(
             Ticket(state.digest, offer.member, not self._node.client_mode, tuple(self.company.all_left_out()[-MOST_NAMED:])),
             self._expected(state, callers),
             self._check_quorum,
-            patience=patience,
+            patience=patience_seconds(age_seconds, offer.failures),
             behind_seconds=_BEHIND_SECONDS if age_seconds < _NEWS_SECONDS else 0.0,
         )
         try:
             self._remember(group)
-            self._entered("average")
-            self._closed(group)
+            self._phase.set(Phase.AVERAGE)
+            self._heads.averages_in(group)
             await points.reached("group_closed", self._node.peer_id)
             mean = await (self._own(offer) if len(group.peers) == 1 else self._mean(group, offer, age_seconds))
         finally:
@@ -142,11 +147,11 @@ class Rounds:
             strangers = [peer for peer in group.late if self.company.is_stranger(peer)]
             self.company.blame(strangers, slow=strangers)
 
-    async def _mean(self, group: Group, offer: Offer, age_seconds: float) -> Mean:
+    async def _mean(self, group: Group, offer: Contribution, age_seconds: float) -> Mean:
         """Raises RoundFailed."""
         strangers = frozenset(peer for peer in group.peers if self.company.is_stranger(peer)) - {self._node.peer_id}
         try:
-            seconds = max(_STRANGER_SECONDS, _PATIENCE_SHARE * age_seconds)
+            seconds = max(_STRANGER_SECONDS, _STRANGER_SHARE * age_seconds)
             return await self.averager.average(group, offer.encoded, Strangers(strangers, seconds))
         except RoundFailed as error:
             if word := error.told:
@@ -154,7 +159,7 @@ class Rounds:
                 error.at_once = self.company.told(word.accuser, accused, hearsay=word.hearsay)
             raise
 
-    async def _own(self, offer: Offer) -> Mean:
+    async def _own(self, offer: Contribution) -> Mean:
         """What we have, as the mean of a group of one. Raises RoundFailed."""
         try:
             return await asyncio.get_running_loop().run_in_executor(None, self._as_mean, offer.encoded)
@@ -163,7 +168,7 @@ class Rounds:
 
     def _as_mean(self, encoded: Tensor) -> Mean:
         # A copy: means are kept for others after the trainer has used its contribution's memory again.
-        return Mean(self.averager.memory.take().copy_(encoded), self.wire.square_norm(encoded))
+        return Mean(self.averager.memory.take().copy_(encoded), self._outer.wire.square_norm(encoded))
 
     def _expected(self, state: State, callers: Collection[str]) -> dict[str, bool]:
         """Peers that may come, and whether each can lead: those at our state, or behind it in the records, which are a second old."""
@@ -197,14 +202,10 @@ class Rounds:
             reason = f"the group holds {group.samples} samples, {elsewhere} wait elsewhere"
             raise NoGroup(reason, group.silent | set(outside), group.culprits, group.slow, at_once=at_once)
 
-    def step(self, parent: State, mean: Mean, members: Collection[Member], into: SharedBuffer | None = None) -> State:
-        """What the round with that mean makes of `parent`, in the memory of `into`, which may be the parent's. Raises ValueError."""
-        return advance(parent, members, mean.encoded, mean.square_norm, self._strategy, self.wire, into)
-
     async def _outer_step(self, parent: State, group: Group, mean: Mean) -> Round:
         began = self._clock()
         try:
-            state = await asyncio.get_running_loop().run_in_executor(None, self.step, parent, mean, group.members)
+            state = await asyncio.get_running_loop().run_in_executor(None, self._outer, parent, mean, group.members)
         except ValueError as error:
             raise RoundFailed(str(error)) from None
         await points.reached("outer_step", self._node.peer_id)

@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from peer.sync.engine.cell import Cell, Phase
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.round import span
 from peer.sync.engine.round.averaging import Traffic
+from peer.sync.engine.round.catch_up import CatchUp
+from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.rounds import Round
 from peer.sync.engine.state import State
-from peer.sync.engine.trainer.trainer import Progress
+from peer.sync.engine.trainer.trainer import Trainer
 from swarm import advice
 from swarm.dht import SwarmNode
 from swarm.end import End
@@ -19,15 +22,15 @@ from swarm.run_config import RunConfig
 _MAX_MADDRS = 6
 
 
-def seen_as(phase: str, *, assists: bool, paused: bool) -> str:
-    """What our record calls the replica's phase; paused: by this machine's owner."""
-    if phase == "left":
+def seen_as(phase: Phase, *, assists: bool, paused: bool) -> str:
+    """What our record calls the phase; paused: by this machine's owner."""
+    if phase is Phase.LEFT:
         return LEAVING
     if assists:
         return ASSIST
-    if phase == "train":
+    if phase is Phase.TRAIN:
         return PAUSED if paused else TRAIN
-    return {"join": JOINING, "fetch": CATCHING_UP, "done": DONE}.get(phase, AVERAGING)
+    return {Phase.JOIN: JOINING, Phase.FETCH: CATCHING_UP, Phase.DONE: DONE}.get(phase, AVERAGING)
 
 
 class Status:
@@ -37,6 +40,11 @@ class Status:
         node: SwarmNode,
         neighbours: Neighbours,
         end: End,
+        state: Cell[State],
+        phase: Cell[Phase],
+        trainer: Trainer,
+        heads: Heads,
+        catch_up: CatchUp,
         *,
         assists: bool = False,
         name: str = "",
@@ -45,7 +53,10 @@ class Status:
         wall: Callable[[], float] = time.time,
     ):
         self._run, self._node, self._neighbours, self._end, self._wall = run, node, neighbours, end, wall
+        self._state, self._phase, self._trainer, self._heads, self._catch_up = state, phase, trainer, heads, catch_up
         self._assists, self._name, self._hardware, self._server_url = assists, name, hardware, server_url
+        self.note = ""
+        """What last kept this peer from going on, for people to read."""
         self._group_size = self._averaged = 0
         self._traffic = Traffic()
         """Of the last averaged round."""
@@ -65,7 +76,13 @@ class Status:
         self._averaged += 1
         return self._averaged.bit_count() == 1
 
-    def advice(self, progress: Progress) -> str:
+    @property
+    def rate(self) -> float:
+        """Samples per second that we train."""
+        return self._trainer.progress.samples_per_second
+
+    def advice(self) -> str:
+        progress = self._trainer.progress
         rate = progress.samples_per_second + sum(record.samples_per_second for record in self._neighbours.others())
         traffic = advice.Traffic(self._traffic.up, self._traffic.down)
         return advice.measured(traffic, self._traffic.seconds, rate, progress.share_lost)
@@ -74,8 +91,12 @@ class Status:
         """Live peers that train, this one included."""
         return sum(record.phase != ASSIST for record in self._neighbours.others()) + (not self._assists)
 
-    def record(self, state: State, progress: Progress, phase: str, said: str, backers: int, maddrs: tuple[str, ...] = ()) -> PeerRecord:
-        """said: what keeps this peer from going on, for people to read. backers: see the record."""
+    def _said(self) -> str:
+        waits = self._phase.value in (Phase.JOIN, Phase.FETCH)
+        return (self._catch_up.words if waits else "") or self.note or self._catch_up.trouble
+
+    def record(self, maddrs: tuple[str, ...] = ()) -> PeerRecord:
+        state, phase, progress = self._state.value, self._phase.value, self._trainer.progress
         header = state.header
         return PeerRecord(
             peer_id=self._node.peer_id,
@@ -85,14 +106,14 @@ class Status:
             samples=header.samples,
             digest=state.digest,
             parents=header.parents,
-            backers=backers,
+            backers=self._heads.backers(),
             waiting_samples=min(progress.waiting, 2 * self._run.target_batch_size),
-            samples_per_second=progress.samples_per_second if phase == "train" and not progress.waits else 0.0,
+            samples_per_second=progress.samples_per_second if phase is Phase.TRAIN and not progress.waits else 0.0,
             loss=progress.loss,
             phase=seen_as(phase, assists=self._assists, paused=progress.paused),
             name=self._name,
             hardware=self._hardware,
-            note=words(said, MAX_NOTE),
+            note=words(self._said(), MAX_NOTE),
             group_size=self._group_size,
             sent_bytes=self._traffic.up,
             received_bytes=self._traffic.down,
@@ -103,9 +124,9 @@ class Status:
             time=self._wall(),
         )
 
-    def seen(self, state: State, record: PeerRecord) -> dict[str, Any]:
+    def seen(self) -> dict[str, Any]:
         """For this peer's owner: what it does, and the figures of the swarm by the names that `peer.figures.metrics.METRICS` has."""
-        others = self._neighbours.others()
+        state, record, others = self._state.value, self.record(), self._neighbours.others()
         here = [other for other in others if other.digest == state.digest]
         return {
             "phase": record.phase,
@@ -125,7 +146,8 @@ class Status:
             "share_lost": record.share_lost,
         }
 
-    def run_record(self, state: State) -> RunRecord:
+    def run_record(self) -> RunRecord:
+        state = self._state.value
         header = state.header
         head = {"digest": state.digest, "round": header.round, "samples": header.samples, "peers": [self._node.peer_id]}
         return RunRecord(

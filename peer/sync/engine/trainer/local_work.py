@@ -28,14 +28,15 @@ class NotFinite(Exception):
 
 
 @dataclass(frozen=True)
-class Landing:
+class Anchor:
     """A state as the trainer sees it."""
 
     digest: str
     header: Header
     buffer: SharedBuffer
 
-    def anchor(self, size: int) -> Tensor:
+    def vector(self, size: int) -> Tensor:
+        """(size,) float32: what the parameters are measured from."""
         return self.buffer.floats()[:size]
 
 
@@ -49,13 +50,13 @@ class Frozen:
 
 
 class LocalWork:
-    """`params` on top of the state they last landed on.
+    """`params` on top of the state that they were last rebased onto.
 
     What a codec loses is kept where it was learned, without a vector of its own: a contribution that comes into the state takes only
     what its bytes say out of `params` (or out of the accumulated gradients), and the rest is part of the next one.
     """
 
-    def __init__(self, params: Params, state: Landing, strategy: Strategy, wire: Wire):
+    def __init__(self, params: Params, state: Anchor, strategy: Strategy, wire: Wire):
         self._params, self._strategy, self._wire = params, strategy, wire
         self._flat = Flat(params)
         self.state = state
@@ -99,7 +100,7 @@ class LocalWork:
         return self.frozen
 
     def _encode_steps(self, encoded: Tensor) -> None:
-        anchor = self.state.anchor(self._wire.size)
+        anchor = self.state.vector(self._wire.size)
         with self._flat.in_order():
             for part in self._wire.parts:
                 learned = self._flat.minus(part.start, part.of(anchor))
@@ -125,7 +126,7 @@ class LocalWork:
                 self._sums[name] = parameter.grad.float()
             parameter.grad = None
 
-    def land(self, new: Landing, own_number: int) -> list[int]:
+    def rebase(self, new: Anchor, own_number: int) -> list[int]:
         """Move `params` onto a state, whoever made it; returns the contributions (OPEN: the open samples) whose work is lost.
 
         own_number: our last contribution in that state.
@@ -158,7 +159,7 @@ class LocalWork:
     def take_done(self) -> list[int]:
         """Our contributions that came into a settled state, or into one before it; each once.
 
-        Only a settled state on which `params` stand, or stood before, says so: of another branch one may be heard before it is landed on.
+        Only a settled state on which `params` stand, or stood before, says so: of another branch one may be heard before the rebase.
         """
         lineage = {self.state.digest, *self.state.header.parents}
         settled = max((round for digest, round in self._settled if digest in lineage), default=0)
@@ -171,7 +172,7 @@ class LocalWork:
         """Go back to the state itself; returns the contributions that are lost by it."""
         lost = [self.frozen.number] if self.frozen is not None else []
         self.frozen = None
-        self._flat.write(0, self.state.anchor(self._wire.size))
+        self._flat.write(0, self.state.vector(self._wire.size))
         return lost + self._discard_open()
 
     def _discard_open(self) -> list[int]:
@@ -180,12 +181,12 @@ class LocalWork:
         self._sums = {}
         return lost
 
-    def _move(self, old: Landing, new: Landing, taken: Tensor | None = None) -> None:
+    def _move(self, old: Anchor, new: Anchor, taken: Tensor | None = None) -> None:
         """Move `params` along from one anchor to another, less what the contribution `taken` says: new + (params - (old + taken)).
 
         Part by part. Where gradients are accumulated, `params` are always those of the anchor.
         """
-        before, after = old.anchor(self._wire.size), new.anchor(self._wire.size)
+        before, after = old.vector(self._wire.size), new.vector(self._wire.size)
         if not self._strategy.steps_locally:
             return self._flat.write(0, after)
         with self._flat.in_order():

@@ -6,11 +6,11 @@ import os
 import select
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import msgpack
 
 from peer.sync.engine.state import MAX_HEADER_BYTES
+from peer.sync.engine.trainer.messages import Message, pack, unpack
 from peer.sync.engine.vectors import SharedBuffer
 
 _MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + (64 << 10)
@@ -36,9 +36,10 @@ class Port:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _MAX_MESSAGE_BYTES)
         return cls(ours), cls(theirs)
 
-    def send(self, kind: str, *buffers: SharedBuffer, seconds: float = SEND_SECONDS, **values: Any) -> None:
+    def send(self, message: Message, seconds: float = SEND_SECONDS) -> None:
         """Raises PortClosed, also when the other process takes nothing for so many seconds."""
-        data = msgpack.packb({"kind": kind, **values})
+        kind, values, buffers = pack(message)
+        data = msgpack.packb([kind, values])
         assert len(data) <= _MAX_MESSAGE_BYTES, f"{kind}: {len(data)} bytes"
         if not self._ready(select.POLLOUT, seconds):
             raise PortClosed(f"the other process has taken nothing for {seconds:.0f} s")
@@ -47,7 +48,7 @@ class Port:
         except OSError as error:
             raise PortClosed(str(error)) from None
 
-    def receive(self, seconds: float) -> tuple[str, dict[str, Any], list[SharedBuffer]] | None:
+    def receive(self, seconds: float) -> Message | None:
         """The next message, or None when none came in time. Raises PortClosed."""
         if not self._ready(select.POLLIN, seconds):
             return None
@@ -57,8 +58,8 @@ class Port:
             raise PortClosed(str(error)) from None
         if not data:
             raise PortClosed("the other process has ended")
-        values = msgpack.unpackb(data)
-        return values.pop("kind"), values, [SharedBuffer(fd=descriptor) for descriptor in descriptors]
+        kind, values = msgpack.unpackb(data)
+        return unpack(kind, values, [SharedBuffer(fd=descriptor) for descriptor in descriptors])
 
     def _ready(self, event: int, seconds: float) -> bool:
         if self.socket.fileno() < 0:

@@ -16,23 +16,22 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peer.contracts import Member, Settlement
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.bucket import Bucket
+from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.round.plausible import NUMBER_FILE
-from peer.sync.engine.state import Head, Header, State, better
+from peer.sync.engine.state import Head, State, better
+from peer.sync.engine.trainer.messages import Close, Extend, Failed, Message, Progress, Pulse, Ready, Seen, Start
 from peer.sync.engine.trainer.port import Port, PortClosed, inherited
-from peer.sync.engine.trainer.trainer import Offer, Progress
 from peer.sync.engine.transfer.disk import StateStore
-from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode, parse_maddrs
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
@@ -52,60 +51,33 @@ HOUSEKEEPING_SECONDS = 1.0
 SEEN_SECONDS = 1.0
 
 
-class TrainerPort:
-    """The replica's view of the trainer. Nothing here blocks: what a busy trainer has no room for is sent later, in order."""
+class TrainerLine:
+    """What is said to the trainer. Nothing here blocks: what a busy trainer has no room for is sent later, in order."""
 
     def __init__(self, port: Port):
-        self._port, self._last_news, self._last_seen = port, "", 0.0
-        self._queue: deque[tuple[str, tuple[SharedBuffer, ...], dict[str, Any]]] = deque()
+        self._port, self._last_seen = port, 0.0
+        self._queue: deque[Message] = deque()
 
-    def send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
-        self._queue.append((kind, buffers, values))
+    def send(self, message: Message) -> None:
+        """Raises PortClosed."""
+        self._queue.append(message)
         self.flush()
 
     def flush(self) -> None:
         """Send what there is room for. Raises PortClosed."""
         while self._queue and self._port.has_room():
-            kind, buffers, values = self._queue.popleft()
-            self._port.send(kind, *buffers, **values)
+            self._port.send(self._queue.popleft())
 
     def pulse(self) -> None:
         """A sign of life, for a trainer that listens: one that is busy finds enough of them."""
         if not self._queue:
-            self.send("pulse")
+            self.send(Pulse())
 
-    def freeze(self) -> None:
-        self.send("freeze")
-
-    def train(self) -> None:
-        self.send("train")
-
-    def landed(self, state: State) -> None:
-        self.send("landed", state.buffer, digest=state.digest, header=state.header.to_json())
-
-    def settled(self, settlements: list[Settlement]) -> None:
-        for settlement in settlements:
-            self.send("settled", settlement=_settlement_values(settlement))
-
-    def news(self, text: str) -> None:
-        if text != self._last_news:
-            self._last_news = text
-            self.send("news", text=text)
-
-    def extended(self, extension: Mapping[str, Any]) -> None:
-        self.send("extended", extension=dict(extension))
-
-    def seen(self, what: Callable[[], dict[str, Any]], now: float) -> None:
+    def seen(self, values: Callable[[], dict[str, Any]], now: float) -> None:
         """Once a second, and only as an answer: what a busy trainer does not read must not pile up."""
         if now - self._last_seen >= SEEN_SECONDS:
             self._last_seen = now
-            self.send("seen", seen=what())
-
-    def done(self) -> None:
-        self.send("done")
-
-    def failed(self, error: UserError) -> None:
-        self.send("failed", message=error.message, fix=error.fix, code=int(error.code))
+            self.send(Seen(values()))
 
 
 def main(descriptor: int) -> int:
@@ -115,16 +87,16 @@ def main(descriptor: int) -> int:
     raise_open_limit()  # every other peer may have 16 streams here, and 1,024 files are all that many systems allow at first
     port = inherited(descriptor)
     try:
-        kind, values, buffers = port.receive(START_SECONDS) or ("", {}, [])
-        if kind != "start":
+        opening = [port.receive(START_SECONDS)]
+        if not isinstance(opening[0], Start):
             return ExitCode.FAILED
-        setup_logging(debug=values["debug"], name=values["name"], log_format=values["log_format"])
-        asyncio.run(_serve(port, values, buffers))
+        setup_logging(debug=opening[0].debug, name=opening[0].name, log_format=opening[0].log_format)
+        asyncio.run(_serve(port, opening))
     except (PortClosed, asyncio.CancelledError):
         return ExitCode.OK
     except UserError as error:
         with contextlib.suppress(PortClosed):
-            TrainerPort(port).failed(error)
+            TrainerLine(port).send(Failed.of(error))
         return error.code
     except Exception as error:  # the trainer starts another one
         log.error("the swarm process ends: %s", error or repr(error), exc_info=log.isEnabledFor(logging.DEBUG))
@@ -140,47 +112,46 @@ def _tell_of(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     log.log(logging.ERROR if ours else logging.DEBUG, "%s: %r", context["message"], error, exc_info=error if ours else None)
 
 
-async def _serve(port: Port, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
+async def _serve(port: Port, opening: list[Start]) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     # hivemind leaves tasks behind when p2pd or a stream goes away; what matters of that, the watchdog and PeerLost tell.
     loop.set_exception_handler(_tell_of)
     with _ends_this_task_with_its_trainer(port):
-        node = await _join(values)
+        node = await _join(opening[0])
+    gc.collect()
+    gc.freeze()  # else our many modules are looked through every minute or so, and nobody is answered meanwhile
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     try:
-        await take_part(port, values, buffers, node, stop, Path(values["folder"]))
+        await take_part(port, opening, node, stop, Path(opening[0].folder))
     finally:
         await node.close()
 
 
 async def take_part(
     port: Port,
-    values: dict[str, Any],
-    buffers: list[SharedBuffer],
+    opening: list[Start],
     node: SwarmNode,
     stop: asyncio.Event,
     folder: Path,
     wall: Callable[[], float] = time.time,
     rng: random.Random | None = None,
 ) -> None:
-    """The sidecar's life on a node, until `stop` or the run's end; values: what the trainer opened with. Raises UserError, PortClosed.
+    """The sidecar's life on a node, until `stop` or the run's end. Raises UserError, PortClosed.
 
-    buffers: the state to begin with, which is taken out: nobody else may hold its memory for as long as the process lives.
+    opening: what the trainer began with; it is taken out, since nobody else may hold that state's memory for as long as the process lives.
     """
-    trainer = TrainerPort(port)
-    replica = _replica(trainer, values, buffers.pop(), node, folder, wall, rng)
-    trainer.send("ready", peer_id=node.peer_id, maddrs=await node.maddrs())
+    line = TrainerLine(port)
+    replica = _replica(line, opening.pop(), node, folder, wall, rng)
+    line.send(Ready(node.peer_id, list(await node.maddrs())))
     await replica.start()
-    gc.collect()
-    gc.freeze()  # else its many modules are looked through every minute or so, and nobody is answered meanwhile
     # A stranger's record ends nobody that has taken part already.
-    if replica.neighbours.of_other_tensors() and not replica.state.header.round:
+    if replica.neighbours.of_other_tensors() and not replica.state.value.header.round:
         raise UserError(
             "The peers of this run train other tensors than this peer (names, shapes or dtypes differ).",
             fix="Use the same versions of diffusers and transformers, and the run's model and method.",
         )
-    await _until_stopped(replica, trainer, port, stop, folder)
+    await _until_stopped(replica, line, port, stop, folder)
 
 
 @contextlib.contextmanager
@@ -194,22 +165,24 @@ def _ends_this_task_with_its_trainer(port: Port) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-async def _join(values: dict[str, Any]) -> SwarmNode:
+async def _join(start: Start) -> SwarmNode:
     """Join by the addresses given, and by those of the peers met before: whoever founded the run has no others."""
-    remembered = [maddr for maddrs in _remembered(Path(values["folder"])) for maddr in maddrs]
-    options = {name: values[name] for name in ("host_maddrs", "announce_maddrs", "client_mode")}
-    options["identity_path"] = Path(values["identity_path"])
-    newcomer = values["peers"] and not values["has_landed"]
+    remembered = [maddr for maddrs in _remembered(Path(start.folder)) for maddr in maddrs]
+    options = {
+        "host_maddrs": start.host_maddrs, "announce_maddrs": start.announce_maddrs, "client_mode": start.client_mode,
+        "identity_path": Path(start.identity_path),
+    }  # fmt: skip
+    newcomer = start.peers and not start.has_joined
     try:
         return await SwarmNode.join(
-            initial_peers=[*values["peers"], *remembered], deadline_seconds=JOIN_SECONDS if newcomer else REJOIN_SECONDS, **options
+            initial_peers=[*start.peers, *remembered], deadline_seconds=JOIN_SECONDS if newcomer else REJOIN_SECONDS, **options
         )
     except UserError as error:
-        if newcomer or not (values["peers"] or remembered) or error.code != ExitCode.NETWORK:
+        if newcomer or not (start.peers or remembered) or error.code != ExitCode.NETWORK:
             raise
         log.info("none of the peers met before answers; waiting for others to come")
         node = await SwarmNode.join(initial_peers=[], **options)
-        node.keep_meeting([*values["peers"], *remembered])
+        node.keep_meeting([*start.peers, *remembered])
         return node
 
 
@@ -230,46 +203,38 @@ def _remember(folder: Path, addresses: Collection[tuple[str, ...]]) -> None:
 
 
 def _replica(
-    trainer: TrainerPort,
-    values: dict[str, Any],
-    buffer: SharedBuffer,
-    node: SwarmNode,
-    folder: Path,
-    wall: Callable[[], float],
-    rng: random.Random | None,
+    line: TrainerLine, start: Start, node: SwarmNode, folder: Path, wall: Callable[[], float], rng: random.Random | None
 ) -> Replica:
-    run = RunConfig.from_mapping(values["run"], where="the trainer")
-    state = State(Header.from_json(values["header"]), buffer)
-    loop = asyncio.get_running_loop()
+    run = RunConfig.from_mapping(start.run, where="the trainer")
+    state = State(read_header(start.header), start.state)
     store = StateStore(folder / "state")
-    stored = store.load(state.header.run, state.header.schema, buffer.num_bytes, run.target_batch_size)
+    stored = store.load(state.header.run, state.header.schema, start.state.num_bytes, run.target_batch_size)
     if stored is not None and better(Head.of(stored), Head.of(state)):
         log.info("going on from round=%d state=%s on disk", stored.header.round, stored.digest[:8])
         state = stored
-    known = values["last_known"]
-    replica = Replica(
+    known = start.last_known
+    return Replica(
         run=run,
         state=state,
-        wire=Wire(run.wire, *values["sizes"]),
-        strategy=load_strategy(values["strategy"], run),
+        wire=Wire(run.wire, *start.sizes),
+        strategy=load_strategy(start.strategy, run),
         node=node,
         store=store,
         rounds_path=folder / "rounds.jsonl",
-        trainer=trainer,
-        server_url=values["server_url"],
-        name=values["peer_name"],
-        hardware=values["hardware"],
+        line=line,
+        server_url=start.server_url,
+        name=start.peer_name,
+        hardware=start.hardware,
         last_known=Head(known["digest"], known["samples"]) if known else None,
-        last_holders=tuple(values["last_holders"]),
-        min_peers=values["min_peers"],
+        last_holders=tuple(start.last_holders),
+        min_peers=start.min_peers,
         last_number=_last_number(folder),
-        end=End(run, values["host_key"], values["extension"]),
-        upload=Bucket(values["max_upload_mbit"]) if values["max_upload_mbit"] else None,
-        clock=loop.time,
+        end=End(run, start.host_key, start.extension),
+        upload=Bucket(start.max_upload_mbit) if start.max_upload_mbit else None,
+        clock=asyncio.get_running_loop().time,
         wall=wall,
         rng=rng,
     )
-    return replica
 
 
 def _last_number(folder: Path) -> int | None:
@@ -280,16 +245,16 @@ def _last_number(folder: Path) -> int | None:
         return None
 
 
-async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, stop: asyncio.Event, folder: Path) -> None:
+async def _until_stopped(replica: Replica, line: TrainerLine, port: Port, stop: asyncio.Event, folder: Path) -> None:
     loop = asyncio.get_running_loop()
 
     def on_message() -> None:
         try:
-            trainer.flush()
+            line.flush()
             while (message := port.receive(0)) is not None:
-                _handle(replica, stop, *message)
-                if message[0] == "progress":
-                    trainer.seen(replica.seen, loop.time())
+                _hear(replica, stop, message)
+                if isinstance(message, Progress):
+                    line.seen(replica.seen, loop.time())
         except PortClosed:
             port.unwatch()
             stop.set()
@@ -297,41 +262,28 @@ async def _until_stopped(replica: Replica, trainer: TrainerPort, port: Port, sto
     async def housekeeping() -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            trainer.flush()
-            trainer.pulse()
+            line.flush()
+            line.pulse()
             _remember(folder, replica.book.addresses.values())
 
     port.watch(on_message)
     try:
         await replica.live_until(stop.wait(), housekeeping())
-        trainer.flush()
+        line.flush()
     finally:
         port.unwatch()
         _remember(folder, replica.book.addresses.values())
 
 
-def _handle(replica: Replica, stop: asyncio.Event, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
-    if kind == "progress":
-        landed = values.pop("landed")
-        replica.progressed(Progress(**values), landed)
-    elif kind == "offer":
-        member = Member(replica.node.peer_id, values["number"], values["samples"])
-        replica.offered(Offer(member, buffers[0].bytes(), values["parent"]))
-    elif kind == "nothing":
-        replica.nothing_to_freeze()
-    elif kind == "extend":
-        replica.extend(values["extension"])
-    elif kind == "leave":
-        replica.leaving = True
-        replica.wake()
-    elif kind == "close":
-        replica.failed(values["reason"])
-        stop.set()
-
-
-def _settlement_values(s: Settlement) -> dict[str, Any]:
-    members = [[m.peer, m.number, m.samples] for m in s.members]
-    return {"digest": s.digest, "parent": s.parent, "round": s.round, "samples": s.samples, "members": members}
+def _hear(replica: Replica, stop: asyncio.Event, message: Message) -> None:
+    match message:
+        case Extend(extension):
+            replica.extend(extension)
+        case Close(reason):
+            replica.failed(reason)
+            stop.set()
+        case _:
+            replica.trainer.hear(message)
 
 
 if __name__ == "__main__":

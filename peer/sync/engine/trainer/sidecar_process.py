@@ -14,15 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from peer.sync.engine.trainer.messages import Close, Message, Pulse, Rebase, Start
 from peer.sync.engine.trainer.port import Port, PortClosed
-from peer.sync.engine.vectors import SharedBuffer
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
-
-Message = tuple[str, dict[str, Any], list[SharedBuffer]]
 
 CLOSE_SECONDS, CLOSE_AT_MOST_SECONDS = 12.0, 300.0
 """Without a sign of life for so long a sidecar that was told to leave is killed; and after so long in any case."""
@@ -56,16 +54,17 @@ class Processes:
 
 
 class SidecarProcess:
-    """opening: the state's memory and the words by which a new sidecar begins; handle: takes what one says, also its last words."""
+    """opening: what a new sidecar begins with; handle: takes what one says, also its last words."""
 
     def __init__(
         self,
-        opening: Callable[[], tuple[SharedBuffer, dict[str, Any]]],
-        handle: Callable[..., None],
+        opening: Callable[[], Start],
+        handle: Callable[[Message], None],
         processes: Processes | None = None,
     ):
         self._opening, self._handle, self._processes = opening, handle, processes or Processes(_spawn, _kill)
         self._restarts: list[float] = []
+        self._closing = False
         self._process: Child | None = None
         self._port: Port | None = None
         self._start()
@@ -79,11 +78,16 @@ class SidecarProcess:
         """For good: closed, or died too often."""
         return self._process is None
 
+    @property
+    def closing(self) -> bool:
+        """Whether it was told to end, and is heard out."""
+        return self._closing
+
     # ---------------------------------------------------------------- talking to it
 
-    def send(self, kind: str, *buffers: SharedBuffer, **values: Any) -> None:
+    def send(self, message: Message) -> None:
         """Raises PortClosed."""
-        self._port.send(kind, *buffers, **values)
+        self._port.send(message)
 
     def has_room(self) -> bool:
         """Whether it takes what we say; one that does not is busy or hangs. Raises PortClosed."""
@@ -99,8 +103,8 @@ class SidecarProcess:
         """All but its pulse, which says nothing but that it lives."""
         while (message := self._port.receive(seconds)) is not None:
             seconds, self._heard = 0, True
-            self._has_started |= message[0] in ("pulse", "landed")
-            if message[0] != "pulse":
+            self._has_started |= isinstance(message, Pulse | Rebase)
+            if not isinstance(message, Pulse):
                 yield message
 
     def _listen_for_life(self) -> None:
@@ -119,9 +123,8 @@ class SidecarProcess:
         self._has_started = self._heard = False
         self._silence, self._listened = 0.0, self._processes.clock()
         self._process, self._port = self._processes.spawn()
-        buffer, words = self._opening()
         with contextlib.suppress(PortClosed):  # whoever listens next finds it dead, and starts another
-            self._port.send("start", buffer, **words)
+            self._port.send(self._opening())
 
     def restart(self) -> None:
         """A new one in place of one that died or hangs, which is heard to the end first. Raises UserError when too many have died."""
@@ -146,8 +149,9 @@ class SidecarProcess:
         """End it, hearing what it still has to say; kill it when it does not end by itself. reason: what failed, for the others to read."""
         if self.ended:
             return
+        self._closing = True
         with contextlib.suppress(PortClosed):  # one that has ended still has its last words in the port
-            self._port.send("close", reason=reason)
+            self._port.send(Close(reason))
         patience = CLOSE_SECONDS
         try:
             self._listen_to_its_end()
@@ -169,7 +173,7 @@ class SidecarProcess:
         while (now := self._processes.clock()) - heard < CLOSE_SECONDS and now - began < CLOSE_AT_MOST_SECONDS:
             self._heard = False
             for message in self._said(0.2):
-                self._handle(*message)
+                self._handle(message)
             heard = now if self._heard else heard
             if now - began > CLOSE_SECONDS and not told:
                 told = True
@@ -179,7 +183,7 @@ class SidecarProcess:
         """What it still had to say before it ended, its reason first of all."""
         with contextlib.suppress(PortClosed):
             for message in self._said(0):
-                self._handle(*message)
+                self._handle(message)
 
     def _end(self) -> None:
         self._processes.kill(self._process)

@@ -1,35 +1,28 @@
-"""What the replica and the training process tell each other."""
+"""The training process as the replica knows it: what it last said, what it has frozen, and which state it was told of.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+One end of the conversation whose words are in `messages.py`; the other is `SwarmSync`. Nothing here blocks, and nothing decides when a
+round is due: that is the replica's matter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from peer.contracts import Member, Settlement
+from peer.sync.engine.cell import Bell, Cell
+from peer.sync.engine.outer import Strategy
 from peer.sync.engine.state import State
-from swarm.errors import UserError
+from peer.sync.engine.trainer.local_work import follows
+from peer.sync.engine.trainer.messages import Final, Freeze, Leave, Message, News, Nothing, Offer, Progress, Rebase, Sends, Train
 
-_STUCK_SECONDS = 5.0
-"""A trainer that said nothing for so long beyond two of its steps does something else than steps."""
-
-
-class Trainer(Protocol):
-    """What the replica tells the training process; nothing here blocks."""
-
-    def freeze(self) -> None: ...
-    def train(self) -> None: ...
-    def landed(self, state: State) -> None: ...
-    def settled(self, settlements: list[Settlement]) -> None: ...
-    def news(self, text: str) -> None: ...
-    def extended(self, extension: Mapping[str, Any]) -> None: ...
-    def done(self) -> None: ...
-    def failed(self, error: UserError) -> None: ...
+POSTPONED_SECONDS = 30.0
+"""A contribution that came late for its round waits for the next one that is full or called, but no longer than this."""
 
 
 @dataclass
-class Offer:
-    """A frozen contribution: its bytes never change, whatever becomes of the attempts to average it."""
+class Contribution:
+    """What the trainer froze: its bytes never change, whatever becomes of the attempts to average it."""
 
     member: Member
     encoded: Tensor | None
@@ -37,26 +30,153 @@ class Offer:
     parent: str
     """The state that the trainer stood on when it offered this."""
     failures: int = 0
-    next_attempt: float = 0.0
+    next_attempt: float | None = None
+    """None: nobody has decided yet whether it is averaged now."""
 
 
-@dataclass
-class Progress:
-    """What the trainer last said of itself."""
+class Trainer:
+    """line: takes the messages to it. issued: the number of the last contribution that it ever made; None where that is not known."""
 
-    waiting: int = 0
-    samples_per_second: float = 0.0
-    step_seconds: float = 0.0
-    share_lost: float = 0.0
-    """Of its time, what it spent on rounds: waiting, freezing, landing."""
-    loss: float | None = None
-    waits: bool = False
-    """For the swarm, instead of training at that speed."""
-    paused: bool = False
-    """By its owner."""
+    def __init__(
+        self,
+        line: Sends,
+        state: Cell[State],
+        strategy: Strategy,
+        peer_id: str,
+        bell: Bell,
+        clock: Callable[[], float],
+        issued: int | None = None,
+    ):
+        self._line, self._state, self._strategy, self._peer_id, self._bell, self._clock = line, state, strategy, peer_id, bell, clock
+        self.progress, self.contribution, self.issued = Progress(), None, issued
+        self.leaving = False
+        self._asked, self._told, self._last_news = False, "", ""
+        self._heard = clock()
 
-    def brings_samples(self, age_seconds: float) -> bool:
-        """Whether samples are to be expected of a trainer that said this so long ago."""
-        if age_seconds >= 2 * self.step_seconds + _STUCK_SECONDS:
-            return False
-        return self.waiting > 0 or (self.samples_per_second > 0 and not self.waits)
+    # ---------------------------------------------------------------- what it says
+
+    def hear(self, message: Progress | Offer | Nothing | Leave) -> None:
+        match message:
+            case Progress():
+                self.progressed(message)
+            case Offer(number, samples, parent, encoded):
+                self.offered(Contribution(Member(self._peer_id, number, samples), encoded.bytes(), parent))
+            case Nothing():
+                self.has_nothing()
+            case Leave():
+                self.leaving = True
+                self._bell.ring()
+
+    def progressed(self, progress: Progress) -> None:
+        """Before it stands on our state, what it says is waiting may be in that state already."""
+        if progress.stands_on != self._state.value.digest:
+            progress = replace(progress, waiting=self.progress.waiting)
+        self.progress, self._heard = progress, self._clock()
+        self._bell.ring()
+
+    def offered(self, contribution: Contribution) -> None:
+        """It froze this, or says after a rebase that it still has it."""
+        self._asked = False
+        if not self._counts(contribution):
+            return  # it hears of our state soon, and finds the same
+        known = self.contribution
+        if known is not None and known.member == contribution.member:
+            known.parent = contribution.parent
+            if not known.failures:
+                known.next_attempt = None
+        else:
+            self.contribution = contribution
+        self.issued = max(contribution.member.number, self.issued or 0)
+        self._bell.ring()
+
+    def has_nothing(self) -> None:
+        self._asked = False
+        if self.contribution is None:
+            self.progress = replace(self.progress, waiting=0)
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since it last said how far it is."""
+        return self._clock() - self._heard
+
+    @property
+    def goes(self) -> bool:
+        """Whether it makes no more samples for now: what it has is averaged, however little it is."""
+        return self.leaving or self.progress.paused
+
+    def stands_on(self, state: State) -> bool:
+        return self.progress.stands_on == state.digest
+
+    def _counts(self, contribution: Contribution) -> bool:
+        """Whether it is not in our state, and was made on that or on one shortly before."""
+        state = self._state.value
+        included = state.header.included.get(self._peer_id, 0) >= contribution.member.number
+        return not included and follows(state.digest, state.header, contribution.parent, self._strategy)
+
+    # ---------------------------------------------------------------- what it is told
+
+    @property
+    def may_freeze(self) -> bool:
+        """Whether it may be asked for what it has: where it stands on our state, and was not asked yet.
+
+        Asked before a rebase it would point to what it has frozen already, the rebase would count that, and neither would come (seed 108 of
+        5 peers: it waited to be asked, we for its answer, for ever).
+        """
+        return not self._asked and self.progress.waiting > 0 and self.stands_on(self._state.value)
+
+    def freeze(self) -> None:
+        """Ask for what it has, once: it answers by an offer, or that it has nothing."""
+        if self.may_freeze:
+            self._asked = True
+            self._line.send(Freeze())
+
+    def postpone(self, contribution: Contribution) -> None:
+        """Not now: it trains on meanwhile."""
+        contribution.next_attempt = self._clock() + POSTPONED_SECONDS
+        self.train()
+
+    def train(self) -> None:
+        self._line.send(Train())
+
+    def moved(self) -> None:
+        """Our state was replaced: what is in the new one waits no longer, and what was not made on its lineage is lost."""
+        held, waiting = self.contribution, self.progress.waiting
+        if held is not None:
+            if self._state.value.header.included.get(self._peer_id, 0) >= held.member.number:
+                waiting = max(waiting - held.member.samples, 0)
+            if self._counts(held):
+                held.failures, held.next_attempt = 0, self._clock() + POSTPONED_SECONDS
+            else:
+                self.contribution = None
+        # Its last word was that it waits. It trains on as soon as it is rebased, and the record that says so is published now.
+        self.progress = replace(self.progress, waiting=waiting, waits=self.goes)
+        self._asked = False
+
+    def was_told_of(self, state: State) -> bool:
+        return self._told == state.digest
+
+    @property
+    def may_rebase(self) -> bool:
+        """Whether it is to be told of our state. One at a time: a trainer that is busy or stopped hears of the last one only, and no memory
+        waits in its queue."""
+        return self._told != self._state.value.digest and (not self._told or self.progress.stands_on == self._told)
+
+    def rebase(self) -> None:
+        """Tell it of our state, once."""
+        state = self._state.value
+        if self.may_rebase:
+            self._told = state.digest
+            self._line.send(Rebase(state.digest, state.header.to_json(), state.buffer))
+
+    def final(self, settlements: list[Settlement]) -> None:
+        for settlement in settlements:
+            self._line.send(Final.of(settlement))
+
+    def news(self, text: str) -> None:
+        """For its log; the same words once."""
+        if text != self._last_news:
+            self._last_news = text
+            self._line.send(News(text))
+
+    def send(self, message: Message) -> None:
+        self._line.send(message)

@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 from typing import BinaryIO
 
-from peer.sync.engine.state import BadState, Header, State
+from peer.sync.engine.net.messages import read_header
+from peer.sync.engine.state import BadState, State
 from peer.sync.engine.transfer.discarded import Discarded
 from peer.sync.engine.vectors import SharedBuffer
 from swarm import files
@@ -104,7 +105,7 @@ def read_state(path: Path, num_bytes: int) -> State:
     with path.open("rb") as file:
         try:
             first = json.loads(file.readline(_MAX_HEADER_BYTES))
-            promised, header = first["digest"], Header.from_json(first["header"])
+            promised, header = first["digest"], read_header(first["header"])
         except (ValueError, KeyError, TypeError) as error:
             raise BadState(f"its first line is damaged ({error})") from None
         if files.left(file) != num_bytes:

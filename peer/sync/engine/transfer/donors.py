@@ -6,13 +6,15 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Container
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from blake3 import blake3
 
 from peer.sync.engine import points
+from peer.sync.engine.net import messages
+from peer.sync.engine.net.messages import Chunk, Fetch, MeanOffer, Nothing, StateOffer
 from peer.sync.engine.net.streams import Channel, PeerLost, Streams
-from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State
+from peer.sync.engine.state import CHUNK_BYTES, Head, State
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.transfer.download import ANSWER_SECONDS, CHUNKS, PIECE_BYTES, Manifest
 from peer.sync.engine.transfer.replay import MeanStore
@@ -96,10 +98,10 @@ class Donor:
             held.close()
         self._held.clear()
 
-    def _find(self, digest: object) -> "_Held":
+    def _find(self, digest: str) -> "_Held":
         """The state of that name. Raises PeerLost when we cannot give it."""
         current = self._current()
-        if isinstance(digest, str) and digest not in self._held:
+        if digest not in self._held:
             if digest == current.digest:
                 self._held[digest] = _Held(Manifest(current.header, current.chunk_hashes), current)
             elif digest in self._retired:
@@ -108,7 +110,7 @@ class Donor:
                 held.move_to(self._store.open(digest))
                 if held.readable:
                     self._held[digest] = held
-        if not isinstance(digest, str) or digest not in self._held:
+        if digest not in self._held:
             raise PeerLost("that state is not here any more")
         held = self._held[digest]
         held.until = self._clock() + KEEP_SECONDS
@@ -116,13 +118,13 @@ class Donor:
         return held
 
     async def _serve(self, channel: Channel) -> None:
-        request, _ = await channel.receive(seconds=ANSWER_SECONDS)
-        if request.get("mean"):
-            await self._means.written(request.get("digest"))
-            with contextlib.closing(_held_mean(self._means, request.get("digest"))) as held:
+        wanted, _ = await channel.receive(Fetch, seconds=ANSWER_SECONDS)
+        if wanted.mean:
+            await self._means.written(wanted.digest)
+            with contextlib.closing(_held_mean(self._means, wanted.digest)) as held:
                 await self._give(channel, held)
         else:
-            held = self._find(request.get("digest"))
+            held = self._find(wanted.digest)
             held.downloads += 1
             try:
                 await self._give(channel, held)
@@ -130,7 +132,7 @@ class Donor:
                 held.downloads -= 1
 
     async def _give(self, channel: Channel, held: "_Held") -> None:
-        await channel.send(held.answer, held.proof, seconds=PIECE_SECONDS)
+        await channel.send(held.offer, held.proof, seconds=PIECE_SECONDS)
         index = await self._wanted(channel, held, ANSWER_SECONDS)
         if index is None:
             return
@@ -150,13 +152,10 @@ class Donor:
 
     async def _wanted(self, channel: Channel, held: "_Held", seconds: float) -> int | None:
         """The next chunk that the other end asks for; None when it has all that it wants."""
-        request, _ = await channel.receive(seconds=seconds)
-        index = request.get("chunk")
-        if index is None:
-            return None
-        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(held.hashes):
-            raise PeerLost(f"there is no chunk {str(index)[:20]}")
-        return index
+        wanted, _ = await channel.receive(Chunk, seconds=seconds)
+        if wanted.chunk is not None and wanted.chunk >= len(held.hashes):
+            raise PeerLost(f"there is no chunk {wanted.chunk}")
+        return wanted.chunk
 
     async def _send(self, slot: Slot, chunk: memoryview) -> None:
         """One request at a time is answered, in pieces; the next ones wait at the other end of the stream."""
@@ -164,7 +163,7 @@ class Donor:
             piece = chunk[offset : offset + PIECE_BYTES]
             slot.credit.wait()
             began = self._clock()
-            await slot.channel.send({}, piece, seconds=PIECE_SECONDS)
+            await slot.channel.send(Nothing(), piece, seconds=PIECE_SECONDS)
             seconds = self._clock() - began
             slot.check()
             slot.credit.moved(len(piece))
@@ -174,14 +173,14 @@ class Donor:
                 await self._sleep(min(pause, _LONGEST_PAUSE_SECONDS))
 
     async def _serve_head(self, channel: Channel) -> None:
-        await channel.send(Head.of(self._current()).to_json(), seconds=ANSWER_SECONDS)
+        await channel.send(vars(Head.of(self._current())), seconds=ANSWER_SECONDS)
 
 
 class _Held:
     """What somebody fetches. A state is in memory while it is current, and until it is on disk; then in its file, also a deleted one."""
 
     def __init__(self, manifest: Manifest, state: State | None):
-        self.answer: dict[str, Any] = {"header": manifest.header.to_json()}
+        self.offer = StateOffer(header=manifest.header)
         self.hashes, self.proof = manifest.chunk_hashes, b"".join(manifest.chunk_hashes)
         self.state, self.downloads, self.until = state, 0, 0.0
         self._file: BinaryIO | None = None
@@ -218,13 +217,13 @@ class _Held:
             self._file = None
 
 
-def _held_mean(means: MeanStore, digest: object) -> _Held:
+def _held_mean(means: MeanStore, digest: str) -> _Held:
     """The mean that made the state named `digest`. Raises PeerLost."""
-    kept = means.open(digest) if isinstance(digest, str) else None
+    kept = means.open(digest)
     if kept is None:
         raise PeerLost("the mean of that round is not here")
     held = _Held(kept.manifest, None)
-    held.answer |= {"square_norm": kept.square_norm, "num_bytes": kept.num_bytes}
+    held.offer = MeanOffer(header=kept.manifest.header, square_norm=kept.square_norm, num_bytes=kept.num_bytes)
     held.hashes, held.proof = kept.hashes, held.proof + b"".join(kept.hashes)
     held.move_to((kept.file, kept.offset))
     return held
@@ -235,7 +234,7 @@ async def ask_head(streams: Streams, peer: str) -> Head | None:
     try:
         channel = await streams.open(peer, HEAD)
         with contextlib.closing(channel):
-            answer, _ = await channel.receive(seconds=ANSWER_SECONDS)
-            return Head.from_json(answer)
-    except (PeerLost, BadState):
+            head, _ = await channel.receive(messages.HEAD, seconds=ANSWER_SECONDS)
+            return head
+    except PeerLost:
         return None

@@ -18,8 +18,9 @@ from blake3 import blake3
 from torch import Tensor
 
 from peer.sync.engine import points
+from peer.sync.engine.net.messages import Chunk, Fetch, Nothing, StateOffer
 from peer.sync.engine.net.streams import Channel, Malformed, PeerLost, Streams
-from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Header, state_digest
+from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, Header, state_digest
 from peer.sync.engine.transfer.pace import SLOWEST_BYTES_PER_SECOND, Credit, Slow
 from swarm.tasks import end_tasks
 
@@ -55,12 +56,8 @@ class Manifest:
     chunk_hashes: tuple[bytes, ...]
 
     @classmethod
-    def proven(cls, digest: str, answer: dict[str, Any], hashes: bytes) -> "Manifest":
+    def proven(cls, digest: str, header: Header, hashes: bytes) -> "Manifest":
         """Raises Lied when they are not those of the state named `digest`."""
-        try:
-            header = Header.from_json(answer.get("header"))
-        except BadState as error:
-            raise Lied(f"no header: {error}") from None
         manifest = cls(header, split_hashes(hashes))
         if state_digest(header, manifest.chunk_hashes) != digest:
             raise Lied("another state than it was asked for")
@@ -70,10 +67,12 @@ class Manifest:
 class Content(Protocol):
     """What is to be fetched."""
 
-    request: dict[str, Any]
+    request: Fetch
+    offer: type[StateOffer]
+    """What answers the request."""
 
-    def prove(self, answer: dict[str, Any], payload: bytes) -> tuple[bytes, ...]:
-        """A holder's answer to `request` -> the hashes of the chunks. Raises Lied, or BadState when nobody's can be of use."""
+    def prove(self, offer: Any, payload: bytes) -> tuple[bytes, ...]:
+        """A holder's `offer` -> the hashes of the chunks. Raises Lied, or BadState when nobody's can be of use."""
         ...
 
     def target(self) -> Tensor:
@@ -165,13 +164,13 @@ class Download:
         pace, asked = _Pace(self._clock), collections.deque()
         try:
             await channel.send(self.content.request, seconds=ANSWER_SECONDS)
-            await self._accept(*await channel.receive(max_payload=_MAX_HASH_BYTES, seconds=ANSWER_SECONDS))
+            await self._accept(*await channel.receive(self.content.offer, max_payload=_MAX_HASH_BYTES, seconds=ANSWER_SECONDS))
             while not self.complete:
                 while len(asked) < pace.ahead and (index := self._next(holder, pace)) is not None:
                     if not asked:
                         pace.begin()
                     asked.append(index)
-                    await channel.send({"chunk": index}, seconds=ANSWER_SECONDS)
+                    await channel.send(Chunk(chunk=index), seconds=ANSWER_SECONDS)
                 if not asked:  # all that is left is on its way from others
                     await asyncio.sleep(_TICK_SECONDS)
                     continue
@@ -180,7 +179,7 @@ class Download:
                 if 2 * len(self.done) >= len(self.hashes):
                     await points.reached("fetch_half_way", streams.peer_id)
             with contextlib.suppress(PeerLost):
-                await channel.send({}, seconds=1)
+                await channel.send(Chunk(), seconds=1)
         except Lied as error:
             raise Lied(f"{holder[-6:]} sent {error}") from None
         except Malformed as error:
@@ -190,8 +189,8 @@ class Download:
             for index in asked:
                 self._not_from(holder, index)
 
-    async def _accept(self, answer: dict[str, Any], payload: bytes) -> None:
-        hashes = self.content.prove(answer, payload)
+    async def _accept(self, offer: StateOffer, payload: bytes) -> None:
+        hashes = self.content.prove(offer, payload)
         if self.hashes is not None:
             return
         self._target = self.content.target()
@@ -236,7 +235,7 @@ class Download:
         while offset < len(chunk):
             length = min(PIECE_BYTES, len(chunk) - offset)
             try:
-                _, count = await channel.receive_into(memoryview(chunk)[offset : offset + length], seconds=pace.piece_seconds)
+                _, count = await channel.receive_into(Nothing, memoryview(chunk)[offset : offset + length], seconds=pace.piece_seconds)
             except PeerLost as error:
                 raise (Slow(f"{channel.peer[-6:]} gives too little: {error}") if pace.credit.seconds <= 0 else error) from None
             if count != length:
@@ -315,8 +314,9 @@ async def ask_manifest(streams: Streams, holders: Collection[str], digest: str) 
 async def _ask_manifest(streams: Streams, holder: str, digest: str) -> Manifest:
     channel = await streams.open(holder, CHUNKS)
     with contextlib.closing(channel):
-        await channel.send({"digest": digest}, seconds=ANSWER_SECONDS)
-        return Manifest.proven(digest, *await channel.receive(max_payload=_MAX_HASH_BYTES, seconds=ANSWER_SECONDS))
+        await channel.send(Fetch(digest=digest), seconds=ANSWER_SECONDS)
+        offer, hashes = await channel.receive(StateOffer, max_payload=_MAX_HASH_BYTES, seconds=ANSWER_SECONDS)
+        return Manifest.proven(digest, offer.header, hashes)
 
 
 def split_hashes(data: bytes) -> tuple[bytes, ...]:

@@ -7,17 +7,16 @@ import asyncio
 import collections
 import contextlib
 import json
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peer.sync.engine.net.messages import KIND_OF_STATE, read
 from peer.sync.engine.net.streams import Channel, PeerLost, Streams
 
 KIND = "distributed-diffusion.kind.1"
 _ANSWER_SECONDS = 10.0
-_LARGEST = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -36,20 +35,13 @@ class Kind:
 
     @classmethod
     def from_json(cls, values: Any) -> "Kind":
-        """Raises ValueError."""
-        try:
-            schema, sizes = values["schema"], tuple(values["sizes"])
-        except (KeyError, TypeError):
-            raise ValueError("no kind of state") from None
-        right = all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < _LARGEST for size in sizes)
-        if not isinstance(schema, str) or not right or not 0 < sum(sizes) < _LARGEST or len(sizes) != 2:
-            raise ValueError("no kind of state")
-        return cls(schema, sizes)
+        """Raises BadMessage."""
+        return cls(**read(KIND_OF_STATE, values))
 
     def write(self, path: Path) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.to_json()))
-        os.replace(temporary, path)
+        temporary.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> "Kind | None":
@@ -69,9 +61,9 @@ async def ask_kind(streams: Streams, peers: Collection[str]) -> Kind | None:
     """What most of `peers` say; None when none of them says anything."""
 
     async def ask(peer: str) -> Kind | None:
-        with contextlib.suppress(PeerLost, ValueError), contextlib.closing(await streams.open(peer, KIND)) as channel:
-            answer, _ = await channel.receive(seconds=_ANSWER_SECONDS)
-            return Kind.from_json(answer)
+        with contextlib.suppress(PeerLost), contextlib.closing(await streams.open(peer, KIND)) as channel:
+            answer, _ = await channel.receive(KIND_OF_STATE, seconds=_ANSWER_SECONDS)
+            return Kind(**answer)
         return None
 
     votes = collections.Counter(kind for kind in await asyncio.gather(*map(ask, peers)) if kind is not None)

@@ -8,22 +8,22 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from peer.contracts import Member
+from peer.sync.engine.net.messages import Fetch, MeanOffer, read_header
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.round.averaging import Mean
-from peer.sync.engine.state import ANCESTORS_KEPT, CHUNK_BYTES, HASH_BYTES, BadState, Header, State, hash_chunks, mean_digest
+from peer.sync.engine.state import ANCESTORS_KEPT, CHUNK_BYTES, HASH_BYTES, BadState, State, hash_chunks, mean_digest
 from peer.sync.engine.transfer.download import ANSWER_SECONDS, Download, Lied, Manifest, split_hashes
 from peer.sync.engine.vectors import SharedBuffer
 from swarm import files
@@ -114,7 +114,7 @@ class MeanStore:
         try:
             first = json.loads(file.readline(_MAX_FIRST_LINE_BYTES))
             state_hashes, hashes = (split_hashes(bytes.fromhex(first[name])) for name in ("state_hashes", "mean_hashes"))
-            manifest = Manifest(Header.from_json(first["header"]), state_hashes)
+            manifest = Manifest(read_header(first["header"]), state_hashes)
             num_bytes = files.left(file)
             return KeptMean(manifest, float(first["square_norm"]), num_bytes, hashes, file, file.tell())
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -142,17 +142,17 @@ class MeanOf:
     """The mean of `num_bytes` that made the state named `digest`, to be fetched; that state is as large as `like`."""
 
     def __init__(self, digest: str, num_bytes: int, like: State):
-        self.request: dict[str, Any] = {"digest": digest, "mean": True}
+        self.request, self.offer = Fetch(digest=digest, mean=True), MeanOffer
         self._digest, self._num_bytes, self._like = digest, num_bytes, like
         self._encoded: Tensor | None = None
         self.members: tuple[Member, ...] = ()
         self._square_norm = 0.0
 
-    def prove(self, answer: dict[str, Any], payload: bytes) -> tuple[bytes, ...]:
+    def prove(self, offer: MeanOffer, payload: bytes) -> tuple[bytes, ...]:
         border = len(self._like.chunk_hashes) * HASH_BYTES
-        manifest = Manifest.proven(self._digest, answer, payload[:border])
-        hashes, square_norm = split_hashes(payload[border:]), answer.get("square_norm")
-        if not isinstance(square_norm, float) or not math.isfinite(square_norm) or answer.get("num_bytes") != self._num_bytes:
+        manifest = Manifest.proven(self._digest, offer.header, payload[:border])
+        hashes, square_norm = split_hashes(payload[border:]), offer.square_norm
+        if offer.num_bytes != self._num_bytes:
             raise Lied("a mean of another kind")
         if len(hashes) != -(-self._num_bytes // CHUNK_BYTES) or mean_digest(square_norm, hashes) != manifest.header.mean:
             raise Lied("another mean than the one that made the state")

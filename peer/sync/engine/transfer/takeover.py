@@ -5,11 +5,11 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from peer.sync.engine.net.messages import Fetch, StateOffer
 from peer.sync.engine.net.streams import PeerLost, Refused, Streams
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State
 from peer.sync.engine.transfer.download import Download, Lied, Manifest, ask_manifest
@@ -34,15 +34,15 @@ class WholeState:
     """A state to be fetched, of the size and kind of `like`. What `partial`, an earlier download, and `like` have of it is taken over."""
 
     def __init__(self, digest: str, like: State, partial: Download | None = None):
-        self.request: dict[str, Any] = {"digest": digest}
+        self.request, self.offer = Fetch(digest=digest), StateOffer
         self._digest, self._like, self.partial = digest, like, partial
         self._buffer = SharedBuffer(like.buffer.num_bytes) if partial is None else partial.content._buffer
         if partial is not None:
             partial.content.partial = None
         self._manifest: Manifest | None = None
 
-    def prove(self, answer: dict[str, Any], payload: bytes) -> tuple[bytes, ...]:
-        manifest, like = Manifest.proven(self._digest, answer, payload), self._like
+    def prove(self, offer: StateOffer, payload: bytes) -> tuple[bytes, ...]:
+        manifest, like = Manifest.proven(self._digest, offer.header, payload), self._like
         header = manifest.header
         if (header.run, header.schema, len(manifest.chunk_hashes)) != (like.header.run, like.header.schema, len(like.chunk_hashes)):
             raise BadState(f"the state {self._digest[:8]} belongs to another run or another set of tensors")

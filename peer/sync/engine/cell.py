@@ -1,0 +1,102 @@
+"""What a peer's parts share: values that are replaced and never changed in place, and the bell that rings when anything has happened.
+
+A part reads a cell when it needs the value, and waits with `Bell.until` for what it needs. Nobody keeps a list of whom to tell.
+"""
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Phase(str, Enum):
+    """What a peer is at. Others read a shorter list of words in its record (`status.seen_as`)."""
+
+    JOIN = "join"
+    TRAIN = "train"
+    FETCH = "fetch"
+    """It holds its contribution back, since a better state is on its way."""
+    GROUP = "group"
+    AVERAGE = "average"
+    LOOK = "look"
+    """A round has failed: it looks whether the others have made it."""
+    DONE = "done"
+    LEFT = "left"
+
+
+class Bell:
+    """Rung whenever something has happened that somebody may wait for; all who wait are then asked whether that is it.
+
+    They are asked once a turn of the loop, however often it was rung, and only those go on that have found what they wait for: of 30 rings
+    a round and peer most concern one of four.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Future[None], Callable[[], object]] = {}
+        self._is_rung = False
+
+    def ring(self) -> None:
+        if self._waiting and not self._is_rung:
+            self._is_rung = True
+            next(iter(self._waiting)).get_loop().call_soon(self._ask)
+
+    def _ask(self) -> None:
+        self._is_rung = False
+        for future, ready in list(self._waiting.items()):
+            try:
+                if ready() and not future.done():
+                    future.set_result(None)
+            except Exception:
+                _end(future)  # it asks itself once more, and hears of the error
+
+    async def rung(self, seconds: float) -> None:
+        """Wait until it is rung, or for so long."""
+        await self._rung(seconds, lambda: True)
+
+    async def _rung(self, seconds: float, ready: Callable[[], object]) -> None:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        self._waiting[future] = ready
+        # Not `wait_for`, which makes a task each time: this is the loop in which a peer idles.
+        late = loop.call_later(seconds, _end, future)
+        try:
+            await future
+        finally:
+            late.cancel()
+            del self._waiting[future]
+
+    async def until(self, ready: Callable[[], T], seconds: float = 1.0) -> T:
+        """Wait until `ready` says something true, and return that. It is asked after rings, and every `seconds` where time alone may tell."""
+        while not (found := ready()):
+            await self._rung(seconds, ready)
+        return found
+
+
+def _end(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Cell(Generic[T]):
+    """One value, and since when it has been that one, in seconds of `clock`."""
+
+    def __init__(self, value: T, bell: Bell, clock: Callable[[], float]):
+        self._value, self._bell, self._clock = value, bell, clock
+        self.since = clock()
+        self.changes = 0
+        """How often it was replaced."""
+
+    @property
+    def value(self) -> T:
+        return self._value
+
+    @property
+    def age_seconds(self) -> float:
+        return self._clock() - self.since
+
+    def set(self, value: T) -> None:
+        if value is not self._value:
+            self._value, self.since, self.changes = value, self._clock(), self.changes + 1
+            self._bell.ring()

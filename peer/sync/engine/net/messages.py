@@ -1,0 +1,311 @@
+"""Every message that a peer may send to another over a stream, with its bounds. Nothing else looks at one before it was read here.
+
+Peers of several versions meet: an unknown field is ignored, and one that a version adds has a default. What a message means here and now,
+such as whether a contribution is in our state already, is its reader's matter.
+
+Texts and numbers are taken in their own type only: `strict`, since pydantic would else make 1 of True and of "1".
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetPydanticSchema,
+    StringConstraints,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import core_schema
+from typing_extensions import TypedDict
+
+from peer.contracts import Member, Settlement
+from peer.sync.engine.state import (
+    ANCESTORS_KEPT,
+    ELDER_CHARACTERS,
+    ELDERS_KEPT,
+    MAX_HEADER_BYTES,
+    MOST_COUNT,
+    MOST_MEMBERS,
+    BadState,
+    Head,
+    Header,
+)
+
+MAX_WAIT_SECONDS = 300.0
+"""Nobody is waited for longer, whatever it says."""
+MOST_NAMED = 8
+"""Peers that a peer's ticket or a leader's announcement accuses."""
+MOST_CULPRITS = 64
+"""Peers that a refusal accuses."""
+_REASON_LENGTH = 200
+_MOST_INCLUDED = MAX_HEADER_BYTES // 32
+"""Peers that a header names; an id has 46 characters, so fewer than 5,500 fit."""
+_LARGEST_SQUARE = 2.0**1000
+"""Of a part: no sum of a state's 3,280 parts (SD 1.5) overflows, and float32's largest values stay far below."""
+_MOST_ELEMENTS = 1 << 40
+_MOST_ERRORS = 16
+"""More than these are counted and not described: describing 100,000 takes a second."""
+
+
+class BadMessage(ValueError):
+    """A message is not what it should be; the reason is one line."""
+
+
+# ---------------------------------------------------------------- values
+
+Text = Annotated[str, StringConstraints(strict=True, max_length=64, pattern=r"^[\x00-\x7f]*$")]
+"""A peer's id, a digest or another name."""
+Count = Annotated[int, Field(strict=True, ge=0, le=MOST_COUNT)]
+Flag = Annotated[bool, Field(strict=True)]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Measured = Annotated[Finite, BeforeValidator(lambda value: value if isinstance(value, float) else repr(value)[:40])]
+"""No whole number: every member hashes the bits of this one."""
+Seconds = Annotated[Finite, AfterValidator(lambda seconds: min(max(seconds, 0.0), MAX_WAIT_SECONDS))]
+"""Somebody's claim about time, within what we would ever wait."""
+Reason = Annotated[str, Field(strict=True), AfterValidator(lambda text: text[:_REASON_LENGTH])]
+
+
+def _first(most: int) -> BeforeValidator:
+    return BeforeValidator(lambda names: names[:most] if isinstance(names, list | tuple) else names)
+
+
+Named = Annotated[tuple[Text, ...], _first(MOST_NAMED)]
+Parents = Annotated[tuple[Text, ...], Field(max_length=ANCESTORS_KEPT)]
+
+
+def _built(cls: type, optional: Mapping[str, Any] = {}, **kinds: Any) -> Any:
+    """`cls`, a dataclass, from a mapping of its fields. Pydantic itself builds the instances: a header has thousands of members.
+
+    optional: fields that a message of an earlier version lacks, and what they are then.
+    """
+
+    def schema(source: Any, handler: Any) -> core_schema.CoreSchema:
+        schemas = {name: handler.generate_schema(kind) for name, kind in kinds.items()}
+        schemas |= {name: core_schema.with_default_schema(schemas[name], default=default) for name, default in optional.items()}
+        fields = [core_schema.dataclass_field(name, inner) for name, inner in schemas.items()]
+        arguments = core_schema.dataclass_args_schema(cls.__name__, fields)
+        return core_schema.dataclass_schema(cls, arguments, list(kinds), frozen=True)
+
+    return Annotated[cls, GetPydanticSchema(schema)]
+
+
+def _in_order(members: tuple[Member, ...]) -> tuple[Member, ...]:
+    peers = [member.peer for member in members]
+    if peers != sorted(set(peers)):
+        raise ValueError("members out of order")
+    return members
+
+
+def _not_too_many(included: Any) -> Any:
+    if isinstance(included, dict) and len(included) > _MOST_INCLUDED:
+        raise ValueError(f"{len(included)} peers, at most {_MOST_INCLUDED} are allowed")
+    return included
+
+
+def _fits(header: Header) -> Header:
+    if header.num_bytes > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {header.num_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed")
+    header.check()
+    return header
+
+
+_Members = Annotated[
+    tuple[_built(Member, peer=Text, number=Count, samples=Count), ...], Field(max_length=MOST_MEMBERS), AfterValidator(_in_order)
+]
+_Ancestor = _built(Settlement, digest=Text, parent=Text, round=Count, samples=Count, members=_Members)
+_Header = Annotated[
+    _built(
+        Header,
+        optional={"elders": ""},
+        run=Text, schema=Text, round=Count, samples=Count, parents=Parents, members=_Members, mean=Text,
+        elders=Annotated[str, StringConstraints(strict=True, max_length=ELDERS_KEPT * ELDER_CHARACTERS, pattern="^[0-9a-f]*$")],
+        included=Annotated[dict[Text, Count], BeforeValidator(_not_too_many)],
+        ancestors=Annotated[tuple[_Ancestor, ...], Field(max_length=ANCESTORS_KEPT)],
+    ),
+    AfterValidator(_fits),
+]  # fmt: skip
+_Head = _built(Head, digest=Text, samples=Count, parents=Parents)
+
+
+# ---------------------------------------------------------------- messages
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    def wire(self) -> dict[str, Any]:
+        return self.model_dump()
+
+
+class Nothing(Message):
+    """What goes with a payload that speaks for itself."""
+
+
+class Refusal(Message):
+    """Why the other end goes, and to whom that is owed. hearsay: it was told so itself."""
+
+    error: Reason
+    culprits: Annotated[tuple[Text, ...], _first(MOST_CULPRITS)] = ()
+    hearsay: Flag = False
+
+
+class Call(Message):
+    """We are ready to average onto the state `head`."""
+
+    head: _Head
+
+
+class Answer(Message):
+    """To a call. behind: it has work, but does not know our state yet; head: its own; busy: it averages in a group that is closed."""
+
+    coming: Flag
+    ready_seconds: Seconds
+    head: _Head
+    busy: Flag
+    behind: Flag
+    reason: Reason
+
+
+class Join(Message):
+    """A contribution to be averaged in the group of whom this is said to; with number and samples 0 that of a peer that assists."""
+
+    parent: Text
+    number: Count
+    samples: Count
+    reduces: Flag = False
+    without: Named = ()
+
+
+class Wait(Message):
+    """The leader lives; its group is not closed yet."""
+
+    wait: Literal[True] = True
+
+
+class Onward(Message):
+    """Another one leads."""
+
+    leader: Text
+
+
+class Announcement(Message):
+    """A closed group. members: [peer, number, samples] of each."""
+
+    members: Annotated[tuple[tuple[Text, Count, Count], ...], Field(max_length=MOST_MEMBERS)]
+    reducers: Annotated[tuple[Text, ...], Field(max_length=MOST_MEMBERS)]
+    attempt: Text
+    late: Named = ()
+
+
+def _which(values: Any) -> str:
+    said = values if isinstance(values, dict) else ()
+    return next((word for word in ("wait", "leader") if word in said), "group")
+
+
+JOIN_ANSWER: TypeAdapter[Wait | Onward | Announcement] = TypeAdapter(
+    Annotated[
+        Annotated[Wait, Tag("wait")] | Annotated[Onward, Tag("leader")] | Annotated[Announcement, Tag("group")], Discriminator(_which)
+    ]
+)
+
+
+class Share(Message):
+    """Whose share of which group's average is wanted, and will get parts."""
+
+    group: Text
+
+
+class MeanPart(Message):
+    """With the encoded mean of one part: the sum of squares of its values."""
+
+    square: Annotated[Measured, Field(ge=0, le=_LARGEST_SQUARE)]
+
+
+class Fetch(Message):
+    """The state of that digest is wanted, or the mean that made it."""
+
+    digest: Text
+    mean: Flag = False
+
+
+class StateOffer(Message):
+    """With the hashes of the state's chunks."""
+
+    header: _Header
+
+    def wire(self) -> dict[str, Any]:
+        return {**vars(self), "header": self.header.to_json()}
+
+
+class MeanOffer(StateOffer):
+    """With the hashes of the state's chunks, then those of the mean's. num_bytes: of the mean."""
+
+    square_norm: Measured
+    num_bytes: Count
+
+
+class Chunk(Message):
+    """Which chunk comes next; None: no more are wanted."""
+
+    chunk: Count | None = None
+
+
+class LinkPiece(Message):
+    """pieces: after the last one, how many are wanted back."""
+
+    more: Flag = False
+    pieces: Count = 0
+
+
+class _Kind(TypedDict):
+    schema: Text
+    sizes: tuple[Annotated[int, Field(strict=True, ge=0, lt=_MOST_ELEMENTS)], Annotated[int, Field(strict=True, ge=0, lt=_MOST_ELEMENTS)]]
+
+
+def _of_some_size(kind: _Kind) -> _Kind:
+    if not 0 < sum(kind["sizes"]) < _MOST_ELEMENTS:
+        raise ValueError(f"{sum(kind['sizes'])} elements")
+    return kind
+
+
+KIND_OF_STATE: TypeAdapter[dict[str, Any]] = TypeAdapter(Annotated[_Kind, AfterValidator(_of_some_size)])
+HEAD: TypeAdapter[Head] = TypeAdapter(_Head)
+HEADER: TypeAdapter[Header] = TypeAdapter(_Header)
+
+M = TypeVar("M")
+
+
+def read(kind: type[M] | TypeAdapter[M], values: Any) -> M:
+    """What was received, as `kind`. Raises BadMessage."""
+    try:
+        return kind.validate_python(values) if isinstance(kind, TypeAdapter) else kind.model_validate(values)
+    except ValidationError as error:
+        raise BadMessage(_first_of(error)) from None
+
+
+def read_header(values: Any) -> Header:
+    """A state's header, from a disk or another process. Raises BadState."""
+    try:
+        return read(HEADER, values)
+    except BadMessage as error:
+        raise BadState(f"header: {error}") from None
+
+
+def _first_of(error: ValidationError) -> str:
+    if error.error_count() > _MOST_ERRORS:
+        return f"{error.error_count()} values that do not fit"
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:80]
+    return f"{_quoted(where) or 'it'}: {first['msg'][:80]} ({_quoted(str(first['input']))})"
+
+
+def _quoted(text: str) -> str:
+    """The begin of what somebody else wrote, as a log line may hold it."""
+    return ascii(text[:60])[1:-1][:60]

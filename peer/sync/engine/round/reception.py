@@ -1,0 +1,66 @@
+"""What those who call us are told, and what we learn from them."""
+
+from peer.sync.engine.cell import Bell, Cell, Phase
+from peer.sync.engine.net.neighbours import Neighbours
+from peer.sync.engine.round import span
+from peer.sync.engine.round.catch_up import CatchUp
+from peer.sync.engine.round.groups import Standing
+from peer.sync.engine.round.heads import Heads
+from peer.sync.engine.round.next_round import NextRound
+from peer.sync.engine.round.patience import patience_seconds
+from peer.sync.engine.state import Head, State
+from peer.sync.engine.trainer.trainer import Trainer
+from swarm.end import End
+
+
+class Reception:
+    """Only a peer whose signed record we know may make us average, or tell us anything."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        state: Cell[State],
+        phase: Cell[Phase],
+        trainer: Trainer,
+        neighbours: Neighbours,
+        heads: Heads,
+        catch_up: CatchUp,
+        next_round: NextRound,
+        end: End,
+        bell: Bell,
+        *,
+        assists: bool = False,
+    ):
+        self._peer_id, self._state, self._phase, self._trainer, self._neighbours = peer_id, state, phase, trainer, neighbours
+        self._heads, self._catch_up, self._next_round, self._end, self._bell = heads, catch_up, next_round, end, bell
+        self._assists = assists
+
+    def standing(self, caller: str) -> Standing:
+        """What to tell `caller`."""
+        state, trainer = self._state.value, self._trainer
+        silent, has_it = trainer.silent_seconds, self._assists or trainer.contribution is not None
+        ready_seconds = 0.0 if has_it else max(trainer.progress.step_seconds - silent, 0.0)
+        away = self._phase.value in (Phase.JOIN, Phase.FETCH, Phase.LEFT) or span.is_over(self._end, state.header)
+        has_samples = self._knows(caller) and not away and (has_it or trainer.progress.brings_samples(silent))
+        return Standing(Head.of(state), has_samples, ready_seconds, state.header.included, busy=self._phase.value is Phase.AVERAGE)
+
+    def heard(self, peer: str, head: Head, ready: bool) -> bool:
+        """`peer` stands at `head`, and is ready to average onto it or not. Returns whether we should rather fetch that."""
+        if not self._knows(peer):
+            return False
+        if ready:
+            self._next_round.call(peer, head.digest)
+            self._let_go(peer, head.digest)
+        self._heads.heard(peer, head)
+        self._catch_up.look()
+        self._bell.ring()
+        return self._catch_up.held_back
+
+    def _knows(self, peer: str) -> bool:
+        return peer == self._peer_id or any(record.peer_id == peer for record in self._neighbours.others())
+
+    def _let_go(self, peer: str, digest: str) -> None:
+        """`peer` averages onto the state `digest`: without us, if we are not there, have nothing, or need longer than it has patience for."""
+        ours = self.standing(peer)
+        if ours.digest != digest or not ours.has_samples or ours.ready_seconds > patience_seconds(self._state.age_seconds):
+            self._heads.let_go(peer, digest)

@@ -1,0 +1,141 @@
+"""What a round must make of its members' bytes, and what a trainer's parameters must be, worked out beside the product.
+
+A state's bytes are known once a trainer was told of it. Bits are compared: every operation is the same, in the same order.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peer.sync.engine.codec import Wire, add_up, square_norm
+from peer.sync.engine.outer import RoundInfo, Strategy
+from peer.sync.engine.state import Header, hash_chunks, mean_digest
+from peer.sync.engine.trainer.local_work import REBASED_ANCESTORS
+
+_STATES_KEPT, _OFFERS_KEPT = 256, 2048
+_ROUNDING = 4e-6
+"""Of the largest number: some float32 operations at numbers of that size."""
+_CODEC_ERROR = {"fp32": 1e-6, "fp16": 2e-3, "int8": 2e-2, "int4": 0.3}
+"""Of the largest value: what a contribution may differ by from what was learned."""
+
+
+class Arithmetic:
+    """Of one run. checked: states whose bits were compared."""
+
+    def __init__(self, wire: Wire, strategy: Strategy):
+        self._wire, self._strategy, self.checked = wire, strategy, 0
+        self._states: OrderedDict[str, Tensor] = OrderedDict()
+        self._offers: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+
+    def offered(self, peer: str, number: int, encoded: Tensor) -> None:
+        self._offers[peer, number] = encoded.clone()
+        if len(self._offers) > _OFFERS_KEPT:
+            self._offers.popitem(last=False)
+
+    def rebased(self, digest: str, header: Header, data: Tensor) -> str:
+        """A trainer is told of a state: why it is not what its round makes of its parent; empty: it is, or that cannot be known."""
+        if digest in self._states:
+            return "" if torch.equal(self._states[digest], data) else f"the state {digest[:8]} has two contents"
+        self._states[digest] = data.clone()
+        if len(self._states) > _STATES_KEPT:
+            self._states.popitem(last=False)
+        parent = self._states.get(header.parents[0]) if header.round > 1 else torch.zeros_like(data)
+        offers = [self._offers.get((member.peer, member.number)) for member in header.members]
+        if not header.round or parent is None or any(offer is None for offer in offers):
+            return ""
+        self.checked += 1
+        total = sum(member.samples for member in header.members)
+        weights = [member.samples / total for member in header.members]  # in the order of their ids
+        means = [self._mean(offers, weights)] + ([offers[0]] if len(offers) == 1 else [])  # alone, a peer's bytes are the mean
+        made = [self._outer(parent, mean, header) for mean in means]
+        right = [vectors for vectors, named in made if torch.equal(vectors.view(torch.uint8), data) and header.mean in ("", named)]
+        return "" if right else f"the state {digest[:8]} is not its parent's after the weighted mean of its members"
+
+    def _mean(self, offers: list[Tensor], weights: list[float]) -> Tensor:
+        vectors = [self._wire.decode(offer) * weight for offer, weight in zip(offers, weights, strict=True)]
+        total = vectors[0]
+        for vector in vectors[1:]:
+            total = total + vector
+        return self._wire.encode(total)
+
+    def _outer(self, parent: Tensor, mean: Tensor, header: Header) -> tuple[Tensor, str]:
+        decoded = self._wire.decode(mean)
+        square = add_up(square_norm(part.of(decoded)) for part in self._wire.parts)
+        old = list(parent.view(torch.float32).split(self._wire.size))
+        before = header.samples - sum(member.samples for member in header.members)
+        new = self._strategy.outer_step(old, decoded, RoundInfo(header.round, before, square**0.5))
+        return torch.cat(new), mean_digest(square, hash_chunks(mean))
+
+
+@dataclass
+class _Frozen:
+    number: int
+    values: Tensor
+
+
+class Learned:
+    """One boot of a trainer: what it learned and no state has taken yet, for strategies that step locally. `ahead`: float64."""
+
+    def __init__(self, wire: Wire, params: Mapping[str, Tensor], peer: str):
+        self._wire, self._params, self._peer = wire, params, peer
+        self.ahead = torch.zeros(wire.size, dtype=torch.float64)
+        self._state, self._anchor = "", self.now()
+        self._told: list[tuple[str, Header, Tensor]] = []
+        self._frozen: _Frozen | None = None
+
+    def now(self) -> Tensor:
+        return torch.cat([parameter.detach().reshape(-1).double() for parameter in self._params.values()])
+
+    def restarted(self, digest: str) -> None:
+        """The sidecar is another one: what the last one said and nobody read is gone. digest: where the trainer stands."""
+        self._land_up_to(digest)
+        self._told.clear()
+
+    def told(self, digest: str, header: Header, data: Tensor) -> None:
+        self._told.append((digest, header, data[: 4 * self._wire.size].clone().view(torch.float32).double()))
+
+    def stepped(self, before: Tensor) -> None:
+        self.ahead += self.now() - before
+
+    def _freeze(self, number: int, encoded: Tensor) -> str:
+        """Why the contribution is not what was learned; empty: it is."""
+        values = self._wire.decode(encoded).double()
+        self._frozen = _Frozen(number, values)
+        largest = float(self.ahead.abs().max())
+        differs = float((values - self.ahead).abs().max())
+        return "" if differs <= _CODEC_ERROR[self._wire.name] * largest + 1e-9 else f"contribution {number} differs by {differs:.2g} from what was learned"
+
+    def withdrew(self) -> None:
+        self.ahead -= self._frozen.values
+        self._frozen = None
+
+    def check(self, digest: str, frozen: tuple[int, Tensor] | None) -> str:
+        """The trainer stands on the state `digest`: why its parameters are not that and what it learned since; empty: they are.
+
+        frozen: number and bytes of its contribution that is in no state yet.
+        """
+        self._land_up_to(digest)
+        wrong = self._freeze(*frozen) if frozen is not None and self._frozen is None else ""
+        params = self.now()
+        right = self._anchor + self.ahead
+        differs, largest = float((params - right).abs().max()), float(torch.stack([params.abs().max(), self._anchor.abs().max()]).max())
+        self.ahead = params - self._anchor  # so that rounding does not add up
+        return wrong if differs <= _ROUNDING * (largest + 0.01) else f"the parameters differ by {differs:.2g} from the state {digest[:8]} and what was learned since"
+
+    def _land_up_to(self, digest: str) -> None:
+        places = [place for place, (told, _, _) in enumerate(self._told) if told == digest]
+        read = places[-1] + 1 if places else 0
+        for told, header, anchor in self._told[:read]:
+            self._land(told, header, anchor)
+        del self._told[:read]
+
+    def _land(self, digest: str, header: Header, anchor: Tensor) -> None:
+        if self._frozen is not None and header.included.get(self._peer, 0) >= self._frozen.number:
+            self.withdrew()
+        elif digest != self._state and self._state not in header.parents[:REBASED_ANCESTORS]:
+            self.ahead.zero_()
+            self._frozen = None
+        self._state, self._anchor = digest, anchor

@@ -1,0 +1,94 @@
+"""A peer that assists: one process without a trainer, which reduces, leads and keeps states. `assist` is the product's own."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from peer.contracts import Settlement
+from peer.data.client.outbox import ROUNDS
+from peer.data.client.runs import round_body
+from peer.data.client.transport import Refusal, Transport
+from peer.sync.engine.assistant import assist
+from peer.sync.engine.net.streams import PeerLost
+from simulation.machine import Machine, Process
+from simulation.network import Link
+from simulation.server import URL, Session, SimKey
+from swarm.errors import UserError
+from swarm.signed_request import Signer
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+_STATES_KEPT = 4
+_AGAIN_SECONDS = 5.0
+
+
+class Assistant(Machine):
+    """Its process is `sidecar`, as the loop and the faults know it; it is started again when it ends."""
+
+    def __init__(self, world: "World", peer: str, number: int):
+        super().__init__(world, peer, number, Link(100.0, 100.0, 0.01), step_seconds=1.0, batch=1, skew=world.rng.uniform(-0.5, 0.5))
+        self._settled: asyncio.Queue[Settlement] = asyncio.Queue()
+
+    @property
+    def alive(self) -> bool:
+        return self.sidecar is not None and not self.sidecar.dead
+
+    def boot(self) -> None:
+        if self.alive:
+            return
+        self.boots += 1
+        self.sidecar = process = Process(self, "assistant")
+        process.context.run(self.world.loop.call_soon, lambda: process.spawn(self._assist(process)))
+
+    def leave(self) -> None:
+        """It stays as long as anybody trains."""
+
+    def kill(self, *, power: bool = False) -> None:
+        if self.sidecar is not None and not self.sidecar.dead:
+            self.sidecar.dead = True
+            self.graveyard.append(self.sidecar)
+        if self.host is not None:
+            self.world.network.die(self.host, power=power)
+        self.disk.crash(power=power)
+
+    def kill_sidecar(self) -> None:
+        self.kill()
+        self.world.later(_AGAIN_SECONDS, self.boot)
+
+    async def _assist(self, process: Process) -> None:
+        """As `peer.assist`: takes part, and tells the dataset server of what is final, for as long as it takes."""
+        world, rng = self.world, random.Random(self.world.rng.getrandbits(64))
+        node, self._settled = None, asyncio.Queue()
+        try:
+            await asyncio.sleep(world.rng.uniform(1.0, 3.0))  # to load its modules
+            node = await self._join(process)
+            reporting = process.spawn(self._report(rng))
+            await assist(
+                run=world.run, node=node, folder=self.disk.root(), stop=asyncio.Event(), settled=self._hear, states_limit=_STATES_KEPT,
+                wall=self.wall, rng=rng,
+            )  # fmt: skip
+            reporting.cancel()
+        except (UserError, PeerLost) as error:
+            world.note(f"{self.short} assistant: ended: {error}")
+            self.kill()
+            world.later(_AGAIN_SECONDS, self.boot)
+        except Exception as error:
+            world.checks.breach(f"an assistant ended with {error!r}", self, error)
+
+    def _hear(self, settlements: Sequence[Settlement]) -> None:
+        for settlement in settlements:
+            self.world.checks.reported(self, settlement.digest)
+            self._settled.put_nowait(settlement)
+
+    async def _report(self, rng: random.Random) -> None:
+        world = self.world
+        async with Transport(
+            URL, signer=Signer(SimKey(self.peer), self.wall), clock=world.loop.time, session=lambda: Session(world.server, self), uniform=rng.uniform
+        ) as transport:
+            while True:
+                settlement = await self._settled.get()
+                with contextlib.suppress(Refusal):  # old news
+                    await transport.insist(ROUNDS, {"run_id": world.run.run_id, "peer": self.peer, **round_body(settlement)})

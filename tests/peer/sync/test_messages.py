@@ -1,0 +1,256 @@
+"""What may come over a stream, mutated in every place: it is read as what it should be, or refused with the one error."""
+
+import copy
+import dataclasses
+import math
+import random
+import time
+
+import msgpack
+import pytest
+
+from peer.contracts import Member, Settlement
+from peer.sync.engine.net import messages
+from peer.sync.engine.net.messages import (
+    Announcement,
+    Answer,
+    BadMessage,
+    Call,
+    Chunk,
+    Fetch,
+    Join,
+    LinkPiece,
+    MeanOffer,
+    MeanPart,
+    Message,
+    Nothing,
+    Onward,
+    Refusal,
+    Share,
+    StateOffer,
+    Wait,
+    read,
+    read_header,
+)
+from peer.sync.engine.state import ELDER_CHARACTERS, ELDERS_KEPT, MAX_HEADER_BYTES, MOST_MEMBERS, BadState, Head, Header
+
+PEERS = ["Qm" + letter * 44 for letter in "abcdefgh"]
+HEAD = Head("d" * 64, 12, ("e" * 64, "f" * 64))
+CASES = 3000
+"""Of all kinds together, some 5 s."""
+
+
+def grown(rounds: int = 2, members: int = 3) -> Header:
+    header = Header(run="r" * 64, schema="s" * 64)
+    for number in range(1, rounds + 1):
+        header = header.child(f"{number:064x}", [Member(peer, number, 7) for peer in PEERS[:members]], "m" * 64)
+    return header
+
+
+HONEST = [
+    Nothing(),
+    Refusal(error="the group is closed", culprits=tuple(PEERS), hearsay=True),
+    Call(head=HEAD),
+    Answer(coming=True, ready_seconds=2.5, head=HEAD, busy=False, behind=True, reason="it is averaging"),
+    Join(parent="d" * 64, number=4, samples=16, reduces=True, without=tuple(PEERS[:3])),
+    Wait(),
+    Onward(leader=PEERS[0]),
+    Announcement(
+        members=tuple((peer, 1, 8) for peer in PEERS), reducers=tuple(PEERS[:5]), attempt="0123456789abcdef", late=tuple(PEERS[:1])
+    ),
+    Share(group="9" * 64),
+    MeanPart(square=1.5),
+    Fetch(digest="d" * 64, mean=True),
+    StateOffer(header=grown(3)),
+    MeanOffer(header=grown(), square_norm=2.25, num_bytes=1 << 20),
+    Chunk(chunk=3),
+    LinkPiece(more=True, pieces=4),
+]
+KINDS = {type(message).__name__: (type(message), message.wire()) for message in HONEST} | {
+    "answer to join": (messages.JOIN_ANSWER, HONEST[7].wire()),
+    "kind of state": (messages.KIND_OF_STATE, {"schema": "s" * 64, "sizes": [1000, 7]}),
+    "head": (messages.HEAD, {"digest": "d" * 64, "samples": 5, "parents": ["e" * 64]}),
+    "header": (messages.HEADER, grown().to_json() | {"elders": ""}),
+}
+
+
+def travelled(values: object) -> object:
+    return msgpack.unpackb(msgpack.packb(values))
+
+
+def test_every_kind_of_message_is_mutated_here():
+    assert {kind.__name__ for kind in Message.__subclasses__()} - {"MeanOffer"} <= KINDS.keys()
+
+
+@pytest.mark.parametrize("message", HONEST, ids=lambda message: type(message).__name__)
+def test_an_honest_message_arrives_as_it_was_said(message):
+    assert read(type(message), travelled(message.wire())) == message
+
+
+def test_a_field_that_a_later_version_adds_is_ignored():
+    assert read(Call, Call(head=HEAD).wire() | {"mood": "good"}) == Call(head=HEAD)
+
+
+# ------------------------------------------------------------------------------------------------------------ mutations
+
+VALUES = [
+    None, True, False, 0, 1, -1, 1 << 53, (1 << 53) + 1, (1 << 64) - 1, -(1 << 63), 0.0, -0.5, 1e308, math.nan, math.inf, -math.inf, "", "1", "x" * 64,
+    "x" * 65, "é", "\u2028\n\x00", "\U0010ffff" * 40, b"", b"\xff", [], [[]], {}, {"wait": True}, {1: 2}, msgpack.Timestamp(0, 0), msgpack.ExtType(5, b"x"),
+]  # fmt: skip
+
+
+def places(value: object, path: tuple = ()) -> list[tuple]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, inner in inside for place in places(inner, (*path, key)))]
+
+
+def mutated(values: object, rng: random.Random) -> object:
+    """One place of it replaced, taken out, doubled, or swapped with another."""
+    everywhere = places(values)
+    path = rng.choice(everywhere)
+    if not path:
+        return copy.deepcopy(rng.choice(VALUES))
+    outer = values
+    for key in path[:-1]:
+        outer = outer[key]
+    key, what = path[-1], rng.randrange(5)
+    if what == 0:
+        del outer[key]
+    elif what == 1 and isinstance(outer, list) and len(everywhere) < 400:  # six hundred times a list that is long already takes minutes
+        outer[:] = outer * rng.choice([2, 600])
+    elif what == 2:
+        other = rng.choice(list(outer) if isinstance(outer, dict) else range(len(outer)))
+        outer[key], outer[other] = outer[other], outer[key]
+    elif what == 3 and isinstance(outer, dict):
+        outer[rng.choice([5, b"head", "x" * 100, "\u2028\n\x00\x1b", "é", 1.5, None])] = outer.pop(key)
+    else:
+        outer[key] = copy.deepcopy(rng.choice(VALUES))
+    return values
+
+
+def test_whatever_a_message_is_turned_into_it_is_read_or_refused_with_the_one_error(seed):
+    rng, read_on = random.Random(seed), 0
+    for _ in range(CASES):
+        name, (kind, wire) = rng.choice(list(KINDS.items()))
+        values = travelled(wire)
+        for _ in range(rng.choice([1, 1, 1, 2, 5])):
+            values = mutated(values, rng)
+        try:
+            message = read(kind, values)
+        except BadMessage as error:
+            said = str(error)
+            assert said and said.isprintable() and len(said) < 300, (name, values)
+        else:
+            read_on += 1
+            within_bounds(message)
+    assert 0 < read_on < CASES
+
+
+def within_bounds(value: object) -> None:
+    """Of everything in a message that was read: no text, number or list is larger than an honest one may be."""
+    if isinstance(value, str):
+        assert len(value) <= 200 or (len(value) <= ELDERS_KEPT * ELDER_CHARACTERS and set(value) <= set("0123456789abcdef"))
+    elif isinstance(value, bool) or value is None:
+        pass
+    elif isinstance(value, int | float):
+        assert math.isfinite(value) and (value <= 1 << 53 or (isinstance(value, float) and value <= 1.8e308))
+    elif isinstance(value, dict):
+        assert all(isinstance(key, str) for key in value)
+        for inner in value.values():
+            within_bounds(inner)
+    elif isinstance(value, tuple):
+        assert len(value) <= MOST_MEMBERS
+        for inner in value:
+            within_bounds(inner)
+    elif dataclasses.is_dataclass(value):
+        within_bounds({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    elif isinstance(value, Message):
+        within_bounds(dict(value))
+    else:
+        pytest.fail(f"{type(value)} in a message")
+
+
+# ------------------------------------------------------------------------------------------------------------ bounds
+
+BEYOND = {
+    "more members than a round may have": (Announcement, {"members": [["a", 1, 1]] * 513, "reducers": ["a"], "attempt": ""}),
+    "more reducers than a round may have": (Announcement, {"members": [], "reducers": ["a"] * 513, "attempt": ""}),
+    "a member that is no triple": (Announcement, {"members": [["a", 1]], "reducers": [], "attempt": ""}),
+    "a number beyond what is counted": (Join, {"parent": "p", "number": (1 << 53) + 1, "samples": 1}),
+    "True for a number": (Join, {"parent": "p", "number": True, "samples": 1}),
+    "1 for true": (Join, {"parent": "p", "number": 1, "samples": 1, "reduces": 1}),
+    "a text that is too long": (Share, {"group": "x" * 65}),
+    "a text that is not ASCII": (Share, {"group": "é"}),
+    "nine ancestors": (Call, {"head": {"digest": "d", "samples": 1, "parents": ["p"] * 9}}),
+    "seconds that are none": (Answer, HONEST[3].wire() | {"ready_seconds": math.inf}),
+    "a whole number for a sum of squares": (MeanPart, {"square": 1}),
+    "a sum of squares above all": (MeanPart, {"square": 2.0**1001}),
+    "a norm that is not finite": (MeanOffer, HONEST[12].wire() | {"square_norm": math.nan}),
+    "a leader that is no name": (messages.JOIN_ANSWER, {"leader": 5}),
+    "nobody who waits": (messages.JOIN_ANSWER, {"wait": False}),
+    "a vector of nothing": (messages.KIND_OF_STATE, {"schema": "x", "sizes": [0, 0]}),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_what_is_beyond_the_bounds_is_refused(what):
+    with pytest.raises(BadMessage):
+        read(*BEYOND[what])
+
+
+def test_of_more_names_than_are_believed_the_first_count():
+    assert read(Join, {"parent": "p", "number": 1, "samples": 1, "without": list("abcdefghijk")}).without == tuple("abcdefgh")
+    assert read(Refusal, {"error": "x" * 1000}).error == "x" * 200
+
+
+@pytest.mark.parametrize(
+    "included", [{f"Qm{number:044d}": "many" for number in range(5000)}, {number: 1 for number in range(100_000)}], ids=["many", "too many"]
+)
+def test_a_header_of_nothing_but_faults_is_refused_in_one_line_and_at_once(included):
+    began = time.process_time()
+    with pytest.raises(BadState) as caught:
+        read_header(grown().to_json() | {"included": included})
+    assert len(str(caught.value)) < 300 and time.process_time() - began < 1.0
+
+
+def by_hand(values: dict) -> Header:
+    """As the parser before this one read a header of two rounds;"""
+
+    def text(value: object) -> str:
+        if type(value) is not str or len(value) > 64 or not value.isascii():
+            raise ValueError
+        return value
+
+    def count(value: object) -> int:
+        if type(value) is not int or not 0 <= value <= 1 << 53:
+            raise ValueError
+        return value
+
+    rounds = [values, *values["ancestors"]]
+    here, before = (tuple(Member(text(m["peer"]), count(m["number"]), count(m["samples"])) for m in one["members"]) for one in rounds)
+    included = {text(peer): count(number) for peer, number in values["included"].items()}
+    ancestor = Settlement(**{**values["ancestors"][0], "members": before})
+    header = Header(**{**values, "members": here, "included": included, "ancestors": (ancestor,), "parents": tuple(values["parents"])})
+    assert header.num_bytes <= MAX_HEADER_BYTES
+    header.check()
+    return header
+
+
+def test_a_header_of_a_thousand_peers_is_read_faster_than_by_hand():
+    """Every peer reads one of each state that it fetches, and the simulator thousands."""
+    header = Header(run="r" * 64, schema="s" * 64)
+    for number in (1, 2):
+        members = [Member(f"Qm{number}{index:043d}", 1, 9) for index in range(MOST_MEMBERS)]
+        header = header.child(f"{number:064x}", members, "m" * 64)
+    values = travelled(header.to_json())
+    assert header.num_bytes <= MAX_HEADER_BYTES and read_header(values) == header
+
+    def fastest(job) -> float:
+        seconds = []
+        for _ in range(20):
+            began = time.process_time()
+            job(values)
+            seconds.append(time.process_time() - began)
+        return min(seconds)
+
+    assert by_hand(values) == header and fastest(read_header) < 1.2 * fastest(by_hand)

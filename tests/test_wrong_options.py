@@ -1,0 +1,133 @@
+"""Every option of a run with a wrong value: refused with one line that names it, where a host founds the run and where a peer does."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+
+from datasetserver.founding import run_to_serve
+from peer.config import PeerConfig
+from peer.launch.joining import join
+from peer.launch.starting_model import complete
+from swarm.arguments import ArgumentParser
+from swarm.errors import UserError
+from swarm.founding import resolution_multiple
+from swarm.options import parse_flags
+from swarm.run_config import RunConfig
+
+LORA, WORD = {"method": "lora"}, {"placeholder_token": "<dicoo>", "initializer_token": "toy"}
+ENDLESS = {"lr_scheduler": "cosine"}
+WRONG = {
+    "run_name": [("",), ("a\nb",), ("a" * 201,)],
+    "model": [("",), ("/nowhere/at/all",), ("some/file.safetensors",)],
+    "model_digest": [("0" * 64,), ("beef",)],
+    "family": [("sdxl",), ("sd",)],
+    "method": [("dreambooth",)],
+    "sync": [("average",)],
+    "wire": [("fp8",)],
+    "outer_learning_rate": [("-1",), ("nan",), ("0", {"sync": "diloco"})],
+    "outer_momentum": [("1",), ("inf",)],
+    "dataset_digest": [("beef",)],
+    "total_samples": [("-1",), (str(10**30),), ("many",)],
+    "target_batch_size": [("0",), (str(10**30),)],
+    "optimizer": [("lion",)],
+    "learning_rate": [("10",), ("-1",)],
+    "lr_scheduler": [("cosine",), ("step",)],
+    "lr_warmup_samples": [("-1",)],
+    "lr_num_cycles": [("0",)],
+    "lr_power": [("-1",)],
+    "adam_beta1": [("1",)],
+    "adam_beta2": [("1.5",)],
+    "adam_weight_decay": [("-0.1",)],
+    "adam_epsilon": [("0",), ("inf",)],
+    "max_grad_norm": [("-1",)],
+    "resolution": [("4",), ("510",), ("524288",)],
+    "center_crop": [("middle",)],
+    "random_flip": [("left",)],
+    "ucg": [("1.1",)],
+    "seed": [(str(2**64),), ("x",)],
+    "shuffle_tags": [("yes please",)],
+    "keep_tokens": [("-1",)],
+    "num_buckets": [("-1",)],
+    "bucket_side_min": [("-1",), ("640", {"num_buckets": 4})],
+    "bucket_side_max": [("-1",), ("256", {"num_buckets": 4})],
+    "image_interpolation_mode": [("cubic",)],
+    "train_text_encoder": [("True", WORD)],
+    "rank": [("0", LORA), ("8",)],
+    "lora_alpha": [("-1", LORA), ("8",)],
+    "lora_init": [("zero", LORA), ("gaussian",)],
+    "placeholder_token": [("two words",), ("", {"method": "textual_inversion"})],
+    "initializer_token": [("two words", WORD), ("toy",)],
+    "learnable_property": [("colour", WORD), ("style",)],
+    "num_vectors": [("0", WORD), ("76", WORD), ("2",)],
+    "clip_skip": [("-1",), ("2",)],
+    "max_token_chunks": [("0",)],
+    "max_sequence_length": [("0",), ("256",)],
+    "prediction_type": [("flow",)],
+    "rescale_betas_zero_snr": [("True",), ("maybe",)],
+    "snr_gamma": [("-1",)],
+    "noise_offset": [("nan",)],
+    "input_perturbation": [("-0.1",)],
+    "weighting_scheme": [("cosmap",), ("sigma",)],
+    "logit_mean": [("inf",)],
+    "logit_std": [("-1",)],
+    "mode_scale": [("2",)],
+    "guidance_scale": [("7",)],
+    "timestep_bias_strategy": [("middle",)],
+    "timestep_bias_multiplier": [("0", {"timestep_bias_strategy": "later"}), ("-1",)],
+    "timestep_bias_begin": [("1000",)],
+    "timestep_bias_end": [("0",)],
+    "timestep_bias_portion": [("1.1",)],
+}
+FREE = {"model_config"}
+"""A place of each machine's own, which need not be there where the run is founded: refused where it is read."""
+CASES = [(name, value, *(others or ({},))) for name, wrongs in WRONG.items() for value, *others in wrongs]
+
+
+def test_every_option_of_a_run_is_tried():
+    assert set(WRONG) == {field.name for field in dataclasses.fields(RunConfig)} - FREE
+
+
+@pytest.fixture
+def given(tiny_family):
+    """`given(name, value, others)`: what the command line says of the run, as programs read it."""
+
+    def read(name, value, others):
+        said = {"model": tiny_family("sd"), "resolution": 512, **others, name: value}
+        (run,) = parse_flags(ArgumentParser("x"), [word for flag, text in said.items() for word in (f"--{flag}", str(text))], RunConfig)[:1]
+        return run
+
+    return read
+
+
+def as_host(run):
+    return run_to_serve(run, None)
+
+
+def as_peer(run, folder):
+    peer = PeerConfig(found=True, train_data_dir="pictures", output_dir=str(folder))
+    return join(peer, run, lambda *_, **__: None, lambda *_: None, partial(complete, digest=True)).run
+
+
+@pytest.mark.parametrize(("name", "value", "others"), CASES)
+@pytest.mark.parametrize("founder", ["host", "peer"])
+def test_a_wrong_value_is_one_line_where_the_run_is_founded(given, tmp_path, name, value, others, founder):
+    with pytest.raises(UserError) as caught:
+        run = given(name, value, others)
+        as_host(run) if founder == "host" else as_peer(run, tmp_path)
+    line = str(caught.value)
+    assert "\n" not in line and (name in line or "learning rate" in line) and caught.value.fix, line
+
+
+def test_with_right_values_both_found_the_same_run(given, tmp_path):
+    for others in ({}, LORA | {"rank": 8}, WORD | {"num_vectors": 75}, {"family": "stable_diffusion", "clip_skip": 1}):
+        run = given("resolution", 64, others)
+        assert as_host(run) == as_peer(run, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["sd", "sd2v", "sdxl", "flux"])
+def test_what_resolutions_must_be_multiples_of_is_read_from_the_configs_as_the_model_says_it(tiny_family, family):
+    from peer.launch.starting_model import load_model
+
+    run = complete(RunConfig(model=str(tiny_family(family)), resolution=16))
+    assert resolution_multiple(run.family, tiny_family(family)) == load_model(run, {}, None).resolution_multiple
