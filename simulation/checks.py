@@ -11,7 +11,7 @@ from datasetserver.book import Book
 from datasetserver.samples import Masks, full, indices
 from datasetserver.units import Unit
 from peer.loop.accounts import Accounts
-from peer.sync.engine.state import Header
+from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.vectors import SharedBuffer
 from simulation.arithmetic import Arithmetic
 
@@ -149,7 +149,7 @@ class Checks:
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""
         if kind == "rebase" and self.arithmetic is not None:
-            wrong = self.arithmetic.rebased(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
+            wrong = self.arithmetic.rebased(values["digest"], read_header(values["header"]), buffers[0].bytes())
             if wrong:
                 self.breach(wrong, machine)
         if kind == "final":

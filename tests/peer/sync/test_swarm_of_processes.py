@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 
-from peer import rooms
 from peer.contracts import Member, SyncReport
 from peer.sync.engine.state import first_state, next_state
 from peer.sync.engine.trainer import swarm_sync
