@@ -13,7 +13,7 @@ def main() -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings have an order, too
         os.execve(sys.executable, [sys.executable, "-m", "simulation", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
     from simulation.faults import FAULTS
-    from simulation.world import Scenario, play
+    from simulation.world import STRANGERS, Scenario, play
 
     parser = argparse.ArgumentParser(prog="python -m simulation", description="Real peers in a simulated world; a seed repeats it exactly.")
     parser.add_argument("--peers", type=int, default=8, help="peers that train (default: 8)")
@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join([*FAULTS, 'nat'])} (default: all)")
     parser.add_argument("--fault_seconds", type=float, default=60.0, help="each fault strikes so often on average (default: 60)")
     parser.add_argument("--assistants", type=int, default=0, help="peers that assist, besides those that train (default: 0)")
+    parser.add_argument("--strangers", default="", help="who comes and means harm: 'all', or rows of scripts/strangers (docs/simulation.md)")
     parser.add_argument("--sync", default="parameters", choices=["parameters", "diloco", "gradients"])
     parser.add_argument("--wire", default="int8", choices=["fp32", "fp16", "int8", "int4"])
     parser.add_argument("--overlap", action="store_true", help="peers train while a round is averaged")
@@ -34,9 +35,12 @@ def main() -> int:
     faults = {"all": every, "none": ()}.get(options.faults) or tuple(name for name in options.faults.split(",") if name and name != "none")
     if unknown := sorted(set(faults) - set(every)):
         parser.error(f"no such faults: {', '.join(unknown)}; there are {', '.join(every)}")
+    strangers = STRANGERS if options.strangers == "all" else tuple(filter(None, options.strangers.split(",")))
+    if unknown := sorted(set(strangers) - set(STRANGERS)):
+        parser.error(f"no such strangers: {', '.join(unknown)}; there are {', '.join(STRANGERS)}")
     scenario = Scenario(
         options.seed, options.peers, options.hours, options.rounds, faults, options.fault_seconds, sync=options.sync, wire=options.wire, overlap=options.overlap,
-        assistants=options.assistants,
+        assistants=options.assistants, strangers=strangers,
     )  # fmt: skip
     began, rounds, messages, breaches, struck, shares, trace = time.monotonic(), 0, 0, [], Counter(), [], ""
     for seed in range(options.seed, options.seed + options.seeds):

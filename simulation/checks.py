@@ -51,6 +51,8 @@ class Checks:
         self._keys: dict[tuple[str, int], tuple[str, ...]] = {}
         """The samples of each contribution, as its trainer told the server."""
         self._looked = 0.0
+        self.forged: set[str] = set()
+        """Digests of the states that strangers made up."""
         self.settled: dict[str, int] = {}
         """Digests of the states that were reported as final, and how often."""
         self.round = 0
@@ -77,6 +79,8 @@ class Checks:
         line = json.loads(data)
         members = tuple((peer, number, samples) for peer, number, samples in line["members"])
         self.adopted[line["how"]] += 1
+        if line["digest"] in self.forged:
+            self.breach(f"adopted the state {line['digest'][:8]}, which a stranger made up", machine)
         self._commit(machine, line["digest"], line["parent"], line["round"], line["samples"], members)
         boots, before = self._stands.get(machine.peer, (0, ""))
         if boots == id(machine.sidecar) and self._is_ancestor(line["digest"], before):
@@ -105,7 +109,7 @@ class Checks:
                 self.breach(f"contribution {contribution} of {peer[-6:]} is twice in the lineage of {digest[:8]}", machine)
             included[peer] = contribution
             offer = self._offers.get((peer, contribution))
-            if offer is None or offer[1] != count:
+            if peer not in self._world.strangers and (offer is None or offer[1] != count):
                 self.breach(f"contribution {contribution} of {peer[-6:]} has {count} samples in {digest[:8]}, not those it was offered with", machine)
         self.commits[digest] = Commit(digest, parent, number, samples, members, included)
         self.round = max(self.round, number)

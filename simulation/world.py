@@ -31,6 +31,11 @@ _TRACE_LINES = 400
 _LOOK_SECONDS = 1.0
 _RECENT_ROUNDS = 12
 """Behind the newest state a peer may be by so many: it fetches while the others go on."""
+STRANGERS = (
+    "made-up-state", "one-more-sample", "burnt-number", "long-header", "drip-donor", "slot-hog", "nan", "absent", "silent", "stalling-leader",
+    "stalling-leaders", "invented-records", "record-flood",
+)  # fmt: skip
+"""Rows of `scripts/strangers` that are played here, too: simulation/strangers.py."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Scenario:
     target_per_peer: int = 4
     assistants: int = 0
     """Peers that assist, besides those that train."""
+    strangers: tuple[str, ...] = ()
+    """Of STRANGERS: who comes after the first rounds, and stays to the end."""
 
 
 @dataclass
@@ -107,6 +114,7 @@ class World:
         self.faults_done: Counter[str] = Counter()
         self.calm = False
         self.gone: list[Machine] = []
+        self.strangers: set[str] = set()
         self.apart = 0
         self._born = 0
         self._trace, self._lines = hashlib.blake2b(digest_size=16), deque(maxlen=_TRACE_LINES)
@@ -226,6 +234,7 @@ class World:
             self.add_peer()
         for _ in range(scenario.assistants):
             self.add_assistant()
+        self._attacks = [asyncio.ensure_future(self._attacked(row)) for row in scenario.strangers]
         faults = [asyncio.ensure_future(FAULTS[name](self)) for name in scenario.faults if name in FAULTS]
         until = scenario.hours * 3600
         while self.loop.time() < until and (not scenario.rounds or self.checks.round < scenario.rounds):
@@ -234,6 +243,11 @@ class World:
         self.note("world: calm")
         await asyncio.gather(*faults)
         await self._all_commit()
+
+    async def _attacked(self, row: str) -> None:
+        from simulation.strangers import attack  # with hivemind, which takes a second to load
+
+        await attack(self, row)
 
     async def _look(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
@@ -251,7 +265,7 @@ class World:
             behind = [machine for machine in self.machines if self.checks.stands(machine) not in recent]
             idle = [machine for machine in self.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
             if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
-                gone = {machine.peer for machine in self.gone}
+                gone = {machine.peer for machine in self.gone} | self.strangers
                 differs = self.checks.ledger_agrees(self.server.book, recent, gone) if not behind else ""
                 if not differs:
                     self.apart = len(behind)

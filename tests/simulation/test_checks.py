@@ -14,6 +14,8 @@ from simulation.checks import Breach, Checks
 
 
 class World:
+    strangers = ()
+
     def __init__(self):
         self.loop = SimpleNamespace(time=lambda: 1.0)
 
@@ -88,6 +90,18 @@ def test_a_round_more_breaks_nothing(scene):
 def test_a_round_that_breaks_a_promise_is_named(scene, line, says):
     scene.adopts(*line)
     assert says in scene.broken()
+
+
+def test_nobody_adopts_what_a_stranger_made_up(scene):
+    scene.checks.forged.add("two")
+    scene.adopts("two", "one", 2, 32, [["ann", 2, 8], ["bob", 2, 8]])
+    assert "which a stranger made up" in scene.broken()
+
+
+def test_of_strangers_nobody_knows_what_they_offered(scene):
+    scene.checks._world.strangers = ("cy",)
+    scene.adopts("two", "one", 2, 24, [["cy", 1, 8]])
+    assert not scene.broken()
 
 
 def test_nobody_goes_back_to_an_ancestor_unless_it_was_started_again(scene):
