@@ -21,8 +21,9 @@ from torch import nn
 from peer.config import PeerConfig
 from peer.contracts import SyncContext, SyncReport
 from peer.loop.accounts import Accounts
+from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.net.streams import PeerLost
-from peer.sync.engine.state import Header, State
+from peer.sync.engine.state import State
 from peer.sync.engine.trainer import sidecar
 from peer.sync.engine.trainer.messages import Failed, Message, Start, pack, unpack
 from peer.sync.engine.trainer.port import PortClosed
@@ -294,7 +295,7 @@ class Machine:
     def _told(self, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         self.world.checks.told(self, kind, values, buffers)
         if kind == "rebase" and self.learned is not None:
-            self.learned.told(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
+            self.learned.told(values["digest"], read_header(values["header"]), buffers[0].bytes())
 
     async def _live(self, child: Child, process: Process, port: Port) -> None:
         """As `sidecar.main` and `_serve`."""
@@ -406,8 +407,13 @@ class Machine:
                 if self.learned is not None:
                     self.learned.withdrew()
         accounts.apply(report)
+        for number in report.settled:
+            self.world.checks.done(self, number)
+        for number in report.dropped:
+            self.world.checks.lost(self, number, sync.state_dict()["digest"])
         self._look(sync)
         self.world.checks.accounts(self, accounts)
+        self.world.checks.books(self, accounts, sync.state_dict()["contributions"])
         return report
 
     def _look(self, sync: SwarmSync) -> None:

@@ -175,8 +175,8 @@ class Server:
         writer = Writer(self._db, where="the ledger", run=self.run, make_book=self._make_book)
         ledger = _Ledger(writer, loop, self._rng, self._world.checks.ledger)
         self._service = SimpleNamespace(
-            run=self.run, ledger=ledger, data=self.dataset, signatures=Signatures(self._wall, verify=_verify), extension=lambda: None,
-            url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self._wall,
+            run=self.run, ledger=ledger, data=self.dataset, signatures=Signatures(self.wall, verify=_verify), extension=lambda: None,
+            url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall,
         )  # fmt: skip
         self.full(False)
 
@@ -199,7 +199,7 @@ class Server:
         while True:
             yield self._rng.randbytes(16).hex()
 
-    def _wall(self) -> float:
+    def wall(self) -> float:
         return _EPOCH + self._world.loop.time()
 
     # ------------------------------------------------------------- requests

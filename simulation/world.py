@@ -17,10 +17,11 @@ from peer.sync.engine.vectors import BIG_ELEMENTS
 from simulation.arithmetic import Arithmetic
 from simulation.assistant import Assistant
 from simulation.checks import Breach, Checks, Commit
-from simulation.faults import FAULTS
+from simulation.faults import FAULTS, Strike, strike_as_told, strike_at_random
 from simulation.loop import OWNER, Deadlock, VirtualLoop
 from simulation.machine import Machine
 from simulation.network import Link, Network
+from simulation.points import Points
 from simulation.records import Records
 from simulation.server import Dataset, Server
 from swarm.errors import UserError
@@ -31,13 +32,18 @@ _TRACE_LINES = 400
 _LOOK_SECONDS = 1.0
 _RECENT_ROUNDS = 12
 """Behind the newest state a peer may be by so many: it fetches while the others go on."""
+STRANGERS = (
+    "made-up-state", "one-more-sample", "burnt-number", "long-header", "drip-donor", "slot-hog", "nan", "absent", "silent", "stalling-leader",
+    "stalling-leaders", "invented-records", "record-flood",
+)  # fmt: skip
+"""Rows of `scripts/strangers` that are played here, too: simulation/strangers.py."""
 
 
 @dataclass(frozen=True)
 class Scenario:
     """faults: names of `faults.FAULTS`; each strikes every `fault_seconds` on average. hours: of virtual time, or until `rounds` are made.
 
-    calm_seconds: the bound on liveness: so long after the last fault every peer has committed again, and all stand on one lineage.
+    strikes: when given, these and no others. calm_seconds: the bound on liveness: so long after the last fault every peer has committed again, and all stand on one lineage.
     """
 
     seed: int
@@ -51,8 +57,13 @@ class Scenario:
     wire: str = "int8"
     overlap: bool = False
     target_per_peer: int = 4
+    strikes: tuple[Strike, ...] | None = None
+    step_seconds: tuple[float, ...] = ()
+    """Of the first peers, how long one sample takes each, a step; of the others it is drawn."""
     assistants: int = 0
     """Peers that assist, besides those that train."""
+    strangers: tuple[str, ...] = ()
+    """Of STRANGERS: who comes after the first rounds, and stays to the end."""
 
 
 @dataclass
@@ -69,6 +80,10 @@ class Outcome:
     withdrawn: int = 0
     """States that were reported as final and are not in the lineage of the newest one: after a partition, above all."""
     faults: dict[str, int] = field(default_factory=dict)
+    failpoints: dict[str, int] = field(default_factory=dict)
+    """Named points of a round at which something happened to a peer, and how often."""
+    strikes: tuple[Strike, ...] = ()
+    """What struck, in order."""
     adopted: dict[str, int] = field(default_factory=dict)
     breach: str = ""
     trace: str = ""
@@ -105,8 +120,11 @@ class World:
         self.checks.arithmetic = Arithmetic(self.wire, self.strategy)
         self.machines: list[Machine] = []
         self.faults_done: Counter[str] = Counter()
+        self.points = Points(self)
+        self.strikes: list[Strike] = []
         self.calm = False
         self.gone: list[Machine] = []
+        self.strangers: set[str] = set()
         self.apart = 0
         self._born = 0
         self._trace, self._lines = hashlib.blake2b(digest_size=16), deque(maxlen=_TRACE_LINES)
@@ -122,6 +140,11 @@ class World:
         self._stopped.set()
 
     # ------------------------------------------------------------- what the parts tell
+
+    def struck(self, strike: Strike, machine: Machine | None = None) -> None:
+        self.faults_done[strike.fault] += 1
+        self.strikes.append(strike)
+        self.note(f"world: fault {machine.short if machine else ''} {strike}")
 
     def committed(self, commit: Commit) -> None:
         now = self.loop.time()
@@ -154,6 +177,8 @@ class World:
             self, f"Qm{self._name()}", self._born, link,
             step_seconds=self.rng.choice([0.5, 1.0, 2.0]), batch=self.rng.choice([1, 2, 4]), skew=self.rng.uniform(-0.5, 0.5),
         )  # fmt: skip
+        if self._born <= len(self.scenario.step_seconds):
+            machine.step_seconds, machine.batch = self.scenario.step_seconds[self._born - 1], 1
         return self._enter(machine)
 
     def add_assistant(self) -> Machine:
@@ -187,6 +212,7 @@ class World:
         gc.disable()
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._unheard)
+        self.points.listen()
         try:
             self.loop.run_until_complete(self._live())
             self.checks.raise_if_broken()
@@ -202,12 +228,14 @@ class World:
             root.removeHandler(handler)
             root.setLevel(level)
             self._bury_all()
+            self.points.deaf()
         tip = self._tip()
         inside = {(peer, number) for digest in self.checks.lineage(tip) for peer, number, _ in self.checks.commits[digest].members}
         offered = len(self.checks._offers)
         outcome.rounds, outcome.committed = self.checks.round, round(len(inside) / offered, 4) if offered else 0.0
         outcome.virtual_seconds, outcome.slowest_commit_seconds = round(self.loop.time(), 1), round(self._slowest, 1)
         outcome.messages, outcome.faults, outcome.adopted = self.network.messages, dict(self.faults_done), self.checks.adopted
+        outcome.failpoints, outcome.strikes = dict(self.points.hit), tuple(self.strikes)
         outcome.apart, outcome.withdrawn = self.apart, len(self.checks.settled.keys() - set(self.checks.lineage(tip)))
         outcome.trace, outcome.lines = self._trace.hexdigest(), list(self._lines)
         return outcome
@@ -226,7 +254,12 @@ class World:
             self.add_peer()
         for _ in range(scenario.assistants):
             self.add_assistant()
-        faults = [asyncio.ensure_future(FAULTS[name](self)) for name in scenario.faults if name in FAULTS]
+        self._attacks = [asyncio.ensure_future(self._attacked(row)) for row in scenario.strangers]
+        if scenario.strikes is None:
+            striking = [strike_at_random(self, name) for name in scenario.faults if name in FAULTS]
+        else:
+            striking = [strike_as_told(self, strike) for strike in scenario.strikes]
+        faults = [asyncio.ensure_future(strikes) for strikes in striking]
         until = scenario.hours * 3600
         while self.loop.time() < until and (not scenario.rounds or self.checks.round < scenario.rounds):
             await self._look()
@@ -234,6 +267,11 @@ class World:
         self.note("world: calm")
         await asyncio.gather(*faults)
         await self._all_commit()
+
+    async def _attacked(self, row: str) -> None:
+        from simulation.strangers import attack  # with hivemind, which takes a second to load
+
+        await attack(self, row)
 
     async def _look(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
@@ -251,7 +289,7 @@ class World:
             behind = [machine for machine in self.machines if self.checks.stands(machine) not in recent]
             idle = [machine for machine in self.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
             if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
-                gone = {machine.peer for machine in self.gone}
+                gone = {machine.peer for machine in self.gone} | self.strangers
                 differs = self.checks.ledger_agrees(self.server.book, recent, gone) if not behind else ""
                 if not differs:
                     self.apart = len(behind)

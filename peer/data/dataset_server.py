@@ -135,9 +135,10 @@ class DatasetServer:
             raise LeaseLost(number, str(refusal)) from None
 
     def settle(self, settlement: Settlement) -> None:
-        # One that waits behind another may not be heard either: of a server that is away nobody knows for 30 s.
-        keep = self._transport.away_seconds() > 0 or len(self._outbox) > 0
-        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=keep)
+        waits = len(self._outbox) > 0
+        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=self._transport.away_seconds() > 0)
+        if waits:  # behind another: of a server that is away nobody knows for 30 s
+            self._outbox.keep_rounds()
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         for lease_id in self._work.forget(keys):

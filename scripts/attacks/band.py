@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.attacks.wire import Key, Record, Stranger, newest, say
+from swarm.run_config import RunConfig
 
 
 @dataclass
@@ -40,15 +41,27 @@ class Band:
 
     def arrived(self) -> None:
         """From now on it counts: what was prepared before did nobody any harm."""
-        say(event="arrived", peers=[stranger.peer_id for stranger in self.strangers])
+        self.say(event="arrived", peers=[stranger.peer_id for stranger in self.strangers])
+
+    def say(self, **values: Any) -> None:
+        """To who watches."""
+        say(**values)
+
+    def draw_keys(self, count: int) -> list[Key]:
+        """Keys without nodes."""
+        return [Key() for _ in range(count)]
 
     @property
     def run_id(self) -> str:
         return self.run["run_id"]
 
     @property
+    def config(self) -> RunConfig:
+        return RunConfig.from_mapping(self.run["run"], where="the run's record")
+
+    @property
     def target(self) -> int:
-        return self.run["run"].get("target_batch_size", 2048)
+        return self.config.target_batch_size
 
     async def honest(self) -> dict[str, Record]:
         """Records of everybody else; waits until there is one that says which state it is on."""

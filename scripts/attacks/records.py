@@ -35,14 +35,14 @@ async def _own_records(band: Band, strangers: Sequence[Stranger], **changes: Any
 async def invented_records(band: Band) -> None:
     """Three peers every two seconds that answer nobody: of 6 that have nodes, so that their records are taken, and three more of keys alone."""
     strangers = await band.come(_INVENTED_NODES)
-    spare = [Key() for _ in range(300)]
+    spare = band.draw_keys(300)
     band.arrived()
     first = 0
     while True:
         head = await band.head()
-        keys = [spare.pop() if spare else Key() for _ in range(3)]
+        keys = [spare.pop() for _ in range(3)] if spare else band.draw_keys(3)
         band.keys += keys
-        await strangers[0].store(*(_signed(band, key, band.waiting(head)) for key in keys))
+        await strangers[0].publish_for(band.run_id, {key: band.waiting(head) for key in keys})
         await _own_records(band, [strangers[(first + number) % len(strangers)] for number in range(3)])
         first += 3
         await asyncio.sleep(2)
@@ -51,14 +51,14 @@ async def invented_records(band: Band) -> None:
 async def record_flood(band: Band) -> None:
     """400 peers that do not exist, all at once, for as long as it lasts; 8 of them with nodes."""
     stranger, *_ = strangers = await band.come(_FLOOD_NODES)
-    band.keys = [Key() for _ in range(400)]
+    band.keys = band.draw_keys(400)
     await band.head()
     band.arrived()
     while True:
         await _own_records(band, strangers)
         head = await band.head()
         for at in range(0, len(band.keys), 50):
-            await stranger.store(*(_signed(band, key, band.waiting(head)) for key in band.keys[at : at + 50]))
+            await stranger.publish_for(band.run_id, {key: band.waiting(head) for key in band.keys[at : at + 50]})
         await asyncio.sleep(_RENEW_SECONDS)
 
 

@@ -92,7 +92,7 @@ async def learn_wire(band: Band, stranger: Stranger, honest: list[str]) -> Wire:
     while True:
         with contextlib.suppress(Gone):
             kind = await stranger.ask(band.rng.choice(honest), KIND)
-            return Wire(band.run["run"].get("wire", "fp16"), *kind["sizes"])
+            return Wire(band.config.wire, *kind["sizes"])
 
 
 def group_id(parent: str, group: Record) -> str:

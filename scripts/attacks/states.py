@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 
 from scripts.attacks.band import Band
-from scripts.attacks.wire import CHUNKS, HEAD, Frames, Gone, Key, Record, Stranger, say
+from scripts.attacks.wire import CHUNKS, HEAD, Frames, Gone, Record, Stranger
 from swarm.digest import canonical_json
 
 _CHUNK_BYTES, _PIECE_BYTES = 4 << 20, 256 << 10
@@ -133,7 +133,7 @@ class Shelf:
     def put(self, state: Made) -> str:
         digest = state.digest
         self.head = self._states[digest] = state
-        say(event="forged", digest=digest, samples=state.header["samples"])
+        self._band.say(event="forged", digest=digest, samples=state.header["samples"])
         return digest
 
     async def _tell(self, frames: Frames) -> None:
@@ -224,7 +224,7 @@ async def export_votes(band: Band) -> None:
     (stranger,) = await band.come()
     shelf = Shelf(band)
     await shelf.open()
-    band.keys = [Key() for _ in range(6)]
+    band.keys = band.draw_keys(6)
     forger, record = Forger(band, shelf, _few_samples), None
     while record is None:
         with contextlib.suppress(Gone):  # the state that it looked at may be old by now

@@ -223,9 +223,13 @@ class Stranger:
 
     async def publish(self, run_id: str, record: Record, key: Key | None = None, seconds: float = 20.0) -> None:
         """Sign `record` as ours, or as another key's."""
-        key = key or self.key
-        signed = {**record, "peer_id": key.peer_id, "time": time.time()}
-        await self.store(key.signed(f"{run_id}.peers", msgpack.packb(signed), time.time() + seconds))
+        await self.publish_for(run_id, {key or self.key: record}, seconds)
+
+    async def publish_for(self, run_id: str, records: Mapping[Key, Record], seconds: float = 20.0) -> None:
+        """Sign each record with the key beside it, and store them all at once."""
+        now = time.time()
+        packed = {key: msgpack.packb({**record, "peer_id": key.peer_id, "time": now}) for key, record in records.items()}
+        await self.store(*(key.signed(f"{run_id}.peers", value, now + seconds) for key, value in packed.items()))
 
     async def addresses(self) -> list[str]:
         return [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)]

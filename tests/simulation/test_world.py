@@ -60,6 +60,22 @@ def test_worlds_with_a_peer_that_assists_hold():
     assert_holds(*simulate("--peers", "3", "--hours", "0.05", "--fault_seconds", "40", "--assistants", "1", "--seed", "5"))
 
 
+def test_strangers_who_mean_harm_stop_and_lead_astray_nobody():
+    # Faults that leave the peers that one has met live: without them strangers count (docs/protocol.md, R5).
+    for rows in (("one-more-sample", "burnt-number", "drip-donor"), ("nan", "silent", "stalling-leaders", "invented-records")):
+        options = ["--peers", "4", "--hours", "0.05", "--seed", "17", "--faults", "reset,slow,clock,answers,ledger", "--strangers", ",".join(rows)]
+        ended, summary = simulate(*options)
+        assert_holds(ended, summary)
+        assert summary["rounds"] >= 10 and summary["committed"] > 0.8
+    assert summary["trace"] == simulate(*options)[1]["trace"]
+
+
+def test_unknown_strangers_are_refused_with_the_known_ones():
+    command = [sys.executable, "-m", "simulation", "--strangers", "mallory"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and "no such strangers: mallory" in ended.stderr and "slot-hog" in ended.stderr
+
+
 def test_an_unknown_fault_is_refused_with_the_known_ones():
     command = [sys.executable, "-m", "simulation", "--faults", "flood"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -11,6 +11,7 @@ from typing import Any
 
 from peer.data.client.transport import Refusal, Transport
 from peer.data.unsaid import Unsaid
+from swarm.errors import UserError
 
 log = logging.getLogger(__name__)
 CONTRIBUTIONS, ROUNDS = "/v1/contributions", "/v1/rounds"
@@ -54,14 +55,18 @@ class Outbox:
         return letter
 
     def keep_rounds(self) -> None:
-        """On disk as well, those that wait: the server was found away. Raises UserError when the disk does not take it.
+        """On disk as well, those that wait: the server was found away. Contributions are kept when they are offered.
 
-        Contributions are kept when they are offered.
+        Where the disk does not take it, that is no reason to end: others tell of these rounds too.
         """
         for letter in self.letters():
             if letter.path == ROUNDS and not letter.on_disk:
-                letter.on_disk = True
-                self._unsaid.keep(letter.body)
+                try:
+                    self._unsaid.keep(letter.body)
+                    letter.on_disk = True
+                except UserError as error:
+                    log.warning("what there is to report would not survive a kill: %s", error.message)
+                    return
 
     def answered(self, letter: Letter, seconds: float) -> bool:
         """Wait so long for the answer to a contribution; raises Refusal.

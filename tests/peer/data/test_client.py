@@ -91,6 +91,17 @@ def test_rounds_that_wait_are_on_the_disk_once_the_server_is_found_away(tmp_path
     assert [letter.body for letter in Outbox(unsaid, news=lambda: None).letters()] == [second, first]
 
 
+def test_a_report_that_the_disk_does_not_take_waits_in_memory(tmp_path):
+    unsaid = Unsaid(tmp_path / "no folder" / "unsaid.jsonl")
+    outbox = Outbox(unsaid, news=lambda: None)
+    outbox.put(ROUNDS, {"round": 1, "members": []})
+    outbox.keep_rounds()
+    assert len(outbox) == 1 and not unsaid.letters()
+    (tmp_path / "no folder").mkdir()
+    outbox.keep_rounds()
+    assert unsaid.letters() == [{"round": 1, "members": []}], "once there is room"
+
+
 def test_pauses_grow_to_half_a_minute_differ_from_peer_to_peer_and_are_never_shorter_than_the_server_asks():
     def pauses(uniform, wait=0.0, tries=8, busy=False):
         slept = []
