@@ -11,7 +11,7 @@ from datasetserver.book import Book
 from datasetserver.samples import Masks, full, indices
 from datasetserver.units import Unit
 from peer.loop.accounts import Accounts
-from peer.sync.engine.state import Header
+from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.vectors import SharedBuffer
 from simulation.arithmetic import Arithmetic
 
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 
+STREAMS_PER_PEER = 32
+"""Sixteen that a peer may open to us (net/streams.py), and as many of ours to it."""
+MOST_FILES = 160
+"""On a peer's disk: two files a shard of the dataset, a state and a mean of each of the last rounds, some that are small."""
+MESSAGES_PER_ROUND = 10
+"""Of a peer with each other one, in a world without faults; 3 to 4 are usual."""
 _LEDGER_SECONDS = 10.0
 """All of the ledger is worked out anew so often."""
 
@@ -153,7 +159,7 @@ class Checks:
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""
         if kind == "rebase" and self.arithmetic is not None:
-            wrong = self.arithmetic.rebased(values["digest"], Header.from_json(values["header"]), buffers[0].bytes())
+            wrong = self.arithmetic.rebased(values["digest"], read_header(values["header"]), buffers[0].bytes())
             if wrong:
                 self.breach(wrong, machine)
         if kind == "final":
@@ -172,6 +178,24 @@ class Checks:
         held = [*state["open"], *(key for keys in state["contributions"].values() for key in keys), *state["aside"]]
         if len(set(held)) != len(held) or set(held) != drawn:
             self.breach(f"{len(drawn)} samples drawn and not reported, {len(held)} held", machine)
+
+    # ------------------------------------------------------------- bounds
+
+    def bounds(self, machine: "Machine") -> None:
+        """What a peer holds at any moment: streams and tasks for each other peer, files of a few states and of the dataset."""
+        others = len(self._world.network.hosts)
+        streams = len(machine.host.pipes) if machine.host is not None else 0
+        tasks = max((sum(not task.done() for task in process.tasks) for process in (machine.trainer, machine.sidecar) if process), default=0)
+        files = len(machine.disk.names)
+        for what, number, most in (("streams", streams, STREAMS_PER_PEER * others), ("tasks", tasks, STREAMS_PER_PEER * others + 8), ("files", files, MOST_FILES)):
+            if number > most:
+                self.breach(f"{number} {what}, at most {most} are allowed", machine)
+
+    def traffic(self, messages: int, rounds: int, peers: int) -> None:
+        """Of a world without faults."""
+        most = (rounds + 5) * peers * peers * MESSAGES_PER_ROUND
+        if messages > most:
+            self.breach(f"{messages} messages in {rounds} rounds of {peers} peers, at most {most} are allowed")
 
     def registers(self, machine: "Machine", number: int, keys: Sequence[str]) -> None:
         """A trainer tells the server what a contribution holds; before it is offered."""
