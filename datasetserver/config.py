@@ -1,6 +1,5 @@
 """What the host of a run may choose for its machine. What all peers must agree on is in `swarm.run_config.RunConfig`."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from datasetserver.hub import HubDataset
@@ -8,10 +7,10 @@ from datasetserver.sources import Folder, Source
 from swarm.errors import UserError
 from swarm.listening import is_loopback
 from swarm.logs import FORMATS
-from swarm.options import option
+from swarm.options import option, options
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class ServerConfig:
     """This server (the host's own choice)."""
 
@@ -34,21 +33,21 @@ class ServerConfig:
         "",
         "Where shards, ledger and identity are kept; default: DATASET.datasetserver beside the dataset. Without a dataset: serve what is ready there.",
     )
-    shard_samples: int = option(256, "Samples per shard; a shard is what a peer leases, and what another repeats when it dies.")
-    ingest_workers: int = option(-1, "Processes that check pictures; -1: one per core, 0: none.")
+    shard_samples: int = option(256, "Samples per shard; a shard is what a peer leases, and what another repeats when it dies.", ge=1, le=100_000)
+    ingest_workers: int = option(-1, "Processes that check pictures; -1: one per core, 0: none.", ge=-1)
     missing_captions: str = option(
         "reject",
         "Pictures without a caption: 'reject', or 'empty' (or 'none') to train them without words, or with textual inversion's templates.",
-        aliases=("captions",),
+        aliases=("captions",), choices=("reject", "empty", "none"),
     )
-    duplicates: str = option("keep", "Pictures that are there more than once, byte by byte: 'keep' or 'drop'; they are listed in any case.")
+    duplicates: str = option("keep", "Pictures that are there more than once, byte by byte: 'keep' or 'drop'; they are listed in any case.", choices=("keep", "drop"))
     dry_run: bool = option(False, "Check the run's options and the pictures, say what would be left out, and end; nothing is written or served.")
 
     run: str = option("", "TOML file with the run's options; flags win over it.", section="the run")
-    lease_seconds: float = option(60.0, "A lease that is not renewed for so long goes to another peer.")
-    grace_seconds: float = option(60.0, "Work of a peer that is gone may still be averaged for so long; then its samples are leased again.")
+    lease_seconds: float = option(60.0, "A lease that is not renewed for so long goes to another peer.", ge=1, le=86_400)
+    grace_seconds: float = option(60.0, "Work of a peer that is gone may still be averaged for so long; then its samples are leased again.", le=86_400)
     copy_seconds: float = option(
-        3600.0, "A shard that a peer holds for so long, while the others train a later epoch already, goes to a second peer, too; 0: never."
+        3600.0, "A shard that a peer holds for so long, while the others train a later epoch already, goes to a second peer, too; 0: never.", le=1e9
     )
     states: str = option(
         "", "Output folder of a peer that assists on this machine: the newest settled state in it is offered for download."
@@ -59,7 +58,7 @@ class ServerConfig:
         "Address to listen on; 0.0.0.0 for peers on other machines, together with --tokens or --open.",
         section="its address, and who may come in",
     )
-    port: int = option(9090, "Port to listen on; 0: any free one.")
+    port: int = option(9090, "Port to listen on; 0: any free one.", le=65535)
     public_url: str = option("", "URL under which peers reach this server, when it is not http://HOST:PORT.")
     server_names: tuple[str, ...] = option(
         (), "Further names under which this server is reached, besides its addresses, localhost, this machine's name and that of --public_url."
@@ -70,7 +69,7 @@ class ServerConfig:
     open: bool = option(False, "Let in whoever can reach --host, without tokens.")
     tls_cert: str = option("", "Certificate chain (PEM): serve https, together with --tls_key.")
     tls_key: str = option("", "The certificate's key (PEM).")
-    max_requests_per_second: float = option(50.0, "Requests of one address; a burst may have ten seconds' worth; 0: no limits per address.")
+    max_requests_per_second: float = option(50.0, "Requests of one address; a burst may have ten seconds' worth; 0: no limits per address.", le=1e6)
 
     dht: bool = option(
         True, "Run a DHT node, where peers meet. Without, they need each other's addresses (--peers).", section="its DHT node"
@@ -94,22 +93,6 @@ class ServerConfig:
                 "Two datasets are given." if self.dataset else "No dataset is given.",
                 fix="Add --dataset DIR, a folder of pictures with a .txt beside each; or --dataset_name; or --work_dir with one that is ready.",
             )
-        if self.max_train_samples < 0:
-            raise UserError(f"max_train_samples is {self.max_train_samples}.", fix="Use how many rows to take, or 0 for all.")
-        if not 0 <= self.port <= 65535:
-            raise UserError(f"port is {self.port}.", fix="Use 0 to 65535.")
-        if self.shard_samples < 1 or self.shard_samples > 100_000:
-            raise UserError(f"shard_samples is {self.shard_samples}.", fix="Use 1 to 100000; 256 is a good start.")
-        if not 0 <= self.copy_seconds <= 1e9:
-            raise UserError(f"copy_seconds is {self.copy_seconds}.", fix="Use 0 (never) or more; 3600 is a good start.")
-        if not 1 <= self.lease_seconds <= 86_400 or not 0 <= self.grace_seconds <= 86_400:
-            raise UserError(f"lease_seconds is {self.lease_seconds}, grace_seconds {self.grace_seconds}.", fix="Use 1 to 86400 seconds.")
-
-        for name, choices in (("missing_captions", ("reject", "empty", "none")), ("duplicates", ("keep", "drop"))):
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name} is '{getattr(self, name)}'.", fix=f"Use {' or '.join(choices)}.")
-        if not 0 <= self.max_requests_per_second <= 1e6:
-            raise UserError(f"max_requests_per_second is {self.max_requests_per_second}.", fix="Use 1 to 1000000, or 0 for no limit.")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise UserError("A certificate needs its key, and a key its certificate.", fix="Give both --tls_cert and --tls_key.")
         if self.tokens and self.open:

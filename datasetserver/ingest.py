@@ -27,12 +27,14 @@ from swarm import files
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import Generation, Manifest, Shard
+from swarm.run.family import families
 
 log = logging.getLogger(__name__)
 SHARD_SAMPLES = 256
 SHARD_BYTES = 48 << 20
 _FORMAT = 4  # of the shards: raise it when the same dataset would give other bytes
 CLIP_TOKENS = 75
+_CUTS_CAPTIONS = " and ".join(family.title for family in families().values() if family.caption_tokens == CLIP_TOKENS + 2)
 """Of a caption, besides the two that mark its beginning and end."""
 # The pieces that CLIP's tokenizer cuts a text into before it cuts those: each becomes one token or more.
 _TOKEN = re.compile(r"'(?:s|t|re|ve|m|ll|d)|[^\W\d_]+|\d|(?:[^\s\w]|_)+")
@@ -335,7 +337,7 @@ def notes_on(sample: Sample, resolution: int) -> list[str]:
     """What may surprise whoever trains it at that resolution; 0: unknown."""
     notes = []
     if any(fewest_tokens(caption) > CLIP_TOKENS for caption in sample.captions):
-        notes.append(f"a caption of more than {CLIP_TOKENS} tokens: Stable Diffusion and SDXL do not read its end")
+        notes.append(f"a caption of more than {CLIP_TOKENS} tokens: {_CUTS_CAPTIONS} do not read its end")
     if min(sample.picture.width, sample.picture.height) < resolution:
         notes.append(f"a side shorter than {resolution} pixels: enlarged")
     return notes

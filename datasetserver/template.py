@@ -14,6 +14,7 @@ from datasetserver.config import ServerConfig
 from swarm.arguments import ArgumentParser
 from swarm.errors import ExitCode, UserError
 from swarm.options import build, parse_flags
+from swarm.run.method import methods
 from swarm.run_config import RunConfig
 
 _CHOOSE = ("dataset", "model", "run_name", "method", "resolution", "target_batch_size", "total_samples", "host", "public_url", "tokens")
@@ -22,7 +23,7 @@ _EXAMPLES = {
     "dataset": "pictures",
     "model": "stable-diffusion-v1-5/stable-diffusion-v1-5",
     "run_name": "our first run",
-    "method": "lora",
+    "method": next(name for name, method in methods().items() if method.adapter),
     "total_samples": 200_000,
     "host": "0.0.0.0",
     "public_url": "http://203.0.113.7:9090",
@@ -80,7 +81,7 @@ def _field(name: str) -> dataclasses.Field:
 def _entries(fields: Sequence[dataclasses.Field], given: Mapping[str, Any]) -> Iterator[str]:
     for field in fields:
         choices = field.metadata["choices"]
-        about = field.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
+        about = field.metadata["description"] + (f" One of {', '.join(choices)}." if choices else "")
         example = f" For example {_toml(_EXAMPLES[field.name])}." if field.name in _EXAMPLES else ""
         yield from textwrap.wrap(about + example, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
         if field.name in given:

@@ -34,6 +34,7 @@ from swarm.life import TRAINING, Life
 from swarm.logs import setup_logging
 from swarm.peer_key import PeerKey
 from swarm.records import ASSIST
+from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 from swarm.signed_request import Signer
 from swarm.tasks import end_tasks
@@ -93,7 +94,7 @@ def _assist_in(folder: Path, peer: PeerConfig, resolve: Callable[[], Joined], gi
     with stop.before_it_begins():
         joined, known = _run(folder / "run.json", resolve)
     discard(folder / "state", peer.discard_state)
-    if joined.run.sync == "none":
+    if not swarms(joined.run.sync):
         raise UserError(
             f"The run '{joined.run.run_name}' has --sync none: its peers average nothing.", fix="There is nothing to assist with."
         )

@@ -2,19 +2,18 @@
 
 import dataclasses
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peer.volunteer.resting import Hours
 from swarm.errors import UserError
 from swarm.logs import FORMATS
-from swarm.options import option
+from swarm.options import option, options
 from swarm.records import MAX_NAME
 from swarm.urls import check_url
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class PeerConfig:
     """This peer (every machine chooses its own)."""
 
@@ -26,7 +25,7 @@ class PeerConfig:
     peers: tuple[str, ...] = option((), "Multiaddrs of peers that are in the run; alone enough to join.", aliases=("initial_peers",))
     found: bool = option(False, "Found a run: listen for peers, with this peer's flags as the run's.", aliases=("hivemind",))
     run_id: str = option("", "Which run to join, when the peers given serve several.")
-    min_peers: int = option(1, "Wait at the start until so many peers are live, this one included.")
+    min_peers: int = option(1, "Wait at the start until so many peers are live, this one included.", ge=1)
     peer_name: str = option(
         "", "What others shall call this peer, on the page and in dd-status: up to 32 characters. Default: its key's end."
     )
@@ -46,7 +45,7 @@ class PeerConfig:
     discard_state: tuple[str, ...] = option(
         (), "Digests of forged states, or their first 8 digits or more: they, and all that descend from them, are never used again."
     )
-    max_upload_mbit: float = option(0.0, "Send at most so many million bits a second to other peers; 0: as fast as the link takes it.")
+    max_upload_mbit: float = option(0.0, "Send at most so many million bits a second to other peers; 0: as fast as the link takes it.", lt=1e6)
 
     assist: bool = option(
         False,
@@ -55,8 +54,8 @@ class PeerConfig:
     )
     states_total_limit: int = option(0, "With --assist: keep this many settled states, the newest; 0: all of them.")
 
-    train_batch_size: int = option(1, "Samples per local step and rank.", aliases=("batch_size",), section="training")
-    gradient_accumulation_steps: int = option(1, "Micro-batches per local optimizer step.")
+    train_batch_size: int = option(1, "Samples per local step and rank.", aliases=("batch_size",), section="training", ge=1)
+    gradient_accumulation_steps: int = option(1, "Micro-batches per local optimizer step.", ge=1)
     mixed_precision: str = option(
         "auto", "Autocast; auto: by device, the reason is printed.", choices=("auto", "no", "fp16", "bf16"), switches={"fp16": "fp16"}
     )
@@ -67,18 +66,18 @@ class PeerConfig:
     )
     overlap: bool = option(False, "Train on while a contribution is averaged: no waiting, but what is learned meanwhile is a little stale.")
     gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
-    max_train_steps: int = option(0, "End the run after so many global steps: another way to say --total_samples.")
-    num_train_epochs: int = option(1, "Passes over the data when the run sets no --total_samples.", aliases=("epochs",))
+    max_train_steps: int = option(0, "End the run after so many global steps: another way to say --total_samples.", lt=2**40)
+    num_train_epochs: int = option(1, "Passes over the data when the run sets no --total_samples.", aliases=("epochs",), ge=1)
     lr_warmup_steps: float = option(
         0.0,
         "Global steps over which the learning rate rises, below 1 the share of the run: another way to say --lr_warmup_samples.",
-        aliases=("lr_scheduler_warmup",),
+        aliases=("lr_scheduler_warmup",), lt=2**40,
     )
     scale_lr: bool = option(False, "Multiply --learning_rate by the samples of a global step, once, when the run begins.")
     use_ema: bool = option(False, "Keep a moving average of the weights by global steps; it is what is exported and drawn.")
-    ema_decay: float = option(0.9999, "Its decay, which it rises to: (1 + n) / (10 + n) after n steps.")
+    ema_decay: float = option(0.9999, "Its decay, which it rises to: (1 + n) / (10 + n) after n steps.", lt=1)
     lease_samples: int = option(
-        0, "Lease at least so many samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",)
+        0, "Lease at least so many samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",), lt=2**40
     )
 
     device: str = option(
@@ -93,8 +92,8 @@ class PeerConfig:
     channels_last: bool = option(False, "Have the convolutions compute with channels last in memory.")
     ipex: bool = option(False, "On a CPU with PyTorch 2.8: use the kernels of Intel's extension for PyTorch, which has come to its end.")
     dataloader_num_workers: int = option(0, "Processes that decode pictures; 0: in the training process.")
-    loader_prefetch_size: int = option(1, "With --dataloader_num_workers: local steps that are read and decoded ahead.")
-    device_prefetch_size: int = option(0, "Of these, how many are moved to the GPU or to the XLA devices ahead.")
+    loader_prefetch_size: int = option(1, "With --dataloader_num_workers: local steps that are read and decoded ahead.", lt=2**31)
+    device_prefetch_size: int = option(0, "Of these, how many are moved to the GPU or to the XLA devices ahead.", lt=2**31)
     cache_dir: str = option("", "Where shards, latents and texts are kept; default: inside --output_dir.")
     cache_gib: float = option(20.0, "Limit in GiB of each of these three.")
     cache_latents: bool = option(
@@ -130,7 +129,7 @@ class PeerConfig:
     max_train_samples: int = option(
         0, "Use only so many pictures: of a folder a subset that the seed decides, of a stream the first; 0: all."
     )
-    repeats: int = option(1, "How often a picture of --train_data_dir comes in an epoch; those below a folder 10_NAME ten times as often.")
+    repeats: int = option(1, "How often a picture of --train_data_dir comes in an epoch; those below a folder 10_NAME ten times as often.", ge=1)
     with_prior_preservation: bool = option(
         False,
         "Train each picture together with one of its class as the model draws it, so that the class is not forgotten; local data only.",
@@ -139,8 +138,8 @@ class PeerConfig:
         "", "With --with_prior_preservation: folder of the class's pictures; those that are missing are drawn into it."
     )
     class_prompt: str = option("", "With --with_prior_preservation: what they show, such as 'a photo of a dog'.")
-    prior_loss_weight: float = option(1.0, "With --with_prior_preservation: weight of their losses.")
-    num_class_images: int = option(100, "With --with_prior_preservation: how many there shall be.")
+    prior_loss_weight: float = option(1.0, "With --with_prior_preservation: weight of their losses.", lt=1e6)
+    num_class_images: int = option(100, "With --with_prior_preservation: how many there shall be.", ge=1)
     output_bucket_info: bool = option(False, "Log the buckets at the start, and at the end how many samples were in each.")
 
     output_dir: str = option(
@@ -149,18 +148,18 @@ class PeerConfig:
     checkpointing_steps: int = option(
         0,
         "Save a resumable checkpoint every so many global steps; 0: after a swarm's rounds for 1 % of the time, alone every 10,000 samples.",
-        aliases=("checkpointing_rounds",),
+        aliases=("checkpointing_rounds",), lt=2**40,
     )
-    checkpoints_total_limit: int = option(2, "Keep this many checkpoints.")
+    checkpoints_total_limit: int = option(2, "Keep this many checkpoints.", ge=1)
     resume_from_checkpoint: str = option(
         "auto",
         "A checkpoint's folder, 'latest', or 'none'. auto: in a swarm this peer's own latest of the same run, alone none.",
         aliases=("resume",),
     )
-    save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-N every so many global steps; 0: at the end only.")
-    save_as_full_pipeline: bool = option(False, "textual_inversion: write the whole pipeline as well, which knows the new word.")
+    save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-N every so many global steps; 0: at the end only.", lt=2**40)
+    save_as_full_pipeline: bool = option(False, "Of a new word: write the whole pipeline as well, which knows it.")
     safe_serialization: bool = option(
-        True, "textual_inversion: write .safetensors; --no_safe_serialization: torch's own format, learned_embeds.bin."
+        True, "Of a new word: write .safetensors; --no_safe_serialization: torch's own format, learned_embeds.bin."
     )
     push_to_hub: bool = option(False, "Upload the result to the Hugging Face Hub at the end; asked for leave at the start.")
     hub_model_id: str = option("", "Repository for --push_to_hub, such as owner/name; default: the name of --output_dir.")
@@ -174,43 +173,42 @@ class PeerConfig:
         aliases=("validation_prompt",),
         section="watching it",
     )
-    num_validation_images: int = option(4, "Pictures of each prompt, always from the same seeds.", aliases=("image_log_amount",))
+    num_validation_images: int = option(4, "Pictures of each prompt, always from the same seeds.", aliases=("image_log_amount",), ge=1)
     validation_steps: int = option(
-        0, "Draw every so many global steps; 0: every round of a swarm, alone every 100 steps.", aliases=("image_log_steps",)
+        0, "Draw every so many global steps; 0: every round of a swarm, alone every 100 steps.", aliases=("image_log_steps",), lt=2**40
     )
-    validation_inference_steps: int = option(25, "Denoising steps of these pictures.", aliases=("image_log_inference_steps",))
+    validation_inference_steps: int = option(25, "Denoising steps of these pictures.", aliases=("image_log_inference_steps",), ge=1)
     report_to: str = option(
         "none", "Also show metrics and pictures there.", choices=("none", "tensorboard", "wandb", "all"), switches={"wandb": "wandb"}
     )
     logging_dir: str = option("logs", "Where trackers keep their files, inside --output_dir.")
     tracker_project_name: str = option("distributed-diffusion", "Name of the project in the tracker.", aliases=("project_id",))
     metrics_port: int = option(
-        0, "Serve this peer's figures to Prometheus at this port, as http://METRICS_HOST:PORT/metrics; 0: not at all."
+        0, "Serve this peer's figures to Prometheus at this port, as http://METRICS_HOST:PORT/metrics; 0: not at all.", le=65535
     )
     metrics_host: str = option("127.0.0.1", "Address to serve them at; they have no password.")
     print_loss: bool = option(False, "Log the loss of every local step; metrics.jsonl has the means of ten.")
     profile_duration: int = option(
         0,
-        "Record what the device does for so many milliseconds, from the third local step on, into PROFILE_DIR (a variable) or OUTPUT_DIR/profile.",
+        "Record what the device does for so many milliseconds, from the third local step on, into PROFILE_DIR (a variable) or OUTPUT_DIR/profile.", lt=2**31,
     )
     log_format: str = option("text", "Log lines on stderr: for people, or a JSON object per line.", choices=FORMATS)
     debug: bool = option(False, "Log more, and show tracebacks.")
 
-    nproc_per_node: int = option(1, "dd-peer: ranks to start here, one for each GPU.", section="dd-peer, which starts it again")
+    nproc_per_node: int = option(1, "dd-peer: ranks to start here, one for each GPU.", section="dd-peer, which starts it again", ge=1, le=1000)
     stall_seconds: float = option(
         600.0,
-        "dd-peer: a trainer without a sign of life for so long, or 6 times that while it loads, saves or draws, is ended and started again; 0: never.",
+        "dd-peer: a trainer without a sign of life for so long, or 6 times that while it loads, saves or draws, is ended and started again; 0: never.", lt=1e7,
     )
-    max_restarts: int = option(5, "dd-peer: give up after so many failures in a row; a minute of training forgives them; 0: never.")
+    max_restarts: int = option(5, "dd-peer: give up after so many failures in a row; a minute of training forgives them; 0: never.", lt=2**31)
     log_file: str = option("", "dd-peer: the log of all this peer's processes goes there instead of to the terminal.")
-    log_file_mib: float = option(10.0, "dd-peer: turn --log_file over at this size.")
-    log_files: int = option(5, "dd-peer: keep so many of them, the current one included.")
+    log_file_mib: float = option(10.0, "dd-peer: turn --log_file over at this size.", ge=0.001, lt=1e6)
+    log_files: int = option(5, "dd-peer: keep so many of them, the current one included.", ge=1, le=1000)
 
     def __post_init__(self) -> None:
         for name in ("peers", "host_maddrs", "announce_maddrs"):  # also quoted as one word, as scripts for other programs have them
             object.__setattr__(self, name, tuple(re.findall(r"[^\s,]+", " ".join(getattr(self, name)))))
         self._check_access()
-        self._check_counts()
         self._check_computing()
         self._check_shown()
         self._check_data()
@@ -228,26 +226,7 @@ class PeerConfig:
                 "host_key is no key of a host.", fix="Copy it whole: 64 digits and small letters a to f, which the server prints."
             )
 
-    def _check_counts(self) -> None:
-        for name in (
-            "train_batch_size",
-            "gradient_accumulation_steps",
-            "num_train_epochs",
-            "checkpoints_total_limit",
-            "min_peers",
-            "num_validation_images",
-            "validation_inference_steps",
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more.")
-        for name in ("max_train_steps", "lr_warmup_steps", "checkpointing_steps", "save_steps", "validation_steps", "lease_samples"):
-            if not 0 <= getattr(self, name) < 2**40:
-                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more, or 0 for the default.")
-
     def _check_computing(self) -> None:
-        for name in ("loader_prefetch_size", "device_prefetch_size", "profile_duration"):
-            if not 0 <= getattr(self, name) < 2**31:
-                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more, or 0 for none.")
         if self.device_prefetch_size and self.device == "cpu":
             raise UserError("device_prefetch_size moves batches to a GPU or to XLA devices, and --device is cpu.", fix="Remove it.")
 
@@ -257,21 +236,13 @@ class PeerConfig:
             )
         if self.compile and self.ipex:
             raise UserError("--compile and --ipex each replace what computes.", fix="Remove one of them.")
-        if not 0 <= self.ema_decay < 1:
-            raise UserError(f"ema_decay is {self.ema_decay}.", fix="Use a value in [0, 1); 0.9999 is usual, 0.99 for short runs.")
 
     def _check_shown(self) -> None:
         if len(self.peer_name) > MAX_NAME or not self.peer_name.isprintable():
             raise UserError(f"peer_name has {len(self.peer_name)} characters.", fix=f"Use up to {MAX_NAME} printable ones.")
-        if not 0 <= self.metrics_port <= 65535:
-            raise UserError(f"metrics_port is {self.metrics_port}.", fix="Use 1 to 65535; 9464 is usual.")
 
     def _check_data(self) -> None:
         self._check_prior()
-        if self.repeats < 1:
-            raise UserError(f"repeats is {self.repeats}.", fix="Use 1 or more.")
-        if self.max_train_samples < 0:
-            raise UserError(f"max_train_samples is {self.max_train_samples}.", fix="Use how many pictures to take, or 0 for all.")
         if self.train_data_dir and self.dataset_name:
             raise UserError("Two datasets are given.", fix="Give --train_data_dir or --dataset_name.")
         if self.dataset_part and not self.dataset_name:
@@ -280,27 +251,17 @@ class PeerConfig:
             )
 
     def _check_running(self) -> None:
-        for name in ("nproc_per_node", "log_files"):
-            if not 1 <= getattr(self, name) <= 1000:
-                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 to 1000.")
         if self.log_files < 2 and self.log_file:
             raise UserError("log_files is 1: what was written before would be lost at each turn.", fix="Use 2 or more.")
-        if not (0 <= self.stall_seconds < 1e7 and 0 <= self.max_restarts < 2**31 and 0.001 <= self.log_file_mib < 1e6):
-            raise UserError(
-                f"stall_seconds is {self.stall_seconds}, max_restarts {self.max_restarts}, log_file_mib {self.log_file_mib}.",
-                fix="Use numbers above 0; 0 means never for the first two.",
-            )
         if self.hours:
             Hours.parse(self.hours)
-        if self.max_upload_mbit and not 1 <= self.max_upload_mbit < 1e6:
+        if 0 < self.max_upload_mbit < 1:
             raise UserError(
                 f"max_upload_mbit is {self.max_upload_mbit}.",
                 fix="Use 1 or more, or 0 for no limit: with less, the others wait for this peer in vain.",
             )
 
     def _check_assistant(self) -> None:
-        if self.states_total_limit < 0:
-            raise UserError(f"states_total_limit is {self.states_total_limit}.", fix="Use 1 or more, or 0 to keep all of them.")
         if self.assist and (self.found or not (self.datasetserver or self.peers)):
             raise UserError("--assist helps in a run that there is.", fix="Name the run by --datasetserver or --peers, and found none.")
 
@@ -328,10 +289,6 @@ class PeerConfig:
             )
         if self.train_data_dir and Path(self.class_data_dir).resolve().is_relative_to(Path(self.train_data_dir).resolve()):
             raise UserError("class_data_dir lies in train_data_dir, whose folders are all trained.", fix="Put it elsewhere.")
-        if self.num_class_images < 1:
-            raise UserError(f"num_class_images is {self.num_class_images}.", fix="Use 1 or more; 100 is usual.")
-        if not 0 <= self.prior_loss_weight < 1e6:
-            raise UserError(f"prior_loss_weight is {self.prior_loss_weight}.", fix="Use 0 or more; 1 is usual.")
 
     @property
     def own_data(self) -> bool:

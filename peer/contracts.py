@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from peer.config import PeerConfig
 from swarm.end import End
+from swarm.run.family import Family
+from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
 
@@ -62,10 +64,12 @@ class LatentBatch:
 class Model(Protocol):
     """A family's module offers `load(source: Path, device: torch.device | None, run: RunConfig) -> Model`; raises UserError for an option it cannot have."""
 
+    facts: Family
+    """What is to know of the family without its tensors: swarm/run/families/NAME.py."""
     pipeline: Any
     """The diffusers pipeline that the parts belong to; exporters and validation use it."""
     parts: dict[str, nn.Module]
-    """`unet` or `transformer`, `vae`, `text_encoder` and, where the family has them, `text_encoder_2`."""
+    """Those of `facts.parts` that this model has."""
     resolution_multiple: int
 
     def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = ()) -> None:
@@ -248,7 +252,7 @@ class SourceContext:
     @property
     def bare_caption(self) -> str | None:
         """The caption of pictures that have none; None: they cannot be trained on."""
-        return self.peer.instance_prompt or ("" if self.run.method == "textual_inversion" else None)
+        return self.peer.instance_prompt or ("" if method_named(self.run.method).bare_pictures else None)
 
 
 class LeaseLost(Exception):

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,7 +35,8 @@ from swarm.base_model import family_of
 from swarm.errors import ExitCode, UserError, run_program
 from swarm.interrupts import interruptible
 from swarm.logs import setup_logging
-from swarm.options import build, option, parse_flags
+from swarm.options import build, option, options, parse_flags
+from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _FORMATS = ("diffusers", "single_file", "lora_diffusers", "lora_kohya", "embedding")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class ExportConfig:
     """What to turn into what."""
 
@@ -116,10 +116,8 @@ def write(result: Path, config: ExportConfig, out: Path) -> None:
     part, dtype = out.with_name(f".{out.name}.writing"), _DTYPES[config.dtype]
     try:
         if config.format == "single_file":
-            if kept and kept.run.method == "textual_inversion":
-                raise UserError(
-                    "A single file has no place for a new word.", fix="Use --format embedding, beside the base model's own file."
-                )
+            if kept and (why := method_named(kept.run.method).in_one_file):
+                raise UserError(why, fix="Use --format embedding, beside the base model's own file.")
             write_single_file(_whole(result, kept, config).pipeline, part, dtype)
         elif config.format == "embedding":
             write_embedding(result, part, kept.run.family if kept else "", dtype)

@@ -4,23 +4,21 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError, run_program
 from swarm.logs import setup_logging
-from swarm.options import build, option, parse_flags
+from swarm.options import build, option, options, parse_flags
+from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
-_GUIDANCE = {"FluxPipeline": 3.5}
-"""Where it is not 7.5, the models' usual one."""
 
-
-@dataclass(frozen=True, kw_only=True)
+@options
 class GenerateConfig:
     """What to draw."""
 
@@ -35,24 +33,19 @@ class GenerateConfig:
         (), "Files or folders of textual inversion embeddings: words that prompts may have.", aliases=("embeddings",)
     )
     prompt: tuple[str, ...] = option((), "What the pictures show; several prompts are drawn one after the other.", aliases=("prompts",))
-    negative_prompt: str = option("", "What they shall not show; not for FLUX.")
-    num_images: int = option(4, "Pictures of each prompt.")
+    negative_prompt: str = option("", "What they shall not show, where the family knows that.")
+    num_images: int = option(4, "Pictures of each prompt.", ge=1)
     out: str = option("pictures", "Folder for the PNGs.")
-    steps: int = option(25, "Denoising steps.", aliases=("num_inference_steps",))
+    steps: int = option(25, "Denoising steps.", aliases=("num_inference_steps",), ge=1)
     guidance: float | None = option(
         None,
-        "How strongly the prompt guides; 1: not beyond the model's own prediction; default: 7.5, for FLUX 3.5.",
+        "How strongly the prompt guides; 1: not beyond the model's own prediction; default: the family's own.",
         aliases=("guidance_scale",),
     )
-    seed: int = option(0, "Picture N is drawn from seed + N.")
+    seed: int = option(0, "Picture N is drawn from seed + N.", ge=-(2**63))
     size: int = option(0, "Side in pixels; 0: the one the model was made for.")
-    batch_size: int = option(8, "Pictures drawn at a time.")
+    batch_size: int = option(8, "Pictures drawn at a time.", ge=1)
     device: str = option("auto", "auto, cpu or cuda.")
-
-    def __post_init__(self) -> None:
-        for name in ("num_images", "steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}.", fix="Use 1 or more.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -84,18 +77,16 @@ def load(config: GenerateConfig) -> Any:
     names = [f"lora_{number}" for number in range(len(config.lora))]
     for name, source in zip(names, config.lora, strict=True):
         loading.add_lora(pipeline, Path(source), name)
-    own = ["default"] if needs and needs.run.method == "lora" else []
+    own = ["default"] if needs and method_named(needs.run.method).adapter else []
     if own or names:  # without --lora, --lora_scale is the result's own
         pipeline.set_adapters([*own, *names], [1.0 if names else config.lora_scale] * len(own) + [config.lora_scale] * len(names))
     for source in config.embedding:
         log.info("the word of %s is %s", source, loading.add_embedding(pipeline, Path(source)))
-    if hasattr(pipeline, "unet"):
+    if model.facts.ddim:
         from diffusers import DDIMScheduler
 
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
-    # In fp16 FLUX draws black pictures.
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16 if type(pipeline).__name__ == "FluxPipeline" else torch.float16
-    pipeline.to(device, dtype=dtype)
+    pipeline.to(device, dtype=torch.float32 if device == "cpu" else getattr(torch, model.facts.half))
     return model
 
 
@@ -124,9 +115,8 @@ def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:
 
     pipeline, out = model.pipeline, Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    kind = type(pipeline).__name__
-    if config.negative_prompt and kind == "FluxPipeline":
-        raise UserError("FLUX is guided without a negative prompt.", fix="Remove --negative_prompt.")
+    if config.negative_prompt and not model.facts.negative_prompts:
+        raise UserError(f"{model.facts.title} is guided without a negative prompt.", fix="Remove --negative_prompt.")
     paths: list[Path] = []
     for first in range(0, config.num_images, config.batch_size):
         numbers = range(first, min(first + config.batch_size, config.num_images))
@@ -137,7 +127,7 @@ def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:
             images = pipeline(
                 **told(model, [prompt] * len(numbers), config.negative_prompt),
                 num_inference_steps=config.steps,
-                guidance_scale=_GUIDANCE.get(kind, 7.5) if config.guidance is None else config.guidance,
+                guidance_scale=model.facts.guidance if config.guidance is None else config.guidance,
                 height=config.size or None,
                 width=config.size or None,
                 generator=[torch.Generator().manual_seed(config.seed + number) for number in numbers],

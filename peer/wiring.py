@@ -39,7 +39,6 @@ from peer.machine.ipex import Ipex, check_ipex
 from peer.machine.placing import Placing, placing
 from peer.machine.profiling import Profiler, profile_folder
 from peer.machine.trial_of_speed import Trial
-from peer.methods.shared.parts import denoiser
 from peer.results import checkpoint
 from peer.results.checkpoint import Checkpoints
 from peer.results.output_folder import Owner, claim, lock
@@ -56,6 +55,8 @@ from swarm.digest import digest_json
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.founding import check_resolution
+from swarm.run.method import method_named
+from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -158,9 +159,9 @@ def check_batch(launch: Launch) -> None:
 
 
 def check_prior(launch: Launch) -> None:
-    if launch.peer.with_prior_preservation and launch.run.method == "textual_inversion":
+    if launch.peer.with_prior_preservation and not method_named(launch.run.method).changes_model:
         raise UserError(
-            "with_prior_preservation has nothing to preserve: textual_inversion changes nothing of the model.",
+            f"with_prior_preservation has nothing to preserve: {launch.run.method} changes nothing of the model.",
             fix="Remove --with_prior_preservation.",
         )
 
@@ -193,7 +194,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
     in_bf16 = peer.weights == "bf16"
-    computing = sum(p.numel() for p in model.parts[denoiser(model)].parameters())
+    computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
     by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
     model.place(device, None if by_itself else precision.dtype, method.whole(model))
@@ -226,7 +227,7 @@ def build_trial(launch: Launch, learner: Learner) -> Trial | None:
     """Of the other way to compute that this machine asked for."""
     if not (launch.peer.compile or launch.peer.ipex):
         return None
-    way = Ipex() if launch.peer.ipex else Compiled(learner.model.parts[denoiser(learner.model)])
+    way = Ipex() if launch.peer.ipex else Compiled(learner.model.parts[learner.model.facts.denoiser])
     return Trial(way, learner.params, learner.precision, launch.group)
 
 
@@ -388,7 +389,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         learning_rate=build_schedule(run),
         max_grad_norm=run.max_grad_norm,
         precision=learner.precision,
-        sync=RankedSync(sync, group, learner.params, moves=run.sync != "none"),
+        sync=RankedSync(sync, group, learner.params, moves=swarms(run.sync)),
         feed=feed,
         accounts=Accounts(source),
         group=group,
@@ -398,7 +399,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         save=build_checkpoints(launch, learner.optimizer).save,
         occasions=Occasions(),
         by_rounds=peer.swarming,
-        averages=run.sync != "none",
+        averages=swarms(run.sync),
         average=Ema(learner.params, peer.ema_decay) if peer.use_ema and group.is_main else None,
         noise_seed=noise_seed(run, own_id),
         unread=unread(learner),
@@ -421,7 +422,7 @@ def build_sync(launch: Launch, params: Params) -> Sync | None:
         output_dir=launch.output,
         server_url=joined.server_url,
         initial_peers=joined.initial_peers,
-        end=launch.end if joined.run.sync != "none" else None,
+        end=launch.end if swarms(joined.run.sync) else None,
         last_known=joined.last_known,
     )
     sync = load_part("sync", joined.run.sync).build(context)

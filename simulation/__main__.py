@@ -6,67 +6,195 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarm.errors import run_program
+
+if TYPE_CHECKING:
+    from simulation.world import Outcome, Scenario
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings have an order, too
-        os.execve(sys.executable, [sys.executable, "-m", "simulation", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
-    from simulation.faults import FAULTS
-    from simulation.world import STRANGERS, Scenario, play
+        os.execve(sys.executable, [sys.executable, "-m", "simulation", *argv], {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
+    from simulation.campaign import mixed
+
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.campaign:
+        return _campaign(options)
+    if options.mixed:
+        return Session(options).play(mixed)
+    base = _scenario(parser, options)
+    if options.replay:
+        base = _replay(options.replay, base)
+    return Session(options).play(lambda seed: replace(base, seed=seed))
+
+
+def _parser() -> argparse.ArgumentParser:
+    from simulation.campaign import KINDS, SYNCS, WIRES
 
     parser = argparse.ArgumentParser(prog="python -m simulation", description="Real peers in a simulated world; a seed repeats it exactly.")
-    parser.add_argument("--peers", type=int, default=8, help="peers that train (default: 8)")
-    parser.add_argument("--hours", type=float, default=1.0, help="virtual hours with faults; then all must commit within 10 minutes (default: 1)")
-    parser.add_argument("--rounds", type=int, default=0, help="end the faults after so many rounds")
-    parser.add_argument("--seed", type=int, default=1, help="what happens (default: 1)")
-    parser.add_argument("--seeds", type=int, default=1, help="play so many seeds, from --seed on (default: 1)")
-    parser.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join([*FAULTS, 'nat'])} (default: all)")
-    parser.add_argument("--fault_seconds", type=float, default=60.0, help="each fault strikes so often on average (default: 60)")
-    parser.add_argument("--assistants", type=int, default=0, help="peers that assist, besides those that train (default: 0)")
-    parser.add_argument("--strangers", default="", help="who comes and means harm: 'all', or rows of scripts/strangers (docs/simulation.md)")
-    parser.add_argument("--sync", default="parameters", choices=["parameters", "diloco", "gradients"])
-    parser.add_argument("--wire", default="int8", choices=["fp32", "fp16", "int8", "int4"])
-    parser.add_argument("--overlap", action="store_true", help="peers train while a round is averaged")
-    parser.add_argument("--until_breach", action="store_true", help="stop at the first seed that breaks something")
-    parser.add_argument("--trace", action="store_true", help="print the last lines of what happened also where nothing broke")
-    options = parser.parse_args()
-    every = (*FAULTS, "nat")
-    faults = {"all": every, "none": ()}.get(options.faults) or tuple(name for name in options.faults.split(",") if name and name != "none")
-    if unknown := sorted(set(faults) - set(every)):
-        parser.error(f"no such faults: {', '.join(unknown)}; there are {', '.join(every)}")
+    world = parser.add_argument_group("the world")
+    world.add_argument("--peers", type=int, default=8, help="peers that train (default: 8)")
+    world.add_argument("--assistants", type=int, default=0, help="peers that assist, besides those that train (default: 0)")
+    world.add_argument("--strangers", default="", help="who comes and means harm: 'all', or rows of scripts/strangers (docs/simulation.md)")
+    world.add_argument("--hours", type=float, default=1.0, help="virtual hours with faults; then all must commit within 10 minutes (default: 1)")
+    world.add_argument("--rounds", type=int, default=0, help="end the faults after so many rounds")
+    world.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join(KINDS)} (default: all)")
+    world.add_argument("--fault_seconds", type=float, default=60.0, help="each fault strikes so often on average (default: 60)")
+    world.add_argument("--strikes", help="these strikes instead of drawn ones, as a breach prints them; or a file of them")
+    world.add_argument("--step_seconds", default="", help="of each peer for one sample, as 0.5+0.7; drawn where it is not given")
+    world.add_argument("--replay", type=Path, metavar="FOLDER", help="the peers, deaths and round lengths of a real run, from the logs in FOLDER")
+    world.add_argument("--sync", default="parameters", choices=SYNCS)
+    world.add_argument("--wire", default="int8", choices=WIRES)
+    world.add_argument("--overlap", action="store_true", help="peers train while a round is averaged")
+    world.add_argument("--mixed", action="store_true", help="each seed draws all of the above for itself, as in a campaign")
+    many = parser.add_argument_group("which worlds, and how many")
+    many.add_argument("--seed", type=int, default=1, help="what happens (default: 1)")
+    many.add_argument("--seeds", type=int, default=1, help="play so many seeds, from --seed on (default: 1)")
+    many.add_argument("--until_breach", action="store_true", help="stop at the first seed that breaks something")
+    many.add_argument("--cpu_seconds", type=float, default=0.0, help="begin no seed after so many seconds of CPU time")
+    many.add_argument("--campaign", type=Path, metavar="FILE", help="play mixed worlds until FILE has --seeds of them with --rounds rounds")
+    many.add_argument("--processes", type=int, default=1, help="of a campaign (default: 1)")
+    said = parser.add_argument_group("what is said")
+    said.add_argument("--trace", action="store_true", help="print the last lines of what happened also where nothing broke")
+    said.add_argument("--no_shrink", action="store_true", help="do not look for a smaller scenario that breaks the same promise")
+    said.add_argument("--shrink_seconds", type=float, default=120.0, help="how long to look for it (default: 120)")
+    return parser
+
+
+def _scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "Scenario":
+    from simulation.campaign import KINDS
+    from simulation.faults import parse_strikes
+    from simulation.world import STRANGERS, Scenario
+
+    faults = {"all": KINDS, "none": ()}.get(options.faults) or tuple(name for name in options.faults.split(",") if name and name != "none")
+    if unknown := sorted(set(faults) - set(KINDS)):
+        parser.error(f"no such faults: {', '.join(unknown)}; there are {', '.join(KINDS)}")
     strangers = STRANGERS if options.strangers == "all" else tuple(filter(None, options.strangers.split(",")))
     if unknown := sorted(set(strangers) - set(STRANGERS)):
         parser.error(f"no such strangers: {', '.join(unknown)}; there are {', '.join(STRANGERS)}")
-    scenario = Scenario(
-        options.seed, options.peers, options.hours, options.rounds, faults, options.fault_seconds, sync=options.sync, wire=options.wire, overlap=options.overlap,
+    strikes = None
+    if options.strikes is not None:
+        try:
+            # A list of strikes may be longer than a file's name may be.
+            strikes = parse_strikes(Path(options.strikes).read_text() if "@" not in options.strikes and options.strikes else options.strikes)
+        except (OSError, ValueError) as error:
+            parser.error(f"--strikes: {error}")
+    try:
+        steps = tuple(float(seconds) for seconds in options.step_seconds.split("+") if seconds)
+    except ValueError:
+        parser.error(f"--step_seconds: '{options.step_seconds}' is no list of seconds like 0.5+0.7")
+    return Scenario(
+        options.seed, options.peers, options.hours, options.rounds, faults, options.fault_seconds,
+        sync=options.sync, wire=options.wire, overlap=options.overlap, strikes=strikes, step_seconds=steps,
         assistants=options.assistants, strangers=strangers,
     )  # fmt: skip
-    began, rounds, messages, breaches, struck, shares, trace = time.monotonic(), 0, 0, [], Counter(), [], ""
-    for seed in range(options.seed, options.seed + options.seeds):
-        outcome = play(replace(scenario, seed=seed))
-        rounds, messages, trace = rounds + outcome.rounds, messages + outcome.messages, outcome.trace
-        struck.update(outcome.faults)
-        shares.append(outcome.committed)
-        print(
-            f"seed {seed}: {outcome.rounds} rounds in {outcome.virtual_seconds / 3600:.2f} h, slowest commit {outcome.slowest_commit_seconds} s, "
-            f"{outcome.adopted}, faults {sum(outcome.faults.values())}, apart {outcome.apart}, withdrawn {outcome.withdrawn}, trace {outcome.trace[:16]}", flush=True,
-        )  # fmt: skip
-        if outcome.breach or options.trace:
-            print("\n".join(outcome.lines))
-        if outcome.breach:
-            breaches.append(seed)
-            print(f"BREACH with seed {seed}: {outcome.breach}", flush=True)
-            if options.until_breach:
+
+
+def _replay(folder: Path, like: "Scenario") -> "Scenario":
+    from simulation import replay
+    from simulation.shrink import command
+
+    recording = replay.read(folder)
+    scenario = replay.scenario(recording, like)
+    print(
+        f"{folder}: {len(recording.peers)} peers, {recording.ended - recording.began:.0f} s, {recording.rounds} rounds of about "
+        f"{recording.round_seconds:.1f} s, {len(scenario.strikes)} times somebody came late, died or was stopped\n  {command(scenario)}", flush=True,
+    )  # fmt: skip
+    return scenario
+
+
+class Session:
+    """Seeds that are played one after the other, and what is said of them."""
+
+    def __init__(self, options: argparse.Namespace):
+        self._options, self._began = options, time.monotonic()
+        self._rounds = self._messages = 0
+        self._faults: Counter[str] = Counter()
+        self._failpoints: Counter[str] = Counter()
+        self._committed: list[float] = []
+        self._breaches: dict[int, str] = {}
+        self._trace = ""
+
+    def play(self, scenario_of: Any) -> int:
+        from simulation.world import play
+
+        options = self._options
+        for seed in range(options.seed, options.seed + options.seeds):
+            scenario = scenario_of(seed)
+            outcome = play(scenario)
+            self._count(outcome)
+            if outcome.breach or options.trace:
+                print("\n".join(outcome.lines))
+            if outcome.breach:
+                self._tell_breach(scenario, outcome)
+            if (outcome.breach and options.until_breach) or (options.cpu_seconds and time.process_time() > options.cpu_seconds):
                 break
+        print(json.dumps(self._summary()))
+        return 1 if self._breaches else 0
+
+    def _count(self, outcome: "Outcome") -> None:
+        self._rounds, self._messages, self._trace = self._rounds + outcome.rounds, self._messages + outcome.messages, outcome.trace
+        self._faults.update(outcome.faults)
+        self._failpoints.update(outcome.failpoints)
+        self._committed.append(outcome.committed)
+        print(
+            f"seed {outcome.seed}: {outcome.rounds} rounds in {outcome.virtual_seconds / 3600:.2f} h, slowest commit "
+            f"{outcome.slowest_commit_seconds} s, {outcome.adopted}, faults {sum(outcome.faults.values())}, apart {outcome.apart}, "
+            f"withdrawn {outcome.withdrawn}, trace {outcome.trace[:16]}", flush=True,
+        )  # fmt: skip
+
+    def _tell_breach(self, scenario: "Scenario", outcome: "Outcome") -> None:
+        from simulation.shrink import Shrinking, command, promise
+        from simulation.world import play
+
+        self._breaches[outcome.seed] = promise(outcome.breach)
+        print(f"BREACH with seed {outcome.seed}: {outcome.breach}\n  {command(scenario)}", flush=True)
+        if self._options.no_shrink:
+            return
+        shrinking = Shrinking(scenario, outcome, self._options.shrink_seconds, play)
+        shrinking.run()
+        small, after = shrinking.scenario, shrinking.outcome
+        if small == scenario:
+            print(f"none of {shrinking.tried} smaller scenarios breaks the same promise")
+            return
+        print("\n".join(["", *after.lines]))
+        print(
+            f"the same promise, after {shrinking.tried} smaller scenarios: {small.peers} peers, {len(after.strikes)} strikes, "
+            f"{after.virtual_seconds:.0f} s, {len(after.lines)} lines above\nBREACH: {after.breach}\n  {command(small)}", flush=True,
+        )  # fmt: skip
+
+    def _summary(self) -> dict[str, Any]:
+        options, seconds = self._options, time.monotonic() - self._began
+        return {
+            "rounds": self._rounds, "rounds_per_minute": round(60 * self._rounds / seconds, 1),
+            "committed": round(sum(self._committed) / len(self._committed), 4), "breaches": len(self._breaches),
+            "seed": options.seed, "seeds": len(self._committed), "peers": options.peers, "messages": self._messages,
+            "faults": dict(self._faults), "failpoints": dict(self._failpoints), "broken_seeds": list(self._breaches),
+            "promises": list(self._breaches.values()), "seconds": round(seconds, 1), "trace": self._trace,
+        }  # fmt: skip
+
+
+def _campaign(options: argparse.Namespace) -> int:
+    from simulation.campaign import campaign, commit, read, summary
+
+    began, rounds, played = time.monotonic(), 0, 0
+    for line in campaign(options.campaign, options.seed, options.seeds, options.rounds, options.processes):
+        rounds, played = rounds + line["rounds"], played + 1
+        if line["breach"]:
+            print(f"BREACH with seed {line['seed']}: {line['breach']}\n  python -m simulation --mixed --seed {line['seed']}", flush=True)
+        elif played % 50 == 0:
+            print(f"{played} seeds, {rounds} rounds in {time.monotonic() - began:.0f} s", flush=True)
+    total = summary(read(options.campaign))
     seconds = time.monotonic() - began
-    print(json.dumps({
-        "rounds": rounds, "rounds_per_minute": round(60 * rounds / seconds, 1), "committed": round(sum(shares) / len(shares), 4),
-        "breaches": len(breaches), "seed": options.seed, "seeds": options.seeds, "peers": options.peers, "messages": messages,
-        "faults": dict(struck), "broken_seeds": breaches, "seconds": round(seconds, 1), "trace": trace,
-    }))  # fmt: skip
-    return 1 if breaches else 0
+    print(json.dumps({**total, "seed": options.seed, "commit": commit(), "rounds_per_minute": round(60 * rounds / seconds, 1), "seconds": round(seconds, 1)}))
+    return 1 if total["breaches"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(lambda: main(sys.argv[1:])))

@@ -12,6 +12,7 @@ from datasetserver.samples import Masks, full, indices
 from datasetserver.units import Unit
 from peer.loop.accounts import Accounts
 from peer.sync.engine.net.messages import read_header
+from peer.sync.engine.state import hash_chunks, state_digest
 from peer.sync.engine.vectors import SharedBuffer
 from simulation.arithmetic import Arithmetic
 
@@ -53,6 +54,8 @@ class Checks:
         self._of_group: dict[tuple, str] = {}
         self._offers: dict[tuple[str, int], tuple[bytes, int]] = {}
         self._stands: dict[str, tuple[int, str]] = {}
+        self._holders: dict[str, set[str]] = {}
+        """Of each state: who has adopted it, or one that descends from it."""
         self.arithmetic: Arithmetic | None = None
         self._keys: dict[tuple[str, int], tuple[str, ...]] = {}
         """The samples of each contribution, as its trainer told the server."""
@@ -92,6 +95,11 @@ class Checks:
         if boots == id(machine.sidecar) and self._is_ancestor(line["digest"], before):
             self.breach(f"went back from {before[:8]} to its ancestor {line['digest'][:8]}", machine)
         self._stands[machine.peer] = (id(machine.sidecar), line["digest"])
+        for digest in self.lineage(line["digest"]):
+            holders = self._holders.setdefault(digest, set())
+            if machine.peer in holders:
+                break
+            holders.add(machine.peer)
 
     def _commit(self, machine: "Machine", digest: str, parent: str, number: int, samples: int, members: tuple) -> None:
         known = self.commits.get(digest)
@@ -165,12 +173,38 @@ class Checks:
         if kind == "final":
             digest = values["digest"]
             self.reported(machine, digest)
+        if kind == "rebase" and state_digest(read_header(values["header"]), hash_chunks(buffers[0].bytes())) != values["digest"]:
+            self.breach(f"the bytes of the state {values['digest'][:8]} are not those of its digest", machine)
 
     def reported(self, machine: "Machine", digest: str) -> None:
         """As final."""
         self.settled[digest] = self.settled.get(digest, 0) + 1
         if digest not in self.commits:
             self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
+        elif not self._is_safe(machine, digest):
+            self.breach(f"reports the state {digest[:8]}, which no other peer has and no disk for certain", machine)
+
+    def _is_safe(self, machine: "Machine", digest: str) -> bool:
+        """Whether this machine may lose power and the state, or one that descends from it, is still there."""
+        if self._holders.get(digest, set()) - {machine.peer}:
+            return True
+        kept = {path[-18:-6] for path in machine.disk.flushed() if path.endswith(".state")}
+        return any(digest in self.lineage(state) for state in self.commits if state[:12] in kept)
+
+    def done(self, machine: "Machine", number: int) -> None:
+        """The trainer takes its contribution for done."""
+        lineages = (self.commits[digest] for digest in self.settled if digest in self.commits)
+        if not any(commit.included.get(machine.peer, 0) >= number and self._holds(commit, machine.peer, number) for commit in lineages):
+            self.breach(f"contribution {number} is taken for done, and is in no state that was reported", machine)
+
+    def lost(self, machine: "Machine", number: int, digest: str) -> None:
+        """The trainer, which stands on the state `digest`, gives up its contribution."""
+        commit = self.commits.get(digest)
+        if commit is not None and self._holds(commit, machine.peer, number):
+            self.breach(f"contribution {number} is given up, and is in the state {digest[:8]}", machine)
+
+    def _holds(self, commit: Commit, peer: str, number: int) -> bool:
+        return any((peer, number) == member[:2] for digest in self.lineage(commit.digest) for member in self.commits[digest].members)
 
     def accounts(self, machine: "Machine", accounts: Accounts) -> None:
         """Every sample that this trainer drew is open, in a contribution, or was reported."""
@@ -178,6 +212,11 @@ class Checks:
         held = [*state["open"], *(key for keys in state["contributions"].values() for key in keys), *state["aside"]]
         if len(set(held)) != len(held) or set(held) != drawn:
             self.breach(f"{len(drawn)} samples drawn and not reported, {len(held)} held", machine)
+
+    def books(self, machine: "Machine", accounts: Accounts, numbers: Collection[int]) -> None:
+        """The trainer's work has these contributions, and the books no others: else their samples are never reported."""
+        if set(accounts.state_dict()["contributions"]) != set(numbers):
+            self.breach("the books have other contributions than the trainer's work", machine)
 
     # ------------------------------------------------------------- bounds
 

@@ -99,6 +99,10 @@ class Disk:
         else:
             self.names[path] = inode
 
+    def flushed(self) -> list[str]:
+        """The files that are the same after a power cut."""
+        return [path for path, inode in self.names.items() if self._durable.get(path) is inode and inode.synced == inode.data]
+
     def begin_job(self) -> None:
         self._undo = []
 

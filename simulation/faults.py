@@ -1,203 +1,300 @@
-"""What befalls the machines, each fault a task of its own that strikes now and then until the world is calm, and then undoes what it did."""
+"""What befalls the machines. A fault strikes now and then until the world is calm, or when a list of strikes says; then it is undone.
+
+What is drawn for a strike is drawn before it and from the fault's own dice: so a world's strikes can be written down, and played again without
+some of them (`shrink.py`), and what happened to real peers is a list of strikes too (`replay.py`).
+"""
 
 import asyncio
-from typing import TYPE_CHECKING
+import random
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from peer.sync.engine.points import POINTS
 
 if TYPE_CHECKING:
-    from simulation.machine import Machine
+    from simulation.machine import Machine, Process
     from simulation.world import World
 
 
-async def _next(world: "World") -> "Machine | None":
-    """Wait for the next strike: the machine that it hits; None once the world is calm."""
-    until = world.loop.time() + world.rng.expovariate(1 / world.scenario.fault_seconds)
-    while world.loop.time() < until:
-        await asyncio.sleep(1.0)
-        if world.calm:
-            return None
-    return world.rng.choice(world.live) if world.live else None
+@dataclass(frozen=True)
+class Strike:
+    """at: virtual seconds; peer: the machine that it hits, by the order in which they were born, from 1; 0: it hits the net."""
+
+    at: float
+    fault: str
+    peer: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        values = ",".join(f"{name}={_written(value)}" for name, value in self.values.items())
+        return f"{self.fault}@{_written(self.at)}/{self.peer}" + (f"({values})" if values else "")
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
+    return f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+_STRIKE = re.compile(r"(?P<fault>[a-z]+)@(?P<at>[0-9.]+)/(?P<peer>\d+)(?:\((?P<values>[^()]*)\))?")
+
+
+def parse_strikes(text: str) -> tuple[Strike, ...]:
+    """`kill@12.5/3(seconds=10,back=True);partition@40/0(peers=1+3,seconds=15)`. Raises ValueError."""
+    strikes = []
+    for word in filter(None, (word.strip() for word in re.split(r"[;\n]", text))):
+        found = _STRIKE.fullmatch(word)
+        if found is None or found["fault"] not in FAULTS:
+            raise ValueError(f"'{word}' is no strike; one is like kill@12.5/3(seconds=10,back=True), the faults are {', '.join(FAULTS)}")
+        values = dict(pair.split("=") for pair in (found["values"] or "").split(",") if "=" in pair)
+        strikes.append(Strike(float(found["at"]), found["fault"], int(found["peer"]), _read(found["fault"], values, word)))
+    return tuple(sorted(strikes, key=lambda strike: strike.at))
+
+
+def _read(fault: str, values: Mapping[str, str], word: str) -> dict[str, Any]:
+    kinds = FAULTS[fault].values
+    if kinds.keys() != values.keys():
+        raise ValueError(f"'{word}': {fault} needs {', '.join(kinds) or 'no values'}")
+    return {name: kinds[name](value) for name, value in values.items()}
+
+
+def written(strikes: Iterable[Strike]) -> str:
+    """As `parse_strikes` reads it."""
+    return ";".join(map(str, strikes))
+
+
+# ------------------------------------------------------------- when they strike
+
+
+async def strike_at_random(world: "World", name: str) -> None:
+    """The fault `name`, one strike after the other, each when the last one is undone."""
+    fault, rng = FAULTS[name], random.Random(f"{world.scenario.seed} {name}")
+    while not world.calm:
+        at = round(world.loop.time() + rng.expovariate(1 / world.scenario.fault_seconds), 3)
+        await _until(world, at)
+        if world.calm or not world.live:
+            continue
+        machine = rng.choice(world.live) if fault.hits_a_peer else None
+        await _strike(world, Strike(at, name, machine.number if machine else 0, fault.draw(rng, world)))
+
+
+async def strike_as_told(world: "World", strike: Strike) -> None:
+    await _until(world, strike.at)
+    if not world.calm:
+        await _strike(world, strike)
+
+
+async def _strike(world: "World", strike: Strike) -> None:
+    machine = next((machine for machine in world.live if machine.number == strike.peer), None)
+    if FAULTS[strike.fault].hits_a_peer and machine is None:
+        return  # another world than the one in which this was drawn: there it does not live at this moment
+    await FAULTS[strike.fault].befall(world, machine, strike)
+
+
+async def _until(world: "World", when: float) -> None:
+    while world.loop.time() < when and not world.calm:
+        await asyncio.sleep(min(1.0, when - world.loop.time()))
 
 
 async def _for(world: "World", seconds: float) -> None:
-    until = world.loop.time() + seconds
-    while world.loop.time() < until and not world.calm:
-        await asyncio.sleep(1.0)
+    await _until(world, world.loop.time() + seconds)
 
 
-def _struck(world: "World", name: str, machine: "Machine | None" = None, text: str = "") -> None:
-    world.faults_done[name] += 1
-    world.note(f"world: fault {name} {machine.short if machine else ''} {text}")
+# ------------------------------------------------------------- what they do
 
 
-async def kill(world: "World") -> None:
+async def kill(world: "World", machine: "Machine", strike: Strike) -> None:
     """A peer is killed and comes back on its disk, or another comes in its place."""
-    while not world.calm:
-        if (machine := await _next(world)) is None:
-            continue
-        _struck(world, "kill", machine)
-        machine.kill()
-        await _for(world, world.rng.choice([1.0, 10.0, 60.0]))
-        if world.rng.random() < 0.7:
-            machine.boot()
-        else:
-            world.machines.remove(machine)
-            world.gone.append(machine)
-            world.add_peer()
+    world.struck(strike, machine)
+    machine.kill()
+    await _for(world, strike.values["seconds"])
+    if strike.values["back"]:
+        machine.boot()
+    else:
+        world.machines.remove(machine)
+        world.gone.append(machine)
+        world.add_peer()
 
 
-async def sidecar(world: "World") -> None:
+async def sidecar(world: "World", machine: "Machine", strike: Strike) -> None:
     """A sidecar is killed; its trainer starts another."""
-    while not world.calm:
-        if (machine := await _next(world)) is not None and machine.sidecar is not None and not machine.sidecar.dead and machine.host:
-            _struck(world, "sidecar", machine)
-            machine.kill_sidecar()
+    if machine.sidecar is not None and not machine.sidecar.dead and machine.host:
+        world.struck(strike, machine)
+        machine.kill_sidecar()
 
 
-async def power(world: "World") -> None:
+async def power(world: "World", machine: "Machine", strike: Strike) -> None:
     """A machine loses power, and with it what its disk had not flushed; others hear nothing of it."""
-    while not world.calm:
-        if (machine := await _next(world)) is None:
-            continue
-        _struck(world, "power", machine)
-        machine.kill(power=True)
-        await _for(world, world.rng.choice([5.0, 30.0, 300.0]))
+    world.struck(strike, machine)
+    machine.kill(power=True)
+    await _for(world, strike.values["seconds"])
+    machine.boot()
+
+
+async def stop(world: "World", machine: "Machine", strike: Strike) -> None:
+    """A process, or the whole machine, is stopped for a while: a debugger, a busy disk, a lid that was closed."""
+    which = {"both": ("trainer", "sidecar")}.get(strike.values["what"], (strike.values["what"],))
+    world.struck(strike, machine)
+    await _stopped(world, [process for process in (machine.trainer, machine.sidecar) if process is not None and process.name in which], strike)
+
+
+async def sleep(world: "World", machine: "Machine", strike: Strike) -> None:
+    """A machine sleeps for an hour."""
+    world.struck(strike, machine)
+    await _stopped(world, [process for process in (machine.trainer, machine.sidecar) if process is not None], strike)
+
+
+async def _stopped(world: "World", processes: list["Process"], strike: Strike) -> None:
+    for process in processes:
+        process.stop()
+    await _for(world, strike.values["seconds"])
+    for process in processes:
+        if not process.dead:
+            process.go_on()
+
+
+async def partition(world: "World", machine: None, strike: Strike) -> None:
+    """The net falls apart in two, and heals."""
+    world.network.sides = {machine.peer: 1 for machine in world.machines if machine.number in strike.values["peers"]}
+    world.struck(strike)
+    await _for(world, strike.values["seconds"])
+    world.network.sides = {}
+
+
+def _one_side(rng: random.Random, world: "World") -> tuple[int, ...]:
+    size = rng.choice([1, max(1, len(world.machines) // 3), len(world.machines) // 2])
+    return tuple(sorted(machine.number for machine in rng.sample(world.machines, min(size, len(world.machines)))))
+
+
+async def reset(world: "World", machine: None, strike: Strike) -> None:
+    """For a minute every hundredth message breaks its stream."""
+    world.struck(strike)
+    world.network.reset_share = 0.01
+    await _for(world, strike.values["seconds"])
+    world.network.reset_share = 0.0
+
+
+async def disk(world: "World", machine: "Machine", strike: Strike) -> None:
+    """A disk is full for a while."""
+    world.struck(strike, machine)
+    machine.disk.full = True
+    await _for(world, strike.values["seconds"])
+    machine.disk.full = False
+
+
+async def slow(world: "World", machine: "Machine", strike: Strike) -> None:
+    """A link has a fiftieth of its bandwidth and twenty times its latency, or a machine computes twenty times slower, for a while."""
+    world.struck(strike, machine)
+    link, (up, latency) = machine.link, (machine.link.up_mbit, machine.link.latency)
+    if strike.values["what"] == "link":
+        link.up_mbit, link.latency = up / 50, latency * 20
+    else:
+        machine.slowness = 20.0
+    await _for(world, strike.values["seconds"])
+    link.up_mbit, link.latency, machine.slowness = up, latency, 1.0
+
+
+async def clock(world: "World", machine: "Machine", strike: Strike) -> None:
+    """A machine's clock is set, by up to 1.5 s."""
+    world.struck(strike, machine)
+    machine.skew = strike.values["skew"]
+
+
+async def server(world: "World", machine: None, strike: Strike) -> None:
+    """The dataset server is killed, and is away for a second or for minutes."""
+    world.struck(strike)
+    world.server.crash()
+    await _for(world, strike.values["seconds"])
+    world.server.boot()
+
+
+async def answers(world: "World", machine: None, strike: Strike) -> None:
+    """For a minute the dataset server is slow, or every fifth of its answers is lost on the way: what was asked is asked again."""
+    world.struck(strike)
+    world.server.slow_seconds, world.server.lost = (40.0, 0.0) if strike.values["what"] == "slow" else (0.0, 0.2)
+    await _for(world, strike.values["seconds"])
+    world.server.slow_seconds = world.server.lost = 0.0
+
+
+async def ledger(world: "World", machine: None, strike: Strike) -> None:
+    """The dataset server's disk is full for a while."""
+    world.struck(strike)
+    world.server.full(True)
+    await _for(world, strike.values["seconds"])
+    world.server.full(False)
+
+
+async def pause(world: "World", machine: None, strike: Strike) -> None:
+    """The host pauses the run for a quarter of a minute."""
+    world.struck(strike)
+    world.server.orders.state = "paused"
+    await _for(world, strike.values["seconds"])
+    world.server.orders.state = "running"
+
+
+async def point(world: "World", machine: "Machine", strike: Strike) -> None:
+    """A peer dies, is stopped or cut off, or loses the other end, at one named point of a round (`peer/sync/engine/points.py`): when it comes there next."""
+    world.points.arm(strike.values["name"], strike.values["action"], machine)
+    world.struck(strike, machine)
+    await _for(world, strike.values["seconds"])
+    if world.points.disarm(machine):
         machine.boot()
 
 
-async def stop(world: "World") -> None:
-    """A process, or the whole machine, is stopped for a while: a debugger, a busy disk, a lid that was closed."""
-    while not world.calm:
-        if (machine := await _next(world)) is None:
-            continue
-        processes = world.rng.choice([[machine.sidecar], [machine.trainer], [machine.trainer, machine.sidecar]])
-        processes = [process for process in processes if process is not None and not process.dead]
-        seconds = world.rng.choice([2.0, 8.0, 25.0, 90.0])
-        _struck(world, "stop", machine, f"{[process.name for process in processes]} {seconds:.0f} s")
-        for process in processes:
-            process.stop()
-        await _for(world, seconds)
-        for process in processes:
-            if not process.dead:
-                process.go_on()
+# ------------------------------------------------------------- what there is
+
+Draw = Callable[[random.Random, "World"], Any]
 
 
-async def sleep(world: "World") -> None:
-    """A machine sleeps for an hour."""
-    while not world.calm:
-        if (machine := await _next(world)) is None:
-            continue
-        _struck(world, "sleep", machine)
-        processes = [process for process in (machine.trainer, machine.sidecar) if process is not None]
-        for process in processes:
-            process.stop()
-        await _for(world, 3600.0)
-        for process in processes:
-            if not process.dead:
-                process.go_on()
+def _of(*values: Any) -> Draw:
+    return lambda rng, world: rng.choice(values)
 
 
-async def partition(world: "World") -> None:
-    """The net falls apart in two, and heals."""
-    while not world.calm:
-        if await _next(world) is None:
-            continue
-        side = world.rng.choice([1, max(1, len(world.machines) // 3), len(world.machines) // 2])
-        world.network.sides = {machine.peer: 1 for machine in world.rng.sample(world.machines, min(side, len(world.machines)))}
-        seconds = world.rng.choice([3.0, 15.0, 60.0])
-        _struck(world, "partition", None, f"{len(world.network.sides)} for {seconds:.0f} s")
-        await _for(world, seconds)
-        world.network.sides = {}
+def _yes(value: str) -> bool:
+    return value == "True"
 
 
-async def reset(world: "World") -> None:
-    """For a minute every hundredth message breaks its stream."""
-    while not world.calm:
-        if await _next(world) is None:
-            continue
-        _struck(world, "reset")
-        world.network.reset_share = 0.01
-        await _for(world, 60.0)
-        world.network.reset_share = 0.0
+def _numbers(value: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in value.split("+") if number)
 
 
-async def disk(world: "World") -> None:
-    """A disk is full for a while."""
-    while not world.calm:
-        if (machine := await _next(world)) is None:
-            continue
-        _struck(world, "disk", machine)
-        machine.disk.full = True
-        await _for(world, world.rng.choice([2.0, 20.0]))
-        machine.disk.full = False
+@dataclass(frozen=True)
+class Fault:
+    """befall: strikes, waits, undoes. values: what a strike of it is described by, and how each is read. dice: how each is drawn."""
+
+    befall: Callable[..., Awaitable[None]]
+    values: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
+    dice: Mapping[str, Draw] = field(default_factory=dict)
+    hits_a_peer: bool = True
+
+    def draw(self, rng: random.Random, world: "World") -> dict[str, Any]:
+        return {name: self.dice[name](rng, world) for name in self.values}
 
 
-async def slow(world: "World") -> None:
-    """A link has a fiftieth of its bandwidth and twenty times its latency, or a machine computes twenty times slower, for a while."""
-    while not world.calm:
-        if (machine := await _next(world)) is None:
-            continue
-        _struck(world, "slow", machine)
-        link, (up, latency) = machine.link, (machine.link.up_mbit, machine.link.latency)
-        if world.rng.random() < 0.5:
-            link.up_mbit, link.latency = up / 50, latency * 20
-        else:
-            machine.slowness = 20.0
-        await _for(world, 60.0)
-        link.up_mbit, link.latency, machine.slowness = up, latency, 1.0
-
-
-async def clock(world: "World") -> None:
-    """A machine's clock is set, by up to 3 s."""
-    while not world.calm:
-        if (machine := await _next(world)) is not None:
-            _struck(world, "clock", machine)
-            machine.skew = world.rng.uniform(-1.5, 1.5)
-
-
-async def server(world: "World") -> None:
-    """The dataset server is killed, and is away for a second or for minutes."""
-    while not world.calm:
-        if await _next(world) is None:
-            continue
-        seconds = world.rng.choice([1.0, 20.0, 180.0])
-        _struck(world, "server", None, f"away for {seconds:.0f} s")
-        world.server.crash()
-        await _for(world, seconds)
-        world.server.boot()
-
-
-async def answers(world: "World") -> None:
-    """For a minute the dataset server is slow, or every fifth of its answers is lost on the way: what was asked is asked again."""
-    while not world.calm:
-        if await _next(world) is None:
-            continue
-        slow = world.rng.random() < 0.5
-        _struck(world, "answers", None, "slow" if slow else "lost")
-        world.server.slow_seconds, world.server.lost = (40.0, 0.0) if slow else (0.0, 0.2)
-        await _for(world, 60.0)
-        world.server.slow_seconds = world.server.lost = 0.0
-
-
-async def ledger(world: "World") -> None:
-    """The dataset server's disk is full for a while."""
-    while not world.calm:
-        if await _next(world) is None:
-            continue
-        _struck(world, "ledger")
-        world.server.full(True)
-        await _for(world, world.rng.choice([2.0, 20.0]))
-        world.server.full(False)
-
-
-async def pause(world: "World") -> None:
-    """The host pauses the run for a quarter of a minute."""
-    while not world.calm:
-        if await _next(world) is None:
-            continue
-        _struck(world, "pause")
-        world.server.orders.state = "paused"
-        await _for(world, 15.0)
-        world.server.orders.state = "running"
-
-
-FAULTS = {fault.__name__: fault for fault in (kill, sidecar, power, stop, sleep, partition, reset, disk, slow, clock, server, answers, ledger, pause)}
+FAULTS = {
+    "kill": Fault(
+        kill, {"seconds": float, "back": _yes}, {"seconds": _of(1.0, 10.0, 60.0), "back": lambda rng, world: rng.random() < 0.7}
+    ),
+    "sidecar": Fault(sidecar),
+    "power": Fault(power, {"seconds": float}, {"seconds": _of(5.0, 30.0, 300.0)}),
+    "stop": Fault(
+        stop, {"what": str, "seconds": float}, {"what": _of("sidecar", "trainer", "both"), "seconds": _of(2.0, 8.0, 25.0, 90.0)}
+    ),
+    "sleep": Fault(sleep, {"seconds": float}, {"seconds": _of(3600.0)}),
+    "partition": Fault(partition, {"peers": _numbers, "seconds": float}, {"peers": _one_side, "seconds": _of(3.0, 15.0, 60.0)}, hits_a_peer=False),
+    "reset": Fault(reset, {"seconds": float}, {"seconds": _of(60.0)}, hits_a_peer=False),
+    "disk": Fault(disk, {"seconds": float}, {"seconds": _of(2.0, 20.0)}),
+    "slow": Fault(slow, {"what": str, "seconds": float}, {"what": _of("link", "machine"), "seconds": _of(60.0)}),
+    "clock": Fault(clock, {"skew": float}, {"skew": lambda rng, world: round(rng.uniform(-1.5, 1.5), 3)}),
+    "server": Fault(server, {"seconds": float}, {"seconds": _of(1.0, 20.0, 180.0)}, hits_a_peer=False),
+    "answers": Fault(answers, {"what": str, "seconds": float}, {"what": _of("slow", "lost"), "seconds": _of(60.0)}, hits_a_peer=False),
+    "ledger": Fault(ledger, {"seconds": float}, {"seconds": _of(2.0, 20.0)}, hits_a_peer=False),
+    "pause": Fault(pause, {"seconds": float}, {"seconds": _of(15.0)}, hits_a_peer=False),
+    "point": Fault(
+        point,
+        {"name": str, "action": str, "seconds": float},
+        {"name": _of(*POINTS), "action": _of("kill", "peer", "power", "fail", "stop", "cut"), "seconds": _of(10.0, 30.0)},
+    ),
+}

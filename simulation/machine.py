@@ -407,8 +407,13 @@ class Machine:
                 if self.learned is not None:
                     self.learned.withdrew()
         accounts.apply(report)
+        for number in report.settled:
+            self.world.checks.done(self, number)
+        for number in report.dropped:
+            self.world.checks.lost(self, number, sync.state_dict()["digest"])
         self._look(sync)
         self.world.checks.accounts(self, accounts)
+        self.world.checks.books(self, accounts, sync.state_dict()["contributions"])
         return report
 
     def _look(self, sync: SwarmSync) -> None:

@@ -17,10 +17,11 @@ from peer.sync.engine.vectors import BIG_ELEMENTS
 from simulation.arithmetic import Arithmetic
 from simulation.assistant import Assistant
 from simulation.checks import Breach, Checks, Commit
-from simulation.faults import FAULTS
+from simulation.faults import FAULTS, Strike, strike_as_told, strike_at_random
 from simulation.loop import OWNER, Deadlock, VirtualLoop
 from simulation.machine import Machine
 from simulation.network import Link, Network
+from simulation.points import Points
 from simulation.records import Records
 from simulation.server import Dataset, Server
 from swarm.errors import UserError
@@ -42,7 +43,7 @@ STRANGERS = (
 class Scenario:
     """faults: names of `faults.FAULTS`; each strikes every `fault_seconds` on average. hours: of virtual time, or until `rounds` are made.
 
-    calm_seconds: the bound on liveness: so long after the last fault every peer has committed again, and all stand on one lineage.
+    strikes: when given, these and no others. calm_seconds: the bound on liveness: so long after the last fault every peer has committed again, and all stand on one lineage.
     """
 
     seed: int
@@ -56,6 +57,9 @@ class Scenario:
     wire: str = "int8"
     overlap: bool = False
     target_per_peer: int = 4
+    strikes: tuple[Strike, ...] | None = None
+    step_seconds: tuple[float, ...] = ()
+    """Of the first peers, how long one sample takes each, a step; of the others it is drawn."""
     assistants: int = 0
     """Peers that assist, besides those that train."""
     strangers: tuple[str, ...] = ()
@@ -76,6 +80,10 @@ class Outcome:
     withdrawn: int = 0
     """States that were reported as final and are not in the lineage of the newest one: after a partition, above all."""
     faults: dict[str, int] = field(default_factory=dict)
+    failpoints: dict[str, int] = field(default_factory=dict)
+    """Named points of a round at which something happened to a peer, and how often."""
+    strikes: tuple[Strike, ...] = ()
+    """What struck, in order."""
     adopted: dict[str, int] = field(default_factory=dict)
     breach: str = ""
     trace: str = ""
@@ -112,6 +120,8 @@ class World:
         self.checks.arithmetic = Arithmetic(self.wire, self.strategy)
         self.machines: list[Machine] = []
         self.faults_done: Counter[str] = Counter()
+        self.points = Points(self)
+        self.strikes: list[Strike] = []
         self.calm = False
         self.gone: list[Machine] = []
         self.strangers: set[str] = set()
@@ -130,6 +140,11 @@ class World:
         self._stopped.set()
 
     # ------------------------------------------------------------- what the parts tell
+
+    def struck(self, strike: Strike, machine: Machine | None = None) -> None:
+        self.faults_done[strike.fault] += 1
+        self.strikes.append(strike)
+        self.note(f"world: fault {machine.short if machine else ''} {strike}")
 
     def committed(self, commit: Commit) -> None:
         now = self.loop.time()
@@ -162,6 +177,8 @@ class World:
             self, f"Qm{self._name()}", self._born, link,
             step_seconds=self.rng.choice([0.5, 1.0, 2.0]), batch=self.rng.choice([1, 2, 4]), skew=self.rng.uniform(-0.5, 0.5),
         )  # fmt: skip
+        if self._born <= len(self.scenario.step_seconds):
+            machine.step_seconds, machine.batch = self.scenario.step_seconds[self._born - 1], 1
         return self._enter(machine)
 
     def add_assistant(self) -> Machine:
@@ -195,6 +212,7 @@ class World:
         gc.disable()
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._unheard)
+        self.points.listen()
         try:
             self.loop.run_until_complete(self._live())
             self.checks.raise_if_broken()
@@ -210,12 +228,14 @@ class World:
             root.removeHandler(handler)
             root.setLevel(level)
             self._bury_all()
+            self.points.deaf()
         tip = self._tip()
         inside = {(peer, number) for digest in self.checks.lineage(tip) for peer, number, _ in self.checks.commits[digest].members}
         offered = len(self.checks._offers)
         outcome.rounds, outcome.committed = self.checks.round, round(len(inside) / offered, 4) if offered else 0.0
         outcome.virtual_seconds, outcome.slowest_commit_seconds = round(self.loop.time(), 1), round(self._slowest, 1)
         outcome.messages, outcome.faults, outcome.adopted = self.network.messages, dict(self.faults_done), self.checks.adopted
+        outcome.failpoints, outcome.strikes = dict(self.points.hit), tuple(self.strikes)
         outcome.apart, outcome.withdrawn = self.apart, len(self.checks.settled.keys() - set(self.checks.lineage(tip)))
         outcome.trace, outcome.lines = self._trace.hexdigest(), list(self._lines)
         return outcome
@@ -235,7 +255,11 @@ class World:
         for _ in range(scenario.assistants):
             self.add_assistant()
         self._attacks = [asyncio.ensure_future(self._attacked(row)) for row in scenario.strangers]
-        faults = [asyncio.ensure_future(FAULTS[name](self)) for name in scenario.faults if name in FAULTS]
+        if scenario.strikes is None:
+            striking = [strike_at_random(self, name) for name in scenario.faults if name in FAULTS]
+        else:
+            striking = [strike_as_told(self, strike) for strike in scenario.strikes]
+        faults = [asyncio.ensure_future(strikes) for strikes in striking]
         until = scenario.hours * 3600
         while self.loop.time() < until and (not scenario.rounds or self.checks.round < scenario.rounds):
             await self._look()

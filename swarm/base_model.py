@@ -6,17 +6,10 @@ from pathlib import Path, PurePath
 
 from swarm.digest import read_header
 from swarm.errors import ExitCode, UserError
+from swarm.run.family import families, family_of_pipeline, titles
 
 AUTO = "auto"
 """`--family auto`: whoever founds the run finds out, so that nobody who joins has to guess."""
-PIPELINES = {
-    "StableDiffusionPipeline": "stable_diffusion",
-    "StableDiffusionXLPipeline": "sdxl",
-    "FluxPipeline": "flux",
-}
-"""The class that model_index.json names: its family, a module of peer/models."""
-
-
 def not_found(model: str) -> UserError:
     """For a model that is neither on this machine nor given by the Hub. What the Hub's library says of it is long, and seldom the reason."""
     return UserError(
@@ -42,22 +35,21 @@ def _family_of_folder(folder: Path) -> str:
         raise UserError(
             f"{folder / 'model_index.json'} does not say what pipeline it is of.", fix="Fetch the model again, or say it with --family."
         ) from None
-    if not isinstance(name, str) or name not in PIPELINES:
-        raise UserError(f"{folder} is a {name}, which cannot be trained.", fix=f"Use a {', '.join(PIPELINES)}.")
-    return PIPELINES[name]
+    family = family_of_pipeline(name)
+    if family is None:
+        kinds = ", ".join(family.pipeline for family in families().values())
+        raise UserError(f"{folder} is a {name}, which cannot be trained.", fix=f"Use a {kinds}.")
+    return family.name
 
 
 def _family_of_file(path: Path) -> str:
     """By names that only one of the original layouts has."""
-    keys = read_header(path).keys()
-    if any(key.endswith("double_blocks.0.img_attn.norm.key_norm.scale") for key in keys):
-        return "flux"
-    if any(key.startswith("conditioner.embedders.1.") for key in keys):
-        return "sdxl"
-    if any(key.startswith("cond_stage_model.") for key in keys) and "model.diffusion_model.input_blocks.0.0.weight" in keys:
-        return "stable_diffusion"
+    names = read_header(path).keys()
+    for name, family in families().items():
+        if family.is_in_file(names):
+            return name
     raise UserError(
-        f"{path} holds no Stable Diffusion, SDXL or FLUX checkpoint.",
+        f"{path} holds no {titles()} checkpoint.",
         fix="Give the whole checkpoint in one file, as A1111 and ComfyUI read it, or a diffusers folder.",
     )
 

@@ -8,8 +8,8 @@ from typing import Any, BinaryIO
 from blake3 import blake3
 
 from swarm.errors import UserError
+from swarm.run.family import family_of_pipeline, known_parts
 
-WEIGHT_PARTS = ("unet", "transformer", "text_encoder", "text_encoder_2", "vae")
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 
 
@@ -34,7 +34,7 @@ def digest_json(value: Any) -> str:
 def digest_model(source: Path) -> str:
     """Digest of a base model's weights: names, dtypes, shapes and bytes of its tensors, whatever the files' metadata.
 
-    source: a diffusers folder, of which `<part>/*.safetensors` of the parts that exist are read, precision variants
+    source: a diffusers folder, of which `<part>/*.safetensors` of the parts that its family names are read, precision variants
     (`model.fp16.safetensors`) only where there is nothing else; or a single .safetensors file.
     Raises UserError when the folder is no pipeline or a file is damaged.
     """
@@ -54,10 +54,19 @@ def weight_files(source: Path) -> list[Path]:
         raise UserError(
             f"{source} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote."
         )
-    files = [path for part in WEIGHT_PARTS for path in _weights(source / part)]
+    files = [path for part in _parts(source) for path in _weights(source / part)]
     if not files:
         raise UserError(f"{source} holds no .safetensors weights.", fix="Save it again with safe_serialization=True.")
     return files
+
+
+def _parts(folder: Path) -> tuple[str, ...]:
+    """The parts whose weights count: those of its family, of a folder that names none all that any family has."""
+    try:
+        family = family_of_pipeline(json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get("_class_name"))
+    except (OSError, ValueError, AttributeError):
+        family = None
+    return family.parts if family else known_parts()
 
 
 def read_header(path: Path) -> dict[str, Any]:

@@ -8,51 +8,22 @@ from pathlib import Path
 
 from swarm.base_model import AUTO, family_of
 from swarm.errors import UserError
+from swarm.options import names_of
+from swarm.run.family import families, family_named, refused
+from swarm.run.loss import losses
+from swarm.run.losses.denoising import check_noise
+from swarm.run.strategy import strategies
 from swarm.run_config import RunConfig
 
-_FLOW_MATCHING = ("weighting_scheme", "logit_mean", "logit_std", "mode_scale", "guidance_scale", "max_sequence_length")
-_OF_UNETS = {"is not trained by flow matching": _FLOW_MATCHING}
-_NOISES = ("prediction_type", "rescale_betas_zero_snr", "snr_gamma", "noise_offset", "input_perturbation", "timestep_bias_strategy")
 _LONGEST_NAME = 200
 _MOST_OF_ALL = 2**40
 """Of whole numbers: ledgers count in 64 bits, and generators take seeds of 64, into which more than the run's goes."""
-_MOST = {"resolution": 16_384, "num_vectors": 75}
-"""num_vectors: a chunk of CLIP's has 75 tokens besides its two ends."""
-REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
-    "stable_diffusion": _OF_UNETS,
-    "sdxl": _OF_UNETS,
-    "flux": {
-        "is trained by flow matching, which has no such thing": _NOISES,
-        "reads captions with T5": ("clip_skip", "max_token_chunks"),
-    },
-}
-"""By family: why it cannot have which options."""
 
 
 def with_noise(run: RunConfig, source: Path) -> RunConfig:
-    """The run with what its model's scheduler says of the noise, where that was left open: no digest covers a scheduler's file, and a joiner's
-    own could say otherwise.
-
-    source: the model's folder; or its file, of which the scheduler is in `model_config`: where that is no folder here, all stays open.
-    Raises UserError for a prediction that is none of ours.
-    """
-    folder = Path(run.model_config or "no folder") if source.is_file() else source
-    if "prediction_type" in _refused(run.family):
-        return run
-    try:
-        said = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
-        kind, zero_snr = said.get("prediction_type", "epsilon"), bool(said.get("rescale_betas_zero_snr", False))  # diffusers' defaults
-    except (OSError, ValueError, AttributeError):  # no peer can load such a model, and each says why
-        return run
-    if run.prediction_type == "auto":
-        kinds = RunConfig.__dataclass_fields__["prediction_type"].metadata["choices"]
-        if kind not in kinds[1:]:
-            raise UserError(
-                f"The scheduler of {run.model} says that the model predicts '{kind}', which cannot be trained.",
-                fix=f"Use another model, or say it with --prediction_type: one of {', '.join(kinds[1:])}.",
-            )
-        run = replace(run, prediction_type=kind)
-    return replace(run, rescale_betas_zero_snr=zero_snr) if run.rescale_betas_zero_snr is None else run
+    """The run with what its loss reads of the base model at `source`, a folder or a file, where that was left open. Raises UserError."""
+    family = family_named(run.family)
+    return replace(run, **losses()[family.loss].found_in(run, source)) if family else run
 
 
 def with_family(run: RunConfig, source: Path) -> RunConfig:
@@ -81,15 +52,18 @@ def check_model(run: RunConfig, source: Path) -> None:
     """Raise UserError for what no peer could train with the model in folder `source`, as far as its parts' configs tell."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no peer can load such a model, and each says why
         check_resolution(run, resolution_multiple(run.family, source))
-    layers = {"stable_diffusion": {"text_encoder": 0}, "sdxl": {"text_encoder": 1, "text_encoder_2": 1}}.get(run.family, {})
+    family = family_named(run.family)
+    encoders = family.text_encoders.items() if family else ()
+    layers = {name: encoder.layers_above for name, encoder in encoders if encoder.layers_above is not None}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         check_clip_skip(run.clip_skip, **{name: _config(source, name)["num_hidden_layers"] - above for name, above in layers.items()})
 
 
 def resolution_multiple(family: str, source: Path) -> int:
     """What the sides of pictures must be multiples of, from the configs of a model's parts."""
+    facts = families()[family]
     vae = 2 ** (len(_config(source, "vae")["block_out_channels"]) - 1)
-    return vae * (2 if family == "flux" else 2 ** (len(_config(source, "unet")["block_out_channels"]) - 1))
+    return vae * (facts.patch or 2 ** (len(_config(source, facts.denoiser)["block_out_channels"]) - 1))
 
 
 def _config(source: Path, part: str) -> dict:
@@ -120,13 +94,14 @@ def check_values(run: RunConfig) -> None:
     for name in ("model_digest", "dataset_digest"):
         if getattr(run, name) and not re.fullmatch("[0-9a-f]{64}", getattr(run, name)):
             raise UserError(f"{name} is '{getattr(run, name)[:80]}'.", fix="Use 64 digits and small letters a to f, or leave it out.")
-    for field in fields(run):
-        value, most = getattr(run, field.name), _MOST.get(field.name, _MOST_OF_ALL)
+    idle = {name for other, facts in strategies().items() if other != run.sync for section in facts.sections for name in names_of(section)}
+    for field in (field for field in fields(run) if field.name not in idle):
+        value, bounds = getattr(run, field.name), field.metadata["founding"]
+        most = bounds.get("le", _MOST_OF_ALL)
         if isinstance(value, int) and not -most <= value <= most:
             raise UserError(f"{field.name} is {value}.", fix=f"Use {most} or less.")
-    for name in ("adam_epsilon", *(["outer_learning_rate"] if run.sync == "diloco" else [])):
-        if not getattr(run, name):
-            raise UserError(f"{name} is 0.", fix=f"Use more than 0; {RunConfig.__dataclass_fields__[name].default} is usual.")
+        if "gt" in bounds and not value > bounds["gt"]:
+            raise UserError(f"{field.name} is {value:g}.", fix=f"Use more than {bounds['gt']:g}; {field.default:g} is usual.")
 
 
 def check_founding(run: RunConfig) -> None:
@@ -140,23 +115,10 @@ def check_founding(run: RunConfig) -> None:
 
 def check_family(family: str, run: RunConfig) -> None:
     """Raise UserError for an option of `run` that the family has no use for: whoever gave it meant another model."""
-    for name, reason in _refused(family).items():
+    facts = family_named(family)
+    for name, reason in refused(facts).items() if facts else ():
         if run.was_given(name):
             raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
-
-
-def _refused(family: str) -> dict[str, str]:
-    """The options that the family cannot have, each with the reason."""
-    return {name: reason for reason, names in REFUSED.get(family, {}).items() for name in names}
-
-
-def check_noise(zero_snr: bool | None, prediction_type: str) -> None:
-    """Raise UserError for zero-terminal SNR where the noise is predicted; prediction_type: also 'auto', of which nothing is known here."""
-    if zero_snr and prediction_type == "epsilon":
-        raise UserError(
-            "rescale_betas_zero_snr needs a model that does not predict the noise: at the last step there is nothing else to see.",
-            fix="Add --prediction_type v_prediction, or remove --rescale_betas_zero_snr.",
-        )
 
 
 def check_schedule(run: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Options: a frozen dataclass is the only place where an option's default, meaning, flag and check are written.
+"""Options: a class is the only place where an option's default, meaning, flag, choices and bounds are written; pydantic checks its values.
 
 Order of precedence: defaults < file (TOML) < flags. Unknown flags and keys are errors that name the nearest right one.
 """
@@ -6,6 +6,7 @@ Order of precedence: defaults < file (TOML) < flags. Unknown flags and keys are 
 import argparse
 import dataclasses
 import difflib
+import functools
 import re
 import sys
 import types
@@ -13,7 +14,11 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+from typing_extensions import dataclass_transform
 
 from swarm.errors import UserError
 from swarm.other_trainers import OUR_NAMES
@@ -24,6 +29,7 @@ else:
     import tomli as tomllib
 
 Config = TypeVar("Config")
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _TOKEN_WITH_DASH = re.compile(r"-[\w-]{42}", re.ASCII)
 """32 bytes in base64, as `dd-datasetserver token add` makes them."""
 
@@ -36,15 +42,74 @@ def option(
     choices: Sequence[str] | None = None,
     switches: Mapping[str, Any] | None = None,
     section: str = "",
+    found_out: bool = False,
+    founding: Mapping[str, float] | None = None,
+    **bounds: float | None,
 ) -> Any:
-    """Declare one option of a frozen dataclass.
+    """Declare one option of a class of `options`.
 
-    aliases: further flag names, without the dashes; switches: flags that stand for a value; section: the heading of this option and those after it.
+    aliases: further flag names, without the dashes; switches: flags that stand for a value; section: the heading of this option and those
+    after it; found_out: the default leaves it to whoever founds the run; bounds: pydantic's ge, gt, le and lt. Numbers are 0 or more where no
+    bound says otherwise; founding: closer bounds for runs that begin, those that have begun are read as they are.
     """
-    metadata = {"help": help, "aliases": tuple(aliases), "choices": choices, "switches": dict(switches or {}), "section": section}
+    if isinstance(default, int | float) and not isinstance(default, bool) and not bounds.keys() & {"ge", "gt"}:
+        bounds["ge"] = 0
+    ours = {"aliases": tuple(aliases), "choices": choices, "switches": dict(switches or {}), "section": section, "found_out": found_out, "founding": dict(founding or {})}
+    # pydantic takes from the metadata of a field what its own Field() takes.
+    metadata = {**ours, "description": help, **{name: bound for name, bound in bounds.items() if bound is not None}}
     if isinstance(default, list | tuple):
         return dataclasses.field(default_factory=lambda: tuple(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
+def options(cls: type[Config]) -> type[Config]:
+    """A frozen pydantic dataclass whose values are checked whoever makes it; what is wrong is a UserError that names the option."""
+    for name, default in vars(cls).items():
+        if isinstance(default, dataclasses.Field) and default.metadata.get("choices"):
+            cls.__annotations__[name] = Literal[tuple(default.metadata["choices"])]
+    made = dataclass(frozen=True, kw_only=True, config=_STRICT)(cls)
+    checked = made.__init__
+
+    @functools.wraps(checked)
+    def __init__(self: Any, **values: Any) -> None:
+        try:
+            checked(self, **values)
+        except ValidationError as error:
+            raise _told(made, error) from None
+
+    made.__init__ = __init__
+    return made
+
+
+def _told(cls: type, error: ValidationError) -> UserError:
+    """The first of a value's faults, in one line."""
+    first = error.errors(include_url=False)[0]
+    name, value, limits = str(first["loc"][0]), first["input"], first.get("ctx", {})
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if name not in fields:
+        return UserError(f"There is no option '{name}'.{right_name(name, list(fields))}", fix="Correct or remove it.")
+    meta = fields[name].metadata
+    if first["type"] == "literal_error":
+        return UserError(f"{name} is '{value}'.{nearest(str(value), meta['choices'])}", fix=f"Use one of {', '.join(meta['choices'])}.")
+    if limits.keys() & {"ge", "gt", "le", "lt"}:
+        return UserError(f"{name} is {value}.", fix=_range(meta))
+    if first["type"] == "finite_number":
+        return UserError(f"{name} is {value}.", fix="Use a finite number.")
+    hint = typing.get_type_hints(cls)[name]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    expected = " or ".join("text" if meta["choices"] else getattr(kind, "__name__", str(kind)) for kind in kinds)
+    return UserError(f"{name} is {value!r}, which is not {expected}.", fix=f"Give {name} a value of type {expected}.")
+
+
+def _range(bounds: Mapping[str, Any]) -> str:
+    low = f"[{bounds['ge']:g}" if "ge" in bounds else f"({bounds['gt']:g}" if "gt" in bounds else "(-inf"
+    high = f"{bounds['le']:g}]" if "le" in bounds else f"{bounds['lt']:g})" if "lt" in bounds else ""
+    return f"Use a value in {low}, {high}." if high else f"Use {bounds['ge']:g} or more." if "ge" in bounds else f"Use more than {bounds['gt']:g}."
+
+
+def names_of(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
 
 
 def nearest(word: str, right: Iterable[str]) -> str:
@@ -145,34 +210,19 @@ def check_names(values: Iterable[str], known: Iterable[str], *, where: str) -> N
 
 
 def build(cls: type[Config], *layers: Mapping[str, Any]) -> Config:
-    """The dataclass from defaults and layers, the later one winning. Raises UserError for a value of the wrong type."""
+    """An instance of defaults and layers, the later one winning. Raises UserError for a value that is none."""
     values: dict[str, Any] = {}
     for layer in layers:
         values.update(layer)
     hints = typing.get_type_hints(cls)
-    for name, value in values.items():
-        values[name] = _checked(name, value, hints[name])
-    for field in dataclasses.fields(cls):
-        choices = field.metadata.get("choices")
-        if choices and values.get(field.name, field.default) not in choices:
-            value = values[field.name]
-            raise UserError(f"{field.name} is '{value}'.{nearest(str(value), choices)}", fix=f"Use one of {', '.join(choices)}.")
-    return cls(**values)
+    return cls(**{name: _as_said(value, hints.get(name)) for name, value in values.items()})
 
 
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value == "auto" and {*kinds} == {bool, types.NoneType}:
-        return None
-    for kind in kinds:
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
-            return tuple(str(item) for item in value)
-        if isinstance(kind, type) and isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-            return value
-    expected = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
-    raise UserError(f"{name} is {value!r}, which is not {expected}.", fix=f"Give {name} a value of type {expected}.")
+def _as_said(value: Any, hint: Any) -> Any:
+    """What files and flags have no word for: a tuple is a list in them, and None is 'auto'."""
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(map(str, value))
+    return None if value == "auto" and hint == bool | None else value
 
 
 def _title(cls: type) -> tuple[str, str | None]:
@@ -188,7 +238,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: An
     default = field.default if field.default is not dataclasses.MISSING else ""
     default = "auto" if default is None and kind is bool else default
     shown = f" [{default}]" if default not in ("", None, ()) else ""
-    common = {"dest": field.name, "default": argparse.SUPPRESS, "help": (meta["help"] + shown).replace("%", "%%")}
+    common = {"dest": field.name, "default": argparse.SUPPRESS, "help": (meta["description"] + shown).replace("%", "%%")}
     if kind is bool:
         # The original project passes booleans as strings (--hivemind="True"), diffusers as bare flags: both work.
         optional = kind is not hint

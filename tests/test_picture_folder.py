@@ -158,7 +158,7 @@ def test_the_report_counts_long_captions_and_small_pictures_and_knows_one_from_m
     put(folder / "fits.png", 2, "word, " * 37 + "end")  # 75
     result = ingest(folder, tmp_path / "work", workers=0, resolution=17)
     assert Counter(note for _, note in result.notes) == {
-        "a caption of more than 75 tokens: Stable Diffusion and SDXL do not read its end": 1,
+        "a caption of more than 75 tokens: SDXL and Stable Diffusion do not read its end": 1,
         "a side shorter than 17 pixels: enlarged": 2,
     }
     assert len((tmp_path / "work" / "notes.csv").read_text().splitlines()) == 4

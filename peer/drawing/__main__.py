@@ -79,7 +79,6 @@ def draw(order: Order) -> None:
     from peer.launch.launcher import Rank, said_threads
     from peer.launch.starting_model import load_model
     from peer.machine.device import RankGroup, choose_device, choose_precision
-    from peer.methods.shared.parts import denoiser
     from peer.models.diffusion.source import locate
     from peer.rooms import load_part
 
@@ -92,7 +91,7 @@ def draw(order: Order) -> None:
     device = torch.device("cpu") if on_cpu(order) else choose_device(peer.device, alone)
     method, model = load_part("methods", run.method).build(run), load_model(run, order.given, None)
     check_resolution(run, model.resolution_multiple)
-    computing = sum(p.numel() for p in model.parts[denoiser(model)].parameters())
+    computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision(peer.mixed_precision, device, computing)
     model.place(device, precision.dtype, method.whole(model))
     header = fill(method.attach(model), order.state, run).header

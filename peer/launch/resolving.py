@@ -14,6 +14,7 @@ from peer.launch.starting_model import complete
 from swarm.clock import check_clock, clock_error
 from swarm.errors import UserError
 from swarm.options import build
+from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
 
@@ -61,7 +62,7 @@ def _ask_server(peer: PeerConfig, url: str, run_id: str) -> Any:
     asked = time.time()
     answer = fetch_run(url, run_id=run_id, token=token_for(url, peer), known_hosts=known_hosts(peer))
     if answer:
-        swarm = RunConfig.from_mapping(answer.run, where=url).sync != "none"
+        swarm = swarms(RunConfig.from_mapping(answer.run, where=url).sync)
         check_clock(clock_error(answer.server_time, asked, time.time()), "the dataset server", refuse=swarm and not peer.dry_run)
     return answer
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from peer.contracts import Model, Params
-from peer.methods.shared.parts import clip_encoders, denoiser, freeze, plain
+from peer.methods.shared.parts import freeze, plain, trained_parts
 from swarm.run_config import RunConfig
 
 
@@ -18,7 +18,7 @@ class Full:
         self._run = run
 
     def whole(self, model: Model) -> list[str]:
-        return [denoiser(model), *(clip_encoders(model) if self._run.train_text_encoder else ())]
+        return trained_parts(model, train_text_encoder=self._run.train_text_encoder)
 
     def attach(self, model: Model) -> Params:
         freeze(model)

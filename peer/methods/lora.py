@@ -12,21 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from peer.contracts import Model, Params
-from peer.methods.shared.parts import clip_encoders, denoiser, freeze, plain
+from peer.methods.shared.parts import freeze, plain, trained_parts
 from swarm.digest import seed_of
 from swarm.run_config import RunConfig
 
-# As diffusers' train_text_to_image_lora.py and train_dreambooth_lora_flux.py have them.
-_TARGETS = {
-    "unet": ("to_k", "to_q", "to_v", "to_out.0"),
-    "transformer": (
-        *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
-        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
-    ),
-    "text_encoder": ("q_proj", "k_proj", "v_proj", "out_proj"),
-    "text_encoder_2": ("q_proj", "k_proj", "v_proj", "out_proj"),
-}
 _LAYER = re.compile(r"\.(to_q|to_k|to_v|to_out)(?:\.0)?\.(lora_A|lora_B)\.")
 _SIDES = {"lora_A": "down", "lora_B": "up"}
 
@@ -50,8 +39,9 @@ class Lora:
         logging.getLogger("peft").setLevel(logging.ERROR)
         freeze(model)
         params: Params = {}
+        targets = {model.facts.denoiser: model.facts.lora} | {name: encoder.lora for name, encoder in model.facts.text_encoders.items()}
         for name in self._names(model):
-            config = LoraConfig(r=self._run.rank, lora_alpha=self._alpha, target_modules=list(_TARGETS[name]))
+            config = LoraConfig(r=self._run.rank, lora_alpha=self._alpha, target_modules=list(targets[name]))
             with torch.random.fork_rng(devices=[]):  # peft draws weights, which are drawn again below
                 model.parts[name].add_adapter(config)
             model.parts[name].train()
@@ -69,7 +59,11 @@ class Lora:
         for name in self._names(model):
             part = model.parts[name]
             layers = _scaled(get_peft_model_state_dict(part), self._alpha / self._run.rank)
-            options[f"{name}_lora_layers"] = _RENAMED.get(name, dict)(layers)
+            if name != model.facts.denoiser:
+                layers = _with_text_model(layers)
+            elif model.facts.lora_processors:
+                layers = _with_processors(layers)
+            options[f"{name}_lora_layers"] = layers
             options[f"{name}_lora_adapter_metadata"] = _shown(part.peft_config["default"])
         type(model.pipeline).save_lora_weights(folder, **options)
 
@@ -78,7 +72,7 @@ class Lora:
         return self._run.lora_alpha or self._run.rank
 
     def _names(self, model: Model) -> list[str]:
-        return [denoiser(model), *(clip_encoders(model) if self._run.train_text_encoder else ())]
+        return trained_parts(model, train_text_encoder=self._run.train_text_encoder)
 
 
 @torch.no_grad()
@@ -126,5 +120,3 @@ def _shown(config: object) -> dict:
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     return {**values, "lora_alpha": values["r"], "base_model_name_or_path": None}
 
-
-_RENAMED = {"unet": _with_processors, "text_encoder": _with_text_model, "text_encoder_2": _with_text_model}

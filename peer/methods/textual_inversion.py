@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from peer.contracts import Model, Params
-from peer.methods.shared.parts import TOKENIZERS, freeze, text_encoders
+from peer.methods.shared.parts import freeze, text_encoders, tokenizers
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 
-FILES = {"text_encoder": "learned_embeds.safetensors", "text_encoder_2": "learned_embeds_2.safetensors"}
-"""As diffusers' textual_inversion.py and textual_inversion_sdxl.py call them; in each the placeholder is the only key."""
+
+def file_of(encoder: str) -> str:
+    """As diffusers' textual_inversion.py and textual_inversion_sdxl.py call it; in each the placeholder is the only key."""
+    return f"learned_embeds{encoder.removeprefix('text_encoder')}.safetensors"
 
 
 def build(run: RunConfig) -> "TextualInversion":
@@ -38,12 +40,12 @@ class TextualInversion:
     def attach(self, model: Model) -> Params:
         """Raises UserError when the placeholder is known already, or the initializer is not one token."""
         freeze(model)
-        tokenizers = {name: getattr(model.pipeline, TOKENIZERS[name]) for name in text_encoders(model)}
-        for tokenizer in tokenizers.values():
+        readers = tokenizers(model)
+        for tokenizer in readers.values():
             self._check(tokenizer)
         params: Params = {}
         for name, encoder in text_encoders(model).items():
-            tokenizer = tokenizers[name]
+            tokenizer = readers[name]
             start = encoder.get_input_embeddings().weight[self._ids(tokenizer)[0]].detach().float()
             tokenizer.add_tokens(self._tokens)
             vectors = nn.Parameter(start.repeat(self._run.num_vectors, 1))
@@ -56,18 +58,19 @@ class TextualInversion:
         from safetensors.torch import save_file
 
         for name, vectors in self.vectors(params).items():
-            save_file({self._run.placeholder_token: vectors}, folder / FILES[name], metadata={"format": "pt"})
+            save_file({self._run.placeholder_token: vectors}, folder / file_of(name), metadata={"format": "pt"})
 
     @torch.no_grad()
     def complete(self, model: Model, params: Params) -> None:
         """Put the learned vectors into the tables: what `model.save` then writes is a pipeline that knows the word."""
+        readers = tokenizers(model)
         for name, encoder in text_encoders(model).items():
-            ids = getattr(model.pipeline, TOKENIZERS[name]).convert_tokens_to_ids(self._tokens)
+            ids = readers[name].convert_tokens_to_ids(self._tokens)
             encoder.get_input_embeddings().weight[ids] = params[f"{name}.learned_embeds"].to(encoder.dtype)
 
     def vectors(self, params: Params) -> dict[str, Tensor]:
         """Each text encoder's (num_vectors, width)."""
-        return {name: params[f"{name}.learned_embeds"].detach().cpu().contiguous() for name in FILES if f"{name}.learned_embeds" in params}
+        return {key.removesuffix(".learned_embeds"): vectors.detach().cpu().contiguous() for key, vectors in params.items()}
 
     def _check(self, tokenizer: Any) -> None:
         known = [token for token in self._tokens if token in tokenizer.get_vocab()]

@@ -14,12 +14,13 @@ from peer.models.diffusion.noising import Noised, mean_square, normal
 from peer.models.diffusion.pipeline import load_pipeline
 from peer.models.diffusion.prompts import tokenize
 from swarm.founding import check_family
+from swarm.run.families.flux import FAMILY
 from swarm.run_config import RunConfig
 
 
 def load(source: Path, device: torch.device | None, run: RunConfig) -> "Flux":
     """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. device None: as it is in its files, until it is placed. Raises UserError when it is no FLUX."""
-    read = partial(load_pipeline, "FluxPipeline", source, run.model_config)
+    read = partial(load_pipeline, FAMILY, source, run.model_config)
     model = Flux(read(as_filed=device is None), device, run)
     model.read = read
     return model
@@ -28,14 +29,16 @@ def load(source: Path, device: torch.device | None, run: RunConfig) -> "Flux":
 class Flux(DiffusionModel):
     """Predicts the way from the picture to the noise, noise - latents, at a point of that way."""
 
+    facts = FAMILY
+
     def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        check_family("flux", run)
+        check_family(self.facts.name, run)
         super().__init__(pipeline, device)
         self._run = run
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)  # drawing pictures sets the pipeline's own
-        self.resolution_multiple = self.vae_factor * 2  # a token is 2x2 latents
+        self.resolution_multiple = self.vae_factor * self.facts.patch
 
     def encode_text(self, captions: Sequence[str]) -> Text:
         """{"states": (B, T, width of T5), "pooled": (B, width of CLIP)}, float32."""

@@ -14,12 +14,13 @@ from peer.models.diffusion.prompts import final_norm, hidden_states, last_layers
 from peer.models.diffusion.unet import UNetModel
 from swarm.errors import UserError
 from swarm.founding import check_clip_skip
+from swarm.run.families.sdxl import FAMILY
 from swarm.run_config import RunConfig
 
 
 def load(source: Path, device: torch.device | None, run: RunConfig) -> "SDXL":
     """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. device None: as it is in its files, until it is placed. Raises UserError when it is no SDXL base."""
-    read = partial(load_pipeline, "StableDiffusionXLPipeline", source, run.model_config)
+    read = partial(load_pipeline, FAMILY, source, run.model_config)
     pipeline = read(as_filed=device is None)
     if pipeline.text_encoder is None:
         raise UserError(f"{source} is SDXL's refiner, which has one text encoder.", fix="Give the base model.")
@@ -34,6 +35,8 @@ def load(source: Path, device: torch.device | None, run: RunConfig) -> "SDXL":
 
 class SDXL(UNetModel):
     """Reads both encoders below their last layer, and the second one's embedding of the whole caption."""
+
+    facts = FAMILY
 
     def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
         depths = {name: getattr(pipeline, name).config.num_hidden_layers - 1 for name in ("text_encoder", "text_encoder_2")}

@@ -13,12 +13,13 @@ from peer.models.diffusion.pipeline import load_pipeline
 from peer.models.diffusion.prompts import final_norm, hidden_states, last_layers, tokenize
 from peer.models.diffusion.unet import UNetModel
 from swarm.founding import check_clip_skip
+from swarm.run.families.stable_diffusion import FAMILY
 from swarm.run_config import RunConfig
 
 
 def load(source: Path, device: torch.device | None, run: RunConfig) -> "StableDiffusion":
     """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. device None: as it is in its files, until it is placed. Raises UserError when it is none of Stable Diffusion."""
-    read = partial(load_pipeline, "StableDiffusionPipeline", source, run.model_config)
+    read = partial(load_pipeline, FAMILY, source, run.model_config)
     model = StableDiffusion(read(as_filed=device is None), device, run)
     model.read = read
     return model
@@ -26,6 +27,8 @@ def load(source: Path, device: torch.device | None, run: RunConfig) -> "StableDi
 
 class StableDiffusion(UNetModel):
     """Both generations: the scheduler's config says whether the noise or the velocity is predicted."""
+
+    facts = FAMILY
 
     def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
         check_clip_skip(run.clip_skip, text_encoder=pipeline.text_encoder.config.num_hidden_layers)

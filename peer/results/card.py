@@ -3,30 +3,23 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.base_model import PIPELINES
+from swarm.run.family import family_named
+from swarm.run.method import method_named
 
 if TYPE_CHECKING:
     from peer.results.result import Result
-
-_TAGS = {"stable_diffusion": "stable-diffusion", "sdxl": "stable-diffusion-xl", "flux": "flux"}
-_KINDS = {
-    "full": ("a full fine-tune", ["diffusers-training"]),
-    "lora": ("LoRA weights", ["diffusers-training", "lora"]),
-    "textual_inversion": ("a textual inversion embedding", ["diffusers-training", "textual_inversion"]),
-}
-_PIPELINES = {family: name for name, family in PIPELINES.items()}
 
 
 def write_card(folder: Path, about: "Result") -> None:
     """Write `folder`/README.md: what is known and no more. Which licence a result has is for who publishes it to say."""
     from huggingface_hub import ModelCardData
 
-    run = about.run
+    run, family = about.run, family_named(about.run.family)
     header = ModelCardData(
         library_name="diffusers",
         base_model=about.base_on_hub or None,
         instance_prompt=run.placeholder_token or None,
-        tags=[_TAGS.get(run.family, "diffusers"), "text-to-image", "diffusers", *_KINDS.get(run.method, ("", []))[1]],
+        tags=[family.tag if family else "diffusers", "text-to-image", "diffusers", *method_named(run.method).tags],
     )
     (folder / "README.md").write_text(f"---\n{header.to_yaml()}\n---\n{_description(about)}", encoding="utf-8")
 
@@ -34,7 +27,7 @@ def write_card(folder: Path, about: "Result") -> None:
 def _description(about: "Result") -> str:
     run = about.run
     base = about.base_on_hub or Path(run.model).name or "a local model"
-    kind = _KINDS.get(run.method, ("a result", []))[0]
+    kind = method_named(run.method).kind
     facts = {
         "base model": base,
         "data": about.dataset or "not named",
@@ -65,14 +58,5 @@ No licence was stated for these weights. That of the base model may say what is 
 
 
 def _loading(about: "Result", base: str) -> str:
-    run, pipeline = about.run, _PIPELINES.get(about.run.family, "DiffusionPipeline")
-    if run.method == "full":
-        return f'from diffusers import {pipeline}\n\npipeline = {pipeline}.from_pretrained("THIS_FOLDER")'
-    lines = [f"from diffusers import {pipeline}", "", f'pipeline = {pipeline}.from_pretrained("{base}")']
-    if run.method == "lora":
-        return "\n".join([*lines, 'pipeline.load_lora_weights("THIS_FOLDER")'])
-    lines.append('pipeline.load_textual_inversion("THIS_FOLDER", weight_name="learned_embeds.safetensors")')
-    if run.family in ("sdxl", "flux"):
-        second = "text_encoder=pipeline.text_encoder_2, tokenizer=pipeline.tokenizer_2"
-        lines.append(f'pipeline.load_textual_inversion("THIS_FOLDER", weight_name="learned_embeds_2.safetensors", {second})')
-    return "\n".join([*lines, f'picture = pipeline("a photo of {run.placeholder_token}").images[0]'])
+    run, family = about.run, family_named(about.run.family)
+    return method_named(run.method).loading(family.pipeline if family else "DiffusionPipeline", base, run)

@@ -16,6 +16,7 @@ from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.transfer.disk import StateStore
 from swarm.dht import SwarmNode
 from swarm.errors import UserError
+from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 from swarm.runs import named_in
 
@@ -34,7 +35,7 @@ def fetch_state(
     # dry_run: nothing of the host is remembered in a folder that is gone soon; assist: it needs neither data nor model to take part.
     peer = PeerConfig(output_dir=str(folder), host_key=host_key, dry_run=True, assist=True, **where)
     joined = resolve_run(peer, {})
-    if joined.run.sync == "none":
+    if not swarms(joined.run.sync):
         raise UserError(
             f"The run '{joined.run.run_name}' has --sync none: its peers share no state.", fix="Ask one of them for its result."
         )

@@ -1,17 +1,19 @@
 """Pipelines from results: a base model with what was trained on it, as plain diffusers puts them together."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from peer.models.diffusion.source import first_line, locate
 from peer.results.result import Result, read_result
 from swarm.errors import UserError
+from swarm.run.family import family_of_pipeline
+from swarm.run.method import method_named
 
 LORA = "pytorch_lora_weights.safetensors"
 EMBEDDINGS = ("learned_embeds.safetensors", "learned_embeds.bin")
-_ENCODERS = {"clip_l": "", "clip_g": "_2", "t5xxl": "_2", "t5": "_2"}
-"""Keys of one file with the vectors of several text encoders: the suffix of the encoder's name in the pipeline."""
 
 
 def result_in(path: Path) -> Path:
@@ -87,10 +89,9 @@ def add_embedding(pipeline: Any, source: Path) -> str:
             if not found:
                 raise ValueError(f"it has no {EMBEDDINGS[0]}")
             path = found[0]
-        word, vectors = read_embedding(path)
-        second = path.with_name(path.name.replace("learned_embeds", "learned_embeds_2"))
-        if second != path and second.is_file():
-            vectors |= {"_2": next(iter(read_embedding(second)[1].values()))}
+        word, vectors = read_embedding(path, _suffixes(pipeline))
+        for suffix, file in files_beside(path).items():
+            vectors |= {suffix: next(iter(read_embedding(file)[1].values()))}
         for suffix, tensor in vectors.items():
             encoder, tokenizer = (getattr(pipeline, name + suffix, None) for name in ("text_encoder", "tokenizer"))
             if encoder is None or tensor.shape[-1] != encoder.get_input_embeddings().weight.shape[-1]:
@@ -103,8 +104,25 @@ def add_embedding(pipeline: Any, source: Path) -> str:
         ) from error
 
 
-def read_embedding(path: Path) -> tuple[str, dict[str, Any]]:
-    """The word, and (N, width) of each text encoder by its name's suffix. Files of several encoders are named after the word."""
+def files_beside(path: Path) -> dict[str, Path]:
+    """The files of the other text encoders of a word, by the suffix of the encoder's name."""
+    start = "learned_embeds"
+    found = path.parent.glob(f"{start}_*{path.suffix}") if path.stem == start else ()
+    return {file.stem.removeprefix(start): file for file in sorted(found)}
+
+
+def _suffixes(pipeline: Any) -> dict[str, str]:
+    """Keys of one file with the vectors of several text encoders: the suffix of the encoder's name in the pipeline."""
+    family = family_of_pipeline(type(pipeline).__name__)
+    encoders = family.text_encoders if family else {}
+    return {key: name.removeprefix("text_encoder") for name, encoder in encoders.items() for key in encoder.vectors}
+
+
+def read_embedding(path: Path, suffixes: Mapping[str, str] = MappingProxyType({})) -> tuple[str, dict[str, Any]]:
+    """The word, and (N, width) of each text encoder by its name's suffix. Files of several encoders are named after the word.
+
+    suffixes: by a key of such a file.
+    """
     import torch
     from safetensors import safe_open
 
@@ -116,8 +134,8 @@ def read_embedding(path: Path) -> tuple[str, dict[str, Any]]:
         tensors, word = torch.load(path, map_location="cpu", weights_only=True), path.stem
         if isinstance(tensors.get("string_to_param"), dict):  # A1111's .pt
             return str(tensors.get("name") or word), {"": tensors["string_to_param"]["*"].detach()}
-    if tensors.keys() <= _ENCODERS.keys():
-        return word, {_ENCODERS[key]: tensor for key, tensor in tensors.items()}
+    if tensors.keys() <= suffixes.keys():
+        return word, {suffixes[key]: tensor for key, tensor in tensors.items()}
     if len(tensors) != 1:
         raise ValueError(f"it has {len(tensors)} tensors, not one word's")
     ((word, tensor),) = tensors.items()
@@ -134,7 +152,7 @@ def _there(source: Path) -> Path:
 def as_pipeline(run_of: Result, folder: Path, model: Any) -> Any:
     """`model`, the base model, with the result in `folder` merged into its weights; a peer/models model that can be saved whole."""
     add_result(model.pipeline, folder)
-    if run_of.run.method == "lora":
+    if method_named(run_of.run.method).adapter:
         model.pipeline.fuse_lora(components=_merged(model.pipeline))
         model.pipeline.unload_lora_weights()
     return model

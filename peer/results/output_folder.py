@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from swarm.errors import ExitCode, UserError
 from swarm.files import replace
+from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def owner_of(folder: Path) -> Owner | None:
         identity = saved.get("id", run.run_id)
         if not _ID.fullmatch(identity):
             raise ValueError("it has no id")
-        return Owner(id=identity, name=run.run_name, alone=run.sync == "none")
+        return Owner(id=identity, name=run.run_name, alone=not swarms(run.sync))
     except FileNotFoundError:
         problem = "is missing"
     except (OSError, ValueError, KeyError, TypeError, UserError):

@@ -16,6 +16,7 @@ from peer.results.card import write_card
 from peer.results.checkpoint import replacing
 from swarm import files
 from swarm.errors import ExitCode, UserError
+from swarm.run.method import method_named, methods
 from swarm.run_config import RunConfig
 from swarm.run_identity import PLACES
 
@@ -62,7 +63,7 @@ def write_result(method: Method, model: Model, params: Params, target: Path, abo
     """Write the result; the one before stays until the new one is whole. Raises UserError when the disk is full."""
     with replacing(target) as folder:
         method.export(model, params, folder)
-        if about.run.method == "textual_inversion":
+        if method_named(about.run.method).has_forms:
             if form.full_pipeline:
                 method.complete(model, params)
                 model.save(folder)
@@ -106,8 +107,9 @@ def warn_of_unused(form: Form, run: RunConfig) -> None:
     """One warning for wishes that this run's method has no use for."""
     wishes = {"--save_as_full_pipeline": form.full_pipeline, "--no_safe_serialization": not form.safetensors}
     unused = [name for name, wished in wishes.items() if wished]
-    if unused and run.method != "textual_inversion":
-        log.warning("%s is for textual_inversion and does nothing with --method %s", " and ".join(unused), run.method)
+    if unused and not method_named(run.method).has_forms:
+        theirs = " and ".join(name for name, method in methods().items() if method.has_forms)
+        log.warning("%s is for %s and does nothing with --method %s", " and ".join(unused), theirs, run.method)
 
 
 def _as_pickle(folder: Path) -> None:

@@ -9,6 +9,7 @@ from peer.contracts import Method
 from peer.loop.train import Trainer
 from peer.machine.placing import written
 from peer.results.result import Form, Result, warn_of_unused, write_result
+from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 
 
@@ -28,7 +29,7 @@ class Results:
     def save(self, step: int) -> None:
         """The result as it is after so many global steps, beside those of other steps; of an embedding never the whole pipeline."""
         if self._trainer.group.is_main:
-            name = "learned_embeds" if self._run.method == "textual_inversion" else "model"
+            name = method_named(self._run.method).steps_name
             self._write(Path(self._peer.output_dir) / f"{name}-steps-{step}", dataclasses.replace(self._form, full_pipeline=False))
         self._trainer.group.barrier()
 

@@ -152,10 +152,11 @@ def _of_pictures(model: Model, dtype: torch.dtype | None) -> str:
 
 
 def _of_texts(model: Model, run: RunConfig, dtype: torch.dtype | None) -> str:
-    encoders = {name: _digest_weights(part) for name, part in model.parts.items() if name.startswith("text_encoder")}
-    named = {name: getattr(model.pipeline, name, None) for name in ("tokenizer", "tokenizer_2")}
-    words = {name: sorted(tokenizer.get_vocab().items()) for name, tokenizer in named.items() if tokenizer is not None}
-    read = [run.clip_skip, run.max_token_chunks, run.max_sequence_length]
+    facts = model.facts
+    encoders = {name: _digest_weights(model.parts[name]) for name in facts.text_encoders if name in model.parts}
+    tokenizers = {facts.text_encoders[name].tokenizer for name in encoders}
+    words = {name: sorted(getattr(model.pipeline, name).get_vocab().items()) for name in tokenizers}
+    read = [getattr(run, name) for name in facts.text_options]
     return digest_json(["texts", encoders, digest_json(words), read, str(dtype)])
 
 

@@ -106,7 +106,7 @@ def test_a_host_that_goes_back_to_an_older_program_hears_which_version_the_run_n
         (["--family", "sdlx"], "family is 'sdlx'. Did you mean 'sdxl'?"),
         (["--lr_scheduler", "cosin"], "lr_scheduler is 'cosin'. Did you mean 'cosine'?"),
         (["--lr_scheduler", "cosine"], "lr_scheduler 'cosine' must know where the run ends."),
-        (["--guidance_scale", "2"], "guidance_scale is 2.0, but stable_diffusion is not trained by flow matching."),
+        (["--guidance_scale", "2"], "guidance_scale is 2.0, but stable_diffusion has no such thing."),
     ],
 )
 def test_what_no_peer_could_train_is_one_line_before_anything_is_signed(tmp_path, model, capsys, flags, message):

@@ -5,11 +5,13 @@ import sqlite3
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from datasetserver.book import Book
 from datasetserver.store import SCHEMA
 from datasetserver.tree import State
 from datasetserver.units import Contribution
+from peer.sync.engine.state import first_state
 from simulation.checks import Breach, Checks
 
 
@@ -29,7 +31,8 @@ class World:
 class Scene:
     def __init__(self):
         self.checks = Checks(World())
-        self.machine = SimpleNamespace(peer="ann", short="ann", sidecar=object())
+        self.flushed = []
+        self.machine = SimpleNamespace(peer="ann", short="ann", sidecar=object(), disk=SimpleNamespace(flushed=lambda: self.flushed))
         self.offers({("ann", 1): 8, ("ann", 2): 8, ("bob", 1): 8, ("bob", 2): 8})
         db = sqlite3.connect(":memory:", isolation_level=None)
         db.executescript(SCHEMA)
@@ -130,7 +133,65 @@ def test_the_bytes_of_a_contribution_are_one(scene):
     assert "bytes of contribution 3 changed" in scene.broken()
 
 
+def reports(scene, digest):
+    scene.checks.told(scene.machine, "final", {"digest": digest}, [])
+    return scene.broken()
+
+
+@pytest.mark.parametrize("digest", ["one-of-two-peers", "two-of-two-peers"])
+def test_what_is_reported_is_with_another_peer_or_on_a_disk(scene, digest):
+    scene.adopts("one-of-two-peers", "one", 2, 32, [["ann", 2, 8], ["bob", 2, 8]])
+    scene.offers({("ann", 3): 8})
+    scene.adopts("two-of-two-peers", "one-of-two-peers", 3, 40, [["ann", 3, 8]])
+    scene.flushed = [f"/state/samples-16-{digest[:12]}.state"]
+    assert not reports(scene, digest)
+    scene.flushed = ["/state/samples-16-another-four.state", f"/state/samples-16-{digest[:12]}.tmp"]
+    assert "no other peer has" in reports(scene, digest)
+
+
+def test_what_another_peer_has_made_something_of_may_be_reported(scene):
+    scene.adopts("two", "one", 2, 32, [["ann", 2, 8], ["bob", 2, 8]], SimpleNamespace(peer="bob", short="bob", sidecar=object()))
+    assert not reports(scene, "one")
+
+
+def test_the_bytes_of_a_state_are_those_of_its_digest(scene):
+    state = first_state("run", "schema", torch.zeros(4), 0)
+    landed = {"digest": state.digest, "header": state.header.to_json()}
+    scene.checks.told(scene.machine, "rebase", landed, [state.buffer])
+    assert not scene.broken()
+    state.buffer.floats()[0] = 1
+    scene.checks.told(scene.machine, "rebase", landed, [state.buffer])
+    assert "not those of its digest" in scene.broken()
+
+
+def test_a_contribution_is_done_once_it_is_in_a_state_that_was_reported(scene):
+    scene.flushed = ["/state/samples-16-one.state"]
+    scene.checks.settled["one"] = 1
+    scene.checks.done(scene.machine, 1)
+    assert not scene.broken()
+    scene.checks.done(scene.machine, 2)
+    assert "taken for done" in scene.broken()
+
+
+def test_what_is_in_the_state_is_not_given_up(scene):
+    scene.checks.lost(scene.machine, 2, "one")
+    scene.checks.lost(scene.machine, 1, "base")
+    assert not scene.broken()
+    scene.checks.lost(scene.machine, 1, "one")
+    assert "given up, and is in the state" in scene.broken()
+
+
+@pytest.mark.parametrize("numbers", [[3], [3, 4, 5], []])
+def test_the_books_have_the_contributions_that_the_trainer_works_on(scene, numbers):
+    accounts = SimpleNamespace(state_dict=lambda: {"contributions": {3: ["a"], 4: ["b"]}})
+    scene.checks.books(scene.machine, accounts, [4, 3])
+    assert not scene.broken()
+    scene.checks.books(scene.machine, accounts, numbers)
+    assert "other contributions" in scene.broken()
+
+
 def test_what_is_reported_was_adopted_by_somebody(scene):
+    scene.checks._holders["one"] = {"ann", "bob"}
     scene.checks.told(scene.machine, "final", {"digest": "one"}, [])
     assert not scene.broken()
     scene.checks.told(scene.machine, "final", {"digest": "nobody's"}, [])

@@ -8,10 +8,11 @@ from safetensors.torch import save_file
 
 from datasetserver.founding import run_to_serve
 from peer.launch.starting_model import complete
-from swarm.base_model import PIPELINES, family_of
+from swarm.base_model import family_of
 from swarm.digest import digest_model
 from swarm.errors import UserError
 from swarm.founding import check_founding, with_noise
+from swarm.run.family import families
 from swarm.run_config import RunConfig
 
 UNET, CLIP = "model.diffusion_model.input_blocks.0.0.weight", "cond_stage_model.transformer.text_model.final_layer_norm.weight"
@@ -36,7 +37,7 @@ def write_index(folder, **index):
     return folder
 
 
-@pytest.mark.parametrize(("name", "family"), PIPELINES.items())
+@pytest.mark.parametrize(("name", "family"), [(facts.pipeline, family) for family, facts in families().items()])
 def test_a_folder_says_its_class(tmp_path, name, family):
     assert family_of(write_index(tmp_path, _class_name=name)) == family
 
@@ -58,7 +59,7 @@ def test_what_is_of_no_known_family_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no model_index\.json"):
         family_of(tmp_path / "nowhere")
     for keys in ((UNET,), (CLIP,), ("lora_unet_down.weight",)):
-        with pytest.raises(UserError, match="holds no Stable Diffusion, SDXL or FLUX checkpoint"):
+        with pytest.raises(UserError, match="holds no FLUX, SDXL or Stable Diffusion checkpoint"):
             family_of(write_file(tmp_path / "other.safetensors", keys))
     (tmp_path / "damaged.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match="is damaged"):

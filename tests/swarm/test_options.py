@@ -1,17 +1,17 @@
 import dataclasses
-from dataclasses import dataclass
 
 import pytest
+from pydantic import TypeAdapter
 
 from peer.config import PeerConfig
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError
-from swarm.options import build, option, parse_flags, read_toml, with_token
+from swarm.options import build, option, options, parse_flags, read_toml, with_token
 from swarm.other_trainers import OUR_NAMES
 from swarm.run_config import RunConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Drink:
     """A drink (as everybody likes it)."""
 
@@ -118,7 +118,7 @@ def test_a_whole_number_passes_for_a_share():
     assert build(Drink, {"sugar": 1}).sugar == 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Switch:
     """A switch."""
 
@@ -186,3 +186,41 @@ def test_other_trainers_names_lead_to_options_that_exist_here_and_are_none_thems
     fields = [field for cls in (RunConfig, PeerConfig) for field in dataclasses.fields(cls)]
     known = {name for field in fields for name in (field.name, *field.metadata["aliases"], *field.metadata["switches"])}
     assert ours in known and theirs not in known
+
+
+@options
+class Kettle:
+    """A kettle (of its owner's choice)."""
+
+    litres: float = option(1.5, "How much it holds.", gt=0, lt=10)
+    cups: int = option(4, "How many that makes.", le=20)
+    below: float = option(0.0, "Depth.", ge=None)
+    shape: str = option("round", "Its shape.", choices=("round", "tall"))
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"litres": 0.0}, "litres is 0.0. Use a value in (0, 10)."),
+        ({"litres": float("nan")}, "litres is nan. Use a finite number."),
+        ({"cups": -1}, "cups is -1. Use a value in [0, 20]."),
+        ({"shape": "rund"}, "shape is 'rund'. Did you mean 'round'? Use one of round, tall."),
+        ({"cups": "4"}, "cups is '4', which is not int. Give cups a value of type int."),
+        ({"shape": 3}, "shape is '3'. Use one of round, tall."),
+        ({"liters": 1.0}, "There is no option 'liters'. Did you mean 'litres'? Correct or remove it."),
+    ],
+)
+def test_whoever_makes_it_is_told_in_one_line_what_is_wrong(values, line):
+    with pytest.raises(UserError) as caught:
+        Kettle(**values)
+    assert str(caught.value) == line
+
+
+def test_one_declaration_is_the_schema_too_and_numbers_are_0_or_more_where_nothing_else_is_said():
+    schema = TypeAdapter(Kettle).json_schema()
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["cups"] == {"default": 4, "description": "How many that makes.", "maximum": 20, "minimum": 0, "title": "Cups", "type": "integer"}
+    assert schema["properties"]["shape"]["enum"] == ["round", "tall"]
+    assert Kettle(below=-3.5).below == -3.5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Kettle().cups = 3

@@ -3,13 +3,14 @@ import dataclasses
 import pytest
 
 from swarm.errors import UserError
-from swarm.run_config import OPTIONS_OF_METHOD, RunConfig
+from swarm.run.method import owners
+from swarm.run_config import RunConfig
 
 
 def test_every_field_but_the_models_place_changes_the_digest():
     runs = {method: RunConfig(model="a", method=method) for method in ("full", "lora")}
     runs["textual_inversion"] = RunConfig(model="a", placeholder_token="<cat>", initializer_token="cat")
-    owner = {name: method for method, names in OPTIONS_OF_METHOD.items() for name in names}
+    owner = {name: names[0] for name, names in owners().items()}
     others = {
         int: lambda v: v + 1,
         float: lambda v: v / 2 + 0.01,
@@ -21,7 +22,8 @@ def test_every_field_but_the_models_place_changes_the_digest():
     for field in dataclasses.fields(RunConfig):
         run = runs[owner.get(field.name, "full")]
         value = getattr(run, field.name)
-        changed = dataclasses.replace(run, **{field.name: others[type(value)](value)})
+        choices = [choice for choice in field.metadata["choices"] or () if choice not in (value, "auto")]
+        changed = dataclasses.replace(run, **{field.name: choices[0] if choices else others[type(value)](value)})
         assert (changed.digest != run.digest) == (field.name not in ("model", "model_config")), field.name
 
 
@@ -103,7 +105,7 @@ def test_what_is_left_open_is_decided_when_the_run_is_made(values, method, rate)
         ({"placeholder_token": "a cat", "initializer_token": "cat"}, "placeholder_token is 'a cat', but must be one word"),
         ({"method": "textual_inversion", "initializer_token": "cat"}, "placeholder_token is ''"),
         ({"placeholder_token": "<cat>", "initializer_token": "cat", "num_vectors": 0}, "num_vectors is 0"),
-        ({"placeholder_token": "<cat>", "initializer_token": "cat", "train_text_encoder": True}, "Remove --train_text_encoder"),
+        ({"placeholder_token": "<cat>", "initializer_token": "cat", "train_text_encoder": True}, "train_text_encoder is for --method full or lora"),
     ],
 )
 def test_what_the_method_cannot_use_is_refused(values, message):

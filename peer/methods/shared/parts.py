@@ -1,27 +1,25 @@
 """A model's parts by what they are for."""
 
-from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from peer.contracts import Model
 
-TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
-"""The pipeline's tokenizer of each text encoder."""
-
-
-def denoiser(model: Model) -> str:
-    """The name of the part that predicts: `unet` or `transformer`."""
-    return next(name for name in ("unet", "transformer") if name in model.parts)
-
 
 def text_encoders(model: Model) -> dict[str, nn.Module]:
-    return {name: model.parts[name] for name in TOKENIZERS if name in model.parts}
+    return {name: model.parts[name] for name in model.facts.text_encoders if name in model.parts}
 
 
-def clip_encoders(model: Model) -> Iterator[str]:
-    """Names of the text encoders that a fine-tune may train; diffusers' scripts leave FLUX's T5 (4.7 G parameters) as it is."""
-    return (name for name, part in text_encoders(model).items() if type(part).__name__.startswith("CLIP"))
+def tokenizers(model: Model) -> dict[str, Any]:
+    """The pipeline's tokenizer of each text encoder."""
+    return {name: getattr(model.pipeline, model.facts.text_encoders[name].tokenizer) for name in text_encoders(model)}
+
+
+def trained_parts(model: Model, *, train_text_encoder: bool) -> list[str]:
+    """Names of the denoiser and, where asked for, of the text encoders that a fine-tune may train."""
+    encoders = [name for name in text_encoders(model) if model.facts.text_encoders[name].trainable]
+    return [model.facts.denoiser, *(encoders if train_text_encoder else ())]
 
 
 def freeze(model: Model) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from peer.contracts import Text
 from peer.models.diffusion.pipeline import save_pipeline
 from swarm.errors import UserError
+from swarm.run.family import Family
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,9 @@ _CAST = (nn.Linear, nn.Conv2d)
 
 
 class DiffusionModel:
-    """The parts of a pipeline on a device. A family adds `encode_text` and `loss`."""
+    """The parts of a pipeline on a device. A family adds its `facts`, `encode_text` and `loss`."""
+
+    facts: Family
 
     def __init__(self, pipeline: Any, device: torch.device | None):
         """device None: left on the CPU as the pipeline is, until `place`."""
@@ -28,10 +31,10 @@ class DiffusionModel:
         self.read: Callable[[], Any] | None = None
         """Reads the pipeline anew, in float32 on the CPU."""
         self._held: dict[str, torch.dtype] = {}
-        names = ("unet", "transformer", "vae", "text_encoder", "text_encoder_2")
-        self.parts: dict[str, nn.Module] = {name: getattr(pipeline, name) for name in names if getattr(pipeline, name, None) is not None}
+        names = (self.facts.denoiser, "vae", *self.facts.text_encoders)
+        self.parts: dict[str, nn.Module] = {name: getattr(pipeline, name) for name in names if getattr(pipeline, name) is not None}
         self.vae = self.parts["vae"]
-        self.denoiser = self.parts["unet"] if "unet" in self.parts else self.parts["transformer"]
+        self.denoiser = self.parts[self.facts.denoiser]
         self.vae_factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
 
     def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = ()) -> None:
@@ -55,7 +58,7 @@ class DiffusionModel:
         """Of whatever may be trained: the denoiser and the text encoders, which honour it only in training mode."""
         self.denoiser.enable_gradient_checkpointing()
         for name, part in self.parts.items():
-            if name.startswith("text_encoder"):
+            if name in self.facts.text_encoders:
                 part.gradient_checkpointing_enable({"use_reentrant": False})
                 # transformers 5 has a frozen encoder's embeddings ask for gradients: all of it was then computed backwards, and cached nowhere.
                 with contextlib.suppress(AttributeError):  # 4 does not, and has nothing to take back
@@ -82,7 +85,7 @@ class DiffusionModel:
 
     def save(self, folder: Path) -> None:
         with self._as_read():
-            save_pipeline(self.pipeline, folder)
+            save_pipeline(self.pipeline, folder, self.facts.text_encoders)
 
     @contextlib.contextmanager
     def _as_read(self) -> Iterator[None]:

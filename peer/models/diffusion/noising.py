@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm.founding import check_noise
+from swarm.run.losses.denoising import check_noise
 from swarm.run_config import RunConfig
 
 

@@ -5,30 +5,22 @@ import re
 import warnings
 from collections.abc import Collection
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from peer.models.diffusion.source import UNUSED, first_line, locate, quiet
-from swarm.base_model import PIPELINES
 from swarm.digest import read_header
 from swarm.errors import UserError
+from swarm.run.family import Family
 
-_IN_FILES = {
-    "vae": ("first_stage_model.", "vae."),
-    "text_encoder": ("cond_stage_model.", "conditioner.embedders.0.", "text_encoders.clip_l."),
-    "text_encoder_2": ("conditioner.embedders.1.", "text_encoders.t5xxl."),
-}
-"""How the names of a part begin in single files: of FLUX most have the transformer alone."""
 _SCALED = re.compile(r"(^|\.)(scaled_fp8|scale_weight|weight_scale|absmax|quant_state\..*)$")
 """Names of what quantized weights are multiplied by: diffusers passes it over, and would train other weights."""
-_NAMES = {"StableDiffusionPipeline": "Stable Diffusion", "StableDiffusionXLPipeline": "SDXL", "FluxPipeline": "FLUX"}
 
 
-def load_pipeline(kind: str, source: Path, config: str = "", *, as_filed: bool = False) -> Any:
-    """The pipeline of class `kind` in a diffusers folder, a .safetensors file (read with the configs of `config`) or a Hub id, in float32.
+def load_pipeline(family: Family, source: Path, config: str = "", *, as_filed: bool = False) -> Any:
+    """The pipeline of `family` in a diffusers folder, a .safetensors file (read with the configs of `config`) or a Hub id, in float32.
 
     as_filed: a folder's parts in the precision of their files, so that a FLUX takes 34 GB here and not 70.
     Raises UserError when `source` holds no such pipeline.
@@ -39,37 +31,37 @@ def load_pipeline(kind: str, source: Path, config: str = "", *, as_filed: bool =
     quiet()
     import diffusers
 
-    unused: dict[str, Any] = {name: None for name in UNUSED if name != "safety_checker"}
-    if kind == "StableDiffusionPipeline":
-        unused |= {"safety_checker": None, "requires_safety_checker": False}
-    read = _read_folder if path.is_dir() else _read_file
+    kind = getattr(diffusers, family.pipeline)
     try:
-        pipeline = read(getattr(diffusers, kind), path, config, unused)
+        pipeline = _read_folder(kind, family, path) if path.is_dir() else _read_file(kind, family, path, config)
     except UserError:
         raise
     except Exception as error:  # diffusers raises whatever its parts raise: ValueError, OSError, KeyError, SafetensorError, ...
         if path.is_file() and not config:
-            fix = f"Add --model_config with a diffusers folder of a {_NAMES[kind]} model, or its Hub id."
+            fix = f"Add --model_config with a diffusers folder of a {family.title} model, or its Hub id."
         else:
-            fix = f"Save or fetch it again, or check --family ({PIPELINES[kind]})."
+            fix = f"Save or fetch it again, or check --family ({family.name})."
         reason = "tensors are missing in it" if "meta tensor" in str(error) else first_line(error)
-        raise UserError(f"{path} does not load as a {_NAMES[kind]} pipeline: {reason}", fix=fix) from error
+        raise UserError(f"{path} does not load as a {family.title} pipeline: {reason}", fix=fix) from error
     for part in pipeline.components.values() if not as_filed else ():
         if hasattr(part, "parameters"):
             part.float()
     return pipeline
 
 
-def _read_folder(kind: Any, path: Path, config: str, unused: dict[str, Any]) -> Any:
+def _unused(family: Family) -> dict[str, Any]:
+    return {**{name: None for name in UNUSED}, **family.unused}
+
+
+def _read_folder(kind: Any, family: Family, path: Path) -> Any:
     """Of a folder that has its denoiser in fp16 only, that. Raises ValueError when the denoiser's files lack tensors: diffusers draws them anew."""
-    files = [file for part in ("unet", "transformer") for file in (path / part).glob("*.safetensors")]
+    files = [*(path / family.denoiser).glob("*.safetensors")]
     variant = _variant(files)
     dtypes = {part.name: _dtype_in(part, variant) for part in path.iterdir() if part.is_dir()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer diffusers call it dtype, older ones know that name only
-        pipeline = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, variant=variant, torch_dtype=dtypes, **unused)
-    denoiser = getattr(pipeline, "unet", None) or pipeline.transformer
-    missing = sorted(denoiser.state_dict().keys() - {name for file in files for name in read_header(file)})
+        pipeline = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, variant=variant, torch_dtype=dtypes, **_unused(family))
+    missing = sorted(getattr(pipeline, family.denoiser).state_dict().keys() - {name for file in files for name in read_header(file)})
     if missing:
         raise ValueError(f"its denoiser lacks {len(missing)} tensors, such as {missing[0]}")
     return pipeline
@@ -86,22 +78,22 @@ def _dtype_in(part: Path, variant: str | None) -> torch.dtype:
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
 
 
-def _read_file(kind: Any, path: Path, config: str, unused: dict[str, Any]) -> Any:
+def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
     """Tokenizers, configs and parts that the file lacks come from `config`; without one the first two are its family's own on the Hub."""
     header = read_header(path)
     if scaled := next((name for name in header if _SCALED.search(name)), None):
         raise UserError(
             f"{path} is quantized: its weights are to be multiplied by others ({scaled}).", fix="Take the model's file in bf16 or fp16."
         )
-    lacking = [name for name, starts in _IN_FILES.items() if name in signature(kind).parameters and not _begins(header, starts)]
+    lacking = [name for name, starts in family.in_file.items() if not _begins(header, starts)]
     if lacking and not config:
         raise UserError(
             f"{path} holds no {' and no '.join(lacking)}.",
-            fix=f"Add --model_config with a diffusers folder of a {_NAMES[kind.__name__]} model that they are read from, or its Hub id.",
+            fix=f"Add --model_config with a diffusers folder of a {family.title} model that they are read from, or its Hub id.",
         )
     where = _config_folder(config) if config else None
     beside = _parts_of(where, lacking) if where else {}
-    pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **unused, **beside)
+    pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **_unused(family), **beside)
     for name, part in pipeline.components.items():
         if hasattr(part, "tie_weights"):
             part.tie_weights()  # T5's embedding has two names, of which files have one
@@ -141,10 +133,10 @@ def _config_folder(config: str) -> Path:
     return folder
 
 
-def save_pipeline(pipeline: Any, folder: Path) -> None:
+def save_pipeline(pipeline: Any, folder: Path, encoders: Collection[str]) -> None:
     """Write a folder that plain `from_pretrained` loads, in this and older releases of diffusers and transformers."""
     pipeline.save_pretrained(folder, safe_serialization=True)
-    for part in ("text_encoder", "text_encoder_2"):
+    for part in encoders:
         if type(getattr(pipeline, part, None)).__name__ == "CLIPTextModel":
             _restore_text_model_prefix(folder / part / "model.safetensors")
 

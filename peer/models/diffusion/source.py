@@ -6,8 +6,8 @@ from pathlib import Path
 from swarm.base_model import not_found
 from swarm.errors import UserError
 
-UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
-"""Components of pipelines that training has no use for: 1.2 GB of SD 1.5 are its safety checker."""
+UNUSED = ("feature_extractor", "image_encoder")
+"""Components of pipelines that training has no use for, beside those that a family names."""
 
 
 def locate(source: str) -> Path:
@@ -26,7 +26,7 @@ def locate(source: str) -> Path:
     from diffusers import DiffusionPipeline
 
     try:
-        return Path(DiffusionPipeline.download(source, use_safetensors=True, **dict.fromkeys(UNUSED)))
+        return Path(DiffusionPipeline.download(source, use_safetensors=True, **dict.fromkeys([*UNUSED, "safety_checker"])))  # 1.2 GB of SD 1.5
     except Exception as error:  # OSError, ValueError, huggingface_hub's and httpx's own
         raise not_found(source) from error
 

@@ -18,7 +18,7 @@ class UNetModel(DiffusionModel):
     """Adds the loss; a family says what else the UNet is told besides the text's states."""
 
     def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
-        check_family("stable_diffusion", run)  # SDXL refuses the same
+        check_family(self.facts.name, run)
         if pipeline.unet.config.in_channels != pipeline.vae.config.latent_channels:
             raise UserError(
                 f"The model's UNet takes {pipeline.unet.config.in_channels} channels instead of {pipeline.vae.config.latent_channels}: "

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from peer.results.loading import EMBEDDINGS, read_embedding
+from peer.results.loading import EMBEDDINGS, files_beside, read_embedding
 from swarm import files
 from swarm.errors import UserError
+from swarm.run.family import family_named
 
 
 def write_embedding(result: Path, path: Path, family: str, dtype: torch.dtype = torch.float32) -> None:
@@ -19,10 +20,12 @@ def write_embedding(result: Path, path: Path, family: str, dtype: torch.dtype = 
     if found is None:
         raise UserError(f"{result} is no embedding: it has no {EMBEDDINGS[0]}.", fix="Use --format diffusers or single_file.")
     word, vectors = read_embedding(found)
-    second = found.with_name(found.name.replace("learned_embeds", "learned_embeds_2"))
-    tensors = {word: vectors[""]}
-    if second.is_file():
-        tensors = {"clip_l": vectors[""], "t5xxl" if family == "flux" else "clip_g": read_embedding(second)[1][""]}
+    others = files_beside(found)
+    facts = family_named(family)
+    if others and facts is None:
+        raise UserError(f"{result} does not say of which family its word is.", fix="Give its files to the other tool as they are.")
+    vectors |= {suffix: read_embedding(file)[1][""] for suffix, file in others.items()}
+    tensors = {facts.text_encoders[f"text_encoder{suffix}"].vectors[0] if others else word: tensor for suffix, tensor in vectors.items()}
     header = {"format": "pt", "placeholder_token": word}
     save_file({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, path, metadata=header)
     files.as_new(path)

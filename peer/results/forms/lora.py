@@ -10,8 +10,12 @@ from torch import Tensor
 from peer.results.loading import LORA
 from swarm import files
 from swarm.errors import UserError
+from swarm.run.family import families
 
-_PARTS = {"lora_unet": "unet", "lora_te1": "text_encoder", "lora_te2": "text_encoder_2"}
+_PARTS = {
+    "lora_unet": next(family.denoiser for family in families().values() if family.kohya),
+    **{f"lora_te{number}": name for family in families().values() for number, name in enumerate(family.text_encoders, start=1)},
+}
 """kohya's prefix of each part's names, as diffusers writes them."""
 
 
@@ -22,13 +26,14 @@ def write_lora_diffusers(result: Path, path: Path, dtype: torch.dtype = torch.fl
 
 
 def write_lora_kohya(result: Path, path: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Raises UserError for FLUX, which diffusers does not convert."""
+    """Raises UserError for families that diffusers does not convert."""
     from diffusers.utils import convert_state_dict_to_kohya
 
     tensors, header = _read(result)
-    if any(name.startswith("transformer.") for name in tensors):
+    others = [family.title for family in families().values() if not family.kohya and any(n.startswith(f"{family.denoiser}.") for n in tensors)]
+    if others:
         raise UserError(
-            "A FLUX LoRA is not written in kohya's form.", fix="Use --format lora_diffusers, which ComfyUI, Forge and others read as it is."
+            f"A {' or '.join(others)} LoRA is not written in kohya's form.", fix="Use --format lora_diffusers, which ComfyUI, Forge and others read as it is."
         )
     kohya = convert_state_dict_to_kohya(_as_peft(tensors))
     alphas = json.loads(header.get("lora_adapter_metadata", "{}"))

@@ -1,6 +1,6 @@
 """`--format single_file`: a whole pipeline in one .safetensors file, with the names of the original checkpoints that A1111 and ComfyUI read.
 
-SD 1.x, SD 2.x and SDXL. diffusers reads such files (`from_single_file`) but does not write them.
+Families whose facts say so. diffusers reads such files (`from_single_file`) but does not write them.
 """
 
 import re
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swarm import files
 from swarm.errors import UserError
+from swarm.run.family import CLIP, OPEN_CLIP, Family, family_of_pipeline
 
 _UNET_ENDS = {
     "time_embedding.linear_1": "time_embed.0",
@@ -54,7 +55,7 @@ def write_single_file(pipeline: Any, path: Path, dtype: torch.dtype = torch.floa
     tensors = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in single_file_tensors(pipeline).items()}
     scheduler = pipeline.scheduler.config
     # By these two empty tensors ComfyUI and others know an SDXL model that predicts v; of SD 2.x they know it by its widths.
-    if type(pipeline).__name__ == "StableDiffusionXLPipeline" and scheduler.get("prediction_type") == "v_prediction":
+    if facts_of(pipeline).marks_prediction and scheduler.get("prediction_type") == "v_prediction":
         tensors["v_pred"] = torch.tensor([])
         if scheduler.get("rescale_betas_zero_snr"):
             tensors["ztsnr"] = torch.tensor([])
@@ -62,14 +63,21 @@ def write_single_file(pipeline: Any, path: Path, dtype: torch.dtype = torch.floa
     files.as_new(path)
 
 
-def single_file_tensors(pipeline: Any) -> dict[str, Tensor]:
-    """The pipeline's tensors under their original names."""
+def facts_of(pipeline: Any) -> Family:
+    """Raises UserError for a pipeline that has no such layout."""
     kind = type(pipeline).__name__
-    if kind not in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
+    family = family_of_pipeline(kind)
+    if family is None or not family.single_file:
         raise UserError(
             f"A {kind} has no single-file layout that is written here.",
-            fix="Use --format diffusers, which ComfyUI and others read as well; a FLUX LoRA is best kept as --format lora_diffusers.",
+            fix="Use --format diffusers, which ComfyUI and others read as well; a LoRA is best kept as --format lora_diffusers.",
         )
+    return family
+
+
+def single_file_tensors(pipeline: Any) -> dict[str, Tensor]:
+    """The pipeline's tensors under their original names."""
+    encoders = _text_encoders(pipeline)
     unet, vae = pipeline.unet, pipeline.vae
     layers = unet.config.layers_per_block
     attended = {number for number, block in enumerate(unet.up_blocks) if getattr(block, "attentions", None)}
@@ -77,7 +85,7 @@ def single_file_tensors(pipeline: Any) -> dict[str, Tensor]:
     levels = len(vae.config.block_out_channels)
     found += [(f"first_stage_model.{vae_name(name, levels)}", _as_conv(name, tensor)) for name, tensor in vae.state_dict().items()]
     found += [
-        item for prefix, tensors in _text_encoders(pipeline) for item in ((prefix + name, tensor) for name, tensor in tensors.items())
+        item for prefix, tensors in encoders for item in ((prefix + name, tensor) for name, tensor in tensors.items())
     ]
     tensors = dict(found)
     assert len(tensors) == len(found), "two tensors under one name"
@@ -85,14 +93,14 @@ def single_file_tensors(pipeline: Any) -> dict[str, Tensor]:
 
 
 def _text_encoders(pipeline: Any) -> list[tuple[str, Mapping[str, Tensor]]]:
-    """SD 1.x has OpenAI's CLIP, SD 2.x (gelu) OpenCLIP's, SDXL one of each."""
-    first = _clip(pipeline.text_encoder)
-    if hasattr(pipeline, "text_encoder_2"):
-        second = open_clip(_clip(pipeline.text_encoder_2))
-        return [("conditioner.embedders.0.transformer.text_model.", first), ("conditioner.embedders.1.model.", second)]
-    if pipeline.text_encoder.config.hidden_act == "quick_gelu":
-        return [("cond_stage_model.transformer.text_model.", first)]
-    return [("cond_stage_model.model.", open_clip(first))]
+    """How the names of each encoder's tensors begin, and the tensors, in the layout of OpenAI's CLIP or of OpenCLIP (gelu)."""
+    found = []
+    for name, facts in facts_of(pipeline).text_encoders.items():
+        encoder = getattr(pipeline, name)
+        of_openai = encoder.config.hidden_act == "quick_gelu" if len(facts.layouts) > 1 else CLIP in facts.layouts
+        tensors = _clip(encoder)
+        found.append((facts.layouts[CLIP], tensors) if of_openai else (facts.layouts[OPEN_CLIP], open_clip(tensors)))
+    return found
 
 
 def _clip(encoder: Any) -> dict[str, Tensor]:

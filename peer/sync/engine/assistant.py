@@ -200,7 +200,10 @@ async def _stored_or_fetched(
     state = store.load(run.digest, kind.schema, kind.num_bytes(strategy.slots), run.target_batch_size) if kind is not None else None
     if state is None:
         kind, state = await _first_from_others(run, strategy, node)
-        kind.write(path)
+        try:
+            kind.write(path)
+        except OSError as error:
+            log.warning("cannot write %s, so the others are asked again after the next start: %s", path, error.strerror)
     return kind, [state]
 
 

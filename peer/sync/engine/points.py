@@ -22,7 +22,9 @@ POINTS = (
 """`frozen` and `landed` are the training process's, all others the sidecar's."""
 
 hook: Callable[[str, str], Awaitable[None]] | None = None
-"""Called with the point and the peer's id, in tests of several peers in one process."""
+"""Called with the point and the peer's id, in tests of several peers in one process, and in simulations."""
+hook_in_trainer: Callable[[str], None] | None = None
+"""Called with the point, in simulations; it may block."""
 _file = os.environ.get("DD_POINTS", "")
 
 
@@ -39,7 +41,9 @@ async def reached(point: str, peer: str = "") -> None:
 
 
 def reached_in_trainer(point: str) -> None:
-    if _file:
+    if hook_in_trainer is not None:
+        hook_in_trainer(point)
+    elif _file:
         action, seconds = _take(point)
         if action == "delay":
             time.sleep(seconds)

@@ -18,6 +18,8 @@ from peer.volunteer.check.report import FAIL, NOTE, Answer, Item, NotAsked
 from swarm import advice
 from swarm.clock import REFUSED_SECONDS, words
 from swarm.errors import ExitCode, UserError
+from swarm.run.method import method_named
+from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -173,7 +175,7 @@ class Machine:
         if not _writable(folder):
             raise UserError(f"{folder} cannot be written in.", fix="Choose another --output_dir.", code=ExitCode.DISK)
         weights = _fp32_bytes(self.model) if self.model else 0
-        trained = weights if self.joined is None or self.joined.run.method == "full" else min(weights, 100_000_000)
+        trained = weights if self.joined is None or method_named(self.joined.run.method).whole else min(weights, 100_000_000)
         checkpoints = peer.checkpoints_total_limit
         there = len(Checkpoints(Path(peer.output_dir), checkpoints).paths())
         needed = needed_bytes(trained, checkpoints=checkpoints, there=there, average=peer.use_ema, swarming=True)
@@ -202,7 +204,7 @@ class Machine:
             )
         self.say("loading the model ...")
         learner = _learner(self)
-        if run.sync == "none":
+        if not swarms(run.sync):
             self.learner = learner
             return "the model is loaded; this run averages nothing"
         wire = Wire.of(run.wire, Schema.of(learner.params))

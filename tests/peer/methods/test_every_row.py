@@ -16,8 +16,8 @@ from peer.contracts import PixelBatch
 from peer.models.flux import Flux
 from peer.models.sdxl import SDXL
 from peer.models.stable_diffusion import StableDiffusion
-from peer.samples import captions
 from peer.samples.encoding import Encoder
+from swarm.run.methods import textual_inversion
 from swarm.run_config import RunConfig
 from tests import tiny
 
@@ -143,7 +143,7 @@ def test_lora_gives_a_word_another_colour(taught, family, tmp_path):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_textual_inversion_finds_the_word_for_bare_pictures(taught, family, tmp_path, monkeypatch):
-    monkeypatch.setattr(captions, "OBJECT_TEMPLATES", (TEMPLATE,))  # the only words that the tiny model was taught with
+    monkeypatch.setattr(textual_inversion, "OBJECT_TEMPLATES", (TEMPLATE,))  # the only words that the tiny model was taught with
     base, data = taught(family), write_colours(tmp_path / "data", ["cat"], called="")
     flags = ("--placeholder_token", "<dicoo>", "--initializer_token", "photo", "--learning_rate", "0.2", "--max_train_steps", 100)
     result = train(base, data, tmp_path / "out", *flags, *run_flags(family))

@@ -15,6 +15,7 @@ from peer.sync.engine.outer import advance
 from peer.sync.engine.state import first_state
 from peer.sync.engine.vectors import Flat, Schema, flatten
 from peer.sync.parameters import strategy
+from swarm.run.family import family_named
 from swarm.run_config import RunConfig
 from tests import tiny
 
@@ -108,7 +109,8 @@ def test_a_word_of_stable_diffusion_is_three_kilobytes():
     encoder = CLIPTextModel(
         CLIPTextConfig(num_hidden_layers=1, hidden_size=768, num_attention_heads=12, vocab_size=len(pipeline.tokenizer))
     )
-    model = SimpleNamespace(pipeline=pipeline, parts={"unet": pipeline.unet, "vae": pipeline.vae, "text_encoder": encoder})
+    parts = {"unet": pipeline.unet, "vae": pipeline.vae, "text_encoder": encoder}
+    model = SimpleNamespace(facts=family_named("stable_diffusion"), pipeline=pipeline, parts=parts)
     run = RunConfig(placeholder_token="<dicoo>", initializer_token="a")
     params = textual_inversion.build(run).attach(model)
     assert sum(4 * parameter.numel() for parameter in params.values()) == 3072

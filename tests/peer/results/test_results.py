@@ -154,6 +154,14 @@ def test_an_embedding_in_one_file_is_read_back(tiny_family, tmp_path, family):
     np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
 
 
+def test_a_word_for_two_encoders_that_does_not_say_its_family_has_no_one_file(tiny_family, tmp_path):
+    Trained(tiny_family("sdxl"), "sdxl", tmp_path / "model", **WORD).written()
+    (tmp_path / "model" / "result.json").unlink()
+    with pytest.raises(UserError, match="does not say of which family its word is"):
+        export.main(["--state", str(tmp_path / "model"), "--format", "embedding", "--out", str(tmp_path / "one")])
+    assert not list(tmp_path.glob("*one*"))
+
+
 TOPOLOGIES = {  # the real ones' blocks, of the least width
     "sd": {
         "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
@@ -318,8 +326,10 @@ def test_an_embedding_of_flux_that_an_earlier_version_wrote_is_still_read(tiny_f
     export.main(["--state", str(tmp_path), "--format", "embedding", "--out", str(tmp_path / "new")])
     tensors = load_file(tmp_path / "new.safetensors")
     save_file({name.replace("t5xxl", "t5"): tensor for name, tensor in tensors.items()}, tmp_path / "old.safetensors")
-    word, vectors = loading.read_embedding(tmp_path / "old.safetensors")
-    assert word == "old" and torch.equal(vectors["_2"], tensors["t5xxl"])
+    pipeline = plain(tiny_family("flux"))
+    assert loading.add_embedding(pipeline, tmp_path / "old.safetensors") == "old"
+    learned = pipeline.text_encoder_2.get_input_embeddings().weight[pipeline.tokenizer_2.convert_tokens_to_ids("old")]
+    assert torch.equal(learned, tensors["t5xxl"][0])
 
 
 # --- files

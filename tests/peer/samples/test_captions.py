@@ -2,8 +2,9 @@ import dataclasses
 
 import pytest
 
-from peer.samples.captions import OBJECT_TEMPLATES, STYLE_TEMPLATES, choose_caption
+from peer.samples.captions import choose_caption
 from swarm.errors import UserError
+from swarm.run.methods.textual_inversion import OBJECT_TEMPLATES, STYLE_TEMPLATES
 from swarm.run_config import RunConfig
 
 KEYS = [f"0:{i}" for i in range(2000)]

@@ -442,3 +442,19 @@ def test_a_helper_asks_somebody_else_when_a_state_does_not_come_in_its_time(swar
         assert fetched.digest == new.digest
 
     swarm(scenario)
+
+
+def test_a_disk_without_room_for_the_kind_of_state_costs_a_question_after_the_next_start(tmp_path, monkeypatch, caplog):
+    run, kind, first = make_run(), Kind("schema", (SIZE, 0)), object()
+
+    async def from_others(*_):
+        return kind, first
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(assistant, "_first_from_others", from_others)
+    monkeypatch.setattr(Kind, "write", refuse)
+    stored = assistant._stored_or_fetched(run, Parameters(), None, StateStore(tmp_path / "state"), tmp_path / "kind.json")
+    assert asyncio.run(stored) == (kind, [first])
+    assert "asked again after the next start: No space left" in caplog.text

@@ -60,12 +60,19 @@ class BadMessage(ValueError):
 
 # ---------------------------------------------------------------- values
 
+
+def _a_float(value: Any) -> float:
+    if not isinstance(value, float):
+        raise ValueError("no float")
+    return value
+
+
 Text = Annotated[str, StringConstraints(strict=True, max_length=64, pattern=r"^[\x00-\x7f]*$")]
 """A peer's id, a digest or another name."""
 Count = Annotated[int, Field(strict=True, ge=0, le=MOST_COUNT)]
 Flag = Annotated[bool, Field(strict=True)]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Measured = Annotated[Finite, BeforeValidator(lambda value: value if isinstance(value, float) else repr(value)[:40])]
+Measured = Annotated[Finite, BeforeValidator(_a_float)]
 """No whole number: every member hashes the bits of this one."""
 Seconds = Annotated[Finite, AfterValidator(lambda seconds: min(max(seconds, 0.0), MAX_WAIT_SECONDS))]
 """Somebody's claim about time, within what we would ever wait."""

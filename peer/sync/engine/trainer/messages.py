@@ -4,6 +4,7 @@ A message is a frozen dataclass. Its fields are msgpack's own kinds of values, b
 descriptor. The name of its class is the first word on the wire.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -224,7 +225,7 @@ class Sends(Protocol):
 
 def pack(message: Message) -> tuple[str, dict[str, Any], list[SharedBuffer]]:
     """Its kind, its values, and its memory, as a port takes them."""
-    said = {name.name: getattr(message, name.name) for name in fields(message)}
+    said = vars(message)
     buffers = [value for value in said.values() if isinstance(value, SharedBuffer)]
     return type(message).__name__.lower(), {name: value for name, value in said.items() if not isinstance(value, SharedBuffer)}, buffers
 
@@ -232,5 +233,10 @@ def pack(message: Message) -> tuple[str, dict[str, Any], list[SharedBuffer]]:
 def unpack(kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> Message:
     """Both ends are of one program: a message that does not fit its type is a broken invariant."""
     cls = _KINDS[kind]
-    memory = [name.name for name in fields(cls) if name.type is SharedBuffer]
-    return cls(**values, **dict(zip(memory, buffers, strict=True)))
+    return cls(**values, **dict(zip(_memory(cls), buffers, strict=True)))
+
+
+@functools.cache
+def _memory(cls: type[Message]) -> list[str]:
+    """Its fields that travel as file descriptors."""
+    return [field.name for field in fields(cls) if field.type is SharedBuffer]

@@ -1,0 +1,157 @@
+"""The changes that `scripts/mutants` makes: each breaks one promise of docs/protocol.md, at one place.
+
+To add one: a name, what it breaks in a sentence, the text that is there and the text to put in its place. The text must stand at exactly one
+place of the files under `under`, so that it is found also where a file was moved, and missed as soon as the line is another one.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    breaks: str
+    old: str
+    new: str
+    under: str = "peer/sync/engine"
+
+    def apply(self, root: Path) -> tuple[Path, str]:
+        """The file, from `root`, and its new text. Raises UserError unless `old` stands at exactly one place."""
+        there = root / self.under
+        files = sorted(there.rglob("*.py")) if there.is_dir() else [there]
+        texts = {file: file.read_text(encoding="utf-8") for file in files if file.exists()}
+        places = {file: text.count(self.old) for file, text in texts.items() if self.old in text}
+        if sum(places.values()) != 1:
+            where = ", ".join(str(file.relative_to(root)) for file in places) or "nowhere"
+            raise UserError(
+                f"The mutation {self.name} has no place: its text stands {sum(places.values())} times under {self.under} ({where}).",
+                fix="The engine has changed: write it anew in scripts/mutation/mutations.py, or take it out with the promise that it broke.",
+            )
+        file = next(iter(places))
+        return file.relative_to(root), texts[file].replace(self.old, self.new)
+
+
+MUTATIONS = (
+    Mutation(
+        "unflushed_number",
+        "a contribution's number is not flushed before it is used: after a power cut it is given to other bytes",
+        "        file.write(data)\n        sync(file)\n    part.replace(path)\n    flush(path.parent)\n",
+        "        file.write(data)\n    part.replace(path)\n",
+        under="swarm/files.py",
+    ),
+    Mutation(
+        "number_not_written",
+        "a peer that was started again forgets which numbers it has used",
+        "            files.replace(path, str(self._number).encode())\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "unflushed_state",
+        "a state counts as on disk before it is flushed: a power cut takes what was reported as settled",
+        "                files.sync(file)\n            temporary.replace(path)\n            files.flush(self.folder)\n",
+        "            temporary.replace(path)\n",
+    ),
+    Mutation(
+        "member_missing",
+        "a reducer averages as soon as all but one of a group's members have sent a part",
+        "        if len(self._received[index]) == len(self.senders):\n",
+        "        if len(self._received[index]) >= max(len(self.senders) - 1, 1):\n"
+        "            self._received[index] |= dict.fromkeys(self.senders - self._received[index].keys(), data)\n",
+    ),
+    Mutation(
+        "mixed_mean",
+        "a round that failed at one reducer is committed with whatever stood in its part of the memory",
+        "            raise self._round_failed(failure) from None\n",
+        "            log.info('%s', failure)\n",
+    ),
+    Mutation(
+        "no_error_feedback",
+        "what the codec dropped of a contribution is forgotten instead of going into the next one",
+        "            self._move(old, new, self.frozen.encoded.bytes())\n            self.included",
+        "            self._flat.write(0, new.vector(self._wire.size))\n            self.included",
+    ),
+    Mutation(
+        "no_fork_rule",
+        "nobody follows a state on another branch, however many peers stand there",
+        "        return [head for head in others if not self.lineage.descends(self.ours, head)]\n",
+        "        return [head for head in others if self.from_base or self.lineage.descends(head, self.ours)]\n",
+    ),
+    Mutation(
+        "adopt_an_ancestor",
+        "a peer takes over an older state of its own lineage when most stand there",
+        "        return [head for head in others if not self.lineage.descends(self.ours, head)]\n",
+        "        return others\n",
+    ),
+    Mutation(
+        "reported_too_early",
+        "a state is reported as final before another peer has it, or a disk",
+        "        safe |= self._saver.on_disk(SETTLE_SECONDS if others else 0.0)\n",
+        "        safe |= {self.state.digest}\n",
+    ),
+    Mutation(
+        "counted_twice",
+        "a contribution that is in the state already is offered once more",
+        "        return not included and follows(",
+        "        return follows(",
+    ),
+    Mutation(
+        "encoded_again",
+        "a contribution is encoded anew whenever it is offered",
+        "            self._sidecar.send(Offer(frozen.number,",
+        "            if self._strategy.steps_locally:\n"
+        "                self._work._encode_steps(frozen.encoded.bytes())\n"
+        "            self._sidecar.send(Offer(frozen.number,",
+    ),
+    Mutation(
+        "landed_without_moving",
+        "a peer that lands on a newer state keeps its parameters where they were",
+        "        elif follows(new.digest, new.header, old.digest, self._strategy):\n            self._move(old, new)\n",
+        "        elif follows(new.digest, new.header, old.digest, self._strategy):\n            pass\n",
+    ),
+    # Races that were mended once (git log, docs/log.md), put back.
+    Mutation(
+        "settled_by_another_branch",
+        "3391f4e: a contribution counts as done when a state of another branch with a higher round is settled",
+        "max((round for digest, round in self._settled if digest in lineage), default=0)",
+        "max((round for digest, round in self._settled), default=0)",
+    ),
+    Mutation(
+        "handed_over_is_on_disk",
+        "6fea4f3: a state that was handed over counts as on disk although nobody has written it",
+        "            with contextlib.closing(found[0]):\n                self._saved.append((state.digest, clock()))\n        elif state.header.round:\n",
+        "            found[0].close()\n        if state.header.round:\n            self._saved.append((state.digest, clock()))\n",
+    ),
+    Mutation(
+        "withdrawn_work_stays",
+        "0466687: what the server would not register stays in the parameters, and is offered by another number",
+        "        self._move(self.state, self.state, self.frozen.encoded.bytes())\n        self.frozen = None\n",
+        "        self.frozen = None\n",
+    ),
+    Mutation(
+        "earlier_one_counts",
+        "06061db: a contribution counts as in a state that holds only an earlier one of its peer",
+        "        if self.frozen is not None and own_number >= self.frozen.number:\n            self._move(",
+        "        if self.frozen is not None and own_number > 0:\n            self._move(",
+    ),
+    Mutation(
+        "lost_with_its_branch",
+        "a contribution whose branch lost is never given back: nobody trains its samples again",
+        "        dropped = [number for number in self.included if number > own_number]\n",
+        "        dropped: list[int] = []\n",
+    ),
+    Mutation(
+        "included_forgotten",
+        "a state forgets whose work is in it, but for that of its last round: the others give theirs back",
+        "            included={**self.included, **{member.peer: member.number for member in members}},\n",
+        "            included={member.peer: member.number for member in members},\n",
+    ),
+    Mutation(
+        "peers_instead_of_samples",
+        "a mean counts every member alike, however many samples it brings",
+        "        self._weights = {member.peer: member.samples / run.group.samples for member in members}\n",
+        "        self._weights = {member.peer: 1 / len(members) for member in members}\n",
+    ),
+)

@@ -1,0 +1,137 @@
+"""Many worlds, each of its own kind: what a seed plays is drawn from it, and what came of it is one line of a record."""
+
+import json
+import multiprocessing
+import random
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from peer.sync.engine.points import POINTS
+from simulation.faults import FAULTS
+from simulation.shrink import promise
+from simulation.world import Scenario, play
+
+KINDS = (*FAULTS, "nat")
+SYNCS, WIRES = ("parameters", "diloco", "gradients"), ("fp32", "fp16", "int8", "int4")
+_WORLDS_OF_A_PROCESS = 100
+"""Then it is replaced: what a world leaves behind in memory does not add up."""
+
+
+def mixed(seed: int) -> Scenario:
+    """The scenario of that seed: 3 to 8 peers, any strategy and wire, all faults or a few of them, often or seldom."""
+    rng = random.Random(f"{seed} mixed")
+    sync = rng.choice(SYNCS)
+    faults = KINDS if rng.random() < 0.6 else tuple(sorted(rng.sample(KINDS, rng.randint(2, 5))))
+    return Scenario(
+        seed,
+        peers=rng.choice([3, 3, 4, 4, 5, 5, 6, 7, 8]),  # small worlds show as much, and cost a tenth of large ones
+        hours=rng.choice([0.03, 0.06, 0.12]),
+        faults=faults,
+        fault_seconds=rng.choice([15.0, 30.0, 60.0]),
+        sync=sync,
+        wire=rng.choice(WIRES),
+        overlap=sync != "gradients" and rng.random() < 0.3,
+        assistants=int(rng.random() < 0.3),
+    )
+
+
+def played(seed: int) -> dict[str, Any]:
+    """What came of that seed's world, as a line of the record."""
+    scenario = mixed(seed)
+    outcome = play(scenario)
+    return {
+        "seed": seed,
+        "peers": scenario.peers,
+        "assistants": scenario.assistants,
+        "sync": scenario.sync,
+        "wire": scenario.wire,
+        "overlap": scenario.overlap,
+        "rounds": outcome.rounds,
+        "virtual_seconds": outcome.virtual_seconds,
+        "committed": outcome.committed,
+        "faults": outcome.faults,
+        "failpoints": outcome.failpoints,
+        "trace": outcome.trace,
+        "breach": outcome.breach,
+    }
+
+
+def campaign(path: Path, first: int, seeds: int, rounds: int, processes: int) -> Iterator[dict[str, Any]]:
+    """Play seeds from `first` on until the record has so many, and so many rounds; yields each line as it is added.
+
+    What the record has already is not played again, so that a campaign goes on where it was interrupted.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = read(path)
+    if not known:
+        _append(path, {"commit": commit(), "kinds": list(KINDS)})
+    done, made = {line["seed"] for line in known}, sum(line["rounds"] for line in known)
+    numbers = (seed for seed in range(first, first + (1 << 40)) if seed not in done)
+    while len(done) < seeds or made < rounds:
+        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+            running: set[Future] = {pool.submit(played, next(numbers)) for _ in range(processes)}
+            left = _WORLDS_OF_A_PROCESS * processes
+            while running:
+                ended, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in sorted(ended, key=lambda future: future.result()["seed"]):
+                    line = future.result()
+                    _append(path, line)
+                    done.add(line["seed"])
+                    made, left = made + line["rounds"], left - 1
+                    yield line
+                    if left > 0 and (len(done) + len(running) < seeds or made < rounds):
+                        running.add(pool.submit(played, next(numbers)))
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The seeds' lines; one that an interruption cut short is passed over, and its seed played again."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if "seed" in line:
+            lines.append(line)
+    return lines
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all of them come to. `seldom`: faults and points of a round that struck less than a hundred times."""
+    struck: Counter[str] = Counter()
+    points: Counter[str] = Counter()
+    for line in lines:
+        struck.update(line["faults"])
+        points.update(line["failpoints"])
+    everything = {name: struck[name] for name in FAULTS} | {name: points[name] for name in POINTS}
+    broken = [line for line in lines if line["breach"]]
+    return {
+        "seeds": len(lines),
+        "rounds": sum(line["rounds"] for line in lines),
+        "hours": round(sum(line["virtual_seconds"] for line in lines) / 3600, 1),
+        "breaches": len(broken),
+        "broken_seeds": [line["seed"] for line in broken],
+        "promises": Counter(promise(line["breach"]) for line in broken),
+        "faults": dict(struck),
+        "failpoints": dict(points),
+        "seldom": sorted(name for name, count in everything.items() if count < 100),
+    }
+
+
+def commit() -> str:
+    """Of the tree that is played; '' outside a checkout, '+' behind it where something is not committed."""
+    try:
+        name = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return name + ("+" if changed else "")

@@ -1,0 +1,98 @@
+"""What no part of a run owns: what is trained, how much of it, the local optimizer, pictures and captions."""
+
+
+from swarm import choices
+from swarm.errors import UserError
+from swarm.options import option, options
+from swarm.run.method import methods, usual
+from swarm.run.strategy import usual as usual_strategy
+
+
+def _asks() -> str:
+    return ", ".join(f"{name} with a --{method.asked_by}" for name, method in methods().items() if method.asked_by)
+
+
+def _rates() -> str:
+    return ", ".join(f"{method.learning_rate:.0e}".replace("e-0", "e-") + f" for {name}" for name, method in methods().items())
+
+
+@options
+class Agreement:
+    """What is trained, and how peers agree."""
+
+    run_name: str = option("distributed-diffusion", "Name of the run, for people.", section="what is trained, and how peers agree")
+    model: str = option("", "Base model: a diffusers folder, a Hub id or a .safetensors file.", aliases=("pretrained_model_name_or_path",))
+    model_config: str = option(
+        "",
+        "For a .safetensors --model: diffusers folder or Hub id with its configs, tokenizers and missing parts; default: its family's own on the Hub.",
+    )
+    model_digest: str = option("", "Digest of the base model's weights; worked out by the founder.")
+    family: str = option("auto", "What is trained; auto: the founder reads it from the model.", choices=("auto", *choices.FAMILIES), found_out=True)
+    method: str = option("auto", f"Which tensors are trained; auto: {_asks()}, else {usual()}.", choices=("auto", *choices.METHODS), found_out=True)
+    sync: str = option(usual_strategy(), "How peers agree.", choices=tuple(choices.SYNCS))
+    wire: str = option(
+        "fp16",
+        "How contributions travel: 32, 16, 8.1 or 4.3 bits a value; what the last three lose goes into the next contribution.",
+        choices=("fp32", "fp16", "int8", "int4"),
+    )
+    dataset_digest: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")
+    total_samples: int = option(0, "The run ends when this many samples are in committed rounds; 0: no end.", ge=0)
+    target_batch_size: int = option(2048, "Samples of the whole swarm per round.", ge=1)
+
+
+@options
+class Optimizer:
+    """The local optimizer and its schedule."""
+
+    optimizer: str = option(
+        "auto",
+        "Local optimizer; auto: 8-bit AdamW on a GPU, fused AdamW on a CPU; adafactor: the least memory.",
+        choices=("auto", "adamw", "adamw8bit", "adafactor"),
+        switches={"use_8bit_adam": "adamw8bit"},
+        section="the optimizer",
+    )
+    learning_rate: float = option(
+        0.0, f"Peak learning rate of the local optimizer; 0: the method's own, {_rates()}.", aliases=("lr",), found_out=True
+    )
+    lr_scheduler: str = option(
+        "constant", "Schedule over committed samples, as diffusers' get_scheduler has it.", choices=tuple(choices.LR_SCHEDULERS)
+    )
+    lr_warmup_samples: int = option(0, "Samples of the swarm over which the learning rate rises from 0.", ge=0)
+    lr_num_cycles: int = option(1, "Hard restarts of --lr_scheduler cosine_with_restarts.", ge=1)
+    lr_power: float = option(1.0, "Power of --lr_scheduler polynomial.")
+    adam_beta1: float = option(0.9, "AdamW's first decay.", lt=1)
+    adam_beta2: float = option(0.999, "AdamW's second decay.", lt=1)
+    adam_weight_decay: float = option(1e-2, "The optimizer's decoupled weight decay.")
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon.", founding={"gt": 0})
+    max_grad_norm: float = option(1.0, "Clip each step's gradient to this norm, with --sync gradients the round's; 0: never.")
+
+    def check(self) -> None:
+        if not 0 < self.learning_rate < 10:
+            raise UserError(f"learning_rate is {self.learning_rate}.", fix="Use a value in (0, 10); 5e-6 suits a full fine-tune.")
+
+
+@options
+class Pictures:
+    """Pictures and captions."""
+
+    resolution: int = option(
+        512, "Side of the training square in pixels; with --num_buckets its square is the largest area.", ge=8, founding={"le": 16_384}, section="pictures and captions"
+    )
+    center_crop: bool = option(False, "Crop the middle instead of a random square.")
+    random_flip: bool = option(False, "Mirror half of the pictures.")
+    ucg: float = option(
+        0.1, "Share of samples whose caption is dropped; none where captions hold a new word.", le=1, aliases=("proportion_empty_prompts",)
+    )
+    seed: int = option(42, "Seed of data order and fresh weights; noise is seeded per peer as well.", ge=None)
+    shuffle_tags: bool = option(False, "Captions are tags between commas: put them in another order each time.")
+    keep_tokens: int = option(0, "With --shuffle_tags: so many of the first tags keep their places.", ge=0)
+    num_buckets: int = option(
+        0,
+        "Crop pictures not to the square but to the nearest of at most so many ratios, each batch of one; 16 is usual, 0: squares only.",
+        ge=0,
+    )
+    bucket_side_min: int = option(0, "With --num_buckets: shortest side in pixels; 0: half of the resolution.", ge=0)
+    bucket_side_max: int = option(0, "With --num_buckets: longest side in pixels; 0: one and a half of the resolution.", ge=0)
+    image_interpolation_mode: str = option(
+        "lanczos", "How pictures are resized.", choices=("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
+    )

@@ -1,0 +1,58 @@
+"""FLUX.1: a transformer told by T5, and by CLIP's embedding of the whole caption."""
+
+
+from swarm.options import option, options
+from swarm.run.family import Family, TextEncoder
+from swarm.run.texts import T5Text
+
+
+@options
+class Options:
+    """Of the transformer."""
+
+    guidance_scale: float = option(
+        3.5,
+        "What the transformer's guidance embedding is told; 1 for checkpoints that were not distilled.",
+        section="the family flux",
+    )
+
+
+FAMILY = Family(
+    title="FLUX",
+    since="0.1.0",
+    pipeline="FluxPipeline",
+    is_in_file=lambda names: any(name.endswith("double_blocks.0.img_attn.norm.key_norm.scale") for name in names),
+    denoiser="transformer",
+    patch=2,  # a token is 2x2 latents
+    text_encoders={
+        "text_encoder": TextEncoder(
+            tokenizer="tokenizer",
+            trainable=True,
+            in_file=("text_encoders.clip_l.",),
+            lora=("q_proj", "k_proj", "v_proj", "out_proj"),
+            vectors=("clip_l",),
+        ),
+        "text_encoder_2": TextEncoder(
+            tokenizer="tokenizer_2",
+            trainable=False,
+            in_file=("text_encoders.t5xxl.",),
+            vectors=("t5xxl", "t5"),
+        ),
+    },
+    lora=(
+        *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    ),
+    lora_processors=False,
+    kohya=False,
+    single_file=False,
+    caption_tokens=512,
+    loss="flow_matching",
+    sections=(T5Text, Options),
+    tag="flux",
+    guidance=3.5,
+    negative_prompts=False,
+    ddim=False,
+    half="bfloat16",  # in fp16 it draws black pictures
+)

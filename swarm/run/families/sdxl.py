@@ -1,0 +1,47 @@
+"""Stable Diffusion XL: a UNet told by OpenAI's CLIP and by OpenCLIP's larger one."""
+
+from swarm.run.family import CLIP, OPEN_CLIP, Family, TextEncoder
+from swarm.run.texts import ClipText
+
+_CLIP_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+FAMILY = Family(
+    title="SDXL",
+    since="0.1.0",
+    pipeline="StableDiffusionXLPipeline",
+    is_in_file=lambda names: any(name.startswith("conditioner.embedders.1.") for name in names),
+    denoiser="unet",
+    text_encoders={
+        "text_encoder": TextEncoder(
+            tokenizer="tokenizer",
+            trainable=True,
+            layers_above=1,
+            in_file=("conditioner.embedders.0.",),
+            lora=_CLIP_LAYERS,
+            vectors=("clip_l",),
+            layouts={CLIP: "conditioner.embedders.0.transformer.text_model."},
+        ),
+        "text_encoder_2": TextEncoder(
+            tokenizer="tokenizer_2",
+            trainable=True,
+            layers_above=1,
+            in_file=("conditioner.embedders.1.",),
+            lora=_CLIP_LAYERS,
+            vectors=("clip_g",),
+            layouts={OPEN_CLIP: "conditioner.embedders.1.model."},
+        ),
+    },
+    lora=("to_k", "to_q", "to_v", "to_out.0"),
+    lora_processors=True,
+    kohya=True,
+    single_file=True,
+    marks_prediction=True,
+    caption_tokens=77,
+    loss="denoising",
+    sections=(ClipText,),
+    tag="stable-diffusion-xl",
+    guidance=7.5,
+    negative_prompts=True,
+    ddim=True,
+    half="float16",
+)

@@ -1,0 +1,140 @@
+"""Facts about model families: whoever needs one asks here, and names no family."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from swarm.options import names_of
+from swarm.run.loss import losses
+from swarm.run.rooms import modules
+from swarm.run.texts import READERS
+
+CLIP = "clip"
+OPEN_CLIP = "open_clip"
+"""Layouts of a CLIP text encoder's tensors in original checkpoints: OpenAI's and OpenCLIP's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoder:
+    """One of a pipeline's text encoders."""
+
+    tokenizer: str
+    """The pipeline's component."""
+    trainable: bool
+    """Whether a fine-tune may train it: CLIP; diffusers' scripts leave T5 (4.7 G parameters) as it is."""
+    in_file: tuple[str, ...]
+    """How its tensors' names begin in single files."""
+    lora: tuple[str, ...] = ()
+    """Its layers that a LoRA takes."""
+    layers_above: int | None = None
+    """Layers above the one that is read without --clip_skip; None: its layers are not chosen."""
+    vectors: tuple[str, ...] = ()
+    """Keys of its vectors in a file that holds a learned word for several text encoders; the first is the one that is written."""
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    """CLIP or OPEN_CLIP: how its tensors' names begin when they are written so. Where both are there, the activation decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Everything about a family that is not a tensor."""
+
+    title: str
+    since: str
+    """The version of this program that first had it."""
+    pipeline: str
+    """diffusers' class, which model_index.json names."""
+    unused: Mapping[str, object] = field(default_factory=dict)
+    """Arguments of the pipeline's constructor for components that neither training nor drawing needs."""
+    is_in_file: Callable[[Collection[str]], bool]
+    """Whether a single file with tensors of these names holds one, by names that no other family has."""
+    denoiser: str
+    """The part that predicts."""
+    patch: int = 0
+    """Latents on a side of what the denoiser takes as one; 0: it halves the latents once for each of its levels but one."""
+    text_encoders: Mapping[str, TextEncoder]
+    """By the pipeline's names for them, in the order of the pipeline."""
+    vae_in_file: tuple[str, ...] = ("first_stage_model.", "vae.")
+    lora: tuple[str, ...]
+    """The denoiser's layers that a LoRA takes, as diffusers' scripts have them."""
+    lora_processors: bool
+    """Whether a LoRA's file names the denoiser's layers by attention processors, which is what ComfyUI's list has for UNets."""
+    kohya: bool
+    """Whether diffusers converts a LoRA to kohya's names."""
+    single_file: bool
+    """Whether a whole pipeline can be written as one file in the original layout."""
+    marks_prediction: bool = False
+    """Whether such a file needs empty tensors that say what is predicted."""
+    text_options: tuple[str, ...] = ("clip_skip", "max_token_chunks", "max_sequence_length")
+    """Options of the run on which the text encoders' answers depend. All families of 0.1 have these three in the names of what is cached."""
+    caption_tokens: int
+    """Tokens of a caption that are read by default."""
+    loss: str
+    """The module of swarm/run/losses by which it is trained, whose options it takes."""
+    sections: tuple[type, ...]
+    """The further options that it takes: how captions are read, and its own."""
+    tag: str
+    """The Hub's."""
+    guidance: float
+    """How strongly prompts usually guide its drawing."""
+    negative_prompts: bool
+    ddim: bool
+    """Whether pictures are drawn with DDIM; else with the pipeline's own scheduler."""
+    half: str
+    """torch's half precision in which it draws on a GPU."""
+
+    @property
+    def name(self) -> str:
+        return next(name for name, family in families().items() if family is self)
+
+    @property
+    def reader(self) -> str:
+        """What reads captions in full, for people."""
+        return next(READERS[section] for section in self.sections if section in READERS)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that have weights, in the order of the model's digest."""
+        return (self.denoiser, *self.text_encoders, "vae")
+
+    @property
+    def in_file(self) -> dict[str, tuple[str, ...]]:
+        """How the names of the parts besides the denoiser begin in single files: many of those hold the denoiser alone."""
+        return {"vae": self.vae_in_file, **{name: encoder.in_file for name, encoder in self.text_encoders.items()}}
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    return {name: module.FAMILY for name, module in modules("families").items()}
+
+
+def family_named(name: str) -> Family | None:
+    return families().get(name)
+
+
+def family_of_pipeline(kind: object) -> Family | None:
+    """By the name of a diffusers class, which may be whatever a file says."""
+    return next((family for family in families().values() if family.pipeline == kind), None)
+
+
+def known_parts() -> tuple[str, ...]:
+    """The parts of all families, denoisers first: what weights are looked for in a folder that does not say what it is."""
+    found = families().values()
+    denoisers, encoders = (family.denoiser for family in found), (name for family in found for name in family.text_encoders)
+    return (*sorted(set(denoisers)), *sorted(set(encoders)), "vae")
+
+
+def refused(family: Family) -> dict[str, str]:
+    """Options that belong to other families: why this one has no use for each."""
+    theirs = (*family.sections, losses()[family.loss].options)
+    because = {
+        **{loss.options: f"is trained by {losses()[family.loss].title}, which has no such thing" for loss in losses().values()},
+        **{section: f"reads captions with {family.reader}" for section in READERS},
+    }
+    sections = {*because, *(section for other in families().values() for section in other.sections)} - {*theirs}
+    return {name: because.get(section, "has no such thing") for section in sections for name in names_of(section)}
+
+
+def titles() -> str:
+    """'A, B or C', for people."""
+    *others, last = (family.title for family in families().values())
+    return f"{', '.join(others)} or {last}" if others else last

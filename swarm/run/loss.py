@@ -1,0 +1,27 @@
+"""Facts about losses: a family says by which it is trained, and its options are that one's."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarm.run.rooms import modules
+
+
+def _nothing(run: Any, source: Path) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    title: str
+    """For people: 'is trained by TITLE'."""
+    options: type
+    found_in: Callable[[Any, Path], Mapping[str, Any]] = _nothing
+    """What the founder reads of the base model (a folder or a file) for options that the run leaves open. Raises UserError."""
+
+
+@functools.cache
+def losses() -> dict[str, Loss]:
+    return {name: module.LOSS for name, module in modules("losses").items()}

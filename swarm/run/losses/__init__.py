@@ -1,0 +1,1 @@
+"""One module per kind of loss: its LOSS, and the options that families trained by it take."""

@@ -1,0 +1,5 @@
+"""One optimizer step for all, with the mean of the peers' gradients."""
+
+from swarm.run.strategy import Strategy
+
+STRATEGY = Strategy(since="0.1.0")

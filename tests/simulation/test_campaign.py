@@ -1,0 +1,33 @@
+"""A campaign goes on where it was interrupted, and counts what struck."""
+
+import json
+
+from simulation.campaign import KINDS, campaign, mixed, read, summary
+
+
+def line(seed, breach="", **struck):
+    return {"seed": seed, "rounds": 10, "virtual_seconds": 360.0, "faults": {"kill": 60}, "failpoints": struck, "breach": breach}
+
+
+def test_a_seeds_scenario_is_its_own_and_all_kinds_are_drawn():
+    scenarios = [mixed(seed) for seed in range(300)]
+    assert scenarios == [mixed(seed) for seed in range(300)]
+    assert {s.peers for s in scenarios} == set(range(3, 9)) and {name for s in scenarios for name in s.faults} == set(KINDS)
+    assert {s.sync for s in scenarios} == {"parameters", "diloco", "gradients"} and {s.wire for s in scenarios} == {"fp32", "fp16", "int8", "int4"}
+    assert {s.overlap for s in scenarios} == {True, False} and not any(s.overlap and s.sync == "gradients" for s in scenarios)
+
+
+def test_a_campaign_goes_on_where_it_was_interrupted(tmp_path):
+    path = tmp_path / "campaign.jsonl"
+    path.write_text(f'{{"commit":"x"}}\n{json.dumps(line(7))}\n{{"seed": 8, "rou')
+    path.write_text(path.read_text() + "\n")
+    made = list(campaign(path, 7, seeds=2, rounds=0, processes=1))
+    assert [line["seed"] for line in made] == [8] and made[0]["rounds"] > 0
+    assert [line["seed"] for line in read(path)] == [7, 8]
+    assert not list(campaign(path, 7, seeds=2, rounds=0, processes=1))
+
+
+def test_a_summary_counts_what_struck_and_names_what_did_so_seldom():
+    total = summary([line(1, saved=100), line(2, "3.2 abcdef: the bytes of contribution 4 changed", saved=1)])
+    assert (total["rounds"], total["breaches"], total["broken_seeds"]) == (20, 1, [2])
+    assert total["faults"]["kill"] == 120 and "kill" not in total["seldom"] and "saved" not in total["seldom"] and "joined" in total["seldom"]

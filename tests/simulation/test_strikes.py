@@ -1,0 +1,92 @@
+"""Strikes are written down and played again, and a scenario that breaks a promise is made smaller by what its worlds do."""
+
+from dataclasses import replace
+
+import pytest
+
+from simulation.faults import FAULTS, Strike, parse_strikes, written
+from simulation.shrink import Shrinking, command, promise
+from simulation.world import Outcome, Scenario, World, play
+
+LINES = "kill@12.5/3(seconds=10,back=True);sidecar@20/1;partition@40.125/0(peers=1+3,seconds=15);stop@41/2(what=both,seconds=8)"
+
+
+def test_strikes_are_read_as_they_are_written():
+    strikes = parse_strikes(LINES)
+    assert written(strikes) == LINES
+    assert strikes[0] == Strike(12.5, "kill", 3, {"seconds": 10.0, "back": True}) and strikes[2].values["peers"] == (1, 3)
+
+
+@pytest.mark.parametrize("line", ["flood@1/2", "kill@1/2", "kill@1/2(seconds=ten,back=True)", "kill", "kill@1/2(seconds=1)"])
+def test_what_is_no_strike_is_refused(line):
+    with pytest.raises(ValueError):
+        parse_strikes(line)
+
+
+def test_every_fault_draws_what_its_strikes_are_described_by():
+    world = World(Scenario(1, peers=1))
+    for name, fault in FAULTS.items():
+        values = {} if name == "partition" else fault.draw(world.rng, world)
+        assert set(values) <= set(fault.dice) == set(fault.values)
+    world.loop.close()
+
+
+def test_the_strikes_of_a_world_make_the_same_world_again():
+    scenario = Scenario(21, peers=4, hours=0.04, faults=("kill", "power", "partition", "reset", "clock", "point", "nat"), fault_seconds=25)
+    drawn = play(scenario)
+    assert len(drawn.strikes) > 5 and drawn.rounds > 3 and not drawn.breach
+    told = play(replace(scenario, faults=("nat",), strikes=parse_strikes(written(drawn.strikes))))
+    assert (told.rounds, told.strikes, told.adopted) == (drawn.rounds, drawn.strikes, drawn.adopted)
+
+
+def test_a_peer_that_falls_or_is_cut_off_at_a_point_comes_back():
+    there = ("mean_complete,action=power", "landed,action=peer", "first_part_sent,action=cut", "frozen,action=stop", "joined,action=fail")
+    strikes = ";".join(f"point@{15 * number}/{1 + number % 3}(name={what},seconds=14)" for number, what in enumerate(there, 1))
+    world = World(Scenario(3, peers=3, hours=0.04, strikes=parse_strikes(strikes)))
+    outcome = world.play()
+    assert outcome.failpoints == dict.fromkeys(("mean_complete", "landed", "first_part_sent", "frozen", "joined"), 1) and not outcome.breach
+    assert not world.network.sides
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("12.345 abc123: contribution 7 of ff00aa is twice in the lineage of 0123abcd", "9.1 beef00: contribution 12 of ab12cd is twice in the lineage of 98765432", True),
+        ("600.1 600 s after the last fault not all have committed: a at b", "99.2 600 s after the last fault not all have committed: c", True),
+        ("12.3 abc123: the bytes of contribution 3 changed", "12.3 abc123: two stories of the state 01234567", False),
+    ],
+)  # fmt: skip
+def test_a_promise_is_known_by_its_words(one, other, same):
+    assert (promise(one) == promise(other)) is same and promise(one)
+
+
+def breaks_if(needed):
+    """Worlds that break when all of these strikes happen in them."""
+
+    def play(scenario):
+        there = {strike.fault for strike in scenario.strikes or ()}
+        breach = "5.0 aaaaaa: the bytes of contribution 1 changed" if needed <= there and scenario.peers >= 2 else ""
+        return Outcome(scenario.seed, breach=breach, strikes=scenario.strikes or (), virtual_seconds=90.0)
+
+    return play
+
+
+def test_a_scenario_is_shrunk_to_the_strikes_and_peers_that_it_needs():
+    strikes = parse_strikes(LINES) + parse_strikes("power@60/4(seconds=5);disk@61/1(seconds=2);clock@62/2(skew=1)")
+    scenario = Scenario(4, peers=5, hours=0.1, faults=("kill", "nat"), sync="diloco", overlap=True)
+    outcome = Outcome(4, breach="77.0 bbbbbb: the bytes of contribution 3 changed", strikes=strikes, virtual_seconds=90.0)
+    shrinking = Shrinking(scenario, outcome, 60, breaks_if({"sidecar", "power"}))
+    shrinking.run()
+    small = shrinking.scenario
+    assert [strike.fault for strike in small.strikes] == ["sidecar", "power"] and small.peers == 2 and small.hours == 0.025
+    assert small.faults == () and small.sync == "parameters" and not small.overlap
+    assert "--strikes 'sidecar@20/1;power@60/" in command(small)
+
+
+def test_shrinking_keeps_to_its_time_and_to_what_breaks():
+    now = iter(range(100))
+    scenario = Scenario(4, peers=5, strikes=parse_strikes(LINES))
+    outcome = Outcome(4, breach="77.0 bbbbbb: another promise", strikes=scenario.strikes, virtual_seconds=90.0)
+    shrinking = Shrinking(scenario, outcome, 20, breaks_if(set()), clock=lambda: float(next(now)))
+    shrinking.run()
+    assert shrinking.scenario == scenario and 0 < shrinking.tried < 20
