@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from peer import rooms
 from peer.contracts import Member, SyncReport
 from peer.sync.engine.state import first_state, next_state
 from peer.sync.engine.trainer import swarm_sync
@@ -145,9 +146,12 @@ def assert_one_lineage(*peers: Toy) -> None:
 OVERLAP = {"overlap": 1, "seconds": 0.05}
 
 
-# All strategies, each with and without overlap where it has that, are played in tests/simulation/test_scenarios.py and test_world.py.
-@pytest.mark.parametrize(("strategy", "options"), [("gradients", {}), ("diloco", OVERLAP)])
-def test_the_contract_of_two_strategies_two_peers_to_the_runs_end(toys, strategy, options):
+def strategies() -> list[str]:
+    return [name for name in rooms.parts("sync") if name != "none"]
+
+
+@pytest.mark.parametrize(("strategy", "options"), [*((name, {}) for name in strategies()), ("parameters", OVERLAP), ("diloco", OVERLAP)])
+def test_the_contract_of_every_strategy_two_peers_to_the_runs_end(toys, strategy, options):
     one = toys("one", strategy=strategy, total=256, min_peers=2, **options)  # else it is at the end before the other one has started
     two = toys("two", one.maddr(), strategy=strategy, total=256, min_peers=2, **options)
     ends = [one.end(), two.end()]
