@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 
+STREAMS_PER_PEER = 32
+"""Sixteen that a peer may open to us (net/streams.py), and as many of ours to it."""
+MOST_FILES = 160
+"""On a peer's disk: two files a shard of the dataset, a state and a mean of each of the last rounds, some that are small."""
+MESSAGES_PER_ROUND = 10
+"""Of a peer with each other one, in a world without faults; 3 to 4 are usual."""
 _LEDGER_SECONDS = 10.0
 """All of the ledger is worked out anew so often."""
 
@@ -211,6 +217,24 @@ class Checks:
         """The trainer's work has these contributions, and the books no others: else their samples are never reported."""
         if set(accounts.state_dict()["contributions"]) != set(numbers):
             self.breach("the books have other contributions than the trainer's work", machine)
+
+    # ------------------------------------------------------------- bounds
+
+    def bounds(self, machine: "Machine") -> None:
+        """What a peer holds at any moment: streams and tasks for each other peer, files of a few states and of the dataset."""
+        others = len(self._world.network.hosts)
+        streams = len(machine.host.pipes) if machine.host is not None else 0
+        tasks = max((sum(not task.done() for task in process.tasks) for process in (machine.trainer, machine.sidecar) if process), default=0)
+        files = len(machine.disk.names)
+        for what, number, most in (("streams", streams, STREAMS_PER_PEER * others), ("tasks", tasks, STREAMS_PER_PEER * others + 8), ("files", files, MOST_FILES)):
+            if number > most:
+                self.breach(f"{number} {what}, at most {most} are allowed", machine)
+
+    def traffic(self, messages: int, rounds: int, peers: int) -> None:
+        """Of a world without faults."""
+        most = (rounds + 5) * peers * peers * MESSAGES_PER_ROUND
+        if messages > most:
+            self.breach(f"{messages} messages in {rounds} rounds of {peers} peers, at most {most} are allowed")
 
     def registers(self, machine: "Machine", number: int, keys: Sequence[str]) -> None:
         """A trainer tells the server what a contribution holds; before it is offered."""

@@ -267,6 +267,8 @@ class World:
         self.note("world: calm")
         await asyncio.gather(*faults)
         await self._all_commit()
+        if not scenario.faults and not scenario.strangers:
+            self.checks.traffic(self.network.messages, self.checks.round, len(self.machines))
 
     async def _attacked(self, row: str) -> None:
         from simulation.strangers import attack  # with hivemind, which takes a second to load
@@ -277,6 +279,9 @@ class World:
         with contextlib.suppress(asyncio.TimeoutError):
             await within(_LOOK_SECONDS, self._stopped.wait())
         self.checks.raise_if_broken()
+        if self.loop.time() % 10 < _LOOK_SECONDS:
+            for machine in self.machines:
+                self.checks.bounds(machine)
         if self.loop.time() % 60 < _LOOK_SECONDS:
             gc.collect(0)
 

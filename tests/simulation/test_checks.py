@@ -221,6 +221,27 @@ def test_a_contribution_is_its_keys(scene):
     assert "two lists of samples" in scene.broken()
 
 
+@pytest.mark.parametrize(
+    ("streams", "tasks", "files", "says"),
+    [(64, 72, 160, ""), (65, 1, 1, "65 streams, at most 64"), (1, 73, 1, "73 tasks, at most 72"), (1, 1, 161, "161 files, at most 160")],
+)
+def test_what_a_peer_holds_is_bounded(scene, streams, tasks, files, says):
+    scene.checks._world.network = SimpleNamespace(hosts={"ann": 1, "bob": 2})
+    open_task = SimpleNamespace(done=lambda: False)
+    scene.machine.host = SimpleNamespace(pipes=range(streams))
+    scene.machine.trainer, scene.machine.sidecar = None, SimpleNamespace(tasks=[open_task] * tasks)
+    scene.machine.disk = SimpleNamespace(names=range(files))
+    scene.checks.bounds(scene.machine)
+    assert says in scene.broken() and bool(scene.broken()) == bool(says)
+
+
+def test_messages_are_bounded(scene):
+    scene.checks.traffic(15 * 9 * 10, 10, 3)
+    assert not scene.broken()
+    scene.checks.traffic(15 * 9 * 10 + 1, 10, 3)
+    assert "messages in 10 rounds of 3 peers" in scene.broken()
+
+
 # ------------------------------------------------------------------------------------------------------------ the ledger
 
 
