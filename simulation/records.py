@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from simulation.network import Network
 from swarm.records import RECORD_LIFE_SECONDS, PeerRecord, RunRecord
 
-_MOST_DELAY_SECONDS, _MISSING, _STALE = 0.5, 0.02, 0.05
 _REPUBLISHED_SECONDS = 30.0
 """After a partition the two sides' nodes know each other's keys again within that."""
 
@@ -25,10 +24,14 @@ class _Version:
 
 
 class Records:
-    """Of one run. wall: a reader's own clock is given with each question."""
+    """Of one run. wall: a reader's own clock is given with each question. missing, stale: of all records read, those that are not in the
+    answer, and those that are in it as they were before. delay: after so many seconds at most a record is seen."""
 
-    def __init__(self, network: Network, rng: random.Random, clock: Callable[[], float]):
+    def __init__(
+        self, network: Network, rng: random.Random, clock: Callable[[], float], missing: float = 0.02, stale: float = 0.05, delay: float = 0.5
+    ):
         self._network, self._rng, self._clock = network, rng, clock
+        self._missing, self._stale, self._delay = missing, stale, delay
         self._versions: dict[str, list[_Version]] = {}
         self._runs: dict[str, RunRecord] = {}
 
@@ -36,7 +39,7 @@ class Records:
         await asyncio.sleep(self._rng.uniform(0.05, 0.3))
         checked = PeerRecord.unpack(record.pack(), owner=record.peer_id)
         side = self._network.sides.get(record.peer_id, 0)
-        visible = self._clock() + self._rng.uniform(0, _MOST_DELAY_SECONDS)
+        visible = self._clock() + self._rng.uniform(0, self._delay)
         version = _Version(checked, visible, wall + RECORD_LIFE_SECONDS, side)
         self._versions[record.peer_id] = [*self._versions.get(record.peer_id, [])[-2:], version]
         return True
@@ -47,9 +50,9 @@ class Records:
         found = {}
         for peer, versions in self._versions.items():
             known = [v for v in versions if v.visible <= now and v.expires > wall and not (self._network.sides and parted(reader, peer))]
-            if not known or (peer != reader and self._rng.random() < _MISSING):
+            if not known or (peer != reader and self._rng.random() < self._missing):
                 continue
-            found[peer] = known[-2 if len(known) > 1 and peer != reader and self._rng.random() < _STALE else -1].record
+            found[peer] = known[-2 if len(known) > 1 and peer != reader and self._rng.random() < self._stale else -1].record
         self._forget(now, wall)
         return found
 

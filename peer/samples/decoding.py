@@ -24,40 +24,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decoded:
-    """A batch and what became of its samples: keys of those in it, in its order, and of those that could not be decoded."""
+    """A batch and what became of its samples."""
 
     pixels: PixelBatch | None
     """None when no sample is left."""
     keys: tuple[str, ...]
+    """Of those in the batch, in its order; pictures of the class come after them and have none here."""
+    skipped: tuple[tuple[str, BadPicture], ...]
+    """The samples that are no pictures, each with the reason."""
     bad: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """A batch of decoded pictures, what a cache knew of the others, and of each sample that is no picture the reason."""
-
-    pixels: torch.Tensor | None
-    geometry: torch.Tensor | None
-    latents: dict[int, torch.Tensor]
-    names: tuple[str, ...]
-    bad: tuple[BadPicture | None, ...]
-    samples: tuple[Sample, ...] = ()
-    """What was decoded: the samples asked for, and after them those of the class that accompany them."""
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], results: Sequence[Framed | Tensors | BadPicture], names: Sequence[str]) -> "Stacked":
-        """names: under which a cache keeps them, empty without one."""
-        good = [result for result in results if not isinstance(result, BadPicture)]
-        decoded = [result.pixels for result in good if isinstance(result, Framed)]
-        geometry = [torch.tensor(result.geometry) if isinstance(result, Framed) else result["geometry"] for result in good]
-        return cls(
-            to_pixels(decoded) if decoded else None,
-            torch.stack(geometry) if geometry else None,
-            {place: result["latents"] for place, result in enumerate(good) if not isinstance(result, Framed)},
-            tuple(name for name, result in zip(names, results, strict=False) if not isinstance(result, BadPicture)),
-            tuple(result if isinstance(result, BadPicture) else None for result in results),
-            tuple(samples),
-        )
+    """Keys of those among the skipped that were drawn, and are none of the class."""
 
 
 class Decoder:
@@ -72,26 +48,56 @@ class Decoder:
 
     def start(
         self, samples: Sequence[Sample], size: tuple[int, int] | None = None, beside: Sequence[Sample] = ()
-    ) -> "Future[Stacked] | Stacked":
+    ) -> "Future[Decoded] | Decoded":
         """Begin to decode; `finish` waits for the result. Without workers all the work is done here.
 
         size: (width, height) of all pictures; None: the run's square. beside: pictures of the class that accompany the samples.
         """
-        samples = [*samples, *beside]
-        jobs = [(sample.image, self._frame(sample, size or (self._run.resolution,) * 2)) for sample in samples]
+        everything = [*samples, *beside]
+        jobs = [(sample.image, self._frame(sample, size or (self._run.resolution,) * 2)) for sample in everything]
         names = [latents_name(*job) for job in jobs] if self._latents else []
         kept = [self._latents.get(name) if self._latents else None for name in names] or [None] * len(jobs)
         if not self.num_workers or all(kept):
-            return Stacked.of(samples, [known or try_decode(*job) for known, job in zip(kept, jobs, strict=True)], names)
+            results = [known or try_decode(*job) for known, job in zip(kept, jobs, strict=True)]
+            return self._together(everything, len(samples), results, names)
         if self._pool is None:
             # spawn: a fork of a process that runs torch's threads can hang.
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self.num_workers, mp_context=context, initializer=start_worker)
         futures = [None if known else self._pool.submit(try_decode, *job) for known, job in zip(kept, jobs, strict=True)]
-        # In a thread: stacking a batch of 4 at 512 px takes 10 ms, for which training would wait.
-        return self._stacker.submit(
-            lambda: Stacked.of(samples, [future.result() if future else known for known, future in zip(kept, futures, strict=True)], names)
+
+        def together() -> Decoded:
+            results = [future.result() if future else known for known, future in zip(kept, futures, strict=True)]
+            return self._together(everything, len(samples), results, names)
+
+        return self._stacker.submit(together)  # in a thread: stacking a batch of 4 at 512 px takes 10 ms, for which training would wait
+
+    def _together(
+        self, samples: Sequence[Sample], own: int, results: Sequence[Framed | Tensors | BadPicture], names: Sequence[str]
+    ) -> Decoded:
+        """The batch of those samples that are pictures.
+
+        own: so many samples were drawn; those after them are of the class, are in no list of keys, and weigh in the loss what they are told to.
+        names: under which a cache keeps them, empty without one.
+        """
+        bad = {place: result for place, result in enumerate(results) if isinstance(result, BadPicture)}
+        good = [place for place in range(len(results)) if place not in bad]
+        keys = tuple(samples[place].key for place in good if place < own)
+        skipped = tuple((samples[place].key, reason) for place, reason in bad.items())
+        unusable = tuple(samples[place].key for place in bad if place < own)
+        if not good:
+            return Decoded(None, keys, skipped, unusable)
+        decoded = [results[place].pixels for place in good if isinstance(results[place], Framed)]
+        found = [results[place] for place in good]
+        batch = PixelBatch(
+            to_pixels(decoded) if decoded else None,
+            [self._caption(samples[place], place < own) for place in good],
+            torch.stack([torch.tensor(each.geometry) if isinstance(each, Framed) else each["geometry"] for each in found]),
+            None if self._class_weight is None else torch.tensor([1.0 if place < own else self._class_weight for place in good]),
+            latents={place: each["latents"] for place, each in enumerate(found) if not isinstance(each, Framed)},
+            names=tuple(names[place] for place in good) if names else (),
         )
+        return Decoded(batch, keys, skipped, unusable)
 
     def _frame(self, sample: Sample, size: tuple[int, int]) -> Frame:
         run, (width, height) = self._run, size
@@ -100,26 +106,13 @@ class Decoder:
         seed = content_seed(run.seed, sample.image) if self._latents else f"{run.seed}:{sample.key}"
         return Frame(width, height, run.center_crop, seed, mirrored, run.image_interpolation_mode)
 
-    def finish(self, samples: Sequence[Sample], started: "Future[Stacked] | Stacked") -> Decoded:
-        """The batch of those samples that are pictures; the others are warned of and counted.
-
-        Pictures of the class come last, are in no list of keys, and weigh in the loss what they are told to.
-        """
-        stacked = started.result() if isinstance(started, Future) else started
-        own = len(samples)
-        for sample, reason in zip(stacked.samples, stacked.bad, strict=True):
-            if reason is not None:
-                self.num_bad += 1
-                log.warning("skipped picture=%s reason=%s skipped_so_far=%d", sample.key, reason, self.num_bad)
-        good = [place for place, reason in enumerate(stacked.bad) if reason is None]
-        bad = tuple(sample.key for sample, reason in zip(samples, stacked.bad, strict=False) if reason is not None)
-        keys = tuple(stacked.samples[place].key for place in good if place < own)
-        if not good:
-            return Decoded(None, keys, bad)
-        captions = [self._caption(stacked.samples[place], place < own) for place in good]
-        weights = None if self._class_weight is None else torch.tensor([1.0 if place < own else self._class_weight for place in good])
-        batch = PixelBatch(stacked.pixels, captions, stacked.geometry, weights, latents=stacked.latents, names=stacked.names)
-        return Decoded(batch, keys, bad)
+    def finish(self, started: "Future[Decoded] | Decoded") -> Decoded:
+        """The batch, once it is there; samples that are no pictures are warned of and counted."""
+        decoded = started.result() if isinstance(started, Future) else started
+        for key, reason in decoded.skipped:
+            self.num_bad += 1
+            log.warning("skipped picture=%s reason=%s skipped_so_far=%d", key, reason, self.num_bad)
+        return decoded
 
     def _caption(self, sample: Sample, own: bool) -> str:
         return choose_caption(sample.key, sample.caption, self._run) if own else str(sample.caption)

@@ -14,7 +14,7 @@ from typing import Any
 from peer.contracts import PixelBatch, Sample, Source
 from peer.machine.device import RankGroup
 from peer.samples.buckets import Buckets, MicroBatch, Pool, describe
-from peer.samples.decoding import Decoded, Decoder, Stacked
+from peer.samples.decoding import Decoded, Decoder
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,10 @@ class Work:
 
 @dataclass
 class Prepared:
-    """A step on its way: what rank 0 drew for all ranks, this rank's share of it, and how far that has come."""
+    """A step on its way: what rank 0 drew for all ranks, and how far this rank's share of it has come."""
 
     drawn: Sequence[MicroBatch]
-    micro: Sequence[MicroBatch]
-    started: "Sequence[Future[Stacked] | Stacked]"
+    started: "Sequence[Future[Decoded] | Decoded]"
     decoded: list[Decoded] | None = None
     """Decoded and placed on the device."""
 
@@ -158,7 +157,7 @@ class Feed:
         micro = self._group.scatter(self._shares(drawn) if self._drawer else None)
         if micro is None:
             return None
-        return Prepared(drawn, micro, [self._decoder.start(batch.samples, batch.size, batch.beside) for batch in micro])
+        return Prepared(drawn, [self._decoder.start(batch.samples, batch.size, batch.beside) for batch in micro])
 
     def _draw(self, wait: bool) -> list[MicroBatch] | None:
         """The micro-batches of one step, fewer when the data end with them; none when they are not here yet, or never will be.
@@ -194,7 +193,7 @@ class Feed:
     def _decode(self, prepared: Prepared) -> list[Decoded]:
         """This rank's batches, decoded and placed: now, unless that was done ahead."""
         if prepared.decoded is None:
-            finished = [self._decoder.finish(batch.samples, part) for batch, part in zip(prepared.micro, prepared.started, strict=True)]
+            finished = [self._decoder.finish(part) for part in prepared.started]
             prepared.decoded = [replace(part, pixels=None if part.pixels is None else self._place(part.pixels)) for part in finished]
         return prepared.decoded
 

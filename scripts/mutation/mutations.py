@@ -89,7 +89,7 @@ MUTATIONS = (
         "reported_too_early",
         "a state is reported as final before another peer has it, or a disk",
         "        safe |= self._saver.on_disk(SETTLE_SECONDS if others else 0.0)\n",
-        "        safe |= {self.state.digest}\n",
+        "        safe |= {self.state.value.digest}\n",
     ),
     Mutation(
         "counted_twice",

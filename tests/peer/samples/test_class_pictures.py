@@ -38,7 +38,7 @@ def companions(folder, count=3):
 def decoded(prior, keys, workers=0):
     decoder = Decoder(RunConfig(resolution=16, ucg=1.0), workers, class_weight=0.5)
     samples = [Sample(key, png(ramp(16, 16)), "sks") for key in keys]
-    result = decoder.finish(samples, decoder.start(samples, beside=prior.beside(samples)))
+    result = decoder.finish(decoder.start(samples, beside=prior.beside(samples)))
     decoder.close()
     return result
 

@@ -1,6 +1,7 @@
-"""Real nodes with a real p2pd each, all in the test's own asyncio loop."""
+"""Nodes in the test's own asyncio loop: `swarm` has real ones with a p2pd each, `virtual` the simulator's, in virtual time."""
 
 import random
+import zlib
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 pytest.register_assert_rewrite("tests.peer.sync.replicas")
 
 from tests.peer.sync.swarm_tools import Nodes, run_swarm  # noqa: E402
+from tests.peer.sync.virtual import VirtualNodes, run_virtual  # noqa: E402
 
 LOOP_SECONDS = 540.0
 """Far above the longest scenario, also on a machine ten times as slow, and below pytest's own limit, which would say less."""
@@ -26,3 +28,10 @@ def swarm(tmp_path) -> Callable[[Callable[[Nodes], Awaitable]], None]:
     """`swarm(scenario)` runs the coroutine function with a `Nodes`; everything it started is ended, whatever happened."""
 
     return lambda scenario: run_swarm(tmp_path, scenario, LOOP_SECONDS)
+
+
+@pytest.fixture
+def virtual(tmp_path, request) -> Callable[[Callable[[VirtualNodes], Awaitable]], None]:
+    """As `swarm`, without processes and without waiting. Each test has a seed of its own, always the same: chance is `simulation`'s part."""
+    seed = zlib.crc32(request.node.name.encode())
+    return lambda scenario: run_virtual(tmp_path, scenario, seed)

@@ -64,7 +64,7 @@ class Peer:
             store=self.store,
             rounds_path=self.folder / "rounds.jsonl",
             line=self,
-            **options,
+            **{"clock": nodes.clock, "wall": nodes.wall, "rng": nodes.rng, **options},
         )
         self.generator = torch.Generator().manual_seed(int(digest_seed(node.peer_id)))
         self.tasks: list[asyncio.Task] = []

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import random
 import shutil
 import time
 import warnings
@@ -37,6 +38,7 @@ class Nodes:
         self.folder, self._stack, self._count = folder, stack, 0
         self._keys: dict[str, Path] = {}
         self.maddrs: list[str] = []
+        self.clock, self.wall, self.rng = time.monotonic, time.time, random.SystemRandom()
 
     async def node(self, *, client_mode: bool = False, again: SwarmNode | None = None, double: SwarmNode | None = None) -> SwarmNode:
         """A new one; or `again`, which is gone, with the identity that it had; or one beside `double`, with a copy of its identity."""
@@ -75,9 +77,10 @@ def run_swarm(folder: Path, scenario: Callable[[Nodes], Awaitable], seconds: flo
 
 async def until(true: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:
     """Wait for a condition; fails the test when it does not come."""
-    deadline = time.monotonic() + seconds
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + seconds
     while not true():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert clock() < deadline, "waited in vain"
         await asyncio.sleep(0.02)
 
 

@@ -42,8 +42,11 @@ class Helper:
         self.node, self.id, self.folder = node, node.peer_id, nodes.folder / name
         self.stop, self.settlements = asyncio.Event(), []
         self.task = asyncio.create_task(
-            assist(run=RUN, node=node, folder=self.folder, stop=self.stop, settled=self.settlements.extend, states_limit=limit)
-        )
+            assist(
+                run=RUN, node=node, folder=self.folder, stop=self.stop, settled=self.settlements.extend, states_limit=limit,
+                wall=nodes.wall, rng=nodes.rng,
+            )
+        )  # fmt: skip
         nodes.ends_with_the_test(self.task)
 
     def rounds(self) -> list[dict]:
@@ -87,7 +90,7 @@ async def leave(*peers: Peer) -> None:
         await peer.stop()
 
 
-def test_two_that_nobody_can_dial_average_through_one_who_assists_and_brings_no_samples(swarm):
+def test_two_that_nobody_can_dial_average_through_one_who_assists_and_brings_no_samples(virtual):
     async def scenario(nodes):
         helper = Helper(nodes, await nodes.node())
         pair = await volunteers(nodes, 2)
@@ -103,10 +106,10 @@ def test_two_that_nobody_can_dial_average_through_one_who_assists_and_brings_no_
         check_digests(*pair, helper)
         await helper.end()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_two_helpers_reduce_a_part_each_and_one_may_die(swarm):
+def test_two_helpers_reduce_a_part_each_and_one_may_die(virtual):
     async def scenario(nodes):
         helpers = [Helper(nodes, await nodes.node(), name) for name in ("one", "other")]
         pair = await volunteers(nodes, 2)
@@ -129,10 +132,10 @@ def test_two_helpers_reduce_a_part_each_and_one_may_die(swarm):
         check_digests(*pair, *helpers)
         await alive.end()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_all_who_train_may_leave_and_come_back_and_go_on_from_what_the_helper_keeps(swarm):
+def test_all_who_train_may_leave_and_come_back_and_go_on_from_what_the_helper_keeps(virtual):
     async def scenario(nodes):
         helper = Helper(nodes, await nodes.node())
         pair = await volunteers(nodes, 2)
@@ -152,10 +155,10 @@ def test_all_who_train_may_leave_and_come_back_and_go_on_from_what_the_helper_ke
         check_digests(*pair, new, helper)
         await helper.end()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_helper_that_starts_again_has_the_run_without_anybody_else(swarm):
+def test_a_helper_that_starts_again_has_the_run_without_anybody_else(virtual):
     async def scenario(nodes):
         await nodes.node()  # the host's own node, by which all find each other
         first = Helper(nodes, await nodes.node())
@@ -172,10 +175,10 @@ def test_a_helper_that_starts_again_has_the_run_without_anybody_else(swarm):
         assert new.rounds()[0]["digest"] == last["digest"]
         await again.end()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_helper_waits_for_the_first_peer_that_trains_and_can_be_stopped_meanwhile(swarm, caplog):
+def test_a_helper_waits_for_the_first_peer_that_trains_and_can_be_stopped_meanwhile(virtual, caplog):
     caplog.set_level("INFO")
 
     async def scenario(nodes):
@@ -184,10 +187,10 @@ def test_a_helper_waits_for_the_first_peer_that_trains_and_can_be_stopped_meanwh
         await helper.end()
         assert not helper.rounds()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_helper_alone_makes_no_round_whoever_calls(swarm, monkeypatch, caplog):
+def test_a_helper_alone_makes_no_round_whoever_calls(virtual, monkeypatch, caplog):
     monkeypatch.setattr(neighbours, "RECORD_LIFE_SECONDS", 2.0)
     caplog.set_level("INFO")
 
@@ -203,28 +206,28 @@ def test_a_helper_alone_makes_no_round_whoever_calls(swarm, monkeypatch, caplog)
         await until(answered)
         assert not helper.rounds() and not helper.head.header.round
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 @pytest.mark.parametrize("by_the_last", [False, True])
-def test_helpers_without_anybody_who_trains_make_no_round(swarm, caplog, by_the_last):
+def test_helpers_without_anybody_who_trains_make_no_round(virtual, caplog, by_the_last):
     caplog.set_level("INFO")
 
     async def scenario(nodes):
         helpers = [await Peer(nodes, await nodes.node(), RUN, rate=0, assists=True).start(nodes) for _ in range(2)]
         await until(lambda: all(peer.replica.neighbours.others() and peer.at for peer in helpers))
         called = sorted(helpers, key=lambda peer: rank(peer.head.digest, peer.id))[by_the_last].replica
-        called.next_round.call("who died a moment later", called.state.digest)
+        called.next_round.call("who died a moment later", called.state.value.digest)
         await until(lambda: "nobody who has samples came" in caplog.text)
         await until(
             lambda: not any(peer.replica.next_round.is_called_here_or_ahead() or peer.replica.phase.value is not Phase.TRAIN for peer in helpers)
         )
         assert not any(peer.rounds() for peer in helpers)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_disk_that_takes_nothing_ends_the_helper_with_a_reason(swarm):
+def test_a_disk_that_takes_nothing_ends_the_helper_with_a_reason(virtual):
     async def scenario(nodes):
         helper = Helper(nodes, await nodes.node())
         (one,) = await volunteers(nodes, 1)
@@ -237,10 +240,10 @@ def test_a_disk_that_takes_nothing_ends_the_helper_with_a_reason(swarm):
         assert refused.value.code == ExitCode.DISK
         await one.stop()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_helper_without_the_memory_for_the_run_says_so_before_it_takes_any(swarm, monkeypatch):
+def test_a_helper_without_the_memory_for_the_run_says_so_before_it_takes_any(virtual, monkeypatch):
     monkeypatch.setattr(assistant, "available_bytes", lambda: 400e6)
 
     async def scenario(nodes):
@@ -253,7 +256,7 @@ def test_a_helper_without_the_memory_for_the_run_says_so_before_it_takes_any(swa
         assert refused.value.code == ExitCode.MEMORY
         await one.stop()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 # ---------------------------------------------------------------- what is kept
@@ -313,7 +316,7 @@ def test_settled_states_that_cannot_be_kept_are_a_reason_to_end(tmp_path):
 # ---------------------------------------------------------------- what a state looks like
 
 
-def test_what_most_say_a_state_looks_like_is_believed(swarm):
+def test_what_most_say_a_state_looks_like_is_believed(virtual):
     async def scenario(nodes):
         (_, asker), *others = await nodes.streams(4)
         right = Kind("right", (1000, 7))
@@ -321,10 +324,10 @@ def test_what_most_say_a_state_looks_like_is_believed(swarm):
             await serve_kind(streams, kind)
         assert await ask_kind(asker, [node.peer_id for node, _ in others]) == right
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_garbage_for_a_kind_of_state_is_nobodys_word(swarm):
+def test_garbage_for_a_kind_of_state_is_nobodys_word(virtual):
     async def scenario(nodes):
         (_, asker), (node, liar) = await nodes.streams(2)
 
@@ -334,7 +337,7 @@ def test_garbage_for_a_kind_of_state_is_nobodys_word(swarm):
         await liar.serve(KIND, lie)
         assert await ask_kind(asker, [node.peer_id, "Qm" + "x" * 44]) is None
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 @pytest.mark.parametrize("values", [None, {}, {"schema": 1, "sizes": [1, 1]}, {"schema": "x", "sizes": [0, 0]}, {"schema": "x", "sizes": [True, 5]},
@@ -373,7 +376,7 @@ def test_the_newest_state_is_fetched_by_one_who_only_exports_it(swarm, tmp_path)
     swarm(scenario)
 
 
-def test_whoever_gives_no_state_in_time_is_not_waited_for_and_how_long_is_said_at_once(swarm, caplog):
+def test_whoever_gives_no_state_in_time_is_not_waited_for_and_how_long_is_said_at_once(virtual, caplog):
     caplog.set_level("INFO")
 
     async def scenario(nodes):
@@ -383,7 +386,7 @@ def test_whoever_gives_no_state_in_time_is_not_waited_for_and_how_long_is_said_a
         assert "nobody who holds the state is here yet; waiting up to 3 s in all (--wait_seconds)" in caplog.text
         assert "the first peer that trains" not in caplog.text
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 def test_the_state_of_the_peer_named_is_taken_before_that_of_however_many_invented_ones():
@@ -419,7 +422,7 @@ def test_an_export_by_a_peers_address_gives_that_peers_state_whatever_three_stra
     swarm(scenario)
 
 
-def test_a_helper_asks_somebody_else_when_a_state_does_not_come_in_its_time(swarm, monkeypatch):
+def test_a_helper_asks_somebody_else_when_a_state_does_not_come_in_its_time(virtual, monkeypatch):
     """The one that drips signs more samples, and is as good as anybody until it has failed once."""
     monkeypatch.setattr(assistant, "fetch_seconds", lambda num_bytes, contested: 1.0)
 
@@ -441,7 +444,7 @@ def test_a_helper_asks_somebody_else_when_a_state_does_not_come_in_its_time(swar
         fetched = await assistant._fetch(streams, RUN, Kind("schema", (SIZE, 0)), Parameters(), records, failures)
         assert fetched.digest == new.digest
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 def test_a_disk_without_room_for_the_kind_of_state_costs_a_question_after_the_next_start(tmp_path, monkeypatch, caplog):

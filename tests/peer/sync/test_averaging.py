@@ -71,7 +71,7 @@ def constants(wire: Wire, count: int) -> list[torch.Tensor]:
         (Wire("int4", 300_001), [1, 2, 3, 4, 5]),  # fewer parts than reducers
     ],
 )
-def test_all_members_get_the_bytes_of_the_reference_and_one_square_norm(swarm, seed, wire, weights):
+def test_all_members_get_the_bytes_of_the_reference_and_one_square_norm(virtual, seed, wire, weights):
     async def scenario(nodes):
         members = await peers(nodes, len(weights), wire)
         encoded = contributions(wire, len(weights), seed)
@@ -83,10 +83,10 @@ def test_all_members_get_the_bytes_of_the_reference_and_one_square_norm(swarm, s
         assert means[0].square_norm == pytest.approx(square_norm(wire.decode(expected)))
         assert not any(peer.averager._reductions for peer in members)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_the_traffic_of_a_round_is_what_went_over_the_link(swarm, seed):
+def test_the_traffic_of_a_round_is_what_went_over_the_link(virtual, seed):
     async def scenario(nodes):
         wire = Wire("fp16", 4 * PART_ELEMENTS)
         members = await peers(nodes, 2, wire)
@@ -98,10 +98,10 @@ def test_the_traffic_of_a_round_is_what_went_over_the_link(swarm, seed):
             assert wire.num_bytes <= mean.traffic.up <= wire.num_bytes + 1000 and mean.traffic.seconds > 0
             assert wire.num_bytes <= mean.traffic.down <= wire.num_bytes + 1000
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_member_that_cannot_be_dialled_gets_the_same_bytes(swarm, seed):
+def test_a_member_that_cannot_be_dialled_gets_the_same_bytes(virtual, seed):
     async def scenario(nodes):
         wire = Wire("fp16", 300_001)
         servers = [Peer(await nodes.node(), wire) for _ in range(2)]
@@ -114,10 +114,10 @@ def test_a_member_that_cannot_be_dialled_gets_the_same_bytes(swarm, seed):
         means = await asyncio.gather(*(p.averager.average(group, mine) for p, mine in zip(members, encoded, strict=True)))
         assert all(torch.equal(mean.encoded, reference(wire, encoded, [1, 2, 3])) for mean in means)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_reducer_that_is_no_member_averages_without_a_vector_of_its_own(swarm, seed):
+def test_a_reducer_that_is_no_member_averages_without_a_vector_of_its_own(virtual, seed):
     async def scenario(nodes):
         wire = Wire("int8", 5 * PART_ELEMENTS, 100)
         found = await peers(nodes, 4, wire)
@@ -128,7 +128,7 @@ def test_a_reducer_that_is_no_member_averages_without_a_vector_of_its_own(swarm,
         assert all(torch.equal(mean.encoded, reference(wire, encoded, [1, 2, 3])) for mean in means)
         assert len({mean.square_norm for mean in means}) == 1
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 @pytest.mark.parametrize("reducers", [1, 2, 3, 7])
@@ -175,7 +175,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("what", SPOILED)
-def test_a_bad_sender_fails_the_round_for_all_and_nobody_gets_a_mixed_average(swarm, what):
+def test_a_bad_sender_fails_the_round_for_all_and_nobody_gets_a_mixed_average(virtual, what):
     async def scenario(nodes):
         wire = Wire("fp16", 4 * 3 * PART_ELEMENTS)
         members = await peers(nodes, 3, wire)
@@ -190,7 +190,7 @@ def test_a_bad_sender_fails_the_round_for_all_and_nobody_gets_a_mixed_average(sw
         assert all(result.culprits <= {bad.id} for result in honest)
         assert all(set(result.told.culprits) <= {bad.id} for result in honest if result.told)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 class Liar(Averager):
@@ -227,7 +227,7 @@ LIES = {
 }
 
 
-def test_a_reducer_that_lies_fails_the_round_at_all_whom_it_lied_to(swarm):
+def test_a_reducer_that_lies_fails_the_round_at_all_whom_it_lied_to(virtual):
     async def scenario(nodes):
         wire = Wire("fp16", 2 * 3 * PART_ELEMENTS)
         members = await peers(nodes, 3, wire, Liar)
@@ -244,7 +244,7 @@ def test_a_reducer_that_lies_fails_the_round_at_all_whom_it_lied_to(swarm):
             assert any(reason in error and liar.id[-6:] in error for error in told), (what, told)
         assert not any(peer.averager._reductions for peer in members)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 class Staller(Bad):
@@ -264,7 +264,7 @@ STALLS = {
 
 
 @pytest.mark.parametrize("who", STALLS)
-def test_a_peer_that_stalls_fails_the_round_when_the_time_of_a_part_is_over(swarm, monkeypatch, who):
+def test_a_peer_that_stalls_fails_the_round_when_the_time_of_a_part_is_over(virtual, monkeypatch, who):
     monkeypatch.setattr(averaging, "PART_SECONDS", 1.0)
     monkeypatch.setattr(averaging, "COME_SECONDS", 3.0)
 
@@ -279,11 +279,11 @@ def test_a_peer_that_stalls_fails_the_round_when_the_time_of_a_part_is_over(swar
             await honest.averager.average(group, encoded[1])
         assert not honest.averager._reductions and caught.value.culprits == {staller.id}
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 @pytest.mark.parametrize("who", [*STALLS, "an absent member"])
-def test_a_stranger_that_stalls_or_is_absent_has_less_time_than_a_peer_that_we_have_met(swarm, monkeypatch, who):
+def test_a_stranger_that_stalls_or_is_absent_has_less_time_than_a_peer_that_we_have_met(virtual, monkeypatch, who):
     monkeypatch.setattr(averaging, "_SLOWEST_BYTES_PER_SECOND", 1e12)
     monkeypatch.setattr(averaging, "PART_SECONDS", 300.0)
     monkeypatch.setattr(averaging, "COME_SECONDS", 300.0)
@@ -300,10 +300,10 @@ def test_a_stranger_that_stalls_or_is_absent_has_less_time_than_a_peer_that_we_h
         results = await asyncio.gather(*jobs, return_exceptions=True)
         assert all(result.culprits == {stranger.id} or set(result.told.culprits) == {stranger.id} for result in results), results
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_member_that_gives_up_because_of_another_is_not_taken_for_the_culprit(swarm):
+def test_a_member_that_gives_up_because_of_another_is_not_taken_for_the_culprit(virtual):
     """Its streams end without a word; on those of its own share it says why."""
 
     async def scenario(nodes):
@@ -326,10 +326,10 @@ def test_a_member_that_gives_up_because_of_another_is_not_taken_for_the_culprit(
         assert not heard.culprits and heard.told.accuser == one.id
         assert heard.told.culprits == (bad.id,) and not heard.told.hearsay
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_member_that_dials_after_we_gave_up_is_told_why(swarm):
+def test_a_member_that_dials_after_we_gave_up_is_told_why(virtual):
     async def scenario(nodes):
         members = await peers(nodes, 2, Wire("fp16", 2 * PART_ELEMENTS))
         (one, other), group = members, group_of(members, [1, 1])
@@ -340,10 +340,10 @@ def test_a_member_that_dials_after_we_gave_up_is_told_why(swarm):
                 await channel.receive(ANYTHING, seconds=60)
             assert caught.value.culprits == ("bad",) and not caught.value.hearsay
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_reducer_that_is_cancelled_says_so_at_once(swarm, monkeypatch):
+def test_a_reducer_that_is_cancelled_says_so_at_once(virtual, monkeypatch):
     """It used to say nothing, and the others sat out the deadline of a part."""
     monkeypatch.setattr(averaging, "_KNOWN_SOON_SECONDS", 100.0)
 
@@ -362,7 +362,7 @@ def test_a_reducer_that_is_cancelled_says_so_at_once(swarm, monkeypatch):
         await asyncio.gather(leaving, return_exceptions=True)
         assert leaving.cancelled() and not one.averager._reductions
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 def test_a_reduction_that_waits_in_vain_says_for_whom(monkeypatch):
@@ -381,16 +381,16 @@ def test_a_reduction_that_waits_in_vain_says_for_whom(monkeypatch):
     asyncio.run(scenario())
 
 
-def test_our_own_contribution_is_checked_like_that_of_others(swarm):
+def test_our_own_contribution_is_checked_like_that_of_others(virtual):
     async def scenario(nodes):
         members = await peers(nodes, 2, Wire("fp32", 10))
         encoded = [torch.full((10,), float("nan")).view(torch.uint8), torch.zeros(10).view(torch.uint8)]
         assert all(isinstance(result, RoundFailed) for result in await outcomes(members, group_of(members, [1, 1]), encoded))
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_reducer_that_dies_fails_the_round_at_those_who_miss_something(swarm):
+def test_a_reducer_that_dies_fails_the_round_at_those_who_miss_something(virtual):
     async def scenario(nodes):
         wire = Wire("fp16", 40 * PART_ELEMENTS)
         members = await peers(nodes, 3, wire)
@@ -405,10 +405,10 @@ def test_a_reducer_that_dies_fails_the_round_at_those_who_miss_something(swarm):
             assert isinstance(result, RoundFailed) or torch.equal(result.encoded, expected)
         await asyncio.gather(dying, return_exceptions=True)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_member_that_never_comes_fails_the_round_soon(swarm, monkeypatch):
+def test_a_member_that_never_comes_fails_the_round_soon(virtual, monkeypatch):
     monkeypatch.setattr(averaging, "COME_SECONDS", 0.5)
 
     async def scenario(nodes):
@@ -419,10 +419,10 @@ def test_a_member_that_never_comes_fails_the_round_soon(swarm, monkeypatch):
         assert all(isinstance(result, RoundFailed) for result in results)
         assert any(members[2].id[-6:] in str(result) and result.culprits == {members[2].id} for result in results)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_member_that_sent_everything_is_in_the_average_even_if_it_takes_nothing_back(swarm, monkeypatch):
+def test_a_member_that_sent_everything_is_in_the_average_even_if_it_takes_nothing_back(virtual, monkeypatch):
     monkeypatch.setattr(averaging, "_KNOWN_SOON_SECONDS", 100.0)
 
     async def scenario(nodes):
@@ -441,10 +441,10 @@ def test_a_member_that_sent_everything_is_in_the_average_even_if_it_takes_nothin
         expected = reference(wire, encoded, [1, 1, 1])
         assert all(torch.equal(result.encoded, expected) for result in await asyncio.gather(*jobs))
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_strangers_and_second_streams_are_refused(swarm):
+def test_strangers_and_second_streams_are_refused(virtual):
     async def scenario(nodes):
         wire = Wire("fp16", 2 * PART_ELEMENTS)
         members = await peers(nodes, 2, wire)
@@ -466,10 +466,10 @@ def test_strangers_and_second_streams_are_refused(swarm):
         first.close()
         await asyncio.gather(reducing, return_exceptions=True)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_random_deaths_never_leave_two_results(swarm, seed, monkeypatch):
+def test_random_deaths_never_leave_two_results(virtual, seed, monkeypatch):
     """Twenty rounds of three, each with one member cancelled at a random moment: whoever finishes has the reference's bytes."""
     # Nobody need finish; the others need not wait long for one that was cancelled before it began.
     monkeypatch.setattr(averaging, "_KNOWN_SOON_SECONDS", 1.0)
@@ -489,4 +489,4 @@ def test_random_deaths_never_leave_two_results(swarm, seed, monkeypatch):
             for result in results:
                 assert isinstance(result, RoundFailed | asyncio.CancelledError) or torch.equal(result.encoded, expected)
 
-    swarm(scenario)
+    virtual(scenario)

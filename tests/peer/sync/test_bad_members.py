@@ -138,7 +138,7 @@ async def go_on(trio, rounds=ROUNDS):
 
 
 @pytest.mark.parametrize("kind", [SendsNoNumbers, SendsTooLittle, Stranger, IsSilent], ids=lambda kind: kind.__name__)
-def test_a_stranger_that_joins_and_spoils_the_round_costs_few_rounds(swarm, seed, kind):
+def test_a_stranger_that_joins_and_spoils_the_round_costs_few_rounds(virtual, seed, kind):
     """Before: 134 rounds a minute -> 1.5 (NaN), 119 -> 3.2 (absent), 119 -> 17 (silent)."""
 
     async def scenario(nodes):
@@ -153,11 +153,11 @@ def test_a_stranger_that_joins_and_spoils_the_round_costs_few_rounds(swarm, seed
         assert not {peer.id for peer in trio} & {who for peer in trio for who in peer.replica.rounds.company.all_left_out()}
         check_invariants(*trio)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_strangers_that_promise_to_lead_and_stall_lead_nobody(swarm, seed, count):
+def test_strangers_that_promise_to_lead_and_stall_lead_nobody(virtual, seed, count):
     """Before: 134 rounds a minute -> 4 with one, 114 -> 0.7 with three."""
 
     async def scenario(nodes):
@@ -170,7 +170,7 @@ def test_strangers_that_promise_to_lead_and_stall_lead_nobody(swarm, seed, count
         assert not any(stranger.led for stranger in strangers)  # whose work is in the state, comes first
         check_invariants(*trio)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 def invented(run, head, rng) -> PeerRecord:
@@ -182,7 +182,7 @@ def invented(run, head, rng) -> PeerRecord:
 
 
 @pytest.mark.parametrize(("at_once", "every_seconds"), [(3, 2.0), (400, 1000.0)])
-def test_invented_records_stop_no_rounds(swarm, seed, monkeypatch, at_once, every_seconds):
+def test_invented_records_stop_no_rounds(virtual, seed, monkeypatch, at_once, every_seconds):
     """Before: 114 rounds a minute -> 0 with three every two seconds, 11 with 400 at once. They are put where valid records come out."""
 
     async def scenario(nodes):
@@ -206,4 +206,4 @@ def test_invented_records_stop_no_rounds(swarm, seed, monkeypatch, at_once, ever
         await end_tasks(inventing)
         check_invariants(*trio)
 
-    swarm(scenario)
+    virtual(scenario)

@@ -32,7 +32,7 @@ async def fetch(streams, holders, digest: str, like: State, partial: Download | 
     return download.content.state()
 
 
-def test_a_state_arrives_whole_and_heads_are_told(swarm):
+def test_a_state_arrives_whole_and_heads_are_told(virtual):
     async def scenario(nodes):
         base, new = two_states()
         giver = await holder(nodes, new)
@@ -41,7 +41,7 @@ def test_a_state_arrives_whole_and_heads_are_told(swarm):
         assert same(await fetch(streams, [giver.node.peer_id], new.digest, base), new)
         await until(lambda: not giver.donor.busy)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 async def ask(streams, peer: str, digest: str):
@@ -59,7 +59,7 @@ async def chunk(channel, index: int) -> bytes:
     return data
 
 
-def test_who_asks_anew_has_given_up_what_it_asked_for_before(swarm):
+def test_who_asks_anew_has_given_up_what_it_asked_for_before(virtual):
     async def scenario(nodes):
         base, new = two_states()
         giver = await holder(nodes, new)
@@ -71,10 +71,10 @@ def test_who_asks_anew_has_given_up_what_it_asked_for_before(swarm):
             await chunk(given_up, 1)
         await until(lambda: not giver.donor.busy)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_one_download_too_many_is_sent_to_another_peer(swarm, monkeypatch):
+def test_one_download_too_many_is_sent_to_another_peer(virtual, monkeypatch):
     monkeypatch.setattr(slots, "MAX_DOWNLOADS", 1)
 
     async def scenario(nodes):
@@ -90,10 +90,10 @@ def test_one_download_too_many_is_sent_to_another_peer(swarm, monkeypatch):
         await until(lambda: not giver.donor.busy)
         assert same(await fetch(second, [giver.node.peer_id], new.digest, base), new)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_an_old_state_is_given_from_its_file_and_leaves_memory(swarm):
+def test_an_old_state_is_given_from_its_file_and_leaves_memory(virtual):
     async def scenario(nodes):
         base, new = two_states()
         clock = Clock()
@@ -125,10 +125,10 @@ def test_an_old_state_is_given_from_its_file_and_leaves_memory(swarm):
         with pytest.raises(PeerLost, match="not here any more"):
             await ask(streams, giver.node.peer_id, digest)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_state_just_replaced_is_given_to_who_has_heard_of_it(swarm):
+def test_a_state_just_replaced_is_given_to_who_has_heard_of_it(virtual):
     async def scenario(nodes):
         base, new = two_states()
         giver = await holder(nodes, base)
@@ -137,10 +137,10 @@ def test_a_state_just_replaced_is_given_to_who_has_heard_of_it(swarm):
         giver.moves_to(new)
         assert same(await fetch(streams, [giver.node.peer_id], base.digest, new), base)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_state_damaged_on_disk_is_not_given(swarm):
+def test_a_state_damaged_on_disk_is_not_given(virtual):
     async def scenario(nodes):
         base, new = two_states()
         giver = await holder(nodes, new)
@@ -156,10 +156,10 @@ def test_a_state_damaged_on_disk_is_not_given(swarm):
         with pytest.raises(Refused, match="damaged on disk"):
             await fetch(streams, [giver.node.peer_id], digest, base)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_of_old_states_that_never_came_to_disk_one_stays_in_memory(swarm):
+def test_of_old_states_that_never_came_to_disk_one_stays_in_memory(virtual):
     async def scenario(nodes):
         base, new = two_states()
         last = next_state(new, [[torch.ones(SIZE)]], [Member("a", 2, 7)])
@@ -176,10 +176,10 @@ def test_of_old_states_that_never_came_to_disk_one_stays_in_memory(swarm):
         slower.close()
         slow.close()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_foreign_runs_state_is_refused_whoever_promises_it(swarm):
+def test_a_foreign_runs_state_is_refused_whoever_promises_it(virtual):
     async def scenario(nodes):
         base, _ = two_states()
         _, foreign = two_states(run="other")
@@ -188,10 +188,10 @@ def test_a_foreign_runs_state_is_refused_whoever_promises_it(swarm):
         with pytest.raises(BadState, match="another run"):
             await fetch(streams, [giver.node.peer_id], foreign.digest, base)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_state_with_nan_in_it_is_refused(swarm):
+def test_a_state_with_nan_in_it_is_refused(virtual):
     async def scenario(nodes):
         base, _ = two_states()
         bad = next_state(base, [[torch.full((SIZE,), float("nan"))]], [Member("a", 1, 7)])
@@ -200,10 +200,10 @@ def test_a_state_with_nan_in_it_is_refused(swarm):
         with pytest.raises(BadState, match="non-finite"):
             await fetch(streams, [giver.node.peer_id], bad.digest, base)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_request_out_of_bounds_ends_the_stream(swarm):
+def test_a_request_out_of_bounds_ends_the_stream(virtual):
     async def scenario(nodes):
         _, new = two_states()
         giver = await holder(nodes, new)
@@ -218,10 +218,10 @@ def test_a_request_out_of_bounds_ends_the_stream(swarm):
                 await channel.receive(ANYTHING, max_payload=CHUNK_BYTES, seconds=60)
             channel.close()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_one_peer_cannot_take_every_download(swarm):
+def test_one_peer_cannot_take_every_download(virtual):
     async def scenario(nodes):
         base, new = two_states()
         giver = await holder(nodes, new)
@@ -235,10 +235,10 @@ def test_one_peer_cannot_take_every_download(swarm):
         for channel in channels:
             channel.close()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_four_identities_that_ask_for_a_chunk_every_59_seconds_leave_a_newcomer_its_slot(swarm):
+def test_four_identities_that_ask_for_a_chunk_every_59_seconds_leave_a_newcomer_its_slot(virtual):
     """All from one address, as the newcomer is: that cannot tell them apart, their pace does."""
 
     async def scenario(nodes):
@@ -265,10 +265,10 @@ def test_four_identities_that_ask_for_a_chunk_every_59_seconds_leave_a_newcomer_
         assert lost == 1, "no more than the newcomer needs"
         await until(lambda: not giver.donor.busy)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_round_goes_before_a_download(swarm):
+def test_a_round_goes_before_a_download(virtual):
     async def scenario(nodes):
         base, new = two_states()
         pauses = []
@@ -285,7 +285,7 @@ def test_a_round_goes_before_a_download(swarm):
         assert same(await fetch(streams, [node.peer_id], new.digest, base), new)
         assert pauses == [3] * (3 * CHUNK_BYTES // PIECE_BYTES + 1)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 # ------------------------------------------------------------------------------------------------------------ what is fetched
@@ -296,7 +296,7 @@ async def outcome(chaser: Takeover):
     return chaser.result()
 
 
-def test_a_head_that_nobody_gives_is_asked_for_less_and_less_often(swarm):
+def test_a_head_that_nobody_gives_is_asked_for_less_and_less_often(virtual):
     async def scenario(nodes):
         base, _ = two_states()
         ((_, streams), (silent, _)) = await nodes.streams(2)
@@ -310,10 +310,10 @@ def test_a_head_that_nobody_gives_is_asked_for_less_and_less_often(swarm):
                 assert await outcome(chaser) is None
         assert tried == [0, 5, 15, 35, 75, 155]
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_what_most_sign_is_fetched_before_what_a_single_peer_promises(swarm):
+def test_what_most_sign_is_fetched_before_what_a_single_peer_promises(virtual):
     async def scenario(nodes):
         base, new = two_states()
         honest = [await holder(nodes, new) for _ in range(2)]
@@ -323,10 +323,10 @@ def test_what_most_sign_is_fetched_before_what_a_single_peer_promises(swarm):
         chaser.consider(held([(Head("f" * 64, 10**15), "nobody"), *claims]), base)
         assert same(await outcome(chaser), new)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_download_that_stalls_gives_way_to_another(swarm):
+def test_a_download_that_stalls_gives_way_to_another(virtual):
     async def scenario(nodes):
         base, new = two_states()
         giver = await holder(nodes, new)
@@ -348,10 +348,10 @@ def test_a_download_that_stalls_gives_way_to_another(swarm):
         assert same(await outcome(chaser), new)
         await chaser.close()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_an_old_state_behind_a_great_promise_is_refused(swarm):
+def test_an_old_state_behind_a_great_promise_is_refused(virtual):
     async def scenario(nodes):
         base, new = two_states()
         giver = await holder(nodes, base)
@@ -360,4 +360,4 @@ def test_an_old_state_behind_a_great_promise_is_refused(swarm):
         chaser.consider(held([(Head(base.digest, 10**15), giver.node.peer_id)]), new)
         assert await outcome(chaser) is None
 
-    swarm(scenario)
+    virtual(scenario)

@@ -118,7 +118,7 @@ async def audit(living, everyone) -> None:
 
 
 @pytest.mark.parametrize("what", DEATHS)
-def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(swarm, trap, what):
+def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(virtual, trap, what):
     """One swarm for several points: each time another peer dies, the others go on without it, and it comes back to them."""
 
     async def scenario(nodes):
@@ -145,11 +145,11 @@ def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(swarm, trap, 
                 await average_together(again, others)
         await audit(living, everyone)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_stream_that_breaks_at_any_point_costs_a_retry(swarm, trap, what):
+def test_a_stream_that_breaks_at_any_point_costs_a_retry(virtual, trap, what):
     async def scenario(nodes):
         size = LARGE
         living = await peers(nodes, 3, make_run(), size=size)
@@ -169,10 +169,10 @@ def test_a_stream_that_breaks_at_any_point_costs_a_retry(swarm, trap, what):
                 await average_together(victim, [peer for peer in living if peer is not victim])
         await audit(living, living)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_peer_that_is_slow_to_commit_holds_nobody_up(swarm, trap):
+def test_a_peer_that_is_slow_to_commit_holds_nobody_up(virtual, trap):
     async def scenario(nodes):
         trio = await peers(nodes, 3, make_run())
         await until(lambda: min(peer.head.header.round for peer in trio) >= 1, SECONDS)
@@ -188,7 +188,7 @@ def test_a_peer_that_is_slow_to_commit_holds_nobody_up(swarm, trap):
                 await average_together(victim, others)
         await audit(trio, trio)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 def cut_off_from(peer: Peer, far: set[str]):
@@ -242,7 +242,7 @@ def test_of_two_halves_that_went_on_apart_one_lineage_is_left_and_the_other_half
     swarm(scenario)
 
 
-def test_peers_a_hundred_times_as_fast_weigh_as_much_more(swarm):
+def test_peers_a_hundred_times_as_fast_weigh_as_much_more(virtual):
     async def scenario(nodes):
         run = make_run(target_batch_size=4000)
         fast = await Peer(nodes, await nodes.node(), run, rate=300).start(nodes)
@@ -268,17 +268,17 @@ def test_peers_a_hundred_times_as_fast_weigh_as_much_more(swarm):
         assert weights[fast.id] > weights[slow.id]
         await audit([fast, slow], [fast, slow])
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_round_that_nobody_else_attends_is_made_alone_and_taken_over_by_the_others(swarm):
+def test_a_round_that_nobody_else_attends_is_made_alone_and_taken_over_by_the_others(virtual):
     async def scenario(nodes):
         one, idle = await peers(nodes, 1, make_run()), await peers(nodes, 1, make_run(), rate=0)
         await until(lambda: idle[0].head.header.round >= 2, SECONDS)
         assert all([member[0] for member in line["members"]] == [one[0].id] for line in one[0].rounds())
         await audit([*one, *idle], [*one, *idle])
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 def test_every_point_is_taken_here_or_by_processes():

@@ -94,7 +94,7 @@ async def dishonest(nodes, state: State):
 
 
 @pytest.mark.parametrize("over", [1, 9000])
-def test_a_header_above_the_limit_is_a_lie_of_its_sender(swarm, seed, over):
+def test_a_header_above_the_limit_is_a_lie_of_its_sender(virtual, seed, over):
     async def scenario(nodes):
         base = state_of(torch.zeros(1000))
         state = stuffed(base, MAX_HEADER_BYTES + over, random.Random(seed))
@@ -107,10 +107,10 @@ def test_a_header_above_the_limit_is_a_lie_of_its_sender(swarm, seed, over):
         await until(lambda: chaser._fetch.task.done())
         assert chaser.result() is None and not chaser.promises.counts(liar)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_header_below_the_limit_goes_through_stream_and_port(swarm, seed):
+def test_a_header_below_the_limit_goes_through_stream_and_port(virtual, seed):
     async def scenario(nodes):
         base = state_of(torch.zeros(1000))
         state = stuffed(base, MAX_HEADER_BYTES - 8000, random.Random(seed))
@@ -123,7 +123,7 @@ def test_a_header_below_the_limit_goes_through_stream_and_port(swarm, seed):
         assert download.hashes is not None
         assert read_header(state.header.to_json()).child(state.digest, [Member("b", 1, 8)]).num_bytes <= MAX_HEADER_BYTES
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 @pytest.mark.parametrize("num_bytes", [199_000, 221_000, MAX_HEADER_BYTES - 8000])
@@ -142,7 +142,7 @@ def test_every_header_that_is_taken_over_can_be_told_to_the_trainer(seed, num_by
     theirs.close()
 
 
-def test_a_round_that_would_make_a_header_nobody_takes_fails_and_ends_nothing(swarm):
+def test_a_round_that_would_make_a_header_nobody_takes_fails_and_ends_nothing(virtual):
     """The state before it has as many samples as can be counted."""
 
     async def scenario(nodes):
@@ -153,7 +153,7 @@ def test_a_round_that_would_make_a_header_nobody_takes_fails_and_ends_nothing(sw
         await until(lambda: peer.replica.status.note.startswith("round 2 not averaged"))
         assert not peer.failures and not peer.tasks[0].done() and peer.head is full
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 def test_the_digest_of_a_fitted_header_is_the_same_for_everybody(seed):

@@ -50,7 +50,7 @@ async def one_and_one_that_stopped(nodes) -> list[Peer]:
     return [one, two]
 
 
-def test_a_peer_that_leaves_in_order_is_not_waited_for(swarm):
+def test_a_peer_that_leaves_in_order_is_not_waited_for(virtual):
     async def scenario(nodes):
         one, two = await one_and_one_that_stopped(nodes)
         two.replica.failed("CUDA is out of\nmemory")
@@ -59,10 +59,10 @@ def test_a_peer_that_leaves_in_order_is_not_waited_for(swarm):
         assert not one.replica.neighbours.others()
         assert one.replica.neighbours._seen[two.id][0].note == "CUDA is out of memory"
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_peer_whose_disk_is_full_leaves_with_that_as_its_last_words(swarm):
+def test_a_peer_whose_disk_is_full_leaves_with_that_as_its_last_words(virtual):
     async def scenario(nodes):
         one, two = await one_and_one_that_stopped(nodes)
 
@@ -75,10 +75,10 @@ def test_a_peer_whose_disk_is_full_leaves_with_that_as_its_last_words(swarm):
         await until(lambda: one.replica.neighbours._seen[two.id][0].phase == LEAVING)
         assert one.replica.neighbours._seen[two.id][0].note == "The disk is full."
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_run_that_is_extended_while_its_peers_see_to_those_behind_goes_on(swarm, tmp_path):
+def test_a_run_that_is_extended_while_its_peers_see_to_those_behind_goes_on(virtual, tmp_path):
     """One hears it from the host meanwhile, the other from what the first then says."""
 
     async def scenario(nodes):
@@ -93,10 +93,10 @@ def test_a_run_that_is_extended_while_its_peers_see_to_those_behind_goes_on(swar
         assert told.head.digest == untold.head.digest and told.head.header.samples >= 200
         check_invariants(*pair)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_who_has_not_heard_that_the_run_is_extended_asks_the_others_at_its_end(swarm, tmp_path, caplog):
+def test_who_has_not_heard_that_the_run_is_extended_asks_the_others_at_its_end(virtual, tmp_path, caplog):
     """One peer has it from the host, the other one only from what the first says in the DHT; a third knows no host, and believes nobody."""
 
     async def scenario(nodes):
@@ -112,6 +112,6 @@ def test_who_has_not_heard_that_the_run_is_extended_asks_the_others_at_its_end(s
         assert not ignorant.replica.end.extend(told.replica.end.extension)
 
     caplog.set_level(logging.INFO, "peer.sync.engine.round.rounds")
-    swarm(scenario)
+    virtual(scenario)
     rounds = [record.getMessage() for record in caplog.records if record.name == "peer.sync.engine.round.rounds"]
     assert rounds and "total_samples=200" in rounds[-1]

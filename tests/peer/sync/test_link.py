@@ -25,7 +25,7 @@ async def flood(streams, peer: str, served: list[str]) -> int:
     return came
 
 
-def test_five_that_ask_all_the_time_get_no_more_than_the_budget(swarm):
+def test_five_that_ask_all_the_time_get_no_more_than_the_budget(virtual):
     async def scenario(nodes):
         ((server, serving), (_, honest), *strangers) = await nodes.streams(7)
         clock = Clock()
@@ -40,10 +40,10 @@ def test_five_that_ask_all_the_time_get_no_more_than_the_budget(swarm):
         assert speed.up > 0 and speed.down > 0
         assert not serving.mishaps
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_an_asker_that_lets_every_piece_wait_is_ended(swarm, monkeypatch):
+def test_an_asker_that_lets_every_piece_wait_is_ended(virtual, monkeypatch):
     monkeypatch.setattr(link, "_SECONDS", 0.5)
 
     async def scenario(nodes):
@@ -54,4 +54,4 @@ def test_an_asker_that_lets_every_piece_wait_is_ended(swarm, monkeypatch):
             with pytest.raises(Refused, match="longer than"):
                 await channel.receive(ANYTHING, seconds=60)
 
-    swarm(scenario)
+    virtual(scenario)

@@ -12,7 +12,7 @@ from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, make_run
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_who_made_our_state_with_us_trains_on_it_before_its_record_says_so(swarm, together):
+def test_who_made_our_state_with_us_trains_on_it_before_its_record_says_so(virtual, together):
     """Seen: with rounds of half a second, and records read once a second, all rounds were twice as large as their target."""
 
     async def scenario(nodes):
@@ -27,10 +27,10 @@ def test_who_made_our_state_with_us_trains_on_it_before_its_record_says_so(swarm
         now[0] += 1.5
         assert one.replica.next_round.is_full(Progress(20, 20.0, 0.05)) is together
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_round_is_full_at_the_end_of_a_step_that_is_nearest_to_its_target(swarm):
+def test_a_round_is_full_at_the_end_of_a_step_that_is_nearest_to_its_target(virtual):
     """Seen: of two whose steps ended together the first began one more, for the other's last step was not in its record yet, and the
     other waited for that one in every round."""
 
@@ -51,10 +51,10 @@ def test_a_round_is_full_at_the_end_of_a_step_that_is_nearest_to_its_target(swar
         for waiting, is_full in ((22, False), (23, True)):  # the run's last 38
             assert full(Progress(waiting, 40.0, step)) is is_full
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_callers_count_until_they_are_taken_or_our_state_is_another(swarm):
+def test_callers_count_until_they_are_taken_or_our_state_is_another(virtual):
     async def scenario(nodes):
         run = make_run()
         peer = Peer(nodes, await nodes.node(), run, state=branch(run, 50, 1.0), rate=0)
@@ -74,7 +74,7 @@ def test_callers_count_until_they_are_taken_or_our_state_is_another(swarm):
         peer.replica.state.set(following)
         assert due.is_called() and due.take_callers() == {"QmSooner"}
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 @pytest.mark.parametrize(

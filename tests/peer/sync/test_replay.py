@@ -67,7 +67,7 @@ async def taken(nodes, streams, ours: State, head: State, holders, how=step, clo
 
 
 @pytest.mark.parametrize("missed", [1, 2])
-def test_who_missed_a_round_or_two_repeats_them(swarm, missed):
+def test_who_missed_a_round_or_two_repeats_them(virtual, missed):
     async def scenario(nodes):
         states, means = rounds(3)
         pair = [await giver(nodes, states, means) for _ in range(2)]
@@ -85,10 +85,10 @@ def test_who_missed_a_round_or_two_repeats_them(swarm, missed):
         assert missed * MEAN_BYTES <= told["bytes"] <= 2 * missed * MEAN_BYTES  # a late chunk may come twice
         assert told["kept"] == [s.digest for s in states[-missed:]], "it can give them to others now"
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_who_missed_three_rounds_fetches_the_whole_state(swarm):
+def test_who_missed_three_rounds_fetches_the_whole_state(virtual):
     async def scenario(nodes):
         states, means = rounds(3)
         one = await giver(nodes, states, means)
@@ -96,10 +96,10 @@ def test_who_missed_three_rounds_fetches_the_whole_state(swarm):
         state, _, told = await taken(nodes, streams, states[0], states[3], [one.node.peer_id])
         assert same(state, states[3]) and told["replayed"] == 0 and told["bytes"] >= states[3].buffer.num_bytes
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_arithmetic_that_differs_is_noticed_and_the_state_fetched_whole(swarm):
+def test_arithmetic_that_differs_is_noticed_and_the_state_fetched_whole(virtual):
     async def scenario(nodes):
         states, means = rounds(1)
         one = await giver(nodes, states, means)
@@ -107,7 +107,7 @@ def test_arithmetic_that_differs_is_noticed_and_the_state_fetched_whole(swarm):
         state, _, told = await taken(nodes, streams, states[0], states[1], [one.node.peer_id], other_step)
         assert same(state, states[1]) and told["replayed"] == 0 and told["kept"] == []
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 class Liar:
@@ -161,7 +161,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_a_wrong_mean_is_found_before_it_is_used_and_its_sender_avoided(swarm, what):
+def test_a_wrong_mean_is_found_before_it_is_used_and_its_sender_avoided(virtual, what):
     async def scenario(nodes):
         states, means = rounds(1)
         bad = await liar(nodes, states, means, **LIES[what])
@@ -172,10 +172,10 @@ def test_a_wrong_mean_is_found_before_it_is_used_and_its_sender_avoided(swarm, w
         chaser.consider(held([(Head("f" * 64, 100), bad.node.peer_id)]), states[1])
         assert not chaser.signers, "but it is not believed again soon"
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_another_holder_makes_up_for_a_liar_and_for_one_that_dies(swarm):
+def test_another_holder_makes_up_for_a_liar_and_for_one_that_dies(virtual):
     async def scenario(nodes):
         states, means = rounds(2)
         lying = await liar(nodes, states, means, piece=lambda piece: bytes(len(piece)))
@@ -186,10 +186,10 @@ def test_another_holder_makes_up_for_a_liar_and_for_one_that_dies(swarm):
         state, _, told = await taken(nodes, streams, states[0], states[2], three)
         assert same(state, states[2]) and told["replayed"] == 2
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_nobody_with_the_means_left_costs_no_more_than_the_whole_state(swarm):
+def test_nobody_with_the_means_left_costs_no_more_than_the_whole_state(virtual):
     async def scenario(nodes):
         states, means = rounds(1)
         one = await holder(nodes, states[1])
@@ -200,10 +200,10 @@ def test_nobody_with_the_means_left_costs_no_more_than_the_whole_state(swarm):
         state, _, told = await taken(nodes, streams, states[0], states[1], [one.node.peer_id, torn.node.peer_id])
         assert same(state, states[1]) and told["replayed"] == 0
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_newcomer_whose_download_took_two_rounds_catches_up_without_a_second_one(swarm):
+def test_a_newcomer_whose_download_took_two_rounds_catches_up_without_a_second_one(virtual):
     async def scenario(nodes):
         states, means = rounds(5)
         one = await giver(nodes, states[:4], means[:4])
@@ -219,7 +219,7 @@ def test_a_newcomer_whose_download_took_two_rounds_catches_up_without_a_second_o
         assert same(chaser.result(), states[5])
         assert fetch.replayed and not fetch.download.bytes_received
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 # ------------------------------------------------------------------------------------------------------------ on disk

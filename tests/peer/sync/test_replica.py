@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -21,13 +20,14 @@ from peer.sync.engine.round.matchmaking import CALL, NoGroup
 from peer.sync.engine.state import Head, next_state
 from peer.sync.engine.trainer.messages import Progress
 from peer.sync.engine.trainer.trainer import Contribution
+from swarm.records import RECORD_LIFE_SECONDS
 from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, check_invariants, make_run, peers, settled_samples
 from tests.peer.sync.swarm_tools import ANYTHING, state_of, until
 
 STRATEGIES = {module.__name__.split(".")[-1]: module.strategy for module in (parameters, diloco, gradients)}
 
 
-def test_three_peers_hold_one_state_after_every_round_and_report_every_sample(swarm):
+def test_three_peers_hold_one_state_after_every_round_and_report_every_sample(virtual):
     async def scenario(nodes):
         trio = await peers(nodes, 3, make_run(total_samples=200))
         await until(lambda: all(peer.finished for peer in trio))
@@ -42,10 +42,10 @@ def test_three_peers_hold_one_state_after_every_round_and_report_every_sample(sw
             assert (seen["sent_bytes"] >= seen["round_sent_bytes"] > 0) == together
         check_invariants(*trio)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_newcomer_catches_up_and_simultaneous_founders_end_in_one_run(swarm):
+def test_a_newcomer_catches_up_and_simultaneous_founders_end_in_one_run(virtual):
     async def scenario(nodes):
         run = make_run()
         pair = await peers(nodes, 2, run)  # both start from the same base, neither waits for the other
@@ -56,10 +56,10 @@ def test_a_newcomer_catches_up_and_simultaneous_founders_end_in_one_run(swarm):
         assert late.lands[0].header.round >= 1
         check_invariants(*pair, late)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_the_record_of_a_new_state_says_how_fast_its_trainer_is_not_that_it_waited(swarm):
+def test_the_record_of_a_new_state_says_how_fast_its_trainer_is_not_that_it_waited(virtual):
     """Seen: whoever read it took the peer for one that does nothing, and half of the swarm's speed was missing in what people see."""
 
     async def scenario(nodes):
@@ -75,10 +75,10 @@ def test_the_record_of_a_new_state_says_how_fast_its_trainer_is_not_that_it_wait
             one.replica._adopt(states[-1], "averaged")
             assert one.replica.record().samples_per_second == told
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_two_that_each_believe_the_other_away_average_again(swarm):
+def test_two_that_each_believe_the_other_away_average_again(virtual):
     """Seen: p2pd of one died, both gave the other up, and each went on alone for as long as one looked."""
 
     async def scenario(nodes):
@@ -91,10 +91,10 @@ def test_two_that_each_believe_the_other_away_average_again(swarm):
         await until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in one.rounds()))
         check_invariants(one, two)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_who_has_moved_on_is_not_taken_for_absent(swarm):
+def test_who_has_moved_on_is_not_taken_for_absent(virtual):
     """Seen: a peer that came back called two that were a round ahead, took them for absent, and went on alone beside them."""
 
     async def scenario(nodes):
@@ -115,10 +115,10 @@ def test_who_has_moved_on_is_not_taken_for_absent(swarm):
         assert not replica.neighbours.counted_upon()
         await replica._takeover.close()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(swarm, monkeypatch, caplog):
+def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(virtual, monkeypatch, caplog):
     """It used to wait 10 s for those who had promised to come, and were at that state already."""
     monkeypatch.setattr(arrivals, "UNKNOWN_SECONDS", 1000.0)
     caplog.set_level("INFO")
@@ -141,7 +141,7 @@ def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(
         assert waiter.rounds()[0]["how"] == "fetched" and "round=1 not averaged: a better state has come" in caplog.text
         await until(lambda: waiter.replica.phase.value in (Phase.TRAIN, Phase.GROUP))  # it may wait for the promiser once more before we look
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -172,7 +172,7 @@ def test_a_round_that_one_member_committed_and_the_other_lost_is_repeated_there(
     swarm(scenario)
 
 
-def test_two_branches_become_one_by_the_rule(swarm):
+def test_two_branches_become_one_by_the_rule(virtual):
     async def scenario(nodes):
         run = make_run()
         lesser = await Peer(nodes, await nodes.node(), run, state=branch(run, 50, 1.0), rate=0).start(nodes)
@@ -181,25 +181,21 @@ def test_two_branches_become_one_by_the_rule(swarm):
         assert better.head.digest == better.base.digest
         check_invariants(lesser, better)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_alone_is_a_peer_only_after_a_whole_record_life(swarm, monkeypatch):
-    from peer.sync.engine.net import neighbours
-
-    monkeypatch.setattr(neighbours, "RECORD_LIFE_SECONDS", 4.0)
-
+def test_alone_is_a_peer_only_after_a_whole_record_life(virtual):
     async def scenario(nodes):
-        began = time.monotonic()
+        began = nodes.clock()
         (one,) = await peers(nodes, 1, make_run(), rate=40)
         await until(lambda: one.head.header.round)
-        assert time.monotonic() - began >= 4.0 and one.rounds()[0]["how"] == "solo"
+        assert nodes.clock() - began >= RECORD_LIFE_SECONDS and one.rounds()[0]["how"] == "solo"
         check_invariants(one)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_an_empty_answer_of_the_dht_makes_nobody_alone(swarm):
+def test_an_empty_answer_of_the_dht_makes_nobody_alone(virtual):
     async def scenario(nodes):
         one, two = await peers(nodes, 2, make_run())
         await until(lambda: one.replica.neighbours.others())
@@ -214,10 +210,10 @@ def test_an_empty_answer_of_the_dht_makes_nobody_alone(swarm):
         assert one.replica.neighbours.others() and not one.replica.neighbours.alone()
         check_invariants(one, two)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_peer_that_knows_of_a_later_state_waits_for_its_holder_and_says_who(swarm):
+def test_a_peer_that_knows_of_a_later_state_waits_for_its_holder_and_says_who(virtual):
     async def scenario(nodes):
         run = make_run()
         later = branch(run, 51, 2.0)
@@ -228,10 +224,10 @@ def test_a_peer_that_knows_of_a_later_state_waits_for_its_holder_and_says_who(sw
         await Peer(nodes, await nodes.node(), run, state=later, rate=0).start(nodes)
         await until(lambda: waiter.at == later.digest)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_others_read_who_a_peer_is_and_why_its_round_failed(swarm):
+def test_others_read_who_a_peer_is_and_why_its_round_failed(virtual):
     async def scenario(nodes):
         one, two = await peers(nodes, 2, make_run(), rate=40)
         two.replica.status._name, two.replica.status._hardware = "Ada's cellar", "2 x NVIDIA A40"
@@ -245,10 +241,10 @@ def test_others_read_who_a_peer_is_and_why_its_round_failed(swarm):
         assert (seen.name, seen.hardware) == ("Ada's cellar", "2 x NVIDIA A40")
         assert re.fullmatch(r"round \d+ not averaged: as if the last part had not come", seen.note)  # one may have made rounds alone
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_who_calls_onto_the_state_before_ours_makes_nobody_offer_what_it_has_just_begun(swarm):
+def test_who_calls_onto_the_state_before_ours_makes_nobody_offer_what_it_has_just_begun(virtual):
     async def scenario(nodes):
         run = make_run()
         peer = Peer(nodes, await nodes.node(), run, state=branch(run, 50, 1.0), rate=0)
@@ -259,10 +255,10 @@ def test_who_calls_onto_the_state_before_ours_makes_nobody_offer_what_it_has_jus
             replica._contribution()
             assert bool(peer.offers) is frozen
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_peer_that_waits_for_a_better_state_or_leaves_says_that_it_does_not_come(swarm):
+def test_a_peer_that_waits_for_a_better_state_or_leaves_says_that_it_does_not_come(virtual):
     async def scenario(nodes):
         peer = Peer(nodes, await nodes.node(), make_run(), rate=0)
         replica = peer.replica
@@ -279,10 +275,10 @@ def test_a_peer_that_waits_for_a_better_state_or_leaves_says_that_it_does_not_co
         await replica.leave()
         assert asked == [False]
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_stopped_trainer_is_told_of_the_last_state_only(swarm):
+def test_a_stopped_trainer_is_told_of_the_last_state_only(virtual):
     async def scenario(nodes):
         one, two = await peers(nodes, 2, make_run())
         await until(lambda: one.at and two.at)
@@ -297,4 +293,4 @@ def test_a_stopped_trainer_is_told_of_the_last_state_only(swarm):
         assert len(one.lands) <= told + 2
         check_invariants(one, two)
 
-    swarm(scenario)
+    virtual(scenario)

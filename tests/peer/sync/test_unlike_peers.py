@@ -61,7 +61,7 @@ class Machine:
         self.work.freeze, inner.step = frozen, stepped
 
     def anchor(self):
-        buffer = self.work.state.anchor(self.work._wire.size)
+        buffer = self.work.state.vector(self.work._wire.size)
         assert buffer.dtype is torch.float32
         return buffer.clone()
 

@@ -96,7 +96,7 @@ def main() -> int:
     counts |= {"overlapped": overlapped, "most_waiting": most_waiting}
     if work is not None:
         own = flatten(params, torch.empty(sum(p.numel() for p in params.values())))
-        counts["off_the_state"] = float((own - work.state.anchor(own.numel())).abs().max())
+        counts["off_the_state"] = float((own - work.state.vector(own.numel())).abs().max())
     finite = all(bool(torch.isfinite(p).all()) for p in params.values())
     checksum = float(sum(p.detach().double().sum() for p in params.values()))
     say(event="ended", round=sync.round, samples=sync.samples, done=done, finite=finite, checksum=checksum, **counts)

@@ -1,0 +1,19 @@
+"""Worlds with one thing in particular: what once took real processes, and no operating system is the subject of."""
+
+import pytest
+
+from peer import rooms
+from simulation.world import Scenario, play
+
+STRATEGIES = [name for name in rooms.parts("sync") if name != "none"]
+
+
+# With overlap all but gradients, which cannot be moved along with a new state.
+@pytest.mark.parametrize(
+    ("sync", "overlap"), [*((name, False) for name in STRATEGIES), *((name, True) for name in STRATEGIES if name != "gradients")]
+)
+def test_two_peers_of_every_strategy_average_and_account_for_every_sample(sync, overlap):
+    """Each state, settlement and sample is checked by `simulation/checks.py` as it comes; here only that there were rounds of both."""
+    outcome = play(Scenario(seed=5, peers=2, hours=1.0, rounds=8, sync=sync, overlap=overlap))
+    assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
+    assert outcome.rounds >= 8 and outcome.committed > 0.8 and outcome.adopted["averaged"] >= 8
