@@ -18,7 +18,7 @@ import msgpack
 
 from scripts.attacks.band import Band
 from scripts.attacks.rows import ROWS
-from scripts.attacks.wire import Frames, Gone, Record, Serves, Stranger
+from scripts.attacks.wire import Frames, Gone, Record, Serves, Stranger, newest
 from simulation.machine import Process
 from simulation.network import Host, Link, SimPipe
 from swarm.records import PeerRecord
@@ -70,6 +70,14 @@ class SimBand(Band):
     def draw_keys(self, count: int) -> list[_Key]:
         return [_Key(self._draw()) for _ in range(count)]
 
+    async def honest(self) -> dict[str, Record]:
+        """Strangers do not fall for each other."""
+        while True:
+            found = {peer: record for peer, record in (await super().honest()).items() if peer not in self._world.strangers}
+            if newest(found):
+                return found
+            await asyncio.sleep(0.5)
+
     def say(self, **values: Any) -> None:
         if values["event"] == "forged":
             self._world.checks.forged.add(values["digest"])
@@ -116,6 +124,8 @@ class SimStranger(Stranger):
                 await asyncio.sleep(1)
             except Gone:
                 pass
+            except Exception as error:  # another stranger asked it for what it does not have
+                self._world.note(f"a stranger failed: {error!r}")
             finally:
                 frames.close()
 
