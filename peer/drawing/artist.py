@@ -22,6 +22,7 @@ from peer.config import PeerConfig
 from peer.launch.joining import Joined
 from peer.sync.engine.memory import available_bytes
 from swarm.errors import ExitCode
+from swarm.options import build
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Order:
     def from_json(cls, data: bytes) -> "Order":
         values = json.loads(data)
         own = {
-            "peer": PeerConfig(**values["peer"]),
+            "peer": build(PeerConfig, values["peer"]),
             "run": RunConfig.from_mapping(values["run"], where="the order to draw"),
             "state": Path(values["state"]),
         }

@@ -173,7 +173,7 @@ def test_of_two_with_one_identity_the_newcomer_gives_way_and_the_other_goes_on(s
         one, two = await peers(nodes, 2, run)
         await until(lambda: min(len(one.rounds()), len(two.rounds())) >= 2)
         two.replica._presence._began = -math.inf  # no newcomer, however fast this goes
-        elsewhere = SimpleNamespace(folder=nodes.folder / "elsewhere", ends_with_the_test=nodes.ends_with_the_test)
+        elsewhere = SimpleNamespace(**{**vars(nodes), "folder": nodes.folder / "elsewhere"}, ends_with_the_test=nodes.ends_with_the_test)
         copy = Peer(elsewhere, await nodes.node(double=two.node), run)
         copy.replica.neighbours._started = math.inf  # it does not look yet: else it might be gone before the other has noticed
         await copy.start(elsewhere)
