@@ -104,6 +104,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         heapq.heappush(self._timers, (when, next(self._numbers), handle))
         return handle
 
+    def _asyncgen_finalizer_hook(self, agen: Any) -> None:
+        """A generator that nobody ended is dropped as it is: a task that unwinds it would come when the collector likes, not the seed."""
+
     def _run_once(self) -> None:
         """All that there is to do until somebody stops the loop: asyncio's own does one turn, and looks at sockets in each."""
         ready, timers = self._ready, self._timers

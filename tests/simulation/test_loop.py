@@ -1,6 +1,7 @@
 """Virtual time: an order that no address decides, processes that stop and die, and threads in lock step."""
 
 import asyncio
+import gc
 import random
 
 import pytest
@@ -133,3 +134,28 @@ def test_a_killed_thread_unwinds_where_it_blocks_and_a_failing_one_says_so(loop)
     loop.run_until_complete(asyncio.sleep(5))
     thread.kill()
     assert seen == ["unwound"] and [str(error) for error in errors] == ["broken"]
+
+
+def test_a_generator_that_nobody_ended_makes_no_task_when_it_is_collected():
+    """Seen in a campaign: an answer that was read half way was unwound in the middle of another world."""
+    loop, unwound = VirtualLoop(random.Random(1)), []
+
+    async def half_way():
+        async def pieces():
+            try:
+                yield 1
+                yield 2
+            finally:
+                unwound.append(True)
+
+        generator = pieces()
+        assert await generator.__anext__() == 1
+        del generator
+        gc.collect()
+        await asyncio.sleep(1)
+        return len(asyncio.all_tasks())
+
+    try:
+        assert loop.run_until_complete(half_way()) == 1 and not unwound
+    finally:
+        loop.close()
