@@ -35,6 +35,9 @@ class Sleep:
     def __init__(self, weight: nn.Parameter, sample_seconds: float):
         self._weight, self._seconds = weight, sample_seconds
 
+    def unread(self) -> tuple[nn.Module, ...]:
+        return ()
+
     def encode(self, batch: PixelBatch, rng: torch.Generator) -> LatentBatch:
         return LatentBatch(batch.pixels, {})
 
