@@ -65,7 +65,7 @@ _CLOSE_SECONDS = 5.0
 _REBASE_SECONDS = 2.0
 """A trainer that did not rebase for so long has other things to do: the state is written without waiting for it."""
 SETTLE_SECONDS = 120.0
-"""A state that was on disk and on our lineage for so long is final even when a live peer signs another one: it may never follow."""
+"""After so long on disk and on our lineage a state is final, even if a live peer signs another one. That peer may never follow."""
 
 
 class Replica:
@@ -196,8 +196,7 @@ class Replica:
             return
         self.phase.set(Phase.DONE)
         last, began = self.state.value, self._clock()
-        served = lambda: self.trainer.was_told_of(last) and not self._needed_by_others(self._clock() - began)  # noqa: E731
-        await self._until(lambda: self._closed or self._goes_on_after(last) or served())
+        await self._until(lambda: self._closed or self._goes_on_after(last) or self._has_served(last, self._clock() - began))
         if self._goes_on_after(last) or await self._ending.was_put_off():
             return
         self.trainer.send(Done())
@@ -315,16 +314,14 @@ class Replica:
         Until it has looked around, its record says so (JOINING), and where it stands counts for nothing. An absence in the middle of a round is
         noticed after it.
         """
-        away = self._wall() - self._looked
-        if away <= RECORD_LIFE_SECONDS:
-            self._looked = self._wall()
-        elif self.phase.value in (Phase.TRAIN, Phase.FETCH):
+        now = self._wall()
+        away, phase = now - self._looked, self.phase.value
+        if away <= RECORD_LIFE_SECONDS or phase not in (Phase.GROUP, Phase.AVERAGE):
+            self._looked = now
+        if away > RECORD_LIFE_SECONDS and phase in (Phase.TRAIN, Phase.FETCH):
             log.info("back after %.0f s", away)
-            self._looked = self._wall()
             self._beginning.again()
             await self._join()
-        elif self.phase.value in (Phase.JOIN, Phase.DONE):
-            self._looked = self._wall()
 
     # ---------------------------------------------------------------- joining
 
@@ -479,6 +476,9 @@ class Replica:
 
     def _goes_on_after(self, last: State) -> bool:
         return self.state.value is not last or not self._ending.is_over(self.state.value)
+
+    def _has_served(self, last: State, lingered: float) -> bool:
+        return self.trainer.was_told_of(last) and not self._needed_by_others(lingered)
 
     def _needed_by_others(self, lingered: float) -> bool:
         if self._donor.busy:

@@ -44,6 +44,7 @@ class CatchUp:
     async def ask(self) -> set[str]:
         """Ask the others directly: their records may be seconds old, and a member may have committed what we missed. Returns who is ahead."""
         asked = {asyncio.create_task(ask_head(self._streams, r.peer_id)): r.peer_id for r in self._neighbours.counted_upon()}
+        told = {}
         if asked:
             done, late = await asyncio.wait(asked, timeout=_ASK_SECONDS)
             await end_tasks(*late)
@@ -51,8 +52,6 @@ class CatchUp:
             for peer, head in told.items():
                 self._heads.heard(peer, head)
             self.look()
-        else:
-            told = {}
         await self._neighbours.read()
         ours = Head.of(self._state.value)
         heads = [*told.items(), *((record.peer_id, head_of(record)) for record in self._neighbours.others())]

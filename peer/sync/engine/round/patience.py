@@ -1,7 +1,7 @@
 """How long a round waits for its slower peers."""
 
 _SHARE, _SHORTEST_SECONDS = 0.25, 1.0
-"""A round that took so long already may wait for a quarter of that until a slow peer's step is done."""
+"""A round waits for a slow peer's step for a quarter of the time that it has taken already."""
 
 
 def patience_seconds(age_seconds: float, failures: int = 0) -> float:

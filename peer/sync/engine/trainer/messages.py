@@ -14,7 +14,7 @@ from peer.sync.engine.vectors import SharedBuffer
 from swarm.errors import ExitCode, UserError
 
 _STUCK_SECONDS = 5.0
-"""A trainer that said nothing for so long beyond two of its steps does something else than steps."""
+"""A trainer that is silent for two of its steps and this long is not stepping."""
 
 
 # ------------------------------------------------------------------ the trainer says

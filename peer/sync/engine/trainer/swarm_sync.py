@@ -42,7 +42,7 @@ from peer.sync.engine.trainer.messages import (
     Seen,
     Start,
     Train,
-)  # fmt: skip
+)
 from peer.sync.engine.trainer.pace import Pace
 from peer.sync.engine.trainer.port import PortClosed
 from peer.sync.engine.trainer.sidecar_process import Processes, SidecarProcess
