@@ -28,7 +28,7 @@ from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.transfer.download import Download
 from peer.sync.engine.transfer.kind import Kind, ask_kind
 from peer.sync.engine.transfer.pace import Slow, fetch_seconds
-from peer.sync.engine.transfer.takeover import WholeState
+from peer.sync.engine.transfer.state_fetch import WholeState
 from peer.sync.engine.vectors import SharedBuffer
 from swarm import files
 from swarm.advice import size

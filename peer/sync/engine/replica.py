@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peer.contracts import Member
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.cell import Bell, Cell, Phase
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.bucket import Bucket
@@ -46,7 +46,7 @@ from peer.sync.engine.transfer.donors import Donor
 from peer.sync.engine.transfer.kind import Kind, serve_kind
 from peer.sync.engine.transfer.replay import MeanStore, rounds_kept
 from peer.sync.engine.transfer.saving import Saver
-from peer.sync.engine.transfer.takeover import Replaying, Takeover
+from peer.sync.engine.transfer.state_fetch import Replaying, StateFetch
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import UserError
@@ -108,13 +108,13 @@ class Replica:
         # Which state is right, and how a better one comes here.
         outer, streams = OuterStep(strategy, wire), Streams(node, upload)
         self.heads = Heads(
-            self.met, self.neighbours.others, state, lambda peer: self._takeover.avoids(peer), clock, leads=not node.client_mode
+            self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode
         )
         self._ending = Ending(run, self.end, node, line)
         plausible = Plausible(run, node.peer_id, self.state, self.trainer, self.heads, self._ending, store.discarded)
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
-        self._takeover = Takeover(streams, plausible.refusal, clock, Replaying(wire.num_bytes, outer, self._means), self.bell.ring)
-        self._catch_up = CatchUp(streams, self.state, self.heads, self.neighbours, self._takeover)
+        self._state_fetch = StateFetch(streams, plausible.refusal, clock, Replaying(wire.num_bytes, outer, self._means), self.bell.ring)
+        self._catch_up = CatchUp(streams, self.state, self.heads, self.neighbours, self._state_fetch)
         # A round.
         self.next_round = NextRound(run, self.end, self.neighbours, self.state, wall)
         self.reception = Reception(
@@ -228,7 +228,7 @@ class Replica:
                     task.result()
         finally:
             await end_tasks(*tasks)
-            await self._takeover.close()
+            await self._state_fetch.close()
             self._donor.close()
 
     async def live_until(self, *ends: Coroutine[Any, Any, Any]) -> None:
@@ -328,8 +328,8 @@ class Replica:
     def _may_start(self) -> bool:
         ours = self.state.value
         return self._beginning.may_start(
-            Head.of(ours), own_round=ours.header.round, fetching=self._takeover.signers > 0, behind=bool(self.heads.right()),
-            others=self.neighbours.others(), news=self._waits, counts=self._takeover.promises.counts,
+            Head.of(ours), own_round=ours.header.round, fetching=self._state_fetch.signers > 0, behind=bool(self.heads.right()),
+            others=self.neighbours.others(), news=self._waits, counts=self._state_fetch.promises.counts,
         )  # fmt: skip
 
     def _waits(self, why: str) -> None:
@@ -391,7 +391,7 @@ class Replica:
         self._means.want(done.state, done.mean)
         self._adopt(done.state, done.how)
         self.phase.set(Phase.TRAIN)
-        await points.reached("before_publish", self.node.peer_id)
+        await failpoints.reached("before_publish", self.node.peer_id)
 
     async def _look_and_back_off(self, contribution: Contribution, error: NoGroup | RoundFailed) -> None:
         """Look whether the others have committed; if not, offer the same bytes again. Training goes on.
@@ -461,7 +461,7 @@ class Replica:
         safe |= self._saver.on_disk(SETTLE_SECONDS if others else 0.0)
         settled = self._settling.take(safe)
         if settled:
-            await points.reached("before_settle", self.node.peer_id)
+            await failpoints.reached("before_final", self.node.peer_id)
             self.trainer.final(settled)
             self.bell.ring()
 

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from peer.sync.engine import points, replica
+from peer.sync.engine import failpoints, replica
 from peer.sync.engine.net.streams import Broken
 from tests.peer.sync.conftest import LOOP_SECONDS
 from tests.peer.sync.replicas import make_run, peers
@@ -33,9 +33,9 @@ async def live(nodes: Nodes) -> History:
     trio, ends = await peers(nodes, 3, make_run()), []
     by_id = {peer.id: peer for peer in trio}
     await until(lambda: min(peer.head.header.round for peer in trio) >= 1, SECONDS)
-    points.hook = cut = Trap("joined", lambda peer: _fail(Broken("cut off")))
+    failpoints.hook = cut = Trap("joined", lambda peer: _fail(Broken("cut off")))
     await until(lambda: cut.victim, SECONDS)
-    points.hook = killed = Trap("outer_step", lambda peer: die(by_id[peer], ends))
+    failpoints.hook = killed = Trap("outer_step", lambda peer: die(by_id[peer], ends))
     await until(lambda: ends and ends[0].done(), SECONDS)
     dead = by_id[killed.victim]
     others = [peer for peer in trio if peer is not dead]
@@ -53,7 +53,7 @@ async def _fail(error: Exception):
 @pytest.fixture(scope="module")
 def history(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(points, "hook", None)
+        patch.setattr(failpoints, "hook", None)
         patch.setattr(replica, "_BACKOFF_SECONDS", PAUSES)
         yield run_swarm(tmp_path_factory.mktemp("invariants"), live, LOOP_SECONDS)
 

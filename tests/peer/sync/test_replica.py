@@ -113,7 +113,7 @@ def test_who_has_moved_on_is_not_taken_for_absent(virtual):
         for _ in range(PATIENT_ATTEMPTS):
             await replica._look_and_back_off(offer, NoGroup("nobody came", {ahead.id}))
         assert not replica.neighbours.counted_upon()
-        await replica._takeover.close()
+        await replica._state_fetch.close()
 
     virtual(scenario)
 
@@ -266,10 +266,10 @@ def test_a_peer_that_waits_for_a_better_state_or_leaves_says_that_it_does_not_co
         replica.phase.set(Phase.TRAIN)
         standing = replica.reception.standing
         assert standing(peer.id).has_samples and not standing("QmNobodyKnows").has_samples
-        replica._takeover._fetch = SimpleNamespace(holders={"QmAhead"})
+        replica._state_fetch._fetch = SimpleNamespace(holders={"QmAhead"})
         assert replica._contribution() is False
         assert not standing(peer.id).has_samples
-        replica._takeover._fetch, asked = None, []
+        replica._state_fetch._fetch, asked = None, []
         assert replica._contribution() is False and standing(peer.id).has_samples
         replica._saver.save = lambda state: asked.append(standing(peer.id).has_samples) or asyncio.sleep(0)
         await replica.leave()

@@ -36,10 +36,10 @@ class Toy:
     def __init__(self, folder: Path, *arguments: str, strategy: str = "parameters", **options):
         self.folder, self.lines, self.log = folder, [], ""
         flags = [f"--{name}={value}" for name, value in options.items()]
-        self._points = folder.with_suffix(".points")
+        self._failpoints = folder.with_suffix(".failpoints")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.peer.sync.toy_peer", str(folder), strategy, *arguments, *flags],
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "DD_POINTS": str(self._points)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "DD_FAILPOINTS": str(self._failpoints)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._threads = [threading.Thread(target=self._read_out), threading.Thread(target=self._read_err)]
         for thread in self._threads:
@@ -85,11 +85,11 @@ class Toy:
         return max((line["round"] for line in self.rounds()), default=0)
 
     def arm(self, what: str):
-        """Let it fail at a named point, once; `armed` until it has."""
-        self._points.write_text(what)
+        """Let it fail at a failpoint, once; `armed` until it has."""
+        self._failpoints.write_text(what)
 
     def armed(self) -> bool:
-        return bool(self._points.exists() and self._points.read_text())
+        return bool(self._failpoints.exists() and self._failpoints.read_text())
 
     def kill(self):
         self.process.kill()
@@ -312,13 +312,13 @@ def test_who_leaves_has_the_swarms_state_itself_without_what_the_codec_left_over
     assert one.end()["off_the_state"] == 0.0
 
 
-POINTS_OF_PROCESSES = {
+FAILPOINTS_OF_PROCESSES = {
     "half_of_parts_sent": "stop 4",
     "group_closed": "kill",
     "frozen": "kill",
-    "landed": "kill",
+    "rebased": "kill",
 }
-"""At which a real process is stopped or killed; test_failures.py has all points but the trainer's, in one process."""
+"""At which a real process is stopped or killed; test_failures.py has all failpoints but the trainer's, in one process."""
 
 
 @pytest.mark.timeout(900)
@@ -326,12 +326,12 @@ def test_a_process_stopped_or_killed_at_a_point_stops_nobody_and_comes_back(toys
     one = toys("one", min_peers=3)
     two, victim = (toys(name, one.maddr(), min_peers=3) for name in ("two", "victim"))
     until(lambda: min(one.round(), two.round(), victim.round()) >= 1, one, two, victim)
-    for point, action in POINTS_OF_PROCESSES.items():
+    for point, action in FAILPOINTS_OF_PROCESSES.items():
         victim.arm(f"{point} {action}")
         until(lambda victim=victim: not victim.armed(), victim)
         at = max(one.round(), two.round())
         until(lambda at=at: min(one.round(), two.round()) >= at + 2, one, two)
-        if point in ("frozen", "landed"):
+        if point in ("frozen", "rebased"):
             until(lambda victim=victim: victim.process.poll() is not None, victim)
             victim = toys("victim", one.maddr())
         at = max(one.round(), two.round())

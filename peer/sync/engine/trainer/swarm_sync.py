@@ -16,7 +16,7 @@ import torch
 
 from peer.contracts import Settlement, SyncContext, SyncReport
 from peer.machine.device import describe_hardware
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.net.messages import read_header
@@ -317,7 +317,7 @@ class SwarmSync:
         try:
             self._news.frozen = self._work.freeze(self._next_number()).number
             self._may_train = self._offered = False
-            points.reached_in_trainer("frozen")
+            failpoints.reached_in_trainer("frozen")
         except NotFinite:
             log.warning("the parameters are not finite any more; going back to the swarm's state")
             self._news.dropped.append(OPEN)
@@ -343,7 +343,7 @@ class SwarmSync:
             self._pace.rebased()
         self._swarm, self._may_train, self._offered = _Swarm.JOINED, False, False
         self._min_peers = 1  # who leaves later stops nobody, also not a sidecar that was started again
-        points.reached_in_trainer("landed")
+        failpoints.reached_in_trainer("rebased")
         self._pace.pause()
 
     # ---------------------------------------------------------------- a sidecar's first message

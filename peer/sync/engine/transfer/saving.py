@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.state import State
 from peer.sync.engine.transfer.disk import StateStore
 from swarm.errors import UserError
@@ -61,7 +61,7 @@ class Saver:
             state, self._next = self._next, None
             try:
                 await self.save(state)
-                await points.reached("saved", self._peer)
+                await failpoints.reached("saved", self._peer)
                 self._on_saved()
             except UserError as error:
                 self._on_failed(error)
