@@ -13,7 +13,7 @@ from swarm.errors import UserError
 
 _LOOK_SECONDS = 0.2
 _REMEMBERED_SECONDS = 600.0
-"""Longer than a state must have been on disk to be settled without company, however many rounds are made in that time."""
+"""Longer than a state must have been on disk to be final without company, however many rounds are made in that time."""
 
 
 class Saver:
