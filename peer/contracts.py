@@ -34,6 +34,16 @@ class Sample:
     caption: str | Sequence[str]
     """Or several captions, one of which is taken by chance."""
 
+    @classmethod
+    def of(cls, key: str, image: bytes, captions: Sequence[str]) -> "Sample":
+        """captions: at least one."""
+        return cls(key, image, captions[0] if len(captions) == 1 else captions)
+
+    @classmethod
+    def bad(cls, key: str) -> "Sample":
+        """In place of what cannot be read: it is left out and counted, like a picture that cannot be decoded."""
+        return cls(key, b"", "")
+
 
 @dataclass(frozen=True)
 class PixelBatch:

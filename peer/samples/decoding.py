@@ -16,7 +16,8 @@ import torch
 from peer.contracts import PixelBatch, Sample
 from peer.samples.caches import TensorCache, Tensors, content_seed, latents_name
 from peer.samples.captions import choose_caption
-from peer.samples.pictures import BadPicture, Frame, Framed, start_worker, try_decode
+from peer.samples.pictures import Frame, Framed, start_worker, try_decode
+from swarm.picture_file import BadSample
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class Decoded:
     """None when no sample is left."""
     keys: tuple[str, ...]
     """Of those in the batch, in its order; pictures of the class come after them and have none here."""
-    skipped: tuple[tuple[str, BadPicture], ...]
+    skipped: tuple[tuple[str, BadSample], ...]
     """The samples that are no pictures, each with the reason."""
     bad: tuple[str, ...]
     """Keys of those among the skipped that were drawn, and are none of the class."""
@@ -73,14 +74,14 @@ class Decoder:
         return self._stacker.submit(together)  # in a thread: stacking a batch of 4 at 512 px takes 10 ms, for which training would wait
 
     def _together(
-        self, samples: Sequence[Sample], own: int, results: Sequence[Framed | Tensors | BadPicture], names: Sequence[str]
+        self, samples: Sequence[Sample], own: int, results: Sequence[Framed | Tensors | BadSample], names: Sequence[str]
     ) -> Decoded:
         """The batch of those samples that are pictures.
 
         own: so many samples were drawn; those after them are of the class, are in no list of keys, and weigh in the loss what they are told to.
         names: under which a cache keeps them, empty without one.
         """
-        bad = {place: result for place, result in enumerate(results) if isinstance(result, BadPicture)}
+        bad = {place: result for place, result in enumerate(results) if isinstance(result, BadSample)}
         good = [place for place in range(len(results)) if place not in bad]
         keys = tuple(samples[place].key for place in good if place < own)
         skipped = tuple((samples[place].key, reason) for place, reason in bad.items())
