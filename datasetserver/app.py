@@ -177,12 +177,12 @@ async def post_round(request: web.Request) -> web.Response:
 
     def operation(book: Book) -> tuple[protocol.Head, bool]:
         new = book.tree.get(asked.digest) is None
-        book.settle(State(asked.digest, asked.parent, asked.round, asked.samples, members), asked.peer)
+        book.add_final(State(asked.digest, asked.parent, asked.round, asked.samples, members), asked.peer)
         return head_of(book), new
 
     head, new = await _told(request, asked.peer, operation)
     if new:
-        log.info("settled round=%d samples=%d members=%d digest=%s", asked.round, asked.samples, len(members), asked.digest[:16])
+        log.info("final round=%d samples=%d members=%d digest=%s", asked.round, asked.samples, len(members), asked.digest[:16])
     return answers.answer(protocol.RoundAnswer(head=head))
 
 
@@ -245,7 +245,7 @@ ENDPOINTS = (
         "GET",
         "/v1/states/{digest}.state",
         get_state,
-        "The newest settled state, for dd-export.",
+        "The newest final state, for dd-export.",
         "application/octet-stream",
         also=(206, 304),
     ),
@@ -263,5 +263,5 @@ ENDPOINTS = (
         protocol.ContributionAnswer,
         protocol.ContributionRequest,
     ),
-    Endpoint("POST", "/v1/rounds", post_round, "Report a settled state.", protocol.RoundAnswer, protocol.RoundRequest),
+    Endpoint("POST", "/v1/rounds", post_round, "Report a final state.", protocol.RoundAnswer, protocol.RoundRequest),
 )

@@ -177,8 +177,8 @@ class Book:
         self._follow_head(before)
         return contribution
 
-    def settle(self, state: State, reporter: str) -> State:
-        """Take note of a settled state, whoever reports it, and count the registered samples of all members; returns the head.
+    def add_final(self, state: State, reporter: str) -> State:
+        """Take note of a final state, whoever reports it, and count the registered samples of all members; returns the head.
 
         Refused with 409 when it contradicts itself or a state that is known.
         """
@@ -208,7 +208,7 @@ class Book:
         return self.tree.head
 
     def sweep(self) -> None:
-        """End leases that were not renewed in time, and withdraw what peers that are long gone left unsettled."""
+        """End leases that were not renewed in time, and withdraw what peers that are long gone left pending."""
         self._discard()
         now = self._clock()
         if now < self._next_expiry:
@@ -321,7 +321,7 @@ class Book:
     def _withdraw(self, contribution: Contribution) -> int:
         """Withdraw a live contribution; returns how many samples become leasable."""
         contribution.live = False
-        self._settle(contribution)
+        self._not_pending(contribution)
         self._store.set_contribution(contribution)
         for uid, mask in contribution.units.items():
             self.units[uid].pending &= ~mask
@@ -329,7 +329,7 @@ class Book:
 
     def _count(self, contribution: Contribution) -> None:
         contribution.counted = True
-        self._settle(contribution)
+        self._not_pending(contribution)
         for uid, mask in contribution.units.items():
             unit = self.units[uid]
             self._by_peer[contribution.peer] += (mask & ~unit.counted).bit_count()
@@ -350,7 +350,7 @@ class Book:
         self._pending.add((contribution.peer, contribution.number))
         self._holdings.pending[contribution.peer] += contribution.samples
 
-    def _settle(self, contribution: Contribution) -> None:
+    def _not_pending(self, contribution: Contribution) -> None:
         """It is not pending any more."""
         if (contribution.peer, contribution.number) in self._pending:
             self._pending.remove((contribution.peer, contribution.number))

@@ -105,7 +105,7 @@ class Store:
         """All but its units, which never change."""
         self._put("contribution", contribution.peer, contribution.number, int(contribution.live), contribution.repeated)
 
-    # -- settled states
+    # -- final states
 
     def states(self) -> Iterator[State]:
         """Parents before their children."""

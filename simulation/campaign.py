@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 from typing import Any
 
-from peer.sync.engine.points import POINTS
+from peer.sync.engine.failpoints import FAILPOINTS
 from simulation.faults import FAULTS
 from simulation.shrink import promise
 from simulation.world import Scenario, play
@@ -106,13 +106,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all of them come to. `seldom`: faults and points of a round that struck less than a hundred times."""
+    """What all of them come to. `seldom`: faults and failpoints that struck less than a hundred times."""
     struck: Counter[str] = Counter()
-    points: Counter[str] = Counter()
+    failpoints: Counter[str] = Counter()
     for line in lines:
         struck.update(line["faults"])
-        points.update(line["failpoints"])
-    everything = {name: struck[name] for name in FAULTS} | {name: points[name] for name in POINTS}
+        failpoints.update(line["failpoints"])
+    everything = {name: struck[name] for name in FAULTS} | {name: failpoints[name] for name in FAILPOINTS}
     broken = [line for line in lines if line["breach"]]
     return {
         "seeds": len(lines),
@@ -122,7 +122,7 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "broken_seeds": [line["seed"] for line in broken],
         "promises": Counter(promise(line["breach"]) for line in broken),
         "faults": dict(struck),
-        "failpoints": dict(points),
+        "failpoints": dict(failpoints),
         "seldom": sorted(name for name, count in everything.items() if count < 100),
     }
 

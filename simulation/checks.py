@@ -62,7 +62,7 @@ class Checks:
         self._looked = 0.0
         self.forged: set[str] = set()
         """Digests of the states that strangers made up."""
-        self.settled: dict[str, int] = {}
+        self.final: dict[str, int] = {}
         """Digests of the states that were reported as final, and how often."""
         self.round = 0
         self.adopted = {"averaged": 0, "solo": 0, "fetched": 0}
@@ -178,7 +178,7 @@ class Checks:
 
     def reported(self, machine: "Machine", digest: str) -> None:
         """As final."""
-        self.settled[digest] = self.settled.get(digest, 0) + 1
+        self.final[digest] = self.final.get(digest, 0) + 1
         if digest not in self.commits:
             self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
         elif not self._is_safe(machine, digest):
@@ -193,7 +193,7 @@ class Checks:
 
     def done(self, machine: "Machine", number: int) -> None:
         """The trainer takes its contribution for done."""
-        lineages = (self.commits[digest] for digest in self.settled if digest in self.commits)
+        lineages = (self.commits[digest] for digest in self.final if digest in self.commits)
         if not any(commit.included.get(machine.peer, 0) >= number and self._holds(commit, machine.peer, number) for commit in lineages):
             self.breach(f"contribution {number} is taken for done, and is in no state that was reported", machine)
 

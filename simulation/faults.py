@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from peer.sync.engine.points import POINTS
+from peer.sync.engine.failpoints import FAILPOINTS
 
 if TYPE_CHECKING:
     from simulation.machine import Machine, Process
@@ -234,12 +234,12 @@ async def pause(world: "World", machine: None, strike: Strike) -> None:
     world.server.orders.state = "running"
 
 
-async def point(world: "World", machine: "Machine", strike: Strike) -> None:
-    """A peer dies, is stopped or cut off, or loses the other end, at one named point of a round (`peer/sync/engine/points.py`): when it comes there next."""
-    world.points.arm(strike.values["name"], strike.values["action"], machine)
+async def failpoint(world: "World", machine: "Machine", strike: Strike) -> None:
+    """A peer dies, is stopped or cut off, or loses the other end, at one named point of a round (`peer/sync/engine/failpoints.py`): when it comes there next."""
+    world.failpoints.arm(strike.values["name"], strike.values["action"], machine)
     world.struck(strike, machine)
     await _for(world, strike.values["seconds"])
-    if world.points.disarm(machine):
+    if world.failpoints.disarm(machine):
         machine.boot()
 
 
@@ -292,9 +292,9 @@ FAULTS = {
     "answers": Fault(answers, {"what": str, "seconds": float}, {"what": _of("slow", "lost"), "seconds": _of(60.0)}, hits_a_peer=False),
     "ledger": Fault(ledger, {"seconds": float}, {"seconds": _of(2.0, 20.0)}, hits_a_peer=False),
     "pause": Fault(pause, {"seconds": float}, {"seconds": _of(15.0)}, hits_a_peer=False),
-    "point": Fault(
-        point,
+    "failpoint": Fault(
+        failpoint,
         {"name": str, "action": str, "seconds": float},
-        {"name": _of(*POINTS), "action": _of("kill", "peer", "power", "fail", "stop", "cut"), "seconds": _of(10.0, 30.0)},
+        {"name": _of(*FAILPOINTS), "action": _of("kill", "peer", "power", "fail", "stop", "cut"), "seconds": _of(10.0, 30.0)},
     ),
 }

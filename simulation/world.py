@@ -17,11 +17,11 @@ from peer.sync.engine.vectors import BIG_ELEMENTS
 from simulation.arithmetic import Arithmetic
 from simulation.assistant import Assistant
 from simulation.checks import Breach, Checks, Commit
+from simulation.failpoints import Failpoints
 from simulation.faults import FAULTS, Strike, strike_as_told, strike_at_random
 from simulation.loop import OWNER, Deadlock, VirtualLoop
 from simulation.machine import Machine
 from simulation.network import Link, Network
-from simulation.points import Points
 from simulation.records import Records
 from simulation.server import Dataset, Server
 from swarm.errors import UserError
@@ -81,7 +81,7 @@ class Outcome:
     """States that were reported as final and are not in the lineage of the newest one: after a partition, above all."""
     faults: dict[str, int] = field(default_factory=dict)
     failpoints: dict[str, int] = field(default_factory=dict)
-    """Named points of a round at which something happened to a peer, and how often."""
+    """Failpoints at which something happened to a peer, and how often."""
     strikes: tuple[Strike, ...] = ()
     """What struck, in order."""
     adopted: dict[str, int] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class World:
         self.checks.arithmetic = Arithmetic(self.wire, self.strategy)
         self.machines: list[Machine] = []
         self.faults_done: Counter[str] = Counter()
-        self.points = Points(self)
+        self.failpoints = Failpoints(self)
         self.strikes: list[Strike] = []
         self.calm = False
         self.gone: list[Machine] = []
@@ -212,7 +212,7 @@ class World:
         gc.disable()
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._unheard)
-        self.points.listen()
+        self.failpoints.listen()
         try:
             self.loop.run_until_complete(self._live())
             self.checks.raise_if_broken()
@@ -228,15 +228,15 @@ class World:
             root.removeHandler(handler)
             root.setLevel(level)
             self._bury_all()
-            self.points.deaf()
+            self.failpoints.deaf()
         tip = self._tip()
         inside = {(peer, number) for digest in self.checks.lineage(tip) for peer, number, _ in self.checks.commits[digest].members}
         offered = len(self.checks._offers)
         outcome.rounds, outcome.committed = self.checks.round, round(len(inside) / offered, 4) if offered else 0.0
         outcome.virtual_seconds, outcome.slowest_commit_seconds = round(self.loop.time(), 1), round(self._slowest, 1)
         outcome.messages, outcome.faults, outcome.adopted = self.network.messages, dict(self.faults_done), self.checks.adopted
-        outcome.failpoints, outcome.strikes = dict(self.points.hit), tuple(self.strikes)
-        outcome.apart, outcome.withdrawn = self.apart, len(self.checks.settled.keys() - set(self.checks.lineage(tip)))
+        outcome.failpoints, outcome.strikes = dict(self.failpoints.hit), tuple(self.strikes)
+        outcome.apart, outcome.withdrawn = self.apart, len(self.checks.final.keys() - set(self.checks.lineage(tip)))
         outcome.trace, outcome.lines = self._trace.hexdigest(), list(self._lines)
         return outcome
 

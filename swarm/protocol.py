@@ -125,7 +125,7 @@ class Manifest(Message):
 
 
 class Head(Message):
-    """The best settled state the server was told of, and who had it."""
+    """The best final state the server was told of, and who had it."""
 
     digest: Digest
     round: Count
@@ -277,7 +277,7 @@ class ContributionRequest(Message):
 
 
 class ContributionAnswer(Message):
-    """registered: samples that count once the contribution is settled; repeated: those that others hold, and that do not."""
+    """registered: samples that count once the contribution is final; repeated: those that others hold, and that do not."""
 
     registered: Count
     repeated: Count = 0
@@ -291,7 +291,7 @@ class RoundMember(Message):
 
 
 class RoundRequest(Message):
-    """POST /v1/rounds: this state is settled. `samples` are all samples ever averaged into it, these members' included."""
+    """POST /v1/rounds: this state is final. `samples` are all samples ever averaged into it, these members' included."""
 
     run_id: RunId
     peer: PeerId
@@ -316,7 +316,7 @@ class LedgerTotals(Message):
 
 
 class StateInfo(Message):
-    """A settled state that the server offers: GET /v1/states/{digest}.state; what `dd-export` makes a model of. bytes: of the file."""
+    """A final state that the server offers: GET /v1/states/{digest}.state; what `dd-export` makes a model of. bytes: of the file."""
 
     digest: Digest
     round: Count
@@ -353,7 +353,7 @@ class Progress(Message):
     finished: bool
     state: RunState = "running"
     checkpoint: StateInfo | None = None
-    """The newest settled state that can be had from the server; None: it keeps none."""
+    """The newest final state that can be had from the server; None: it keeps none."""
     server_time: Number
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
-from peer.contracts import LeaseLost, Sample, Settlement, SourceContext
+from peer.contracts import CommittedRound, LeaseLost, Sample, SourceContext
 from peer.data.client.background import Background
 from peer.data.client.download import Corrupt, fetch
 from peer.data.client.manifest import SignedShards
@@ -134,9 +134,9 @@ class DatasetServer:
         except Refusal as refusal:
             raise LeaseLost(number, str(refusal)) from None
 
-    def settle(self, settlement: Settlement) -> None:
+    def report_final(self, committed_round: CommittedRound) -> None:
         waits = len(self._outbox) > 0
-        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=self._transport.away_seconds() > 0)
+        self._outbox.put(ROUNDS, self._envelope(**round_body(committed_round)), keep=self._transport.away_seconds() > 0)
         if waits:  # behind another: of a server that is away nobody knows for 30 s
             self._outbox.keep_rounds()
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from peer.contracts import Sample, Settlement, SourceContext
+from peer.contracts import CommittedRound, Sample, SourceContext
 from swarm.dataset_rows import HubDataset
 from swarm.errors import UserError
 from swarm.picture_file import BadSample
@@ -153,7 +153,7 @@ class HuggingFace:
     def register(self, number: int, keys: Sequence[str]) -> None:
         """There is nobody to tell: which rows are whose is said by --dataset_part."""
 
-    def settle(self, settlement: Settlement) -> None:
+    def report_final(self, committed_round: CommittedRound) -> None:
         """No ledger to tell."""
 
     def acknowledge(self, keys: Sequence[str]) -> None:

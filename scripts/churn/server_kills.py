@@ -2,7 +2,7 @@
 
     ./scripts/server-kills [--kills 50] [--clients 8] [--seed 0]
 
-Each client leases, registers, gives back, and now and then repeats what it said; one of them at a time reports a settled round. Whatever
+Each client leases, registers, gives back, and now and then repeats what it said; one of them at a time reports a final round. Whatever
 gets no answer is asked again until it gets one, except for a lease, which is lost with its answer. Each kill comes up to a second
 after the server has answered again. At the end the ledger's file is read and held against what the clients were told. The last line is
 JSON; the exit status is 0 only if nothing is wrong.
@@ -51,7 +51,7 @@ class Told:
     leases: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
     """By id: the peer, and what it still holds."""
     contributions: dict[tuple[str, int], frozenset[str]] = field(default_factory=dict)
-    unsettled: list[tuple[str, int]] = field(default_factory=list)
+    pending: list[tuple[str, int]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     requests: int = 0
     faults: list[str] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Client(threading.Thread):
             self._insist("POST", f"/v1/leases/{lease_id}/release", {"keys": keys[len(mine) :]})
         if self._told.lock.acquire(blocking=False):
             try:
-                self._settle()
+                self._take()
             finally:
                 self._told.lock.release()
 
@@ -118,11 +118,11 @@ class Client(threading.Thread):
         with self._told.lock:
             self._told.contributions[self.name, self._number] = frozenset(keys)
             self._told.leases[lease_id][1].difference_update(keys)
-            self._told.unsettled.append((self.name, self._number))
+            self._told.pending.append((self.name, self._number))
 
-    def _settle(self) -> None:
+    def _report(self) -> None:
         """Report a round of what is registered, of each peer one contribution; the lock is held."""
-        members = dict(reversed(self._told.unsettled))  # the oldest of each: a later one would pass it
+        members = dict(reversed(self._told.pending))  # the oldest of each: a later one would pass it
         if len(members) < 4:
             return
         before = self._told.rounds[-1] if self._told.rounds else {"digest": "f" * 64, "round": 0, "samples": 0}
@@ -133,7 +133,7 @@ class Client(threading.Thread):
         if head["digest"] != said["digest"]:
             self._told.faults.append(f"the head is {head['round']}, not {said['round']}, which was reported last")
         self._told.rounds.append(said)
-        self._told.unsettled = [pair for pair in self._told.unsettled if members[pair[0]] != pair[1]]
+        self._told.pending = [pair for pair in self._told.pending if members[pair[0]] != pair[1]]
 
     def _insist(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         for _ in range(int(ANSWER_SECONDS / 0.02)):
@@ -196,11 +196,11 @@ def verdict(told: Told, ledger: Path, shards: Sequence[int]) -> dict[str, int]:
     for lease_id, (peer, keys) in told.leases.items():
         if keys and (lease_id not in book._leases or not keys <= keys_of(book._leases[lease_id].units)):
             told.faults.append(f"a lease of {peer} was acknowledged and is lost")
-    settled = {(member["peer"], member["number"]) for state in told.rounds for member in state["members"]}
-    counted, expected = book.units.totals()["counted"], sum(len(told.contributions[pair]) for pair in settled)
+    final = {(member["peer"], member["number"]) for state in told.rounds for member in state["members"]}
+    counted, expected = book.units.totals()["counted"], sum(len(told.contributions[pair]) for pair in final)
     unsaid = set(registered) - told.contributions.keys()
     if counted != expected or book.tree.head.samples != expected:
-        told.faults.append(f"{counted} samples are counted, {book.tree.head.samples} in the head, of {expected} that were settled")
+        told.faults.append(f"{counted} samples are counted, {book.tree.head.samples} in the head, of {expected} that became final")
     return {"counted": counted, "contributions": len(told.contributions), "not_answered": len(unsaid), "rounds": len(told.rounds)}
 
 

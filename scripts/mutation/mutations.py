@@ -50,7 +50,7 @@ MUTATIONS = (
     ),
     Mutation(
         "unflushed_state",
-        "a state counts as on disk before it is flushed: a power cut takes what was reported as settled",
+        "a state counts as on disk before it is flushed: a power cut takes what was reported as final",
         "                files.sync(file)\n            temporary.replace(path)\n            files.flush(self.folder)\n",
         "            temporary.replace(path)\n",
     ),
@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation(
         "reported_too_early",
         "a state is reported as final before another peer has it, or a disk",
-        "        safe |= self._saver.on_disk(SETTLE_SECONDS if others else 0.0)\n",
+        "        safe |= self._saver.on_disk(FINAL_SECONDS if others else 0.0)\n",
         "        safe |= {self.state.value.digest}\n",
     ),
     Mutation(
@@ -113,10 +113,10 @@ MUTATIONS = (
     ),
     # Races that were mended once (git log, docs/log.md), put back.
     Mutation(
-        "settled_by_another_branch",
-        "3391f4e: a contribution counts as done when a state of another branch with a higher round is settled",
-        "max((round for digest, round in self._settled if digest in lineage), default=0)",
-        "max((round for digest, round in self._settled), default=0)",
+        "final_by_another_branch",
+        "3391f4e: a contribution counts as done when a state of another branch with a higher round is final",
+        "max((round for digest, round in self._final if digest in lineage), default=0)",
+        "max((round for digest, round in self._final), default=0)",
     ),
     Mutation(
         "handed_over_is_on_disk",

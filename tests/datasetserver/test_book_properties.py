@@ -24,7 +24,7 @@ COPY_SECONDS = 20
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Peers lease, register, settle on any branch, give back, vanish, are late; the host pauses; the server restarts, its clock jumps."""
+    """Peers lease, register, report on any branch, give back, vanish, are late; the host pauses; the server restarts, its clock jumps."""
 
     steps = 0
 
@@ -117,7 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return {unit.uid: unit.held_by(peer) for unit in self.book.units.known() if unit.held_by(peer)}
 
     @rule(data=st.data())
-    def settle(self, data):
+    def report(self, data):
         """A new state on any known state, or after one whose report was lost."""
         parent = data.draw(st.sampled_from([None, "lost", *self.states]))
         offered = sorted({(peer, number): count for peer, number, count in self.offered}.items())
@@ -129,7 +129,7 @@ class LedgerMachine(RuleBasedStateMachine):
         name = f"{len(self.states):064x}"
         state = State(name, base.digest if base else ("f" * 64 if parent else "e" * 64), depth + 1, samples + own, members)
         try:
-            self.book.settle(state, "alice")
+            self.book.add_final(state, "alice")
         except Refused:
             return
         self.states.append(state)

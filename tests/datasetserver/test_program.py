@@ -112,12 +112,12 @@ def test_serving_and_help_need_neither_torch_nor_hivemind(tmp_path):
 
 
 def test_what_was_answered_survives_kill_9(tmp_path):
-    """Peers lease, register and settle as fast as they can while the server is killed again and again."""
+    """Peers lease, register and report as fast as they can while the server is killed again and again."""
     import threading
 
     host = Host(tmp_path, samples=200, shard_samples=4).start()
     run = envelope(host)["run_id"]
-    answered, settled, stop = [], [], threading.Event()
+    answered, final, stop = [], [], threading.Event()
 
     def post(path, **body):
         try:
@@ -157,14 +157,14 @@ def test_what_was_answered_survives_kill_9(tmp_path):
             while len(answered) < goal and time.monotonic() < deadline:
                 time.sleep(0.01)
             oldest = {}  # of each peer: a later contribution would pass it
-            for peer, number, keys in [entry for entry in answered[:] if entry not in settled]:
+            for peer, number, keys in [entry for entry in answered[:] if entry not in final]:
                 oldest.setdefault(peer, (peer, number, keys))
             members = [{"peer": id_of(peer), "number": number, "samples": len(keys)} for peer, number, keys in oldest.values()]
             samples += sum(member["samples"] for member in members)
             digest = f"{round_:064x}"
             status, body = insist("/v1/rounds", peer=id_of("peer0"), digest=digest, parent=parent, round=round_, samples=samples, members=members)
             assert status == 200, body
-            settled += list(oldest.values())
+            final += list(oldest.values())
             parent = digest
             host.kill()
             host.start()
@@ -175,7 +175,7 @@ def test_what_was_answered_survives_kill_9(tmp_path):
     progress = json.loads(call(host, "/v1/progress")[2])
     keys = [key for _, _, keys in answered for key in keys]
     assert len(keys) == len(set(keys)), "a sample was registered twice"
-    assert progress["ledger"]["counted"] == progress["samples"] == sum(len(keys) for _, _, keys in settled)
+    assert progress["ledger"]["counted"] == progress["samples"] == sum(len(keys) for _, _, keys in final)
     assert progress["ledger"]["counted"] + progress["ledger"]["pending"] == len(keys), "an answered registration was lost"
     assert sum(progress["ledger"].values()) % 200 == 0
     assert host.stop() == 0

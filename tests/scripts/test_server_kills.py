@@ -25,7 +25,7 @@ def test_the_verdict_finds_what_was_acknowledged_and_is_not_in_the_ledger(tmp_pa
     round_ = {"digest": "1" * 64, "parent": "0" * 64, "round": 1, "samples": 4, "members": [{"peer": "alice", "number": 1, "samples": 4}]}
     told.rounds.append(round_)
     book.contribute("alice", 1, sorted(keys[kept.lease_id]))
-    book.settle(State("1" * 64, "0" * 64, 1, 4, (("alice", 1, 4),)), "alice")
+    book.add_final(State("1" * 64, "0" * 64, 1, 4, (("alice", 1, 4),)), "alice")
     book.save()
     assert verdict(told, tmp_path / "ledger.sqlite", [4, 4])["counted"] == 4
     assert told.faults == []
@@ -40,4 +40,4 @@ def test_the_verdict_finds_what_was_acknowledged_and_is_not_in_the_ledger(tmp_pa
         "round 2 was acknowledged and is lost",
         "a lease of bob was acknowledged and is lost",
     ]
-    assert "0 samples are counted, 4 in the head, of 4 that were settled" in told.faults
+    assert "0 samples are counted, 4 in the head, of 4 that became final" in told.faults

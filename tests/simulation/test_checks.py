@@ -48,7 +48,7 @@ class Scene:
 
     def reports(self, number=1, parent=0, samples=16):
         members = tuple((peer, number, 8) for peer in ("ann", "bob"))
-        return self.book.settle(State(f"{number:064x}", f"{parent:064x}", number, samples, members), "ann")
+        return self.book.add_final(State(f"{number:064x}", f"{parent:064x}", number, samples, members), "ann")
 
     def offers(self, known):
         self.checks._offers |= {key: (b"bytes", samples) for key, samples in known.items()}
@@ -166,7 +166,7 @@ def test_the_bytes_of_a_state_are_those_of_its_digest(scene):
 
 def test_a_contribution_is_done_once_it_is_in_a_state_that_was_reported(scene):
     scene.flushed = ["/state/samples-16-one.state"]
-    scene.checks.settled["one"] = 1
+    scene.checks.final["one"] = 1
     scene.checks.done(scene.machine, 1)
     assert not scene.broken()
     scene.checks.done(scene.machine, 2)

@@ -32,7 +32,7 @@ def test_every_fault_draws_what_its_strikes_are_described_by():
 
 
 def test_the_strikes_of_a_world_make_the_same_world_again():
-    scenario = Scenario(21, peers=4, hours=0.04, faults=("kill", "power", "partition", "reset", "clock", "point", "nat"), fault_seconds=25)
+    scenario = Scenario(21, peers=4, hours=0.04, faults=("kill", "power", "partition", "reset", "clock", "failpoint", "nat"), fault_seconds=25)
     drawn = play(scenario)
     assert len(drawn.strikes) > 5 and drawn.rounds > 3 and not drawn.breach
     told = play(replace(scenario, faults=("nat",), strikes=parse_strikes(written(drawn.strikes))))
@@ -40,11 +40,11 @@ def test_the_strikes_of_a_world_make_the_same_world_again():
 
 
 def test_a_peer_that_falls_or_is_cut_off_at_a_point_comes_back():
-    there = ("mean_complete,action=power", "landed,action=peer", "first_part_sent,action=cut", "frozen,action=stop", "joined,action=fail")
-    strikes = ";".join(f"point@{15 * number}/{1 + number % 3}(name={what},seconds=14)" for number, what in enumerate(there, 1))
+    there = ("mean_complete,action=power", "rebased,action=peer", "first_part_sent,action=cut", "frozen,action=stop", "joined,action=fail")
+    strikes = ";".join(f"failpoint@{15 * number}/{1 + number % 3}(name={what},seconds=14)" for number, what in enumerate(there, 1))
     world = World(Scenario(3, peers=3, hours=0.04, strikes=parse_strikes(strikes)))
     outcome = world.play()
-    assert outcome.failpoints == dict.fromkeys(("mean_complete", "landed", "first_part_sent", "frozen", "joined"), 1) and not outcome.breach
+    assert outcome.failpoints == dict.fromkeys(("mean_complete", "rebased", "first_part_sent", "frozen", "joined"), 1) and not outcome.breach
     assert not world.network.sides
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peer.contracts import Member
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.cell import Bell, Cell, Phase
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.bucket import Bucket
@@ -28,6 +28,7 @@ from peer.sync.engine.round.beginning import Beginning
 from peer.sync.engine.round.catch_up import CatchUp
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.ending import Ending
+from peer.sync.engine.round.finality import Finality
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.matchmaking import NoGroup
 from peer.sync.engine.round.met import Met
@@ -36,7 +37,6 @@ from peer.sync.engine.round.plausible import Plausible
 from peer.sync.engine.round.reception import Reception
 from peer.sync.engine.round.rounds import OuterStep, Round, Rounds
 from peer.sync.engine.round.rounds_file import write_round
-from peer.sync.engine.round.settling import Settling
 from peer.sync.engine.round.status import Status
 from peer.sync.engine.state import Head, State
 from peer.sync.engine.trainer.messages import Done, Failed, Sends
@@ -46,7 +46,7 @@ from peer.sync.engine.transfer.donors import Donor
 from peer.sync.engine.transfer.kind import Kind, serve_kind
 from peer.sync.engine.transfer.replay import MeanStore, rounds_kept
 from peer.sync.engine.transfer.saving import Saver
-from peer.sync.engine.transfer.takeover import Replaying, Takeover
+from peer.sync.engine.transfer.state_fetch import Replaying, StateFetch
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import UserError
@@ -64,7 +64,7 @@ _LINGER_SECONDS, _LONGEST_LINGER_SECONDS = 15.0, 300.0
 _CLOSE_SECONDS = 5.0
 _REBASE_SECONDS = 2.0
 """A trainer that did not rebase for so long has other things to do: the state is written without waiting for it."""
-SETTLE_SECONDS = 120.0
+FINAL_SECONDS = 120.0
 """After so long on disk and on our lineage a state is final, even if a live peer signs another one. That peer may never follow."""
 
 
@@ -108,13 +108,13 @@ class Replica:
         # Which state is right, and how a better one comes here.
         outer, streams = OuterStep(strategy, wire), Streams(node, upload)
         self.heads = Heads(
-            self.met, self.neighbours.others, state, lambda peer: self._takeover.avoids(peer), clock, leads=not node.client_mode
+            self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode
         )
         self._ending = Ending(run, self.end, node, line)
         plausible = Plausible(run, node.peer_id, self.state, self.trainer, self.heads, self._ending, store.discarded)
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
-        self._takeover = Takeover(streams, plausible.refusal, clock, Replaying(wire.num_bytes, outer, self._means), self.bell.ring)
-        self._catch_up = CatchUp(streams, self.state, self.heads, self.neighbours, self._takeover)
+        self._state_fetch = StateFetch(streams, plausible.refusal, clock, Replaying(wire.num_bytes, outer, self._means), self.bell.ring)
+        self._catch_up = CatchUp(streams, self.state, self.heads, self.neighbours, self._state_fetch)
         # A round.
         self.next_round = NextRound(run, self.end, self.neighbours, self.state, wall)
         self.reception = Reception(
@@ -126,7 +126,7 @@ class Replica:
         )  # fmt: skip
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end)
         # What is kept of our states, what is handed out, and what others see of us.
-        self._settling = Settling(state)
+        self._finality = Finality(state)
         self._donor = Donor(
             streams, lambda: self.state.value, store, self._means, lambda: self.phase.value is Phase.AVERAGE, clock, met=self.met
         )
@@ -191,7 +191,7 @@ class Replica:
     async def _finish(self) -> None:
         """Once the last state is final, tell the trainer, after those who are still behind had a chance to fetch that state; unless the run
         goes on, or ended better."""
-        await self._until(lambda: self._closed or not self._ending.is_over(self.state.value) or not self._settling.waiting)
+        await self._until(lambda: self._closed or not self._ending.is_over(self.state.value) or not self._finality.waiting)
         if await self._ending.was_put_off():
             return
         self.phase.set(Phase.DONE)
@@ -228,7 +228,7 @@ class Replica:
                     task.result()
         finally:
             await end_tasks(*tasks)
-            await self._takeover.close()
+            await self._state_fetch.close()
             self._donor.close()
 
     async def live_until(self, *ends: Coroutine[Any, Any, Any]) -> None:
@@ -328,8 +328,8 @@ class Replica:
     def _may_start(self) -> bool:
         ours = self.state.value
         return self._beginning.may_start(
-            Head.of(ours), own_round=ours.header.round, fetching=self._takeover.signers > 0, behind=bool(self.heads.right()),
-            others=self.neighbours.others(), news=self._waits, counts=self._takeover.promises.counts,
+            Head.of(ours), own_round=ours.header.round, fetching=self._state_fetch.signers > 0, behind=bool(self.heads.right()),
+            others=self.neighbours.others(), news=self._waits, counts=self._state_fetch.promises.counts,
         )  # fmt: skip
 
     def _waits(self, why: str) -> None:
@@ -391,7 +391,7 @@ class Replica:
         self._means.want(done.state, done.mean)
         self._adopt(done.state, done.how)
         self.phase.set(Phase.TRAIN)
-        await points.reached("before_publish", self.node.peer_id)
+        await failpoints.reached("before_publish", self.node.peer_id)
 
     async def _look_and_back_off(self, contribution: Contribution, error: NoGroup | RoundFailed) -> None:
         """Look whether the others have committed; if not, offer the same bytes again. Training goes on.
@@ -424,7 +424,7 @@ class Replica:
         self.state.set(state)
         self.trainer.moved()
         self.heads.moved(state, fetched=how == "fetched")
-        self._settling.moved(previous, state)
+        self._finality.moved(previous, state)
         self._donor.retire(previous)
         self.rounds.matchmaker.moved()
         self._saver.want(state)
@@ -447,22 +447,22 @@ class Replica:
 
     async def _report_forever(self) -> None:
         while True:
-            await self.bell.until(lambda: self._settling.waiting and self.phase.value is not Phase.JOIN)
+            await self.bell.until(lambda: self._finality.waiting and self.phase.value is not Phase.JOIN)
             await self._report()
             await self.bell.rung(IDLE_SECONDS)
 
     async def _report(self) -> None:
         """A state is final when a second live peer signs it or a descendant of it or, alone, when it is on disk."""
-        if not self._settling.waiting or self.phase.value is Phase.JOIN:
+        if not self._finality.waiting or self.phase.value is Phase.JOIN:
             return
         others = self.neighbours.others()
         others = [record for record in others if record.peer_id in self.met] or others
         safe = {digest for record in others for digest in (record.digest, *record.parents)}
-        safe |= self._saver.on_disk(SETTLE_SECONDS if others else 0.0)
-        settled = self._settling.take(safe)
-        if settled:
-            await points.reached("before_settle", self.node.peer_id)
-            self.trainer.final(settled)
+        safe |= self._saver.on_disk(FINAL_SECONDS if others else 0.0)
+        final = self._finality.take(safe)
+        if final:
+            await failpoints.reached("before_final", self.node.peer_id)
+            self.trainer.final(final)
             self.bell.ring()
 
     # ---------------------------------------------------------------- the end

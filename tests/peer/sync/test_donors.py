@@ -10,12 +10,12 @@ import torch
 from peer.contracts import Member
 from peer.sync.engine.net.streams import PeerLost, Refused
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, State, next_state
-from peer.sync.engine.transfer import slots, takeover
+from peer.sync.engine.transfer import slots, state_fetch
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.transfer.donors import KEEP_SECONDS, Donor, ask_head
 from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Download
 from peer.sync.engine.transfer.replay import MeanStore
-from peer.sync.engine.transfer.takeover import Takeover, WholeState
+from peer.sync.engine.transfer.state_fetch import StateFetch, WholeState
 from tests.peer.sync.swarm_tools import ANYTHING, Clock, held, holder, same, state_of, until
 
 SIZE = 3 * CHUNK_BYTES // 4 + 5  # three chunks and a short one
@@ -291,7 +291,7 @@ def test_a_round_goes_before_a_download(virtual):
 # ------------------------------------------------------------------------------------------------------------ what is fetched
 
 
-async def outcome(chaser: Takeover):
+async def outcome(chaser: StateFetch):
     await until(lambda: chaser._fetch is None or chaser._fetch.task.done())
     return chaser.result()
 
@@ -301,7 +301,7 @@ def test_a_head_that_nobody_gives_is_asked_for_less_and_less_often(virtual):
         base, _ = two_states()
         ((_, streams), (silent, _)) = await nodes.streams(2)
         clock = Clock()
-        chaser = Takeover(streams, lambda head, header: "", clock)
+        chaser = StateFetch(streams, lambda head, header: "", clock)
         tried = []
         for clock.now in range(200):
             chaser.consider(held([(Head(f"{clock.now:064x}", 10**15), silent.peer_id)]), base)  # another digest each time
@@ -318,7 +318,7 @@ def test_what_most_sign_is_fetched_before_what_a_single_peer_promises(virtual):
         base, new = two_states()
         honest = [await holder(nodes, new) for _ in range(2)]
         ((_, streams),) = await nodes.streams(1)
-        chaser = Takeover(streams, lambda head, header: "")
+        chaser = StateFetch(streams, lambda head, header: "")
         claims = [(Head(new.digest, 7), giver.node.peer_id) for giver in honest]
         chaser.consider(held([(Head("f" * 64, 10**15), "nobody"), *claims]), base)
         assert same(await outcome(chaser), new)
@@ -337,12 +337,12 @@ def test_a_download_that_stalls_gives_way_to_another(virtual):
         ((sleeper, sleeper_streams), (_, streams)) = await nodes.streams(2)
         await sleeper_streams.serve(CHUNKS, sleepy)
         clock = Clock()
-        chaser = Takeover(streams, lambda head, header: "", clock)
+        chaser = StateFetch(streams, lambda head, header: "", clock)
         claims = [(Head("f" * 64, 10**15), sleeper.peer_id), (Head(new.digest, 7), giver.node.peer_id)]
         chaser.consider(held(claims[:1]), base)
         chaser.consider(held(claims), base)
         assert chaser._fetch.head.samples == 10**15
-        clock.now += takeover.STALLED_SECONDS + 1
+        clock.now += state_fetch.STALLED_SECONDS + 1
         chaser.consider(held(claims), base)
         await until(lambda: chaser._fetch and chaser._fetch.head.digest == new.digest)
         assert same(await outcome(chaser), new)
@@ -356,7 +356,7 @@ def test_an_old_state_behind_a_great_promise_is_refused(virtual):
         base, new = two_states()
         giver = await holder(nodes, base)
         ((_, streams),) = await nodes.streams(1)
-        chaser = Takeover(streams, lambda head, header: "" if header.samples == head.samples else "not as promised")
+        chaser = StateFetch(streams, lambda head, header: "" if header.samples == head.samples else "not as promised")
         chaser.consider(held([(Head(base.digest, 10**15), giver.node.peer_id)]), new)
         assert await outcome(chaser) is None
 

@@ -12,7 +12,7 @@ from peer.sync.engine.state import CHUNK_BYTES, Head, State, next_state
 from peer.sync.engine.transfer import download as download_module
 from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Download, Lied, ask_manifest
 from peer.sync.engine.transfer.pace import Slow
-from peer.sync.engine.transfer.takeover import Takeover, WholeState
+from peer.sync.engine.transfer.state_fetch import StateFetch, WholeState
 from tests.peer.sync.swarm_tools import ANYTHING, Clock, held, state_of, until
 
 SIZE = 5 * CHUNK_BYTES // 4 + 5  # five chunks and a short one
@@ -296,7 +296,7 @@ def test_three_identities_that_drip_a_made_up_state_hold_nobody_for_ever(swarm, 
         honest, _ = await scripted(nodes, new)
         ((_, streams),) = await nodes.streams(1)
         clock = Clock()
-        chaser = Takeover(streams, lambda head, header: "", clock)
+        chaser = StateFetch(streams, lambda head, header: "", clock)
         claims = [*((Head(made_up.digest, 9), drip) for drip in drips), (Head(new.digest, 7), honest)]
         chaser.consider(held(claims), base)
         assert chaser._fetch.holders == set(drips)
@@ -317,7 +317,7 @@ def test_three_identities_that_drip_a_made_up_state_hold_nobody_for_ever(swarm, 
 # ------------------------------------------------------------------------------------------------------------ across failures
 
 
-async def ended(chaser: Takeover) -> State | None:
+async def ended(chaser: StateFetch) -> State | None:
     await until(lambda: chaser._fetch is None or chaser._fetch.task.done())
     return chaser.result()
 
@@ -328,7 +328,7 @@ def test_all_holders_gone_half_way_and_back_send_only_what_is_missing(swarm):
         holder, script = await scripted(nodes, new, after=2)
         ((_, streams),) = await nodes.streams(1)
         clock = Clock()
-        chaser = Takeover(streams, lambda head, header: "", clock)
+        chaser = StateFetch(streams, lambda head, header: "", clock)
         claims = [(Head(new.digest, 7), holder)]
         script.leave.clear()
         chaser.consider(held(claims), base)
@@ -361,7 +361,7 @@ def test_a_later_state_takes_over_the_chunks_that_it_shares_with_the_one_that_ca
         first, leaving = await scripted(nodes, new, after=3)
         second, script = await scripted(nodes, later)
         ((_, streams),) = await nodes.streams(1)
-        chaser = Takeover(streams, lambda head, header: "")
+        chaser = StateFetch(streams, lambda head, header: "")
         leaving.leave.clear()
         chaser.consider(held([(Head(new.digest, 7), first)]), base)
         await until(lambda: len(chaser._fetch.download.done) == 3)
@@ -383,7 +383,7 @@ def test_a_liar_is_avoided_for_a_while_although_the_download_succeeded(swarm):
         script.go_on.clear()
         ((_, streams),) = await nodes.streams(1)
         clock = Clock()
-        chaser = Takeover(streams, lambda head, header: "", clock)
+        chaser = StateFetch(streams, lambda head, header: "", clock)
         chaser.consider(held([(Head(new.digest, 7), peer) for peer in (liar, honest)]), base)
         await until(lambda: chaser._fetch.download.faults)
         script.go_on.set()
@@ -405,7 +405,7 @@ def test_a_download_that_is_not_better_any_more_makes_room_for_one_that_is(swarm
         script.go_on.clear()
         quick, _ = await scripted(nodes, new)
         ((_, streams),) = await nodes.streams(1)
-        chaser = Takeover(streams, lambda head, header: "", Clock())
+        chaser = StateFetch(streams, lambda head, header: "", Clock())
         chaser.consider(held([(Head("f" * 64, 3), slow)]), base)
         assert chaser.signers
         ours = next_state(base, [[torch.ones(SIZE)]], [Member("b", 1, 5)])
@@ -424,7 +424,7 @@ def test_a_partial_download_does_not_stay_in_memory_for_ever(swarm):
         holder, script = await scripted(nodes, new, after=2)
         ((_, streams),) = await nodes.streams(1)
         clock = Clock()
-        chaser = Takeover(streams, lambda head, header: "", clock)
+        chaser = StateFetch(streams, lambda head, header: "", clock)
         script.leave.clear()
         chaser.consider(held([(Head(new.digest, 7), holder)]), base)
         await until(lambda: len(chaser._fetch.download.done) == 2)

@@ -1,4 +1,4 @@
-"""Every named point of a round, and a peer that fails there: the others commit their next round, and the one that failed comes back.
+"""Every failpoint of a round, and a peer that fails there: the others commit their next round, and the one that failed comes back.
 
 A point is armed once; whoever reaches it first is the victim. In one process, "dies" ends its node and all that it runs, "is cut off"
 breaks the stream it is at, "is slow" holds it until the others have gone on without it.
@@ -9,7 +9,7 @@ import asyncio
 import pytest
 import torch
 
-from peer.sync.engine import points, replica
+from peer.sync.engine import failpoints, replica
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.streams import Broken, PeerLost
 from tests.peer.sync.replicas import Peer, check_invariants, make_run, peers
@@ -27,7 +27,7 @@ DEATHS = {
     "forming a group": ("called", "joined", "group_closed"),
     "sending parts": PARTS,
     "committing": ("mean_complete", "outer_step", "before_publish"),
-    "keeping a state": ("saved", "before_settle"),
+    "keeping a state": ("saved", "before_final"),
     "handing out a state": TRANSFER,
 }
 BREAKS = {"averaging": ("joined", "half_of_parts_sent"), "handing out a state": TRANSFER}
@@ -54,8 +54,8 @@ class Trap:
 @pytest.fixture
 def trap(monkeypatch):
     def arm(point, what) -> Trap:
-        monkeypatch.setattr(points, "hook", Trap(point, what))
-        return points.hook
+        monkeypatch.setattr(failpoints, "hook", Trap(point, what))
+        return failpoints.hook
 
     return arm
 
@@ -119,7 +119,7 @@ async def audit(living, everyone) -> None:
 
 @pytest.mark.parametrize("what", DEATHS)
 def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(virtual, trap, what):
-    """One swarm for several points: each time another peer dies, the others go on without it, and it comes back to them."""
+    """One swarm for several failpoints: each time another peer dies, the others go on without it, and it comes back to them."""
 
     async def scenario(nodes):
         size = 1000 if what == "keeping a state" else LARGE
@@ -127,7 +127,7 @@ def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(virtual, trap
         everyone = list(living)
         await until(lambda: min(peer.head.header.round for peer in living) >= 1, SECONDS)
         for point in DEATHS[what]:
-            with named(f"after the point {point}"):
+            with named(f"after the failpoint {point}"):
                 # A newcomer's node is there before anybody may die: it could be the one by whose address it joins.
                 newcomers = [Peer(nodes, await nodes.node(), living[0].run, size=size)] if point in TRANSFER else []
                 living, everyone = living + newcomers, everyone + newcomers
@@ -155,7 +155,7 @@ def test_a_stream_that_breaks_at_any_point_costs_a_retry(virtual, trap, what):
         living = await peers(nodes, 3, make_run(), size=size)
         await until(lambda: min(peer.head.header.round for peer in living) >= 1, SECONDS)
         for point in BREAKS[what]:
-            with named(f"after the point {point}"):
+            with named(f"after the failpoint {point}"):
 
                 async def cut_off(peer, point=point):
                     raise Broken(f"cut off at {point}")
@@ -177,7 +177,7 @@ def test_a_peer_that_is_slow_to_commit_holds_nobody_up(virtual, trap):
         trio = await peers(nodes, 3, make_run())
         await until(lambda: min(peer.head.header.round for peer in trio) >= 1, SECONDS)
         for point in ("mean_complete", "outer_step"):
-            with named(f"after the point {point}"):
+            with named(f"after the failpoint {point}"):
                 release = asyncio.Event()
                 armed = trap(point, lambda peer, release=release: release.wait())
                 await until(lambda armed=armed: armed.victim, SECONDS)
@@ -282,6 +282,6 @@ def test_a_round_that_nobody_else_attends_is_made_alone_and_taken_over_by_the_ot
 
 
 def test_every_point_is_taken_here_or_by_processes():
-    from tests.peer.sync.test_swarm_of_processes import POINTS_OF_PROCESSES
+    from tests.peer.sync.test_swarm_of_processes import FAILPOINTS_OF_PROCESSES
 
-    assert {point for several in DEATHS.values() for point in several} | set(POINTS_OF_PROCESSES) == set(points.POINTS)
+    assert {point for several in DEATHS.values() for point in several} | set(FAILPOINTS_OF_PROCESSES) == set(failpoints.FAILPOINTS)

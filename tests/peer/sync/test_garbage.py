@@ -16,7 +16,7 @@ from peer.sync.engine.state import BadState, Header
 from peer.sync.engine.transfer.donors import ask_head
 from peer.sync.engine.transfer.download import Download, ask_manifest
 from peer.sync.engine.transfer.kind import ask_kind
-from peer.sync.engine.transfer.takeover import WholeState
+from peer.sync.engine.transfer.state_fetch import WholeState
 from tests.peer.sync.replicas import Liar, Peer, make_run
 from tests.peer.sync.swarm_tools import ANYTHING, until
 

@@ -16,7 +16,7 @@ from peer.sync.engine.state import ANCESTORS_KEPT, MAX_HEADER_BYTES, MOST_MEMBER
 from peer.sync.engine.trainer.messages import Rebase, Start
 from peer.sync.engine.trainer.port import Port
 from peer.sync.engine.transfer.download import CHUNKS, Download, Lied
-from peer.sync.engine.transfer.takeover import Takeover, WholeState
+from peer.sync.engine.transfer.state_fetch import StateFetch, WholeState
 from tests.peer.sync.replicas import Peer, make_run
 from tests.peer.sync.swarm_tools import ANYTHING, held, shared_copy, state_of, until
 
@@ -102,7 +102,7 @@ def test_a_header_above_the_limit_is_a_lie_of_its_sender(virtual, seed, over):
         ((_, streams),) = await nodes.streams(1)
         with pytest.raises(Lied, match=liar[-6:]):
             await Download(WholeState(state.digest, base), {liar}).run(streams)
-        chaser = Takeover(streams, lambda head, header: "")
+        chaser = StateFetch(streams, lambda head, header: "")
         chaser.consider(held([(Head(state.digest, 7), liar)]), base)
         await until(lambda: chaser._fetch.task.done())
         assert chaser.result() is None and not chaser.promises.counts(liar)

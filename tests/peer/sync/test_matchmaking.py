@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.net.messages import MAX_WAIT_SECONDS, Answer, BadMessage, Onward, read
 from peer.sync.engine.net.streams import Broken, Channel, PeerLost, Streams
 from peer.sync.engine.round import arrivals, matchmaking
@@ -142,7 +142,7 @@ def test_a_follower_whose_stream_breaks_comes_again(virtual, monkeypatch, caplog
             broken.append(peer)
             raise Broken("the stream broke")
 
-    monkeypatch.setattr(points, "hook", break_once)
+    monkeypatch.setattr(failpoints, "hook", break_once)
 
     async def scenario(nodes):
         trio = await peers(nodes, 3)

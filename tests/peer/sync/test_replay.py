@@ -14,7 +14,7 @@ from peer.sync.engine.transfer import replay
 from peer.sync.engine.transfer.donors import Donor
 from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Manifest
 from peer.sync.engine.transfer.replay import MeanStore
-from peer.sync.engine.transfer.takeover import Replaying, Takeover
+from peer.sync.engine.transfer.state_fetch import Replaying, StateFetch
 from swarm.tasks import end_tasks
 from tests.peer.sync.swarm_tools import Clock, held, holder, same, state_of, until
 
@@ -54,10 +54,10 @@ async def giver(nodes, states, means):
     return one
 
 
-async def taken(nodes, streams, ours: State, head: State, holders, how=step, clock=None) -> tuple[State, Takeover, dict]:
-    """What a Takeover brings, and the figures of its line in the log."""
+async def taken(nodes, streams, ours: State, head: State, holders, how=step, clock=None) -> tuple[State, StateFetch, dict]:
+    """What a StateFetch brings, and the figures of its line in the log."""
     means = MeanStore(nodes.folder / "ours")
-    chaser = Takeover(streams, lambda head, header: "", clock or Clock(), Replaying(MEAN_BYTES, how, means))
+    chaser = StateFetch(streams, lambda head, header: "", clock or Clock(), Replaying(MEAN_BYTES, how, means))
     chaser.consider(held([(Head.of(head), peer) for peer in holders]), ours)
     fetch = chaser._fetch
     await until(lambda: fetch.task.done())

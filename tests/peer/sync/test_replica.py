@@ -21,7 +21,7 @@ from peer.sync.engine.state import Head, next_state
 from peer.sync.engine.trainer.messages import Progress
 from peer.sync.engine.trainer.trainer import Contribution
 from swarm.records import RECORD_LIFE_SECONDS
-from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, check_invariants, make_run, peers, settled_samples
+from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, check_invariants, final_samples, make_run, peers
 from tests.peer.sync.swarm_tools import ANYTHING, state_of, until
 
 STRATEGIES = {module.__name__.split(".")[-1]: module.strategy for module in (parameters, diloco, gradients)}
@@ -33,7 +33,7 @@ def test_three_peers_hold_one_state_after_every_round_and_report_every_sample(vi
         await until(lambda: all(peer.finished for peer in trio))
         assert len({peer.head.digest for peer in trio}) == 1
         for peer in trio:
-            assert settled_samples(peer) == peer.head.header.samples >= 200
+            assert final_samples(peer) == peer.head.header.samples >= 200
             record, together = peer.replica.record(), any(line["how"] == "averaged" for line in peer.rounds())
             assert (min(record.sent_bytes, record.received_bytes, record.transfer_seconds) > 0) == together
             seen = peer.replica.seen()
@@ -113,7 +113,7 @@ def test_who_has_moved_on_is_not_taken_for_absent(virtual):
         for _ in range(PATIENT_ATTEMPTS):
             await replica._look_and_back_off(offer, NoGroup("nobody came", {ahead.id}))
         assert not replica.neighbours.counted_upon()
-        await replica._takeover.close()
+        await replica._state_fetch.close()
 
     virtual(scenario)
 
@@ -266,10 +266,10 @@ def test_a_peer_that_waits_for_a_better_state_or_leaves_says_that_it_does_not_co
         replica.phase.set(Phase.TRAIN)
         standing = replica.reception.standing
         assert standing(peer.id).has_samples and not standing("QmNobodyKnows").has_samples
-        replica._takeover._fetch = SimpleNamespace(holders={"QmAhead"})
+        replica._state_fetch._fetch = SimpleNamespace(holders={"QmAhead"})
         assert replica._contribution() is False
         assert not standing(peer.id).has_samples
-        replica._takeover._fetch, asked = None, []
+        replica._state_fetch._fetch, asked = None, []
         assert replica._contribution() is False and standing(peer.id).has_samples
         replica._saver.save = lambda state: asked.append(standing(peer.id).has_samples) or asyncio.sleep(0)
         await replica.leave()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, square_norm
 from peer.sync.engine.net.messages import M, MeanPart, Nothing, Share
 from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
@@ -215,7 +215,7 @@ class Averager:
         async def send() -> None:
             for count, index in enumerate(share if run.mine is not None else ()):
                 await channel.send(Nothing(), memoryview(parts[index].bytes_of(run.mine).numpy()), seconds=PART_SECONDS)
-                await points.part_sent(count, len(share), self._peer_id)
+                await failpoints.part_sent(count, len(share), self._peer_id)
 
         # The reducer gives up before us, and tells us because of whom; a stranger may be believed to wait for a member, but not for long.
         is_stranger = channel.peer in run.strangers.peers

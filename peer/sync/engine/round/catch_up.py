@@ -8,7 +8,7 @@ from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.round.heads import Heads, head_of
 from peer.sync.engine.state import Head, State, better
 from peer.sync.engine.transfer.donors import ask_head
-from peer.sync.engine.transfer.takeover import Takeover
+from peer.sync.engine.transfer.state_fetch import StateFetch
 from swarm.records import JOINING
 from swarm.tasks import end_tasks
 
@@ -16,16 +16,16 @@ _ASK_SECONDS = 5.0
 
 
 class CatchUp:
-    def __init__(self, streams: Streams, state: Cell[State], heads: Heads, neighbours: Neighbours, takeover: Takeover):
-        self._streams, self._state, self._heads, self._neighbours, self._takeover = streams, state, heads, neighbours, takeover
+    def __init__(self, streams: Streams, state: Cell[State], heads: Heads, neighbours: Neighbours, state_fetch: StateFetch):
+        self._streams, self._state, self._heads, self._neighbours, self._state_fetch = streams, state, heads, neighbours, state_fetch
 
     def look(self) -> None:
         """Fetch what is right in place of ours."""
-        self._takeover.consider(self._heads.right(), self._state.value)
+        self._state_fetch.consider(self._heads.right(), self._state.value)
 
     def arrived(self) -> State | None:
         """A state that was fetched, and is still wanted."""
-        before, state = self._takeover.began_from, self._takeover.result()
+        before, state = self._state_fetch.began_from, self._state_fetch.result()
         if state is None:
             return None
         head = Head.of(state)
@@ -35,11 +35,11 @@ class CatchUp:
     @property
     def held_back(self) -> bool:
         """Whether to wait for it: unless more live peers are with us than with it."""
-        if not self._takeover.signers:
+        if not self._state_fetch.signers:
             return False
         digest = self._state.value.digest
         with_us = 1 + sum(record.digest == digest and record.phase != JOINING for record in self._neighbours.others())
-        return self._takeover.signers >= with_us
+        return self._state_fetch.signers >= with_us
 
     async def ask(self) -> set[str]:
         """Ask the others directly: their records may be seconds old, and a member may have committed what we missed. Returns who is ahead."""
@@ -60,8 +60,8 @@ class CatchUp:
     @property
     def words(self) -> str:
         """For people: what keeps us from going on."""
-        return f"fetching a newer state: {self._takeover.share:.0%} of it is here" if self._takeover.signers else ""
+        return f"fetching a newer state: {self._state_fetch.share:.0%} of it is here" if self._state_fetch.signers else ""
 
     @property
     def trouble(self) -> str:
-        return self._takeover.trouble
+        return self._state_fetch.trouble

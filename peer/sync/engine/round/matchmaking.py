@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.net.messages import (
     JOIN_ANSWER,
     MAX_WAIT_SECONDS,
@@ -234,7 +234,7 @@ class Matchmaker:
             if leader in spoke and leader not in seen.followed and _leads(spoke[leader], patience):
                 seen.followed.add(leader)
                 _log_absent({leader: spoke[leader]}, [leader] if _comes(spoke[leader], patience) else [])
-                await points.reached("called", self._peer_id)
+                await failpoints.reached("called", self._peer_id)
                 group = await self._led_by(leader, ticket, spoke[leader], patience, seen)
                 if group is not None:
                     return group
@@ -344,7 +344,7 @@ class Matchmaker:
             _, late = await asyncio.wait(others, timeout=_OTHERS_SECONDS)
             seen.silent |= {others[call] for call in late}
         await self._await_strangers(strangers, len(strangers) == len(calls), seen)
-        await points.reached("called", self._peer_id)
+        await failpoints.reached("called", self._peer_id)
         return self._spoke(calls, seen)
 
     def _spoke(self, calls: _Calls, seen: _Seen) -> _Spoke:
@@ -417,7 +417,7 @@ class Matchmaker:
             await channel.send(join, seconds=ANSWER_SECONDS)
             answer, _ = await channel.receive(JOIN_ANSWER, seconds=ANSWER_SECONDS)
             if isinstance(answer, Wait):
-                await points.reached("joined", self._peer_id)
+                await failpoints.reached("joined", self._peer_id)
             until = asyncio.get_running_loop().time() + seconds
             while isinstance(answer, Wait):
                 if asyncio.get_running_loop().time() >= until:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from peer.contracts import Member
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.cell import Cell, Phase
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.messages import MOST_NAMED
@@ -133,11 +133,11 @@ class Rounds:
             self._remember(group)
             self._phase.set(Phase.AVERAGE)
             self._heads.averages_in(group)
-            await points.reached("group_closed", self._node.peer_id)
+            await failpoints.reached("group_closed", self._node.peer_id)
             mean = await (self._own(offer) if len(group.peers) == 1 else self._mean(group, offer, age_seconds))
         finally:
             self.matchmaker.over()
-        await points.reached("mean_complete", self._node.peer_id)
+        await failpoints.reached("mean_complete", self._node.peer_id)
         return group, mean
 
     def _remember(self, group: Group) -> None:
@@ -208,7 +208,7 @@ class Rounds:
             state = await asyncio.get_running_loop().run_in_executor(None, self._outer, parent, mean, group.members)
         except ValueError as error:
             raise RoundFailed(str(error)) from None
-        await points.reached("outer_step", self._node.peer_id)
+        await failpoints.reached("outer_step", self._node.peer_id)
         done, header = Round(group, mean, state), state.header
         log.info(
             "%s round=%d peers=%d samples=%d total_samples=%d state=%s seconds=%.2f",

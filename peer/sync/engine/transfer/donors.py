@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.net import messages
 from peer.sync.engine.net.messages import Chunk, Fetch, MeanOffer, Nothing, StateOffer
 from peer.sync.engine.net.streams import Channel, PeerLost, Streams
@@ -140,7 +140,7 @@ class Donor:
         try:
             while index is not None:
                 if index >= len(held.hashes) // 2:
-                    await points.reached("donor_half_way", self._streams.peer_id)
+                    await failpoints.reached("donor_half_way", self._streams.peer_id)
                 held.until = self._clock() + KEEP_SECONDS
                 await self._send(slot, await held.chunk(index))
                 slot.credit.wait()

@@ -17,7 +17,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.net.messages import Chunk, Fetch, Nothing, StateOffer
 from peer.sync.engine.net.streams import Channel, Malformed, PeerLost, Streams
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, Header, state_digest
@@ -177,7 +177,7 @@ class Download:
                 self._put(asked[0], await self._receive(channel, asked[0], pace), holder)
                 asked.popleft()
                 if 2 * len(self.done) >= len(self.hashes):
-                    await points.reached("fetch_half_way", streams.peer_id)
+                    await failpoints.reached("fetch_half_way", streams.peer_id)
             with contextlib.suppress(PeerLost):
                 await channel.send(Chunk(), seconds=1)
         except Lied as error:

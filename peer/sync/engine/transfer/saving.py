@@ -6,14 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.state import State
 from peer.sync.engine.transfer.disk import StateStore
 from swarm.errors import UserError
 
 _LOOK_SECONDS = 0.2
 _REMEMBERED_SECONDS = 600.0
-"""Longer than a state must have been on disk to be settled without company, however many rounds are made in that time."""
+"""Longer than a state must have been on disk to be final without company, however many rounds are made in that time."""
 
 
 class Saver:
@@ -61,7 +61,7 @@ class Saver:
             state, self._next = self._next, None
             try:
                 await self.save(state)
-                await points.reached("saved", self._peer)
+                await failpoints.reached("saved", self._peer)
                 self._on_saved()
             except UserError as error:
                 self._on_failed(error)

@@ -1,4 +1,4 @@
-"""The named points at which a process can be told to fail."""
+"""The failpoints at which a process can be told to fail."""
 
 import asyncio
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.net.streams import PeerLost
 
 KILLED = -9
@@ -14,36 +14,36 @@ KILLED = -9
 
 @pytest.fixture
 def armed(tmp_path, monkeypatch):
-    path = tmp_path / "points"
-    monkeypatch.setattr(points, "_file", str(path))
+    path = tmp_path / "failpoints"
+    monkeypatch.setattr(failpoints, "_file", str(path))
     return path
 
 
 def test_an_armed_point_fails_once_and_leaves_the_others_armed(armed):
     armed.write_text("saved kill\njoined fail\n")
     with pytest.raises(PeerLost, match="failed at joined"):
-        asyncio.run(points.reached("joined"))
-    asyncio.run(points.reached("joined"))
+        asyncio.run(failpoints.reached("joined"))
+    asyncio.run(failpoints.reached("joined"))
     assert armed.read_text().split() == ["saved", "kill"]
 
 
 def test_nothing_happens_where_nothing_is_armed(armed):
-    asyncio.run(points.reached("joined"))
-    points.reached_in_trainer("frozen")
+    asyncio.run(failpoints.reached("joined"))
+    failpoints.reached_in_trainer("frozen")
     assert not armed.exists()
 
 
-def test_the_parts_of_a_contribution_have_three_points(monkeypatch):
+def test_the_parts_of_a_contribution_have_three_failpoints(monkeypatch):
     seen = []
 
     async def hook(point, peer):
         seen.append(point)
 
-    monkeypatch.setattr(points, "hook", hook)
+    monkeypatch.setattr(failpoints, "hook", hook)
 
     async def send(count):
         for index in range(count):
-            await points.part_sent(index, count, "a")
+            await failpoints.part_sent(index, count, "a")
 
     asyncio.run(send(6))
     assert seen == ["first_part_sent", "half_of_parts_sent", "before_last_part"]
@@ -53,9 +53,9 @@ def test_the_parts_of_a_contribution_have_three_points(monkeypatch):
 
 
 def test_a_process_is_killed_at_the_point_and_not_before(tmp_path):
-    (tmp_path / "points").write_text("saved kill\n")
-    code = "import asyncio\nfrom peer.sync.engine import points\nasyncio.run(points.reached('landed'))\nprint('on', flush=True)\n"
-    code += "asyncio.run(points.reached('saved'))\nprint('never')\n"
-    environment = {"DD_POINTS": str(tmp_path / "points"), "PYTHONPATH": ":".join(sys.path)}
+    (tmp_path / "failpoints").write_text("saved kill\n")
+    code = "import asyncio\nfrom peer.sync.engine import failpoints\nasyncio.run(failpoints.reached('rebased'))\nprint('on', flush=True)\n"
+    code += "asyncio.run(failpoints.reached('saved'))\nprint('never')\n"
+    environment = {"DD_FAILPOINTS": str(tmp_path / "failpoints"), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == KILLED and done.stdout == "on\n", done.stderr

@@ -102,7 +102,7 @@ class _Fetch:
         return dict(sorted(found, key=lambda item: isinstance(item[1], Lied)))
 
 
-class Takeover:
+class StateFetch:
     """At most one download at a time. Whoever signs a state and does not give it is asked again later and later.
 
     What came of a download that failed is kept for the next one: of the same state, or of a later one that shares chunks with it.

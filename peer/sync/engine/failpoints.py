@@ -1,6 +1,6 @@
-"""Named points of a round at which tests and `scripts/soak` kill, stop, delay or fail this process. Nothing is armed in production.
+"""Failpoints: named places in a round at which tests and `scripts/soak` kill, stop, delay or fail this process. Nothing is armed in production.
 
-Arm processes by a file, named in DD_POINTS when they start and written at any time: lines "POINT ACTION [SECONDS]". Whoever reaches the
+Arm processes by a file, named in DD_FAILPOINTS when they start and written at any time: lines "FAILPOINT ACTION [SECONDS]". Whoever reaches the
 point first takes its line out and does it. Actions: `kill` this process; `kill_peer`, the training process with it; `stop` (SIGSTOP) for
 SECONDS; `delay` by SECONDS; `fail` as if the other end were lost. Tests in one event loop set `hook` instead.
 """
@@ -15,17 +15,17 @@ from pathlib import Path
 
 from peer.sync.engine.net.streams import PeerLost
 
-POINTS = (
+FAILPOINTS = (
     "frozen", "called", "joined", "group_closed", "first_part_sent", "half_of_parts_sent", "before_last_part", "mean_complete",
-    "outer_step", "before_publish", "landed", "saved", "before_settle", "donor_half_way", "fetch_half_way",
+    "outer_step", "before_publish", "rebased", "saved", "before_final", "donor_half_way", "fetch_half_way",
 )  # fmt: skip
-"""`frozen` and `landed` are the training process's, all others the sidecar's."""
+"""`frozen` and `rebased` are the training process's, all others the sidecar's."""
 
 hook: Callable[[str, str], Awaitable[None]] | None = None
 """Called with the point and the peer's id, in tests of several peers in one process, and in simulations."""
 hook_in_trainer: Callable[[str], None] | None = None
 """Called with the point, in simulations; it may block."""
-_file = os.environ.get("DD_POINTS", "")
+_file = os.environ.get("DD_FAILPOINTS", "")
 
 
 async def reached(point: str, peer: str = "") -> None:
@@ -81,7 +81,7 @@ def _take(point: str) -> tuple[str, float]:
 
 
 def _do(point: str, action: str, seconds: float) -> None:
-    if action == "kill_peer" and point not in ("frozen", "landed"):
+    if action == "kill_peer" and point not in ("frozen", "rebased"):
         os.kill(os.getppid(), signal.SIGKILL)
     if action in ("kill", "kill_peer"):
         os.kill(os.getpid(), signal.SIGKILL)

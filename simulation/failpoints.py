@@ -1,4 +1,4 @@
-"""The engine's named points (`peer/sync/engine/points.py`) in a simulated world: what a strike has armed happens to the one that comes there."""
+"""The engine's failpoints (`peer/sync/engine/failpoints.py`) in a simulated world: what a strike has armed happens to the one that comes there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from peer.sync.engine import points
+from peer.sync.engine import failpoints
 from peer.sync.engine.net.streams import PeerLost
 from simulation.loop import OWNER
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 
-class Points:
+class Failpoints:
     """hit: how often something happened at each. At most one point is armed for a machine."""
 
     def __init__(self, world: World):
@@ -26,11 +26,11 @@ class Points:
         self.hit: Counter[str] = Counter()
 
     def listen(self) -> None:
-        points.hook, points.hook_in_trainer = self._reached, self._reached_in_trainer
+        failpoints.hook, failpoints.hook_in_trainer = self._reached, self._reached_in_trainer
 
     @staticmethod
     def deaf() -> None:
-        points.hook = points.hook_in_trainer = None
+        failpoints.hook = failpoints.hook_in_trainer = None
 
     def arm(self, name: str, action: str, machine: Machine) -> None:
         self._armed[machine.peer] = (name, action)
