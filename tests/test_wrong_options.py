@@ -14,6 +14,7 @@ from swarm.errors import UserError
 from swarm.founding import resolution_multiple
 from swarm.options import parse_flags
 from swarm.run_config import RunConfig
+from tests import tiny
 
 LORA, WORD = {"method": "lora"}, {"placeholder_token": "<dicoo>", "initializer_token": "toy"}
 ENDLESS = {"lr_scheduler": "cosine"}
@@ -78,6 +79,7 @@ WRONG = {
     "timestep_bias_begin": [("1000",)],
     "timestep_bias_end": [("0",)],
     "timestep_bias_portion": [("1.1",)],
+    **{name: wrong for model in tiny.MODELS.values() for name, wrong in model.wrong.items()},
 }
 FREE = {"model_config"}
 """A place of each machine's own, which need not be there where the run is founded: refused where it is read."""
@@ -125,7 +127,7 @@ def test_with_right_values_both_found_the_same_run(given, tmp_path):
         assert as_host(run) == as_peer(run, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["sd", "sd2v", "sdxl", "flux"])
+@pytest.mark.parametrize("family", tiny.MODELS)
 def test_what_resolutions_must_be_multiples_of_is_read_from_the_configs_as_the_model_says_it(tiny_family, family):
     from peer.launch.starting_model import load_model
 

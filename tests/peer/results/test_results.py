@@ -54,10 +54,9 @@ def picture(pipeline, prompt=PROMPT):
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval()
-    options = {"max_sequence_length": 16} if type(pipeline).__name__ == "FluxPipeline" else {}
     rng = torch.Generator().manual_seed(0)
     return pipeline(
-        prompt, num_inference_steps=2, guidance_scale=2.0, height=16, width=16, output_type="np", generator=rng, **options
+        prompt, num_inference_steps=2, guidance_scale=2.0, height=16, width=16, output_type="np", generator=rng, **tiny.drawing(pipeline)
     ).images[0]
 
 
@@ -65,7 +64,7 @@ def plain(base):
     return DiffusionPipeline.from_pretrained(base, local_files_only=True)
 
 
-@pytest.fixture(params=["sd", "sdxl", "flux"])
+@pytest.fixture(params=tiny.ONE_OF_EACH)
 def family(request):
     return request.param
 
