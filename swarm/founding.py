@@ -9,9 +9,10 @@ from pathlib import Path
 from swarm.base_model import AUTO, family_of
 from swarm.errors import UserError
 from swarm.options import names_of
-from swarm.run.family import families, family_named, refused
+from swarm.run.family import Family, families, family_named, refused
 from swarm.run.loss import losses
 from swarm.run.losses.denoising import check_noise
+from swarm.run.method import method_named, methods
 from swarm.run.strategy import strategies
 from swarm.run_config import RunConfig
 
@@ -114,11 +115,21 @@ def check_founding(run: RunConfig) -> None:
 
 
 def check_family(family: str, run: RunConfig) -> None:
-    """Raise UserError for an option of `run` that the family has no use for: whoever gave it meant another model."""
+    """Raise UserError for a method or an option of `run` that the family has no use for: whoever gave it meant another model."""
     facts = family_named(family)
+    if facts and not takes(facts, run.method):
+        raise UserError(
+            f"method is {run.method}, but {family} has no learned words: diffusers' {facts.pipeline} reads none.",
+            fix=f"Use --method {' or '.join(name for name in methods() if takes(facts, name))}.",
+        )
     for name, reason in refused(facts).items() if facts else ():
         if run.was_given(name):
             raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
+
+
+def takes(family: Family, method: str) -> bool:
+    """Whether models of the family can be trained by the method."""
+    return family.learned_words or not method_named(method).learns_words
 
 
 def check_schedule(run: RunConfig) -> None:

@@ -54,6 +54,8 @@ class Family:
     text_encoders: Mapping[str, TextEncoder]
     """By the pipeline's names for them, in the order of the pipeline."""
     vae_in_file: tuple[str, ...] = ("first_stage_model.", "vae.")
+    learned_words: bool
+    """Whether diffusers' pipeline reads words that were learned: its class is a TextualInversionLoaderMixin."""
     lora: tuple[str, ...]
     """The denoiser's layers that a LoRA takes, as diffusers' scripts have them."""
     lora_processors: bool

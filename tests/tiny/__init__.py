@@ -12,6 +12,8 @@ import torch
 from PIL import Image
 
 from peer.rooms import load_part
+from swarm import founding
+from swarm.run.family import families as families_of_runs
 from swarm.run.family import family_of_pipeline
 from tests.tiny import families
 from tests.tiny.facts import Tiny
@@ -60,6 +62,15 @@ def build(family: str, seed: int = 0):
         pipeline = MODELS[family].build()
     scale_latents(pipeline.vae)
     return pipeline
+
+
+def takes(family: str, method: str) -> bool:
+    """Whether a model of `build` can be trained by the method; more words may follow the method's."""
+    return founding.takes(families_of_runs()[FAMILIES[family]], method.split()[0])
+
+
+WORDY = [name for name in ONE_OF_EACH if takes(name, "textual_inversion")]
+"""Those whose pipelines read learned words."""
 
 
 def drawing(pipeline) -> dict:
