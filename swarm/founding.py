@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -38,6 +39,13 @@ def with_family(run: RunConfig, source: Path) -> RunConfig:
     if found != run.family:
         raise UserError(f"family is {run.family}, but {run.model} is of {found}.", fix="Remove --family: it is read from the model.")
     return run
+
+
+def with_defaults(run: RunConfig, given: Collection[str] = ()) -> RunConfig:
+    """The run with its family's own defaults for options that are not among those `given` and have the program's."""
+    family = family_named(run.family)
+    usual = family.defaults.items() if family else ()
+    return replace(run, **{name: value for name, value in usual if name not in given and not run.was_given(name)})
 
 
 def check_digest(run: RunConfig, found: str) -> None:

@@ -159,5 +159,7 @@ def test_each_option_belongs_to_one_part_and_each_part_of_a_run_is_known():
     assert len(names) == len(set(names)) and set(names) == set(DEFAULTS)
     assert {family.loss for family in families().values()} == set(losses())
     assert [method.usual for method in methods().values()].count(True) == 1
-    for family in families().values():
+    for name, family in families().items():
+        taken = {*names} - refused(family).keys()
+        assert family.defaults.keys() <= taken and not build(RunConfig, {"family": name}, family.defaults).differing(family.defaults)
         assert family.reader and len(set(family.parts)) == len(family.parts)

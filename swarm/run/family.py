@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from swarm.options import names_of
 from swarm.run.loss import losses
@@ -74,6 +75,8 @@ class Family:
     """The module of swarm/run/losses by which it is trained, whose options it takes."""
     sections: tuple[type, ...]
     """The further options that it takes: how captions are read, and its own."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What the founder takes for options that nobody gave, where it is not the program's default."""
     tag: str
     """The Hub's."""
     guidance: float
