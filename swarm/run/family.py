@@ -25,6 +25,8 @@ class TextEncoder:
     """Whether a fine-tune may train it: CLIP; diffusers' scripts leave T5 (4.7 G parameters) as it is."""
     in_file: tuple[str, ...]
     """How its tensors' names begin in single files."""
+    optional: bool = False
+    """Whether the pipeline draws without it, too: model_index.json then has null for it."""
     lora: tuple[str, ...] = ()
     """Its layers that a LoRA takes."""
     layers_above: int | None = None
