@@ -16,7 +16,7 @@ from peer.config import PeerConfig
 from peer.contracts import SourceContext
 from peer.data import directory
 from peer.data.shards import read_shard
-from peer.samples.captions import choose_caption
+from peer.samples.decoding import choose_caption
 from swarm.digest import digest_json
 from swarm.run_config import RunConfig
 

@@ -57,7 +57,7 @@ def test_the_short_side_is_resized_to_the_resolution():
 def test_half_of_the_pictures_are_mirrored():
     batch = [Sample(f"0:{i}", png(ramp(16, 16)), "") for i in range(400)]
     decoder = Decoder(run(random_flip=True))
-    pixels = decoder.finish(decoder.start(batch)).pixels.pixels
+    pixels = decoder.finish(decoder.start(batch)).pixels
     assert 150 < int((pixels[:, 0, 0, 0] > pixels[:, 0, 0, 15]).sum()) < 250
 
 
@@ -169,10 +169,10 @@ def test_samples_that_cannot_be_decoded_are_left_out_counted_and_warned_of(caplo
     decoder, batch = Decoder(run(ucg=0)), samples(4, bad=(1, 3))
     decoded = decoder.finish(decoder.start(batch))
     assert decoded.keys == ("0:0", "0:2") and decoded.bad == ("0:1", "0:3") and decoder.num_bad == 2
-    assert decoded.pixels.pixels.shape == (2, 3, 16, 16) and decoded.pixels.captions == ["caption 0", "caption 2"]
+    assert decoded.pixels.shape == (2, 3, 16, 16) and decoded.captions == ["caption 0", "caption 2"]
     assert "0:1" in caplog.text
     decoded = decoder.finish(decoder.start(batch[1:2]))
-    assert decoded.pixels is None and decoder.num_bad == 3
+    assert not decoded.captions and decoded.pixels is None and decoder.num_bad == 3
 
 
 def test_decoding_processes_give_the_same_batch_and_are_gone_when_closed():
@@ -182,5 +182,5 @@ def test_decoding_processes_give_the_same_batch_and_are_gone_when_closed():
     theirs = pooled.finish(pooled.start(batch))
     workers = list(pooled._pool._processes.values())
     pooled.close()
-    assert torch.equal(ours.pixels.pixels, theirs.pixels.pixels) and ours.pixels.captions == theirs.pixels.captions
+    assert torch.equal(ours.pixels, theirs.pixels) and ours.captions == theirs.captions
     assert theirs.bad == ("0:2",) and workers and not any(worker.is_alive() for worker in workers)
