@@ -167,8 +167,8 @@ async def at_the_ledger(path: Path, options: argparse.Namespace) -> dict:
 
     async def lease(peer: str) -> list[str]:
         grant = await ledger.call(lambda book: book.lease(peer, 1))
-        units = [f"{epoch}:{shard}" for (epoch, shard), _ in grant.units]
-        return [unit + index for unit in units for index in indices]
+        shard_epochs = [f"{epoch}:{shard}" for (epoch, shard), _ in grant.shard_epochs]
+        return [item + index for item in shard_epochs for index in indices]
 
     async def register(peer: str, number: int, keys: list[str]) -> None:
         await ledger.call(lambda book: book.contribute(peer, number, keys))
@@ -214,8 +214,8 @@ async def clients(url: str, server: psutil.Process, options: argparse.Namespace)
 
         async def lease(peer: str) -> list[str]:
             answer = await ask("POST", "/v1/leases", {**envelope, "want_samples": 1})
-            units = [f"{unit['epoch']}:{unit['shard']}" for unit in answer["units"]]
-            return [unit + index for unit in units for index in indices]
+            shard_epochs = [f"{item['epoch']}:{item['shard']}" for item in answer["shard_epochs"]]
+            return [item + index for item in shard_epochs for index in indices]
 
         async def register(peer: str, number: int, keys: list[str]) -> None:
             await ask("POST", "/v1/contributions", {**envelope, "number": number, "keys": keys})

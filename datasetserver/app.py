@@ -135,8 +135,8 @@ async def post_lease(request: web.Request) -> web.Response:
 
     def operation(book: Book) -> protocol.LeaseAnswer:
         grant = book.lease(asked.peer, asked.want_samples)
-        units = [_leased_unit(service.data.manifest.shards[shard], epoch, skip) for (epoch, shard), skip in grant.units]
-        return protocol.LeaseAnswer(lease_id=grant.lease_id, units=units, **_periods(book))
+        shard_epochs = [_leased_shard(service.data.manifest.shards[shard], epoch, skip) for (epoch, shard), skip in grant.shard_epochs]
+        return protocol.LeaseAnswer(lease_id=grant.lease_id, shard_epochs=shard_epochs, **_periods(book))
 
     return answers.answer(await _told(request, asked.peer, operation), status=201)
 
@@ -200,8 +200,8 @@ async def _told(request: web.Request, peer: str, operation: Callable[[Book], Res
 # -- from the ledger's words to the protocol's
 
 
-def _leased_unit(shard: protocol.Shard, epoch: int, skip: list[int]) -> protocol.LeasedUnit:
-    return protocol.LeasedUnit(epoch=epoch, shard=shard.index, digest=shard.digest, bytes=shard.bytes, samples=shard.samples, skip=skip)
+def _leased_shard(shard: protocol.Shard, epoch: int, skip: list[int]) -> protocol.LeasedShard:
+    return protocol.LeasedShard(epoch=epoch, shard=shard.index, digest=shard.digest, bytes=shard.bytes, samples=shard.samples, skip=skip)
 
 
 def _periods(book: Book) -> dict[str, float]:

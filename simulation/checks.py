@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from datasetserver.book import Book
 from datasetserver.samples import Masks, full, indices
-from datasetserver.units import Unit
+from datasetserver.shard_epochs import ShardEpoch
 from peer.loop.accounts import Accounts
 from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.state import hash_chunks, state_digest
@@ -257,13 +257,13 @@ class Checks:
         for pair, contribution in book._contributions.items():
             keys = self._keys.get(pair)
             size = contribution.samples + contribution.repeated
-            if keys is not None and (len(keys) != size or not set(_keys_of(contribution.units)) <= set(keys)):
+            if keys is not None and (len(keys) != size or not set(_keys_of(contribution.shard_epochs)) <= set(keys)):
                 self.breach(f"the ledger has {size} samples in contribution {pair[1]} of {pair[0][-6:]}, which has {len(keys)}")
             if contribution.counted != (pair in chain):
                 self.breach(f"contribution {pair[1]} of {pair[0][-6:]} is {'' if contribution.counted else 'not '}counted, and its state says otherwise")
-            (counted if pair in chain else pending if contribution.live else Counter()).update(_keys_of(contribution.units))
-        for unit in book.units.known():
-            self._unit(unit, counted, pending)
+            (counted if pair in chain else pending if contribution.live else Counter()).update(_keys_of(contribution.shard_epochs))
+        for item in book.shard_epochs.known():
+            self._shard_epoch(item, counted, pending)
         twice = [key for key, number in pending.items() if number > 1]
         if twice:
             self.breach(f"sample {twice[0]} waits in two contributions")
@@ -273,16 +273,16 @@ class Checks:
             said = f"{book.counted_samples} samples are counted, {book.repeated_samples} of them repeated"
             self.breach(f"{said}, and there are {len(counted)} and {repeated}")
 
-    def _unit(self, unit: Unit, counted: Counter, pending: Counter) -> None:
-        epoch, shard = unit.uid
-        for mask, known, name in ((unit.counted, counted, "counted"), (unit.pending, pending, "pending")):
-            keys = _keys_of({unit.uid: mask})
+    def _shard_epoch(self, item: ShardEpoch, counted: Counter, pending: Counter) -> None:
+        epoch, shard = item.uid
+        for mask, known, name in ((item.counted, counted, "counted"), (item.pending, pending, "pending")):
+            keys = _keys_of({item.uid: mask})
             if any(key not in known for key in keys):
                 self.breach(f"samples of {epoch}:{shard} are {name} without a contribution")
-        missing = [key for key in _keys_of({unit.uid: full(unit.samples) & ~unit.counted}) if key in counted]
-        missing += [key for key in _keys_of({unit.uid: full(unit.samples) & ~(unit.pending | unit.counted)}) if key in pending]
-        leased = [lease.units[unit.uid] for lease in unit.holders]
-        if missing or unit.counted & unit.pending or sum(mask.bit_count() for mask in leased) != unit.held.bit_count():
+        missing = [key for key in _keys_of({item.uid: full(item.samples) & ~item.counted}) if key in counted]
+        missing += [key for key in _keys_of({item.uid: full(item.samples) & ~(item.pending | item.counted)}) if key in pending]
+        leased = [lease.shard_epochs[item.uid] for lease in item.holders]
+        if missing or item.counted & item.pending or sum(mask.bit_count() for mask in leased) != item.held.bit_count():
             self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {missing[:3]}")
 
     def ledger_agrees(self, book: Book, recent: Collection[str], gone: Collection[str]) -> str:
@@ -302,5 +302,5 @@ class Checks:
         return ""
 
 
-def _keys_of(units: Masks) -> list[str]:
-    return [f"{epoch}:{shard}:{index}" for (epoch, shard), mask in units.items() for index in indices(mask)]
+def _keys_of(shard_epochs: Masks) -> list[str]:
+    return [f"{epoch}:{shard}:{index}" for (epoch, shard), mask in shard_epochs.items() for index in indices(mask)]

@@ -1,6 +1,6 @@
 """What peers and the dataset server say to each other: JSON over HTTP, every field bounded, unknown fields refused.
 
-Server and client parse with these same models. A *unit* is one shard in one epoch; a sample's key is "epoch:shard:index".
+Server and client parse with these same models. A *shard epoch* is one shard in one epoch; a sample's key is "epoch:shard:index".
 """
 
 from array import array
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_validator
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
 NO_LEASE = "0" * 32  # in place of a lease's name: keys that a peer holds by any lease, or in a contribution
 MAX_BODY_BYTES = 8 << 20  # holds MAX_KEYS keys
@@ -209,14 +209,14 @@ class PeersAnswer(Message):
 
 
 class LeaseRequest(Message):
-    """POST /v1/leases: give me units with about this many samples."""
+    """POST /v1/leases: give me shard epochs with about this many samples."""
 
     run_id: RunId
     peer: PeerId
     want_samples: Annotated[int, Field(ge=1, le=MAX_KEYS)]
 
 
-class LeasedUnit(Message):
+class LeasedShard(Message):
     """All samples of a shard in an epoch, except the indices in `skip`, which others trained already."""
 
     epoch: Count
@@ -228,12 +228,12 @@ class LeasedUnit(Message):
 
 
 class LeaseAnswer(Message):
-    """Renew every `renew_every` seconds; after `expires_in` seconds without, the units go to others."""
+    """Renew every `renew_every` seconds; after `expires_in` seconds without, the shard epochs go to others."""
 
     lease_id: LeaseId
     expires_in: Number
     renew_every: Number
-    units: Annotated[list[LeasedUnit], Field(max_length=MAX_KEYS)]
+    shard_epochs: Annotated[list[LeasedShard], Field(max_length=MAX_KEYS)]
 
 
 class RenewRequest(Message):
@@ -266,7 +266,7 @@ class ContributionRequest(Message):
     """POST /v1/contributions: number `number` of `peer`, about to be offered to the swarm, holds exactly these samples.
 
     offered: it is with the swarm already, since the server was away. Then samples may be in it that the peer holds no lease for, of
-    any unit up to one epoch after the last one begun.
+    any shard epoch up to one epoch after the last one begun.
     """
 
     run_id: RunId

@@ -31,6 +31,7 @@ if sys.path and sys.path[0] != str(ROOT):
 
 from benchmarks.common import about  # noqa: E402
 from datasetserver.book import Book  # noqa: E402
+from datasetserver.samples import indices  # noqa: E402
 from scripts.churn.swarm import Server  # noqa: E402
 from swarm.errors import run_program  # noqa: E402
 from swarm.peer_key import PeerKey  # noqa: E402
@@ -91,7 +92,7 @@ class Client(threading.Thread):
             self._insist("POST", f"/v1/leases/{lease_id}/release", {"keys": keys[len(mine) :]})
         if self._told.lock.acquire(blocking=False):
             try:
-                self._take()
+                self._report()
             finally:
                 self._told.lock.release()
 
@@ -100,7 +101,8 @@ class Client(threading.Thread):
         answer = self._ask("POST", "/v1/leases", {"want_samples": self._rng.randint(1, 64)})
         if answer is None:
             return _NO_LEASE, []
-        keys = [f"{unit['epoch']}:{unit['shard']}:{i}" for unit in answer["units"] for i in range(unit["samples"]) if i not in unit["skip"]]
+        given = answer["shard_epochs"]
+        keys = [f"{item['epoch']}:{item['shard']}:{i}" for item in given for i in range(item["samples"]) if i not in item["skip"]]
         with self._told.lock:
             taken = [peer for peer, held in self._told.leases.values() if held & set(keys)]
             if taken:
@@ -184,7 +186,7 @@ def verdict(told: Told, ledger: Path, shards: Sequence[int]) -> dict[str, int]:
     db = sqlite3.connect(ledger, isolation_level=None)
     book = Book(db, shards=shards, seed=0, lease_seconds=LEASE_SECONDS, clock=time.monotonic)
     db.close()
-    registered = {pair: keys_of(contribution.units) for pair, contribution in book._contributions.items()}
+    registered = {pair: keys_of(contribution.shard_epochs) for pair, contribution in book._contributions.items()}
     for pair, keys in told.contributions.items():
         if registered.get(pair) != keys or not book._contributions[pair].live:
             told.faults.append(f"contribution {pair} was acknowledged and is lost")
@@ -194,18 +196,18 @@ def verdict(told: Told, ledger: Path, shards: Sequence[int]) -> dict[str, int]:
         if book.tree.get(state["digest"]) is None:
             told.faults.append(f"round {state['round']} was acknowledged and is lost")
     for lease_id, (peer, keys) in told.leases.items():
-        if keys and (lease_id not in book._leases or not keys <= keys_of(book._leases[lease_id].units)):
+        if keys and (lease_id not in book._leases or not keys <= keys_of(book._leases[lease_id].shard_epochs)):
             told.faults.append(f"a lease of {peer} was acknowledged and is lost")
     final = {(member["peer"], member["number"]) for state in told.rounds for member in state["members"]}
-    counted, expected = book.units.totals()["counted"], sum(len(told.contributions[pair]) for pair in final)
+    counted, expected = book.shard_epochs.totals()["counted"], sum(len(told.contributions[pair]) for pair in final)
     unsaid = set(registered) - told.contributions.keys()
     if counted != expected or book.tree.head.samples != expected:
         told.faults.append(f"{counted} samples are counted, {book.tree.head.samples} in the head, of {expected} that became final")
     return {"counted": counted, "contributions": len(told.contributions), "not_answered": len(unsaid), "rounds": len(told.rounds)}
 
 
-def keys_of(units: dict[tuple[int, int], int]) -> set[str]:
-    return {f"{epoch}:{shard}:{index}" for (epoch, shard), mask in units.items() for index in range(mask.bit_length()) if mask >> index & 1}
+def keys_of(shard_epochs: dict[tuple[int, int], int]) -> set[str]:
+    return {f"{epoch}:{shard}:{index}" for (epoch, shard), mask in shard_epochs.items() for index in indices(mask)}
 
 
 def run(folder: Path, *, kills: int, clients: int, seed: int, say: Callable[[str], None] = print) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def reopen(book, db, clock):
 
 
 def keys(grant):
-    return [sample_key(epoch, shard, index) for (epoch, shard), skip in grant.units for index in range(SHARDS[shard]) if index not in skip]
+    return [sample_key(epoch, shard, index) for (epoch, shard), skip in grant.shard_epochs for index in range(SHARDS[shard]) if index not in skip]
 
 
 def state(name, parent, round_, samples, *members):
@@ -73,10 +73,10 @@ def test_an_epoch_holds_every_sample_once_and_the_next_begins_without_a_barrier(
 
 
 def test_order_of_shards_depends_on_the_epoch_and_not_on_who_asks(db, clock, book):
-    together = [uid for uid, _ in book.lease("alice", 44).units]
+    together = [uid for uid, _ in book.lease("alice", 44).shard_epochs]
     other = sqlite3.connect(":memory:", isolation_level=None)
     other.executescript(SCHEMA)
-    one_by_one = [book.lease(f"peer{n}", 1).units[0][0] for book in [open_book(other, clock)] for n in range(len(together))]
+    one_by_one = [book.lease(f"peer{n}", 1).shard_epochs[0][0] for book in [open_book(other, clock)] for n in range(len(together))]
     other.close()
     assert one_by_one == together
     assert len({tuple(shard for epoch, shard in together if epoch == e) for e in range(4)}) > 1
@@ -148,7 +148,7 @@ def test_registering_again_is_fine_with_the_same_keys_only(book):
     book.contribute("alice", 1, mine[:2][::-1])
     with refusal("number_taken"):
         book.contribute("alice", 1, mine)
-    assert book.units.totals()["pending"] == 2
+    assert book.shard_epochs.totals()["pending"] == 2
 
 
 def test_samples_of_others_and_counted_samples_cannot_be_registered(book):
@@ -178,9 +178,9 @@ def test_one_report_counts_the_samples_of_all_members_also_of_the_dead(book, clo
 def test_a_contribution_registered_after_its_round_was_reported_is_counted(book):
     mine = keys(book.lease("alice", 4))
     book.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "bob")
-    assert book.units.totals()["counted"] == 0
+    assert book.shard_epochs.totals()["counted"] == 0
     assert book.contribute("alice", 1, mine).counted
-    assert book.units.totals()["counted"] == len(mine)
+    assert book.shard_epochs.totals()["counted"] == len(mine)
 
 
 def test_an_epochs_last_shards_go_to_a_second_peer_when_their_holder_is_late(db, clock):
@@ -195,7 +195,7 @@ def test_an_epochs_last_shards_go_to_a_second_peer_when_their_holder_is_late(db,
     assert not set(keys(book.lease("alice", 1))) & set(keys(slow)), "a copy of its own"
     assert keys(book.lease("dora", 1)) == keys(slow)
     assert not set(keys(book.lease("emil", 1))) & set(keys(slow)), "a third copy"
-    assert book.units.totals()["counted"] == 0
+    assert book.shard_epochs.totals()["counted"] == 0
 
 
 @pytest.mark.parametrize("first", ["alice", "carol"])
@@ -214,7 +214,7 @@ def test_of_two_that_have_the_same_shard_the_first_to_register_has_it_and_nothin
     book = reopen(book, db, clock)
     book.add_final(state("a", None, 1, len(both) + 2, (first, 1, 2), (second, 1, len(both))), first)
     assert book.samples_by_peer() == {first: 2, second: len(both) - 2}
-    assert book.units.totals()["counted"] == len(both)
+    assert book.shard_epochs.totals()["counted"] == len(both)
 
 
 def test_a_copy_stays_with_who_is_left(db, clock):
@@ -243,7 +243,7 @@ def test_a_paused_run_leases_nothing_and_takes_what_was_trained(db, clock):
         book.renew(grant.lease_id, "alice")
     book.contribute("alice", 1, mine)
     book.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
-    assert (book.state, book.units.totals()["counted"]) == ("paused", len(mine))
+    assert (book.state, book.shard_epochs.totals()["counted"]) == ("paused", len(mine))
     orders[0] = "running"
     assert not set(keys(book.lease("bob", 1))) & set(mine)
     orders[0] = "ended"
@@ -269,8 +269,8 @@ def test_what_was_offered_while_the_server_was_away_counts_where_nobody_else_has
     with refusal("number_taken"):
         again.contribute("alice", 1, offered[1:], offered=True)
     again.add_final(state("a", None, 1, len(offered), ("alice", 1, len(offered))), "alice")
-    assert again.units.totals()["counted"] == len(hers) + 2
-    assert again.counted_samples == again.units.totals()["counted"] + again.repeated_samples == len(offered), "the sum is seen to agree"
+    assert again.shard_epochs.totals()["counted"] == len(hers) + 2
+    assert again.counted_samples == again.shard_epochs.totals()["counted"] + again.repeated_samples == len(offered), "the sum is seen to agree"
     assert again.repeated_samples == contribution.repeated > 0
     rest = keys(again.lease("carol", 11))
     assert not {"1:0:0", "1:1:1", *hers, *his} & set(rest)
@@ -289,7 +289,7 @@ def test_nobody_takes_samples_of_epochs_to_come_by_having_trained_them(book):
     book.lease("carol", 1)
     assert book.contribute("alice", 1, ["2:0:0"], offered=True).repeated == 1
     assert book.contribute("alice", 2, ["1:0:0", "999999999:0:0"], offered=True).samples == 1
-    assert book.units.last_epoch == 1
+    assert book.shard_epochs.last_epoch == 1
 
 
 def test_pending_contributions_of_a_gone_peer_are_leasable_after_the_grace(book, clock):
@@ -297,10 +297,10 @@ def test_pending_contributions_of_a_gone_peer_are_leasable_after_the_grace(book,
     book.contribute("alice", 1, mine)
     clock.now += 119
     book.sweep()
-    assert book.units.totals()["pending"] == len(mine)
+    assert book.shard_epochs.totals()["pending"] == len(mine)
     clock.now += 2
     book.sweep()
-    assert book.units.totals()["pending"] == 0
+    assert book.shard_epochs.totals()["pending"] == 0
     assert keys(book.lease("bob", 1)) == mine
     with refusal("withdrawn"):
         book.contribute("alice", 1, mine)
@@ -314,7 +314,7 @@ def test_a_withdrawn_contribution_that_is_final_after_all_counts_once(book, cloc
     book.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "carol")
     with refusal("not_held"):
         book.contribute("bob", 1, mine)
-    assert book.units.totals() == {"available": 11 - len(mine), "leased": 0, "pending": 0, "counted": len(mine)}
+    assert book.shard_epochs.totals() == {"available": 11 - len(mine), "leased": 0, "pending": 0, "counted": len(mine)}
 
 
 def test_a_contribution_that_a_later_one_of_its_peer_has_passed_is_given_to_others_though_the_peer_lives(book):
@@ -323,11 +323,11 @@ def test_a_contribution_that_a_later_one_of_its_peer_has_passed_is_given_to_othe
     book.contribute("alice", 1, lost)  # and was killed
     book.contribute("bob", 1, other)
     book.add_final(state("a", None, 1, len(other), ("bob", 1, len(other))), "bob")
-    assert book.units.totals()["pending"] == len(lost)
+    assert book.shard_epochs.totals()["pending"] == len(lost)
     again = keys(book.lease("alice", 3))
     book.contribute("alice", 2, again)
     book.add_final(state("b", "a", 2, len(other) + len(again), ("alice", 2, len(again))), "bob")
-    assert book.units.totals()["pending"] == 0
+    assert book.shard_epochs.totals()["pending"] == 0
     assert keys(book.lease("bob", 1)) == lost
     with refusal("withdrawn"):
         book.contribute("alice", 1, lost)
@@ -343,11 +343,11 @@ def test_what_may_be_in_a_state_whose_report_was_lost_is_not_given_to_others(boo
         book.add_final(state("c", "b", 3, samples[2], ("alice", 3, len(mine[2]))), "bob")
         book.add_final(state("d", "c", 4, samples[3] + 4, ("alice", 4, len(mine[3])), ("bob", 1, 4)), "bob")
         book.add_final(state("e", "d", 5, samples[4] + 4, ("alice", 5, len(mine[4]))), "bob")
-        assert book.units.totals()["pending"] == len(mine[0]) + len(mine[1]), again
+        assert book.shard_epochs.totals()["pending"] == len(mine[0]) + len(mine[1]), again
         book = reopen(book, db, clock)
     book.add_final(state("b", "a", 2, samples[1], ("alice", 2, len(mine[1]))), "alice")
     book.add_final(state("a", None, 1, samples[0], ("alice", 1, len(mine[0]))), "alice")
-    assert book.units.totals()["pending"] == 0 and book.samples_by_peer()["alice"] == samples[4]
+    assert book.shard_epochs.totals()["pending"] == 0 and book.samples_by_peer()["alice"] == samples[4]
 
 
 def test_giving_back_keys_withdraws_their_contribution(book):
@@ -390,7 +390,7 @@ def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):
     book.add_final(state("z", "x", 2, len(hers), ("alice", 2, len(hers) - 1)), "dora")
     book.add_final(state("w", "z", 3, 1 + more, ("alice", 3, len(keys(lease)))), "dora")
     assert book.samples_by_peer() == {"alice": 1 + more}
-    assert book.units.totals()["counted"] == 1 + more
+    assert book.shard_epochs.totals()["counted"] == 1 + more
     assert keys(book.lease("carol", 1)) == his
 
 
@@ -400,9 +400,9 @@ def test_a_lost_report_does_not_make_the_work_before_it_leasable(book):
     book.contribute("alice", 3, more)
     book.add_final(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
     book.add_final(state("c", "b", 3, 30, ("alice", 3, 10)), "alice")
-    assert book.units.totals()["counted"] == len(mine) + len(more)
+    assert book.shard_epochs.totals()["counted"] == len(mine) + len(more)
     book.add_final(state("b", "a", 2, 20, ("alice", 2, 10)), "bob")
-    assert book.units.totals()["counted"] == len(mine) + len(more)
+    assert book.shard_epochs.totals()["counted"] == len(mine) + len(more)
 
 
 @pytest.mark.parametrize(
@@ -438,10 +438,10 @@ def test_a_restart_keeps_everything_and_gives_leases_a_full_period(db, clock, bo
     book.contribute("alice", 1, mine[:3])
     book.contribute("alice", 2, mine[3:5])
     book.add_final(state("a", None, 1, 3, ("alice", 1, 3)), "alice")
-    before = book.units.totals()
+    before = book.shard_epochs.totals()
     clock.now += 59
     again = reopen(book, db, clock)
-    assert again.units.totals() == before
+    assert again.shard_epochs.totals() == before
     clock.now += 59
     again.renew(grant.lease_id, "alice")
     assert again.tree.head.reporters == ["alice"]
@@ -455,14 +455,14 @@ def test_a_dataset_that_grew_has_its_new_shards_from_the_next_epoch_on(db, clock
     book.save()
     shards = (*SHARDS, 5)
     book = Book(db, shards=shards, generations=[(0, 3), (1, 4)], seed=7, clock=clock)
-    rest = [book.lease("alice", 1).units for _ in range(5)]
-    assert rest[0][0][0][0] == 0, "the last unit of the epoch that was begun"
-    assert sorted(uid for units in rest for uid, _ in units)[1:] == [(1, shard) for shard in range(4)]
-    assert book.units.totals() == {"available": 0, "leased": 11 + 16, "pending": 0, "counted": 0}
+    rest = [book.lease("alice", 1).shard_epochs for _ in range(5)]
+    assert rest[0][0][0][0] == 0, "the last shard epoch of the epoch that was begun"
+    assert sorted(uid for shard_epochs in rest for uid, _ in shard_epochs)[1:] == [(1, shard) for shard in range(4)]
+    assert book.shard_epochs.totals() == {"available": 0, "leased": 11 + 16, "pending": 0, "counted": 0}
     with refusal("no_such_sample"):
         book.contribute("alice", 1, ["0:3:0"])
     book.contribute("alice", 1, [sample_key(1, 3, index) for index in range(5)])
-    assert book.units.last_epoch == 1
+    assert book.shard_epochs.last_epoch == 1
 
 
 def test_a_run_that_has_all_its_samples_goes_on_when_it_is_extended(db, clock):
@@ -480,7 +480,7 @@ def test_a_run_that_has_all_its_samples_goes_on_when_it_is_extended(db, clock):
 
 
 def final(book, number, parent, round_, before, peer="alice"):
-    """A contribution of a whole unit and a state with it; the samples in the state."""
+    """A contribution of a whole shard epoch and a state with it; the samples in the state."""
     mine = keys(book.lease(peer, 1))
     book.contribute(peer, number, mine)
     book.add_final(state(f"{peer}{number}", parent, round_, before + len(mine), (peer, number, len(mine))), peer)
@@ -575,7 +575,7 @@ def test_one_request_begins_no_epochs(book):
     far = [sample_key(epoch, 0, 0) for epoch in range(1000)]
     assert book.contribute("mallory", 1, far, offered=True).samples <= 2
     assert book.contribute("mallory", 2, [sample_key(epoch, 1, 0) for epoch in range(1, 1000)], offered=True).samples == 1
-    assert book.units.last_epoch == 1
+    assert book.shard_epochs.last_epoch == 1
 
 
 def test_peers_of_one_owner_hold_no_more_than_one_peer_may_and_a_restart_forgets_no_token(db, clock):

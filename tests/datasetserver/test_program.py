@@ -140,7 +140,7 @@ def test_what_was_answered_survives_kill_9(tmp_path):
             answer = post("/v1/leases", peer=id_of(peer), want_samples=3)
             if answer is None:
                 continue
-            keys = [f"{u['epoch']}:{u['shard']}:{i}" for u in answer[1]["units"] for i in range(u["samples"]) if i not in u["skip"]]
+            keys = [f"{u['epoch']}:{u['shard']}:{i}" for u in answer[1]["shard_epochs"] for i in range(u["samples"]) if i not in u["skip"]]
             number += 1
             status, body = insist("/v1/contributions", peer=id_of(peer), number=number, keys=keys)
             assert status == 200, body
@@ -344,9 +344,9 @@ def test_a_client_that_leaves_in_the_middle_of_a_shard_is_no_error_of_the_server
     host = Host(tmp_path, samples=1)
     Image.frombytes("RGB", (2000, 2000), os.urandom(12_000_000)).save(host.dataset / "0000.png", compress_level=0)
     host.start()
-    (unit,) = lease(host).units
+    (item,) = lease(host).shard_epochs
     with socket.create_connection(("127.0.0.1", host.port), 20) as client:
-        client.sendall(f"GET /v1/blobs/{unit.digest}.tar HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        client.sendall(f"GET /v1/blobs/{item.digest}.tar HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert client.recv(12) == b"HTTP/1.1 200"
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     assert call(host, "/healthz")[0] == 200

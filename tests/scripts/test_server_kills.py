@@ -19,7 +19,7 @@ def test_the_verdict_finds_what_was_acknowledged_and_is_not_in_the_ledger(tmp_pa
     db.executescript(SCHEMA)
     book = Book(db, shards=[4, 4], seed=0, clock=lambda: 0.0)
     kept, lost = book.lease("alice", 1), book.lease("bob", 1)
-    keys = {grant.lease_id: {f"{e}:{s}:{i}" for (e, s), _ in grant.units for i in range(4)} for grant in (kept, lost)}
+    keys = {grant.lease_id: {f"{e}:{s}:{i}" for (e, s), _ in grant.shard_epochs for i in range(4)} for grant in (kept, lost)}
     told = Told(leases={kept.lease_id: ("alice", set()), lost.lease_id: ("bob", keys[lost.lease_id])})
     told.contributions["alice", 1] = frozenset(keys[kept.lease_id])
     round_ = {"digest": "1" * 64, "parent": "0" * 64, "round": 1, "samples": 4, "members": [{"peer": "alice", "number": 1, "samples": 4}]}

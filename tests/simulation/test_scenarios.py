@@ -5,7 +5,7 @@ import pytest
 from peer import rooms
 from peer.sync.engine.failpoints import FAILPOINTS
 from simulation.faults import Strike
-from simulation.world import Scenario, play
+from simulation.world import Scenario, World, play
 
 STRATEGIES = [name for name in rooms.parts("sync") if name != "none"]
 
@@ -30,8 +30,23 @@ def test_a_peer_that_dies_or_stands_still_at_any_failpoint_stops_nobody_and_come
     """The sidecar is killed, or stopped, or both processes are killed; one point after another, the trainer's two among them."""
     points = [point for point in FAILPOINTS if point not in TRANSFERS]
     strikes = tuple(
-        Strike(30.0 + 60 * at, "failpoint", 1 + at % 3, {"name": point, "action": action, "seconds": 30.0}) for at, point in enumerate(points)
+        Strike(20.0 + 30 * at, "failpoint", 1 + at % 3, {"name": point, "action": action, "seconds": 15.0}) for at, point in enumerate(points)
     )
-    outcome = play(Scenario(seed=8, peers=3, hours=(30.0 + 60 * len(points)) / 3600, strikes=strikes))
+    outcome = play(Scenario(seed=8, peers=3, hours=(20.0 + 30 * len(points)) / 3600, strikes=strikes))
     assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
     assert outcome.failpoints == dict.fromkeys(points, 1)
+
+
+class BehindRouters(World):
+    """Nobody can dial anybody, as when all peers that could be dialled were replaced."""
+
+    def add_peer(self):
+        machine = super().add_peer()
+        machine.link.behind_nat = True
+        return machine
+
+
+def test_peers_that_nobody_can_dial_come_together_once_somebody_assists():
+    outcome = BehindRouters(Scenario(seed=1, peers=3, hours=0.03)).play()
+    assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
+    assert outcome.adopted["averaged"] >= 3

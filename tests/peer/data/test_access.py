@@ -43,7 +43,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
         (b"<html>It works!</html>", "no dataset server"),
         (b"[]", "no dataset server"),
         (b'{"protocol": 999}', "protocol 999"),
-        (b'{"protocol": 1, "run": {"learning_rat": 1}}', "does not know"),
+        (b'{"protocol": 2, "run": {"learning_rat": 1}}', "does not know"),
     ],
 )
 def test_something_else_at_the_url_is_a_users_error(body, what):

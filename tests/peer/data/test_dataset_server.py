@@ -324,7 +324,7 @@ def test_a_download_goes_on_where_the_connection_broke(serve, join, meddle):
     host = serve(samples=8, shard_samples=8)
     between = meddle(host.url, "cut", "cut")
     assert len(list(islice(join(between.url, "alice"), 8))) == 8
-    (digest,) = {unit["digest"] for unit in manifest(host)["shards"]}
+    (digest,) = {item["digest"] for item in manifest(host)["shards"]}
     size = manifest(host)["shards"][0]["bytes"]
     assert between.ranges == [None, f"bytes={size // 2}-", f"bytes={size // 2 + (size - size // 2) // 2}-"]
     assert between.sent == size, "no byte was sent twice"

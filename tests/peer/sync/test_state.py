@@ -1,5 +1,6 @@
 """The state: one digest for one state, one order over all of them, and files that are whole or passed over."""
 
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -152,6 +153,16 @@ def test_after_a_torn_write_the_state_before_is_read(tmp_path, length):
     newest = store._files()[0]
     newest.write_bytes(newest.read_bytes()[:length])
     assert load(store).digest == states[2].digest
+
+
+@pytest.mark.parametrize("first", [b"[1]", b'"a"', b"{", b"{}", b"\xff"])
+def test_a_state_whose_first_line_is_none_of_ours_is_neither_read_nor_handed_out(tmp_path, first):
+    store, states = saved(tmp_path)
+    newest = store._files()[0]
+    newest.write_bytes(first + newest.read_bytes()[newest.read_bytes().index(b"\n") :])
+    assert load(store).digest == states[2].digest and store.open(states[3].digest) is None
+    with store.open(states[2].digest) as file:
+        assert asyncio.run(file.chunk(0)) == bytes(states[2].chunk(0))
 
 
 def test_a_foreign_runs_state_is_passed_over(tmp_path):
