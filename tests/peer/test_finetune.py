@@ -170,6 +170,13 @@ def alive(process):
     return False
 
 
+def said(of_process):
+    """What a process says of itself; {} when it is gone: in a family some come and go."""
+    with contextlib.suppress(psutil.Error):
+        return of_process()
+    return {}
+
+
 def training(output):
     """Whether ten steps were made, which is when metrics.jsonl gets its first line."""
     return (output / "metrics.jsonl").exists() and (output / "metrics.jsonl").stat().st_size > 0
@@ -205,3 +212,16 @@ def test_no_process_outlives_a_supervisor_or_a_launcher_that_was_killed(flags, t
         wait_for(lambda family=family: not any(map(alive, family)))
         process.communicate()
         assert Checkpoints(out, keep=2).load("latest")
+
+
+def test_when_one_rank_dies_the_launch_ends_and_says_why(flags, tmp_path):
+    two = [*TORCHRUN[:4], "--nproc_per_node=2", "--max_restarts=0", SCRIPT]
+    process = start(*flags, "--total_samples", 10**9, program=two)
+    wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
+    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if SCRIPT in said(child.cmdline)]
+    second = next(child for child in ranks if said(child.environ).get("RANK") == "1")
+    second.kill()
+    code, _, err = finish(process)
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert code != 0 and len(lines) == 1 and "Another rank of this launch ended" in lines[0], err
+    wait_for(lambda: not any(map(alive, ranks)))
