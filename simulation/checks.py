@@ -1,14 +1,13 @@
 """What must hold whatever happens (docs/protocol.md), checked at the moment when something is said, adopted or reported."""
 
 import json
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from datasetserver.book import Book
-from datasetserver.samples import Masks, full, indices
+from datasetserver.samples import Masks, indices, size
 from datasetserver.units import Unit
 from peer.loop.accounts import Accounts
 from peer.sync.engine.net.messages import read_header
@@ -59,6 +58,8 @@ class Checks:
         self.arithmetic: Arithmetic | None = None
         self._keys: dict[tuple[str, int], tuple[str, ...]] = {}
         """The samples of each contribution, as its trainer told the server."""
+        self._masks: dict[tuple[str, int], Tally] = {}
+        """The same, by unit."""
         self._looked = 0.0
         self.forged: set[str] = set()
         """Digests of the states that strangers made up."""
@@ -238,7 +239,10 @@ class Checks:
 
     def registers(self, machine: "Machine", number: int, keys: Sequence[str]) -> None:
         """A trainer tells the server what a contribution holds; before it is offered."""
-        if self._keys.setdefault((machine.peer, number), tuple(keys)) != tuple(keys):
+        pair, keys = (machine.peer, number), tuple(keys)
+        if pair not in self._keys:
+            self._keys[pair], self._masks[pair] = keys, _masks_of(keys)
+        if self._keys[pair] != keys:
             self.breach(f"contribution {number} was registered with two lists of samples", machine)
 
     # ------------------------------------------------------------- the ledger
@@ -253,37 +257,39 @@ class Checks:
     def whole_ledger(self, book: Book) -> None:
         """Worked out anew from the contributions and the head's chain: each sample is counted once, waits once, or is leased once."""
         chain = {pair for state in book.tree.chain() for pair in state.contributions()}
-        counted, pending = Counter(), Counter()
+        counted, pending = Tally(), Tally()
         for pair, contribution in book._contributions.items():
-            keys = self._keys.get(pair)
-            size = contribution.samples + contribution.repeated
-            if keys is not None and (len(keys) != size or not set(_keys_of(contribution.units)) <= set(keys)):
-                self.breach(f"the ledger has {size} samples in contribution {pair[1]} of {pair[0][-6:]}, which has {len(keys)}")
+            keys, units = self._keys.get(pair), contribution.units
+            samples = contribution.samples + contribution.repeated
+            if keys is not None and (len(keys) != samples or not self._masks[pair].holds(units)):
+                self.breach(f"the ledger has {samples} samples in contribution {pair[1]} of {pair[0][-6:]}, which has {len(keys)}")
             if contribution.counted != (pair in chain):
                 self.breach(f"contribution {pair[1]} of {pair[0][-6:]} is {'' if contribution.counted else 'not '}counted, and its state says otherwise")
-            (counted if pair in chain else pending if contribution.live else Counter()).update(_keys_of(contribution.units))
+            if pair in chain:
+                counted.add(units)
+            elif contribution.live:
+                pending.add(units)
         for unit in book.units.known():
-            self._unit(unit, counted, pending)
-        twice = [key for key, number in pending.items() if number > 1]
-        if twice:
+            self._unit(unit, counted.once.get(unit.uid, 0), pending.once.get(unit.uid, 0))
+        if twice := _keys_of(pending.twice):
             self.breach(f"sample {twice[0]} waits in two contributions")
         # One that was counted on a branch that lost, trained by another peer and is on the head's chain again counts once, and as repeated.
-        repeated = sum(counted.values()) - len(counted) + sum(book._contributions[pair].repeated for pair in chain if pair in book._contributions)
-        if (book.counted_samples, book.repeated_samples) != (len(counted) + repeated, repeated):
+        once = size(counted.once)
+        repeated = counted.total - once + sum(book._contributions[pair].repeated for pair in chain if pair in book._contributions)
+        if (book.counted_samples, book.repeated_samples) != (once + repeated, repeated):
             said = f"{book.counted_samples} samples are counted, {book.repeated_samples} of them repeated"
-            self.breach(f"{said}, and there are {len(counted)} and {repeated}")
+            self.breach(f"{said}, and there are {once} and {repeated}")
 
-    def _unit(self, unit: Unit, counted: Counter, pending: Counter) -> None:
+    def _unit(self, unit: Unit, counted: int, pending: int) -> None:
+        """counted, pending: masks of its samples in contributions."""
         epoch, shard = unit.uid
         for mask, known, name in ((unit.counted, counted, "counted"), (unit.pending, pending, "pending")):
-            keys = _keys_of({unit.uid: mask})
-            if any(key not in known for key in keys):
+            if mask & ~known:
                 self.breach(f"samples of {epoch}:{shard} are {name} without a contribution")
-        missing = [key for key in _keys_of({unit.uid: full(unit.samples) & ~unit.counted}) if key in counted]
-        missing += [key for key in _keys_of({unit.uid: full(unit.samples) & ~(unit.pending | unit.counted)}) if key in pending]
-        leased = [lease.units[unit.uid] for lease in unit.holders]
-        if missing or unit.counted & unit.pending or sum(mask.bit_count() for mask in leased) != unit.held.bit_count():
-            self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {missing[:3]}")
+        missing = counted & ~unit.counted | pending & ~(unit.pending | unit.counted)
+        leased = sum(lease.units[unit.uid].bit_count() for lease in unit.holders)
+        if missing or unit.counted & unit.pending or leased != unit.held.bit_count():
+            self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {_keys_of({unit.uid: missing})[:3]}")
 
     def ledger_agrees(self, book: Book, recent: Collection[str], gone: Collection[str]) -> str:
         """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register."""
@@ -300,6 +306,34 @@ class Checks:
         if book.counted_samples + unsaid != head.samples:
             return f"{head.samples} samples are in the state, {book.counted_samples} in the ledger, {unsaid} of peers that died"
         return ""
+
+
+class Tally:
+    """Samples of many contributions, as masks by unit: Python's own integers, since a world's ledger has thousands of keys."""
+
+    def __init__(self) -> None:
+        self.once: Masks = {}
+        self.twice: Masks = {}
+        self.total = 0
+
+    def add(self, units: Masks) -> None:
+        for uid, mask in units.items():
+            known = self.once.get(uid, 0)
+            if known & mask:
+                self.twice[uid] = self.twice.get(uid, 0) | known & mask
+            self.once[uid] = known | mask
+            self.total += mask.bit_count()
+
+    def holds(self, units: Masks) -> bool:
+        return not any(mask & ~self.once.get(uid, 0) for uid, mask in units.items())
+
+
+def _masks_of(keys: Sequence[str]) -> Tally:
+    tally = Tally()
+    for key in keys:
+        epoch, shard, index = map(int, key.split(":"))
+        tally.add({(epoch, shard): 1 << index})
+    return tally
 
 
 def _keys_of(units: Masks) -> list[str]:
