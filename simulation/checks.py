@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from datasetserver.book import Book
 from datasetserver.samples import Masks, indices, size
 from datasetserver.units import Unit
 from peer.loop.accounts import Accounts
 from peer.sync.engine.net.messages import read_header
-from peer.sync.engine.state import hash_chunks, state_digest
+from peer.sync.engine.state import Header, hash_chunks, state_digest
 from peer.sync.engine.vectors import SharedBuffer
 from simulation.arithmetic import Arithmetic
 
@@ -60,6 +62,8 @@ class Checks:
         """The samples of each contribution, as its trainer told the server."""
         self._masks: dict[tuple[str, int], Tally] = {}
         """The same, by unit."""
+        self._told: dict[str, tuple[dict[str, Any], tuple[bytes, ...], Header]] = {}
+        """Of each state that a trainer was told of: its header as it was said, the hashes of its bytes, and its header."""
         self._looked = 0.0
         self.forged: set[str] = set()
         """Digests of the states that strangers made up."""
@@ -167,15 +171,24 @@ class Checks:
 
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""
-        if kind == "rebase" and self.arithmetic is not None:
-            wrong = self.arithmetic.rebased(values["digest"], read_header(values["header"]), buffers[0].bytes())
-            if wrong:
-                self.breach(wrong, machine)
         if kind == "final":
-            digest = values["digest"]
-            self.reported(machine, digest)
-        if kind == "rebase" and state_digest(read_header(values["header"]), hash_chunks(buffers[0].bytes())) != values["digest"]:
-            self.breach(f"the bytes of the state {values['digest'][:8]} are not those of its digest", machine)
+            self.reported(machine, values["digest"])
+        if kind == "rebase":
+            self._rebases(machine, values["digest"], values["header"], buffers[0].bytes())
+
+    def _rebases(self, machine: "Machine", digest: str, said: dict[str, Any], data: Tensor) -> None:
+        hashes = tuple(hash_chunks(data))
+        if self._told.get(digest, ())[:2] != (said, hashes):  # once for all trainers: the digest says what both are
+            header = read_header(said)
+            if state_digest(header, hashes) != digest:
+                self.breach(f"the bytes of the state {digest[:8]} are not those of its digest", machine)
+            self._told[digest] = said, hashes, header
+        if self.arithmetic is not None and (wrong := self.arithmetic.rebased(digest, self.header(digest), data)):
+            self.breach(wrong, machine)
+
+    def header(self, digest: str) -> Header:
+        """Of a state that a trainer was told of."""
+        return self._told[digest][2]
 
     def reported(self, machine: "Machine", digest: str) -> None:
         """As final."""

@@ -21,7 +21,6 @@ from torch import nn
 from peer.config import PeerConfig
 from peer.contracts import SyncContext, SyncReport
 from peer.loop.accounts import Accounts
-from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.state import State
 from peer.sync.engine.trainer import sidecar
@@ -295,7 +294,7 @@ class Machine:
     def _told(self, kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         self.world.checks.told(self, kind, values, buffers)
         if kind == "rebase" and self.learned is not None:
-            self.learned.told(values["digest"], read_header(values["header"]), buffers[0].bytes())
+            self.learned.told(values["digest"], self.world.checks.header(values["digest"]), buffers[0].bytes())
 
     async def _live(self, child: Child, process: Process, port: Port) -> None:
         """As `sidecar.main` and `_serve`."""
