@@ -116,7 +116,11 @@ class DatasetServer:
         self._start()
         self._wake(self._hungry)
         for key, (image, caption) in self._work.samples(self._rows):
-            self._wake(self._hungry, self._short)
+            # Each call wakes the other thread by a write to a pipe, and of a hundred samples one concerns it.
+            if self._work.wanted() > 0:
+                self._wake(self._hungry)
+            if self._work.short():
+                self._wake(self._short)
             yield Sample(key, image, caption)
 
     def register(self, number: int, keys: Sequence[str]) -> None:
