@@ -301,7 +301,8 @@ class DatasetServer:
                 chosen = chosen or choose(self._shards.of_epoch, self._seen, self._cache.has, f"{self._run.seed}:{self._peer_id}")
                 if await self._add_own(chosen):
                     continue
-            await set_within(OUTAGE_SECONDS / 10 if away < OUTAGE_SECONDS else OUTAGE_SECONDS, self._short)
+            left = OUTAGE_SECONDS - away
+            await set_within(max(left, OUTAGE_SECONDS / 100) if left > 0 else OUTAGE_SECONDS, self._short)
 
     async def _add_own(self, chosen: Iterator[protocol.LeasedUnit]) -> bool:
         """Whether there was one more unit of our own choice, and its shard undamaged or at least not the last."""
