@@ -89,8 +89,8 @@ class Learned:
         self._state, self._anchor = "", self.now()
         self._told: list[tuple[str, Header, np.ndarray]] = []
         self._frozen: _Frozen | None = None
-        self._checked: np.ndarray | None = None
-        """The parameters that were compared last; None: what they should be has changed since."""
+        self._checked: list[int] | None = None
+        """How often torch had written into each parameter when they were compared; None: what they should be has changed since."""
 
     def now(self) -> np.ndarray:
         return np.concatenate([parameter.detach().numpy().reshape(-1) for parameter in self._params.values()], dtype=np.float64)
@@ -127,14 +127,15 @@ class Learned:
         """
         self._land_up_to(digest)
         wrong = self._freeze(*frozen) if frozen is not None and self._frozen is None else ""
-        params, anchor = self.now(), self._anchor
-        if self._checked is not None and np.array_equal(params, self._checked):  # three looks of four: a trainer that waits, waits
+        versions = [parameter._version for parameter in self._params.values()]
+        if versions == self._checked:  # three looks of four: a trainer that waits for the swarm looks again and again
             return wrong
+        params, anchor = self.now(), self._anchor
         differs, largest = _largest(params - (anchor + self.ahead)), max(_largest(params), _largest(anchor))
         if not differs <= _ROUNDING * (largest + 0.01):
             return f"the parameters differ by {differs:.2g} from the state {digest[:8]} and what was learned since"
         self.ahead = params - anchor  # so that rounding does not add up
-        self._checked = params
+        self._checked = versions
         return wrong
 
     def _land_up_to(self, digest: str) -> None:

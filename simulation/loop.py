@@ -26,6 +26,7 @@ class Owner(Protocol):
         ...
 
 
+_MANY_TIMERS = 256
 OWNER: contextvars.ContextVar["Owner | None"] = contextvars.ContextVar("owner", default=None)
 
 
@@ -77,6 +78,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now, self._rng, self._numbers = 0.0, rng, itertools.count(1)
         self._timers: list[_Handle] = []
+        self._many = _MANY_TIMERS
 
     def time(self) -> float:
         return self.now
@@ -113,6 +115,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if ready:
                 handle = ready.popleft()
             elif timers:
+                if len(timers) > self._many:
+                    self._forget_cancelled()
                 handle = pop(timers)
                 if handle[2] is not None and handle[0] > self.now:
                     self.now = handle[0]
@@ -132,6 +136,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 raise
             except BaseException as error:
                 self.call_exception_handler({"message": f"in {callback!r}", "exception": error})
+
+    def _forget_cancelled(self) -> None:
+        """Nine timers of ten are deadlines of what was in time; left in the heap until they are due, they make it ten times as large."""
+        self._timers[:] = [handle for handle in self._timers if handle[2] is not None]
+        heapq.heapify(self._timers)
+        self._many = max(2 * len(self._timers), _MANY_TIMERS)
 
     def go_on(self, owner: Owner) -> None:
         """A process that was stopped does what it could not do meanwhile."""
