@@ -212,7 +212,9 @@ class Heads:
 
     def heard(self, peer: str, head: Head) -> None:
         """`peer` itself has just told us where it stands; its record may be seconds old."""
-        now, self._with_us = self._clock(), ((), 0.0)
+        now, (others, until) = self._clock(), self._with_us
+        # What we know already, or what is before it, leaves nobody elsewhere: that was counted when the others' records came.
+        self._with_us = (others, min(until, now + RENEW_SECONDS)) if self._is_ours_or_before(head) else ((), 0.0)
         self._heard = {peer: entry for peer, entry in self._heard.items() if now - entry[1] < RENEW_SECONDS} | {peer: (head, now)}
 
     def let_go(self, peer: str, digest: str) -> None:
