@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/leases.py [--seconds 20] [--clients 200] [--shard_samples 256]
 
-A pair is a lease of one shard and the registration of all its samples in a contribution; a round that settles the contributions of 50
-clients is reported after every 50 registrations, and counts nothing. At the ledger: in one process on one core, from as many asyncio
+A pair is a lease of one shard and the registration of all its samples in a contribution; a final round with the
+contributions of 50 clients is reported after every 50 registrations, and counts nothing. At the ledger: in one process on one core, from as many asyncio
 tasks. Through HTTP: a real server on one core, with the clients in another process on another core, a keep-alive connection each. Each
 client asks again as soon as it is answered, so the latencies are those of a server that is busy all the time. To sign a request takes the
 clients 0.5 to 1 ms, to check it takes the server 0.05: through HTTP it is the clients' core that is busy. `disk` is what an
@@ -167,15 +167,15 @@ async def at_the_ledger(path: Path, options: argparse.Namespace) -> dict:
 
     async def lease(peer: str) -> list[str]:
         grant = await ledger.call(lambda book: book.lease(peer, 1))
-        units = [f"{epoch}:{shard}" for (epoch, shard), _ in grant.units]
-        return [unit + index for unit in units for index in indices]
+        shard_epochs = [f"{epoch}:{shard}" for (epoch, shard), _ in grant.shard_epochs]
+        return [item + index for item in shard_epochs for index in indices]
 
     async def register(peer: str, number: int, keys: list[str]) -> None:
         await ledger.call(lambda book: book.contribute(peer, number, keys))
 
     async def report(said: dict) -> None:
         state = State(said["digest"], said["parent"], said["round"], said["samples"], tuple(said["members"]))
-        await ledger.call(lambda book: book.settle(state, said["members"][0][0]))
+        await ledger.call(lambda book: book.add_final(state, said["members"][0][0]))
 
     names = [f"peer{n}" for n in range(options.clients)]
     try:
@@ -214,8 +214,8 @@ async def clients(url: str, server: psutil.Process, options: argparse.Namespace)
 
         async def lease(peer: str) -> list[str]:
             answer = await ask("POST", "/v1/leases", {**envelope, "want_samples": 1})
-            units = [f"{unit['epoch']}:{unit['shard']}" for unit in answer["units"]]
-            return [unit + index for unit in units for index in indices]
+            shard_epochs = [f"{item['epoch']}:{item['shard']}" for item in answer["shard_epochs"]]
+            return [item + index for item in shard_epochs for index in indices]
 
         async def register(peer: str, number: int, keys: list[str]) -> None:
             await ask("POST", "/v1/contributions", {**envelope, "number": number, "keys": keys})

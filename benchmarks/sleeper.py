@@ -6,7 +6,7 @@ Takes the run's and the peer's own options besides. Trains until the run ends or
 OUT/work.jsonl, one line per event with `time` (seconds since the epoch):
 
     {"event": "frozen", "number": n, "samples": samples in it}       the moment a contribution is closed
-    {"event": "settled" | "dropped", "number": n, "samples": ...}    what became of it (0: the samples not yet frozen)
+    {"event": "final" | "dropped", "number": n, "samples": ...}    what became of it (0: the samples not yet frozen)
     {"event": "round", "round": n, "samples": in the state}          the trainer stands on a new state
     {"event": "ended", "trained": samples}
 """
@@ -98,7 +98,7 @@ class Sleeper:
         if report.frozen is not None:
             self._contributions[report.frozen], self._open = self._open, 0
             self._say("frozen", number=report.frozen, samples=self._contributions[report.frozen])
-        for event, numbers in (("settled", report.settled), ("dropped", report.dropped)):
+        for event, numbers in (("final", report.final), ("dropped", report.dropped)):
             for number in numbers:
                 self._say(event, number=number, samples=self._take(number))
         if self.sync.round != self._round:

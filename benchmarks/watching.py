@@ -34,7 +34,7 @@ from swarm.protocol import PeersAnswer, RunAnswer  # noqa: E402
 from tests.datasetserver.hosting import write_dataset  # noqa: E402
 
 GOAL = 0.6
-_START_SECONDS, _SETTLE_SECONDS = 120.0, 5.0
+_START_SECONDS, _QUIET_SECONDS = 120.0, 5.0
 
 
 def main(argv: list[str]) -> None:
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
             time.sleep(0.5)
         rows = [measure("nobody", server.process, args.seconds, [])]
         with watching(server.url, args.watchers) as counts:
-            time.sleep(_SETTLE_SECONDS)
+            time.sleep(_QUIET_SECONDS)
             rows.append(measure(f"{args.watchers} watchers", server.process, args.seconds, counts))
     quiet, watched = rows
     minutes = args.watchers * watched["seconds"] / 60

@@ -135,8 +135,8 @@ async def post_lease(request: web.Request) -> web.Response:
 
     def operation(book: Book) -> protocol.LeaseAnswer:
         grant = book.lease(asked.peer, asked.want_samples)
-        units = [_leased_unit(service.data.manifest.shards[shard], epoch, skip) for (epoch, shard), skip in grant.units]
-        return protocol.LeaseAnswer(lease_id=grant.lease_id, units=units, **_periods(book))
+        shard_epochs = [_leased_shard(service.data.manifest.shards[shard], epoch, skip) for (epoch, shard), skip in grant.shard_epochs]
+        return protocol.LeaseAnswer(lease_id=grant.lease_id, shard_epochs=shard_epochs, **_periods(book))
 
     return answers.answer(await _told(request, asked.peer, operation), status=201)
 
@@ -177,12 +177,12 @@ async def post_round(request: web.Request) -> web.Response:
 
     def operation(book: Book) -> tuple[protocol.Head, bool]:
         new = book.tree.get(asked.digest) is None
-        book.settle(State(asked.digest, asked.parent, asked.round, asked.samples, members), asked.peer)
+        book.add_final(State(asked.digest, asked.parent, asked.round, asked.samples, members), asked.peer)
         return head_of(book), new
 
     head, new = await _told(request, asked.peer, operation)
     if new:
-        log.info("settled round=%d samples=%d members=%d digest=%s", asked.round, asked.samples, len(members), asked.digest[:16])
+        log.info("final round=%d samples=%d members=%d digest=%s", asked.round, asked.samples, len(members), asked.digest[:16])
     return answers.answer(protocol.RoundAnswer(head=head))
 
 
@@ -200,8 +200,8 @@ async def _told(request: web.Request, peer: str, operation: Callable[[Book], Res
 # -- from the ledger's words to the protocol's
 
 
-def _leased_unit(shard: protocol.Shard, epoch: int, skip: list[int]) -> protocol.LeasedUnit:
-    return protocol.LeasedUnit(epoch=epoch, shard=shard.index, digest=shard.digest, bytes=shard.bytes, samples=shard.samples, skip=skip)
+def _leased_shard(shard: protocol.Shard, epoch: int, skip: list[int]) -> protocol.LeasedShard:
+    return protocol.LeasedShard(epoch=epoch, shard=shard.index, digest=shard.digest, bytes=shard.bytes, samples=shard.samples, skip=skip)
 
 
 def _periods(book: Book) -> dict[str, float]:
@@ -245,7 +245,7 @@ ENDPOINTS = (
         "GET",
         "/v1/states/{digest}.state",
         get_state,
-        "The newest settled state, for dd-export.",
+        "The newest final state, for dd-export.",
         "application/octet-stream",
         also=(206, 304),
     ),
@@ -263,5 +263,5 @@ ENDPOINTS = (
         protocol.ContributionAnswer,
         protocol.ContributionRequest,
     ),
-    Endpoint("POST", "/v1/rounds", post_round, "Report a settled state.", protocol.RoundAnswer, protocol.RoundRequest),
+    Endpoint("POST", "/v1/rounds", post_round, "Report a final state.", protocol.RoundAnswer, protocol.RoundRequest),
 )

@@ -1,6 +1,6 @@
 """The ledger's rules: which samples are available, leased, pending in a contribution, or counted, and what peers may do with them.
 
-Sets of samples are bit masks (`samples.py`); whose they are is told by `units.py`. What must survive is written to SQLite
+Sets of samples are bit masks (`samples.py`); whose they are is told by `shard_epochs.py`. What must survive is written to SQLite
 (`store.py`) by `save`; deadlines are not, since after a restart every lease gets a full period again. Not thread-safe, and what it
 promises is durable only when the caller has saved and committed: see `ledger.py`.
 """
@@ -16,10 +16,10 @@ from datasetserver.holdings import Holdings
 from datasetserver.lineage import Lineage
 from datasetserver.owners import Owners, Sender
 from datasetserver.refused import Refused
-from datasetserver.samples import Masks, UnitId, full, indices, parse_keys, size
+from datasetserver.samples import Masks, ShardEpochId, full, indices, parse_keys, size
+from datasetserver.shard_epochs import Contribution, Lease, ShardEpoch, ShardEpochs
 from datasetserver.store import Store
 from datasetserver.tree import State, StateTree, spare
-from datasetserver.units import Contribution, Lease, Unit, Units
 from swarm.protocol import MAX_KEYS, NO_LEASE, RunState
 
 MOST_LEASED = 2 * MAX_KEYS
@@ -33,17 +33,17 @@ _NAMES = 256
 
 @dataclass(frozen=True)
 class Grant:
-    """A new lease: per unit the samples in it that may not be trained."""
+    """A new lease: per shard epoch the samples in it that may not be trained."""
 
     lease_id: str
-    units: list[tuple[UnitId, list[int]]]
+    shard_epochs: list[tuple[ShardEpochId, list[int]]]
 
 
 class Book:
     """The ledger's state in memory, read from `db`, and written to it by `save`.
 
-    shards: number of samples per shard. generations: see `Units`. most_leased: see `Holdings`. most_of_one: samples of one member that a
-    state may have, 0: any number. copy_seconds: after which a unit of an epoch that is otherwise given out goes to a second peer; 0: never.
+    shards: number of samples per shard. generations: see `ShardEpochs`. most_leased: see `Holdings`. most_of_one: samples of one member that a
+    state may have, 0: any number. copy_seconds: after which the rest of an epoch goes to a second peer; 0: never.
     order: the host's. extended: to how many samples the host lets the run go on; 0: to total_samples. discarded: digests of states that the
     host names as forged.
     clock: seconds, monotonic. names: for leases, which nobody can guess. Every method but `sweep` may raise Refused, and then has changed nothing.
@@ -81,8 +81,8 @@ class Book:
         self._load()
         self._lineage = Lineage(self.tree)
         self._rebuild()
-        self._begun = self.units.last_epoch
-        """The last epoch of which a unit was leased; after a restart that of any unit we know."""
+        self._begun = self.shard_epochs.last_epoch
+        """The last epoch of which a shard epoch was leased; after a restart that of any shard epoch we know."""
 
     # -- what peers ask for
 
@@ -91,28 +91,28 @@ class Book:
         self._owners.admit(peer, sender)
 
     def lease(self, peer: str, want_samples: int) -> Grant:
-        """Grant `peer` the next units with at least `want_samples` samples together, no barrier between epochs.
+        """Grant `peer` the next shard epochs with at least `want_samples` samples together, no barrier between epochs.
 
-        Units that others gave up go first; then copies of those that others are late with, of which the first to register has the
+        Shard epochs that others gave up go first; then copies of those that others are late with, of which the first to register has the
         samples; then new ones.
         """
         self.sweep()
         self._refuse_when_over()
         self._holdings.refuse_more(self._owners, peer, self._by_peer)
         lease = Lease(next(self._names), peer, self._clock() + self.lease_seconds, self._clock())
-        for unit, mask in chain(self.units.returned(), self._late(peer), self.units.ahead()):
-            lease.units[unit.uid] = mask
-            unit.holders.append(lease)
+        for item, mask in chain(self.shard_epochs.returned(), self._late(peer), self.shard_epochs.ahead()):
+            lease.shard_epochs[item.uid] = mask
+            item.holders.append(lease)
             want_samples -= mask.bit_count()
             if want_samples <= 0:
                 break
         self._leases[lease.id] = lease
         self._holdings.lease(peer, lease.samples)
-        self._begun = max(self._begun, *(epoch for epoch, _ in lease.units))
+        self._begun = max(self._begun, *(epoch for epoch, _ in lease.shard_epochs))
         self._touch(peer)
-        for uid, mask in lease.units.items():
-            self._store.set_lease_unit(lease, uid, mask)
-        return Grant(lease.id, [(uid, indices(~mask & full(self._shards[uid[1]]))) for uid, mask in lease.units.items()])
+        for uid, mask in lease.shard_epochs.items():
+            self._store.set_lease_shard(lease, uid, mask)
+        return Grant(lease.id, [(uid, indices(~mask & full(self._shards[uid[1]]))) for uid, mask in lease.shard_epochs.items()])
 
     def renew(self, lease_id: str, peer: str) -> None:
         """Keep a lease for another period. Refused with 410 when it expired: its samples may be another peer's by now."""
@@ -132,13 +132,13 @@ class Book:
         """
         self.sweep()
         self._touch(peer)
-        masks = parse_keys(keys, self.units.samples) if keys is not None else {}
+        masks = parse_keys(keys, self.shard_epochs.samples) if keys is not None else {}
         if lease_id != NO_LEASE:
             lease = self._leases.get(lease_id)
             if lease is None or lease.peer != peer:
                 return 0
             return self._end(lease) if keys is None else self._give_up(lease, masks)
-        withdrawn = [c for c in self._live_of(peer) if any(mask & c.units.get(uid, 0) for uid, mask in masks.items())]
+        withdrawn = [c for c in self._live_of(peer) if any(mask & c.shard_epochs.get(uid, 0) for uid, mask in masks.items())]
         released = sum(self._withdraw(contribution) for contribution in withdrawn)
         for uid, mask in masks.items():
             released += self._free(uid, self._strip(uid, mask, peer=peer))
@@ -153,7 +153,7 @@ class Book:
         """
         self.sweep()
         self._touch(peer)
-        masks = parse_keys(keys, self.units.samples)
+        masks = parse_keys(keys, self.shard_epochs.samples)
         known = self._contributions.get((peer, number))
         if known:
             return _same(known, masks)
@@ -161,14 +161,14 @@ class Book:
             for uid, mask in masks.items():
                 self._refuse_foreign(peer, uid, mask)
         last = self._begun + 1  # counted once: what one request asks for does not begin an epoch
-        units = {uid: own for uid, mask in masks.items() if uid[0] <= last and (own := mask & self._open_to(peer, uid))}
-        contribution = Contribution(peer, number, units, repeated=size(masks) - size(units))
+        shard_epochs = {uid: own for uid, mask in masks.items() if uid[0] <= last and (own := mask & self._open_to(peer, uid))}
+        contribution = Contribution(peer, number, shard_epochs, repeated=size(masks) - size(shard_epochs))
         self._contributions[peer, number] = contribution
         self._store.add_contribution(contribution)
         for uid, mask in masks.items():
             self._strip(uid, mask, peer=peer)
-        for uid, mask in units.items():
-            self.units[uid].pending |= mask
+        for uid, mask in shard_epochs.items():
+            self.shard_epochs[uid].pending |= mask
         self._await(contribution)
         if (peer, number) in self._lineage.included:
             self._count(contribution)
@@ -177,8 +177,8 @@ class Book:
         self._follow_head(before)
         return contribution
 
-    def settle(self, state: State, reporter: str) -> State:
-        """Take note of a settled state, whoever reports it, and count the registered samples of all members; returns the head.
+    def add_final(self, state: State, reporter: str) -> State:
+        """Take note of a final state, whoever reports it, and count the registered samples of all members; returns the head.
 
         Refused with 409 when it contradicts itself or a state that is known.
         """
@@ -208,7 +208,7 @@ class Book:
         return self.tree.head
 
     def sweep(self) -> None:
-        """End leases that were not renewed in time, and withdraw what peers that are long gone left unsettled."""
+        """End leases that were not renewed in time, and withdraw what peers that are long gone left pending."""
         self._discard()
         now = self._clock()
         if now < self._next_expiry:
@@ -257,55 +257,55 @@ class Book:
         if self.state == "paused":
             raise Refused(503, "run_paused", f"The host has paused the run at {samples} samples.", "Wait; ask again as Retry-After says.")
 
-    def _late(self, peer: str) -> Iterator[tuple[Unit, int]]:
-        """What one other peer holds for long of a unit, in epochs that are otherwise given out; the longest held first."""
+    def _late(self, peer: str) -> Iterator[tuple[ShardEpoch, int]]:
+        """What one other peer holds for long of a shard epoch, in epochs that are otherwise given out; the longest held first."""
         latest = self._clock() - self._copy_seconds if self._copy_seconds else float("-inf")
         for lease in takewhile(lambda lease: lease.since <= latest, self._leases.values()):
-            for unit in map(self.units.__getitem__, lease.units if lease.peer != peer else ()):
-                if unit.uid[0] < self.units.frontier[0] and len(unit.holders) == 1 and unit.leased:
-                    yield unit, unit.leased
+            for item in map(self.shard_epochs.__getitem__, lease.shard_epochs if lease.peer != peer else ()):
+                if item.uid[0] < self.shard_epochs.frontier[0] and len(item.holders) == 1 and item.leased:
+                    yield item, item.leased
 
     # -- changes of one sample's state
 
-    def _refuse_foreign(self, peer: str, uid: UnitId, mask: int) -> None:
-        unit = self.units.get(uid)
-        lost = mask & ~unit.held_by(peer) if unit else mask
+    def _refuse_foreign(self, peer: str, uid: ShardEpochId, mask: int) -> None:
+        item = self.shard_epochs.get(uid)
+        lost = mask & ~item.held_by(peer) if item else mask
         if lost:
-            counted = ", which is counted already." if unit and unit.counted & lost else "."
+            counted = ", which is counted already." if item and item.counted & lost else "."
             message = f"{peer} does not hold sample {uid[0]}:{uid[1]}:{indices(lost)[0]}{counted}"
             raise Refused(409, "not_held", message, "Drop these samples and lease again.")
 
-    def _open_to(self, peer: str, uid: UnitId) -> int:
-        """The samples of a unit that the peer may make its own: those it leased, and those nobody has."""
-        unit = self.units[uid]
-        return unit.held_by(peer) & unit.leased | unit.available
+    def _open_to(self, peer: str, uid: ShardEpochId) -> int:
+        """The samples of a shard epoch that the peer may make its own: those it leased, and those nobody has."""
+        item = self.shard_epochs[uid]
+        return item.held_by(peer) & item.leased | item.available
 
-    def _strip(self, uid: UnitId, mask: int, peer: str | None = None) -> int:
+    def _strip(self, uid: ShardEpochId, mask: int, peer: str | None = None) -> int:
         """Take samples out of the leases (of one peer) that hold them; returns those taken."""
-        unit, taken = self.units.get(uid), 0
-        for lease in unit.holders[:] if unit else ():
-            held = lease.units[uid] & mask if peer in (None, lease.peer) else 0
+        item, taken = self.shard_epochs.get(uid), 0
+        for lease in item.holders[:] if item else ():
+            held = lease.shard_epochs[uid] & mask if peer in (None, lease.peer) else 0
             if held:
                 taken |= held
-                self._take(lease, unit, held)
+                self._take(lease, item, held)
         return taken
 
-    def _take(self, lease: Lease, unit: Unit, mask: int) -> None:
-        left = lease.units[unit.uid] & ~mask
+    def _take(self, lease: Lease, item: ShardEpoch, mask: int) -> None:
+        left = lease.shard_epochs[item.uid] & ~mask
         self._holdings.leased[lease.peer] -= mask.bit_count()
-        self._store.set_lease_unit(lease, unit.uid, left)
+        self._store.set_lease_shard(lease, item.uid, left)
         if left:
-            lease.units[unit.uid] = left
+            lease.shard_epochs[item.uid] = left
         else:
-            del lease.units[unit.uid]
-            unit.holders.remove(lease)
+            del lease.shard_epochs[item.uid]
+            item.holders.remove(lease)
 
     def _give_up(self, lease: Lease, masks: Masks) -> int:
         """Of these samples, those that the lease holds go back; returns how many become leasable."""
         released = 0
         for uid, mask in masks.items():
-            if held := lease.units.get(uid, 0) & mask:
-                self._take(lease, self.units[uid], held)
+            if held := lease.shard_epochs.get(uid, 0) & mask:
+                self._take(lease, self.shard_epochs[uid], held)
                 released += self._free(uid, held)
         return released
 
@@ -314,43 +314,43 @@ class Book:
         del self._leases[lease.id]
         self._store.remove_lease(lease)
         self._holdings.end_lease(lease.peer, lease.samples)
-        for uid in lease.units:
-            self.units[uid].holders.remove(lease)
-        return sum(self._free(uid, mask) for uid, mask in lease.units.items())
+        for uid in lease.shard_epochs:
+            self.shard_epochs[uid].holders.remove(lease)
+        return sum(self._free(uid, mask) for uid, mask in lease.shard_epochs.items())
 
     def _withdraw(self, contribution: Contribution) -> int:
         """Withdraw a live contribution; returns how many samples become leasable."""
         contribution.live = False
-        self._settle(contribution)
+        self._not_pending(contribution)
         self._store.set_contribution(contribution)
-        for uid, mask in contribution.units.items():
-            self.units[uid].pending &= ~mask
-        return sum(self._free(uid, mask) for uid, mask in contribution.units.items())
+        for uid, mask in contribution.shard_epochs.items():
+            self.shard_epochs[uid].pending &= ~mask
+        return sum(self._free(uid, mask) for uid, mask in contribution.shard_epochs.items())
 
     def _count(self, contribution: Contribution) -> None:
         contribution.counted = True
-        self._settle(contribution)
-        for uid, mask in contribution.units.items():
-            unit = self.units[uid]
-            self._by_peer[contribution.peer] += (mask & ~unit.counted).bit_count()
+        self._not_pending(contribution)
+        for uid, mask in contribution.shard_epochs.items():
+            item = self.shard_epochs[uid]
+            self._by_peer[contribution.peer] += (mask & ~item.counted).bit_count()
             if not contribution.live:  # withdrawn, and in a state after all: whoever leased these samples since must not train them
                 self._strip(uid, mask)
-            unit.counted |= mask
-            unit.pending &= ~mask
+            item.counted |= mask
+            item.pending &= ~mask
 
-    def _free(self, uid: UnitId, mask: int) -> int:
+    def _free(self, uid: ShardEpochId, mask: int) -> int:
         """A claim on these samples has ended; returns how many of them are leasable now."""
-        unit = self.units[uid]
-        freed = mask & unit.available
+        item = self.shard_epochs[uid]
+        freed = mask & item.available
         if freed:
-            self.units.free(unit)
+            self.shard_epochs.free(item)
         return freed.bit_count()
 
     def _await(self, contribution: Contribution) -> None:
         self._pending.add((contribution.peer, contribution.number))
         self._holdings.pending[contribution.peer] += contribution.samples
 
-    def _settle(self, contribution: Contribution) -> None:
+    def _not_pending(self, contribution: Contribution) -> None:
         """It is not pending any more."""
         if (contribution.peer, contribution.number) in self._pending:
             self._pending.remove((contribution.peer, contribution.number))
@@ -447,20 +447,20 @@ class Book:
     def _rebuild(self) -> None:
         """Work out whose every sample is from leases, contributions and the head's chain."""
         now = self._clock()
-        self.units = Units(self._shards, self._seed, self._generations)
+        self.shard_epochs = ShardEpochs(self._shards, self._seed, self._generations)
         self._by_peer: Counter[str] = Counter()
         self._holdings = Holdings(self._most_leased)
         for lease in self._leases.values():
             self._holdings.lease(lease.peer, lease.samples)
-            for uid in lease.units:
-                self.units[uid].holders.append(lease)
+            for uid in lease.shard_epochs:
+                self.shard_epochs[uid].holders.append(lease)
         self._pending: set[tuple[str, int]] = set()
         for contribution in self._contributions.values():
             contribution.counted = False
             if contribution.live:
                 self._await(contribution)
-            for uid, mask in contribution.units.items():
-                self.units[uid].pending |= mask if contribution.live else 0
+            for uid, mask in contribution.shard_epochs.items():
+                self.shard_epochs[uid].pending |= mask if contribution.live else 0
         for state in self.tree.chain():
             self._include(set(state.contributions()))
         for peer in {lease.peer for lease in self._leases.values()} | {peer for peer, _ in self._pending}:
@@ -486,7 +486,7 @@ def _unguessable() -> Iterator[str]:
 def _same(known: Contribution, masks: Masks) -> Contribution:
     """`known`, whose number was given again; Refused (409) when the samples are others, or when it was withdrawn."""
     name = f"Contribution {known.number} of {known.peer}"
-    others = any(mask & ~masks.get(uid, 0) for uid, mask in known.units.items())
+    others = any(mask & ~masks.get(uid, 0) for uid, mask in known.shard_epochs.items())
     if others or known.samples + known.repeated != size(masks):
         raise Refused(409, "number_taken", f"{name} was registered with other samples.", "Use a new number.")
     if not (known.live or known.counted):

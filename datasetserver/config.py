@@ -50,7 +50,7 @@ class ServerConfig:
         3600.0, "A shard that a peer holds for so long, while the others train a later epoch already, goes to a second peer, too; 0: never.", le=1e9
     )
     states: str = option(
-        "", "Output folder of a peer that assists on this machine: the newest settled state in it is offered for download."
+        "", "Output folder of a peer that assists on this machine: the newest final state in it is offered for download."
     )
 
     host: str = option(

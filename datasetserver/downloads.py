@@ -1,4 +1,4 @@
-"""What is fetched as a file, whole or in parts: the manifest, the shards, and the newest settled state.
+"""What is fetched as a file, whole or in parts: the manifest, the shards, and the newest final state.
 
 No path of a user ever reaches the file system: a shard is found by its digest in the manifest.
 """

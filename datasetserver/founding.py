@@ -10,7 +10,7 @@ from datasetserver.refused import Refused
 from swarm.base_model import AUTO, not_found
 from swarm.digest import canonical_json, digest_model
 from swarm.errors import UserError
-from swarm.founding import check_digest, check_founding, check_model, with_family, with_noise
+from swarm.founding import check_digest, check_founding, check_model, with_defaults, with_family, with_noise
 from swarm.options import build
 from swarm.protocol import MAX_RUN_BYTES
 from swarm.run_config import RunConfig
@@ -28,6 +28,7 @@ def run_to_serve(values: Mapping[str, Any], stored: RunConfig | None) -> RunConf
             stored.refuse_differences(values)
         return stored
     run, source = _with_model(build(RunConfig, values))
+    run = with_defaults(run, values)
     if stored:
         return _as_it_began(stored, values, run)
     if source:

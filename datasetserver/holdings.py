@@ -1,4 +1,4 @@
-"""What peers hold and have not settled yet, and how much of it one owner's peers may."""
+"""What peers hold and have registered and not seen in a final state yet, and how much of it one owner's peers may."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Holdings:
     def refuse_more(self, owners: Owners, peer: str, counted: Mapping[str, int]) -> None:
         """Raises Refused (429) when the peers of the owner of `peer` hold enough."""
         leased, leases = owners.total(peer, self.leased.__getitem__), owners.total(peer, self.leases.__getitem__)
-        pending, settled = owners.total(peer, self.pending.__getitem__), owners.total(peer, lambda name: counted.get(name, 0))
-        if leased >= self.most_leased or leases >= MOST_LEASES or leased + pending >= 2 * self.most_leased + settled:
+        pending, final = owners.total(peer, self.pending.__getitem__), owners.total(peer, lambda name: counted.get(name, 0))
+        if leased >= self.most_leased or leases >= MOST_LEASES or leased + pending >= 2 * self.most_leased + final:
             message = f"{owners.of(peer)} holds {leased} samples by {leases} leases, and {pending} that wait for their round."
             raise Refused(429, "too_many_leased", message, "Register or release some of them, and ask again.")

@@ -18,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = ("GET", "HEAD", "POST", "PUT")
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _OF_THE_RUN = {
-    "round": "The newest settled state's round.",
+    "round": "The newest final state's round.",
     "samples": "Samples in that state.",
     "epoch": "Passes over the pictures that are done.",
     "total_samples": "Samples that the run shall have; 0: no end.",

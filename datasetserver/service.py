@@ -147,7 +147,7 @@ async def _look(service: Service) -> dict | None:
 
 def _figures(book: Book) -> dict:
     book.sweep()
-    head, (epoch, epoch_samples) = book.tree.head, book.units.epoch_progress()
+    head, (epoch, epoch_samples) = book.tree.head, book.shard_epochs.epoch_progress()
     return {
         "round": head.round if head else 0,
         "samples": book.counted_samples,
@@ -155,7 +155,7 @@ def _figures(book: Book) -> dict:
         "samples_by_peer": book.samples_by_peer(),
         "epoch": epoch,
         "epoch_samples": epoch_samples,
-        "ledger": protocol.LedgerTotals(**book.units.totals()),
+        "ledger": protocol.LedgerTotals(**book.shard_epochs.totals()),
         "finished": book.state == "ended",
         "state": book.state,
     }

@@ -1,4 +1,4 @@
-"""The newest settled state that a peer which assists keeps on this machine, offered for download: `--states helper/`.
+"""The newest final state that a peer which assists keeps on this machine, offered for download: `--states helper/`.
 
 A state is one vector without names, which `dd-export` turns into a model. The folder is only read, and only files of ours in it.
 """

@@ -9,9 +9,9 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from datasetserver.samples import UnitId
+from datasetserver.samples import ShardEpochId
+from datasetserver.shard_epochs import Contribution, Lease
 from datasetserver.tree import State
-from datasetserver.units import Contribution, Lease
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS lease (id TEXT, peer TEXT, epoch INT, shard INT, samples BLOB, PRIMARY KEY (id, epoch, shard)) WITHOUT ROWID;
@@ -75,11 +75,11 @@ class Store:
         for lease_id, peer, epoch, shard, samples in self._db.execute("SELECT id, peer, epoch, shard, samples FROM lease"):
             lease = leases.setdefault(lease_id, Lease(lease_id, peer, 0.0, 0.0))
             if mask := _unpack(samples):
-                lease.units[epoch, shard] = mask
+                lease.shard_epochs[epoch, shard] = mask
         yield from leases.values()
 
-    def set_lease_unit(self, lease: Lease, uid: UnitId, mask: int) -> None:
-        """What the lease holds of a unit; 0: nothing any more."""
+    def set_lease_shard(self, lease: Lease, uid: ShardEpochId, mask: int) -> None:
+        """What the lease holds of a shard epoch; 0: nothing any more."""
         self._put("lease", lease.id, lease.peer, *uid, self._pack(uid, mask))
 
     def remove_lease(self, lease: Lease) -> None:
@@ -93,19 +93,19 @@ class Store:
             for peer, number, live, repeated in self._db.execute("SELECT peer, number, live, repeated FROM contribution")
         }
         for peer, number, epoch, shard, samples in self._db.execute("SELECT peer, number, epoch, shard, samples FROM contribution_unit"):
-            contributions[peer, number].units[epoch, shard] = _unpack(samples)
+            contributions[peer, number].shard_epochs[epoch, shard] = _unpack(samples)
         yield from contributions.values()
 
     def add_contribution(self, contribution: Contribution) -> None:
         self.set_contribution(contribution)
-        for uid, mask in contribution.units.items():
+        for uid, mask in contribution.shard_epochs.items():
             self._put("contribution_unit", contribution.peer, contribution.number, *uid, self._pack(uid, mask))
 
     def set_contribution(self, contribution: Contribution) -> None:
-        """All but its units, which never change."""
+        """All but its shard epochs, which never change."""
         self._put("contribution", contribution.peer, contribution.number, int(contribution.live), contribution.repeated)
 
-    # -- settled states
+    # -- final states
 
     def states(self) -> Iterator[State]:
         """Parents before their children."""
@@ -141,7 +141,7 @@ class Store:
     def set_token_of_peer(self, peer: str, token: str) -> None:
         self._put("peer_token", peer, token)
 
-    def _pack(self, uid: UnitId, mask: int) -> bytes:
+    def _pack(self, uid: ShardEpochId, mask: int) -> bytes:
         return mask.to_bytes((self._shards[uid[1]] + 7) // 8, "little")
 
 

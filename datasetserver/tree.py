@@ -1,4 +1,4 @@
-"""The settled states of a run as a tree, what the ledger itself counts for each, and which of them is the head.
+"""The final states of a run as a tree, what the ledger itself counts for each, and which of them is the head.
 
 A report is somebody's word. Of each member a state counts at most what that member registered, and no contribution twice in a lineage.
 A state whose parent we do not know is kept, and says nothing by itself. Not promised: that a state exists, or is any good.
@@ -14,7 +14,7 @@ Contribution = tuple[str, int]
 
 @dataclass
 class State:
-    """A settled state; `members` are (peer, number, samples) of the contributions averaged into it, `reporters` who told us.
+    """A final state; `members` are (peer, number, samples) of the contributions averaged into it, `reporters` who told us.
 
     bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided. counted: the samples that the
     ledger counts in it and its ancestors. gaps: how many of these have an unknown parent.

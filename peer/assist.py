@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from peer.config import PeerConfig
-from peer.contracts import Settlement
+from peer.contracts import CommittedRound
 from peer.data.dataset_server import report_round
 from peer.drawing.artist import Artist
 from peer.figures.audience import show
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 HELP = """usage: dd-peer --assist (--datasetserver URL | --peers MULTIADDR ...) --output_dir FOLDER
 
 A peer that trains nothing. Run one where the volunteers are all behind routers that let nobody in, or may all be away at once:
-it averages for them, hands the newest state to newcomers, and keeps every settled state, so that they find the run where they left it.
+it averages for them, hands the newest state to newcomers, and keeps every final state, so that they find the run where they left it.
 It needs a port that others can reach, a fast link, memory for two states and a round's mean, and disk for four and those it keeps;
 but neither GPU nor model nor data. Only one who trains can give it the first state; until somebody comes it waits.
 With --validation_prompts it also draws them, for the page of the run's host: for that it needs the model, and memory for it.
@@ -56,8 +56,8 @@ With --validation_prompts it also draws them, for the page of the run's host: fo
   --host_maddrs MULTIADDR      a fixed port to listen on: /ip4/0.0.0.0/tcp/31337
   --announce_maddrs MULTIADDR  where others reach that port, if a router or a cloud translates it: /ip4/203.0.113.7/tcp/31337
   --peer_name NAME             what others shall call it
-  --states_total_limit N       keep the N newest settled states; 0: all of them
-  --validation_prompts "A" ... draw these from the newest settled state, on the CPU in a process of its own, into validation/ and the page
+  --states_total_limit N       keep the N newest final states; 0: all of them
+  --validation_prompts "A" ... draw these from the newest final state, on the CPU in a process of its own, into validation/ and the page
   --validation_steps N         every N rounds; 0: every round, but not before the one before is drawn
   --model MODEL                where the run's base model lies here, if not where the run says
   --metrics_port N             figures for Prometheus at http://127.0.0.1:N/metrics
@@ -165,7 +165,7 @@ async def _assist(
             node=node,
             folder=folder,
             stop=stop,
-            settled=reports.add,
+            final=reports.add,
             seen=known.hear,
             states_limit=peer.states_total_limit,
             server_url=joined.server_url,
@@ -228,12 +228,12 @@ class Reports:
     def __init__(self, joined: Joined, key: PeerKey, token: str = ""):
         run, url = joined.run, joined.server_url
         self._joined, self._report = joined, partial(report_round, url, run, Signer(key), timeout=_ANSWER_SECONDS, token=token)
-        self._waiting: collections.deque[Settlement] = collections.deque(maxlen=10_000)
+        self._waiting: collections.deque[CommittedRound] = collections.deque(maxlen=10_000)
         self._changed = asyncio.Event()
 
-    def add(self, settlements: Sequence[Settlement]) -> None:
+    def add(self, final_rounds: Sequence[CommittedRound]) -> None:
         if self._joined.server_url:
-            self._waiting.extend(settlements)
+            self._waiting.extend(final_rounds)
             self._changed.set()
 
     async def delivered(self) -> None:

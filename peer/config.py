@@ -52,7 +52,7 @@ class PeerConfig:
         "Train nothing, but reduce, lead, relay and keep the run's states, for peers that nobody can dial; needs no GPU, model or data.",
         section="helping without training",
     )
-    states_total_limit: int = option(0, "With --assist: keep this many settled states, the newest; 0: all of them.")
+    states_total_limit: int = option(0, "With --assist: keep this many final states, the newest; 0: all of them.")
 
     train_batch_size: int = option(1, "Samples per local step and rank.", aliases=("batch_size",), section="training", ge=1)
     gradient_accumulation_steps: int = option(1, "Micro-batches per local optimizer step.", ge=1)
@@ -169,7 +169,7 @@ class PeerConfig:
 
     validation_prompts: tuple[str, ...] = option(
         (),
-        "Draw these while training, into OUTPUT_DIR/validation and --report_to; with --assist, from the newest settled state.",
+        "Draw these while training, into OUTPUT_DIR/validation and --report_to; with --assist, from the newest final state.",
         aliases=("validation_prompt",),
         section="watching it",
     )

@@ -130,7 +130,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Settlement:
+class CommittedRound:
     """A state that is safe: a second peer signed its digest, or it is on disk. Any member may report it to the server."""
 
     digest: str
@@ -147,15 +147,15 @@ class SyncReport:
 
     frozen: int | None = None
     """Number of the contribution that holds all samples counted since the one before; register its keys, then call `step` again."""
-    settled: tuple[int, ...] = ()
-    """Our contributions that are now in a settled state, or of which others tell the ledger: with their samples we are done."""
+    final: tuple[int, ...] = ()
+    """Our contributions that are now in a final state, or of which others tell the ledger: with their samples we are done."""
     dropped: tuple[int, ...] = ()
     """Our contributions that will never be in the state: give their samples back. 0 stands for the samples not yet frozen."""
-    settlements: tuple[Settlement, ...] = ()
+    final_rounds: tuple[CommittedRound, ...] = ()
     wait: bool = False
     """Do not train now: call `step(0)` again (it blocks for a while itself), until this is False."""
     done: bool = False
-    """The run's total_samples are in the state, and that state is settled."""
+    """The run's total_samples are in the state, and that state is final."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class Sync(Protocol):
     def leave(self, *, hurry: bool) -> SyncReport:
         """Offer the work done, wait a few seconds for it to be averaged, and say what became of it.
 
-        While the report says `wait`, its samples are registered or settled and `leave` is called again. hurry: somebody waits for us to
+        While the report says `wait`, its samples are registered or final and `leave` is called again. hurry: somebody waits for us to
         end, so within 20 s it must not say that; else the data have ended, and the run's last state may be on its way here.
         """
         ...
@@ -274,12 +274,12 @@ class Source(Protocol):
         """Contribution `number`, about to be offered, holds exactly these samples. Raises LeaseLost."""
         ...
 
-    def settle(self, settlement: Settlement) -> None:
-        """Tell whoever keeps the ledger that this state is settled."""
+    def report_final(self, committed_round: CommittedRound) -> None:
+        """Tell whoever keeps the ledger that this state is final."""
         ...
 
     def acknowledge(self, keys: Sequence[str]) -> None:
-        """Their work is in a settled state: never yield them again."""
+        """Their work is in a final state: never yield them again."""
         ...
 
     def rest(self, resting: bool) -> None:

@@ -52,7 +52,7 @@ class ExportConfig:
     state: str = option(
         "",
         "A result's folder; an --output_dir, for its result or else its newest checkpoint; a checkpoint's folder; the --output_dir of a peer "
-        "that assists, for its newest settled state; one of the files in its settled/; or the URL of a run's server, or a peer's multiaddr, for "
+        "that assists, for its newest final state; one of the files in its settled/; or the URL of a run's server, or a peer's multiaddr, for "
         "the run's newest state, fetched from those who hold it. The word --state may be left out.",
         aliases=("result", "checkpoint"),
     )
@@ -204,7 +204,7 @@ def find(given: Path) -> tuple[Path, RunConfig]:
     kept = sorted((given / "settled").glob("round-*.state"))
     if not kept:
         raise UserError(
-            f"There is no settled state in {given}, and no result or checkpoint.",
+            f"There is no final state in {given}, and no result or checkpoint.",
             fix="Give a result's folder, or the --output_dir of a peer that trained or ran with --assist.",
         )
     return kept[-1], run_beside(given)

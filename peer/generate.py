@@ -103,9 +103,12 @@ def base(run: RunConfig, device: Any) -> Any:
     """The run's base model: a folder, a file or a Hub id."""
     from peer.models.diffusion.source import locate
     from peer.rooms import load_part
-    from swarm.base_model import family_of
+    from swarm.base_model import AUTO, family_of
+    from swarm.founding import with_defaults, with_family
 
     path = locate(run.model)
+    if run.family == AUTO:  # no result of ours, which has all options of its run
+        run = with_defaults(with_family(run, path))
     return load_part("models", family_of(path)).load(path, device, run)
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from peer.contracts import Settlement
+from peer.contracts import CommittedRound
 from peer.data.client.outbox import ROUNDS
 from peer.data.client.runs import round_body
 from peer.data.client.transport import Refusal, Transport
@@ -30,7 +30,7 @@ class Assistant(Machine):
 
     def __init__(self, world: "World", peer: str, number: int):
         super().__init__(world, peer, number, Link(100.0, 100.0, 0.01), step_seconds=1.0, batch=1, skew=world.rng.uniform(-0.5, 0.5))
-        self._settled: asyncio.Queue[Settlement] = asyncio.Queue()
+        self._final: asyncio.Queue[CommittedRound] = asyncio.Queue()
 
     @property
     def alive(self) -> bool:
@@ -61,13 +61,13 @@ class Assistant(Machine):
     async def _assist(self, process: Process) -> None:
         """As `peer.assist`: takes part, and tells the dataset server of what is final, for as long as it takes."""
         world, rng = self.world, random.Random(self.world.rng.getrandbits(64))
-        node, self._settled = None, asyncio.Queue()
+        node, self._final = None, asyncio.Queue()
         try:
             await asyncio.sleep(world.rng.uniform(1.0, 3.0))  # to load its modules
             node = await self._join(process)
             reporting = process.spawn(self._report(rng))
             await assist(
-                run=world.run, node=node, folder=self.disk.root(), stop=asyncio.Event(), settled=self._hear, states_limit=_STATES_KEPT,
+                run=world.run, node=node, folder=self.disk.root(), stop=asyncio.Event(), final=self._hear, states_limit=_STATES_KEPT,
                 wall=self.wall, rng=rng,
             )  # fmt: skip
             reporting.cancel()
@@ -78,10 +78,10 @@ class Assistant(Machine):
         except Exception as error:
             world.checks.breach(f"an assistant ended with {error!r}", self, error)
 
-    def _hear(self, settlements: Sequence[Settlement]) -> None:
-        for settlement in settlements:
-            self.world.checks.reported(self, settlement.digest)
-            self._settled.put_nowait(settlement)
+    def _hear(self, final_rounds: Sequence[CommittedRound]) -> None:
+        for committed_round in final_rounds:
+            self.world.checks.reported(self, committed_round.digest)
+            self._final.put_nowait(committed_round)
 
     async def _report(self, rng: random.Random) -> None:
         world = self.world
@@ -89,6 +89,6 @@ class Assistant(Machine):
             URL, signer=Signer(SimKey(self.peer), self.wall), clock=world.loop.time, session=lambda: Session(world.server, self), uniform=rng.uniform
         ) as transport:
             while True:
-                settlement = await self._settled.get()
+                committed_round = await self._final.get()
                 with contextlib.suppress(Refusal):  # old news
-                    await transport.insist(ROUNDS, {"run_id": world.run.run_id, "peer": self.peer, **round_body(settlement)})
+                    await transport.insist(ROUNDS, {"run_id": world.run.run_id, "peer": self.peer, **round_body(committed_round)})

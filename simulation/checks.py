@@ -10,7 +10,7 @@ from torch import Tensor
 
 from datasetserver.book import Book
 from datasetserver.samples import Masks, indices, size
-from datasetserver.units import Unit
+from datasetserver.shard_epochs import ShardEpoch
 from peer.loop.accounts import Accounts
 from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.state import Header, hash_chunks, state_digest
@@ -61,13 +61,13 @@ class Checks:
         self._keys: dict[tuple[str, int], tuple[str, ...]] = {}
         """The samples of each contribution, as its trainer told the server."""
         self._masks: dict[tuple[str, int], Tally] = {}
-        """The same, by unit."""
+        """The same, by shard epoch."""
         self._told: dict[str, tuple[dict[str, Any], tuple[bytes, ...], Header]] = {}
         """Of each state that a trainer was told of: its header as it was said, the hashes of its bytes, and its header."""
         self._looked = 0.0
         self.forged: set[str] = set()
         """Digests of the states that strangers made up."""
-        self.settled: dict[str, int] = {}
+        self.final: dict[str, int] = {}
         """Digests of the states that were reported as final, and how often."""
         self.round = 0
         self.adopted = {"averaged": 0, "solo": 0, "fetched": 0}
@@ -192,7 +192,7 @@ class Checks:
 
     def reported(self, machine: "Machine", digest: str) -> None:
         """As final."""
-        self.settled[digest] = self.settled.get(digest, 0) + 1
+        self.final[digest] = self.final.get(digest, 0) + 1
         if digest not in self.commits:
             self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
         elif not self._is_safe(machine, digest):
@@ -207,7 +207,7 @@ class Checks:
 
     def done(self, machine: "Machine", number: int) -> None:
         """The trainer takes its contribution for done."""
-        lineages = (self.commits[digest] for digest in self.settled if digest in self.commits)
+        lineages = (self.commits[digest] for digest in self.final if digest in self.commits)
         if not any(commit.included.get(machine.peer, 0) >= number and self._holds(commit, machine.peer, number) for commit in lineages):
             self.breach(f"contribution {number} is taken for done, and is in no state that was reported", machine)
 
@@ -272,18 +272,18 @@ class Checks:
         chain = {pair for state in book.tree.chain() for pair in state.contributions()}
         counted, pending = Tally(), Tally()
         for pair, contribution in book._contributions.items():
-            keys, units = self._keys.get(pair), contribution.units
+            keys, masks = self._keys.get(pair), contribution.shard_epochs
             samples = contribution.samples + contribution.repeated
-            if keys is not None and (len(keys) != samples or not self._masks[pair].holds(units)):
+            if keys is not None and (len(keys) != samples or not self._masks[pair].holds(masks)):
                 self.breach(f"the ledger has {samples} samples in contribution {pair[1]} of {pair[0][-6:]}, which has {len(keys)}")
             if contribution.counted != (pair in chain):
                 self.breach(f"contribution {pair[1]} of {pair[0][-6:]} is {'' if contribution.counted else 'not '}counted, and its state says otherwise")
             if pair in chain:
-                counted.add(units)
+                counted.add(masks)
             elif contribution.live:
-                pending.add(units)
-        for unit in book.units.known():
-            self._unit(unit, counted.once.get(unit.uid, 0), pending.once.get(unit.uid, 0))
+                pending.add(masks)
+        for item in book.shard_epochs.known():
+            self._shard_epoch(item, counted.once.get(item.uid, 0), pending.once.get(item.uid, 0))
         if twice := _keys_of(pending.twice):
             self.breach(f"sample {twice[0]} waits in two contributions")
         # One that was counted on a branch that lost, trained by another peer and is on the head's chain again counts once, and as repeated.
@@ -293,16 +293,16 @@ class Checks:
             said = f"{book.counted_samples} samples are counted, {book.repeated_samples} of them repeated"
             self.breach(f"{said}, and there are {once} and {repeated}")
 
-    def _unit(self, unit: Unit, counted: int, pending: int) -> None:
+    def _shard_epoch(self, item: ShardEpoch, counted: int, pending: int) -> None:
         """counted, pending: masks of its samples in contributions."""
-        epoch, shard = unit.uid
-        for mask, known, name in ((unit.counted, counted, "counted"), (unit.pending, pending, "pending")):
+        epoch, shard = item.uid
+        for mask, known, name in ((item.counted, counted, "counted"), (item.pending, pending, "pending")):
             if mask & ~known:
                 self.breach(f"samples of {epoch}:{shard} are {name} without a contribution")
-        missing = counted & ~unit.counted | pending & ~(unit.pending | unit.counted)
-        leased = sum(lease.units[unit.uid].bit_count() for lease in unit.holders)
-        if missing or unit.counted & unit.pending or leased != unit.held.bit_count():
-            self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {_keys_of({unit.uid: missing})[:3]}")
+        missing = counted & ~item.counted | pending & ~(item.pending | item.counted)
+        leased = sum(lease.shard_epochs[item.uid].bit_count() for lease in item.holders)
+        if missing or item.counted & item.pending or leased != item.held.bit_count():
+            self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {_keys_of({item.uid: missing})[:3]}")
 
     def ledger_agrees(self, book: Book, recent: Collection[str], gone: Collection[str]) -> str:
         """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register."""
@@ -322,23 +322,23 @@ class Checks:
 
 
 class Tally:
-    """Samples of many contributions, as masks by unit: Python's own integers, since a world's ledger has thousands of keys."""
+    """Samples of many contributions, as masks by shard epoch: Python's own integers, since a world's ledger has thousands of keys."""
 
     def __init__(self) -> None:
         self.once: Masks = {}
         self.twice: Masks = {}
         self.total = 0
 
-    def add(self, units: Masks) -> None:
-        for uid, mask in units.items():
+    def add(self, masks: Masks) -> None:
+        for uid, mask in masks.items():
             known = self.once.get(uid, 0)
             if known & mask:
                 self.twice[uid] = self.twice.get(uid, 0) | known & mask
             self.once[uid] = known | mask
             self.total += mask.bit_count()
 
-    def holds(self, units: Masks) -> bool:
-        return not any(mask & ~self.once.get(uid, 0) for uid, mask in units.items())
+    def holds(self, masks: Masks) -> bool:
+        return not any(mask & ~self.once.get(uid, 0) for uid, mask in masks.items())
 
 
 def _masks_of(keys: Sequence[str]) -> Tally:
@@ -349,5 +349,5 @@ def _masks_of(keys: Sequence[str]) -> Tally:
     return tally
 
 
-def _keys_of(units: Masks) -> list[str]:
-    return [f"{epoch}:{shard}:{index}" for (epoch, shard), mask in units.items() for index in indices(mask)]
+def _keys_of(shard_epochs: Masks) -> list[str]:
+    return [f"{epoch}:{shard}:{index}" for (epoch, shard), mask in shard_epochs.items() for index in indices(mask)]

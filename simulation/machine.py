@@ -372,7 +372,7 @@ class Machine:
             done = self._follow(sync, accounts, sync.step(len(keys), 1.0))
         report = SyncReport(wait=True)
         while report.wait:
-            report = self._settle(sync, accounts, sync.leave(hurry=self.leaves))
+            report = self._take(sync, accounts, sync.leave(hurry=self.leaves))
         sync.close()
         accounts.give_back_aside()
         source.close()
@@ -390,14 +390,14 @@ class Machine:
             self.learned.stepped(before)
 
     def _follow(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> bool:
-        report = self._settle(sync, accounts, report)
+        report = self._take(sync, accounts, report)
         while report.wait or report.frozen is not None:
             if report.frozen is None and self.leaves:
                 break
-            report = self._settle(sync, accounts, sync.step(0))
+            report = self._take(sync, accounts, sync.step(0))
         return report.done
 
-    def _settle(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> SyncReport:
+    def _take(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> SyncReport:
         if report.frozen is not None:
             self._look(sync)
             if not accounts.register(report.frozen):
@@ -406,7 +406,7 @@ class Machine:
                 if self.learned is not None:
                     self.learned.withdrew()
         accounts.apply(report)
-        for number in report.settled:
+        for number in report.final:
             self.world.checks.done(self, number)
         for number in report.dropped:
             self.world.checks.lost(self, number, sync.state_dict()["digest"])

@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peer.contracts import Sample, Settlement
+from peer.contracts import CommittedRound, Sample
 from peer.data.dataset_server import DatasetServer
 from simulation.server import URL, Session, SimKey
 
@@ -58,8 +58,8 @@ class Source:
         self._machine.world.checks.registers(self._machine, number, keys)
         self._server.register(number, keys)
 
-    def settle(self, settlement: Settlement) -> None:
-        self._server.settle(settlement)
+    def report_final(self, committed_round: CommittedRound) -> None:
+        self._server.report_final(committed_round)
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         self._report(keys)

@@ -236,7 +236,7 @@ class World:
         outcome.virtual_seconds, outcome.slowest_commit_seconds = round(self.loop.time(), 1), round(self._slowest, 1)
         outcome.messages, outcome.faults, outcome.adopted = self.network.messages, dict(self.faults_done), self.checks.adopted
         outcome.failpoints, outcome.strikes = dict(self.failpoints.hit), tuple(self.strikes)
-        outcome.apart, outcome.withdrawn = self.apart, len(self.checks.settled.keys() - set(self.checks.lineage(tip)))
+        outcome.apart, outcome.withdrawn = self.apart, len(self.checks.final.keys() - set(self.checks.lineage(tip)))
         outcome.trace, outcome.lines = self._trace.hexdigest(), list(self._lines)
         return outcome
 

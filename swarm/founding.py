@@ -3,15 +3,17 @@
 import contextlib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
 
 from swarm.base_model import AUTO, family_of
 from swarm.errors import UserError
 from swarm.options import names_of
-from swarm.run.family import families, family_named, refused
+from swarm.run.family import Family, families, family_named, refused
 from swarm.run.loss import losses
 from swarm.run.losses.denoising import check_noise
+from swarm.run.method import method_named, methods
 from swarm.run.strategy import strategies
 from swarm.run_config import RunConfig
 
@@ -37,6 +39,13 @@ def with_family(run: RunConfig, source: Path) -> RunConfig:
     if found != run.family:
         raise UserError(f"family is {run.family}, but {run.model} is of {found}.", fix="Remove --family: it is read from the model.")
     return run
+
+
+def with_defaults(run: RunConfig, given: Collection[str] = ()) -> RunConfig:
+    """The run with its family's own defaults for options that are not among those `given` and have the program's."""
+    family = family_named(run.family)
+    usual = family.defaults.items() if family else ()
+    return replace(run, **{name: value for name, value in usual if name not in given and not run.was_given(name)})
 
 
 def check_digest(run: RunConfig, found: str) -> None:
@@ -114,11 +123,21 @@ def check_founding(run: RunConfig) -> None:
 
 
 def check_family(family: str, run: RunConfig) -> None:
-    """Raise UserError for an option of `run` that the family has no use for: whoever gave it meant another model."""
+    """Raise UserError for a method or an option of `run` that the family has no use for: whoever gave it meant another model."""
     facts = family_named(family)
+    if facts and not takes(facts, run.method):
+        raise UserError(
+            f"method is {run.method}, but {family} has no learned words: diffusers' {facts.pipeline} reads none.",
+            fix=f"Use --method {' or '.join(name for name in methods() if takes(facts, name))}.",
+        )
     for name, reason in refused(facts).items() if facts else ():
         if run.was_given(name):
             raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
+
+
+def takes(family: Family, method: str) -> bool:
+    """Whether models of the family can be trained by the method."""
+    return family.learned_words or not method_named(method).learns_words
 
 
 def check_schedule(run: RunConfig) -> None:

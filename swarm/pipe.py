@@ -98,11 +98,11 @@ class Pipe:
         def on_ready() -> None:
             try:
                 if not done.done() and more():
-                    _settle(done)
+                    _resolve(done)
             except (OSError, EOFError) as error:
-                _settle(done, error)
+                _resolve(done, error)
 
-        late = self._loop.call_at(until, _settle, done, TimeoutError("its time is over"))
+        late = self._loop.call_at(until, _resolve, done, TimeoutError("its time is over"))
         watch = self._loop.add_reader if side == "reader" else self._loop.add_writer
         watch(self._socket, on_ready)
         try:
@@ -115,10 +115,10 @@ class Pipe:
     def _forget(self, side: str) -> None:
         forget = self._loop.remove_reader if side == "reader" else self._loop.remove_writer
         forget(self._socket)
-        _settle(self._waiting.pop(side), ConnectionAbortedError("closed here"))
+        _resolve(self._waiting.pop(side), ConnectionAbortedError("closed here"))
 
 
-def _settle(future: asyncio.Future, error: Exception | None = None) -> None:
+def _resolve(future: asyncio.Future, error: Exception | None = None) -> None:
     if future.done():
         return
     if error is None:

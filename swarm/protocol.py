@@ -1,6 +1,6 @@
 """What peers and the dataset server say to each other: JSON over HTTP, every field bounded, unknown fields refused.
 
-Server and client parse with these same models. A *unit* is one shard in one epoch; a sample's key is "epoch:shard:index".
+Server and client parse with these same models. A *shard epoch* is one shard in one epoch; a sample's key is "epoch:shard:index".
 """
 
 from array import array
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_validator
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
 NO_LEASE = "0" * 32  # in place of a lease's name: keys that a peer holds by any lease, or in a contribution
 MAX_BODY_BYTES = 8 << 20  # holds MAX_KEYS keys
@@ -125,7 +125,7 @@ class Manifest(Message):
 
 
 class Head(Message):
-    """The best settled state the server was told of, and who had it."""
+    """The best final state the server was told of, and who had it."""
 
     digest: Digest
     round: Count
@@ -209,14 +209,14 @@ class PeersAnswer(Message):
 
 
 class LeaseRequest(Message):
-    """POST /v1/leases: give me units with about this many samples."""
+    """POST /v1/leases: give me shard epochs with about this many samples."""
 
     run_id: RunId
     peer: PeerId
     want_samples: Annotated[int, Field(ge=1, le=MAX_KEYS)]
 
 
-class LeasedUnit(Message):
+class LeasedShard(Message):
     """All samples of a shard in an epoch, except the indices in `skip`, which others trained already."""
 
     epoch: Count
@@ -228,12 +228,12 @@ class LeasedUnit(Message):
 
 
 class LeaseAnswer(Message):
-    """Renew every `renew_every` seconds; after `expires_in` seconds without, the units go to others."""
+    """Renew every `renew_every` seconds; after `expires_in` seconds without, the shard epochs go to others."""
 
     lease_id: LeaseId
     expires_in: Number
     renew_every: Number
-    units: Annotated[list[LeasedUnit], Field(max_length=MAX_KEYS)]
+    shard_epochs: Annotated[list[LeasedShard], Field(max_length=MAX_KEYS)]
 
 
 class RenewRequest(Message):
@@ -266,7 +266,7 @@ class ContributionRequest(Message):
     """POST /v1/contributions: number `number` of `peer`, about to be offered to the swarm, holds exactly these samples.
 
     offered: it is with the swarm already, since the server was away. Then samples may be in it that the peer holds no lease for, of
-    any unit up to one epoch after the last one begun.
+    any shard epoch up to one epoch after the last one begun.
     """
 
     run_id: RunId
@@ -277,7 +277,7 @@ class ContributionRequest(Message):
 
 
 class ContributionAnswer(Message):
-    """registered: samples that count once the contribution is settled; repeated: those that others hold, and that do not."""
+    """registered: samples that count once the contribution is final; repeated: those that others hold, and that do not."""
 
     registered: Count
     repeated: Count = 0
@@ -291,7 +291,7 @@ class RoundMember(Message):
 
 
 class RoundRequest(Message):
-    """POST /v1/rounds: this state is settled. `samples` are all samples ever averaged into it, these members' included."""
+    """POST /v1/rounds: this state is final. `samples` are all samples ever averaged into it, these members' included."""
 
     run_id: RunId
     peer: PeerId
@@ -316,7 +316,7 @@ class LedgerTotals(Message):
 
 
 class StateInfo(Message):
-    """A settled state that the server offers: GET /v1/states/{digest}.state; what `dd-export` makes a model of. bytes: of the file."""
+    """A final state that the server offers: GET /v1/states/{digest}.state; what `dd-export` makes a model of. bytes: of the file."""
 
     digest: Digest
     round: Count
@@ -353,7 +353,7 @@ class Progress(Message):
     finished: bool
     state: RunState = "running"
     checkpoint: StateInfo | None = None
-    """The newest settled state that can be had from the server; None: it keeps none."""
+    """The newest final state that can be had from the server; None: it keeps none."""
     server_time: Number
 
 

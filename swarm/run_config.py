@@ -8,25 +8,10 @@ from typing import Any
 from swarm import run_identity
 from swarm.errors import UserError
 from swarm.options import build, check_keys, options
-from swarm.run.core import Agreement, Optimizer, Pictures
-from swarm.run.family import families
-from swarm.run.loss import losses
 from swarm.run.method import method_named, methods, owners, usual
-from swarm.run.strategy import strategies
+from swarm.run.sections import SECTIONS
 from swarm.run_defaults import DEFAULTS
 from swarm.run_identity import PLACES
-
-_OWNERS = [*methods().values(), *families().values(), *strategies().values()]
-SECTIONS: tuple[type, ...] = tuple(
-    dict.fromkeys(
-        [
-            *(Agreement, Optimizer, Pictures),
-            *(section for owner in _OWNERS for section in owner.sections),
-            *(loss.options for loss in losses().values()),
-        ]
-    )
-)
-"""All options of a run, each declared by the part that it belongs to."""
 
 LEFT_OPEN = {field.name: field.default for section in SECTIONS for field in dataclasses.fields(section) if field.metadata["found_out"]}
 """Values that leave it to the program, or to what the founder finds in the model; a peer that gives one agrees with any run."""

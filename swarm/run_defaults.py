@@ -2,11 +2,14 @@
 
 Data for ever. A run is the options that differ from these values, so that changing one would give running runs other ids and other meanings.
 `RunConfig` may change a default: a run founded then sends its value, since it differs from the one here. An option that is new to `RunConfig`
-is added here by hand, below the version that first has it (raise the version in setup.cfg), with the value that means what programs without
-that option do. tests/swarm/test_run_identity.py pins what is here.
+is declared with `since`, the version that first has it (raise the version in setup.cfg), and `unsaid`, the value that means what programs
+without that option do: neither may change. tests/swarm/test_run_identity.py pins what is here.
 """
 
+import dataclasses
 from typing import Any
+
+from swarm.run.sections import SECTIONS
 
 BY_VERSION: dict[str, dict[str, Any]] = {
     "0.1.0": {
@@ -71,10 +74,9 @@ BY_VERSION: dict[str, dict[str, Any]] = {
         "timestep_bias_end": 1000,
         "timestep_bias_portion": 0.25,
     },
-    "0.1.1": {
-        "lora_init": "uniform",
-    },
 }
+for _field in (field for section in SECTIONS for field in dataclasses.fields(section) if field.metadata["since"]):
+    BY_VERSION.setdefault(_field.metadata["since"], {})[_field.name] = _field.metadata["unsaid"]
 """The version that first had the options: each of them, and its value where a run does not send it."""
 
 DEFAULTS = {name: value for options in BY_VERSION.values() for name, value in options.items()}

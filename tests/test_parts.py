@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import UserError
-from swarm.founding import check_founding
+from swarm.founding import check_founding, takes
 from swarm.options import build, names_of
 from swarm.run.family import families, refused
 from swarm.run.loss import losses
@@ -104,21 +104,46 @@ def test_a_runs_strategy_is_compared_with_no_name():
 # -- every part
 
 
-@pytest.mark.parametrize("name", methods())
-@pytest.mark.parametrize("family", families())
+PAIRS = [(family, name) for family in families() for name in methods()]
+TAKEN = [(family, name) for family, name in PAIRS if takes(families()[family], name)]
+
+
+def asked_for(name: str) -> dict[str, str]:
+    return {"method": name} | ({"placeholder_token": "<x>", "initializer_token": "x"} if methods()[name].asked_by else {})
+
+
+@pytest.mark.parametrize(("family", "name"), TAKEN)
 def test_an_option_of_another_method_or_family_is_refused_where_the_run_is_founded_and_where_it_is_joined(family, name):
-    asked = {"placeholder_token": "<x>", "initializer_token": "x"} if methods()[name].asked_by else {}
     mine = {each for section in methods()[name].sections for each in names_of(section)}
     options = {each: owner for each, owner in owners().items() if each not in mine}
     for each in options:
         with pytest.raises(UserError, match=rf"^{each} is for --method "):
-            build(RunConfig, {"family": family, "method": name, **asked, each: other_than(each)})
+            build(RunConfig, {"family": family, **asked_for(name), each: other_than(each)})
     for each in refused(families()[family]):
-        values = {"family": family, "method": name, **asked, each: other_than(each)}
+        values = {"family": family, **asked_for(name), each: other_than(each)}
         for read in (build, lambda cls, said: cls.from_mapping(said, where="here")):
             with pytest.raises(UserError, match=rf"^{each} is .*, but {family} "):
                 check_founding(read(RunConfig, values))
-    check_founding(build(RunConfig, {"family": family, "method": name, **asked}))
+    check_founding(build(RunConfig, {"family": family, **asked_for(name)}))
+
+
+def test_a_word_is_learned_only_where_diffusers_pipeline_reads_it():
+    import diffusers
+
+    words = [name for name, method in methods().items() if method.learns_words]
+    for name, family in families().items():
+        reads = issubclass(getattr(diffusers, family.pipeline), diffusers.loaders.TextualInversionLoaderMixin)
+        assert reads == family.learned_words == all((name, word) in TAKEN for word in words)
+
+
+@pytest.mark.parametrize("name", [name for name, method in methods().items() if method.learns_words])
+def test_a_method_that_a_family_cannot_have_is_refused_where_the_run_is_founded_and_where_it_is_joined(name, monkeypatch):
+    for family, facts in families().items():
+        monkeypatch.setitem(families(), family, dataclasses.replace(facts, learned_words=False))
+        values = {"family": family, **asked_for(name)}
+        for read in (build, lambda cls, said: cls.from_mapping(said, where="here")):
+            with pytest.raises(UserError, match=rf"^method is {name}, but {family} has no learned words.*Use --method full or lora"):
+                check_founding(read(RunConfig, values))
 
 
 def other_than(name: str):
@@ -134,5 +159,7 @@ def test_each_option_belongs_to_one_part_and_each_part_of_a_run_is_known():
     assert len(names) == len(set(names)) and set(names) == set(DEFAULTS)
     assert {family.loss for family in families().values()} == set(losses())
     assert [method.usual for method in methods().values()].count(True) == 1
-    for family in families().values():
+    for name, family in families().items():
+        taken = {*names} - refused(family).keys()
+        assert family.defaults.keys() <= taken and not build(RunConfig, {"family": name}, family.defaults).differing(family.defaults)
         assert family.reader and len(set(family.parts)) == len(family.parts)

@@ -153,14 +153,14 @@ class Swarm:
             )
             time.sleep(0.1)
 
-    def check(self, settled: int | None = None) -> None:
-        """What must hold however the swarm fared. settled: samples that were settled when all were killed at once: a round that was on nobody's
+    def check(self, final: int | None = None) -> None:
+        """What must hold however the swarm fared. final: samples that were final when all were killed at once: a round that was on nobody's
         disk yet may be lost then, and only that."""
         digests: dict[tuple, set] = {}
         for peer in self.peers:
             rounds = peer.rounds()
             back = [later["samples"] for earlier, later in itertools.pairwise(rounds) if later["samples"] < earlier["samples"]]
-            assert not back or (settled is not None and len(back) == 1 and back[0] >= settled), "a round went back"
+            assert not back or (final is not None and len(back) == 1 and back[0] >= final), "a round went back"
             for line in rounds:
                 digests.setdefault((line["round"], line["parent"], str(line["members"])), set()).add(line["digest"])
         assert all(len(found) == 1 for found in digests.values()), digests
@@ -360,10 +360,10 @@ def test_a_peer_told_to_stop_gives_back_what_it_did_not_use(swarm):
 def test_after_all_were_killed_they_go_on_from_their_last_state_and_a_stranger_waits_for_it(swarm):
     host = swarm.host()
     one, two = (swarm.peer(name, "--datasetserver", host.url, *TWO) for name in ("one", "two"))
-    swarm.wait("settled round of both", lambda: counted(host) > 0 and len(one.rounds()) > 1)
-    settled = counted(host)
-    # Two peers that hold a state settle it; that is a moment before it is on the disk of either.
-    swarm.wait("settled state on a disk", lambda: max(one.on_disk(), two.on_disk()) >= settled)
+    swarm.wait("final round of both", lambda: counted(host) > 0 and len(one.rounds()) > 1)
+    final = counted(host)
+    # Two peers that hold a state make it final; that is a moment before it is on the disk of either.
+    swarm.wait("final state on a disk", lambda: max(one.on_disk(), two.on_disk()) >= final)
     one.kill()
     two.kill()
     stranger = swarm.peer("stranger", "--datasetserver", host.url)
@@ -377,8 +377,8 @@ def test_after_all_were_killed_they_go_on_from_their_last_state_and_a_stranger_w
     for peer in (again, other, stranger):
         peer.stop()
     assert [peer.finish() for peer in (again, other, stranger)] == [0, 0, 0], again.text() + other.text() + stranger.text()
-    swarm.check(settled)
+    swarm.check(final)
     assert "resumed checkpoint=" in again.text()
     assert stranger.rounds()[0]["how"] == "fetched"
-    assert stranger.rounds()[0]["samples"] >= settled
+    assert stranger.rounds()[0]["samples"] >= final
     assert swarm.orphans() == []

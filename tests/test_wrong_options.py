@@ -11,9 +11,11 @@ from peer.launch.joining import join
 from peer.launch.starting_model import complete
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError
-from swarm.founding import resolution_multiple
+from swarm.founding import resolution_multiple, with_defaults
 from swarm.options import parse_flags
+from swarm.run.family import families
 from swarm.run_config import RunConfig
+from tests import tiny
 
 LORA, WORD = {"method": "lora"}, {"placeholder_token": "<dicoo>", "initializer_token": "toy"}
 ENDLESS = {"lr_scheduler": "cosine"}
@@ -78,6 +80,7 @@ WRONG = {
     "timestep_bias_begin": [("1000",)],
     "timestep_bias_end": [("0",)],
     "timestep_bias_portion": [("1.1",)],
+    **{name: wrong for model in tiny.MODELS.values() for name, wrong in model.wrong.items()},
 }
 FREE = {"model_config"}
 """A place of each machine's own, which need not be there where the run is founded: refused where it is read."""
@@ -106,7 +109,7 @@ def as_host(run):
 
 def as_peer(run, folder):
     peer = PeerConfig(found=True, train_data_dir="pictures", output_dir=str(folder))
-    return join(peer, run, lambda *_, **__: None, lambda *_: None, partial(complete, digest=True)).run
+    return join(peer, run, lambda *_, **__: None, lambda *_: None, partial(complete, given=run, digest=True)).run
 
 
 @pytest.mark.parametrize(("name", "value", "others"), CASES)
@@ -125,7 +128,17 @@ def test_with_right_values_both_found_the_same_run(given, tmp_path):
         assert as_host(run) == as_peer(run, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["sd", "sd2v", "sdxl", "flux"])
+def test_a_familys_own_default_is_taken_where_nobody_gave_the_option_by_both_founders(given, tmp_path, monkeypatch):
+    facts = families()["stable_diffusion"]
+    monkeypatch.setitem(families(), "stable_diffusion", dataclasses.replace(facts, defaults={"ucg": 0.5, "seed": 7}))
+    for others, ucg in (({}, 0.5), ({"ucg": 0.1}, 0.1), ({"ucg": 0.2}, 0.2)):
+        run = given("resolution", 64, others)
+        assert as_host(run) == as_peer(run, tmp_path) and (as_host(run).ucg, as_host(run).seed) == (ucg, 7)
+    begun = as_host(given("resolution", 64, {"ucg": 0.1}))
+    assert run_to_serve(given("resolution", 64, {}), begun) == begun and with_defaults(begun, ["ucg"]) == begun
+
+
+@pytest.mark.parametrize("family", tiny.MODELS)
 def test_what_resolutions_must_be_multiples_of_is_read_from_the_configs_as_the_model_says_it(tiny_family, family):
     from peer.launch.starting_model import load_model
 

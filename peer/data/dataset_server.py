@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
-from peer.contracts import LeaseLost, Sample, Settlement, SourceContext
+from peer.contracts import CommittedRound, LeaseLost, Sample, SourceContext
 from peer.data.client.background import Background
 from peer.data.client.download import Corrupt, fetch
 from peer.data.client.manifest import SignedShards
@@ -23,7 +23,7 @@ from peer.data.client.outage import Seen, choose
 from peer.data.client.outbox import CONTRIBUTIONS, ROUNDS, Letter, Outbox
 from peer.data.client.runs import check_run, fetch_run, found_run, report_round, round_body, send_picture
 from peer.data.client.transport import Refusal, ServerAway, Transport, open_session
-from peer.data.client.work import Lease, Unit, Work
+from peer.data.client.work import Lease, ShardEpoch, Work
 from peer.data.shards import Row, ShardCache, read_shard
 from peer.data.unsaid import Unsaid
 from swarm import protocol
@@ -138,9 +138,9 @@ class DatasetServer:
         except Refusal as refusal:
             raise LeaseLost(number, str(refusal)) from None
 
-    def settle(self, settlement: Settlement) -> None:
+    def report_final(self, committed_round: CommittedRound) -> None:
         waits = len(self._outbox) > 0
-        self._outbox.put(ROUNDS, self._envelope(**round_body(settlement)), keep=self._transport.away_seconds() > 0)
+        self._outbox.put(ROUNDS, self._envelope(**round_body(committed_round)), keep=self._transport.away_seconds() > 0)
         if waits:  # behind another: of a server that is away nobody knows for 30 s
             self._outbox.keep_rounds()
 
@@ -261,37 +261,37 @@ class DatasetServer:
         if answer.renew_every < self._renew_every:
             self._must_renew.set()
         self._renew_every = answer.renew_every
-        await self._shards.check(self._transport, answer.units)
-        for shard in answer.units:
+        await self._shards.check(self._transport, answer.shard_epochs)
+        for shard in answer.shard_epochs:
             self._seen.lease(shard)
         lease = Lease(answer.lease_id)
-        units = [Unit(lease, shard, self._order_of(shard)) for shard in answer.units]
-        if not self._work.add(lease, units):  # granted while we were leaving
+        shard_epochs = [ShardEpoch(lease, shard, self._order_of(shard)) for shard in answer.shard_epochs]
+        if not self._work.add(lease, shard_epochs):  # granted while we were leaving
             self._release(lease.id)
             return
-        for unit in units:
-            await self._fetch(unit)
+        for item in shard_epochs:
+            await self._fetch(item)
 
-    def _order_of(self, shard: protocol.LeasedUnit) -> deque[int]:
+    def _order_of(self, shard: protocol.LeasedShard) -> deque[int]:
         skip = set(shard.skip)
         order = protocol.shuffled(shard.samples, self._run.seed, "samples", shard.epoch, shard.shard)
         return deque(index for index in order if index not in skip)
 
-    async def _fetch(self, unit: Unit) -> None:
-        """Bring the unit's shard into the cache; gives the unit back when it stays corrupt."""
+    async def _fetch(self, item: ShardEpoch) -> None:
+        """Bring the shard epoch's shard into the cache; gives the shard epoch back when it stays corrupt."""
         try:
-            path = await fetch(self._transport, self._cache, unit.shard.digest, unit.shard.bytes, lambda: not unit.lost)
+            path = await fetch(self._transport, self._cache, item.shard.digest, item.shard.bytes, lambda: not item.lost)
         except Corrupt as corrupt:
             log.error("%s; its samples are given back", corrupt)
-            self.give_back(self._work.skip(unit))
+            self.give_back(self._work.skip(item))
             await asyncio.sleep(_CORRUPT_PAUSE_SECONDS)
             return
         if path:
-            self._work.ready(unit, path)
+            self._work.ready(item, path)
 
     async def _bridge(self) -> None:
         """While the server stays away and what was leased is done, train what is on the disk."""
-        chosen: Iterator[protocol.LeasedUnit] | None = None
+        chosen: Iterator[protocol.LeasedShard] | None = None
         while True:
             self._short.clear()
             away = self._transport.away_seconds()
@@ -304,15 +304,15 @@ class DatasetServer:
             left = OUTAGE_SECONDS - away
             await set_within(max(left, OUTAGE_SECONDS / 100) if left > 0 else OUTAGE_SECONDS, self._short)
 
-    async def _add_own(self, chosen: Iterator[protocol.LeasedUnit]) -> bool:
-        """Whether there was one more unit of our own choice, and its shard undamaged or at least not the last."""
+    async def _add_own(self, chosen: Iterator[protocol.LeasedShard]) -> bool:
+        """Whether there was one more shard epoch of our own choice, and its shard undamaged or at least not the last."""
         shard = next(chosen, None)
         if shard is None:
             return False
         path = await asyncio.to_thread(self._cache.get, shard.digest)
         if path:
             log.info("the dataset server is still away: training shard %d of epoch %d from the disk", shard.shard, shard.epoch)
-            self._work.add_own(Unit(None, shard, self._order_of(shard), path))
+            self._work.add_own(ShardEpoch(None, shard, self._order_of(shard), path))
         return True
 
     async def _renew(self) -> None:

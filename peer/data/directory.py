@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from peer.contracts import Sample, Settlement, SourceContext
+from peer.contracts import CommittedRound, Sample, SourceContext
 from swarm import files
 from swarm.digest import digest_bytes, digest_json
 from swarm.errors import UserError
@@ -118,7 +118,7 @@ class Directory:
     def register(self, number: int, keys: Sequence[str]) -> None:
         """Nobody but this peer trains on the folder, so there is nobody to tell."""
 
-    def settle(self, settlement: Settlement) -> None:
+    def report_final(self, committed_round: CommittedRound) -> None:
         """No ledger to tell."""
 
     def acknowledge(self, keys: Sequence[str]) -> None:

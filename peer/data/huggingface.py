@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peer.contracts import Sample, Settlement, SourceContext
+from peer.contracts import CommittedRound, Sample, SourceContext
 from swarm.dataset_rows import NoPicture, read_picture
 from swarm.errors import ExitCode, UserError
 
@@ -179,7 +179,7 @@ class HuggingFace:
     def register(self, number: int, keys: Sequence[str]) -> None:
         """There is nobody to tell: which rows are whose is said by --dataset_part."""
 
-    def settle(self, settlement: Settlement) -> None:
+    def report_final(self, committed_round: CommittedRound) -> None:
         """No ledger to tell."""
 
     def acknowledge(self, keys: Sequence[str]) -> None:

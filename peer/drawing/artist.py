@@ -1,4 +1,4 @@
-"""When an assisting peer draws, and what: the newest settled state that it keeps, every so many rounds, one after the other.
+"""When an assisting peer draws, and what: the newest final state that it keeps, every so many rounds, one after the other.
 
 Nobody waits for a drawing, and it takes nothing that reducing needs: it is made by a process of the lowest priority, with a bound on its
 memory, which the kernel ends first when memory is short, and which is gone when the pictures are sent.
@@ -84,7 +84,7 @@ class Artist:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _due(self) -> Path | None:
-        """The newest settled state, if it is of a round to draw or one to draw was passed over."""
+        """The newest final state, if it is of a round to draw or one to draw was passed over."""
         newest = max(_numbers(self._folder / "settled", _STATE).items(), default=None)
         every = self._peer.validation_steps or 1
         if newest is None or newest[0] // every <= self._drawn // every:

@@ -26,7 +26,7 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
     if peer.swarming:
         _check_addresses(peer)
         ask, found = partial(_ask_server, peer), partial(_found_at_server, peer)
-        joined = join(peer, given, ask, found, partial(complete, digest=True), known_hosts(peer).key_of)
+        joined = join(peer, given, ask, found, partial(complete, given=given, digest=True), known_hosts(peer).key_of)
         return joined if joined.host_key else dataclasses.replace(joined, host_key=known_hosts(peer).key_of(joined.run.run_id))
     if given.get("sync", "none") != "none":
         raise UserError(
@@ -40,7 +40,7 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
             "No data was given.",
             fix="Give --train_data_dir a folder of pictures with a .txt beside each, --dataset_name one of the Hub, or --datasetserver.",
         )
-    return Joined(complete(run))
+    return Joined(complete(run, given=given))
 
 
 def _check_addresses(peer: PeerConfig) -> None:

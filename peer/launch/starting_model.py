@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from peer.rooms import load_part
 from swarm.base_model import AUTO, family_of
 from swarm.digest import digest_model
 from swarm.errors import UserError
-from swarm.founding import check_digest, check_model, with_family, with_noise
+from swarm.founding import check_digest, check_model, with_defaults, with_family, with_noise
 from swarm.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def complete(run: RunConfig, *, digest: bool = False) -> RunConfig:
-    """The run with all that its founder works out for the others; digest: as one of a swarm. Raises UserError when its base model is not there or of no known family."""
+def complete(run: RunConfig, *, given: Collection[str] = (), digest: bool = False) -> RunConfig:
+    """The run with all that its founder works out for the others; given: the options that were; digest: as one of a swarm. Raises UserError when its base model is not there or of no known family."""
     from peer.models.diffusion.source import locate
 
     source = locate(run.model)
     left_open, run = run.family == AUTO, with_family(run, source)
     if left_open:
         log.info("the model %s is of family=%s", run.model, run.family)
+    run = with_defaults(run, given)
     check_model(run, source)
     if not digest:
         return run

@@ -55,9 +55,9 @@ class Accounts:
         """Do with our samples what became of their contributions."""
         if self._source is None:
             return
-        for settlement in report.settlements:
-            self._source.settle(settlement)
-        for number in report.settled:
+        for committed_round in report.final_rounds:
+            self._source.report_final(committed_round)
+        for number in report.final:
             self._source.acknowledge(self._contributions.pop(number, []))
         for number in report.dropped:
             self.lost(self._take(number))

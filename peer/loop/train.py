@@ -219,11 +219,11 @@ class Trainer:
 
     def _follow(self, report: SyncReport) -> bool:
         """Do what the swarm's report says, waiting while it says so; whether the run is done."""
-        report = self._settle(report)
+        report = self._take(report)
         while report.wait or report.frozen is not None:
             if report.frozen is None and self.group.broadcast_object(self.stopping()):
                 break
-            report = self._settle(self.sync.step(0))
+            report = self._take(self.sync.step(0))
         return report.done
 
     def _rest(self) -> bool:
@@ -235,7 +235,7 @@ class Trainer:
         self.feed.rest(True)
         while resting:
             self.alive("resting")
-            report = self._settle(self.sync.step(0))
+            report = self._take(self.sync.step(0))
             if not report.wait:
                 time.sleep(_REST_SECONDS)
             resting = not report.done and self.group.broadcast_object(self.resting() and not self.stopping())
@@ -247,9 +247,9 @@ class Trainer:
     def _leave(self) -> None:
         report = SyncReport(wait=True)
         while report.wait:
-            report = self._settle(self.sync.leave(hurry=self.group.broadcast_object(self.stopping())))
+            report = self._take(self.sync.leave(hurry=self.group.broadcast_object(self.stopping())))
 
-    def _settle(self, report: SyncReport) -> SyncReport:
+    def _take(self, report: SyncReport) -> SyncReport:
         """Tell the source what became of our samples; a contribution that it refuses is withdrawn, and the answer to that returned."""
         if report.frozen is not None and not self.group.broadcast_object(self.accounts.register(report.frozen)):
             self.accounts.apply(report)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from peer.contracts import LatentBatch, Text
+from peer.models.diffusion.flow import Flow
 from peer.models.diffusion.model import DiffusionModel
-from peer.models.diffusion.noising import Noised, mean_square, normal
+from peer.models.diffusion.noising import mean_square
 from peer.models.diffusion.pipeline import load_pipeline
-from peer.models.diffusion.prompts import tokenize
+from peer.models.diffusion.prompts import t5_states, tokenize
 from swarm.founding import check_family
 from swarm.run.families.flux import FAMILY
 from swarm.run_config import RunConfig
@@ -32,36 +33,28 @@ class Flux(DiffusionModel):
     facts = FAMILY
 
     def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
         check_family(self.facts.name, run)
         super().__init__(pipeline, device)
         self._run = run
-        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)  # drawing pictures sets the pipeline's own
+        self._flow = Flow(pipeline.scheduler, run)
         self.resolution_multiple = self.vae_factor * self.facts.patch
 
     def encode_text(self, captions: Sequence[str]) -> Text:
         """{"states": (B, T, width of T5), "pooled": (B, width of CLIP)}, float32."""
-        pipeline, tokenizer = self.pipeline, self.pipeline.tokenizer_2
+        pipeline = self.pipeline
         ids = tokenize(pipeline, pipeline.tokenizer, captions)[:, 0].to(self.device)
-        ids_2 = tokenizer(
-            pipeline.maybe_convert_prompt(list(captions), tokenizer),
-            padding="max_length",
-            max_length=min(self._run.max_sequence_length, tokenizer.model_max_length),
-            truncation=True,
-            return_tensors="pt",
-        ).input_ids.to(self.device)
-        return {"states": pipeline.text_encoder_2(ids_2)[0].float(), "pooled": pipeline.text_encoder(ids).pooler_output.float()}
+        states = t5_states(pipeline, pipeline.tokenizer_2, pipeline.text_encoder_2, captions, self._run.max_sequence_length)
+        return {"states": states.float(), "pooled": pipeline.text_encoder(ids).pooler_output.float()}
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
         """(B,) float32: mean squared error of the flow, weighted by --weighting_scheme."""
         latents, states = batch.latents, batch.text["states"]
-        noised = self._noised(latents, rng)
+        noised = self._flow(latents, rng)
         size, channels, height, width = latents.shape
         pack, device = self.pipeline._pack_latents, latents.device
         packed = self.denoiser(
             hidden_states=pack(noised.noisy, size, channels, height, width),
-            timestep=noised.timesteps / self._scheduler.config.num_train_timesteps,
+            timestep=self._flow.sigmas(noised.timesteps),
             guidance=torch.full((size,), self._run.guidance_scale, device=device) if self.denoiser.config.guidance_embeds else None,
             pooled_projections=batch.text["pooled"],
             encoder_hidden_states=states,
@@ -71,22 +64,3 @@ class Flux(DiffusionModel):
         )[0]
         factor = self.vae_factor
         return mean_square(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor), noised)
-
-    def _noised(self, latents: Tensor, rng: torch.Generator) -> Noised:
-        """A point of the way for each of the latents, its place drawn as --weighting_scheme says (Esser et al. 2024, arXiv:2403.03206)."""
-        from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
-
-        run, steps = self._run, self._scheduler.config.num_train_timesteps
-        noise = normal(latents.shape, rng).to(latents.device)
-        place = compute_density_for_timestep_sampling(
-            run.weighting_scheme, len(latents), run.logit_mean, run.logit_std, run.mode_scale, device=rng.device, generator=rng
-        )
-        index = (place * steps).long().clamp(0, steps - 1).cpu()  # 'mode' may answer 1
-        sigmas = self._scheduler.sigmas[index].to(latents.device)
-        at = sigmas.view(-1, 1, 1, 1)
-        return Noised(
-            noisy=(1 - at) * latents + at * noise,
-            timesteps=self._scheduler.timesteps[index].to(latents.device),
-            target=noise - latents,
-            weights=compute_loss_weighting_for_sd3(run.weighting_scheme, sigmas),
-        )

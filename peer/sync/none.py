@@ -46,7 +46,7 @@ class NoSync:
     def _commit(self, number: int) -> SyncReport:
         self.round, self.samples = self.round + 1, self.samples + self._waiting
         self._waiting, self._frozen = 0, None
-        return SyncReport(settled=(number,), done=bool(self.total) and self.samples >= self.total)
+        return SyncReport(final=(number,), done=bool(self.total) and self.samples >= self.total)
 
     def withdraw(self, number: int) -> SyncReport:
         """Nobody else's state can count these samples twice, so the work stays; the next step commits it."""
@@ -64,7 +64,7 @@ class NoSync:
         if not self._waiting:
             return SyncReport()
         self._number += 1
-        return SyncReport(frozen=self._number, settled=(self._number,))
+        return SyncReport(frozen=self._number, final=(self._number,))
 
     def state_dict(self) -> dict[str, Any]:
         return {"round": self.round, "samples": self.samples, "waiting": self._waiting, "number": self._number}

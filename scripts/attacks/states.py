@@ -70,8 +70,8 @@ async def _chunk_bytes(frames: Frames, index: int) -> int:
 
 def child_of(header: Record, digest: str, member: Record) -> Record:
     """The header of a round that only `member` took part in; everything adds up."""
-    settled = {name: header[name] for name in ("round", "samples", "members")}
-    ancestors = [{**settled, "digest": digest, "parent": header["parents"][0]}, *header["ancestors"]] if header["round"] else []
+    final = {name: header[name] for name in ("round", "samples", "members")}
+    ancestors = [{**final, "digest": digest, "parent": header["parents"][0]}, *header["ancestors"]] if header["round"] else []
     return {
         **header,
         "round": header["round"] + 1,

@@ -67,7 +67,7 @@ def read_ledger(path: Path) -> tuple[list[dict[str, Any]], dict[tuple[str, int],
 def ledger_faults(chain: Sequence[Mapping[str, Any]], keys: Mapping[tuple[str, int], set[Key]], rounds: Iterable[Round]) -> list[str]:
     """Where the ledger and the states that peers hold differ, by a single sample."""
     if not chain:
-        return ["no state was settled"]
+        return ["no state became final"]
     faults = [] if chain[0]["round"] == 1 else [f"the ledger knows nothing before round {chain[0]['round']}"]
     held = {line["digest"]: line for line in rounds}
     owners: dict[Key, tuple[str, int]] = {}
@@ -75,7 +75,7 @@ def ledger_faults(chain: Sequence[Mapping[str, Any]], keys: Mapping[tuple[str, i
     for state in chain:
         line = held.get(state["digest"])
         if line is None:
-            faults.append(f"no peer held the settled state of round {state['round']}")
+            faults.append(f"no peer held the final state of round {state['round']}")
         elif (line["samples"], sorted(map(tuple, line["members"]))) != (state["samples"], sorted(state["members"])):
             faults.append(f"round {state['round']} has other members or samples in the ledger than at a peer")
         for peer, number, samples in state["members"]:

@@ -2,7 +2,7 @@
 
     ./scripts/server-kills [--kills 50] [--clients 8] [--seed 0]
 
-Each client leases, registers, gives back, and now and then repeats what it said; one of them at a time reports a settled round. Whatever
+Each client leases, registers, gives back, and now and then repeats what it said; one of them at a time reports a final round. Whatever
 gets no answer is asked again until it gets one, except for a lease, which is lost with its answer. Each kill comes up to a second
 after the server has answered again. At the end the ledger's file is read and held against what the clients were told. The last line is
 JSON; the exit status is 0 only if nothing is wrong.
@@ -31,6 +31,7 @@ if sys.path and sys.path[0] != str(ROOT):
 
 from benchmarks.common import about  # noqa: E402
 from datasetserver.book import Book  # noqa: E402
+from datasetserver.samples import indices  # noqa: E402
 from scripts.churn.swarm import Server  # noqa: E402
 from swarm.errors import run_program  # noqa: E402
 from swarm.peer_key import PeerKey  # noqa: E402
@@ -51,7 +52,7 @@ class Told:
     leases: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
     """By id: the peer, and what it still holds."""
     contributions: dict[tuple[str, int], frozenset[str]] = field(default_factory=dict)
-    unsettled: list[tuple[str, int]] = field(default_factory=list)
+    pending: list[tuple[str, int]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     requests: int = 0
     faults: list[str] = field(default_factory=list)
@@ -91,7 +92,7 @@ class Client(threading.Thread):
             self._insist("POST", f"/v1/leases/{lease_id}/release", {"keys": keys[len(mine) :]})
         if self._told.lock.acquire(blocking=False):
             try:
-                self._settle()
+                self._report()
             finally:
                 self._told.lock.release()
 
@@ -100,7 +101,8 @@ class Client(threading.Thread):
         answer = self._ask("POST", "/v1/leases", {"want_samples": self._rng.randint(1, 64)})
         if answer is None:
             return _NO_LEASE, []
-        keys = [f"{unit['epoch']}:{unit['shard']}:{i}" for unit in answer["units"] for i in range(unit["samples"]) if i not in unit["skip"]]
+        given = answer["shard_epochs"]
+        keys = [f"{item['epoch']}:{item['shard']}:{i}" for item in given for i in range(item["samples"]) if i not in item["skip"]]
         with self._told.lock:
             taken = [peer for peer, held in self._told.leases.values() if held & set(keys)]
             if taken:
@@ -118,11 +120,11 @@ class Client(threading.Thread):
         with self._told.lock:
             self._told.contributions[self.name, self._number] = frozenset(keys)
             self._told.leases[lease_id][1].difference_update(keys)
-            self._told.unsettled.append((self.name, self._number))
+            self._told.pending.append((self.name, self._number))
 
-    def _settle(self) -> None:
+    def _report(self) -> None:
         """Report a round of what is registered, of each peer one contribution; the lock is held."""
-        members = dict(reversed(self._told.unsettled))  # the oldest of each: a later one would pass it
+        members = dict(reversed(self._told.pending))  # the oldest of each: a later one would pass it
         if len(members) < 4:
             return
         before = self._told.rounds[-1] if self._told.rounds else {"digest": "f" * 64, "round": 0, "samples": 0}
@@ -133,7 +135,7 @@ class Client(threading.Thread):
         if head["digest"] != said["digest"]:
             self._told.faults.append(f"the head is {head['round']}, not {said['round']}, which was reported last")
         self._told.rounds.append(said)
-        self._told.unsettled = [pair for pair in self._told.unsettled if members[pair[0]] != pair[1]]
+        self._told.pending = [pair for pair in self._told.pending if members[pair[0]] != pair[1]]
 
     def _insist(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         for _ in range(int(ANSWER_SECONDS / 0.02)):
@@ -184,7 +186,7 @@ def verdict(told: Told, ledger: Path, shards: Sequence[int]) -> dict[str, int]:
     db = sqlite3.connect(ledger, isolation_level=None)
     book = Book(db, shards=shards, seed=0, lease_seconds=LEASE_SECONDS, clock=time.monotonic)
     db.close()
-    registered = {pair: keys_of(contribution.units) for pair, contribution in book._contributions.items()}
+    registered = {pair: keys_of(contribution.shard_epochs) for pair, contribution in book._contributions.items()}
     for pair, keys in told.contributions.items():
         if registered.get(pair) != keys or not book._contributions[pair].live:
             told.faults.append(f"contribution {pair} was acknowledged and is lost")
@@ -194,18 +196,18 @@ def verdict(told: Told, ledger: Path, shards: Sequence[int]) -> dict[str, int]:
         if book.tree.get(state["digest"]) is None:
             told.faults.append(f"round {state['round']} was acknowledged and is lost")
     for lease_id, (peer, keys) in told.leases.items():
-        if keys and (lease_id not in book._leases or not keys <= keys_of(book._leases[lease_id].units)):
+        if keys and (lease_id not in book._leases or not keys <= keys_of(book._leases[lease_id].shard_epochs)):
             told.faults.append(f"a lease of {peer} was acknowledged and is lost")
-    settled = {(member["peer"], member["number"]) for state in told.rounds for member in state["members"]}
-    counted, expected = book.units.totals()["counted"], sum(len(told.contributions[pair]) for pair in settled)
+    final = {(member["peer"], member["number"]) for state in told.rounds for member in state["members"]}
+    counted, expected = book.shard_epochs.totals()["counted"], sum(len(told.contributions[pair]) for pair in final)
     unsaid = set(registered) - told.contributions.keys()
     if counted != expected or book.tree.head.samples != expected:
-        told.faults.append(f"{counted} samples are counted, {book.tree.head.samples} in the head, of {expected} that were settled")
+        told.faults.append(f"{counted} samples are counted, {book.tree.head.samples} in the head, of {expected} that became final")
     return {"counted": counted, "contributions": len(told.contributions), "not_answered": len(unsaid), "rounds": len(told.rounds)}
 
 
-def keys_of(units: dict[tuple[int, int], int]) -> set[str]:
-    return {f"{epoch}:{shard}:{index}" for (epoch, shard), mask in units.items() for index in range(mask.bit_length()) if mask >> index & 1}
+def keys_of(shard_epochs: dict[tuple[int, int], int]) -> set[str]:
+    return {f"{epoch}:{shard}:{index}" for (epoch, shard), mask in shard_epochs.items() for index in indices(mask)}
 
 
 def run(folder: Path, *, kills: int, clients: int, seed: int, say: Callable[[str], None] = print) -> dict[str, Any]:

@@ -50,9 +50,9 @@ MUTATIONS = (
     ),
     Mutation(
         "unflushed_state",
-        "a state counts as on disk before it is flushed: a power cut takes what was reported as settled",
-        "                files.sync(file)\n            temporary.replace(path)\n            files.flush(self.folder)\n",
-        "            temporary.replace(path)\n",
+        "a state counts as on disk before it is flushed: a power cut takes what was reported as final",
+        "            if durable:\n                files.sync(file)\n        temporary.replace(path)\n        if durable:\n            files.flush(path.parent)\n",
+        "        temporary.replace(path)\n",
     ),
     Mutation(
         "member_missing",
@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation(
         "reported_too_early",
         "a state is reported as final before another peer has it, or a disk",
-        "        safe |= self._saver.on_disk(SETTLE_SECONDS if others else 0.0)\n",
+        "        safe |= self._saver.on_disk(FINAL_SECONDS if others else 0.0)\n",
         "        safe |= {self.state.value.digest}\n",
     ),
     Mutation(
@@ -113,16 +113,16 @@ MUTATIONS = (
     ),
     # Races that were mended once (git log, docs/log.md), put back.
     Mutation(
-        "settled_by_another_branch",
-        "3391f4e: a contribution counts as done when a state of another branch with a higher round is settled",
-        "max((round for digest, round in self._settled if digest in lineage), default=0)",
-        "max((round for digest, round in self._settled), default=0)",
+        "final_by_another_branch",
+        "3391f4e: a contribution counts as done when a state of another branch with a higher round is final",
+        "max((round for digest, round in self._final if digest in lineage), default=0)",
+        "max((round for digest, round in self._final), default=0)",
     ),
     Mutation(
         "handed_over_is_on_disk",
         "6fea4f3: a state that was handed over counts as on disk although nobody has written it",
-        "            with contextlib.closing(found[0]):\n                self._saved.append((state.digest, clock()))\n        elif state.header.round:\n",
-        "            found[0].close()\n        if state.header.round:\n            self._saved.append((state.digest, clock()))\n",
+        "            with found:\n                self._saved.append((state.digest, clock()))\n        elif state.header.round:\n",
+        "            found.close()\n        if state.header.round:\n            self._saved.append((state.digest, clock()))\n",
     ),
     Mutation(
         "withdrawn_work_stays",
@@ -153,5 +153,74 @@ MUTATIONS = (
         "a mean counts every member alike, however many samples it brings",
         "        self._weights = {member.peer: member.samples / run.group.samples for member in members}\n",
         "        self._weights = {member.peer: 1 / len(members) for member in members}\n",
+    ),
+    # Written apart from the simulator, by somebody who had not worked on it, and tried only when they were all written.
+    Mutation(
+        "unsaid_not_kept",
+        "what is offered while the server is away is not put on the disk: killed then, the ledger never hears of it",
+        "                letter.body = {**letter.body, \"offered\": True}\n            self._unsaid.keep(letter.body)\n",
+        "                letter.body = {**letter.body, \"offered\": True}\n",
+        under="peer/data/client/outbox.py",
+    ),
+    Mutation(
+        "failed_write_is_answered",
+        "the server answers as if it had written what the disk did not take",
+        "            outcomes = [error] * len(operations)\n",
+        "            pass\n",
+        under="datasetserver/ledger.py",
+    ),
+    Mutation(
+        "late_count_leaves_leases",
+        "a contribution that was withdrawn and counts after all leaves its samples with those who leased them since",
+        "            if not contribution.live:  # withdrawn, and in a state after all: whoever leased these samples since must not train them\n"
+        "                self._strip(uid, mask)\n",
+        "",
+        under="datasetserver/book.py",
+    ),
+    Mutation(
+        "foreign_samples_are_taken",
+        "a peer may register samples that others hold",
+        "        if lost:\n            counted =",
+        "        if False:\n            counted =",
+        under="datasetserver/book.py",
+    ),
+    Mutation(
+        "late_report_changes_nothing",
+        "a report that comes late and changes the head's chain is noted and not counted",
+        "            self._change_branch()\n        else:\n            self._follow_head(before)\n        self._forget_spare",
+        "            pass\n        else:\n            self._follow_head(before)\n        self._forget_spare",
+        under="datasetserver/book.py",
+    ),
+    Mutation(
+        "dropped_not_given_back",
+        "the samples of a contribution that will be in no state are forgotten instead of going back",
+        "        for number in report.dropped:\n            self.lost(self._take(number))\n",
+        "        for number in report.dropped:\n            self._take(number)\n",
+        under="peer/loop/accounts.py",
+    ),
+    Mutation(
+        "leased_again_trained_again",
+        "a shard that the same peer is given once more, by a second lease, is trained twice",
+        "            self._drop_again(shard_epochs)\n",
+        "",
+        under="peer/data/client/work.py",
+    ),
+    Mutation(
+        "gradients_of_an_old_anchor",
+        "gradients that were taken at the state before count as if they had been taken at the new one",
+        "            if not self._strategy.steps_locally and self.open_samples:\n                dropped += self._discard_open()\n",
+        "",
+    ),
+    Mutation(
+        "sum_as_they_come",
+        "a reducer adds the members' parts up in the order in which they came",
+        "        for count, peer in enumerate(sorted(self.senders)):\n",
+        "        for count, peer in enumerate(self._received[index]):\n",
+    ),
+    Mutation(
+        "lost_branch_stays_on_disk",
+        "a state of a branch that lost is left on the disk, and leads its peer back there after a restart",
+        "[*self._files()[self.keep :], *(file for file in self._files() if _samples(file) > _samples(path))]",
+        "self._files()[self.keep :]",
     ),
 )

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from swarm.options import names_of
 from swarm.run.loss import losses
@@ -24,6 +25,8 @@ class TextEncoder:
     """Whether a fine-tune may train it: CLIP; diffusers' scripts leave T5 (4.7 G parameters) as it is."""
     in_file: tuple[str, ...]
     """How its tensors' names begin in single files."""
+    optional: bool = False
+    """Whether the pipeline draws without it, too: model_index.json then has null for it."""
     lora: tuple[str, ...] = ()
     """Its layers that a LoRA takes."""
     layers_above: int | None = None
@@ -54,6 +57,8 @@ class Family:
     text_encoders: Mapping[str, TextEncoder]
     """By the pipeline's names for them, in the order of the pipeline."""
     vae_in_file: tuple[str, ...] = ("first_stage_model.", "vae.")
+    learned_words: bool
+    """Whether diffusers' pipeline reads words that were learned: its class is a TextualInversionLoaderMixin."""
     lora: tuple[str, ...]
     """The denoiser's layers that a LoRA takes, as diffusers' scripts have them."""
     lora_processors: bool
@@ -72,6 +77,8 @@ class Family:
     """The module of swarm/run/losses by which it is trained, whose options it takes."""
     sections: tuple[type, ...]
     """The further options that it takes: how captions are read, and its own."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What the founder takes for options that nobody gave, where it is not the program's default."""
     tag: str
     """The Hub's."""
     guidance: float

@@ -51,6 +51,8 @@ class Method:
     """What its options stand for that were left to the program, in a run of this method."""
     check: Callable[[Any], None] = _no_check
     """Raises UserError for options that no peer could train with, in a run of this method."""
+    learns_words: bool = False
+    """Whether its result is a word, which not every family's pipeline reads."""
     whole: bool = False
     """Whether its result is a whole model; else it is small, and goes onto the base model."""
     changes_model: bool = True

@@ -37,11 +37,11 @@ def work(folder) -> list[dict]:
 
 
 def check_sums(events: list[dict]) -> Counter:
-    """Every sample trained is settled or dropped, and every contribution frozen came to one of the two ends."""
+    """Every sample trained is final or dropped, and every contribution frozen came to one of the two ends."""
     sums = Counter()
     for event in events:
         sums[event["event"]] += event.get("samples", 0)
-    assert sums["settled"] + sums["dropped"] == events[-1]["trained"]
+    assert sums["final"] + sums["dropped"] == events[-1]["trained"]
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
     return sums
 
@@ -56,7 +56,7 @@ def test_a_sleeper_alone_counts_every_sample(tmp_path):
     with start(tmp_path / "one", "--sync", "none", "--target_batch_size", "16", "--total_samples", "64") as process:
         process.communicate(timeout=240)
     assert process.returncode == 0
-    assert check_sums(work(tmp_path / "one"))["settled"] == 64
+    assert check_sums(work(tmp_path / "one"))["final"] == 64
 
 
 @pytest.mark.swarm
@@ -78,6 +78,6 @@ def test_two_sleepers_share_rounds_and_account_for_all_samples(tmp_path):
             process.kill()
             process.communicate()
     for name in ("one", "two"):
-        assert check_sums(work(tmp_path / name))["settled"] > 0
+        assert check_sums(work(tmp_path / name))["final"] > 0
     heads = [json.loads((tmp_path / name / "rounds.jsonl").read_text().splitlines()[-1]) for name in ("one", "two")]
     assert heads[0]["digest"] == heads[1]["digest"] and heads[0]["samples"] >= 1024

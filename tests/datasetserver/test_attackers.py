@@ -68,7 +68,7 @@ def report(host, token, digest, parent, round_, samples, *members):
     return send(host, token, token, "/v1/rounds", **body)
 
 
-def settle(host, peer="alice", number=1):
+def first_round(host, peer="alice", number=1):
     """A first honest round; its digest."""
     count = len(train(host, peer, number))
     digest = secrets.token_hex(32)
@@ -77,7 +77,7 @@ def settle(host, peer="alice", number=1):
 
 
 def test_no_report_of_figures_ends_a_run_or_becomes_its_head(host, rng):
-    honest, count = settle(host)
+    honest, count = first_round(host)
     for _ in range(20):
         figure, round_ = rng.randrange(TOTAL, 2**53), rng.randrange(2, 2**53)
         parent = rng.choice([honest, f"{rng.getrandbits(256):064x}"])
@@ -198,7 +198,7 @@ def test_many_invented_peers_hold_no_more_than_one(host, rng):
 
 
 def test_a_forged_head_is_named_and_discarded_and_the_run_goes_on(host, rng, capsys):
-    honest, count = settle(host)
+    honest, count = first_round(host)
     work = ["--dataset", str(host.dataset)]
     forged, parent, samples = [], honest, count
     for number in range(1, 8):  # within all bounds, as only somebody with a token can

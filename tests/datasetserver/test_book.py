@@ -52,7 +52,7 @@ def reopen(book, db, clock):
 
 
 def keys(grant):
-    return [sample_key(epoch, shard, index) for (epoch, shard), skip in grant.units for index in range(SHARDS[shard]) if index not in skip]
+    return [sample_key(epoch, shard, index) for (epoch, shard), skip in grant.shard_epochs for index in range(SHARDS[shard]) if index not in skip]
 
 
 def state(name, parent, round_, samples, *members):
@@ -73,10 +73,10 @@ def test_an_epoch_holds_every_sample_once_and_the_next_begins_without_a_barrier(
 
 
 def test_order_of_shards_depends_on_the_epoch_and_not_on_who_asks(db, clock, book):
-    together = [uid for uid, _ in book.lease("alice", 44).units]
+    together = [uid for uid, _ in book.lease("alice", 44).shard_epochs]
     other = sqlite3.connect(":memory:", isolation_level=None)
     other.executescript(SCHEMA)
-    one_by_one = [book.lease(f"peer{n}", 1).units[0][0] for book in [open_book(other, clock)] for n in range(len(together))]
+    one_by_one = [book.lease(f"peer{n}", 1).shard_epochs[0][0] for book in [open_book(other, clock)] for n in range(len(together))]
     other.close()
     assert one_by_one == together
     assert len({tuple(shard for epoch, shard in together if epoch == e) for e in range(4)}) > 1
@@ -148,7 +148,7 @@ def test_registering_again_is_fine_with_the_same_keys_only(book):
     book.contribute("alice", 1, mine[:2][::-1])
     with refusal("number_taken"):
         book.contribute("alice", 1, mine)
-    assert book.units.totals()["pending"] == 2
+    assert book.shard_epochs.totals()["pending"] == 2
 
 
 def test_samples_of_others_and_counted_samples_cannot_be_registered(book):
@@ -156,7 +156,7 @@ def test_samples_of_others_and_counted_samples_cannot_be_registered(book):
     with refusal("not_held"):
         book.contribute("bob", 1, hers)
     book.contribute("alice", 1, hers)
-    book.settle(state("a", None, 1, len(hers), ("alice", 1, len(hers))), "alice")
+    book.add_final(state("a", None, 1, len(hers), ("alice", 1, len(hers))), "alice")
     with refusal("not_held"):
         book.contribute("alice", 2, hers[:1])
     with refusal("no_such_sample"):
@@ -169,7 +169,7 @@ def test_one_report_counts_the_samples_of_all_members_also_of_the_dead(book, clo
     hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 4))
     book.contribute("alice", 1, hers)
     book.contribute("bob", 5, his)
-    book.settle(state("a", None, 1, len(hers) + len(his), ("alice", 1, len(hers)), ("bob", 5, len(his))), "alice")
+    book.add_final(state("a", None, 1, len(hers) + len(his), ("alice", 1, len(hers)), ("bob", 5, len(his))), "alice")
     clock.now += 1000
     assert book.samples_by_peer() == {"alice": len(hers), "bob": len(his)}
     assert not set(keys(book.lease("carol", 3))) & {*hers, *his}
@@ -177,10 +177,10 @@ def test_one_report_counts_the_samples_of_all_members_also_of_the_dead(book, clo
 
 def test_a_contribution_registered_after_its_round_was_reported_is_counted(book):
     mine = keys(book.lease("alice", 4))
-    book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "bob")
-    assert book.units.totals()["counted"] == 0
+    book.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "bob")
+    assert book.shard_epochs.totals()["counted"] == 0
     assert book.contribute("alice", 1, mine).counted
-    assert book.units.totals()["counted"] == len(mine)
+    assert book.shard_epochs.totals()["counted"] == len(mine)
 
 
 def test_an_epochs_last_shards_go_to_a_second_peer_when_their_holder_is_late(db, clock):
@@ -195,7 +195,7 @@ def test_an_epochs_last_shards_go_to_a_second_peer_when_their_holder_is_late(db,
     assert not set(keys(book.lease("alice", 1))) & set(keys(slow)), "a copy of its own"
     assert keys(book.lease("dora", 1)) == keys(slow)
     assert not set(keys(book.lease("emil", 1))) & set(keys(slow)), "a third copy"
-    assert book.units.totals()["counted"] == 0
+    assert book.shard_epochs.totals()["counted"] == 0
 
 
 @pytest.mark.parametrize("first", ["alice", "carol"])
@@ -212,9 +212,9 @@ def test_of_two_that_have_the_same_shard_the_first_to_register_has_it_and_nothin
     late = book.contribute(second, 1, both)
     assert (late.samples, late.repeated) == (len(both) - 2, 2)
     book = reopen(book, db, clock)
-    book.settle(state("a", None, 1, len(both) + 2, (first, 1, 2), (second, 1, len(both))), first)
+    book.add_final(state("a", None, 1, len(both) + 2, (first, 1, 2), (second, 1, len(both))), first)
     assert book.samples_by_peer() == {first: 2, second: len(both) - 2}
-    assert book.units.totals()["counted"] == len(both)
+    assert book.shard_epochs.totals()["counted"] == len(both)
 
 
 def test_a_copy_stays_with_who_is_left(db, clock):
@@ -242,8 +242,8 @@ def test_a_paused_run_leases_nothing_and_takes_what_was_trained(db, clock):
         clock.now += 50
         book.renew(grant.lease_id, "alice")
     book.contribute("alice", 1, mine)
-    book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
-    assert (book.state, book.units.totals()["counted"]) == ("paused", len(mine))
+    book.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
+    assert (book.state, book.shard_epochs.totals()["counted"]) == ("paused", len(mine))
     orders[0] = "running"
     assert not set(keys(book.lease("bob", 1))) & set(mine)
     orders[0] = "ended"
@@ -268,9 +268,9 @@ def test_what_was_offered_while_the_server_was_away_counts_where_nobody_else_has
     assert again.contribute("alice", 1, offered, offered=True).repeated == contribution.repeated
     with refusal("number_taken"):
         again.contribute("alice", 1, offered[1:], offered=True)
-    again.settle(state("a", None, 1, len(offered), ("alice", 1, len(offered))), "alice")
-    assert again.units.totals()["counted"] == len(hers) + 2
-    assert again.counted_samples == again.units.totals()["counted"] + again.repeated_samples == len(offered), "the sum is seen to agree"
+    again.add_final(state("a", None, 1, len(offered), ("alice", 1, len(offered))), "alice")
+    assert again.shard_epochs.totals()["counted"] == len(hers) + 2
+    assert again.counted_samples == again.shard_epochs.totals()["counted"] + again.repeated_samples == len(offered), "the sum is seen to agree"
     assert again.repeated_samples == contribution.repeated > 0
     rest = keys(again.lease("carol", 11))
     assert not {"1:0:0", "1:1:1", *hers, *his} & set(rest)
@@ -281,7 +281,7 @@ def test_of_two_peers_that_trained_the_same_without_a_lease_the_first_to_registe
     for peer, kept in (("alice", 4), ("bob", 0)):
         contribution = book.contribute(peer, 1, [f"1:0:{index}" for index in range(4)], offered=True)
         assert (contribution.samples, contribution.repeated) == (kept, 4 - kept)
-    book.settle(state("a", None, 1, 8, ("alice", 1, 4), ("bob", 1, 4)), "bob")
+    book.add_final(state("a", None, 1, 8, ("alice", 1, 4), ("bob", 1, 4)), "bob")
     assert book.samples_by_peer() == {"alice": 4} and book.repeated_samples == 4
 
 
@@ -289,32 +289,32 @@ def test_nobody_takes_samples_of_epochs_to_come_by_having_trained_them(book):
     book.lease("carol", 1)
     assert book.contribute("alice", 1, ["2:0:0"], offered=True).repeated == 1
     assert book.contribute("alice", 2, ["1:0:0", "999999999:0:0"], offered=True).samples == 1
-    assert book.units.last_epoch == 1
+    assert book.shard_epochs.last_epoch == 1
 
 
-def test_unsettled_contributions_of_a_gone_peer_are_leasable_after_the_grace(book, clock):
+def test_pending_contributions_of_a_gone_peer_are_leasable_after_the_grace(book, clock):
     mine = keys(book.lease("alice", 4))
     book.contribute("alice", 1, mine)
     clock.now += 119
     book.sweep()
-    assert book.units.totals()["pending"] == len(mine)
+    assert book.shard_epochs.totals()["pending"] == len(mine)
     clock.now += 2
     book.sweep()
-    assert book.units.totals()["pending"] == 0
+    assert book.shard_epochs.totals()["pending"] == 0
     assert keys(book.lease("bob", 1)) == mine
     with refusal("withdrawn"):
         book.contribute("alice", 1, mine)
 
 
-def test_a_withdrawn_contribution_that_settles_after_all_counts_once(book, clock):
+def test_a_withdrawn_contribution_that_is_final_after_all_counts_once(book, clock):
     mine = keys(book.lease("alice", 4))
     book.contribute("alice", 1, mine)
     clock.now += 121
     assert keys(book.lease("bob", 1)) == mine
-    book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "carol")
+    book.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "carol")
     with refusal("not_held"):
         book.contribute("bob", 1, mine)
-    assert book.units.totals() == {"available": 11 - len(mine), "leased": 0, "pending": 0, "counted": len(mine)}
+    assert book.shard_epochs.totals() == {"available": 11 - len(mine), "leased": 0, "pending": 0, "counted": len(mine)}
 
 
 def test_a_contribution_that_a_later_one_of_its_peer_has_passed_is_given_to_others_though_the_peer_lives(book):
@@ -322,12 +322,12 @@ def test_a_contribution_that_a_later_one_of_its_peer_has_passed_is_given_to_othe
     lost, other = keys(book.lease("alice", 4)), keys(book.lease("bob", 4))
     book.contribute("alice", 1, lost)  # and was killed
     book.contribute("bob", 1, other)
-    book.settle(state("a", None, 1, len(other), ("bob", 1, len(other))), "bob")
-    assert book.units.totals()["pending"] == len(lost)
+    book.add_final(state("a", None, 1, len(other), ("bob", 1, len(other))), "bob")
+    assert book.shard_epochs.totals()["pending"] == len(lost)
     again = keys(book.lease("alice", 3))
     book.contribute("alice", 2, again)
-    book.settle(state("b", "a", 2, len(other) + len(again), ("alice", 2, len(again))), "bob")
-    assert book.units.totals()["pending"] == 0
+    book.add_final(state("b", "a", 2, len(other) + len(again), ("alice", 2, len(again))), "bob")
+    assert book.shard_epochs.totals()["pending"] == 0
     assert keys(book.lease("bob", 1)) == lost
     with refusal("withdrawn"):
         book.contribute("alice", 1, lost)
@@ -340,14 +340,14 @@ def test_what_may_be_in_a_state_whose_report_was_lost_is_not_given_to_others(boo
         book.contribute("alice", number, some, offered=True)
     samples = [sum(map(len, mine[: n + 1])) for n in range(5)]
     for again in range(2):
-        book.settle(state("c", "b", 3, samples[2], ("alice", 3, len(mine[2]))), "bob")
-        book.settle(state("d", "c", 4, samples[3] + 4, ("alice", 4, len(mine[3])), ("bob", 1, 4)), "bob")
-        book.settle(state("e", "d", 5, samples[4] + 4, ("alice", 5, len(mine[4]))), "bob")
-        assert book.units.totals()["pending"] == len(mine[0]) + len(mine[1]), again
+        book.add_final(state("c", "b", 3, samples[2], ("alice", 3, len(mine[2]))), "bob")
+        book.add_final(state("d", "c", 4, samples[3] + 4, ("alice", 4, len(mine[3])), ("bob", 1, 4)), "bob")
+        book.add_final(state("e", "d", 5, samples[4] + 4, ("alice", 5, len(mine[4]))), "bob")
+        assert book.shard_epochs.totals()["pending"] == len(mine[0]) + len(mine[1]), again
         book = reopen(book, db, clock)
-    book.settle(state("b", "a", 2, samples[1], ("alice", 2, len(mine[1]))), "alice")
-    book.settle(state("a", None, 1, samples[0], ("alice", 1, len(mine[0]))), "alice")
-    assert book.units.totals()["pending"] == 0 and book.samples_by_peer()["alice"] == samples[4]
+    book.add_final(state("b", "a", 2, samples[1], ("alice", 2, len(mine[1]))), "alice")
+    book.add_final(state("a", None, 1, samples[0], ("alice", 1, len(mine[0]))), "alice")
+    assert book.shard_epochs.totals()["pending"] == 0 and book.samples_by_peer()["alice"] == samples[4]
 
 
 def test_giving_back_keys_withdraws_their_contribution(book):
@@ -370,10 +370,10 @@ def test_keys_given_back_by_the_name_of_an_earlier_lease_are_left_to_the_later_o
 
 
 def test_the_head_is_the_state_with_more_samples_then_the_smaller_digest(book):
-    assert book.settle(state("b", None, 1, 5, ("alice", 1, 5)), "alice").digest == digest("b")
-    assert book.settle(state("c", None, 1, 5, ("bob", 1, 5)), "bob").digest == digest("b")
-    assert book.settle(state("a", None, 1, 5, ("carol", 1, 5)), "carol").digest == digest("a")
-    assert book.settle(state("d", "c", 2, 6, ("bob", 2, 1)), "bob").digest == digest("d")
+    assert book.add_final(state("b", None, 1, 5, ("alice", 1, 5)), "alice").digest == digest("b")
+    assert book.add_final(state("c", None, 1, 5, ("bob", 1, 5)), "bob").digest == digest("b")
+    assert book.add_final(state("a", None, 1, 5, ("carol", 1, 5)), "carol").digest == digest("a")
+    assert book.add_final(state("d", "c", 2, 6, ("bob", 2, 1)), "bob").digest == digest("d")
 
 
 def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):
@@ -381,16 +381,16 @@ def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):
     lease = book.lease("alice", 1)
     book.contribute("alice", 1, hers[:1])
     book.contribute("bob", 1, his)
-    book.settle(state("x", None, 1, 1, ("alice", 1, 1)), "alice")
-    book.settle(state("y", None, 1, len(his), ("bob", 1, len(his))), "bob")
+    book.add_final(state("x", None, 1, 1, ("alice", 1, 1)), "alice")
+    book.add_final(state("y", None, 1, len(his), ("bob", 1, len(his))), "bob")
     assert book.samples_by_peer() == {"bob": len(his)}
     book.contribute("alice", 2, hers[1:])
     book.contribute("alice", 3, keys(lease))
     more = len(hers) - 1 + len(keys(lease))
-    book.settle(state("z", "x", 2, len(hers), ("alice", 2, len(hers) - 1)), "dora")
-    book.settle(state("w", "z", 3, 1 + more, ("alice", 3, len(keys(lease)))), "dora")
+    book.add_final(state("z", "x", 2, len(hers), ("alice", 2, len(hers) - 1)), "dora")
+    book.add_final(state("w", "z", 3, 1 + more, ("alice", 3, len(keys(lease)))), "dora")
     assert book.samples_by_peer() == {"alice": 1 + more}
-    assert book.units.totals()["counted"] == 1 + more
+    assert book.shard_epochs.totals()["counted"] == 1 + more
     assert keys(book.lease("carol", 1)) == his
 
 
@@ -398,11 +398,11 @@ def test_a_lost_report_does_not_make_the_work_before_it_leasable(book):
     mine, more = keys(book.lease("alice", 4)), keys(book.lease("alice", 3))
     book.contribute("alice", 1, mine)
     book.contribute("alice", 3, more)
-    book.settle(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
-    book.settle(state("c", "b", 3, 30, ("alice", 3, 10)), "alice")
-    assert book.units.totals()["counted"] == len(mine) + len(more)
-    book.settle(state("b", "a", 2, 20, ("alice", 2, 10)), "bob")
-    assert book.units.totals()["counted"] == len(mine) + len(more)
+    book.add_final(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
+    book.add_final(state("c", "b", 3, 30, ("alice", 3, 10)), "alice")
+    assert book.shard_epochs.totals()["counted"] == len(mine) + len(more)
+    book.add_final(state("b", "a", 2, 20, ("alice", 2, 10)), "bob")
+    assert book.shard_epochs.totals()["counted"] == len(mine) + len(more)
 
 
 @pytest.mark.parametrize(
@@ -417,9 +417,9 @@ def test_a_lost_report_does_not_make_the_work_before_it_leasable(book):
     ],
 )
 def test_a_state_that_contradicts_what_is_known_is_refused(book, wrong):
-    book.settle(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
+    book.add_final(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
     with refusal("contradiction"):
-        book.settle(wrong, "mallory")
+        book.add_final(wrong, "mallory")
     assert book.tree.head.digest == digest("a")
 
 
@@ -427,7 +427,7 @@ def test_a_finished_run_leases_no_more(db, clock):
     book = open_book(db, clock, total=7)
     mine = keys(book.lease("alice", 7))
     book.contribute("alice", 1, mine)
-    book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
+    book.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
     with refusal("run_finished"):
         book.lease("alice", 1)
 
@@ -437,11 +437,11 @@ def test_a_restart_keeps_everything_and_gives_leases_a_full_period(db, clock, bo
     mine = keys(grant)
     book.contribute("alice", 1, mine[:3])
     book.contribute("alice", 2, mine[3:5])
-    book.settle(state("a", None, 1, 3, ("alice", 1, 3)), "alice")
-    before = book.units.totals()
+    book.add_final(state("a", None, 1, 3, ("alice", 1, 3)), "alice")
+    before = book.shard_epochs.totals()
     clock.now += 59
     again = reopen(book, db, clock)
-    assert again.units.totals() == before
+    assert again.shard_epochs.totals() == before
     clock.now += 59
     again.renew(grant.lease_id, "alice")
     assert again.tree.head.reporters == ["alice"]
@@ -455,14 +455,14 @@ def test_a_dataset_that_grew_has_its_new_shards_from_the_next_epoch_on(db, clock
     book.save()
     shards = (*SHARDS, 5)
     book = Book(db, shards=shards, generations=[(0, 3), (1, 4)], seed=7, clock=clock)
-    rest = [book.lease("alice", 1).units for _ in range(5)]
-    assert rest[0][0][0][0] == 0, "the last unit of the epoch that was begun"
-    assert sorted(uid for units in rest for uid, _ in units)[1:] == [(1, shard) for shard in range(4)]
-    assert book.units.totals() == {"available": 0, "leased": 11 + 16, "pending": 0, "counted": 0}
+    rest = [book.lease("alice", 1).shard_epochs for _ in range(5)]
+    assert rest[0][0][0][0] == 0, "the last shard epoch of the epoch that was begun"
+    assert sorted(uid for shard_epochs in rest for uid, _ in shard_epochs)[1:] == [(1, shard) for shard in range(4)]
+    assert book.shard_epochs.totals() == {"available": 0, "leased": 11 + 16, "pending": 0, "counted": 0}
     with refusal("no_such_sample"):
         book.contribute("alice", 1, ["0:3:0"])
     book.contribute("alice", 1, [sample_key(1, 3, index) for index in range(5)])
-    assert book.units.last_epoch == 1
+    assert book.shard_epochs.last_epoch == 1
 
 
 def test_a_run_that_has_all_its_samples_goes_on_when_it_is_extended(db, clock):
@@ -470,7 +470,7 @@ def test_a_run_that_has_all_its_samples_goes_on_when_it_is_extended(db, clock):
     book = open_book(db, clock, total=4, extended=lambda: extended[0])
     mine = keys(book.lease("alice", 4))
     book.contribute("alice", 1, mine)
-    book.settle(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
+    book.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
     assert book.state == "ended"
     extended[0] = 100
     assert book.state == "running" and keys(book.lease("bob", 1))
@@ -479,11 +479,11 @@ def test_a_run_that_has_all_its_samples_goes_on_when_it_is_extended(db, clock):
 # -- what the ledger counts itself
 
 
-def settled(book, number, parent, round_, before, peer="alice"):
-    """A contribution of a whole unit and a state with it; the samples in the state."""
+def final(book, number, parent, round_, before, peer="alice"):
+    """A contribution of a whole shard epoch and a state with it; the samples in the state."""
     mine = keys(book.lease(peer, 1))
     book.contribute(peer, number, mine)
-    book.settle(state(f"{peer}{number}", parent, round_, before + len(mine), (peer, number, len(mine))), peer)
+    book.add_final(state(f"{peer}{number}", parent, round_, before + len(mine), (peer, number, len(mine))), peer)
     return before + len(mine)
 
 
@@ -491,12 +491,12 @@ def test_a_run_ends_on_what_was_registered_and_not_on_what_is_reported(db, clock
     book = open_book(db, clock, total=8)
     mine = keys(book.lease("alice", 3))
     book.contribute("alice", 1, mine)
-    book.settle(state("a", None, 1, 2**40, ("alice", 1, 2**40)), "alice")
+    book.add_final(state("a", None, 1, 2**40, ("alice", 1, 2**40)), "alice")
     assert (book.counted_samples, book.state) == (len(mine), "running")
     repeated = book.contribute("bob", 1, mine, offered=True)
     assert repeated.samples == 0
     for number, (peer, many) in enumerate([("bob", 2**40), ("bob", 2**40), ("alice", 2**40)], 2):
-        book.settle(state(f"a{number}", "a" if number == 2 else f"a{number - 1}", number, number * 2**40, (peer, 1, many)), "alice")
+        book.add_final(state(f"a{number}", "a" if number == 2 else f"a{number - 1}", number, number * 2**40, (peer, 1, many)), "alice")
     assert book.counted_samples == 2 * len(mine), "repeated samples count, and a contribution once"
     assert reopen(book, db, clock).counted_samples == 2 * len(mine)
 
@@ -504,8 +504,8 @@ def test_a_run_ends_on_what_was_registered_and_not_on_what_is_reported(db, clock
 def test_a_state_counts_more_once_a_member_registers_late_and_its_branch_may_become_the_head(book, db, clock):
     first, second = keys(book.lease("alice", 1)), keys(book.lease("bob", 1))
     book.contribute("alice", 1, first[:1])
-    book.settle(state("a", None, 1, 1, ("alice", 1, 1)), "alice")
-    book.settle(state("b", None, 1, len(second), ("bob", 1, len(second))), "bob")
+    book.add_final(state("a", None, 1, 1, ("alice", 1, 1)), "alice")
+    book.add_final(state("b", None, 1, len(second), ("bob", 1, len(second))), "bob")
     assert book.tree.head.digest == digest("a")
     assert book.contribute("bob", 1, second).counted
     assert (book.tree.head.digest, book.counted_samples, book.samples_by_peer()) == (digest("b"), len(second), {"bob": len(second)})
@@ -513,11 +513,11 @@ def test_a_state_counts_more_once_a_member_registers_late_and_its_branch_may_bec
 
 
 def test_a_report_with_an_unknown_parent_is_kept_and_says_nothing_until_its_members_count(book, db, clock):
-    before = settled(book, 1, None, 1, 0)
+    before = final(book, 1, None, 1, 0)
     head = book.tree.head
-    book.settle(state("x", "lost", 7, 2**53, ("mallory", 1, 1)), "mallory")
+    book.add_final(state("x", "lost", 7, 2**53, ("mallory", 1, 1)), "mallory")
     assert book.tree.head is head and book.tree.get(digest("x")).bridge == head.digest
-    after = settled(book, 2, "lost too", 3, before + 10)
+    after = final(book, 2, "lost too", 3, before + 10)
     assert book.tree.head.gaps == 1 and book.counted_samples == after - 10, "nothing for the gap"
     again = reopen(book, db, clock)
     assert again.tree.head == book.tree.head and again.tree.get(digest("x")) == book.tree.get(digest("x"))
@@ -525,7 +525,7 @@ def test_a_report_with_an_unknown_parent_is_kept_and_says_nothing_until_its_memb
 
 def test_a_ledger_of_before_that_was_hit_goes_on_from_the_honest_head(db, clock):
     book = open_book(db, clock, total=100)
-    before = settled(book, 1, None, 1, 0)
+    before = final(book, 1, None, 1, 0)
     book.save()
     members = '[["mallory", 1, 9007199254740992]]'
     db.execute("INSERT INTO state VALUES (?, ?, 9, 9007199254740992, ?, '[\"mallory\"]')", (digest("x"), digest("lost"), members))
@@ -535,14 +535,14 @@ def test_a_ledger_of_before_that_was_hit_goes_on_from_the_honest_head(db, clock)
 
 def test_reports_that_are_in_no_chain_of_ours_take_only_so_much_room(book, db, clock, monkeypatch):
     monkeypatch.setattr("datasetserver.book._MOST_SPARE_MEMBERS", 10)
-    before = settled(book, 1, None, 1, 0)
+    before = final(book, 1, None, 1, 0)
     for number in range(50):
         parent = "alice1" if number % 2 else f"lost{number}"
         round_, samples = (2, before + 3) if number % 2 else (5, before + 1000)
         members = [(f"mallory{member}", number + 1, 1) for member in range(3)]
-        book.settle(state(f"forged{number}", parent, round_, samples, *members), "mallory")
+        book.add_final(state(f"forged{number}", parent, round_, samples, *members), "mallory")
         assert sum(len(one.members) for one in book.tree) <= 11
-    settled(book, 2, "alice1", 2, before)
+    final(book, 2, "alice1", 2, before)
     again = reopen(book, db, clock)
     assert {one.digest for one in again.tree} == {one.digest for one in book.tree}
     assert again.tree.head.digest == digest("alice2")
@@ -551,12 +551,12 @@ def test_reports_that_are_in_no_chain_of_ours_take_only_so_much_room(book, db, c
 def test_a_discarded_state_goes_with_what_follows_and_what_only_seemed_to_goes_on_elsewhere(db, clock):
     orders = set()
     book = open_book(db, clock, total=8, discarded=lambda: orders)
-    before = settled(book, 1, None, 1, 0)
-    bad = settled(book, 1, "alice1", 2, before, peer="mallory")
+    before = final(book, 1, None, 1, 0)
+    bad = final(book, 1, "alice1", 2, before, peer="mallory")
     late = state("orphan", "lost", 9, 2**30, ("carol", 1, 1))
-    book.settle(late, "carol")
+    book.add_final(late, "carol")
     assert late.bridge == digest("mallory1") == book.tree.head.digest
-    assert settled(book, 2, "mallory1", 3, bad) >= 8 and book.state == "ended"
+    assert final(book, 2, "mallory1", 3, bad) >= 8 and book.state == "ended"
     orders.add(digest("mallory1"))
     for again in (book, None):
         again = again or open_book(db, clock, total=8)  # without the order: what was done is in the ledger
@@ -566,7 +566,7 @@ def test_a_discarded_state_goes_with_what_follows_and_what_only_seemed_to_goes_o
         assert again.samples_by_peer() == {"alice": before}
         for name, parent, round_ in (("mallory1", "alice1", 2), ("alice2", "mallory1", 3), ("new", "alice2", 4), ("newer", "new", 5)):
             with refusal("discarded"):
-                again.settle(state(name, parent, round_, 2**20, ("mallory", 5, 1)), "mallory")
+                again.add_final(state(name, parent, round_, 2**20, ("mallory", 5, 1)), "mallory")
         again.save()
 
 
@@ -575,7 +575,7 @@ def test_one_request_begins_no_epochs(book):
     far = [sample_key(epoch, 0, 0) for epoch in range(1000)]
     assert book.contribute("mallory", 1, far, offered=True).samples <= 2
     assert book.contribute("mallory", 2, [sample_key(epoch, 1, 0) for epoch in range(1, 1000)], offered=True).samples == 1
-    assert book.units.last_epoch == 1
+    assert book.shard_epochs.last_epoch == 1
 
 
 def test_peers_of_one_owner_hold_no_more_than_one_peer_may_and_a_restart_forgets_no_token(db, clock):
@@ -613,5 +613,5 @@ def test_what_waits_for_its_round_counts_as_held_beside_as_much_as_was_counted(d
     assert refusals and total < 2 * 4 + 4
     pending = sorted(book._pending)
     samples = book._contributions[pending[0]].samples
-    book.settle(state("a", None, 1, samples, (*pending[0], samples)), "alice")
-    assert book.lease("alice", 1), "what is settled gives room"
+    book.add_final(state("a", None, 1, samples, (*pending[0], samples)), "alice")
+    assert book.lease("alice", 1), "what is final gives room"

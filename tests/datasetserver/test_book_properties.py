@@ -24,7 +24,7 @@ COPY_SECONDS = 20
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Peers lease, register, settle on any branch, give back, vanish, are late; the host pauses; the server restarts, its clock jumps."""
+    """Peers lease, register, report on any branch, give back, vanish, are late; the host pauses; the server restarts, its clock jumps."""
 
     steps = 0
 
@@ -48,9 +48,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now, self.state = self.now + 1000, "running"
         self.book.sweep()
         self.book.sweep()  # what ended leases leave of contributions has had its grace as well
-        epochs = range(self.book.units.last_epoch + 1)
+        epochs = range(self.book.shard_epochs.last_epoch + 1)
         everything = {sample_key(epoch, shard, index) for epoch in epochs for shard, size in enumerate(SHARDS) for index in range(size)}
-        granted = self.keys_of(self.book.lease("dora", max(1, len(everything) - self.book.units.totals()["counted"])))
+        granted = self.keys_of(self.book.lease("dora", max(1, len(everything) - self.book.shard_epochs.totals()["counted"])))
         assert len(granted) == len(set(granted))
         assert everything - self.claimed() == set() == set(granted) & self.counted()
         self.db.close()
@@ -70,16 +70,16 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @staticmethod
     def keys_of(grant):
-        return [sample_key(*uid, index) for uid, skip in grant.units for index in range(SHARDS[uid[1]]) if index not in skip]
+        return [sample_key(*uid, index) for uid, skip in grant.shard_epochs for index in range(SHARDS[uid[1]]) if index not in skip]
 
     def late(self, peer):
         """What may be given to `peer` as well: leased long ago by one lease of another peer, and neither pending nor counted."""
         late = set()
         for lease in self.book._leases.values():
-            for uid, mask in lease.units.items():
-                unit = self.book.units._units[uid]
-                if lease.peer != peer and lease.since + COPY_SECONDS <= self.now and len(unit.holders) == 1:
-                    late |= {sample_key(*uid, index) for index in range(unit.samples) if (mask & unit.leased) >> index & 1}
+            for uid, mask in lease.shard_epochs.items():
+                item = self.book.shard_epochs._shard_epochs[uid]
+                if lease.peer != peer and lease.since + COPY_SECONDS <= self.now and len(item.holders) == 1:
+                    late |= {sample_key(*uid, index) for index in range(item.samples) if (mask & item.leased) >> index & 1}
         return late
 
     @rule()
@@ -100,8 +100,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), peer=PEERS, number=st.integers(5, 9), ahead=st.integers(0, 2))
     def offer_without_a_server(self, data, peer, number, ahead):
-        """Samples of anybody's, and of units that nobody had: nobody loses by it what it holds."""
-        epoch = max(0, self.book.units.last_epoch + ahead - 1)
+        """Samples of anybody's, and of shard epochs that nobody had: nobody loses by it what it holds."""
+        epoch = max(0, self.book.shard_epochs.last_epoch + ahead - 1)
         keys = {sample_key(epoch, shard, index) for shard in range(2) for index in range(SHARDS[shard])}
         keys |= set(data.draw(st.sampled_from(self.leases))[2]) if self.leases else set()
         held = {p: self.held_by(p) for p in {lease[0] for lease in self.leases} - {peer}}
@@ -114,10 +114,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.offered.append((peer, number, len(keys)))
 
     def held_by(self, peer):
-        return {unit.uid: unit.held_by(peer) for unit in self.book.units.known() if unit.held_by(peer)}
+        return {item.uid: item.held_by(peer) for item in self.book.shard_epochs.known() if item.held_by(peer)}
 
     @rule(data=st.data())
-    def settle(self, data):
+    def report(self, data):
         """A new state on any known state, or after one whose report was lost."""
         parent = data.draw(st.sampled_from([None, "lost", *self.states]))
         offered = sorted({(peer, number): count for peer, number, count in self.offered}.items())
@@ -129,7 +129,7 @@ class LedgerMachine(RuleBasedStateMachine):
         name = f"{len(self.states):064x}"
         state = State(name, base.digest if base else ("f" * 64 if parent else "e" * 64), depth + 1, samples + own, members)
         try:
-            self.book.settle(state, "alice")
+            self.book.add_final(state, "alice")
         except Refused:
             return
         self.states.append(state)
@@ -162,19 +162,19 @@ class LedgerMachine(RuleBasedStateMachine):
         self.book = self.open()
 
     def claimed(self):
-        return self.keys_in(lambda unit: unit.leased | unit.pending | unit.counted)
+        return self.keys_in(lambda item: item.leased | item.pending | item.counted)
 
     def counted(self):
-        return self.keys_in(lambda unit: unit.counted)
+        return self.keys_in(lambda item: item.counted)
 
     @staticmethod
     def claims(book):
-        """What is claimed of each unit; asked of units that are known, for whoever takes one in hand has it summed up again."""
-        return {unit.uid: found for unit in book.units.known() if any(found := (unit.leased, unit.pending, unit.counted))}
+        """What is claimed of each known shard epoch; to take another in hand would have it summed up again."""
+        return {item.uid: found for item in book.shard_epochs.known() if any(found := (item.leased, item.pending, item.counted))}
 
     def keys_in(self, mask):
         return {
-            sample_key(*unit.uid, index) for unit in self.book.units.known() for index in range(unit.samples) if mask(unit) >> index & 1
+            sample_key(*item.uid, index) for item in self.book.shard_epochs.known() for index in range(item.samples) if mask(item) >> index & 1
         }
 
     @invariant()
@@ -183,19 +183,19 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_sample_is_in_exactly_one_state(self):
-        for unit in self.book.units.known():
-            masks = (unit.available, unit.leased, unit.pending, unit.counted)
-            assert sum(mask.bit_count() for mask in masks) == unit.samples
-        assert sum(self.book.units.totals().values()) % sum(SHARDS) == 0
+        for item in self.book.shard_epochs.known():
+            masks = (item.available, item.leased, item.pending, item.counted)
+            assert sum(mask.bit_count() for mask in masks) == item.samples
+        assert sum(self.book.shard_epochs.totals().values()) % sum(SHARDS) == 0
 
     @invariant()
     def counted_is_what_the_heads_chain_holds(self):
         included = {pair for state in self.book.tree.chain() for pair in state.contributions()}
         expected = set()
         for pair in included & set(self.book._contributions):
-            for uid, mask in self.book._contributions[pair].units.items():
+            for uid, mask in self.book._contributions[pair].shard_epochs.items():
                 expected |= {(uid, index) for index in range(SHARDS[uid[1]]) if mask >> index & 1}
-        assert self.book.units.totals()["counted"] == len(expected) == sum(self.book.samples_by_peer().values())
+        assert self.book.shard_epochs.totals()["counted"] == len(expected) == sum(self.book.samples_by_peer().values())
 
     @invariant()
     def memory_equals_what_a_restart_would_read(self):
@@ -210,7 +210,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def what_a_peer_holds_is_known(self):
         held = Counter()
         for lease in self.book._leases.values():
-            held[lease.peer] += sum(mask.bit_count() for mask in lease.units.values())
+            held[lease.peer] += sum(mask.bit_count() for mask in lease.shard_epochs.values())
         waiting = Counter()
         for peer, number in self.book._pending:
             waiting[peer] += self.book._contributions[peer, number].samples
@@ -232,21 +232,21 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def sums_that_are_kept_are_those_worked_out_anew(self):
-        units = self.book.units
-        known = {kind: sum(getattr(unit, kind).bit_count() for unit in units.known()) for kind in ("leased", "pending", "counted")}
-        epochs = (units.last_epoch + 1) * sum(SHARDS)
-        assert units.totals() == {"available": epochs - sum(known.values()), **known}
+        shard_epochs = self.book.shard_epochs
+        known = {kind: sum(getattr(item, kind).bit_count() for item in shard_epochs.known()) for kind in ("leased", "pending", "counted")}
+        epochs = (shard_epochs.last_epoch + 1) * sum(SHARDS)
+        assert shard_epochs.totals() == {"available": epochs - sum(known.values()), **known}
         counted = Counter()
-        for unit in units.known():
-            counted[unit.uid[0]] += unit.counted.bit_count()
+        for item in shard_epochs.known():
+            counted[item.uid[0]] += item.counted.bit_count()
         lowest = next(epoch for epoch in itertools.count() if counted[epoch] != sum(SHARDS))
-        assert units.epoch_progress() == (lowest, counted[lowest])
+        assert shard_epochs.epoch_progress() == (lowest, counted[lowest])
 
     @invariant()
     def nothing_available_is_out_of_reach(self):
-        for unit in self.book.units.known():
-            if unit.available and unit.place < self.book.units.frontier:
-                assert unit.place in self.book.units.freed
+        for item in self.book.shard_epochs.known():
+            if item.available and item.place < self.book.shard_epochs.frontier:
+                assert item.place in self.book.shard_epochs.freed
 
 
 def test_ledger_keeps_every_sample_in_exactly_one_state():

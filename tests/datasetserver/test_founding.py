@@ -79,7 +79,7 @@ def test_a_founded_run_survives_kill_9_and_goes_on_as_if_the_host_had_given_it(h
     host.start()
     assert f"run={run.run_id}" in host.lines[-1]
     assert get_run(host).run == run.run
-    assert lease(host, "bob").units[0].shard != granted.units[0].shard, "its lease survived too"
+    assert lease(host, "bob").shard_epochs[0].shard != granted.shard_epochs[0].shard, "its lease survived too"
     assert host.stop() == 0
     host.flags += ["--learning_rate", "1e-3"]
     host.start()

@@ -63,7 +63,7 @@ def lease(host, peer="alice", want=1):
 
 
 def keys_of(answer):
-    return [sample_key(unit.epoch, unit.shard, i) for unit in answer.units for i in range(unit.samples) if i not in unit.skip]
+    return [sample_key(item.epoch, item.shard, i) for item in answer.shard_epochs for i in range(item.samples) if i not in item.skip]
 
 
 def refused(answer, status, code):

@@ -80,12 +80,12 @@ def test_a_growth_that_was_cut_off_goes_on_and_gives_what_it_would_have_given(tm
 def test_a_run_under_way_keeps_its_dataset_until_it_is_told_to_grow(tmp_path, capsys):
     host = Host(tmp_path, samples=16, shard_samples=8).start()
     before = get_run(host)
-    units = [lease(host).units[0] for _ in range(2)]
+    shard_epochs = [lease(host).shard_epochs[0] for _ in range(2)]
     assert host.stop() == 0
     write_dataset(host.dataset, 24)
     code, line = complaint(capsys, *host.flags, "--port", "0")
     assert code == ExitCode.CONFIG and "--grow" in line
-    assert shard_path(host.dataset.with_name("data.datasetserver"), units[0].digest).exists()
+    assert shard_path(host.dataset.with_name("data.datasetserver"), shard_epochs[0].digest).exists()
     host.flags.append("--grow")
     host.start()
     try:
@@ -93,10 +93,10 @@ def test_a_run_under_way_keeps_its_dataset_until_it_is_told_to_grow(tmp_path, ca
         assert (after.run, after.run_id) == (before.run, before.run_id) and after.manifest != before.manifest
         manifest = Manifest.model_validate_json(call(host, f"/v1/manifest/{after.manifest}")[2])
         assert [(g.from_epoch, g.shards) for g in manifest.generations] == [(0, 2), (1, 3)]
-        units += [lease(host).units[0] for _ in range(3)]
-        assert sorted((unit.epoch, unit.shard) for unit in units) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
-        for unit in units:
-            assert call(host, f"/v1/blobs/{unit.digest}.tar")[0] == 200
+        shard_epochs += [lease(host).shard_epochs[0] for _ in range(3)]
+        assert sorted((item.epoch, item.shard) for item in shard_epochs) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+        for item in shard_epochs:
+            assert call(host, f"/v1/blobs/{item.digest}.tar")[0] == 200
     finally:
         host.stop()
     host.flags.remove("--grow")

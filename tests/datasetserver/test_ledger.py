@@ -22,7 +22,7 @@ async def lease(ledger, peer="alice"):
 
 
 async def totals(ledger):
-    return await ledger.call(lambda book: book.units.totals())
+    return await ledger.call(lambda book: book.shard_epochs.totals())
 
 
 def test_a_full_disk_is_told_and_nothing_of_the_request_remains(tmp_path):

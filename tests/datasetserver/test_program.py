@@ -112,12 +112,12 @@ def test_serving_and_help_need_neither_torch_nor_hivemind(tmp_path):
 
 
 def test_what_was_answered_survives_kill_9(tmp_path):
-    """Peers lease, register and settle as fast as they can while the server is killed again and again."""
+    """Peers lease, register and report as fast as they can while the server is killed again and again."""
     import threading
 
     host = Host(tmp_path, samples=200, shard_samples=4).start()
     run = envelope(host)["run_id"]
-    answered, settled, stop = [], [], threading.Event()
+    answered, final, stop = [], [], threading.Event()
 
     def post(path, **body):
         try:
@@ -140,7 +140,7 @@ def test_what_was_answered_survives_kill_9(tmp_path):
             answer = post("/v1/leases", peer=id_of(peer), want_samples=3)
             if answer is None:
                 continue
-            keys = [f"{u['epoch']}:{u['shard']}:{i}" for u in answer[1]["units"] for i in range(u["samples"]) if i not in u["skip"]]
+            keys = [f"{u['epoch']}:{u['shard']}:{i}" for u in answer[1]["shard_epochs"] for i in range(u["samples"]) if i not in u["skip"]]
             number += 1
             status, body = insist("/v1/contributions", peer=id_of(peer), number=number, keys=keys)
             assert status == 200, body
@@ -157,14 +157,14 @@ def test_what_was_answered_survives_kill_9(tmp_path):
             while len(answered) < goal and time.monotonic() < deadline:
                 time.sleep(0.01)
             oldest = {}  # of each peer: a later contribution would pass it
-            for peer, number, keys in [entry for entry in answered[:] if entry not in settled]:
+            for peer, number, keys in [entry for entry in answered[:] if entry not in final]:
                 oldest.setdefault(peer, (peer, number, keys))
             members = [{"peer": id_of(peer), "number": number, "samples": len(keys)} for peer, number, keys in oldest.values()]
             samples += sum(member["samples"] for member in members)
             digest = f"{round_:064x}"
             status, body = insist("/v1/rounds", peer=id_of("peer0"), digest=digest, parent=parent, round=round_, samples=samples, members=members)
             assert status == 200, body
-            settled += list(oldest.values())
+            final += list(oldest.values())
             parent = digest
             host.kill()
             host.start()
@@ -175,7 +175,7 @@ def test_what_was_answered_survives_kill_9(tmp_path):
     progress = json.loads(call(host, "/v1/progress")[2])
     keys = [key for _, _, keys in answered for key in keys]
     assert len(keys) == len(set(keys)), "a sample was registered twice"
-    assert progress["ledger"]["counted"] == progress["samples"] == sum(len(keys) for _, _, keys in settled)
+    assert progress["ledger"]["counted"] == progress["samples"] == sum(len(keys) for _, _, keys in final)
     assert progress["ledger"]["counted"] + progress["ledger"]["pending"] == len(keys), "an answered registration was lost"
     assert sum(progress["ledger"].values()) % 200 == 0
     assert host.stop() == 0
@@ -344,9 +344,9 @@ def test_a_client_that_leaves_in_the_middle_of_a_shard_is_no_error_of_the_server
     host = Host(tmp_path, samples=1)
     Image.frombytes("RGB", (2000, 2000), os.urandom(12_000_000)).save(host.dataset / "0000.png", compress_level=0)
     host.start()
-    (unit,) = lease(host).units
+    (item,) = lease(host).shard_epochs
     with socket.create_connection(("127.0.0.1", host.port), 20) as client:
-        client.sendall(f"GET /v1/blobs/{unit.digest}.tar HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        client.sendall(f"GET /v1/blobs/{item.digest}.tar HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert client.recv(12) == b"HTTP/1.1 200"
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     assert call(host, "/healthz")[0] == 200

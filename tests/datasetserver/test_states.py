@@ -1,4 +1,4 @@
-"""The host's server offers the newest settled state that a helper keeps, and `dd-export` takes it."""
+"""The host's server offers the newest final state that a helper keeps, and `dd-export` takes it."""
 
 import json
 import os

@@ -473,7 +473,7 @@ class Gradients:
         if self._number % 2 == 0:
             return SyncReport(dropped=(self._number,))
         self.round, self.samples = self.round + 1, self.samples + waiting
-        return SyncReport(settled=(self._number,), done=self.samples >= 36)
+        return SyncReport(final=(self._number,), done=self.samples >= 36)
 
     def withdraw(self, number):
         self._waiting = 0
@@ -487,7 +487,7 @@ class Gradients:
         return {}
 
     def load_state_dict(self, state):
-        return SyncReport(settled=(1,), dropped=(0, 2))
+        return SyncReport(final=(1,), dropped=(0, 2))
 
     def close(self):
         pass
@@ -539,16 +539,16 @@ def test_a_contribution_whose_lease_was_lost_is_withdrawn_and_its_samples_are_gi
 
 def test_what_a_report_says_besides_a_contribution_that_is_refused_is_heard(start):
     trainer = start(sync=Gradients()).trainer
-    accounts, source, settled, back = trainer.accounts, trainer.accounts._source, [], []
-    source.acknowledge, source.give_back = settled.extend, back.extend
+    accounts, source, final, back = trainer.accounts, trainer.accounts._source, [], []
+    source.acknowledge, source.give_back = final.extend, back.extend
     accounts._contributions, accounts._open = {1: ["a"]}, ["b"]
 
     def refuse(number, keys):
         raise LeaseLost(number, "expired")
 
     source.register = refuse
-    trainer._settle(SyncReport(frozen=2, settled=(1,)))
-    assert (settled, back) == (["a"], ["b"])
+    trainer._take(SyncReport(frozen=2, final=(1,)))
+    assert (final, back) == (["a"], ["b"])
 
 
 def test_the_last_report_of_a_rest_is_followed_once(start):

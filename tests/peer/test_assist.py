@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from peer import assist
-from peer.contracts import Member, Settlement
+from peer.contracts import CommittedRound, Member
 from peer.data.dataset_server import fetch_run
 from peer.finetune import main
 from peer.launch.joining import Joined
@@ -72,19 +72,19 @@ def test_the_run_known_from_before_is_gone_on_with_when_nobody_answers(tmp_path,
     assert "going on with the run known from before: nobody answers" in caplog.text
 
 
-def test_settled_rounds_reach_a_server_that_was_away(tmp_path, monkeypatch):
+def test_final_rounds_reach_a_server_that_was_away(tmp_path, monkeypatch):
     monkeypatch.setattr(assist, "_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(assist, "_ANSWER_SECONDS", 2.0)
     host = Host(tmp_path).start()
     try:
         run = RunConfig.from_mapping(fetch_run(host.url, 20).run, where=host.url)
-        settled = Settlement("1" * 64, "0" * 64, 1, 8, (Member("QmA", 1, 8),))
+        final = CommittedRound("1" * 64, "0" * 64, 1, 8, (Member("QmA", 1, 8),))
         host.stop()
 
         async def scenario():
             reports = assist.Reports(Joined(run, host.url), key("helper"))
             delivering = asyncio.create_task(reports.deliver_forever())
-            reports.add([settled])
+            reports.add([final])
             await asyncio.sleep(0)
             restarted = await asyncio.get_running_loop().run_in_executor(None, host.start)
             await asyncio.wait_for(reports.delivered(), 200)

@@ -19,13 +19,13 @@ def test_the_verdict_finds_what_was_acknowledged_and_is_not_in_the_ledger(tmp_pa
     db.executescript(SCHEMA)
     book = Book(db, shards=[4, 4], seed=0, clock=lambda: 0.0)
     kept, lost = book.lease("alice", 1), book.lease("bob", 1)
-    keys = {grant.lease_id: {f"{e}:{s}:{i}" for (e, s), _ in grant.units for i in range(4)} for grant in (kept, lost)}
+    keys = {grant.lease_id: {f"{e}:{s}:{i}" for (e, s), _ in grant.shard_epochs for i in range(4)} for grant in (kept, lost)}
     told = Told(leases={kept.lease_id: ("alice", set()), lost.lease_id: ("bob", keys[lost.lease_id])})
     told.contributions["alice", 1] = frozenset(keys[kept.lease_id])
     round_ = {"digest": "1" * 64, "parent": "0" * 64, "round": 1, "samples": 4, "members": [{"peer": "alice", "number": 1, "samples": 4}]}
     told.rounds.append(round_)
     book.contribute("alice", 1, sorted(keys[kept.lease_id]))
-    book.settle(State("1" * 64, "0" * 64, 1, 4, (("alice", 1, 4),)), "alice")
+    book.add_final(State("1" * 64, "0" * 64, 1, 4, (("alice", 1, 4),)), "alice")
     book.save()
     assert verdict(told, tmp_path / "ledger.sqlite", [4, 4])["counted"] == 4
     assert told.faults == []
@@ -40,4 +40,4 @@ def test_the_verdict_finds_what_was_acknowledged_and_is_not_in_the_ledger(tmp_pa
         "round 2 was acknowledged and is lost",
         "a lease of bob was acknowledged and is lost",
     ]
-    assert "0 samples are counted, 4 in the head, of 4 that were settled" in told.faults
+    assert "0 samples are counted, 4 in the head, of 4 that became final" in told.faults

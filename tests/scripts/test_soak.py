@@ -64,12 +64,12 @@ def test_a_ledger_that_differs_by_one_sample_is_found(ledger, changed, fault):
     assert fault in found
 
 
-def test_a_settled_state_that_nobody_held_or_that_was_reported_otherwise_is_found(ledger):
+def test_a_final_state_that_nobody_held_or_that_was_reported_otherwise_is_found(ledger):
     chain, keys = ledger(CONTRIBUTIONS)
     assert any("no peer held" in fault for fault in checks.ledger_faults(chain, keys, rounds(STATES[:1])))
     other = [STATES[0], ("b", "a", 2, 9, [("q", 2, 4)])]
     assert any("other members" in fault for fault in checks.ledger_faults(chain, keys, rounds(other)))
-    assert checks.ledger_faults([], {}, []) == ["no state was settled"]
+    assert checks.ledger_faults([], {}, []) == ["no state became final"]
 
 
 def test_two_states_after_one_group_are_found_and_so_is_a_false_sum():

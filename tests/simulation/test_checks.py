@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from datasetserver.book import Book
+from datasetserver.shard_epochs import Contribution
 from datasetserver.store import SCHEMA
 from datasetserver.tree import State
-from datasetserver.units import Contribution
 from peer.sync.engine.state import first_state
 from simulation.checks import Breach, Checks
 
@@ -39,16 +39,16 @@ class Scene:
         self.book = Book(db, shards=[8] * 8, seed=1, clock=lambda: 1.0)
 
     def leases(self, peer, number):
-        """A unit, and contribution `number` of it."""
-        ((unit, _),) = self.book.lease(peer, 8).units
-        keys = [f"{unit[0]}:{unit[1]}:{index}" for index in range(8)]
+        """A shard epoch, and contribution `number` of it."""
+        ((item, _),) = self.book.lease(peer, 8).shard_epochs
+        keys = [f"{item[0]}:{item[1]}:{index}" for index in range(8)]
         self.checks.registers(SimpleNamespace(peer=peer, short=peer), number, keys)
         self.book.contribute(peer, number, keys)
-        return unit
+        return item
 
     def reports(self, number=1, parent=0, samples=16):
         members = tuple((peer, number, 8) for peer in ("ann", "bob"))
-        return self.book.settle(State(f"{number:064x}", f"{parent:064x}", number, samples, members), "ann")
+        return self.book.add_final(State(f"{number:064x}", f"{parent:064x}", number, samples, members), "ann")
 
     def offers(self, known):
         self.checks._offers |= {key: (b"bytes", samples) for key, samples in known.items()}
@@ -166,7 +166,7 @@ def test_the_bytes_of_a_state_are_those_of_its_digest(scene):
 
 def test_a_contribution_is_done_once_it_is_in_a_state_that_was_reported(scene):
     scene.flushed = ["/state/samples-16-one.state"]
-    scene.checks.settled["one"] = 1
+    scene.checks.final["one"] = 1
     scene.checks.done(scene.machine, 1)
     assert not scene.broken()
     scene.checks.done(scene.machine, 2)
@@ -246,14 +246,14 @@ def test_messages_are_bounded(scene):
 
 
 def ledger_of(scene):
-    """One round of two contributions is counted, one contribution is pending, one unit leased."""
-    units = [scene.leases("ann", 1), scene.leases("bob", 1)]
+    """One round of two contributions is counted, one contribution is pending, one shard epoch leased."""
+    shard_epochs = [scene.leases("ann", 1), scene.leases("bob", 1)]
     scene.reports()
     pending = scene.leases("ann", 2)
     scene.book.lease("bob", 8)
     scene.checks.whole_ledger(scene.book)
     assert not scene.broken() and scene.book.counted_samples == 16
-    return [*(scene.book.units[unit] for unit in units), scene.book.units[pending]]
+    return [*(scene.book.shard_epochs[item] for item in shard_epochs), scene.book.shard_epochs[pending]]
 
 
 def lose(book, counted, pending):
@@ -277,11 +277,11 @@ def be_in_two_states(book, counted, pending):
 
 
 def hold_other_keys(book, counted, pending):
-    book._contributions["ann", 2].units = {(7, 7): 255}
+    book._contributions["ann", 2].shard_epochs = {(7, 7): 255}
 
 
 def lose_keys(book, counted, pending):
-    book._contributions["ann", 2].units = {}
+    book._contributions["ann", 2].shard_epochs = {}
 
 
 def count_without_a_state(book, counted, pending):
@@ -293,17 +293,17 @@ def count_for_nobody(book, counted, pending):
 
 
 def have_one_twice(book, counted, pending):
-    book._contributions["bob", 1].units = dict(book._contributions["ann", 1].units)
+    book._contributions["bob", 1].shard_epochs = dict(book._contributions["ann", 1].shard_epochs)
 
 
 def wait_twice(book, counted, pending):
-    book._contributions["bob", 3] = Contribution("bob", 3, dict(book._contributions["ann", 2].units))
+    book._contributions["bob", 3] = Contribution("bob", 3, dict(book._contributions["ann", 2].shard_epochs))
 
 
 def lease_twice(book, counted, pending):
-    lease = next(lease for lease in book._leases.values() if lease.units)
-    ((uid, _),) = lease.units.items()
-    book.units[uid].holders.append(lease)
+    lease = next(lease for lease in book._leases.values() if lease.shard_epochs)
+    ((uid, _),) = lease.shard_epochs.items()
+    book.shard_epochs[uid].holders.append(lease)
 
 
 FAULTS = {

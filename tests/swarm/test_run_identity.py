@@ -150,6 +150,7 @@ def test_ten_configurations_have_the_digests_that_they_always_had(name):
 def test_the_frozen_defaults_are_frozen():
     assert digest_json(run_defaults.BY_VERSION["0.1.0"]) == "2f4aae704214ffbf556f44ea3662961bb26d68a121bdde1d2f1ad0be67b31a3b"
     assert len(run_defaults.BY_VERSION["0.1.0"]) == 60
+    assert run_defaults.DEFAULTS["lora_init"] == "uniform" and run_defaults.SINCE["lora_init"] == "0.1.1"
 
 
 def test_every_option_is_frozen_once_below_a_version_that_is_out():

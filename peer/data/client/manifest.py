@@ -20,12 +20,12 @@ class SignedShards:
         self._run, self._known_hosts = run, known_hosts
         self._manifest: protocol.Manifest | None = None
 
-    async def check(self, transport: Transport, units: Sequence[protocol.LeasedUnit]) -> None:
-        """Raises UserError (AUTH) unless every one of `units` is a shard that the host has signed, as it has signed it."""
-        if all(map(self._has, units)):
+    async def check(self, transport: Transport, shard_epochs: Sequence[protocol.LeasedShard]) -> None:
+        """Raises UserError (AUTH) unless every one of `shard_epochs` is a shard that the host has signed, as it has signed it."""
+        if all(map(self._has, shard_epochs)):
             return
         await self._read(transport)  # the first time, or when the dataset has grown
-        if not all(map(self._has, units)):
+        if not all(map(self._has, shard_epochs)):
             raise unsigned(transport.url, "shards", BadSignature("they are not in its manifest"))
 
     def of_epoch(self, epoch: int) -> Sequence[protocol.Shard]:
@@ -34,10 +34,10 @@ class SignedShards:
             return []
         return self._manifest.shards[: max(each.shards for each in self._manifest.generations if each.from_epoch <= epoch)]
 
-    def _has(self, unit: protocol.LeasedUnit) -> bool:
-        shards = self.of_epoch(unit.epoch)
-        shard = shards[unit.shard] if unit.shard < len(shards) else None
-        return shard is not None and (shard.digest, shard.bytes, shard.samples) == (unit.digest, unit.bytes, unit.samples)
+    def _has(self, item: protocol.LeasedShard) -> bool:
+        shards = self.of_epoch(item.epoch)
+        shard = shards[item.shard] if item.shard < len(shards) else None
+        return shard is not None and (shard.digest, shard.bytes, shard.samples) == (item.digest, item.bytes, item.samples)
 
     async def _read(self, transport: Transport) -> None:
         reply = await transport.insist_get("/v1/run")

@@ -11,30 +11,30 @@ from swarm import protocol
 
 
 class Seen:
-    """Which units this peer has had, of the epochs that still matter. epoch: the newest that was begun, as far as it knows; -1: none."""
+    """Which shard epochs this peer has had, of epochs that still matter. epoch: the newest that was begun, as far as it knows; -1: none."""
 
     def __init__(self) -> None:
         self.epoch = -1
-        self._units: set[tuple[int, int]] = set()
+        self._shard_epochs: set[tuple[int, int]] = set()
 
-    def add(self, unit: protocol.LeasedUnit) -> None:
-        self._units.add((unit.epoch, unit.shard))
+    def add(self, item: protocol.LeasedShard) -> None:
+        self._shard_epochs.add((item.epoch, item.shard))
 
-    def lease(self, unit: protocol.LeasedUnit) -> None:
-        """A unit that the server gave out: its epoch has begun."""
-        self.add(unit)
-        if unit.epoch > self.epoch:
-            self.epoch = unit.epoch
-            self._units = {known for known in self._units if known[0] >= unit.epoch - 1}
+    def lease(self, item: protocol.LeasedShard) -> None:
+        """A shard epoch that the server gave out: its epoch has begun."""
+        self.add(item)
+        if item.epoch > self.epoch:
+            self.epoch = item.epoch
+            self._shard_epochs = {known for known in self._shard_epochs if known[0] >= item.epoch - 1}
 
-    def __contains__(self, unit: tuple[int, int]) -> bool:
-        return unit in self._units
+    def __contains__(self, item: tuple[int, int]) -> bool:
+        return item in self._shard_epochs
 
 
 def choose(
     shards: Callable[[int], Sequence[protocol.Shard]], seen: Seen, here: Callable[[str], bool], seed: str
-) -> Iterator[protocol.LeasedUnit]:
-    """Units of shards that are `here` (by digest) and not `seen`: first of the epoch that was begun last, then of those after it.
+) -> Iterator[protocol.LeasedShard]:
+    """Shard epochs of shards that are `here` (by digest) and not `seen`: first of the epoch that was begun last, then of those after it.
 
     shards(epoch): those that it has. Ends when a whole epoch has none here. From the second epoch after the last one begun on they no longer count: training goes on with them
     all the same, as it would with any folder of pictures.
@@ -49,10 +49,10 @@ def choose(
                 continue
             found = True
             if (epoch, shard.index) not in seen:
-                unit = protocol.LeasedUnit(
+                item = protocol.LeasedShard(
                     epoch=epoch, shard=shard.index, digest=shard.digest, bytes=shard.bytes, samples=shard.samples, skip=[]
                 )
-                seen.add(unit)
-                yield unit
+                seen.add(item)
+                yield item
         if not found:
             return

@@ -28,7 +28,7 @@ class Letter:
 
 
 class Outbox:
-    """Letters in their order. unsaid: where contributions are kept that were offered before the server knew of them, and rounds settled meanwhile.
+    """Letters in their order. unsaid: where contributions are kept that were offered before the server knew of them, and rounds final meanwhile.
 
     news: called after a letter was put in, in the thread that put it. result: waits for a future, so many seconds.
     """

@@ -62,7 +62,7 @@ def download(url: str, manifest: str, token: str = "", *, most_bytes: int, secon
 
 
 def download_state(url: str, folder: Path, token: str = "") -> Path | None:
-    """The newest settled state that the server offers, as a file in `folder`; None where it offers none. Raises ServerAway.
+    """The newest final state that the server offers, as a file in `folder`; None where it offers none. Raises ServerAway.
 
     Whether its bytes are what its digest says is for its reader to check.
     """

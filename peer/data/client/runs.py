@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from pydantic import ValidationError
 
-from peer.contracts import Settlement
+from peer.contracts import CommittedRound
 from peer.data.client.transport import Reply, ServerAway, exchange, open_session, retry_after
 from swarm import protocol
 from swarm.digest import digest_json
@@ -53,12 +53,12 @@ def found_run(
     return check_run(url, reply.status, reply.body, known_hosts=known_hosts)
 
 
-def report_round(url: str, run: RunConfig, signer: Signer, settlement: Settlement, timeout: float = 10.0, *, token: str = "") -> None:
-    """Tell the server of a settled round, once; for who takes no samples. Raises UserError (NETWORK) when it does not answer."""
-    body = {"run_id": run.run_id, "peer": signer.key.peer_id, **round_body(settlement)}
+def report_round(url: str, run: RunConfig, signer: Signer, committed_round: CommittedRound, timeout: float = 10.0, *, token: str = "") -> None:
+    """Tell the server of a final round, once; for who takes no samples. Raises UserError (NETWORK) when it does not answer."""
+    body = {"run_id": run.run_id, "peer": signer.key.peer_id, **round_body(committed_round)}
     reply = asyncio.run(_ask("POST", url, "/v1/rounds", body, timeout, token, signer))
     if reply.status >= 300:  # old news to a server that knows better is no fault
-        log.warning("the dataset server did not take round %d: status %d %s", settlement.round, reply.status, reply.code)
+        log.warning("the dataset server did not take round %d: status %d %s", committed_round.round, reply.status, reply.code)
 
 
 def send_picture(url: str, signer: Signer, body: Mapping[str, Any], timeout: float = 30.0, *, token: str = "") -> str:
@@ -67,9 +67,9 @@ def send_picture(url: str, signer: Signer, body: Mapping[str, Any], timeout: flo
     return "" if reply.status < 300 else reply.code or f"status {reply.status}"
 
 
-def round_body(settlement: Settlement) -> dict[str, Any]:
-    members = [{"peer": member.peer, "number": member.number, "samples": member.samples} for member in settlement.members]
-    return {**{name: getattr(settlement, name) for name in ("digest", "parent", "round", "samples")}, "members": members}
+def round_body(committed_round: CommittedRound) -> dict[str, Any]:
+    members = [{"peer": member.peer, "number": member.number, "samples": member.samples} for member in committed_round.members]
+    return {**{name: getattr(committed_round, name) for name in ("digest", "parent", "round", "samples")}, "members": members}
 
 
 def check_run(url: str, status: int, body: bytes, run_id: str = "", known_hosts: KnownHosts | None = None) -> protocol.RunAnswer:

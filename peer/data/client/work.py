@@ -28,14 +28,14 @@ class Lease:
 
 
 @dataclass(eq=False)
-class Unit:
+class ShardEpoch:
     """A shard in an epoch; `left`: indices not yielded yet, in the order to train them. path: None until it is fetched.
 
     lease: None for a shard of our own choice, while the server is away.
     """
 
     lease: Lease | None
-    shard: protocol.LeasedUnit
+    shard: protocol.LeasedShard
     left: deque[int]
     path: Path | None = None
 
@@ -55,13 +55,13 @@ class Work:
 
     def __init__(self, batch_samples: int, clock: Callable[[], float] = time.monotonic, changed: threading.Condition | None = None):
         self._batch, self._speed = batch_samples, _Speed(clock)
-        self._changed = changed or threading.Condition()  # notified when a unit is ready or there will be none
+        self._changed = changed or threading.Condition()  # notified when a shard epoch is ready or there will be none
         self._leases: dict[str, Lease] = {}
         self._lease_of: dict[str, Lease] = {}
         self._in_work: set[str] = set()  # yielded, and neither done with nor given back
         self._own: set[str] = set()  # those in work that we never leased
         self._registered: set[str] = set()  # those in work that are in a contribution
-        self._units: deque[Unit] = deque()
+        self._shard_epochs: deque[ShardEpoch] = deque()
         self._begun = self._ended = self._closed = self.paused = self._resting = False
         self._failure: UserError | None = None
 
@@ -77,10 +77,10 @@ class Work:
 
         rows(path, samples): all rows of the file of a shard that has so many.
         """
-        while (unit := self._next_unit()) is not None:
-            content = rows(unit.path, unit.shard.samples)
-            while (index := self._next_index(unit)) is not None:
-                yield unit.key(index), content[index]
+        while (item := self._next_shard_epoch()) is not None:
+            content = rows(item.path, item.shard.samples)
+            while (index := self._next_index(item)) is not None:
+                yield item.key(index), content[index]
 
     def forget(self, keys: Sequence[str]) -> list[str]:
         """These samples are done with; the leases that have no others are, too: their ids."""
@@ -126,14 +126,14 @@ class Work:
             if self._closed:
                 return None
             self._closed = True
-            self._units.clear()
+            self._shard_epochs.clear()
             self._changed.notify_all()
             return list(self._leases)
 
     def state_dict(self) -> dict[str, Any]:
         """Which samples are held: by lease those yielded and in work, and those never yielded; those of our own choice; those in contributions."""
         with self._changed:
-            untouched = {key for unit in self._units if unit.lease for key in unit.keys_left()}
+            untouched = {key for item in self._shard_epochs if item.lease for key in item.keys_left()}
             return {
                 "leases": {lease.id: sorted(lease.keys - untouched) for lease in self._leases.values()},
                 "untouched": {lease.id: sorted(lease.keys & untouched) for lease in self._leases.values()},
@@ -159,19 +159,19 @@ class Work:
         with self._changed:
             if self._closed or self._resting or not self._begun:
                 return 0
-            ahead = sum(len(unit.left) for unit in self._units if unit.lease and not unit.lost)
+            ahead = sum(len(item.left) for item in self._shard_epochs if item.lease and not item.lost)
             return min(int(max(2 * self._batch, AHEAD_SECONDS * self._speed.rate)) - ahead, protocol.MAX_KEYS)
 
     def short(self) -> bool:
         """Whether less than two batches are here to be trained."""
         with self._changed:
-            here = sum(len(unit.left) for unit in self._units if unit.path and not unit.lost)
+            here = sum(len(item.left) for item in self._shard_epochs if item.path and not item.lost)
             return not self._closed and here < 2 * self._batch
 
-    def add(self, lease: Lease, units: Sequence[Unit]) -> bool:
-        """Units of a new lease, to be fetched; False when we are leaving and it is to be released."""
+    def add(self, lease: Lease, shard_epochs: Sequence[ShardEpoch]) -> bool:
+        """Shard epochs of a new lease, to be fetched; False when we are leaving and it is to be released."""
         with self._changed:
-            lease.keys = {key for unit in units for key in unit.keys_left()}
+            lease.keys = {key for item in shard_epochs for key in item.keys_left()}
             self._leases[lease.id] = lease
             self._lease_of.update(dict.fromkeys(lease.keys, lease))
             self._own.difference_update(lease.keys)
@@ -180,45 +180,46 @@ class Work:
                 for key in lease.keys:
                     self._lease_of.pop(key)
                 return False
-            for unit in units:  # ours to finish, by this lease, if they are in work by an earlier one that was lost, or by our own choice
-                unit.left = deque(index for index in unit.left if unit.key(index) not in self._in_work)
-            self._drop_again(units)
+            # Ours to finish, by this lease, if they are in work by an earlier one that was lost, or by our own choice.
+            for item in shard_epochs:
+                item.left = deque(index for index in item.left if item.key(index) not in self._in_work)
+            self._drop_again(shard_epochs)
             if not self._closed:
-                self._units.extend(units)
+                self._shard_epochs.extend(shard_epochs)
             return not self._closed
 
-    def _drop_again(self, units: Sequence[Unit]) -> None:
-        """What a lease of ours gave that has ended, though we do not know it yet, and `units` give once more: it would be trained twice."""
-        new = {(unit.shard.epoch, unit.shard.shard): set(unit.left) for unit in units}
-        for unit in self._units:
-            again = new.get((unit.shard.epoch, unit.shard.shard), ())
-            unit.left = deque(index for index in unit.left if index not in again) if again else unit.left
+    def _drop_again(self, shard_epochs: Sequence[ShardEpoch]) -> None:
+        """Leave out what an ended lease of ours gave and `shard_epochs` give once more: it would be trained twice."""
+        new = {(item.shard.epoch, item.shard.shard): set(item.left) for item in shard_epochs}
+        for item in self._shard_epochs:
+            again = new.get((item.shard.epoch, item.shard.shard), ())
+            item.left = deque(index for index in item.left if index not in again) if again else item.left
 
-    def add_own(self, unit: Unit) -> None:
+    def add_own(self, item: ShardEpoch) -> None:
         """A shard of our own choice, which is on the disk."""
         with self._changed:
-            unit.left = deque(index for index in unit.left if unit.key(index) not in self._in_work)
+            item.left = deque(index for index in item.left if item.key(index) not in self._in_work)
             if not self._closed:
-                self._units.append(unit)
+                self._shard_epochs.append(item)
             self._changed.notify_all()
 
     def drop_own(self) -> None:
         """The server is back: what is left of shards of our own choice is not trained any more."""
         with self._changed:
-            for unit in self._units:
-                if unit.lease is None:
-                    unit.left.clear()
+            for item in self._shard_epochs:
+                if item.lease is None:
+                    item.left.clear()
 
-    def ready(self, unit: Unit, path: Path) -> None:
+    def ready(self, item: ShardEpoch, path: Path) -> None:
         with self._changed:
-            unit.path = path
+            item.path = path
             self._changed.notify_all()
 
-    def skip(self, unit: Unit) -> list[str]:
-        """The rest of this unit cannot be trained; its keys."""
+    def skip(self, item: ShardEpoch) -> list[str]:
+        """The rest of this shard epoch cannot be trained; its keys."""
         with self._changed:
-            keys = unit.keys_left()
-            unit.left.clear()
+            keys = item.keys_left()
+            item.left.clear()
             self._changed.notify_all()
             return keys
 
@@ -247,11 +248,11 @@ class Work:
         """What this machine's owner wants. Resting: nothing is yielded, and what was not is dropped; its keys, to be given back."""
         with self._changed:
             self._resting = resting
-            keys = [key for unit in self._units if unit.lease and not unit.lost for key in unit.keys_left()] if resting else []
+            keys = [key for item in self._shard_epochs if item.lease and not item.lost for key in item.keys_left()] if resting else []
             if resting:
-                for unit in self._units:  # also of the one that the training thread is in the middle of
-                    unit.left.clear()
-                self._units.clear()
+                for item in self._shard_epochs:  # also of the one that the training thread is in the middle of
+                    item.left.clear()
+                self._shard_epochs.clear()
             self._changed.notify_all()
             return keys
 
@@ -270,34 +271,34 @@ class Work:
     def pinned(self) -> set[str]:
         """Digests of the shards that are needed."""
         with self._changed:
-            return {unit.shard.digest for unit in self._units}
+            return {item.shard.digest for item in self._shard_epochs}
 
     # -- inside
 
-    def _next_unit(self) -> Unit | None:
-        """The first unit with samples left that is fetched; None when closed or when the run has ended."""
+    def _next_shard_epoch(self) -> ShardEpoch | None:
+        """The first shard epoch with samples left that is fetched; None when closed or when the run has ended."""
         with self._changed:
             while True:
-                self._units = deque(unit for unit in self._units if unit.left and not unit.lost)
+                self._shard_epochs = deque(item for item in self._shard_epochs if item.left and not item.lost)
                 if self._failure:
                     raise self._failure
                 if self._closed or self._ended:
                     return None
-                for unit in self._units if not (self.paused or self._resting) else ():
-                    if unit.path:
-                        return unit
+                for item in self._shard_epochs if not (self.paused or self._resting) else ():
+                    if item.path:
+                        return item
                 self._speed.pause()
                 self._changed.wait()
 
-    def _next_index(self, unit: Unit) -> int | None:
+    def _next_index(self, item: ShardEpoch) -> int | None:
         with self._changed:
-            if self._closed or self._ended or self.paused or self._resting or self._failure or unit.lost or not unit.left:
+            if self._closed or self._ended or self.paused or self._resting or self._failure or item.lost or not item.left:
                 return None
             self._speed.count()
-            index = unit.left.popleft()
-            self._in_work.add(unit.key(index))
-            if unit.lease is None:
-                self._own.add(unit.key(index))
+            index = item.left.popleft()
+            self._in_work.add(item.key(index))
+            if item.lease is None:
+                self._own.add(item.key(index))
             return index
 
 

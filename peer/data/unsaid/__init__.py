@@ -1,4 +1,4 @@
-"""Which samples are in the contributions that were offered while the dataset server was away, and which rounds were settled: on disk, so
+"""Which samples are in the contributions that were offered while the dataset server was away, and which rounds were final: on disk, so
 that it will hear of them even when this peer is killed before it is back. Otherwise the swarm would have learned from samples that the
 ledger gives out again.
 """

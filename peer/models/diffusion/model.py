@@ -77,8 +77,14 @@ class DiffusionModel:
         raise NotImplementedError
 
     def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """What the pipeline is called with, in place of the prompts, so that it reads them as captions are read in training."""
-        return as_arguments(self.encode_text(prompts))
+        """What the pipeline is called with, in place of the prompts, so that it reads them, and nothing as the negative prompt, as captions are read in training."""
+        told = as_arguments(self.encode_text(prompts))
+        if not self.facts.negative_prompts:
+            return told
+        empty = self.encode_text([""] * len(prompts))
+        if self.pipeline.config.get("force_zeros_for_empty_prompt"):
+            empty = {name: torch.zeros_like(states) for name, states in empty.items()}
+        return {**told, **as_arguments(empty, "negative_")}
 
     def unread(self) -> Sequence[nn.Module]:
         return ()

@@ -92,7 +92,7 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
             fix=f"Add --model_config with a diffusers folder of a {family.title} model that they are read from, or its Hub id.",
         )
     where = _config_folder(config) if config else None
-    beside = _parts_of(where, lacking) if where else {}
+    beside = _parts_of(where, lacking, family) if where else {}
     pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **_unused(family), **beside)
     for name, part in pipeline.components.items():
         if hasattr(part, "tie_weights"):
@@ -107,18 +107,21 @@ def _begins(names: Collection[str], starts: tuple[str, ...]) -> bool:
     return any(name.startswith(starts) for name in names)
 
 
-def _parts_of(folder: Path, names: Collection[str]) -> dict[str, Any]:
-    """These parts of the pipeline in `folder`. Raises UserError when the weights of one are not there."""
+def _parts_of(folder: Path, names: Collection[str], family: Family) -> dict[str, Any]:
+    """These parts of the pipeline in `folder`, None for one that it does without. Raises UserError when the weights of another are not there."""
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     found = {}
     for name in names:
+        library, part = index[name]
+        if part is None and name in family.text_encoders and family.text_encoders[name].optional:
+            found[name] = None
+            continue
         files = [*(folder / name).glob("*.safetensors")]
         if not files:
             raise UserError(
                 f"The model's file holds no {name}, and {folder} has no weights of one.",
                 fix="Give a --model_config that is a whole diffusers folder of a like model, or its Hub id.",
             )
-        library, part = index[name]
         read = getattr(import_module(library), part).from_pretrained
         found[name] = read(folder, subfolder=name, local_files_only=True, use_safetensors=True, variant=_variant(files))
     return found

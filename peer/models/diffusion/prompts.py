@@ -1,4 +1,4 @@
-"""Captions as CLIP's text encoders are to see them: in chunks of 75 tokens, and read from a chosen layer."""
+"""Captions as text encoders are to see them: CLIP's in chunks of 75 tokens, and read from a chosen layer; T5's in one piece."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,10 @@ from torch import Tensor
 
 
 def tokenize(pipeline: Any, tokenizer: Any, captions: Sequence[str], chunks: int = 1) -> Tensor:
-    """(B, chunks, 77): each chunk is what the tokenizer makes of its 75 tokens: begin, tokens, end, padding. What is over is cut off.
-
-    An embedding of several vectors is written out, `<m>` as `<m> <m>_1`, by the pipeline.
-    """
+    """(B, chunks, 77): each chunk is what the tokenizer makes of its 75 tokens: begin, tokens, end, padding. What is over is cut off."""
     length = tokenizer.model_max_length
     room = length - 2
-    captions = pipeline.maybe_convert_prompt(list(captions), tokenizer)
+    captions = written_out(pipeline, tokenizer, captions)
     if chunks == 1:
         ids = tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
         return ids.unsqueeze(1)
@@ -24,6 +21,24 @@ def tokenize(pipeline: Any, tokenizer: Any, captions: Sequence[str], chunks: int
         filled = [[tokenizer.bos_token_id, *piece, tokenizer.eos_token_id] for piece in pieces]
         rows.append([piece + [tokenizer.pad_token_id] * (length - len(piece)) for piece in filled])
     return torch.tensor(rows)
+
+
+def written_out(pipeline: Any, tokenizer: Any, captions: Sequence[str]) -> list[str]:
+    """With an embedding of several vectors written out, `<m>` as `<m> <m>_1`, by pipelines that read such."""
+    convert = getattr(pipeline, "maybe_convert_prompt", None)
+    return convert(list(captions), tokenizer) if convert else list(captions)
+
+
+def t5_states(pipeline: Any, tokenizer: Any, encoder: Any, captions: Sequence[str], length: int) -> Tensor:
+    """(B, T, width): what a T5 says of captions, padded and cut to `length` tokens, or to what the tokenizer takes at most."""
+    ids = tokenizer(
+        written_out(pipeline, tokenizer, captions),
+        padding="max_length",
+        max_length=min(length, tokenizer.model_max_length),
+        truncation=True,
+        return_tensors="pt",
+    ).input_ids
+    return encoder(ids.to(encoder.device))[0]
 
 
 def hidden_states(encoder: Any, ids: Tensor, layers_above: int) -> tuple[Tensor, Tensor]:

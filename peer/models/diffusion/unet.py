@@ -1,13 +1,12 @@
 """What Stable Diffusion and SDXL have in common: a UNet that DDPM's noise is taken from."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from peer.contracts import LatentBatch
-from peer.models.diffusion.model import DiffusionModel, as_arguments
+from peer.models.diffusion.model import DiffusionModel
 from peer.models.diffusion.noising import Noising, mean_square, sampler
 from swarm.errors import UserError
 from swarm.founding import check_family
@@ -41,9 +40,3 @@ class UNetModel(DiffusionModel):
     def conditioning(self, batch: LatentBatch) -> dict[str, Any]:
         """What the UNet is told of the batch, by the names of its forward."""
         return {"encoder_hidden_states": batch.text["states"]}
-
-    def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        empty = self.encode_text([""] * len(prompts))
-        if self.pipeline.config.get("force_zeros_for_empty_prompt"):
-            empty = {name: torch.zeros_like(states) for name, states in empty.items()}
-        return {**super().prompt_arguments(prompts), **as_arguments(empty, "negative_")}

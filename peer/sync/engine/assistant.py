@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peer.contracts import Settlement
+from peer.contracts import CommittedRound
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.net.bucket import Bucket
@@ -47,13 +47,13 @@ _WAITING = "waiting for the first peer that trains, whose state this peer can ta
 _SEEN_SECONDS = 1.0
 _WANTED = 16
 _STORED = 4
-"""States on disk besides the kept ones: a state is settled a round or two after it was made, and kept then."""
+"""States on disk besides the kept ones: a state becomes final a round or two after it was made, and kept then."""
 
 
 class Assistant:
     """Stands where a replica expects its trainer. kept: called with what is final; `ended` is set with the run, or by an error."""
 
-    def __init__(self, kept: Callable[[Sequence[Settlement]], None]):
+    def __init__(self, kept: Callable[[Sequence[CommittedRound]], None]):
         self._kept = kept
         self.replica: Replica | None = None
         self.ended, self.error = asyncio.Event(), None
@@ -70,7 +70,7 @@ class Assistant:
             case Rebase(digest):
                 self.replica.trainer.hear(Progress(stands_on=digest))
             case Final():
-                self._kept([message.settlement])
+                self._kept([message.committed_round])
             case News(text):
                 log.info("%s", text)
             case Done():
@@ -81,34 +81,34 @@ class Assistant:
 
 
 class Archive:
-    """The settled states, as links to the files of `store`: round-00000012-samples-0000024576-3f2a91c0d4e5.state; 0: no limit.
+    """The final states, as links to the files of `store`: round-00000012-samples-0000024576-3f2a91c0d4e5.state; 0: no limit.
 
     Raises UserError (disk) when the folder cannot be made.
     """
 
     def __init__(self, folder: Path, store: StateStore, limit: int):
         self.folder, self._store, self._limit = folder, store, limit
-        self._wanted: collections.deque[Settlement] = collections.deque(maxlen=_WANTED)
+        self._wanted: collections.deque[CommittedRound] = collections.deque(maxlen=_WANTED)
         with self._or_say_why():
             folder.mkdir(parents=True, exist_ok=True)
 
-    def keep(self, settlements: Sequence[Settlement] = ()) -> None:
+    def keep(self, final_rounds: Sequence[CommittedRound] = ()) -> None:
         """Keep these, and those wanted before, as far as they are on disk by now. Raises UserError (disk).
 
-        A state is settled when somebody else signs it, which may be long before it is written; one that came and went while the one
+        A state is final when somebody else signs it, which may be long before it is written; one that came and went while the one
         before was written never is.
         """
-        self._wanted.extend(settlements)
+        self._wanted.extend(final_rounds)
         with self._or_say_why():
-            for settled in tuple(self._wanted):
-                source = next(self._store.folder.glob(f"samples-*-{settled.digest[:12]}.state"), None)
-                target = self.folder / f"round-{settled.round:08d}-samples-{settled.samples:010d}-{settled.digest[:12]}.state"
+            for final in tuple(self._wanted):
+                source = next(self._store.folder.glob(f"samples-*-{final.digest[:12]}.state"), None)
+                target = self.folder / f"round-{final.round:08d}-samples-{final.samples:010d}-{final.digest[:12]}.state"
                 if source is None:
                     continue
-                self._wanted.remove(settled)
+                self._wanted.remove(final)
                 if not target.exists():
                     files.link(source, target)
-                    log.info("kept round=%d samples=%d file=%s", settled.round, settled.samples, target)
+                    log.info("kept round=%d samples=%d file=%s", final.round, final.samples, target)
             for old in sorted(self.folder.glob("round-*.state"))[: -self._limit if self._limit else 0]:
                 old.unlink(missing_ok=True)
 
@@ -123,7 +123,7 @@ class Archive:
             yield
         except OSError as error:
             raise UserError(
-                f"Cannot keep settled states in {self.folder}: {error.strerror}.",
+                f"Cannot keep final states in {self.folder}: {error.strerror}.",
                 fix="They are hard links: choose an --output_dir on a file system that has them.",
                 code=ExitCode.DISK,
             ) from None
@@ -135,7 +135,7 @@ async def assist(
     node: SwarmNode,
     folder: Path,
     stop: asyncio.Event,
-    settled: Callable[[Sequence[Settlement]], None],
+    final: Callable[[Sequence[CommittedRound]], None],
     seen: Callable[[dict[str, Any]], None] = lambda values: None,
     states_limit: int,
     server_url: str = "",
@@ -148,7 +148,7 @@ async def assist(
     wall: Callable[[], float] = time.time,
     rng: random.Random | None = None,
 ) -> None:
-    """Take part until the run's end or `stop`. settled: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
+    """Take part until the run's end or `stop`. final: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
     store = StateStore(folder / "state", keep=_STORED)
     archive = Archive(folder / "settled", store, states_limit)
     strategy = load_strategy(f"peer.sync.{run.sync}:strategy", run)
@@ -162,11 +162,11 @@ async def assist(
     finally:
         await end_tasks(finding, stopping)
 
-    def on_settled(settlements: Sequence[Settlement]) -> None:
-        archive.keep(settlements)
-        settled(settlements)
+    def on_final(final_rounds: Sequence[CommittedRound]) -> None:
+        archive.keep(final_rounds)
+        final(final_rounds)
 
-    assistant = Assistant(on_settled)
+    assistant = Assistant(on_final)
     assistant.replica = replica = Replica(
         run=run, state=states.pop(), wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
         rounds_path=folder / "rounds.jsonl", line=assistant, server_url=server_url, name=name, hardware=hardware,
@@ -177,7 +177,7 @@ async def assist(
     header, num_bytes = replica.state.value.header, replica.state.value.buffer.num_bytes
     log.info("assisting '%s' from round=%d samples=%d", run.run_name, header.round, header.samples)
     log.info(
-        "keeping %s settled states in %s: %s each, %s free",
+        "keeping %s final states in %s: %s each, %s free",
         states_limit or "all", archive.folder, size(num_bytes), size(files.free_bytes(archive.folder)),
     )  # fmt: skip
     await replica.live_until(archive.keep_forever(), stop.wait(), assistant.wait(), _tell_forever(replica, seen))

@@ -28,6 +28,7 @@ from peer.sync.engine.round.beginning import Beginning
 from peer.sync.engine.round.catch_up import CatchUp
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.ending import Ending
+from peer.sync.engine.round.finality import Finality
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.matchmaking import NoGroup
 from peer.sync.engine.round.met import Met
@@ -36,7 +37,6 @@ from peer.sync.engine.round.plausible import Plausible
 from peer.sync.engine.round.reception import Reception
 from peer.sync.engine.round.rounds import OuterStep, Round, Rounds
 from peer.sync.engine.round.rounds_file import write_round
-from peer.sync.engine.round.settling import Settling
 from peer.sync.engine.round.status import Status
 from peer.sync.engine.state import Head, State
 from peer.sync.engine.trainer.messages import Done, Failed, Sends
@@ -64,7 +64,7 @@ _LINGER_SECONDS, _LONGEST_LINGER_SECONDS = 15.0, 300.0
 _CLOSE_SECONDS = 5.0
 _REBASE_SECONDS = 2.0
 """A trainer that did not rebase for so long has other things to do: the state is written without waiting for it."""
-SETTLE_SECONDS = 120.0
+FINAL_SECONDS = 120.0
 """After so long on disk and on our lineage a state is final, even if a live peer signs another one. That peer may never follow."""
 
 
@@ -126,7 +126,7 @@ class Replica:
         )  # fmt: skip
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end)
         # What is kept of our states, what is handed out, and what others see of us.
-        self._settling = Settling(state)
+        self._finality = Finality(state)
         self._donor = Donor(
             streams, lambda: self.state.value, store, self._means, lambda: self.phase.value is Phase.AVERAGE, clock, met=self.met
         )
@@ -191,7 +191,7 @@ class Replica:
     async def _finish(self) -> None:
         """Once the last state is final, tell the trainer, after those who are still behind had a chance to fetch that state; unless the run
         goes on, or ended better."""
-        await self._until(lambda: self._closed or not self._ending.is_over(self.state.value) or not self._settling.waiting)
+        await self._until(lambda: self._closed or not self._ending.is_over(self.state.value) or not self._finality.waiting)
         if await self._ending.was_put_off():
             return
         self.phase.set(Phase.DONE)
@@ -424,7 +424,7 @@ class Replica:
         self.state.set(state)
         self.trainer.moved()
         self.heads.moved(state, fetched=how == "fetched")
-        self._settling.moved(previous, state)
+        self._finality.moved(previous, state)
         self._donor.retire(previous)
         self.rounds.matchmaker.moved()
         self._saver.want(state)
@@ -447,22 +447,22 @@ class Replica:
 
     async def _report_forever(self) -> None:
         while True:
-            await self.bell.until(lambda: self._settling.waiting and self.phase.value is not Phase.JOIN)
+            await self.bell.until(lambda: self._finality.waiting and self.phase.value is not Phase.JOIN)
             await self._report()
             await self.bell.rung(IDLE_SECONDS)
 
     async def _report(self) -> None:
         """A state is final when a second live peer signs it or a descendant of it or, alone, when it is on disk."""
-        if not self._settling.waiting or self.phase.value is Phase.JOIN:
+        if not self._finality.waiting or self.phase.value is Phase.JOIN:
             return
         others = self.neighbours.others()
         others = [record for record in others if record.peer_id in self.met] or others
         safe = {digest for record in others for digest in (record.digest, *record.parents)}
-        safe |= self._saver.on_disk(SETTLE_SECONDS if others else 0.0)
-        settled = self._settling.take(safe)
-        if settled:
+        safe |= self._saver.on_disk(FINAL_SECONDS if others else 0.0)
+        final = self._finality.take(safe)
+        if final:
             await failpoints.reached("before_final", self.node.peer_id)
-            self.trainer.final(settled)
+            self.trainer.final(final)
             self.bell.ring()
 
     # ---------------------------------------------------------------- the end

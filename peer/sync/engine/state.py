@@ -1,6 +1,6 @@
 """The swarm's state: anchor, outer optimizer tensors and header; bit-identical on every synced peer, and named by its digest.
 
-Immutable: an outer step makes a new one. `samples` is hashed into it and only grows, which is what settles every fork.
+Immutable: an outer step makes a new one. `samples` is hashed into it and only grows, which is what ends every fork.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import msgpack
 from blake3 import blake3
 from torch import Tensor
 
-from peer.contracts import Member, Settlement
+from peer.contracts import CommittedRound, Member
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.digest import canonical_json
 
@@ -45,7 +45,7 @@ class Header:
     """What the digest covers besides the tensors.
 
     run, schema: digests of the configuration and of `params`' names, shapes and dtypes. included: peer -> number of its last
-    contribution in this state. members: whose work the last round averaged. ancestors: settlements of the last ancestors, newest
+    contribution in this state. members: whose work the last round averaged. ancestors: rounds of the last ancestors, newest
     first, so that whoever holds a state can report what is in it. mean: digest of the average that the last round applied, so that
     whoever holds the parent can repeat it (replay.py); empty where it cannot be had. elders: the ancestors before `parents`, newest first,
     ELDER_CHARACTERS of each digest.
@@ -58,14 +58,14 @@ class Header:
     parents: tuple[str, ...] = ()
     included: Mapping[str, int] = dataclasses.field(default_factory=dict)
     members: tuple[Member, ...] = ()
-    ancestors: tuple[Settlement, ...] = ()
+    ancestors: tuple[CommittedRound, ...] = ()
     mean: str = ""
     elders: str = ""
 
     def child(self, digest: str, members: Iterable[Member], mean: str = "") -> "Header":
         """The header of the round that averages `members` onto this state, whose digest is `digest`. Raises BadState if nobody would take it."""
         members = tuple(sorted(members, key=lambda member: member.peer))
-        ancestors = (self.settlement(digest), *self.ancestors) if self.round else ()
+        ancestors = (self.committed_round(digest), *self.ancestors) if self.round else ()
         parents = (digest, *self.parents)
         child = dataclasses.replace(
             self,
@@ -87,9 +87,9 @@ class Header:
         """Packed, as it travels."""
         return len(msgpack.packb(self.to_json()))
 
-    def settlement(self, digest: str) -> Settlement:
-        """What to report of this state, whose digest is `digest`, once it is settled."""
-        return Settlement(digest, self.parents[0], self.round, self.samples, self.members)
+    def committed_round(self, digest: str) -> CommittedRound:
+        """What to report of this state, whose digest is `digest`, once it is final."""
+        return CommittedRound(digest, self.parents[0], self.round, self.samples, self.members)
 
     def to_json(self) -> dict[str, Any]:
         return dict(self._plain)
@@ -116,12 +116,12 @@ class Header:
             raise BadState(f"header: {len(self.elders)} characters of elders in round {self.round}")
         if [state.digest for state in self.ancestors] != [*self.parents][: len(self.ancestors)]:
             raise BadState("header: the parents are not its ancestors")
-        for state, before in itertools.zip_longest((self.settlement(""), *self.ancestors), self.ancestors):
+        for state, before in itertools.zip_longest((self.committed_round(""), *self.ancestors), self.ancestors):
             self._check_step(state, before)
         if any(self.included.get(member.peer) != member.number for member in self.members):
             raise BadState("header: a member is not included")
 
-    def _check_step(self, state: Settlement, before: Settlement | None) -> None:
+    def _check_step(self, state: CommittedRound, before: CommittedRound | None) -> None:
         """Raise BadState unless `state` counts every sample of its members once, on top of `before`; None: the first one, or not told."""
         if not state.members or not all(member.samples and member.number for member in state.members):
             raise BadState(f"header: round {state.round} has no members, or one without samples")

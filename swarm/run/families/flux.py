@@ -39,6 +39,7 @@ FAMILY = Family(
             vectors=("t5xxl", "t5"),
         ),
     },
+    learned_words=True,
     lora=(
         *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
         *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),

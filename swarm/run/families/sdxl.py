@@ -31,6 +31,7 @@ FAMILY = Family(
             layouts={OPEN_CLIP: "conditioner.embedders.1.model."},
         ),
     },
+    learned_words=True,
     lora=("to_k", "to_q", "to_v", "to_out.0"),
     lora_processors=True,
     kohya=True,

@@ -20,6 +20,7 @@ FAMILY = Family(
             layouts={CLIP: "cond_stage_model.transformer.text_model.", OPEN_CLIP: "cond_stage_model.model."},
         ),
     },
+    learned_words=True,
     lora=("to_k", "to_q", "to_v", "to_out.0"),
     lora_processors=True,
     kohya=True,

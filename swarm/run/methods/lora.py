@@ -19,6 +19,8 @@ class Options:
         "which learns more slowly at small ranks; auto: gaussian.",
         choices=("auto", "gaussian", "uniform"),
         found_out=True,
+        since="0.1.1",
+        unsaid="uniform",
     )
 
 

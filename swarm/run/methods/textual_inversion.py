@@ -66,6 +66,7 @@ METHOD = Method(
     sections=(Options,),
     asked_by="placeholder_token",
     check=_check,
+    learns_words=True,
     changes_model=False,
     in_one_file="A single file has no place for a new word.",
     bare_pictures=True,

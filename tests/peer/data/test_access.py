@@ -12,7 +12,7 @@ from itertools import islice
 
 import pytest
 
-from peer.contracts import Member, Settlement, SourceContext
+from peer.contracts import CommittedRound, Member, SourceContext
 from peer.data.dataset_server import build, fetch_run, found_run, report_round
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
@@ -43,7 +43,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
         (b"<html>It works!</html>", "no dataset server"),
         (b"[]", "no dataset server"),
         (b'{"protocol": 999}', "protocol 999"),
-        (b'{"protocol": 1, "run": {"learning_rat": 1}}', "does not know"),
+        (b'{"protocol": 2, "run": {"learning_rat": 1}}', "does not know"),
     ],
 )
 def test_something_else_at_the_url_is_a_users_error(body, what):
@@ -100,9 +100,9 @@ def test_a_peer_shows_its_token_for_whatever_it_asks(serve, tmp_path):
     source = build(context)
     keys = [sample.key for sample in islice(source, 4)]
     source.register(1, keys)
-    settlement = Settlement("1" * 64, BASE, 1, 4, (Member(id_of("alice"), 1, 4),))
+    committed_round = CommittedRound("1" * 64, BASE, 1, 4, (Member(id_of("alice"), 1, 4),))
     slow = Signer(key("bob"), clock=lambda: time.time() - 3600)  # a machine whose clock is an hour late is told so, and signs again
-    report_round(host.url, run, slow, settlement, 20, token=token)
+    report_round(host.url, run, slow, committed_round, 20, token=token)
     assert fetch_run(host.url, 20, token=token).head.samples == 4
     remove(tmp_path / "tokens", "alice")
     with pytest.raises(UserError) as raised:  # at the latest with the first lease after the server has looked at its file

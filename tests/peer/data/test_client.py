@@ -12,10 +12,10 @@ from aiohttp import web
 from peer.data.client.outage import Seen, choose
 from peer.data.client.outbox import ROUNDS, Outbox
 from peer.data.client.transport import Backoff, ServerAway, Transport, retry_after
-from peer.data.client.work import Lease, Unit, Work
+from peer.data.client.work import Lease, ShardEpoch, Work
 from peer.data.unsaid import Unsaid
 from swarm.digest import digest_bytes
-from swarm.protocol import LeasedUnit, Shard
+from swarm.protocol import LeasedShard, Shard
 
 
 class Clock:
@@ -26,11 +26,11 @@ class Clock:
 
 
 def leased(shard, samples=100, epoch=0):
-    return LeasedUnit(epoch=epoch, shard=shard, digest=digest_bytes(bytes([shard])), bytes=10, samples=samples, skip=[])
+    return LeasedShard(epoch=epoch, shard=shard, digest=digest_bytes(bytes([shard])), bytes=10, samples=samples, skip=[])
 
 
-def unit(lease, shard, samples=100):
-    return Unit(lease, leased(shard, samples), deque(range(samples)), path="here")
+def item(lease, shard, samples=100):
+    return ShardEpoch(lease, leased(shard, samples), deque(range(samples)), path="here")
 
 
 def test_what_is_leased_ahead_is_ten_seconds_of_work_by_the_measured_speed_and_two_batches_at_least():
@@ -39,14 +39,14 @@ def test_what_is_leased_ahead_is_ten_seconds_of_work_by_the_measured_speed_and_t
     assert work.wanted() == 0, "nobody asks for samples yet"
     work.begin()
     assert work.wanted() == 8, "its speed is not known yet"
-    units = [unit(lease, shard) for shard in range(10)]
-    work.add(lease, units)
+    shard_epochs = [item(lease, shard) for shard in range(10)]
+    work.add(lease, shard_epochs)
     taken = work.samples(lambda path, samples: range(100))
     for samples_per_second in (8, 64):
         for _ in range(4 * samples_per_second):
             next(taken)
             clock.now += 1 / samples_per_second
-        assert work.wanted() + sum(len(unit.left) for unit in units) == 10 * samples_per_second
+        assert work.wanted() + sum(len(item.left) for item in shard_epochs) == 10 * samples_per_second
     work.lose(lease)
     assert work.wanted() == 640
     work.close()
@@ -57,10 +57,10 @@ def test_a_unit_leased_again_before_its_first_lease_is_known_to_be_lost_yields_e
     work = Work(4, Clock())
     work.begin()
     first, second = Lease("1" * 32), Lease("2" * 32)
-    work.add(first, [unit(first, 0, 6)])
+    work.add(first, [item(first, 0, 6)])
     taken = work.samples(lambda path, samples: range(samples))
     keys = [next(taken)[0] for _ in range(2)]
-    work.add(second, [unit(second, 0, 6)])  # the server had taken the first one back
+    work.add(second, [item(second, 0, 6)])  # the server had taken the first one back
     keys += [next(taken)[0] for _ in range(4)]
     work.lose(first)
     work.end()
@@ -157,7 +157,7 @@ def test_in_an_outage_a_peer_chooses_what_is_on_its_disk_and_it_has_not_had_each
         seen = Seen()
         for index in (0, 1, 2):
             seen.lease(leased(index, epoch=3))
-        chosen = [(unit.epoch, unit.shard) for unit in itertools.islice(choose(known, seen, here.__contains__, peer), 9)]
+        chosen = [(item.epoch, item.shard) for item in itertools.islice(choose(known, seen, here.__contains__, peer), 9)]
         assert {(3, 3), (3, 4), (3, 5)} == set(chosen[:3]) and {(4, index) for index in range(6)} == set(chosen[3:])
         orders.append(chosen)
     assert orders[0] != orders[1]
@@ -167,7 +167,7 @@ def test_an_epoch_that_a_grown_dataset_begins_with_more_shards_is_chosen_from_wi
     seen = Seen()
     seen.lease(leased(0, epoch=0))
     chosen = choose(lambda epoch: shards(2 if epoch < 1 else 4), seen, lambda digest: True, "alice")
-    assert sorted((unit.epoch, unit.shard) for unit in itertools.islice(chosen, 5)) == [(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert sorted((item.epoch, item.shard) for item in itertools.islice(chosen, 5)) == [(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
 
 
 def test_nothing_is_chosen_when_nothing_is_on_the_disk_or_no_epoch_is_known():

@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 from PIL import Image
 
-from peer.contracts import LeaseLost, Member, Settlement
+from peer.contracts import CommittedRound, LeaseLost, Member
 from peer.data import dataset_server
 from peer.data.dataset_server import fetch_run
 from peer.data.unsaid import Unsaid
@@ -41,9 +41,9 @@ def eventually(condition, seconds=60):
     return value
 
 
-def settle(source, peer, number, keys, *, round_=1, parent=BASE, before=0):
+def report(source, peer, number, keys, *, round_=1, parent=BASE, before=0):
     digest = f"{round_:064x}"
-    source.settle(Settlement(digest, parent, round_, before + len(keys), (Member(id_of(peer), number, len(keys)),)))
+    source.report_final(CommittedRound(digest, parent, round_, before + len(keys), (Member(id_of(peer), number, len(keys)),)))
 
 
 def test_two_peers_share_an_epoch_and_see_the_pictures_with_their_captions(serve, join):
@@ -64,13 +64,13 @@ def test_one_peer_sees_every_sample_of_an_epoch_before_the_next_epoch(serve, joi
     assert keys[:16] != sorted(keys[:16]), "shuffled within the shard"
 
 
-def test_registered_settled_samples_are_counted(serve, join):
+def test_registered_final_samples_are_counted(serve, join):
     host = serve()
     source = join(host.url, "alice")
     keys = [sample.key for sample in islice(source, 6)]
     source.register(1, keys)
     assert progress(host)["ledger"]["pending"] == 6
-    settle(source, "alice", 1, keys)
+    report(source, "alice", 1, keys)
     source.acknowledge(keys)
     assert eventually(lambda: progress(host)["samples_by_peer"] == {id_of("alice"): 6})
 
@@ -99,7 +99,7 @@ def test_iteration_ends_with_the_run(serve, join):
     source = join(host.url, "alice")
     keys = [sample.key for sample in islice(source, 6)]
     source.register(1, keys)
-    settle(source, "alice", 1, keys)
+    report(source, "alice", 1, keys)
     assert eventually(lambda: progress(host)["finished"])
     assert len(list(source)) <= 12, "what was leased before may still come"
 
@@ -127,8 +127,8 @@ def test_a_server_that_was_away_loses_nothing(serve, join):
     host.kill()
     second = [next(stream).key for _ in range(4)]  # leased before
     source.register(2, second)
-    settle(source, "alice", 1, first)
-    settle(source, "alice", 2, second, round_=2, parent=f"{1:064x}", before=4)
+    report(source, "alice", 1, first)
+    report(source, "alice", 2, second, round_=2, parent=f"{1:064x}", before=4)
     host.start()
     assert eventually(lambda: progress(host)["ledger"]["counted"] == 8, 60)
     assert not {next(stream).key for _ in range(8)} & {*first, *second}
@@ -139,7 +139,7 @@ def test_what_was_unsaid_and_held_lasts_in_a_checkpoint(serve, join):
     source = join(host.url, "alice")
     keys = [sample.key for sample in islice(source, 4)]
     host.kill()
-    settle(source, "alice", 1, keys)
+    report(source, "alice", 1, keys)
     state = json.loads(json.dumps(source.state_dict()))
     assert [letter["path"] for letter in state["outbox"]] == ["/v1/rounds"]
     host.start()
@@ -187,7 +187,7 @@ def test_a_peer_killed_while_the_server_is_away_says_afterwards_what_it_had_offe
     killed(source)
     host.start()
     other = join(host.url, "bob")
-    settle(other, "alice", 7, keys)  # they averaged it
+    report(other, "alice", 7, keys)  # they averaged it
     assert eventually(lambda: progress(host)["round"] == 1) and progress(host)["ledger"]["counted"] == 0
     again = join(host.url, "alice")
     iter(again).__next__()
@@ -195,7 +195,7 @@ def test_a_peer_killed_while_the_server_is_away_says_afterwards_what_it_had_offe
     assert eventually(lambda: not list((tmp_path / "cache-alice").glob("unsaid*")))
 
 
-def test_a_lone_peer_killed_while_the_server_is_away_says_afterwards_which_rounds_were_settled(serve, join, tmp_path, monkeypatch):
+def test_a_lone_peer_killed_while_the_server_is_away_says_afterwards_which_rounds_were_final(serve, join, tmp_path, monkeypatch):
     """A state tells of its last eight ancestors; of an outage of more rounds nobody else would."""
     monkeypatch.setattr(dataset_server, "REGISTER_SECONDS", 0.2)
     host = serve(samples=40, shard_samples=8)
@@ -205,9 +205,9 @@ def test_a_lone_peer_killed_while_the_server_is_away_says_afterwards_which_round
     host.kill()
     source.register(1, first)
     assert eventually(lambda: source._transport.away_seconds() > 0)
-    settle(source, "alice", 1, first)
+    report(source, "alice", 1, first)
     source.register(2, second)
-    settle(source, "alice", 2, second, round_=2, parent=f"{1:064x}", before=4)
+    report(source, "alice", 2, second, round_=2, parent=f"{1:064x}", before=4)
     killed(source)
     host.start()
     again = join(host.url, "alice")
@@ -324,7 +324,7 @@ def test_a_download_goes_on_where_the_connection_broke(serve, join, meddle):
     host = serve(samples=8, shard_samples=8)
     between = meddle(host.url, "cut", "cut")
     assert len(list(islice(join(between.url, "alice"), 8))) == 8
-    (digest,) = {unit["digest"] for unit in manifest(host)["shards"]}
+    (digest,) = {item["digest"] for item in manifest(host)["shards"]}
     size = manifest(host)["shards"][0]["bytes"]
     assert between.ranges == [None, f"bytes={size // 2}-", f"bytes={size // 2 + (size - size // 2) // 2}-"]
     assert between.sent == size, "no byte was sent twice"
@@ -384,7 +384,7 @@ def test_peers_that_sort_leased_samples_into_buckets_hold_few_of_them_and_train_
                 assert len({tuple(picture.shape) for picture in batch.pixels}) == 1 and len(feeds[peer].ahead()) <= 5 * (2 - 1) + 2
                 round_ += 1
                 source.register(round_, list(work.keys))
-                settle(source, peer, round_, list(work.keys), round_=round_, parent=f"{round_ - 1:064x}", before=len(seen))
+                report(source, peer, round_, list(work.keys), round_=round_, parent=f"{round_ - 1:064x}", before=len(seen))
                 source.acknowledge(work.keys)
                 seen += work.keys
         assert len(set(seen)) == len(seen) and sum(key.startswith("0:") for key in seen) == 40

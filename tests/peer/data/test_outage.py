@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from datasetserver.orders import give
-from peer.contracts import Member, Settlement
+from peer.contracts import CommittedRound, Member
 from peer.data import dataset_server
 from peer.data.client import transport
 from peer.data.dataset_server import DatasetServer, fetch_run
@@ -61,8 +61,8 @@ class Peer:
         self.source.register(self.number, self.offered)
         return Member(self.name, self.number, len(self.offered))
 
-    def settle(self, settlement):
-        self.source.settle(settlement)
+    def report_final(self, committed_round):
+        self.source.report_final(committed_round)
         self.source.acknowledge(self.offered)
         self.keys += self.offered
 
@@ -78,7 +78,7 @@ class Swarm:
             self.samples += sum(member.samples for member in members)
             self.digest = f"{self.round:064x}"
             for peer in self.peers:
-                peer.settle(Settlement(self.digest, parent, self.round, self.samples, members))
+                peer.report_final(CommittedRound(self.digest, parent, self.round, self.samples, members))
 
 
 def progress(host):

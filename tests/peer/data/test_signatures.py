@@ -127,7 +127,7 @@ def test_a_leased_shard_that_is_not_in_the_manifest_is_refused(host, between, so
         if path != "/v1/leases":
             return body
         lease = json.loads(body)
-        lease["units"][0]["digest"] = digest_bytes(b"other pictures")
+        lease["shard_epochs"][0]["digest"] = digest_bytes(b"other pictures")
         return canonical_json(lease)
 
     error = refused("shards that its host does not vouch for", next, iter(source(between(change), run_of(host))))

@@ -39,7 +39,7 @@ def helper(folder, **options):
 
 
 def keep_state(folder, run):
-    """The first settled state of `run`, as an assisting peer keeps it; its file."""
+    """The first final state of `run`, as an assisting peer keeps it; its file."""
     params = load_part("methods", run.method).build(run).attach(load_model(run, {}, None))
     schema = Schema.of(params)
     vector, store = flatten(params, torch.empty(schema.size)), StateStore(folder / "state")
@@ -47,7 +47,7 @@ def keep_state(folder, run):
     state = next_state(state, [[vector, torch.zeros(schema.size)]], [Member("a", 1, 8)])
     store.save(state)
     archive = Archive(folder / "settled", store, 0)
-    archive.keep([state.header.settlement(state.digest)])
+    archive.keep([state.header.committed_round(state.digest)])
     return next(archive.folder.iterdir())
 
 

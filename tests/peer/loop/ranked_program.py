@@ -44,7 +44,7 @@ class Swarm:
         if self._steps % 3:
             return SyncReport()
         self._land()
-        return SyncReport(settled=(self.round,)) if self._steps % 2 else SyncReport()  # the round alone says that something changed
+        return SyncReport(final=(self.round,)) if self._steps % 2 else SyncReport()  # the round alone says that something changed
 
     def withdraw(self, number) -> SyncReport:
         """Only the parameters show that something changed."""

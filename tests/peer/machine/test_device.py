@@ -7,6 +7,7 @@ from peer.machine import device
 from peer.machine.device import Rank, RankGroup, choose_device, choose_precision
 from peer.machine.trial_of_speed import relative_difference
 from swarm.errors import UserError
+from swarm.run.family import families
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -88,10 +89,10 @@ def test_tensors_are_summed_in_buckets_that_hold_them_all_in_order(monkeypatch):
     assert [[tensor.numel() for tensor in bucket] for bucket in device._buckets(tensors)] == [[3, 20], [1, 5, 5], [2]]
 
 
-@pytest.mark.parametrize("family", ["sd", "sdxl", "flux"])
+@pytest.mark.parametrize("family", tiny.ONE_OF_EACH)
 def test_attention_is_pytorchs_own_in_every_family(family):
     pipeline = tiny.build(family)
-    name = "transformer" if family == "flux" else "unet"
+    name = families()[tiny.FAMILIES[family]].denoiser
     parts = {name: getattr(pipeline, name), "vae": pipeline.vae}
     assert device.attention(parts) == "sdpa"
 

@@ -13,27 +13,14 @@ from PIL import Image
 
 from peer import finetune
 from peer.contracts import PixelBatch
-from peer.models.flux import Flux
-from peer.models.sdxl import SDXL
-from peer.models.stable_diffusion import StableDiffusion
 from peer.samples.encoding import Encoder
+from swarm.run.family import families
 from swarm.run.methods import textual_inversion
 from swarm.run_config import RunConfig
 from tests import tiny
 
 CPU = torch.device("cpu")
 COLOURS = {"cat": (250, 5, 5), "dog": (5, 250, 5), "photo": (5, 5, 250), "object": (250, 250, 250)}
-# What a caption says is heard at high noise only, or where the velocity is predicted.
-HEARING = {
-    "sd": {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True},
-    "sd2v": {},
-    "sdxl": {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True},
-    "flux": {"weighting_scheme": "logit_normal", "logit_mean": 3.0},
-}
-LESSON = {"flux": ("1e-2", 400)}
-"""Learning rate and steps of a tiny FLUX, which hears captions late; its steps take a third of the others' time."""
-MODELS = {"stable_diffusion": StableDiffusion, "sdxl": SDXL, "flux": Flux}
-CLASSES = {"sd": "StableDiffusionPipeline", "sd2v": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline", "flux": "FluxPipeline"}
 TEMPLATE = "{}"
 COMMON = (
     "--resolution",
@@ -57,21 +44,21 @@ def train(base, data, out, *flags):
 
 
 def run_flags(family):
-    return [word for name, value in HEARING[family].items() for word in (f"--{name}", value)]
+    return [word for name, value in tiny.MODELS[family].hearing.items() for word in (f"--{name}", value)]
 
 
 def plain(family, folder):
     import diffusers
 
-    options = {"safety_checker": None} if family.startswith("sd") and family != "sdxl" else {}
-    return getattr(diffusers, CLASSES[family]).from_pretrained(folder, **options)
+    facts = families()[tiny.FAMILIES[family]]
+    return getattr(diffusers, facts.pipeline).from_pretrained(folder, **facts.unused)
 
 
 @torch.no_grad()
 def judge(family, pipeline, colour, word):
     """Mean loss on pictures of `colour` called `word`, the same noise and timesteps each time."""
-    run = RunConfig(resolution=16, **HEARING[family])
-    model = MODELS[tiny.FAMILIES[family]](pipeline, CPU, run)
+    run = RunConfig(resolution=16, **tiny.MODELS[family].hearing)
+    model = tiny.kind(family)(pipeline, CPU, run)
     pixels = torch.tensor(COLOURS[colour]).view(3, 1, 1).expand(32, 3, 16, 16) / 127.5 - 1
     rng = torch.Generator().manual_seed(5)
     batch = Encoder(model)(PixelBatch(pixels, [TEMPLATE.format(word)] * 32, torch.tensor([[16, 16, 0, 0, 16, 16]] * 32)), rng)
@@ -96,11 +83,10 @@ def random(tmp_path_factory):
     @functools.cache
     def write(family):
         pipeline = tiny.build(family)
-        for part in ("text_encoder", "text_encoder_2"):
-            if getattr(pipeline, part, None) is not None:
-                # CLIP starts its embeddings at 0.02, which its places drown.
-                weight = getattr(pipeline, part).get_input_embeddings().weight
-                torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(1))
+        for part in families()[tiny.FAMILIES[family]].text_encoders:
+            # CLIP starts its embeddings at 0.02, which its places drown.
+            weight = getattr(pipeline, part).get_input_embeddings().weight
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(1))
         folder = tmp_path_factory.mktemp(f"random-{family}")
         pipeline.save_pretrained(folder)
         return folder
@@ -116,8 +102,8 @@ def taught(tmp_path_factory, random):
     def teach(family):
         folder = tmp_path_factory.mktemp(family)
         data = write_colours(folder / "data", COLOURS)
-        rate, steps = LESSON.get(family, ("3e-3", 200))
-        flags = ("--method", "full", "--learning_rate", rate, "--max_train_steps", steps, *run_flags(family))
+        lesson = tiny.MODELS[family]
+        flags = ("--method", "full", "--learning_rate", lesson.rate, "--max_train_steps", lesson.steps, *run_flags(family))
         return train(random(family), data, folder / "out", *flags)
 
     return teach
@@ -141,7 +127,7 @@ def test_lora_gives_a_word_another_colour(taught, family, tmp_path):
     assert judge(family, pipeline, "dog", "cat") < 0.9 * before
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if tiny.takes(family, "textual_inversion")])
 def test_textual_inversion_finds_the_word_for_bare_pictures(taught, family, tmp_path, monkeypatch):
     monkeypatch.setattr(textual_inversion, "OBJECT_TEMPLATES", (TEMPLATE,))  # the only words that the tiny model was taught with
     base, data = taught(family), write_colours(tmp_path / "data", ["cat"], called="")
@@ -157,11 +143,10 @@ def test_textual_inversion_finds_the_word_for_bare_pictures(taught, family, tmp_
 def load_words(family, pipeline, result):
     """The files of each text encoder, as diffusers' pages say for that family."""
     files = sorted(result.glob("learned_embeds*.safetensors"))
-    parts = {"sdxl": ("", "_2"), "flux": ("", "_2")}.get(family, ("",))
-    assert len(files) == len(parts)
-    for file, part in zip(files, parts, strict=True):
+    encoders = families()[tiny.FAMILIES[family]].text_encoders
+    for file, (name, encoder) in zip(files, encoders.items(), strict=True):
         pipeline.load_textual_inversion(
-            file, token="<dicoo>", text_encoder=getattr(pipeline, f"text_encoder{part}"), tokenizer=getattr(pipeline, f"tokenizer{part}")
+            file, token="<dicoo>", text_encoder=getattr(pipeline, name), tokenizer=getattr(pipeline, encoder.tokenizer)
         )
 
 

@@ -54,17 +54,19 @@ def test_every_method_of_the_room_is_tried():
     assert set(parts("methods")) == {name.split()[0] for name in METHODS}
 
 
-FAMILIES = [family for family, module in tiny.FAMILIES.items() if module in parts("models") and family != "sd2v"]  # for methods, sd again
-
-
-@pytest.fixture(params=METHODS)
-def name(request):
+@pytest.fixture(params=[(family, name) for family in tiny.ONE_OF_EACH for name in METHODS if tiny.takes(family, name)], ids=" ".join)
+def pair(request):
     return request.param
 
 
-@pytest.fixture(params=FAMILIES)
-def base(request, tiny_family):
-    return tiny_family(request.param)
+@pytest.fixture
+def name(pair):
+    return pair[1]
+
+
+@pytest.fixture
+def base(pair, tiny_family):
+    return tiny_family(pair[0])
 
 
 def test_what_a_method_trains_has_gradients_and_all_else_stays(base, name):

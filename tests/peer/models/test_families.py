@@ -1,4 +1,4 @@
-"""What every family promises, and the options that some have: a new module of peer/models adds its name to `tiny.FAMILIES`, and is tested."""
+"""What every family promises, and the options that some have: a new module of peer/models needs one in tests/tiny/families, and is tested."""
 
 import dataclasses
 import functools
@@ -18,12 +18,11 @@ from tests import tiny
 CPU = torch.device("cpu")
 CAPTIONS = ("a toy", "", "photo of a cat, style")
 RUN = RunConfig()
-FLUX = RunConfig(max_sequence_length=32)
 
 
 def own(family, **options):
     """A run's configuration that the family takes."""
-    return dataclasses.replace(FLUX if family == "flux" else RUN, **options)
+    return RunConfig(**tiny.MODELS[family].run, **options)
 
 
 @pytest.fixture
@@ -54,9 +53,7 @@ def plain(folder):
 def draw(pipeline, prompt=None, **options):
     pipeline.set_progress_bar_config(disable=True)
     sizes = {"height": 16, "width": 16, "num_inference_steps": 3, "output_type": "np"}
-    if type(pipeline).__name__ == "FluxPipeline":
-        options["max_sequence_length"] = 32
-    options |= {"prompt": ["a toy", "a cat"]} if prompt is None else prompt
+    options |= {"prompt": ["a toy", "a cat"], **tiny.drawing(pipeline)} if prompt is None else prompt
     return torch.from_numpy(pipeline(generator=torch.Generator().manual_seed(3), **sizes, **options).images)
 
 
@@ -76,7 +73,7 @@ def test_a_family_is_read_from_its_folder(tiny_family, family):
 def test_pixels_are_encoded_into_what_the_pipeline_decodes_and_without_a_gradient(load, family):
     model = load(family)
     mean, std = model.encode_pixels(pixels().clone().requires_grad_(True)).chunk(2, dim=1)
-    assert mean.shape == std.shape == (3, 4, 8, 8) and mean.dtype == torch.float32 and not mean.requires_grad
+    assert mean.shape == std.shape == (3, model.vae.config.latent_channels, 8, 8) and mean.dtype == torch.float32 and not mean.requires_grad
     with torch.no_grad():
         vae, config = model.pipeline.vae, model.pipeline.vae.config
         posterior = vae.encode(pixels()).latent_dist
@@ -88,12 +85,7 @@ def test_pixels_are_encoded_into_what_the_pipeline_decodes_and_without_a_gradien
 def test_text_is_what_the_pipeline_makes_of_the_captions(load, tiny_family, family):
     pipeline, text = plain(tiny_family(family)), load(family).encode_text(CAPTIONS)
     with torch.no_grad():
-        if family == "flux":
-            states, pooled, _ = pipeline.encode_prompt(list(CAPTIONS), None, CPU, max_sequence_length=32)
-        elif family == "sdxl":
-            states, _, pooled, _ = pipeline.encode_prompt(list(CAPTIONS), device=CPU, do_classifier_free_guidance=False)
-        else:
-            states, pooled = pipeline.encode_prompt(list(CAPTIONS), CPU, 1, False)[0], None
+        states, pooled = tiny.MODELS[family].encode(pipeline, CAPTIONS)
     torch.testing.assert_close(text["states"], states)
     assert (pooled is None) == ("pooled" not in text)
     if pooled is not None:
@@ -104,8 +96,7 @@ def test_text_is_what_the_pipeline_makes_of_the_captions(load, tiny_family, fami
 def test_text_has_a_gradient_when_an_encoder_is_trained_and_only_then(load, family):
     model = load(family)
     assert not any(states.requires_grad for states in model.encode_text(CAPTIONS).values())
-    names = [name for name in ("text_encoder", "text_encoder_2") if name in model.parts]
-    weights = [model.parts[name].get_input_embeddings().weight.requires_grad_(True) for name in names]
+    weights = [model.parts[name].get_input_embeddings().weight.requires_grad_(True) for name in model.facts.text_encoders]
     sum(states.square().sum() for states in model.encode_text(CAPTIONS).values()).backward()
     assert all(weight.grad.abs().sum() > 0 for weight in weights)
 
@@ -116,7 +107,7 @@ def test_a_loss_is_each_samples_own_and_does_not_depend_on_the_others(load, fami
     batch, rng = latents(model), lambda: torch.Generator().manual_seed(4)
     losses = model.loss(batch, rng())
     assert losses.shape == (3,) and losses.dtype == torch.float32 and losses.requires_grad
-    others = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(5))
+    others = torch.randn(2, *batch.latents.shape[1:], generator=torch.Generator().manual_seed(5))
     changed = dataclasses.replace(
         batch, latents=torch.cat([batch.latents[:1], others]), text={k: v[[0, 2, 1]] for k, v in batch.text.items()}
     )
@@ -172,7 +163,7 @@ def test_what_is_saved_draws_the_same_pictures_in_plain_diffusers(load, family, 
     assert torch.equal(pictures, draw(model.pipeline)) and not torch.equal(pictures, draw(plain(tiny_family(family))))
     assert dict(saved.scheduler.config) == dict(plain(tiny_family(family)).scheduler.config)
     # transformers 5 drops the prefix of CLIP's keys; release 4 and other tools find no weights without it
-    assert all(name.startswith("text_model.") for name in read_header(tmp_path / "out" / "text_encoder" / "model.safetensors"))
+    assert all(name.startswith(("text_model.", "text_projection.")) for name in read_header(tmp_path / "out" / "text_encoder" / "model.safetensors"))
 
 
 @every_family

@@ -30,8 +30,8 @@ def latents(size=3):
 @pytest.fixture
 def load(tiny_family):
     def load(family, **options):
-        sequence = {"max_sequence_length": 32} if family == "flux" else {}
-        return load_part("models", tiny.FAMILIES[family]).load(tiny_family(family), CPU, RunConfig(**sequence, **options))
+        run = RunConfig(**tiny.MODELS[family].run, **options)
+        return load_part("models", tiny.FAMILIES[family]).load(tiny_family(family), CPU, run)
 
     return load
 
@@ -193,28 +193,10 @@ def test_a_transformer_without_guidance_is_told_none(tmp_path):
     assert model.loss(batch(model), rng()).isfinite().all()
 
 
-UNET, FLOW = "has no such thing", "is trained by flow matching"
-
-
 @pytest.mark.parametrize(
-    ("family", "options", "reason"),
-    [
-        (family, options, UNET)
-        for family in ("sd", "sdxl")
-        for options in ({"weighting_scheme": "mode"}, {"guidance_scale": 2.0}, {"logit_mean": 1.0})
-    ]
-    + [
-        ("flux", options, FLOW)
-        for options in (
-            {"prediction_type": "epsilon"},
-            {"rescale_betas_zero_snr": True},
-            {"snr_gamma": 5.0},
-            {"noise_offset": 0.1},
-            {"input_perturbation": 0.1},
-            {"timestep_bias_strategy": "later"},
-        )
-    ],
+    ("family", "reason", "name"),
+    [(family, reason, name) for family, model in tiny.MODELS.items() for reason, options in model.foreign.items() for name in options],
 )
-def test_an_option_that_a_family_cannot_have_is_refused_by_name(load, family, options, reason):
-    with pytest.raises(UserError, match=rf"{next(iter(options))} is .* {reason}.* Remove --{next(iter(options))}"):
-        load(family, **options)
+def test_an_option_that_a_family_cannot_have_is_refused_by_name(load, family, reason, name):
+    with pytest.raises(UserError, match=rf"{name} is .* {reason}.* Remove --{name}"):
+        load(family, **{name: tiny.MODELS[family].foreign[reason][name]})

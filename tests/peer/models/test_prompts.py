@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from peer.models.diffusion.prompts import tokenize
-from peer.models.flux import Flux
-from peer.models.sdxl import SDXL
-from peer.models.stable_diffusion import StableDiffusion
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
@@ -29,8 +26,7 @@ def model_of(family, **options):
                     tokenizer, projection="Projection" in type(encoder).__name__, layers=3, act=encoder.config.hidden_act
                 )
             pipeline.register_modules(**{name: deeper})
-    kind = {"sd": StableDiffusion, "sd2v": StableDiffusion, "sdxl": SDXL, "flux": Flux}[family]
-    return kind(pipeline, CPU, RunConfig(**options))
+    return tiny.kind(family)(pipeline, CPU, RunConfig(**options))
 
 
 @torch.no_grad()
@@ -84,12 +80,6 @@ def test_an_encoder_keeps_a_layer_to_read(family, most):
     model_of(family, clip_skip=most)
     with pytest.raises(UserError, match=rf"clip_skip is {most + 1}, .*Use {most} or less"):
         model_of(family, clip_skip=most + 1)
-
-
-@pytest.mark.parametrize("options", [{"clip_skip": 1}, {"max_token_chunks": 2}])
-def test_flux_refuses_what_only_clip_has(options):
-    with pytest.raises(UserError, match=f"{next(iter(options))} is .* flux reads captions with T5"):
-        model_of("flux", **options)
 
 
 def test_t5_reads_as_many_tokens_as_the_run_says():

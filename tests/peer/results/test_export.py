@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def helper(tmp_path, tiny_model):
-    """The folder of an assisting peer with two settled states; the newest adds 0.25 to all parameters of the model."""
+    """The folder of an assisting peer with two final states; the newest adds 0.25 to all parameters of the model."""
     run = RunConfig(model=str(tiny_model), sync="diloco", model_digest=digest_model(tiny_model), target_batch_size=8)
     params = full.build(run).attach(stable_diffusion.load(tiny_model, CPU, RunConfig()))
     schema = Schema.of(params)
@@ -46,7 +46,7 @@ def helper(tmp_path, tiny_model):
     for number, change in ((1, 9.0), (2, 0.25)):
         state = next_state(state, [[vector + change, torch.zeros(schema.size)]], [Member("a", number, 8)])
         store.save(state)
-        archive.keep([state.header.settlement(state.digest)])
+        archive.keep([state.header.committed_round(state.digest)])
     (folder / "run.json").write_text(json.dumps({"run": run.to_mapping(), "server_url": "", "peers": []}))
     return folder
 
@@ -94,7 +94,7 @@ WRONG = {
     "a bit has flipped": damage,
     "it is of another run": of_another_run,
     "is not the base model of the run": of_another_model,
-    "There is no settled state in": lambda helper, tmp_path: shutil.rmtree(helper / "settled"),
+    "There is no final state in": lambda helper, tmp_path: shutil.rmtree(helper / "settled"),
     "which says what run the state is of, is missing or damaged": lambda helper, tmp_path: (helper / "run.json").write_text("{"),
 }
 

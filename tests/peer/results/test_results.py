@@ -54,10 +54,9 @@ def picture(pipeline, prompt=PROMPT):
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval()
-    options = {"max_sequence_length": 16} if type(pipeline).__name__ == "FluxPipeline" else {}
     rng = torch.Generator().manual_seed(0)
     return pipeline(
-        prompt, num_inference_steps=2, guidance_scale=2.0, height=16, width=16, output_type="np", generator=rng, **options
+        prompt, num_inference_steps=2, guidance_scale=2.0, height=16, width=16, output_type="np", generator=rng, **tiny.drawing(pipeline)
     ).images[0]
 
 
@@ -65,7 +64,7 @@ def plain(base):
     return DiffusionPipeline.from_pretrained(base, local_files_only=True)
 
 
-@pytest.fixture(params=["sd", "sdxl", "flux"])
+@pytest.fixture(params=tiny.ONE_OF_EACH)
 def family(request):
     return request.param
 
@@ -112,6 +111,7 @@ def test_a_lora_is_merged_into_a_whole_pipeline_in_a_folder_and_in_one_file(tiny
     np.testing.assert_allclose(picture(single), picture(done.model.pipeline), atol=1e-4)
 
 
+@pytest.mark.parametrize("family", tiny.WORDY)
 def test_a_word_in_plain_diffusers_is_the_one_that_was_learned(tiny_family, tmp_path, family):
     done = Trained(tiny_family(family), family, tmp_path / "model", **WORD).written()
     pipeline = plain(tiny_family(family))
@@ -129,6 +129,7 @@ def test_a_word_in_plain_diffusers_is_the_one_that_was_learned(tiny_family, tmp_
     assert np.abs(picture(pipeline, "a photo of a toy cat") - picture(pipeline)).max() > 1e-3
 
 
+@pytest.mark.parametrize("family", tiny.WORDY)
 def test_the_word_comes_as_a_whole_pipeline_and_as_torchs_own_format_when_wished(tiny_family, tmp_path, family):
     done = Trained(tiny_family(family), family, tmp_path / "model", Form(full_pipeline=True, safetensors=False), **WORD).written()
     np.testing.assert_allclose(picture(plain(tmp_path / "model")), picture(done.model.pipeline), atol=1e-4)
@@ -144,6 +145,7 @@ def test_wishes_that_the_method_has_no_use_for_are_one_warning(caplog):
     ]
 
 
+@pytest.mark.parametrize("family", tiny.WORDY)
 def test_an_embedding_in_one_file_is_read_back(tiny_family, tmp_path, family):
     done = Trained(tiny_family(family), family, tmp_path / "model", **WORD).written()
     export.main(["--state", str(tmp_path), "--format", "embedding", "--out", str(tmp_path / "any name")])
@@ -454,7 +456,10 @@ def drawn(tmp_path, *words):
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("options", [{"method": "full"}, LORA, WORD], ids=lambda options: options["method"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [(family, options) for family in tiny.ONE_OF_EACH for options in ({"method": "full"}, LORA, WORD) if tiny.takes(family, options["method"])],
+)
 def test_a_result_of_any_method_is_all_that_drawing_needs(tiny_family, tmp_path, family, options):
     Trained(tiny_family(family), family, tmp_path / "model", **options).written()
     base = drawn(tmp_path, "--model", tiny_family(family))

@@ -16,6 +16,7 @@ from peer.samples.pictures import Frame
 from swarm.digest import digest_json
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from tests import tiny
 from tests.peer.samples.test_buckets import mixed_pictures  # noqa: F401
 from tests.peer.samples.test_decoding import png, ramp, turned
 from tests.peer.test_alone import RUN, flat, start  # noqa: F401
@@ -235,7 +236,7 @@ def test_the_log_says_that_random_crops_are_fixed(start, caplog):  # noqa: F811
     assert "always cropped at one place" in caplog.text
 
 
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize("family", [family for family in tiny.ONE_OF_EACH if family != "sd"])
 def test_other_families_train_in_buckets_and_from_caches(start, tiny_family, mixed_pictures, tmp_path, monkeypatch, family):  # noqa: F811
     """Their texts are several tensors, and their latents have other shapes."""
     run = dataclasses.replace(RUN, total_samples=12, resolution=32, model=str(tiny_family(family)))

@@ -52,7 +52,7 @@ class Peer:
         self.at, self.open, self.frozen, self.number = "", 0, None, number
         self.began_with, self.trained, self.dropped, self.counted = number, 0, 0, {}
         self.may_train, self.offers, self.failures = True, [], []
-        self.settlements, self.lands, self.texts, self.finished = [], [], [], False
+        self.final_rounds, self.lands, self.texts, self.finished = [], [], [], False
         self.extensions = []
         self.store = StateStore(self.folder / "state")
         self.replica = Replica(
@@ -79,7 +79,7 @@ class Peer:
             case Rebase():
                 self.rebase(self.replica.state.value)
             case Final():
-                self.settlements.append(message.settlement)
+                self.final_rounds.append(message.committed_round)
             case News(text):
                 self.texts.append(text)
             case Extended(extension):
@@ -202,12 +202,12 @@ def check_invariants(*members: Peer) -> None:
                 assert (member[0], member[1]) not in counted, "a contribution is in a state twice"
                 counted.add((member[0], member[1]))
             digest = per_state[digest]["parent"]
-        reported = {s.digest: s for s in peer.settlements}
-        assert len(reported) == len(peer.settlements), "a state was reported twice"
+        reported = {s.digest: s for s in peer.final_rounds}
+        assert len(reported) == len(peer.final_rounds), "a state was reported twice"
 
 
-def settled_samples(peer: Peer) -> int:
-    return sum(member.samples for s in peer.settlements for member in s.members)
+def final_samples(peer: Peer) -> int:
+    return sum(member.samples for s in peer.final_rounds for member in s.members)
 
 
 class Liar:

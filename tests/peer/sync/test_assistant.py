@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from peer.contracts import Member, Settlement
+from peer.contracts import CommittedRound, Member
 from peer.export import find
 from peer.results.fetching import fetch_state
 from peer.sync.engine import assistant
@@ -40,10 +40,10 @@ class Helper:
 
     def __init__(self, nodes, node, name="helper", limit=0):
         self.node, self.id, self.folder = node, node.peer_id, nodes.folder / name
-        self.stop, self.settlements = asyncio.Event(), []
+        self.stop, self.final_rounds = asyncio.Event(), []
         self.task = asyncio.create_task(
             assist(
-                run=RUN, node=node, folder=self.folder, stop=self.stop, settled=self.settlements.extend, states_limit=limit,
+                run=RUN, node=node, folder=self.folder, stop=self.stop, final=self.final_rounds.extend, states_limit=limit,
                 wall=nodes.wall, rng=nodes.rng,
             )
         )  # fmt: skip
@@ -144,7 +144,7 @@ def test_all_who_train_may_leave_and_come_back_and_go_on_from_what_the_helper_ke
         last = max((peer.head for peer in pair), key=lambda state: state.header.samples)
         await until(lambda: any(last.digest[:12] in name for name in helper.kept()))
         assert helper.round() == last.header.round
-        assert {settled.digest for settled in helper.settlements} == {line["digest"] for line in helper.rounds()}
+        assert {final.digest for final in helper.final_rounds} == {line["digest"] for line in helper.rounds()}
 
         (new,) = await volunteers(nodes, 1)
         await until(lambda: new.head.header.round >= last.header.round + 2)
@@ -269,19 +269,19 @@ def chain(count: int) -> list:
     return states[1:]
 
 
-def settlement(state) -> Settlement:
-    return state.header.settlement(state.digest)
+def committed_round(state) -> CommittedRound:
+    return state.header.committed_round(state.digest)
 
 
 @pytest.mark.parametrize(("limit", "left"), [(0, 5), (1, 1), (3, 3)])
-def test_the_newest_settled_states_are_kept_whatever_the_store_deletes(tmp_path, limit, left):
+def test_the_newest_final_states_are_kept_whatever_the_store_deletes(tmp_path, limit, left):
     store = StateStore(tmp_path / "state", keep=1)
     archive = Archive(tmp_path / "settled", store, limit)
     states = chain(5)
     for state in states:
         store.save(state)
-        archive.keep([settlement(state)])
-        archive.keep([settlement(state)])  # told twice
+        archive.keep([committed_round(state)])
+        archive.keep([committed_round(state)])  # told twice
     kept = sorted((tmp_path / "settled").iterdir())
     assert [path.name for path in kept] == [
         f"round-{s.header.round:08d}-samples-{s.header.samples:010d}-{s.digest[:12]}.state" for s in states[-left:]
@@ -290,26 +290,26 @@ def test_the_newest_settled_states_are_kept_whatever_the_store_deletes(tmp_path,
     assert len(list((tmp_path / "state").glob("*.state"))) == 1
 
 
-def test_a_state_that_is_settled_before_it_is_on_disk_is_kept_once_it_is(tmp_path):
+def test_a_state_that_is_final_before_it_is_on_disk_is_kept_once_it_is(tmp_path):
     store, (first, second) = StateStore(tmp_path / "state"), chain(2)
     archive = Archive(tmp_path / "settled", store, 0)
-    archive.keep([settlement(first), settlement(second)])  # the first was replaced before it could be written
+    archive.keep([committed_round(first), committed_round(second)])  # the first was replaced before it could be written
     assert not list((tmp_path / "settled").iterdir())
     store.save(second)
     archive.keep()
     assert [second.digest[:12] in path.name for path in (tmp_path / "settled").iterdir()] == [True]
 
 
-def test_settled_states_that_cannot_be_kept_are_a_reason_to_end(tmp_path):
+def test_final_states_that_cannot_be_kept_are_a_reason_to_end(tmp_path):
     store, (state,) = StateStore(tmp_path / "state"), chain(1)
     archive = Archive(tmp_path / "settled", store, 0)
     store.save(state)
     (tmp_path / "settled").rmdir()
-    with pytest.raises(UserError, match=r"Cannot keep settled states in .*settled: No such file or directory") as refused:
-        archive.keep([settlement(state)])
+    with pytest.raises(UserError, match=r"Cannot keep final states in .*settled: No such file or directory") as refused:
+        archive.keep([committed_round(state)])
     assert refused.value.code == ExitCode.DISK
     (tmp_path / "settled").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match=r"Cannot keep settled states in .*settled: File exists"):
+    with pytest.raises(UserError, match=r"Cannot keep final states in .*settled: File exists"):
         Archive(tmp_path / "settled", store, 0)
 
 

@@ -18,7 +18,7 @@ class Past:
 
     def __init__(self, peer, everyone):
         self.id, self.rounds, self.lineage = peer.id, peer.rounds(), lineage(peer, everyone)
-        self.offers, self.settlements, self.balanced = peer.offers, peer.settlements, balanced(peer, everyone)
+        self.offers, self.final_rounds, self.balanced = peer.offers, peer.final_rounds, balanced(peer, everyone)
 
 
 class History:
@@ -42,7 +42,7 @@ async def live(nodes: Nodes) -> History:
     again = await back(nodes, dead, others[0])
     await average_together(again, others)
     living, everyone = [*others, again], [*trio, again]
-    await until(lambda: all(balanced(peer, everyone) and len(peer.settlements) > 2 for peer in living), SECONDS)
+    await until(lambda: all(balanced(peer, everyone) and len(peer.final_rounds) > 2 for peer in living), SECONDS)
     return History(living, everyone)
 
 
@@ -75,12 +75,12 @@ def test_a_state_holds_at_most_one_contribution_of_each_peer_and_its_lineage_non
 
 def test_the_reported_samples_add_up_to_those_of_the_state(history):
     for peer in history.living:
-        last = max(peer.settlements, key=lambda settlement: settlement.round)
-        reported = {settlement.digest: settlement for settlement in peer.settlements}
-        assert len(reported) == len(peer.settlements), "a state was reported twice"
-        before = min(peer.settlements, key=lambda settlement: settlement.round)
+        last = max(peer.final_rounds, key=lambda committed_round: committed_round.round)
+        reported = {committed_round.digest: committed_round for committed_round in peer.final_rounds}
+        assert len(reported) == len(peer.final_rounds), "a state was reported twice"
+        before = min(peer.final_rounds, key=lambda committed_round: committed_round.round)
         began_at = before.samples - sum(member.samples for member in before.members)
-        assert began_at + sum(member.samples for s in peer.settlements for member in s.members) == last.samples
+        assert began_at + sum(member.samples for s in peer.final_rounds for member in s.members) == last.samples
         assert began_at == 0 or peer not in history.living[:2]
 
 

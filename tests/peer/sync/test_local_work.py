@@ -45,16 +45,16 @@ def test_landing_on_a_state_that_includes_us_keeps_only_what_was_trained_since()
     new = child(state, 10.0, Member(ME, 1, 4))
     assert work.rebase(anchor(new), 1) == [] and work.waiting_samples == 4
     assert torch.equal(params["w"].data, torch.arange(float(SIZE)) + 10.25)
-    assert settled(work, state) == [] and settled(work, new) == [1] and settled(work, new) == []
+    assert final(work, state) == [] and final(work, new) == [1] and final(work, new) == []
 
 
-def settled(work: LocalWork, state: State) -> list[int]:
-    work.settle(state.digest, state.header.round)
+def final(work: LocalWork, state: State) -> list[int]:
+    work.final(state.digest, state.header.round)
     return work.take_done()
 
 
-def test_a_settled_state_counts_for_those_who_stand_on_it_or_come_to_it_and_for_nobody_on_another_branch():
-    """The sidecar may settle what it has fetched before it tells of it, while the trainer stands on a state that lost."""
+def test_a_final_state_counts_for_those_who_stand_on_it_or_come_to_it_and_for_nobody_on_another_branch():
+    """The sidecar may call final what it has fetched before it tells of it, while the trainer stands on a state that lost."""
     params, state, work = start()
     for number in (1, 2):
         train(params, work, 1.0)
@@ -63,7 +63,7 @@ def test_a_settled_state_counts_for_those_who_stand_on_it_or_come_to_it_and_for_
         if number == 1:
             won = child(state, 2.0)
         work.rebase(anchor(lost), number)
-        assert settled(work, won) == [], "ours is in its sibling"
+        assert final(work, won) == [], "ours is in its sibling"
         assert work.rebase(anchor(won), 0 if number == 1 else 2) == ([1] if number == 1 else [])
         assert work.take_done() == ([] if number == 1 else [2])
         state = won
@@ -118,18 +118,18 @@ def test_a_fork_that_lost_gives_its_contributions_back():
     work.freeze(1)
     work.rebase(anchor(child(state, 1.0, Member(ME, 1, 4))), 1)
     winner = child(state, 2.0, Member("other", 1, 50))
-    assert work.rebase(anchor(winner), 0) == [1] and settled(work, winner) == []
+    assert work.rebase(anchor(winner), 0) == [1] and final(work, winner) == []
 
 
-def test_an_older_settled_state_does_not_settle_a_newer_contribution():
+def test_an_older_final_state_does_not_end_a_newer_contribution():
     params, state, work = start()
     for number in (1, 2):
         train(params, work, 1.0)
         work.freeze(number)
         state = child(state, 1.0, Member(ME, number, 4))
         work.rebase(anchor(state), number)
-    work.settle(state.header.parents[0], 1)
-    assert work.take_done() == [1] and settled(work, state) == [2]
+    work.final(state.header.parents[0], 1)
+    assert work.take_done() == [1] and final(work, state) == [2]
 
 
 def test_a_withdrawn_contribution_leaves_nothing_in_the_parameters():
@@ -171,7 +171,7 @@ def test_a_contribution_that_was_lost_before_its_number_was_told_is_reported_as_
 
 
 class Bookkeeping(RuleBasedStateMachine):
-    """Any order of training, freezing, landings and settlements."""
+    """Any order of training, freezing, rebases and final rounds."""
 
     @initialize(wire=st.sampled_from(["fp32", "fp16"]))  # which hold eighths exactly
     def begin(self, wire):
@@ -238,10 +238,10 @@ class Bookkeeping(RuleBasedStateMachine):
         assert not self.work.included and self.work.waiting_samples == 0
 
     @rule(behind=st.integers(0, 3))
-    def settle(self, behind):
+    def final(self, behind):
         behind = min(behind, len(self.state.header.parents))
         round = self.state.header.round - behind
-        self.work.settle([self.state.digest, *self.state.header.parents][behind], round)
+        self.work.final([self.state.digest, *self.state.header.parents][behind], round)
         done = self.work.take_done()
         assert all(self.in_state[number] <= round for number in done)
         for number in done:
@@ -252,9 +252,9 @@ class Bookkeeping(RuleBasedStateMachine):
     def every_sample_is_in_exactly_one_place(self):
         frozen = self.work.frozen.samples if self.work.frozen else 0
         in_states = sum(self.samples_of[number] for number in self.in_state)
-        settled = sum(self.samples_of[number] for number in self.done)
+        final = sum(self.samples_of[number] for number in self.done)
         assert self.work.open_samples == self.open and set(self.work.included) == set(self.in_state)
-        assert self.open + frozen + in_states + settled + self.back == self.trained
+        assert self.open + frozen + in_states + final + self.back == self.trained
 
 
 Bookkeeping.TestCase.settings = settings(

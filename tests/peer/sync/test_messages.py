@@ -9,7 +9,7 @@ import time
 import msgpack
 import pytest
 
-from peer.contracts import Member, Settlement
+from peer.contracts import CommittedRound, Member
 from peer.sync.engine.net import messages
 from peer.sync.engine.net.messages import (
     Announcement,
@@ -229,7 +229,7 @@ def by_hand(values: dict) -> Header:
     rounds = [values, *values["ancestors"]]
     here, before = (tuple(Member(text(m["peer"]), count(m["number"]), count(m["samples"])) for m in one["members"]) for one in rounds)
     included = {text(peer): count(number) for peer, number in values["included"].items()}
-    ancestor = Settlement(**{**values["ancestors"][0], "members": before})
+    ancestor = CommittedRound(**{**values["ancestors"][0], "members": before})
     header = Header(**{**values, "members": here, "included": included, "ancestors": (ancestor,), "parents": tuple(values["parents"])})
     assert header.num_bytes <= MAX_HEADER_BYTES
     header.check()

@@ -21,7 +21,7 @@ from peer.sync.engine.state import Head, next_state
 from peer.sync.engine.trainer.messages import Progress
 from peer.sync.engine.trainer.trainer import Contribution
 from swarm.records import RECORD_LIFE_SECONDS
-from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, check_invariants, make_run, peers, settled_samples
+from tests.peer.sync.replicas import SIZE, Liar, Peer, branch, check_invariants, final_samples, make_run, peers
 from tests.peer.sync.swarm_tools import ANYTHING, state_of, until
 
 STRATEGIES = {module.__name__.split(".")[-1]: module.strategy for module in (parameters, diloco, gradients)}
@@ -33,7 +33,7 @@ def test_three_peers_hold_one_state_after_every_round_and_report_every_sample(vi
         await until(lambda: all(peer.finished for peer in trio))
         assert len({peer.head.digest for peer in trio}) == 1
         for peer in trio:
-            assert settled_samples(peer) == peer.head.header.samples >= 200
+            assert final_samples(peer) == peer.head.header.samples >= 200
             record, together = peer.replica.record(), any(line["how"] == "averaged" for line in peer.rounds())
             assert (min(record.sent_bytes, record.received_bytes, record.transfer_seconds) > 0) == together
             seen = peer.replica.seen()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.replica import SETTLE_SECONDS
+from peer.sync.engine.replica import FINAL_SECONDS
 from peer.sync.engine.state import State, next_state
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.transfer.saving import Saver
@@ -53,8 +53,8 @@ def test_leaving_while_a_state_is_written_waits_for_that_and_writes_no_second_ti
     asyncio.run(scenario())
 
 
-def test_of_many_quick_rounds_each_is_remembered_for_as_long_as_settling_takes(tmp_path):
-    """Seen in the code: of rounds of three seconds none was ever on the disk for the two minutes that settle one without company."""
+def test_of_many_quick_rounds_each_is_remembered_until_it_is_final(tmp_path):
+    """Seen in the code: of rounds of three seconds none was ever on the disk for the two minutes that make one final without company."""
 
     async def scenario():
         now, state = [0.0], a_state()
@@ -63,7 +63,7 @@ def test_of_many_quick_rounds_each_is_remembered_for_as_long_as_settling_takes(t
             state = next_state(state, [[torch.ones(10)]], [Member("a", number, 8)])
             await saver.save(state)
             now[0] += 3.0
-        assert len(saver.on_disk(SETTLE_SECONDS)) > 100 and len(saver.on_disk()) <= 202
+        assert len(saver.on_disk(FINAL_SECONDS)) > 100 and len(saver.on_disk()) <= 202
 
     asyncio.run(scenario())
 

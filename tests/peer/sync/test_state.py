@@ -1,5 +1,6 @@
 """The state: one digest for one state, one order over all of them, and files that are whole or passed over."""
 
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from peer.contracts import Member
 from peer.sync.engine.net.messages import read_header
-from peer.sync.engine.round.settling import Settling
+from peer.sync.engine.round.finality import Finality
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State, better, next_state
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.vectors import SharedBuffer
@@ -154,6 +155,16 @@ def test_after_a_torn_write_the_state_before_is_read(tmp_path, length):
     assert load(store).digest == states[2].digest
 
 
+@pytest.mark.parametrize("first", [b"[1]", b'"a"', b"{", b"{}", b"\xff"])
+def test_a_state_whose_first_line_is_none_of_ours_is_neither_read_nor_handed_out(tmp_path, first):
+    store, states = saved(tmp_path)
+    newest = store._files()[0]
+    newest.write_bytes(first + newest.read_bytes()[newest.read_bytes().index(b"\n") :])
+    assert load(store).digest == states[2].digest and store.open(states[3].digest) is None
+    with store.open(states[2].digest) as file:
+        assert asyncio.run(file.chunk(0)) == bytes(states[2].chunk(0))
+
+
 def test_a_foreign_runs_state_is_passed_over(tmp_path):
     store, _ = saved(tmp_path)
     assert load(store, run="another") is None
@@ -222,31 +233,31 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
         StateStore(tmp_path / "file" / "states")
 
 
-# ------------------------------------------------------------------------------------------------------------ settled
+# ------------------------------------------------------------------------------------------------------------ final
 
 
-def test_a_safe_state_settles_its_ancestors_each_once_and_oldest_first():
+def test_a_safe_state_makes_its_ancestors_final_each_once_and_oldest_first():
     states = lineage(5)
-    settling = Settling(states[0])
+    finality = Finality(states[0])
     for before, state in itertools.pairwise(states):
-        settling.moved(before, state)
-    assert [s.round for s in settling.take({states[3].digest})] == [1, 2, 3]
-    assert settling.take({states[3].digest}) == []
-    assert [s.round for s in settling.take({states[5].digest})] == [4, 5]
+        finality.moved(before, state)
+    assert [s.round for s in finality.take({states[3].digest})] == [1, 2, 3]
+    assert finality.take({states[3].digest}) == []
+    assert [s.round for s in finality.take({states[5].digest})] == [4, 5]
 
 
-def test_a_branch_that_lost_is_never_settled():
+def test_a_branch_that_lost_is_never_final():
     states = lineage(2)
     other = next_state(states[1], [states[1].vectors(10)], [Member("c", 1, 50)])
-    settling = Settling(states[2])
-    settling.moved(states[2], other)
-    assert [s.digest for s in settling.take({states[2].digest, other.digest})] == [states[1].digest, other.digest]
+    finality = Finality(states[2])
+    finality.moved(states[2], other)
+    assert [s.digest for s in finality.take({states[2].digest, other.digest})] == [states[1].digest, other.digest]
 
 
 @given(st.integers(1, 8), st.integers(0, 8))
 def test_whoever_joins_late_can_report_what_happened_before(rounds, known):
     states = lineage(rounds)
-    settling = Settling(states[0])
-    settling.moved(states[0], states[-1])
-    reported = settling.take({states[-1].digest})
+    finality = Finality(states[0])
+    finality.moved(states[0], states[-1])
+    reported = finality.take({states[-1].digest})
     assert sum(m.samples for s in reported for m in s.members) == states[-1].header.samples

@@ -158,10 +158,10 @@ def test_the_contract_of_every_strategy_two_peers_to_the_runs_end(toys, strategy
     for peer, end in zip((one, two), ends, strict=True):
         assert end["done"] and end["finite"] and end["samples"] >= 256
         assert end["overlapped"] > 0 or not options
-        assert end["trained"] == end["settled"] + end["dropped"] and end["waiting"] == 0, (end, peer.log)
-        settled = [line for line in peer.lines if line["event"] == "settlement"]
-        assert [line["round"] for line in settled] == list(range(1, end["round"] + 1))
-        assert sum(line["samples"] for line in settled) == end["samples"]
+        assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, peer.log)
+        final = [line for line in peer.lines if line["event"] == "committed_round"]
+        assert [line["round"] for line in final] == list(range(1, end["round"] + 1))
+        assert sum(line["samples"] for line in final) == end["samples"]
     assert one.rounds()[-1]["digest"] == two.rounds()[-1]["digest"] and ends[0]["checksum"] == ends[1]["checksum"]
     assert_one_lineage(one, two)
 
@@ -172,7 +172,7 @@ def test_with_overlap_training_goes_on_after_a_contribution_and_pauses_at_two_ro
     one.process.send_signal(signal.SIGTERM)
     end = one.end()
     assert end["most_waiting"] == 128 and end["overlapped"] > 0
-    assert end["trained"] == end["settled"] + end["dropped"] and end["waiting"] == 0, (end, one.log)
+    assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, one.log)
 
 
 def test_overlap_is_refused_where_nothing_can_be_moved_along(toys):
@@ -185,7 +185,7 @@ def test_overlap_is_refused_where_nothing_can_be_moved_along(toys):
 
 def test_the_contract_holds_without_a_swarm(toys):
     end = toys("one", strategy="none", total=256).end()
-    assert end["done"] and end["settled"] == end["trained"] == end["samples"] == 256
+    assert end["done"] and end["final"] == end["trained"] == end["samples"] == 256
 
 
 def test_a_killed_peer_stops_nobody_and_comes_back(toys):
@@ -257,7 +257,7 @@ def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp
     try:
         for parameter in params.values():
             parameter.data.add_(1.0)  # the checkpoint's
-        assert sync.load_state_dict(books) == SyncReport(settled=(1,), dropped=(0,))
+        assert sync.load_state_dict(books) == SyncReport(final=(1,), dropped=(0,))
         run = sync._context.run.digest
         start = first_state(run, sync._schema.digest, base, 0)
         state = next_state(start, [[base + 0.5]], [Member("QmOther", 1, 64)])
@@ -296,7 +296,7 @@ def test_a_sidecar_and_a_p2pd_that_die_are_started_again_and_who_leaves_says_wha
         until(lambda v=victim, other=other: v.maddr() in (other.folder / "peers_met.json").read_text(), founder, joiner)
     joiner.process.send_signal(signal.SIGTERM)
     end = joiner.end()
-    assert end["trained"] == end["settled"] + end["dropped"] and end["waiting"] == 0, (end, joiner.log)
+    assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, joiner.log)
     assert_one_lineage(founder, joiner)
     founder.family("sidecar")[0].kill()
     at = founder.round()
@@ -341,7 +341,7 @@ def test_a_process_stopped_or_killed_at_a_point_stops_nobody_and_comes_back(toys
         toy.process.send_signal(signal.SIGTERM)
     for toy in (one, two, victim):
         end = toy.end()
-        assert end["trained"] == end["settled"] + end["dropped"] and end["waiting"] == 0, (end, toy.log)
+        assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, toy.log)
 
 
 def test_a_trainer_killed_while_its_sidecar_joins_leaves_no_process_behind(toys):

@@ -71,10 +71,10 @@ class Machine:
     def learn(self):
         work = next(self.steps)
         assert len(work.keys) == SAMPLES[self.kind]
-        self.trainer._settle(self.sync.step(len(work.keys), self.trainer._train(work)))
+        self.trainer._take(self.sync.step(len(work.keys), self.trainer._train(work)))
 
     def follow(self):
-        return self.trainer._settle(self.sync.step(0))
+        return self.trainer._take(self.sync.step(0))
 
 
 def together(machines, condition):

@@ -51,7 +51,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
     params, sync = build(Path(out), strategy, peers, options)
     say(event="started", sidecar=sync._sidecar.pid if hasattr(sync, "_sidecar") else 0)
-    counts = {"trained": 0, "settled": 0, "dropped": 0}
+    counts = {"trained": 0, "final": 0, "dropped": 0}
     open_samples, contributions, trained, overlapped, most_waiting = 0, {}, 0, 0, 0
     work = getattr(sync, "_work", None)
 
@@ -59,13 +59,13 @@ def main() -> int:
         nonlocal open_samples
         if report.frozen is not None:
             contributions[report.frozen], open_samples = open_samples, 0
-        for number in report.settled:
-            counts["settled"] += contributions.pop(number)
+        for number in report.final:
+            counts["final"] += contributions.pop(number)
         for number in report.dropped:
             counts["dropped"] += contributions.pop(number) if number else open_samples
             open_samples = open_samples if number else 0
-        for s in report.settlements:
-            say(event="settlement", round=s.round, digest=s.digest, samples=sum(m.samples for m in s.members), total=s.samples)
+        for s in report.final_rounds:
+            say(event="committed_round", round=s.round, digest=s.digest, samples=sum(m.samples for m in s.members), total=s.samples)
         return report
 
     generator = torch.Generator().manual_seed(os.getpid())

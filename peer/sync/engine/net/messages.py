@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
-from peer.contracts import Member, Settlement
+from peer.contracts import CommittedRound, Member
 from peer.sync.engine.state import (
     ANCESTORS_KEPT,
     ELDER_CHARACTERS,
@@ -126,7 +126,7 @@ def _fits(header: Header) -> Header:
 _Members = Annotated[
     tuple[_built(Member, peer=Text, number=Count, samples=Count), ...], Field(max_length=MOST_MEMBERS), AfterValidator(_in_order)
 ]
-_Ancestor = _built(Settlement, digest=Text, parent=Text, round=Count, samples=Count, members=_Members)
+_Ancestor = _built(CommittedRound, digest=Text, parent=Text, round=Count, samples=Count, members=_Members)
 _Header = Annotated[
     _built(
         Header,

@@ -314,7 +314,7 @@ class Heads:
 
     def _our_group_in(self, header: Header) -> bool:
         """Whether one of our groups made this state, or one of its ancestors."""
-        made = {settlement.parent: settlement.members for settlement in header.ancestors} | {header.parents[0]: header.members}
+        made = {committed_round.parent: committed_round.members for committed_round in header.ancestors} | {header.parents[0]: header.members}
         return any(made.get(group.parent) == group.members for group in self._groups)
 
     def _claims(self) -> list[Claim]:

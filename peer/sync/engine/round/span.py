@@ -7,7 +7,7 @@ from swarm.run_config import RunConfig
 
 
 def is_over(end: End, header: Header) -> bool:
-    """Whether the run's samples are all in the state; the run ends when that state is settled."""
+    """Whether the run's samples are all in the state; the run ends when that state is final."""
     return 0 < end.total <= header.samples
 
 

@@ -18,7 +18,7 @@ from peer.sync.engine.vectors import Flat, SharedBuffer
 REBASED_ANCESTORS = 8
 """A contribution made from the state itself or one of so many ancestors moves along with the anchor; an older one is dropped. So a peer
 whose step takes as long as several rounds of the others has a part in the swarm: its work is old then, but weighs little."""
-_SETTLED_KEPT = 64
+_FINAL_KEPT = 64
 OPEN = 0
 """Stands for the samples that are in no contribution yet, where numbers of contributions are reported."""
 
@@ -63,8 +63,8 @@ class LocalWork:
         self.open_samples = 0
         self.frozen: Frozen | None = None
         self.included: dict[int, int] = {}
-        """Contributions of ours in a state that is not settled yet, and that state's round."""
-        self._settled: deque[tuple[str, int]] = deque(maxlen=_SETTLED_KEPT)
+        """Contributions of ours in a state that is not final yet, and that state's round."""
+        self._final: deque[tuple[str, int]] = deque(maxlen=_FINAL_KEPT)
         self._spare: SharedBuffer | None = None
         """Of a contribution that came into a state: nobody reads it any more."""
         self._sums: Params = {}
@@ -76,7 +76,7 @@ class LocalWork:
         return self.open_samples + (self.frozen.samples if self.frozen else 0)
 
     def numbers(self) -> list[int]:
-        """Our contributions that are in no settled state yet."""
+        """Our contributions that are in no final state yet."""
         return [*self.included, *([self.frozen.number] if self.frozen else [])]
 
     def freeze(self, number: int) -> Frozen:
@@ -152,18 +152,18 @@ class LocalWork:
         self._move(self.state, self.state, self.frozen.encoded.bytes())
         self.frozen = None
 
-    def settle(self, digest: str, round: int) -> None:
-        """The state named `digest`, of `round`, is settled."""
-        self._settled.append((digest, round))
+    def final(self, digest: str, round: int) -> None:
+        """The state named `digest`, of `round`, is final."""
+        self._final.append((digest, round))
 
     def take_done(self) -> list[int]:
-        """Our contributions that came into a settled state, or into one before it; each once.
+        """Our contributions that came into a final state, or into one before it; each once.
 
-        Only a settled state on which `params` stand, or stood before, says so: of another branch one may be heard before the rebase.
+        Only a final state on which `params` stand, or stood before, says so: of another branch one may be heard before the rebase.
         """
         lineage = {self.state.digest, *self.state.header.parents}
-        settled = max((round for digest, round in self._settled if digest in lineage), default=0)
-        done = [number for number, included in self.included.items() if included <= settled]
+        final = max((round for digest, round in self._final if digest in lineage), default=0)
+        done = [number for number, included in self.included.items() if included <= final]
         for number in done:
             del self.included[number]
         return done

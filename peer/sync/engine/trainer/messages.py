@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from peer.contracts import Member, Settlement
+from peer.contracts import CommittedRound, Member
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.errors import ExitCode, UserError
 
@@ -153,13 +153,13 @@ class Final:
     members: list[list[Any]]
 
     @classmethod
-    def of(cls, settlement: Settlement) -> "Final":
-        s = settlement
+    def of(cls, committed_round: CommittedRound) -> "Final":
+        s = committed_round
         return cls(s.digest, s.parent, s.round, s.samples, [[m.peer, m.number, m.samples] for m in s.members])
 
     @property
-    def settlement(self) -> Settlement:
-        return Settlement(self.digest, self.parent, self.round, self.samples, tuple(Member(*member) for member in self.members))
+    def committed_round(self) -> CommittedRound:
+        return CommittedRound(self.digest, self.parent, self.round, self.samples, tuple(Member(*member) for member in self.members))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from peer.contracts import Settlement, SyncContext, SyncReport
+from peer.contracts import CommittedRound, SyncContext, SyncReport
 from peer.machine.device import describe_hardware
 from peer.sync.engine import failpoints
 from peer.sync.engine.codec import Wire
@@ -187,7 +187,7 @@ class SwarmSync:
         members of its round say, and the ledger withdraws it once a later one of ours has come into one.
         """
         self._work.give_up()
-        return SyncReport(settled=tuple(state["contributions"]), dropped=(OPEN,))
+        return SyncReport(final=tuple(state["contributions"]), dropped=(OPEN,))
 
     def close(self, reason: str = "") -> None:
         """End the sidecar, hearing what it still has to say; kill what does not end by itself. reason: what failed, for the others to read."""
@@ -306,9 +306,9 @@ class SwarmSync:
             case Rebase():
                 self._rebase(message)
             case Final():
-                self._news.settlements.append(message.settlement)
-                self._work.settle(message.digest, message.round)
-                self._news.settled += self._work.take_done()
+                self._news.final_rounds.append(message.committed_round)
+                self._work.final(message.digest, message.round)
+                self._news.final += self._work.take_done()
             case Extended(extension):
                 self._end.extend(extension)
                 self._told_extension = self._end.extension
@@ -346,7 +346,7 @@ class SwarmSync:
     def _rebase(self, message: Rebase) -> None:
         header = read_header(message.header)
         self._news.dropped += self._work.rebase(Anchor(message.digest, header, message.state), header.included.get(self._peer_id, 0))
-        self._news.settled += self._work.take_done()
+        self._news.final += self._work.take_done()
         if self._swarm is _Swarm.JOINED:
             self._pace.rebased()
         self._swarm, self._may_train, self._offered = _Swarm.JOINED, False, False
@@ -410,18 +410,18 @@ class _Leaving:
 class _News:
     def __init__(self) -> None:
         self.frozen: int | None = None
-        self.settled: list[int] = []
+        self.final: list[int] = []
         self.dropped: list[int] = []
-        self.settlements: list[Settlement] = []
+        self.final_rounds: list[CommittedRound] = []
 
     def report(self, *, wait: bool, done: bool) -> SyncReport:
         if self.frozen in self.dropped:  # lost before its number was told: to whoever keeps the books, its samples are still open ones
             self.dropped[self.dropped.index(self.frozen)], self.frozen = OPEN, None
         return SyncReport(
             frozen=self.frozen,
-            settled=tuple(self.settled),
+            final=tuple(self.final),
             dropped=tuple(self.dropped),
-            settlements=tuple(self.settlements),
+            final_rounds=tuple(self.final_rounds),
             wait=wait,
             done=done,
         )

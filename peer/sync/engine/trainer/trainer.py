@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from peer.contracts import Member, Settlement
+from peer.contracts import CommittedRound, Member
 from peer.sync.engine.cell import Bell, Cell
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.state import State
@@ -168,9 +168,9 @@ class Trainer:
             self._told = state.digest
             self._line.send(Rebase(state.digest, state.header.to_json(), state.buffer))
 
-    def final(self, settlements: list[Settlement]) -> None:
-        for settlement in settlements:
-            self._line.send(Final.of(settlement))
+    def final(self, final_rounds: list[CommittedRound]) -> None:
+        for committed_round in final_rounds:
+            self._line.send(Final.of(committed_round))
 
     def news(self, text: str) -> None:
         """For its log; the same words once."""

@@ -1,13 +1,13 @@
 """Committed states on disk: each written whole before the one before it goes, verified when read."""
 
 import contextlib
-import json
 import logging
 from pathlib import Path
-from typing import BinaryIO
 
 from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.state import BadState, State
+from peer.sync.engine.transfer import chunk_file
+from peer.sync.engine.transfer.chunk_file import ChunkFile
 from peer.sync.engine.transfer.discarded import Discarded
 from peer.sync.engine.vectors import SharedBuffer
 from swarm import files
@@ -15,11 +15,9 @@ from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
 
-_MAX_HEADER_BYTES = 1 << 20
-
 
 class StateStore:
-    """The best `keep` states under `folder`, one file each: a line of JSON (header and digest), then the tensors' bytes.
+    """The best `keep` states under `folder`, a chunk file each: its line is the header and the digest, its bytes are the tensors'.
 
     Raises UserError (disk) when the folder cannot be made.
     """
@@ -39,17 +37,9 @@ class StateStore:
     def save(self, state: State) -> Path:
         """Write `state` durably, then delete all but the last `keep`. Raises UserError (disk) and leaves what was there."""
         path = self.folder / f"samples-{state.header.samples:016d}-round-{state.header.round:08d}-{state.digest[:12]}.state"
-        temporary = path.with_suffix(".tmp")
         try:
-            with temporary.open("wb") as file:
-                file.write(json.dumps({"digest": state.digest, "header": state.header.to_json()}).encode() + b"\n")
-                file.write(memoryview(state.buffer.bytes().numpy()))
-                files.sync(file)
-            temporary.replace(path)
-            files.flush(self.folder)
+            chunk_file.write(path, {"digest": state.digest, "header": state.header.to_json()}, state.buffer.bytes(), durable=True)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             free = 0.0
             with contextlib.suppress(OSError):
                 free = files.free_bytes(self.folder) / 2**30
@@ -64,17 +54,17 @@ class StateStore:
                 old.unlink(missing_ok=True)
         return path
 
-    def open(self, digest: str) -> tuple[BinaryIO, int] | None:
-        """The file of that state, readable also once it is deleted, and where in it the tensors' bytes begin; None when it is not here."""
+    def open(self, digest: str) -> ChunkFile | None:
+        """The file of that state; None when it is not here."""
         for path in self.folder.glob(f"samples-*-{digest[:12]}.state"):
             try:
-                file = path.open("rb")
-                first = json.loads(file.readline(_MAX_HEADER_BYTES))
-                if first["digest"] == digest:
-                    return file, file.tell()
-                file.close()
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                file = ChunkFile(path)
+            except (OSError, ValueError) as error:
                 log.warning("passed over %s: %s", path.name, error)
+                continue
+            if file.first.get("digest") == digest:
+                return file
+            file.close()
         return None
 
     def load(self, run: str, schema: str, num_bytes: int, target: int) -> State | None:
@@ -102,16 +92,16 @@ class StateStore:
 
 def read_state(path: Path, num_bytes: int) -> State:
     """The state in a file that `StateStore` wrote; num_bytes: of its tensors. Raises BadState, OSError."""
-    with path.open("rb") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            first = json.loads(file.readline(_MAX_HEADER_BYTES))
-            promised, header = first["digest"], read_header(first["header"])
+            file = stack.enter_context(ChunkFile(path))
+            promised, header = file.first["digest"], read_header(file.first["header"])
         except (ValueError, KeyError, TypeError) as error:
             raise BadState(f"its first line is damaged ({error})") from None
-        if files.left(file) != num_bytes:
+        if file.num_bytes != num_bytes:
             raise BadState("its length is wrong")
         buffer = SharedBuffer(num_bytes)
-        file.readinto(memoryview(buffer.bytes().numpy()))
+        file.read_into(buffer.bytes())
     state = State(header, buffer)
     if state.digest != promised:
         raise BadState("its digest is wrong: a bit has flipped")

@@ -6,7 +6,6 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Container
-from typing import BinaryIO
 
 from blake3 import blake3
 
@@ -14,12 +13,12 @@ from peer.sync.engine import failpoints
 from peer.sync.engine.net import messages
 from peer.sync.engine.net.messages import Chunk, Fetch, MeanOffer, Nothing, StateOffer
 from peer.sync.engine.net.streams import Channel, PeerLost, Streams
-from peer.sync.engine.state import CHUNK_BYTES, Head, State
+from peer.sync.engine.state import Head, State
+from peer.sync.engine.transfer.chunk_file import ChunkFile
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.transfer.download import ANSWER_SECONDS, CHUNKS, PIECE_BYTES, Manifest
 from peer.sync.engine.transfer.replay import MeanStore
 from peer.sync.engine.transfer.slots import Slot, Slots
-from swarm import files
 
 log = logging.getLogger(__name__)
 
@@ -183,13 +182,11 @@ class _Held:
         self.offer = StateOffer(header=manifest.header)
         self.hashes, self.proof = manifest.chunk_hashes, b"".join(manifest.chunk_hashes)
         self.state, self.downloads, self.until = state, 0, 0.0
-        self._file: BinaryIO | None = None
-        self._offset = 0
+        self._file: ChunkFile | None = None
 
-    def move_to(self, opened: tuple[BinaryIO, int] | None) -> None:
-        if opened is not None:
-            self._file, self._offset = opened
-            self.state = None
+    def move_to(self, file: ChunkFile | None) -> None:
+        if file is not None:
+            self._file, self.state = file, None
 
     @property
     def readable(self) -> bool:
@@ -201,9 +198,8 @@ class _Held:
             return self.state.chunk(index)
         if self._file is None:
             raise PeerLost("that state is not here any more")
-        offset = self._offset + index * CHUNK_BYTES
         try:
-            data = await asyncio.get_running_loop().run_in_executor(None, files.read_at, self._file, CHUNK_BYTES, offset)
+            data = await self._file.chunk(index)
         except (OSError, ValueError) as error:
             raise PeerLost(f"that state cannot be read any more: {error}") from None
         if blake3(data).digest() != self.hashes[index]:
@@ -223,9 +219,9 @@ def _held_mean(means: MeanStore, digest: str) -> _Held:
     if kept is None:
         raise PeerLost("the mean of that round is not here")
     held = _Held(kept.manifest, None)
-    held.offer = MeanOffer(header=kept.manifest.header, square_norm=kept.square_norm, num_bytes=kept.num_bytes)
+    held.offer = MeanOffer(header=kept.manifest.header, square_norm=kept.square_norm, num_bytes=kept.file.num_bytes)
     held.hashes, held.proof = kept.hashes, held.proof + b"".join(kept.hashes)
-    held.move_to((kept.file, kept.offset))
+    held.move_to(kept.file)
     return held
 
 

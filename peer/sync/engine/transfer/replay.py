@@ -5,8 +5,6 @@ have that digest, bit for bit, or it is fetched whole.
 """
 
 import asyncio
-import contextlib
-import json
 import logging
 import re
 import time
@@ -14,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -24,9 +21,10 @@ from peer.sync.engine.net.messages import Fetch, MeanOffer, read_header
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.round.averaging import Mean
 from peer.sync.engine.state import ANCESTORS_KEPT, CHUNK_BYTES, HASH_BYTES, BadState, State, hash_chunks, mean_digest
+from peer.sync.engine.transfer import chunk_file
+from peer.sync.engine.transfer.chunk_file import ChunkFile
 from peer.sync.engine.transfer.download import ANSWER_SECONDS, Download, Lied, Manifest, split_hashes
 from peer.sync.engine.vectors import SharedBuffer
-from swarm import files
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +34,6 @@ _SHARE_OF_STATE = 4
 _LOOK_SECONDS = 0.2
 WRITE_SECONDS = 0.8 * ANSWER_SECONDS
 """The other end waits ANSWER_SECONDS for the first word of an answer."""
-_MAX_FIRST_LINE_BYTES = 16 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -46,8 +43,8 @@ def rounds_kept(state_bytes: int, mean_bytes: int) -> int:
 
 
 class MeanStore:
-    """The encoded means of the last rounds under `folder`, one file each: a line of JSON, then the bytes. A cache: nothing is flushed,
-    whatever cannot be written is left out, and what was torn is found out by its hashes."""
+    """The encoded means of the last rounds under `folder`, a chunk file each. A cache: nothing is flushed, whatever cannot be written is
+    left out, and what was torn is found out by its hashes."""
 
     def __init__(self, folder: Path, keep: int = REPLAYED_ROUNDS):
         self.folder, self._keep = folder, keep
@@ -73,8 +70,6 @@ class MeanStore:
     def keep(self, digest: str, manifest: Manifest, mean: Mean) -> None:
         """Write it, and delete those that are not of the last rounds before it."""
         recent = (digest, *manifest.header.parents)[: self._keep]
-        path = self._path(digest)
-        temporary = path.with_suffix(".tmp")
         first = {
             "header": manifest.header.to_json(),
             "state_hashes": b"".join(manifest.chunk_hashes).hex(),
@@ -86,14 +81,9 @@ class MeanStore:
             for old in self.folder.iterdir():
                 if old not in [self._path(one) for one in recent]:
                     old.unlink()
-            with temporary.open("wb") as file:
-                file.write(json.dumps(first).encode() + b"\n")
-                file.write(memoryview(mean.encoded.numpy()))
-            temporary.replace(path)
+            chunk_file.write(self._path(digest), first, mean.encoded, durable=False)
         except OSError as error:
             log.warning("could not keep the mean of round %d for others: %s", manifest.header.round, error.strerror)
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
     async def written(self, digest: str) -> None:
         """Wait for a mean that is about to be on disk: who lost a round asks for it in the same second. At most WRITE_SECONDS."""
@@ -106,20 +96,17 @@ class MeanStore:
         """The mean that made the state named `digest`, which anybody may have sent; None when it is not here."""
         if not _DIGEST.fullmatch(digest):
             return None
-        path = self._path(digest)
+        path, file = self._path(digest), None
         try:
-            file = path.open("rb")
-        except OSError:
+            file = ChunkFile(path)
+            state_hashes, hashes = (split_hashes(bytes.fromhex(file.first[name])) for name in ("state_hashes", "mean_hashes"))
+            return KeptMean(Manifest(read_header(file.first["header"]), state_hashes), float(file.first["square_norm"]), hashes, file)
+        except FileNotFoundError:
             return None
-        try:
-            first = json.loads(file.readline(_MAX_FIRST_LINE_BYTES))
-            state_hashes, hashes = (split_hashes(bytes.fromhex(first[name])) for name in ("state_hashes", "mean_hashes"))
-            manifest = Manifest(read_header(first["header"]), state_hashes)
-            num_bytes = files.left(file)
-            return KeptMean(manifest, float(first["square_norm"]), num_bytes, hashes, file, file.tell())
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("passed over %s: %s", path.name, error)
-            file.close()
+            if file is not None:
+                file.close()
             return None
 
     def _path(self, digest: str) -> Path:
@@ -128,14 +115,12 @@ class MeanStore:
 
 @dataclass
 class KeptMean:
-    """manifest: of the state that it made; hashes: of its chunks; offset: where its bytes begin in `file`, which the caller closes."""
+    """manifest: of the state that it made; hashes: of its chunks; file: the caller closes it."""
 
     manifest: Manifest
     square_norm: float
-    num_bytes: int
     hashes: tuple[bytes, ...]
-    file: BinaryIO
-    offset: int
+    file: ChunkFile
 
 
 class MeanOf:

@@ -1,7 +1,6 @@
 """Writing each state to disk in the background, the newest only, and since when which one is there."""
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from swarm.errors import UserError
 
 _LOOK_SECONDS = 0.2
 _REMEMBERED_SECONDS = 600.0
-"""Longer than a state must have been on disk to be settled without company, however many rounds are made in that time."""
+"""Longer than a state must have been on disk to be final without company, however many rounds are made in that time."""
 
 
 class Saver:
@@ -36,7 +35,7 @@ class Saver:
         self._writing: asyncio.Task | None = None
         self._saved: deque[tuple[str, float]] = deque()
         if (found := store.open(state.digest)) is not None:
-            with contextlib.closing(found[0]):
+            with found:
                 self._saved.append((state.digest, clock()))
         elif state.header.round:
             self.want(state)  # the trainer's, or one just fetched: whoever had it may never have come to write it

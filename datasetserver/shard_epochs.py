@@ -1,4 +1,4 @@
-"""The units of a run (a shard in an epoch each), the order in which they are given out, and who holds their samples.
+"""The shard epochs of a run (a shard in an epoch each), the order in which they are given out, and who holds their samples.
 
 Every sample is in exactly one state, and the strongest claim decides: counted (in the head's lineage), pending (in a live
 contribution), leased, available.
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from datasetserver.samples import Masks, UnitId, full, size, union
+from datasetserver.samples import Masks, ShardEpochId, full, size, union
 from swarm.protocol import shuffled
 
 
@@ -20,18 +20,18 @@ class Lease:
     peer: str
     deadline: float
     since: float
-    units: Masks = field(default_factory=dict)
+    shard_epochs: Masks = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
-        return size(self.units)
+        return size(self.shard_epochs)
 
 
 @dataclass
 class Contribution:
     peer: str
     number: int
-    units: Masks
+    shard_epochs: Masks
     live: bool = True
     """False once it was given back or its peer was gone for too long."""
     counted: bool = False
@@ -41,14 +41,14 @@ class Contribution:
 
     @property
     def samples(self) -> int:
-        return size(self.units)
+        return size(self.shard_epochs)
 
 
 @dataclass(eq=False)
-class Unit:
+class ShardEpoch:
     """position: its place in the epoch's order. pending and counted never overlap; holders: the leases that hold samples of it."""
 
-    uid: UnitId
+    uid: ShardEpochId
     position: int
     samples: int
     pending: int = 0
@@ -63,7 +63,7 @@ class Unit:
     @property
     def held(self) -> int:
         """What any lease holds, whatever came of it since."""
-        return union(lease.units[self.uid] for lease in self.holders)
+        return union(lease.shard_epochs[self.uid] for lease in self.holders)
 
     @property
     def leased(self) -> int:
@@ -74,11 +74,11 @@ class Unit:
         return full(self.samples) & ~(self.held | self.pending | self.counted)
 
     def held_by(self, peer: str) -> int:
-        return union(lease.units[self.uid] for lease in self.holders if lease.peer == peer)
+        return union(lease.shard_epochs[self.uid] for lease in self.holders if lease.peer == peer)
 
 
-class Units:
-    """All units that were ever of interest, by id. shards: samples of each; seed: of the order of shards in every epoch.
+class ShardEpochs:
+    """All shard epochs that were ever of interest, by id. shards: samples of each; seed: of the order of shards in every epoch.
 
     generations: (from epoch, number of shards) of a dataset that grew, ascending: from that epoch on, an epoch has the first so many shards.
     """
@@ -87,66 +87,66 @@ class Units:
         self.shards, self._seed = shards, seed
         self._generations = tuple(generations) or ((0, len(shards)),)
         self._sums = [0, *accumulate(shards)]
-        self._units: dict[UnitId, Unit] = {}
+        self._shard_epochs: dict[ShardEpochId, ShardEpoch] = {}
         self._orders: dict[int, _Order] = {}
         self.freed: list[tuple[int, int]] = []
-        """A heap of the places of units that were given out and have something available again."""
+        """A heap of the places of shard epochs that were given out and have something available again."""
         self.frontier = (0, 0)
-        """The place of the first unit that was never given out."""
+        """The place of the first shard epoch that was never given out."""
         self.last_epoch = -1
-        """The last one of which a unit was ever of interest; -1: none."""
+        """The last one of which a shard epoch was ever of interest; -1: none."""
         self._tally, self._lowest = Tally(), 0
 
-    def __getitem__(self, uid: UnitId) -> Unit:
-        unit = self._units.get(uid)
-        if unit is None:
+    def __getitem__(self, uid: ShardEpochId) -> ShardEpoch:
+        item = self._shard_epochs.get(uid)
+        if item is None:
             epoch, shard = uid
-            unit = self._units[uid] = Unit(uid, self._order(epoch).positions[shard], self.shards[shard])
+            item = self._shard_epochs[uid] = ShardEpoch(uid, self._order(epoch).positions[shard], self.shards[shard])
         self._tally.touched.add(uid)
-        return unit
+        return item
 
-    def get(self, uid: UnitId) -> Unit | None:
-        """A unit that was of interest before, or None."""
-        return self[uid] if uid in self._units else None
+    def get(self, uid: ShardEpochId) -> ShardEpoch | None:
+        """A shard epoch that was of interest before, or None."""
+        return self[uid] if uid in self._shard_epochs else None
 
-    def known(self) -> Sequence[Unit]:
-        return list(self._units.values())
+    def known(self) -> Sequence[ShardEpoch]:
+        return list(self._shard_epochs.values())
 
-    def returned(self) -> Iterator[tuple[Unit, int]]:
-        """Units behind the frontier and what is available of them again, each once: whoever takes one is to take all of it."""
+    def returned(self) -> Iterator[tuple[ShardEpoch, int]]:
+        """Shard epochs behind the frontier and what is available of them again, each once: whoever takes one is to take all of it."""
         while self.freed and self.freed[0] < self.frontier:
-            unit = self._at(heapq.heappop(self.freed))
-            if unit.available:
-                yield unit, unit.available
+            item = self._at(heapq.heappop(self.freed))
+            if item.available:
+                yield item, item.available
 
-    def ahead(self) -> Iterator[tuple[Unit, int]]:
-        """Units that were never given out and what is available of them, without an end, each once."""
+    def ahead(self) -> Iterator[tuple[ShardEpoch, int]]:
+        """Shard epochs that were never given out and what is available of them, without an end, each once."""
         while True:
-            unit = self._at(self.frontier)
+            item = self._at(self.frontier)
             epoch, position = self.frontier
             self.frontier = (epoch, position + 1) if position + 1 < self._count(epoch) else (epoch + 1, 0)
-            if unit.available:
-                yield unit, unit.available
+            if item.available:
+                yield item, item.available
 
-    def free(self, unit: Unit) -> None:
+    def free(self, item: ShardEpoch) -> None:
         """Something of it may be available again."""
-        heapq.heappush(self.freed, unit.place)
+        heapq.heappush(self.freed, item.place)
 
     def totals(self) -> dict[str, int]:
-        """Samples per state, over all epochs of which a unit was ever of interest."""
-        claimed = self._tally.look(self._units)
+        """Samples per state, over all epochs of which a shard epoch was ever of interest."""
+        claimed = self._tally.look(self._shard_epochs)
         return {"available": self._samples_through(self.last_epoch) - sum(claimed.values()), **claimed}
 
     def epoch_progress(self) -> tuple[int, int]:
         """(the lowest epoch that is not wholly counted, its counted samples)."""
-        self._tally.look(self._units)
+        self._tally.look(self._shard_epochs)
         counted = self._tally.counted_in
         while counted[self._lowest] == self.epoch_samples(self._lowest):
-            self._lowest += 1  # for good: what is counted stays so, or all units are made anew
+            self._lowest += 1  # for good: what is counted stays so, or all shard epochs are made anew
         return self._lowest, counted[self._lowest]
 
-    def samples(self, uid: UnitId) -> int:
-        """Of a unit; 0 where the epoch has no such shard."""
+    def samples(self, uid: ShardEpochId) -> int:
+        """Of a shard epoch; 0 where the epoch has no such shard."""
         epoch, shard = uid
         return self.shards[shard] if shard < self._count(epoch) else 0
 
@@ -163,36 +163,37 @@ class Units:
         """How many shards the epoch has."""
         return next(count for first, count in reversed(self._generations) if first <= epoch)
 
-    def _at(self, place: tuple[int, int]) -> Unit:
+    def _at(self, place: tuple[int, int]) -> ShardEpoch:
         epoch, position = place
         return self[epoch, self._order(epoch).shards[position]]
 
     def _order(self, epoch: int) -> "_Order":
         if epoch not in self._orders:
+            # "units" is what they were called when this order was drawn first: runs that exist keep it.
             self._orders[epoch] = _Order(shuffled(self._count(epoch), self._seed, "units", epoch))
             self.last_epoch = max(self.last_epoch, epoch)
         return self._orders[epoch]
 
 
 class Tally:
-    """Sums over all units, kept up to date: what is asked for every second looks only at units that somebody had in hand since.
+    """Sums over all shard epochs, kept up to date: what is asked for every second looks only at those that somebody had in hand since.
 
-    touched: units that may have changed. counted_in: counted samples by epoch, as of the last look.
+    touched: shard epochs that may have changed. counted_in: counted samples by epoch, as of the last look.
     """
 
     _KINDS = ("leased", "pending", "counted")
 
     def __init__(self) -> None:
-        self.touched: set[UnitId] = set()
+        self.touched: set[ShardEpochId] = set()
         self.counted_in: Counter[int] = Counter()
-        self._known: dict[UnitId, tuple[int, ...]] = {}
+        self._known: dict[ShardEpochId, tuple[int, ...]] = {}
         self._sums = [0, 0, 0]
 
-    def look(self, units: Mapping[UnitId, Unit]) -> dict[str, int]:
+    def look(self, shard_epochs: Mapping[ShardEpochId, ShardEpoch]) -> dict[str, int]:
         """Samples leased, pending and counted."""
         for uid in self.touched:
             before = self._known.get(uid, (0, 0, 0))
-            now = self._known[uid] = tuple(getattr(units[uid], kind).bit_count() for kind in self._KINDS)
+            now = self._known[uid] = tuple(getattr(shard_epochs[uid], kind).bit_count() for kind in self._KINDS)
             self._sums = [total + new - old for total, new, old in zip(self._sums, now, before, strict=True)]
             self.counted_in[uid[0]] += now[2] - before[2]
         self.touched.clear()

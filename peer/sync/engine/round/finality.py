@@ -1,0 +1,36 @@
+"""Which states have been safe long enough to be reported: a committed round may still be lost until then."""
+
+from collections import deque
+from collections.abc import Collection
+
+from peer.contracts import CommittedRound
+from peer.sync.engine.state import State
+
+
+class Finality:
+    """The states of our lineage that nobody was told of yet, oldest first.
+
+    A state read from disk, or fetched, may never have been reported by those who made it; reporting twice does no harm.
+    """
+
+    def __init__(self, state: State):
+        self.waiting = _committed_rounds(state)
+        self._told: deque[str] = deque(maxlen=64)
+
+    def moved(self, before: State, state: State) -> None:
+        """Our state was `before` and is `state`; what is not an ancestor of it any more is forgotten."""
+        kept = self.waiting if before.digest in state.header.parents else []
+        known = {*self._told, *(committed_round.digest for committed_round in kept)}
+        self.waiting = kept + [committed_round for committed_round in _committed_rounds(state) if committed_round.digest not in known]
+
+    def take(self, safe: Collection[str]) -> list[CommittedRound]:
+        """Those that are final now that the digests `safe` are: a safe state's ancestors are in it."""
+        newest = max((index for index, committed_round in enumerate(self.waiting) if committed_round.digest in safe), default=-1)
+        final, self.waiting = self.waiting[: newest + 1], self.waiting[newest + 1 :]
+        self._told.extend(committed_round.digest for committed_round in final)
+        return final
+
+
+def _committed_rounds(state: State) -> list[CommittedRound]:
+    own = [state.header.committed_round(state.digest)] if state.header.round else []
+    return [*reversed(state.header.ancestors), *own]

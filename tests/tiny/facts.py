@@ -1,0 +1,32 @@
+"""What tests have to know of a tiny model that the facts of its family do not say."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    family: str
+    """The module of peer/models that trains it."""
+    build: Callable[[], Any]
+    """Its pipeline, for 16x16 pictures; every text encoder has two layers, and knows WORDS."""
+    encode: Callable[[Any, Sequence[str]], tuple[Tensor, Tensor | None]]
+    """What the pipeline itself makes of captions: states, and pooled where it has such."""
+    keys: tuple[str, ...]
+    """Names of tensors by which one file of the original layout is known."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """Options of a run that fit its tokenizers."""
+    drawing: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments with which its pipeline is called in plain diffusers."""
+    hearing: Mapping[str, Any] = field(default_factory=dict)
+    """Options of a run with which what a caption says is heard: at high noise only, or where the velocity is predicted."""
+    rate: str = "3e-3"
+    steps: int = 200
+    """Learning rate and steps in which it is taught four colours."""
+    foreign: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Reasons for which options of others are refused, and the options."""
+    wrong: Mapping[str, list[tuple]] = field(default_factory=dict)
+    """Wrong values of the options that only its family has, as in tests/test_wrong_options.py."""
