@@ -16,10 +16,9 @@ from peer.drawing.validation import untouched
 from peer.machine.device import Precision, RankGroup
 from swarm.errors import ExitCode, UserError
 from swarm.files import replace
+from swarm.picture_folder import IMAGE_SUFFIXES
 
 log = logging.getLogger(__name__)
-
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 
 class ClassPictures:
@@ -79,7 +78,7 @@ def draw_class_pictures(
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES) if folder.is_dir() else []
+    return sorted(path for path in folder.glob("*") if path.suffix.lower() in IMAGE_SUFFIXES) if folder.is_dir() else []
 
 
 def _missing(folder: Path, count: int) -> list[int]:
