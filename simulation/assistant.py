@@ -48,7 +48,7 @@ class Assistant(Machine):
 
     def kill(self, *, power: bool = False) -> None:
         if self.sidecar is not None and not self.sidecar.dead:
-            self.sidecar.dead = True
+            self.sidecar.die()
             self.graveyard.append(self.sidecar)
         if self.host is not None:
             self.world.network.die(self.host, power=power)

@@ -63,7 +63,8 @@ class _Numbered:
 
 
 class _Task(_Numbered, asyncio.Task):
-    pass
+    owner: Owner | None
+    """The process that began it."""
 
 
 class _Future(_Numbered, asyncio.Future):
@@ -85,7 +86,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return _Future(loop=self)
 
     def create_task(self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None) -> asyncio.Task:
-        return _Task(coro, loop=self, name=name, context=context)
+        task = _Task(coro, loop=self, name=name, context=context)
+        task.owner = OWNER.get() if context is None else context.get(OWNER)
+        return task
 
     def call_soon(self, callback: Callable, *args: Any, context: contextvars.Context | None = None) -> _Handle:
         # Not `or`: an empty context is false.

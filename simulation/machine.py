@@ -86,6 +86,11 @@ class Process:
 
         return result, world.rng.uniform(0.0005, 0.02) * self.machine.slowness, ended
 
+    def die(self) -> None:
+        """Killed: what it was in the middle of stays as it is. Its tasks are held: collected, they would be unwound at some moment, and touch the world."""
+        self.dead = True
+        self.tasks = [task for task in asyncio.all_tasks(self.machine.world.loop) if task.owner is self]
+
     def stop(self) -> None:
         self.stopped = True
 
@@ -261,7 +266,7 @@ class Machine:
         """Both processes at once; without power what was not flushed is lost as well."""
         for process in (self.trainer, self.sidecar):
             if process is not None and not process.dead:
-                process.dead = True
+                process.die()
                 self.graveyard.append(process)
         if self.host is not None:
             self.world.network.die(self.host, power=power)
@@ -273,7 +278,7 @@ class Machine:
         self.world.network.die(self.host, power=False)
 
     def _bury(self, process: Process) -> None:
-        process.dead = True
+        process.die()
         self.graveyard.append(process)
         self.disk.crash(power=False)
         process.port.other._notify()
@@ -326,7 +331,7 @@ class Machine:
                 if node is not None:
                     await node.close()
                 port.close()
-                process.dead = True
+                process.die()
                 self.graveyard.append(process)
 
     async def _join(self, process: Process) -> SimNode:

@@ -3,10 +3,12 @@
 import asyncio
 import gc
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from simulation.loop import OWNER, Deadlock, VirtualLoop
+from simulation.machine import Process
 from simulation.threads import LockStepThread
 
 
@@ -73,6 +75,26 @@ def test_a_job_gives_its_error_to_whoever_waits(loop):
             await asyncio.get_running_loop().run_in_executor(None, lambda: 1 / 0)
 
     loop.run_until_complete(scene())
+
+
+def test_what_a_killed_process_was_in_the_middle_of_is_not_unwound_by_the_collector(loop):
+    process, seen = Process(SimpleNamespace(world=SimpleNamespace(loop=loop)), "sidecar"), []
+    loop.set_exception_handler(lambda loop, context: seen.append(context["message"]))
+
+    async def waits():
+        try:
+            await loop.create_future()
+        finally:
+            seen.append("unwound")
+
+    async def begins_what_it_does_not_hold():
+        asyncio.create_task(waits())  # noqa: RUF006
+
+    loop.call_soon(process.spawn, begins_what_it_does_not_hold())
+    loop.run_until_complete(asyncio.sleep(1))
+    process.die()
+    gc.collect()
+    assert not seen
 
 
 def test_a_stopped_process_goes_on_where_it_was_and_a_dead_one_never(loop):

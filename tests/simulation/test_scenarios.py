@@ -3,7 +3,7 @@
 import pytest
 
 from peer import rooms
-from simulation.world import Scenario, play
+from simulation.world import Scenario, World, play
 
 STRATEGIES = [name for name in rooms.parts("sync") if name != "none"]
 
@@ -17,3 +17,18 @@ def test_two_peers_of_every_strategy_average_and_account_for_every_sample(sync, 
     outcome = play(Scenario(seed=5, peers=2, hours=1.0, rounds=8, sync=sync, overlap=overlap))
     assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
     assert outcome.rounds >= 8 and outcome.committed > 0.8 and outcome.adopted["averaged"] >= 8
+
+
+class BehindRouters(World):
+    """Nobody can dial anybody, as when all peers that could be dialled were replaced."""
+
+    def add_peer(self):
+        machine = super().add_peer()
+        machine.link.behind_nat = True
+        return machine
+
+
+def test_peers_that_nobody_can_dial_come_together_once_somebody_assists():
+    outcome = BehindRouters(Scenario(seed=1, peers=3, hours=0.03)).play()
+    assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
+    assert outcome.adopted["averaged"] >= 3

@@ -33,10 +33,11 @@ from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.matchmaking import NoGroup
 from peer.sync.engine.round.met import Met
 from peer.sync.engine.round.next_round import NextRound
+from peer.sync.engine.round.past_rounds import Past
 from peer.sync.engine.round.plausible import Plausible
 from peer.sync.engine.round.reception import Reception
 from peer.sync.engine.round.rounds import OuterStep, Round, Rounds
-from peer.sync.engine.round.rounds_file import write_round
+from peer.sync.engine.round.rounds_file import read_rounds, write_round
 from peer.sync.engine.round.status import Status
 from peer.sync.engine.state import Head, State
 from peer.sync.engine.trainer.messages import Done, Failed, Sends
@@ -127,6 +128,7 @@ class Replica:
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end)
         # What is kept of our states, what is handed out, and what others see of us.
         self._finality = Finality(state)
+        self._past = Past(streams, self.state, self._holders, self.trainer.final, read_rounds(rounds_path), clock)
         self._donor = Donor(
             streams, lambda: self.state.value, store, self._means, lambda: self.phase.value is Phase.AVERAGE, clock, met=self.met
         )
@@ -211,6 +213,7 @@ class Replica:
         await self._donor.start()
         await serve_link(self._streams)
         await serve_kind(self._streams, self._kind)
+        await self._past.serve()
         await self._presence.publish()
         await self.neighbours.read()
 
@@ -218,7 +221,7 @@ class Replica:
         """Take part until closed, with all that goes on beside it. Raises UserError when this peer cannot go on."""
         beside = (
             *self._presence.tasks(), self._saver.save_forever, self._means.keep_forever, self._donor.tidy_forever,
-            self._rebase_trainer_forever, self._report_forever, self._ask_for_the_end_forever,
+            self._rebase_trainer_forever, self._report_forever, self._ask_for_the_past_forever, self._ask_for_the_end_forever,
         )  # fmt: skip
         tasks = [asyncio.create_task(job()) for job in (self.take_part, *beside)]
         try:
@@ -425,6 +428,7 @@ class Replica:
         self.trainer.moved()
         self.heads.moved(state, fetched=how == "fetched")
         self._finality.moved(previous, state)
+        self._past.moved(state)
         self._donor.retire(previous)
         self.rounds.matchmaker.moved()
         self._saver.want(state)
@@ -464,6 +468,15 @@ class Replica:
             await failpoints.reached("before_final", self.node.peer_id)
             self.trainer.final(final)
             self.bell.ring()
+
+    async def _ask_for_the_past_forever(self) -> None:
+        """Who fetches a state asks what made it further back than it says itself."""
+        await self._past.ask_forever(lambda ready: self.bell.until(lambda: self.phase.value is not Phase.JOIN and ready()))
+
+    def _holders(self) -> list[str]:
+        """The others, those first that stand on our state."""
+        others = sorted(self.neighbours.others(), key=lambda record: record.digest != self.state.value.digest)
+        return [record.peer_id for record in others]
 
     # ---------------------------------------------------------------- the end
 

@@ -25,6 +25,7 @@ from peer.sync.engine.net.messages import (
     Message,
     Nothing,
     Onward,
+    PastRounds,
     Refusal,
     Share,
     StateOffer,
@@ -63,6 +64,7 @@ HONEST = [
     Fetch(digest="d" * 64, mean=True),
     StateOffer(header=grown(3)),
     MeanOffer(header=grown(), square_norm=2.25, num_bytes=1 << 20),
+    PastRounds(rounds=grown(4).ancestors),
     Chunk(chunk=3),
     LinkPiece(more=True, pieces=4),
 ]

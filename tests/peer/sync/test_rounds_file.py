@@ -3,8 +3,9 @@
 import json
 from types import SimpleNamespace
 
+from peer.contracts import CommittedRound, Member
 from peer.sync.engine.round import rounds_file
-from peer.sync.engine.round.rounds_file import EARLIER, write_round
+from peer.sync.engine.round.rounds_file import EARLIER, read_rounds, write_round
 
 
 def state(number):
@@ -23,3 +24,17 @@ def test_a_long_file_is_set_aside_once_and_a_new_one_begun(tmp_path, monkeypatch
         write_round(path, state(number), "averaged", 2, "one", 1.7e9)
     assert rounds_in(tmp_path / EARLIER) == [3, 4, 5] and rounds_in(path) == [6, 7], "the newest are there without a gap"
     assert {each.name for each in tmp_path.iterdir()} == {path.name, EARLIER}
+
+
+def test_a_peer_that_comes_back_reads_the_last_rounds_that_it_wrote_whole(tmp_path, monkeypatch):
+    path, members = tmp_path / "rounds.jsonl", (Member("one", 1, 8), Member("two", 3, 4))
+    monkeypatch.setattr(rounds_file, "_READ_BYTES", 1000)  # four of the lines, and the end of a fifth
+    for number in range(10):
+        header = SimpleNamespace(round=number, samples=12 * number, parents=(f"{number - 1:064x}",), members=members)
+        write_round(path, SimpleNamespace(header=header, digest=f"{number:064x}"), "averaged", 2, "one", 1.7e9)
+    with path.open("a") as file:
+        file.write('{"round": 10, "samples')
+    rounds = read_rounds(path)
+    assert rounds[-1] == CommittedRound(f"{9:064x}", f"{8:064x}", 9, 108, members)
+    assert [each.round for each in rounds] == list(range(10 - len(rounds), 10)) and 2 <= len(rounds) <= 4
+    assert read_rounds(tmp_path / "nothing.jsonl") == []

@@ -42,6 +42,8 @@ MAX_WAIT_SECONDS = 300.0
 """Nobody is waited for longer, whatever it says."""
 MOST_NAMED = 8
 """Peers that a peer's ticket or a leader's announcement accuses."""
+MOST_PAST_ROUNDS = 16
+"""In one answer; fewer where they have many members."""
 MOST_CULPRITS = 64
 """Peers that a refusal accuses."""
 _REASON_LENGTH = 200
@@ -256,6 +258,15 @@ class MeanOffer(StateOffer):
 
     square_norm: Measured
     num_bytes: Count
+
+
+class PastRounds(Message):
+    """To a Fetch: the round that made that state and those before it, the newest first; empty where they are not known."""
+
+    rounds: Annotated[tuple[_Ancestor, ...], Field(max_length=MOST_PAST_ROUNDS)] = ()
+
+    def wire(self) -> dict[str, Any]:
+        return {"rounds": [{**vars(each), "members": [dict(vars(member)) for member in each.members]} for each in self.rounds]}
 
 
 class Chunk(Message):

@@ -1,9 +1,12 @@
 """`rounds.jsonl`: one line for each state that this peer adopted."""
 
+import contextlib
 import json
 import logging
+import os
 from pathlib import Path
 
+from peer.contracts import CommittedRound, Member
 from peer.sync.engine.state import State
 
 log = logging.getLogger(__name__)
@@ -11,6 +14,21 @@ log = logging.getLogger(__name__)
 EARLIER = "rounds.1.jsonl"
 _MOST_BYTES = 32 << 20
 """Some 60,000 rounds of three peers. Then the file becomes EARLIER, which replaces the one before, and a new one is begun."""
+_READ_BYTES = 1 << 20
+"""Some 1,900 rounds of three peers."""
+
+
+def read_rounds(path: Path) -> list[CommittedRound]:
+    """The last rounds in the file, the oldest first; none where it cannot be read."""
+    rounds = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - _READ_BYTES, 0))
+        for line in file.read().splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                values = json.loads(line)
+                members = tuple(Member(*member) for member in values["members"])
+                rounds.append(CommittedRound(values["digest"], values["parent"], values["round"], values["samples"], members))
+    return [each for each in rounds if each.round]
 
 
 def write_round(path: Path, state: State, how: str, live_peers: int, peer: str, now: float) -> None:

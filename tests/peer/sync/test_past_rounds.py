@@ -1,0 +1,83 @@
+"""Rounds that a header names no more: fetched from whoever knows them, and believed as far as the header proves them."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from peer.contracts import Member
+from peer.sync.engine.cell import Bell, Cell
+from peer.sync.engine.net.messages import Fetch, PastRounds
+from peer.sync.engine.round.past_rounds import PAST, Past
+from peer.sync.engine.state import Header
+
+ROUNDS = 40
+
+
+def states():
+    """The base model's header, and those of 40 rounds that a and b made."""
+    headers = [Header(run="r" * 64, schema="s" * 64)]
+    for number in range(1, ROUNDS + 1):
+        members = [Member("a", number, 3), Member("b", number, number)]
+        headers.append(headers[-1].child(digest(number - 1), members))
+    return [SimpleNamespace(digest=digest(number), header=header) for number, header in enumerate(headers)]
+
+
+def digest(number):
+    return f"{number:012x}" * 5 + "abcd"
+
+
+def committed(state):
+    return state.header.committed_round(state.digest)
+
+
+async def learned_from(nodes, ours, peer):
+    """What a peer that has just fetched the last state learns of the others within a minute."""
+    bell, learned = Bell(), []
+    past = Past(ours, Cell(states()[-1], bell, nodes.clock), lambda: [peer], learned.extend, (), nodes.clock)
+    nodes.ends_with_the_test(asyncio.create_task(past.ask_forever(bell.until)))
+    await asyncio.sleep(60)
+    return learned
+
+
+@pytest.mark.parametrize("gap", [0, 20])
+def test_who_fetches_a_state_learns_of_all_rounds_that_its_holder_knows_without_a_gap(virtual, gap):
+    made = [committed(state) for state in states()[1:] if state.header.round != gap]
+
+    async def scenario(nodes):
+        (_, ours), (node, theirs) = await nodes.streams(2)
+        await Past(theirs, Cell(states()[0], Bell(), nodes.clock), list, print, made, nodes.clock).serve()
+        learned = sorted(await learned_from(nodes, ours, node.peer_id), key=lambda each: each.round)
+        # The header of round 40 names its own members and those of the eight rounds before.
+        assert learned == [each for each in made if gap < each.round <= ROUNDS - 9]
+
+    virtual(scenario)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"digest": digest(31)[:-4] + "9999"},
+        {"samples": 10_000},
+        {"round": 30},
+        {"members": ()},
+        {"parent": "9" * 64},
+        {"members": (Member("a", 31, 0), Member("b", 31, 34))},
+    ],
+    ids=str,
+)
+def test_what_the_header_does_not_prove_is_not_believed(virtual, forged):
+    lie = replace(committed(states()[31]), **forged)
+
+    async def scenario(nodes):
+        (_, ours), (node, theirs) = await nodes.streams(2)
+
+        async def answer(channel):
+            await channel.receive(Fetch, seconds=10)
+            await channel.send(PastRounds(rounds=(lie,)), seconds=10)
+
+        await theirs.serve(PAST, answer)
+        assert not await learned_from(nodes, ours, node.peer_id)
+
+    virtual(scenario)
