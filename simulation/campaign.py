@@ -22,7 +22,7 @@ _WORLDS_OF_A_PROCESS = 100
 
 
 def mixed(seed: int) -> Scenario:
-    """The scenario of that seed: 3 to 8 peers, any strategy and wire, all faults or a few of them, often or seldom."""
+    """The scenario of that seed: 1 to 8 peers, any strategy and wire, all faults or a few of them, often or seldom."""
     rng = random.Random(f"{seed} mixed")
     sync = rng.choice(SYNCS)
     faults = KINDS if rng.random() < 0.6 else tuple(sorted(rng.sample(KINDS, rng.randint(2, 5))))
