@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from datasetserver.hub import HubDataset
-from datasetserver.sources import Folder, Source
+from datasetserver.sources import Folder, Hub, Source
 from swarm.errors import UserError
 from swarm.listening import is_loopback
 from swarm.logs import FORMATS
@@ -112,7 +111,7 @@ class ServerConfig:
         """Where the samples come from; None for what is ready in the work folder."""
         if self.dataset_name:
             columns = self.image_column, self.caption_column
-            return HubDataset(
+            return Hub(
                 self.dataset_name, self.dataset_config_name, self.dataset_split, self.dataset_revision, *columns, self.max_train_samples
             )
         return Folder(Path(self.dataset), self.caption_column) if self.dataset else None

@@ -15,9 +15,9 @@ from pathlib import Path
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
-from datasetserver.pictures import BadSample
 from swarm import files, protocol
 from swarm.digest import digest_bytes
+from swarm.picture_file import BadSample
 from swarm.protocol import DrawnPicture
 from swarm.records import ASSIST
 

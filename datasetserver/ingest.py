@@ -26,13 +26,14 @@ from datasetserver.sources import Folder, Source, picture_of
 from swarm import files
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
+from swarm.picture_folder import nothing_in
 from swarm.protocol import Generation, Manifest, Shard
 from swarm.run.family import families
 
 log = logging.getLogger(__name__)
 SHARD_SAMPLES = 256
 SHARD_BYTES = 48 << 20
-_FORMAT = 4  # of the shards: raise it when the same dataset would give other bytes
+_FORMAT = 4  # of the shards: raise it when the same dataset would give other pixels or captions
 CLIP_TOKENS = 75
 _CUTS_CAPTIONS = " and ".join(family.title for family in families().values() if family.caption_tokens == CLIP_TOKENS + 2)
 """Of a caption, besides the two that mark its beginning and end."""
@@ -136,13 +137,9 @@ def ingest(
         batches.end(keeper)
     rejected = sorted(listing.faults + batches.rejected)
     if not batches.shards and not grown:
-        first = f" (the first: {rejected[0][0]}: {rejected[0][1]})" if rejected else ""
         if not dry:
             _write_table(work_dir / "rejected.csv", ["file", "reason"], rejected)
-        raise UserError(
-            f"{source} holds no picture that can be trained on; {len(rejected)} were left out{first}.",
-            fix="Put pictures and a .txt with each picture's caption, of the same name, into it.",
-        )
+        raise nothing_in(source, rejected)
     manifest = _grown(grown.manifest, batches.shards, grow_from or 0) if grown else Manifest.of(batches.shards)
     data = canonical_json(manifest.model_dump())
     digest = digest_bytes(data)

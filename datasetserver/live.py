@@ -9,12 +9,12 @@ from datasetserver import answers
 from datasetserver.addresses import is_this_machine
 from datasetserver.downloads import immutable
 from datasetserver.gate import caller
-from datasetserver.pictures import BadSample
 from datasetserver.refused import Refused
 from datasetserver.service import SERVICE, for_run
 from swarm import protocol
 from swarm.page import assets
 from swarm.page.watch import MOST_WATCHERS
+from swarm.picture_file import BadSample
 
 
 async def get_page(request: web.Request) -> web.Response:

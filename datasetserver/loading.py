@@ -7,9 +7,10 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
-from datasetserver.pictures import BadSample, Sample, load_sample
-from datasetserver.sources import Pair
+from datasetserver.pictures import Sample, load_sample
 from swarm.lifeline import die_with_parent
+from swarm.picture_file import BadSample
+from swarm.picture_folder import Pair
 
 _WORKER_MEMORY_BYTES = 4 << 30
 
@@ -46,7 +47,7 @@ def load_all(pairs: Iterable[Pair], workers: int | None, total: int | None) -> I
 
 def _load(pair: Pair) -> Sample | str:
     try:
-        return load_sample(pair.image, pair.caption, spare=pair.spare, empty_ok=pair.empty_ok)
+        return load_sample(pair)
     except BadSample as bad:
         return str(bad)
 

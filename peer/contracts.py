@@ -33,11 +33,23 @@ class Sample:
     image: bytes
     caption: str | Sequence[str]
     """Or several captions, one of which is taken by chance."""
+    number: int = 0
+    """The how-many-th it was drawn, which the pool says (peer/samples/buckets.py)."""
+
+    @classmethod
+    def of(cls, key: str, image: bytes, captions: Sequence[str]) -> "Sample":
+        """captions: at least one."""
+        return cls(key, image, captions[0] if len(captions) == 1 else captions)
+
+    @classmethod
+    def bad(cls, key: str) -> "Sample":
+        """In place of what cannot be read: it is left out and counted, like a picture that cannot be decoded."""
+        return cls(key, b"", "")
 
 
 @dataclass(frozen=True)
 class PixelBatch:
-    """Of B pictures. captions: B strings, '' where the caption was dropped."""
+    """Of B pictures; none where all were left out. captions: B strings, '' where the caption was dropped."""
 
     pixels: Tensor | None
     """(B, 3, H, W) float32 in [-1, 1]: one for each picture that is not in `latents`, in their order."""
@@ -50,6 +62,12 @@ class PixelBatch:
     """What a cache knew of some pictures, by their place in the batch: (2C, h, w), as `Model.encode_pixels` has it."""
     names: Sequence[str] = ()
     """Under which a cache is to keep the latents of the B pictures; empty without one."""
+    keys: Sequence[str] = ()
+    """Of the samples among the B pictures, in their order; pictures of the class come after them and have none here."""
+    bad: Sequence[str] = ()
+    """Keys of the samples that are left out, being no pictures."""
+    skipped: Sequence[tuple[str, Exception]] = ()
+    """All that is left out, also of the class, by key or name, each with the reason."""
 
 
 @dataclass(frozen=True)

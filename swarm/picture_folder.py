@@ -1,116 +1,119 @@
 """Which pictures a folder has, and which captions: one rule for the host that makes shards of it and for the peer that trains on it.
 
 A picture's caption is the first that there is and that is not empty: its row in a metadata.jsonl or metadata.csv, the .txt or .caption of the
-same stem beside it, and the name of its folder where that is like kohya's `10_sks dog`, whose pictures come ten times an epoch. Pictures are
-not opened here, and caption files are not read: both may be many.
+same stem beside it, and the name of its folder where that is like kohya's `10_sks dog`, whose pictures come ten times an epoch. Members of
+the WebDataset tars there are pictures, too. Pictures are not opened here, and caption files are not read: both may be many.
 """
 
-import csv
-import json
 import os
 import re
-import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+
+from swarm.captions import CAPTION_COLUMNS, METADATA, Captions, Faults, Row, one_line, read_metadata
+from swarm.errors import UserError
+from swarm.picture_file import BadSample
+from swarm.protocol import MAX_CAPTION_BYTES
+from swarm.tars import members
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-CAPTION_SUFFIXES = (".txt", ".caption")
-CAPTION_COLUMNS = ("text", "caption", "prompt")
-METADATA = ("metadata.csv", "metadata.jsonl")  # the later one wins
-_MAX_LINE_BYTES = 1 << 20
+MAX_FILE_BYTES = 256 << 20
+_CAPTION_SUFFIXES = (".txt", ".caption")
+_PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_OTHER_PICTURES = (".gif", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl")
+_NAMED_FAULTS = 5
 # Kohya's folders repeat what is in them; four digits begin a year more often than they count repeats.
 _REPEATED = re.compile(r"(\d{1,3})_(.+)")
 
-Captions = tuple[str, ...]
+
+@dataclass(frozen=True)
+class Piece:
+    """`size` bytes of a file from `offset` on: a member of a tar."""
+
+    path: Path
+    offset: int
+    size: int
 
 
 @dataclass(frozen=True)
-class FolderPicture:
-    """name: its path below the folder. told: its captions in a metadata file; beside: the file with its caption.
+class Pair:
+    """A picture and its captions, not yet looked at; `name` is its path within the dataset.
 
-    spare: its caption where neither has one; '' outside of kohya's folders. repeats: how often it comes in an epoch.
+    caption: itself, or several, of which chance takes one, or where it is; None where there is none. spare: instead of one that is missing or
+    empty; '' for none. empty_ok: it may be empty or missing in the end. repeats: how often the picture comes in an epoch.
     """
 
     name: str
-    path: Path
-    told: Captions
-    beside: Path | None
-    spare: str
-    repeats: int
+    image: Path | Piece | bytes
+    caption: Path | Piece | Captions | None
+    spare: str = ""
+    empty_ok: bool = False
+    repeats: int = 1
+
+    def read(self) -> bytes:
+        """The picture's bytes. Raises BadSample."""
+        return _read(self.image, MAX_FILE_BYTES, "larger than")
+
+    def captions(self) -> Captions:
+        """At least one, each of one line, together no longer than a shard's caption may be. Raises BadSample."""
+        texts = self.caption if isinstance(self.caption, tuple) else (_read_text(self.caption),) if self.caption else ()
+        captions = tuple(filter(None, map(one_line, texts))) or tuple(filter(None, [one_line(self.spare)]))
+        if not captions and not self.empty_ok:
+            raise BadSample("no caption: there is no .txt or .caption file of that name" if self.caption is None else "caption is empty")
+        if len("\n".join(captions).encode()) > MAX_CAPTION_BYTES:
+            raise BadSample(f"caption is longer than {MAX_CAPTION_BYTES >> 10} KiB")
+        return captions or ("",)
 
 
-class Row(NamedTuple):
-    """What a metadata file says of a picture. where: the file, below the folder, and its line."""
+def list_folder(folder: Path, faults: Faults, column: str = CAPTION_COLUMNS[0]) -> list[Pair]:
+    """The pictures below `folder`, also those in its tars, by name; hidden files, and folders that are hidden or links, are left out.
 
-    captions: Captions
-    where: str
-
-
-class Fault(NamedTuple):
-    """A line of a metadata file that cannot be used, and what to do about it."""
-
-    where: str
-    reason: str
-    fix: str
-
-
-@dataclass
-class Listing:
-    """pictures: by name. nowhere: rows of metadata files, by the name of a picture that is not there.
-
-    lonely: caption files without a picture of their stem beside them. others: all further files.
+    column: of metadata files, with the captions. faults: gets what is no picture: links that lead out of the folder, lines of metadata files
+    that cannot be used or name no picture, captions without a picture, pictures of other formats, and what is wrong with tars.
+    Raises UserError when the folder is missing or has no picture.
     """
-
-    pictures: list[FolderPicture] = field(default_factory=list)
-    nowhere: dict[str, Row] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
-    lonely: list[Path] = field(default_factory=list)
-    others: list[Path] = field(default_factory=list)
-
-
-def list_folder(folder: Path, column: str = CAPTION_COLUMNS[0], takes: Callable[[Path], bool] = Path.is_file) -> Listing:
-    """What is in `folder` and the folders in it; hidden files, and folders that are hidden or links, are left out.
-
-    column: of metadata files, with the captions; 'text' stands for the first there is of text, caption and prompt. takes: whether a picture, caption or metadata
-    file may be used; where not, it is as if it were not there.
-    """
-    listing = Listing()
-    columns = CAPTION_COLUMNS if column == CAPTION_COLUMNS[0] else (column,)
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {folder}.", fix="Give a folder of pictures with a .txt beside each as --dataset.")
+    pairs: list[Pair] = []
+    rows: dict[str, Row] = {}
     for place, names in _walk(folder):
-        taken = [name for name in names if not _is_ours(name) or takes(place / name)]
+        taken = [name for name in names if not _is_ours(name) or _may_be_read(folder, place / name, faults)]
         for name in METADATA:
-            if name in taken:
-                listing.nowhere.update(_read_metadata(folder, place / name, columns, listing.faults))
-        captions = {Path(name).stem: name for suffix in CAPTION_SUFFIXES[::-1] for name in taken if name.lower().endswith(suffix)}
+            if name in taken and (place / name).is_file():  # reading a pipe would wait for ever
+                rows.update(read_metadata(folder, place / name, column, faults))
+        captions = {Path(name).stem: name for suffix in _CAPTION_SUFFIXES[::-1] for name in taken if name.lower().endswith(suffix)}
         for name in taken:
             if name.lower().endswith(IMAGE_SUFFIXES):
                 beside = captions.get(Path(name).stem)
-                listing.pictures.append(_picture(folder, place / name, place / beside if beside else None))
+                pairs.append(_pair(folder, place / name, place / beside if beside else None))
             elif not _is_ours(name):
-                listing.others.append(place / name)
-        stems = {Path(name).stem for name in names if not name.lower().endswith(CAPTION_SUFFIXES)}
-        listing.lonely += [place / name for stem, name in captions.items() if stem not in stems]
-    listing.pictures = [_told(picture, listing.nowhere) for picture in sorted(listing.pictures, key=lambda picture: picture.name)]
-    return listing
+                pairs += _pairs_of_other(folder, place / name, faults)
+        stems = {Path(name).stem for name in names if not name.lower().endswith(_CAPTION_SUFFIXES)}
+        lonely = [name for stem, name in captions.items() if stem not in stems]
+        faults += [(_name(folder, place / name), "a caption, but no picture of that name") for name in lonely]
+    pairs = [replace(pair, caption=rows.pop(pair.name).captions or pair.caption) if pair.name in rows else pair for pair in pairs]
+    faults += [(row.where, f"there is no picture {name}") for name, row in rows.items()]
+    if not pairs:
+        raise nothing_in(folder, faults)
+    return sorted(pairs, key=lambda pair: pair.name)
 
 
-def one_line(text: str) -> str:
-    """A caption as one line of composed characters (NFC) without control characters."""
-    text = unicodedata.normalize("NFC", text)
-    return "".join(char if char.isprintable() else " " for char in text).strip()
+def nothing_in(source: object, faults: Sequence[tuple[str, str]]) -> UserError:
+    why = f"; {len(faults)} were left out ({listed(faults)})" if faults else ""
+    return UserError(
+        f"{source} holds no picture that can be trained on{why}.",
+        fix=f"Put pictures ({', '.join(IMAGE_SUFFIXES)}) there, each with a .txt beside it, or describe them in a metadata.jsonl.",
+    )
 
 
-def several(value: Any) -> Captions:
-    """The captions in a cell of a table: a text, or a list of texts, of which chance takes one; none where it is empty. Raises TypeError."""
-    texts = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise TypeError("neither a text nor a list of texts")
-    return tuple(filter(None, map(one_line, texts)))
+def listed(faults: Sequence[tuple[str, str]]) -> str:
+    """The first of them in words, and how many more there are."""
+    more = [f"and {len(faults) - _NAMED_FAULTS} more"] if len(faults) > _NAMED_FAULTS else []
+    return "; ".join([*(f"{name}: {reason}" for name, reason in faults[:_NAMED_FAULTS]), *more])
 
 
-def name_of(folder: Path, path: Path) -> str:
+def _name(folder: Path, path: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
@@ -122,75 +125,113 @@ def _walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _is_ours(name: str) -> bool:
-    return name in METADATA or name.lower().endswith((*IMAGE_SUFFIXES, *CAPTION_SUFFIXES))
+    return name in METADATA or name.lower().endswith((*IMAGE_SUFFIXES, *_CAPTION_SUFFIXES))
 
 
-def _picture(folder: Path, path: Path, beside: Path | None) -> FolderPicture:
-    name = name_of(folder, path)
+def _may_be_read(folder: Path, path: Path, faults: Faults) -> bool:
+    """Whether it is no link that leads out of the folder, to a file that nobody meant to show; with a fault for one that is."""
+    if not path.is_symlink() or leads_inside(folder, path):
+        return True
+    faults.append((_name(folder, path), "a link that leads out of the folder"))
+    return False
+
+
+def leads_inside(folder: Path, path: Path) -> bool:
+    """Whether `path`, with links followed, is below `folder`, or in the `blobs` that the links of a snapshot in the Hub's cache lead to."""
+    try:
+        folder, real = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError):  # a link to itself: reading it says so
+        return True
+    return real.is_relative_to(folder) or (folder.parent.name == "snapshots" and real.is_relative_to(folder.parent.parent / "blobs"))
+
+
+def _pair(folder: Path, path: Path, beside: Path | None) -> Pair:
+    name = _name(folder, path)
     repeated = [match for part in name.split("/")[:-1] if (match := _REPEATED.fullmatch(part))]
     spare, repeats = (one_line(repeated[-1][2]), int(repeated[-1][1])) if repeated else ("", 1)
-    return FolderPicture(name, path, (), beside, spare, repeats)
+    return Pair(name, path, beside, spare, repeats=repeats)
 
 
-def _told(picture: FolderPicture, rows: dict[str, Row]) -> FolderPicture:
-    row = rows.pop(picture.name, None)
-    return replace(picture, told=row.captions) if row else picture
+def _pairs_of_other(folder: Path, path: Path, faults: Faults) -> list[Pair]:
+    """The pictures of a tar; none, and a fault, of a file that we should read but do not."""
+    name, suffix = _name(folder, path), path.suffix.lower()
+    if suffix == ".tar" and _may_be_read(folder, path, faults):
+        return _pairs_of_tar(path, name, faults)
+    if path.name.lower().endswith(_PACKED_SUFFIXES):
+        faults.append((name, "a compressed tar: unpack it to a plain one"))
+    elif suffix in _OTHER_PICTURES:
+        faults.append((name, f"a {suffix[1:].upper()}: convert it to PNG or JPEG"))
+    return []
 
 
-# -- metadata files, as the imagefolder of `datasets` has them
+# -- WebDataset tars
 
 
-class _BadRow(Exception):
-    """Its arguments: why it cannot be used, and what to do."""
+def _pairs_of_tar(path: Path, name: str, faults: Faults) -> list[Pair]:
+    """The pictures of a WebDataset tar as pieces of that file: members of one path up to its first dot are a sample.
 
-
-def _read_metadata(folder: Path, path: Path, columns: Sequence[str], faults: list[Fault]) -> dict[str, Row]:
-    """Rows by the name of their picture, of lines such as {"file_name": "0001.png", "text": "a red square"}."""
-    rows: dict[str, Row] = {}
+    A tar that is damaged gives what it has before the damage.
+    """
+    groups: dict[str, dict[str, Piece]] = {}
     try:
-        for line, values in _lines_of_csv(path) if path.suffix == ".csv" else _lines_of_jsonl(path):
-            where = f"{name_of(folder, path)}, line {line}"
-            try:
-                picture, captions = _picture_and_captions(values, columns)
-                rows[os.path.relpath(os.path.normpath(path.parent / picture), folder)] = Row(captions, where)
-            except _BadRow as bad:
-                faults.append(Fault(where, *bad.args))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        faults.append(Fault(name_of(folder, path), f"cannot be read: {error}", "Save it as UTF-8."))
-    return rows
+        for member, piece in _pieces(path, name, faults):
+            folder, _, file = member.rpartition("/")
+            key, _, suffix = file.partition(".")
+            group = groups.setdefault(f"{folder}/{key}" if folder else key, {})
+            if group.setdefault(f".{suffix.lower()}", piece) is not piece:
+                faults.append((f"{name}/{member}", "is there twice in the tar; the first was taken"))
+    except Exception as error:  # tarfile raises ReadError, OSError, ValueError, UnicodeError, RecursionError, ... on hostile bytes
+        faults.append((name, f"the tar is damaged, what comes after was not read: {error or type(error).__name__}"))
+    return [pair for key, group in groups.items() for pair in _pairs_of_group(f"{name}/{key}", group)]
 
 
-def _picture_and_captions(values: Any, columns: Sequence[str]) -> tuple[str, Captions]:
-    """Raises _BadRow."""
-    if values is None:
-        raise _BadRow("no JSON", "Correct that line.")
-    if not isinstance(values, Mapping) or not isinstance(values.get("file_name"), str):
-        raise _BadRow("no file_name", 'Each row is like {"file_name": "0001.png", "text": "a cat"}.')
-    column = next((name for name in columns if name in values), None)
-    if column is None:
-        others = ", ".join(str(name) for name in values if name != "file_name") or "nothing else"
-        raise _BadRow(f"no caption: it has {others}, not {' or '.join(columns)}", "Give the captions' column as --caption_column.")
+def _pairs_of_group(key: str, group: dict[str, Piece]) -> Iterator[Pair]:
+    caption = next((group[suffix] for suffix in _CAPTION_SUFFIXES if suffix in group), None)
+    for suffix in IMAGE_SUFFIXES:
+        if suffix in group:
+            yield Pair(key + suffix, group[suffix], caption)
+
+
+def _pieces(path: Path, name: str, faults: Faults) -> Iterator[tuple[str, Piece]]:
+    """Names and places of the pictures and captions in a tar. Raises what tarfile raises."""
+    for member in members(path):
+        if not member.name.lower().endswith((*IMAGE_SUFFIXES, *_CAPTION_SUFFIXES)):
+            continue
+        if member.plain:
+            yield member.name, Piece(path, member.offset, member.size)
+        else:
+            faults.append((f"{name}/{member.name}", "no plain file within the tar"))
+
+
+# -- reading
+
+
+def _read_text(place: Path | Piece) -> str:
+    """Raises BadSample for a file that is too long or not UTF-8."""
     try:
-        return values["file_name"], several(values[column])
-    except TypeError as error:
-        raise _BadRow(f"no caption: its {column} is {error}", "Correct that line.") from None
+        return _read(place, MAX_CAPTION_BYTES, "caption is longer than").decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadSample(f"caption is not UTF-8 (byte {error.start})") from None
 
 
-def _lines_of_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line numbers with what the lines say; None for one that is no JSON."""
-    with path.open("rb") as lines:
-        number = 0
-        while line := lines.readline(_MAX_LINE_BYTES):
-            number += 1
-            try:
-                if line.strip():
-                    yield number, json.loads(line)
-            except (ValueError, RecursionError):
-                yield number, None
+def _read(place: Path | Piece | bytes, most: int, too_long: str) -> bytes:
+    """Its bytes; BadSample when there are more than `most` or they cannot be had."""
+    try:
+        if isinstance(place, Path):
+            if not place.is_file():  # reading a pipe would wait for ever
+                raise BadSample("no file, or a link that leads nowhere")
+            place = Piece(place, 0, place.stat().st_size)
+        if (len(place) if isinstance(place, bytes) else place.size) > most:
+            raise BadSample(f"{too_long} {most >> 10} KiB")
+        return place if isinstance(place, bytes) else _read_piece(place)
+    except OSError as error:
+        raise BadSample(f"cannot be read: {error.strerror or error}") from None
 
 
-def _lines_of_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    with path.open(newline="", encoding="utf-8-sig") as lines:
-        reader = csv.DictReader(lines)
-        for row in reader:
-            yield reader.line_num, row
+def _read_piece(piece: Piece) -> bytes:
+    with piece.path.open("rb") as file:
+        file.seek(piece.offset)
+        data = file.read(piece.size)
+    if len(data) < piece.size:
+        raise BadSample("became shorter while it was read")
+    return data

@@ -37,3 +37,20 @@ def test_the_readmes_table_of_links_is_what_the_arithmetic_gives():
 
 def test_the_table_of_memory_is_what_the_arithmetic_gives():
     assert memory.table() in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8"), "python -m benchmarks.memory --counted prints it"
+
+
+def test_the_way_of_a_sample_is_told_in_files_and_containers_that_there_are():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = [row.split(" | ") for row in page.partition("## The way of a sample")[2].partition("## Processes")[0].splitlines() if row.startswith("| `")]
+    files, beside = [], ROOT
+    for told, *_ in rows:
+        for name in re.findall(r"`([^`]+\.py)`", told):
+            whole = name.split("/")[0] in ("swarm", "datasetserver", "peer")
+            files.append(ROOT / name if whole else beside / name)
+            beside = files[-1].parent if whole else beside
+    there = [path for path in files if path.is_file()]
+    assert [path for path in files if path not in there and not (path.name == "NAME.py" and path.parent.is_dir())] == []
+    code = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "peer" / "contracts.py", *there])
+    containers = [name for *_, hands_on in rows for name in re.findall(r"`(\w+)`", hands_on)]
+    assert [name for name in containers if f"class {name}" not in code] == []
+    assert f"These are {len(files)} files" in page and f"and {len(containers) - containers.index('Sample')} containers" in page

@@ -38,7 +38,7 @@ HOMES = {  # a library: the files and folders that may import it
     "aiohttp": ("datasetserver/", "peer/data/client/", "swarm/page/"),
     "bitsandbytes": ("peer/loop/optim.py",),
     "wandb": ("peer/figures/trackers.py",),
-    "PIL": ("peer/samples/pictures.py", "peer/data/", "datasetserver/"),
+    "PIL": ("swarm/picture_file.py", "peer/samples/pictures.py", "datasetserver/"),
 }
 
 

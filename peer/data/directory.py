@@ -1,7 +1,7 @@
-"""A folder of pictures and their captions, in the layouts of this project, of diffusers (metadata files) and of kohya (`10_name/`).
+"""A folder of pictures and their captions, in the layouts of this project, of diffusers (metadata files) and of kohya (`10_name/`), and tars.
 
-Needs no server. Which caption a picture has is `swarm.picture_folder`'s rule, as for the host of a run; before the name of a kohya folder
-comes `--instance_prompt`, and for textual inversion a template comes last.
+Needs no server. Which pictures a folder has and which captions is `swarm.picture_folder`'s rule, as for the host of a run; before the name of a
+kohya folder comes `--instance_prompt`, and for textual inversion a template comes last.
 """
 
 import json
@@ -11,23 +11,19 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from peer.contracts import CommittedRound, Sample, SourceContext
 from swarm import files
+from swarm.captions import CAPTION_COLUMNS, Faults
 from swarm.digest import digest_bytes, digest_json
 from swarm.errors import UserError
-from swarm.picture_folder import CAPTION_COLUMNS, Captions, FolderPicture, list_folder, one_line
+from swarm.picture_file import BadSample, opened
+from swarm.picture_folder import Pair, Piece, list_folder, listed, nothing_in
 
 log = logging.getLogger(__name__)
-
-_FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
-_NAMED_REASONS = 5
-_FIX = "Put PNG, JPG, BMP or WEBP files there, each with a .txt beside it, or describe them in a metadata.jsonl."
 
 
 @dataclass(frozen=True)
@@ -41,22 +37,12 @@ class Rules:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Picture:
-    """name: its path below the folder. caption: or several, one of which is taken by chance. repeats: how often it comes in an epoch."""
-
-    name: str
-    caption: str | Captions
-    repeats: int
-
-
 def build(context: SourceContext) -> "Directory":
     """Raises UserError when there is no folder, or nothing in it that can be trained on."""
     if context.folder is None:
         raise UserError("No pictures were given.", fix="Give --train_data_dir a folder of pictures with a .txt beside each.")
     run, peer = context.run, context.peer
-    prompt = context.bare_caption
-    rules = Rules(peer.caption_column, prompt, peer.repeats, peer.max_train_samples, run.seed)
+    rules = Rules(peer.caption_column, context.bare_caption, peer.repeats, peer.max_train_samples, run.seed)
     return Directory(context.folder, rules, context.cache_dir, epochs=context.epochs)
 
 
@@ -69,8 +55,8 @@ class Directory:
     def __init__(self, folder: Path, rules: Rules, cache_dir: Path, *, epochs: int | None):
         """cache_dir: where it is kept which pictures need not be decoded at the next start."""
         self._folder, self._seed, self._epochs = folder, rules.seed, epochs
-        self._pictures = {picture.name: picture for picture in list_pictures(folder, rules, cache_dir)}
-        self._places = [(name, again) for name, picture in self._pictures.items() for again in range(picture.repeats)]
+        self._pairs = {_as_text(pair.name): pair for pair in good_pairs(folder, rules, cache_dir)}
+        self._places = [(name, again) for name, pair in self._pairs.items() for again in range(pair.repeats)]
         self._digest = digest_json(self._places)
         self._epoch = self._position = 0
         self._shuffled, self._shuffled_for = self._places, -1
@@ -108,12 +94,12 @@ class Directory:
     def _read(self, key: str) -> Sample:
         """The sample; one that is gone or changed hands since the start is no picture, and left out like a broken one."""
         name = key.partition(":")[2]
-        picture = self._pictures.get(name)
         try:
-            return Sample(key, (self._folder / name).read_bytes(), picture.caption if picture else "")
-        except OSError as error:
-            log.warning("cannot read %s: %s", name, error.strerror)
-            return Sample(key, b"", "")
+            pair = self._pairs[name]
+            return Sample.of(key, pair.read(), pair.caption)
+        except (KeyError, BadSample) as error:
+            log.warning("cannot read %s: %s", name, error)
+            return Sample.bad(key)
 
     def register(self, number: int, keys: Sequence[str]) -> None:
         """Nobody but this peer trains on the folder, so there is nobody to tell."""
@@ -139,7 +125,7 @@ class Directory:
         if state["pictures"] != self._digest:
             log.warning("the pictures in %s are not those of the checkpoint; epoch %d begins anew", self._folder, self._epoch + 1)
             self._position = 0
-            self._again = deque(key for key in self._again if key.partition(":")[2] in self._pictures)
+            self._again = deque(key for key in self._again if key.partition(":")[2] in self._pairs)
 
     def close(self) -> None:
         self._closed = True
@@ -160,19 +146,12 @@ class Whole:
         self._before: dict[str, Any] = before if isinstance(before, dict) else {}
         self._now: dict[str, list[int]] = {}
 
-    def fault(self, picture: FolderPicture) -> str:
-        """Why it cannot be read; '' when it can."""
-        try:
-            about = picture.path.stat()  # before it is read: what is written meanwhile is decoded at the next start
-            stamp = [about.st_size, about.st_mtime_ns]
-            if self._before.get(picture.name) != stamp:
-                with Image.open(picture.path, formats=_FORMATS) as image:
-                    image.draft("RGB", (64, 64))  # a JPEG is then read to its end, but only an eighth of it computed
-                    image.load()
-        except Exception as error:  # damaged files raise OSError, SyntaxError, ValueError, DecompressionBombError, ...
-            return f"not readable ({(str(error).splitlines() or [''])[0][:80]})"
-        self._now[picture.name] = stamp
-        return ""
+    def check(self, pair: Pair) -> None:
+        """Raises BadSample for a picture that cannot be read to its end."""
+        stamp = _stamp(pair)  # before it is read: what is written meanwhile is decoded at the next start
+        if self._before.get(pair.name) != stamp:
+            _decode(pair)
+        self._now[pair.name] = stamp
 
     def keep(self) -> None:
         if self._now == self._before:
@@ -184,55 +163,58 @@ class Whole:
             log.warning("all pictures are decoded again at the next start: cannot write %s: %s", self._file, error.strerror)
 
 
-def list_pictures(folder: Path, rules: Rules, cache_dir: Path) -> list[Picture]:
-    """The pictures in `folder` and the folders in it that can be trained on, by name; the others are listed in one log line.
+def good_pairs(folder: Path, rules: Rules, cache_dir: Path) -> list[Pair]:
+    """The pictures of `folder` that can be trained on, by name, with their captions; the others are listed in one log line.
 
     Every picture is decoded once, so that a truncated one is found now and not in the middle of the night; see `Whole`.
-    Raises UserError when the folder is missing, holds no good picture, or a metadata file that cannot be read.
+    Raises UserError when the folder is missing or holds no good picture.
     """
-    if not folder.is_dir():
-        raise UserError(f"There is no folder {folder}.", fix="Give --train_data_dir a folder of pictures with a .txt beside each.")
-    listing = list_folder(folder, rules.caption_column)
-    for fault in listing.faults:
-        raise UserError(f"{folder / fault.where}: {fault.reason}.", fix=fault.fix)
-    whole = Whole(folder, cache_dir)
+    faults: Faults = []
+    pairs, whole = list_folder(folder, faults, rules.caption_column), Whole(folder, cache_dir)
     with ThreadPoolExecutor() as pool:  # PIL decodes outside the interpreter lock
-        results = list(pool.map(lambda picture: _examine(picture, rules, whole), listing.pictures))
+        results = list(pool.map(lambda pair: _examined(pair, rules, whole), pairs))
     whole.keep()
-    bad = {picture.name: result for picture, result in zip(listing.pictures, results, strict=True) if isinstance(result, str)}
-    bad.update(dict.fromkeys(listing.nowhere, "named by a metadata file, but not there"))
-    listed = "; ".join(f"{name}: {reason}" for name, reason in list(bad.items())[:_NAMED_REASONS])
-    if len(bad) > _NAMED_REASONS:
-        listed += f"; and {len(bad) - _NAMED_REASONS} more"
-    good = [result for result in results if isinstance(result, Picture)]
+    good = [result for result in results if isinstance(result, Pair)]
+    faults += [(pair.name, str(result)) for pair, result in zip(pairs, results, strict=True) if isinstance(result, BadSample)]
     if not good:
-        what = f"none of its {len(bad)} pictures can be used ({listed})" if bad else "it has no pictures"
-        raise UserError(f"{folder} holds nothing to train on: {what}.", fix=_FIX)
-    if bad:
-        log.warning("skipped pictures=%d of=%d %s", len(bad), len(bad) + len(good), listed)
+        raise nothing_in(folder, faults)
+    if faults:
+        log.warning("left out files=%d of pictures=%d %s", len(faults), len(pairs), listed(faults))
     if rules.max_samples and rules.max_samples < len(good):
         # As in diffusers: a subset that the seed decides, not the first by name.
         chosen = set(random.Random(f"subset:{rules.seed}").sample(range(len(good)), rules.max_samples))
-        good = [picture for i, picture in enumerate(good) if i in chosen]
+        good = [pair for i, pair in enumerate(good) if i in chosen]
     return good
 
 
-def _examine(found: FolderPicture, rules: Rules, whole: Whole) -> Picture | str:
-    """The picture; or why it cannot be trained on."""
+def _examined(pair: Pair, rules: Rules, whole: Whole) -> Pair | BadSample:
+    """The pair with its captions read; or why it cannot be trained on."""
+    pair = replace(pair, spare=rules.prompt or pair.spare, empty_ok=rules.prompt is not None, repeats=rules.repeats * pair.repeats)
     try:
-        captions = found.told or _one(found.beside.read_bytes().decode("utf-8-sig") if found.beside else "")
-    except UnicodeDecodeError:
-        return "caption is not UTF-8"
+        captions = pair.captions()
+        whole.check(pair)
+    except BadSample as bad:
+        return bad
+    return replace(pair, caption=captions)
+
+
+def _stamp(pair: Pair) -> list[int]:
+    """Changes with the picture's bytes. Raises BadSample."""
+    piece = pair.image if isinstance(pair.image, Piece) else None
+    try:
+        about = os.stat(piece.path if piece else pair.image)
     except OSError as error:
-        return f"caption cannot be read ({error.strerror})"
-    captions = captions or _one(rules.prompt or found.spare)
-    if not captions and rules.prompt is None:
-        return "no caption"
-    if fault := whole.fault(found):
-        return fault
-    return Picture(found.name, captions if len(captions) > 1 else "".join(captions), rules.repeats * found.repeats)
+        raise BadSample(f"cannot be read: {error.strerror}") from None
+    return [about.st_size, about.st_mtime_ns, *([piece.offset, piece.size] if piece else [])]
 
 
-def _one(text: str) -> Captions:
-    """It, as one line; none where it is empty."""
-    return tuple(filter(None, [one_line(text)]))
+def _decode(pair: Pair) -> None:
+    """Raises BadSample."""
+    with opened(pair.read()) as image:
+        image.draft("RGB", (64, 64))  # a JPEG is then read to its end, but only an eighth of it computed
+        image.load()
+
+
+def _as_text(name: str) -> str:
+    """A file's name may be no text, and a sample's key must be: chance is seeded with it."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -11,14 +11,12 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from peer.contracts import CommittedRound, Sample, SourceContext
-from swarm.dataset_rows import NoPicture, read_picture
-from swarm.errors import ExitCode, UserError
+from swarm.dataset_rows import HubDataset
+from swarm.errors import UserError
+from swarm.picture_file import BadSample
 
 log = logging.getLogger(__name__)
 
@@ -28,38 +26,14 @@ WINDOW_BYTES = 64 << 20
 _NOWHERE = ((-1, -1), None, None)
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """What to read, in the words of diffusers' scripts. part: (index, count), this peer's share. max_samples: 0 for all rows."""
-
-    name: str
-    config: str = ""
-    split: str = "train"
-    image_column: str = "image"
-    caption_column: str = "text"
-    max_samples: int = 0
-    part: tuple[int, int] = (0, 1)
-    bare: bool = False
-    """Whether there need not be captions."""
-
-
 def build(context: SourceContext) -> "HuggingFace":
     """Raises UserError when the dataset cannot be read, or has no such columns."""
-    peer, run = context.peer, context.run
-    prompt = context.bare_caption
-    dataset = Dataset(
-        peer.dataset_name,
-        peer.dataset_config_name,
-        peer.dataset_split,
-        peer.image_column,
-        peer.caption_column,
-        peer.max_train_samples,
-        parse_part(peer.dataset_part),
-        bare=prompt is not None,
-    )
-    if peer.swarming and dataset.part == (0, 1):
-        log.info("streaming all of %s in an order of this peer's own; peers with --dataset_part 1/N to N/N never share a row", dataset.name)
-    return HuggingFace(dataset, seed=f"{run.seed}:{context.peer_id}", prompt=prompt, epochs=context.epochs)
+    peer, run, part = context.peer, context.run, parse_part(context.peer.dataset_part)
+    columns = {"image_column": peer.image_column, "caption_column": peer.caption_column}
+    dataset = HubDataset(peer.dataset_name, peer.dataset_config_name, peer.dataset_split, **columns, max_samples=peer.max_train_samples)
+    if peer.swarming and part == (0, 1):
+        log.info("streaming all of %s in an order of this peer's own; peers with --dataset_part 1/N to N/N never share a row", dataset)
+    return HuggingFace(dataset, part, seed=f"{run.seed}:{context.peer_id}", prompt=context.bare_caption, epochs=context.epochs)
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -73,10 +47,12 @@ def parse_part(text: str) -> tuple[int, int]:
 class HuggingFace:
     """The source; see the module. A sample's key is `epoch:file:window:row`, which says where it is found again."""
 
-    def __init__(self, dataset: Dataset, *, seed: str, prompt: str | None, epochs: int | None):
-        self._dataset, self._seed, self._prompt, self._epochs = dataset, seed, prompt, epochs
-        with _told(dataset):
-            self._files, self._num_files, self._size = _open(dataset)
+    def __init__(self, dataset: HubDataset, part: tuple[int, int], *, seed: str, prompt: str | None, epochs: int | None):
+        """part: (index, count), this peer's share. prompt: the caption of pictures that have none; None: they are left out."""
+        self._dataset, self._seed, self._epochs = dataset, seed, epochs
+        self._bare = {"spare": prompt or "", "empty_ok": prompt is not None}
+        with dataset.told():
+            self._files, self._num_files, self._size = _split(dataset.open(bare=prompt is not None), dataset, part)
         self._epoch = self._file = self._window = self._position = 0
         self._starts: dict[str, Any] = {}
         """Where each window that was read begins, as `datasets` says it."""
@@ -111,7 +87,7 @@ class HuggingFace:
                 self._file += not rows
             if not self._any:
                 raise UserError(
-                    f"No row of the dataset {self._dataset.name} is this peer's.", fix="Check --dataset_split and --dataset_part."
+                    f"No row of the dataset {self._dataset} is this peer's.", fix="Check --dataset_split and --dataset_part."
                 )
             self._epoch, self._file = self._epoch + 1, 0
         return None
@@ -133,7 +109,7 @@ class HuggingFace:
         found = [sample for sample in self._spare[1] if sample.key == key]
         if not found:
             raise UserError(
-                f"The dataset {self._dataset.name} has changed: row {key} is gone.", fix="Start afresh, without --resume_from_checkpoint."
+                f"The dataset {self._dataset} has changed: row {key} is gone.", fix="Start afresh, without --resume_from_checkpoint."
             )
         return found[0]
 
@@ -144,7 +120,7 @@ class HuggingFace:
             return []
         samples: list[Sample] = []
         size = 0
-        with _told(self._dataset):
+        with self._dataset.told():
             data, rows = self._rows_from(file, window)
             for row in rows:
                 samples.append(self._sample(f"{name}:{len(samples)}", row))
@@ -166,15 +142,13 @@ class HuggingFace:
         return data, iter(data)
 
     def _sample(self, key: str, row: Mapping[str, Any]) -> Sample:
-        """A row without a picture or a caption is one that cannot be decoded: it is left out, and counted, like a broken one."""
-        image, caption = b"", _caption(row.get(self._dataset.caption_column), self._prompt)
+        """A row without a picture or a caption is left out and counted, like a broken picture."""
         try:
-            image = read_picture(row[self._dataset.image_column], self._dataset.name)
-        except NoPicture as reason:
+            pair = self._dataset.pair(key, row, **self._bare)
+            return Sample.of(key, pair.read(), pair.captions())
+        except BadSample as reason:
             log.warning("row %s: %s", key, reason)
-        if caption is None:
-            log.warning("row %s has no caption", key)
-        return Sample(key, image if caption is not None else b"", caption or "")
+            return Sample.bad(key)
 
     def register(self, number: int, keys: Sequence[str]) -> None:
         """There is nobody to tell: which rows are whose is said by --dataset_part."""
@@ -204,31 +178,13 @@ class HuggingFace:
         self._closed = True
 
 
-def _open(dataset: Dataset) -> tuple[Callable[[int], Any], int, int]:
-    """This peer's files as streams of rows with pictures not decoded: a function of their number, how many, and all their rows; 0: unknown.
-
-    Raises UserError for a column that is missing, and whatever `datasets` raises.
-    """
-    import datasets
+def _split(rows: Any, dataset: HubDataset, part: tuple[int, int]) -> tuple[Callable[[int], Any], int, int]:
+    """This peer's files as streams: a function of their number, how many, and all their rows; 0: unknown."""
     from datasets.distributed import split_dataset_by_node
 
-    name = str(Path(dataset.name).expanduser()) if Path(dataset.name).expanduser().is_dir() else dataset.name
-    rows = datasets.load_dataset(name, dataset.config or None, split=dataset.split, streaming=True)
-    features = rows.features or rows._resolve_features().features
-    columns = [dataset.image_column]
-    if not dataset.bare or dataset.caption_column in features:
-        columns.append(dataset.caption_column)
-    for option, column in zip(("image_column", "caption_column"), columns, strict=False):
-        if column not in features:
-            raise UserError(
-                f"{dataset.name} has no column '{column}'; it has {', '.join(features)}.", fix=f"Give one of them as --{option}."
-            )
     split = rows.info.splits.get(dataset.split) if rows.info.splits else None
-    size = (split.num_examples or 0) if split and dataset.part == (0, 1) else 0
-    rows = rows.select_columns(columns)
-    if isinstance(features[dataset.image_column], datasets.Image):
-        rows = rows.cast_column(dataset.image_column, datasets.Image(decode=False))
-    index, count = dataset.part
+    size = (split.num_examples or 0) if split and part == (0, 1) else 0
+    index, count = part
     files = rows.num_shards
     if dataset.max_samples:
         return (lambda _: split_dataset_by_node(rows.take(dataset.max_samples), index, count)), 1, min(size, dataset.max_samples)
@@ -236,28 +192,3 @@ def _open(dataset: Dataset) -> tuple[Callable[[int], Any], int, int]:
         own = list(range(index, files, count))
         return (lambda number: rows.shard(files, own[number])), len(own), size
     return (lambda number: split_dataset_by_node(rows.shard(files, number), index, count)), files, size
-
-
-def _caption(value: Any, prompt: str | None) -> str | tuple[str, ...] | None:
-    """The caption, or several of which chance takes one; None when there is none."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
-        return tuple(value)
-    return prompt
-
-
-@contextmanager
-def _told(dataset: Dataset) -> Iterator[None]:
-    """`datasets` raises FileNotFoundError, ValueError, HfHubHTTPError, ArrowInvalid, ConnectionError, ...: one kind of error for all."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        first = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"The dataset {dataset.name} cannot be read: {first}",
-            fix="Check its name, configuration, split and the connection.",
-            code=ExitCode.NETWORK,
-        ) from error

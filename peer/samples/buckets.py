@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peer.contracts import Sample
 from peer.samples.pictures import size_of
@@ -21,27 +21,12 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A sample, the how-many-th it was drawn, and the index of its bucket."""
-
-    sample: Sample
-    number: int
-    bucket: int
-
-
-@dataclass(frozen=True)
 class MicroBatch:
-    """Samples that are cropped to one size. numbers: of the draws, ascending. beside: pictures of the class that accompany the samples."""
+    """Samples, in the order of their draws, that are cropped to one size. beside: pictures of the class that accompany them."""
 
     samples: tuple[Sample, ...] = ()
     size: Size | None = None
-    numbers: tuple[int, ...] = ()
     beside: tuple[Sample, ...] = ()
-
-    @property
-    def numbered(self) -> list[tuple[int, str]]:
-        """(number, key) of each sample."""
-        return [(number, sample.key) for number, sample in zip(self.numbers, self.samples, strict=True)]
 
 
 class Buckets:
@@ -94,7 +79,8 @@ class Pool:
         self._buckets, self._size = buckets, batch_samples
         # A bucket that gets a quarter of its even share still fills up by itself.
         self.patience = 4 * len(buckets.sizes) * batch_samples
-        self._waiting: list[Drawn] = []
+        self._waiting: list[tuple[int, Sample]] = []
+        """Each with the index of its bucket."""
         self._ready: deque[MicroBatch] = deque()
         self._drawn = 0
         self._before: dict[str, int] = {}
@@ -104,7 +90,7 @@ class Pool:
 
     def add(self, samples: Iterable[Sample]) -> None:
         for sample in samples:
-            self._add(Drawn(sample, self._number_of(sample.key), self._buckets.nearest(sample.image)))
+            self._add(self._buckets.nearest(sample.image), replace(sample, number=self._number_of(sample.key)))
 
     def _number_of(self, key: str) -> int:
         """The next number; for a sample that a run before this one had drawn already, the one it had."""
@@ -113,13 +99,16 @@ class Pool:
         self._drawn += 1
         return self._drawn
 
-    def _add(self, drawn: Drawn) -> None:
-        while self._waiting and drawn.number - self._waiting[0].number > self.patience:
+    def _add(self, bucket: int, sample: Sample) -> None:
+        while self._waiting and sample.number - self._waiting[0][1].number > self.patience:
             self._flush_oldest()
-        self._waiting.append(drawn)
-        same = [other for other in self._waiting if other.bucket == drawn.bucket]
+        self._waiting.append((bucket, sample))
+        same = self._of(bucket)
         if len(same) == self._size:
-            self._form(same, drawn.bucket)
+            self._form(same, bucket)
+
+    def _of(self, bucket: int) -> list[Sample]:
+        return [sample for own, sample in self._waiting if own == bucket]
 
     def flush(self) -> None:
         """No more samples come: nothing waits any longer."""
@@ -127,16 +116,16 @@ class Pool:
             self._flush_oldest()
 
     def _flush_oldest(self) -> None:
-        bucket = self._waiting[0].bucket
-        together = [drawn for i in (bucket, *self._buckets.beside(bucket)) for drawn in self._waiting if drawn.bucket == i]
-        self._form(sorted(together[: self._size], key=lambda drawn: drawn.number), bucket)
+        bucket = self._waiting[0][0]
+        together = [sample for i in (bucket, *self._buckets.beside(bucket)) for sample in self._of(i)]
+        self._form(sorted(together[: self._size], key=lambda sample: sample.number), bucket)
 
-    def _form(self, together: list[Drawn], bucket: int) -> None:
-        size, numbers = self._buckets.sizes[bucket], tuple(drawn.number for drawn in together)
-        self._ready.append(MicroBatch(tuple(drawn.sample for drawn in together), size, numbers))
-        self._waiting = [drawn for drawn in self._waiting if drawn.number not in numbers]
+    def _form(self, together: list[Sample], bucket: int) -> None:
+        size, numbers = self._buckets.sizes[bucket], {sample.number for sample in together}
+        self._ready.append(MicroBatch(tuple(together), size))
         self.counts[size] += len(together)
-        self.merged += sum(drawn.bucket != bucket for drawn in together)
+        self.merged += sum(own != bucket for own, sample in self._waiting if sample.number in numbers)
+        self._waiting = [(own, sample) for own, sample in self._waiting if sample.number not in numbers]
 
     @property
     def num_ready(self) -> int:
@@ -151,14 +140,13 @@ class Pool:
         self._waiting.clear()
         self._ready.clear()
 
-    def held(self) -> list[tuple[int, str]]:
-        """(number, key) of the samples that are here."""
-        ready = [pair for batch in self._ready for pair in batch.numbered]
-        return ready + [(drawn.number, drawn.sample.key) for drawn in self._waiting]
+    def held(self) -> list[Sample]:
+        """The samples that are here."""
+        return [sample for batch in self._ready for sample in batch.samples] + [sample for _, sample in self._waiting]
 
-    def state_dict(self, held: Sequence[tuple[int, str]]) -> dict[str, int | list[int]]:
+    def state_dict(self, held: Sequence[Sample]) -> dict[str, int | list[int]]:
         """held: all that was drawn and not trained, by number."""
-        return {"drawn": self._drawn, "numbers": [number for number, _ in held]}
+        return {"drawn": self._drawn, "numbers": [sample.number for sample in held]}
 
     def load_state_dict(self, state: dict, keys: Sequence[str]) -> None:
         """keys: of the samples that were held; they are to be drawn again first, in this order."""

@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from peer.contracts import Model
-from peer.samples.pictures import Frame, orientation_of
+from peer.samples.pictures import Frame, read_otherwise
 from swarm.digest import digest_json
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
@@ -135,10 +135,8 @@ def open_caches(
 def latents_name(image: bytes, frame: Frame) -> str:
     """What a picture's latents depend on, besides the VAE. A crop that is not of the centre is the content's, see `content_seed`."""
     crop = "center" if frame.center_crop else frame.seed
-    turned = orientation_of(image)  # named only where it is: what was kept of all other pictures before they were turned is found again
-    return digest_json(
-        [blake3(image).hexdigest(), frame.width, frame.height, crop, frame.mirrored, frame.interpolation, *([turned] if turned != 1 else [])]
-    )
+    said = [blake3(image).hexdigest(), frame.width, frame.height, crop, frame.mirrored, frame.interpolation]
+    return digest_json(said + read_otherwise(image))  # named only where there is any: what was kept of all other pictures before is found again
 
 
 def content_seed(seed: int, image: bytes) -> str:

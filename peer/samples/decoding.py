@@ -1,6 +1,7 @@
-"""From samples to batches of pixels: decode, crop, mirror, choose captions. What chance decides depends on the sample's key alone.
+"""From samples to batches of pixels: decode, crop, mirror, choose captions. What chance decides depends on the run's seed and the sample's key alone.
 
-So a sample looks the same on every rank, in every process, and in a run that was resumed.
+So a sample looks the same on every rank, in every process, and in a run that was resumed. A key holds the epoch, so that a picture is told
+differently in each.
 """
 
 import logging
@@ -8,32 +9,18 @@ import multiprocessing
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from peer.contracts import PixelBatch, Sample
 from peer.samples.caches import TensorCache, Tensors, content_seed, latents_name
-from peer.samples.captions import choose_caption
-from peer.samples.pictures import BadPicture, Frame, Framed, start_worker, try_decode
+from peer.samples.pictures import Frame, Framed, start_worker, try_decode
+from swarm.picture_file import BadSample
+from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """A batch and what became of its samples."""
-
-    pixels: PixelBatch | None
-    """None when no sample is left."""
-    keys: tuple[str, ...]
-    """Of those in the batch, in its order; pictures of the class come after them and have none here."""
-    skipped: tuple[tuple[str, BadPicture], ...]
-    """The samples that are no pictures, each with the reason."""
-    bad: tuple[str, ...]
-    """Keys of those among the skipped that were drawn, and are none of the class."""
 
 
 class Decoder:
@@ -48,7 +35,7 @@ class Decoder:
 
     def start(
         self, samples: Sequence[Sample], size: tuple[int, int] | None = None, beside: Sequence[Sample] = ()
-    ) -> "Future[Decoded] | Decoded":
+    ) -> "Future[PixelBatch] | PixelBatch":
         """Begin to decode; `finish` waits for the result. Without workers all the work is done here.
 
         size: (width, height) of all pictures; None: the run's square. beside: pictures of the class that accompany the samples.
@@ -66,38 +53,40 @@ class Decoder:
             self._pool = ProcessPoolExecutor(self.num_workers, mp_context=context, initializer=start_worker)
         futures = [None if known else self._pool.submit(try_decode, *job) for known, job in zip(kept, jobs, strict=True)]
 
-        def together() -> Decoded:
+        def together() -> PixelBatch:
             results = [future.result() if future else known for known, future in zip(kept, futures, strict=True)]
             return self._together(everything, len(samples), results, names)
 
         return self._stacker.submit(together)  # in a thread: stacking a batch of 4 at 512 px takes 10 ms, for which training would wait
 
     def _together(
-        self, samples: Sequence[Sample], own: int, results: Sequence[Framed | Tensors | BadPicture], names: Sequence[str]
-    ) -> Decoded:
+        self, samples: Sequence[Sample], own: int, results: Sequence[Framed | Tensors | BadSample], names: Sequence[str]
+    ) -> PixelBatch:
         """The batch of those samples that are pictures.
 
-        own: so many samples were drawn; those after them are of the class, are in no list of keys, and weigh in the loss what they are told to.
+        own: so many samples were drawn; those after them are of the class, have no keys, and weigh in the loss what they are told to.
         names: under which a cache keeps them, empty without one.
         """
-        bad = {place: result for place, result in enumerate(results) if isinstance(result, BadPicture)}
+        bad = {place: result for place, result in enumerate(results) if isinstance(result, BadSample)}
         good = [place for place in range(len(results)) if place not in bad]
-        keys = tuple(samples[place].key for place in good if place < own)
-        skipped = tuple((samples[place].key, reason) for place, reason in bad.items())
-        unusable = tuple(samples[place].key for place in bad if place < own)
+        became = {
+            "keys": tuple(samples[place].key for place in good if place < own),
+            "bad": tuple(samples[place].key for place in bad if place < own),
+            "skipped": tuple((samples[place].key, reason) for place, reason in bad.items()),
+        }
         if not good:
-            return Decoded(None, keys, skipped, unusable)
+            return PixelBatch(None, (), **became)
         decoded = [results[place].pixels for place in good if isinstance(results[place], Framed)]
         found = [results[place] for place in good]
-        batch = PixelBatch(
+        return PixelBatch(
             to_pixels(decoded) if decoded else None,
             [self._caption(samples[place], place < own) for place in good],
             torch.stack([torch.tensor(each.geometry) if isinstance(each, Framed) else each["geometry"] for each in found]),
             None if self._class_weight is None else torch.tensor([1.0 if place < own else self._class_weight for place in good]),
             latents={place: each["latents"] for place, each in enumerate(found) if not isinstance(each, Framed)},
             names=tuple(names[place] for place in good) if names else (),
+            **became,
         )
-        return Decoded(batch, keys, skipped, unusable)
 
     def _frame(self, sample: Sample, size: tuple[int, int]) -> Frame:
         run, (width, height) = self._run, size
@@ -106,13 +95,13 @@ class Decoder:
         seed = content_seed(run.seed, sample.image) if self._latents else f"{run.seed}:{sample.key}"
         return Frame(width, height, run.center_crop, seed, mirrored, run.image_interpolation_mode)
 
-    def finish(self, started: "Future[Decoded] | Decoded") -> Decoded:
+    def finish(self, started: "Future[PixelBatch] | PixelBatch") -> PixelBatch:
         """The batch, once it is there; samples that are no pictures are warned of and counted."""
-        decoded = started.result() if isinstance(started, Future) else started
-        for key, reason in decoded.skipped:
+        batch = started.result() if isinstance(started, Future) else started
+        for key, reason in batch.skipped:
             self.num_bad += 1
             log.warning("skipped picture=%s reason=%s skipped_so_far=%d", key, reason, self.num_bad)
-        return decoded
+        return batch
 
     def _caption(self, sample: Sample, own: bool) -> str:
         return choose_caption(sample.key, sample.caption, self._run) if own else str(sample.caption)
@@ -127,3 +116,30 @@ def to_pixels(pictures: Sequence[np.ndarray]) -> torch.Tensor:
     """(B, 3, height, width) float32 in [-1, 1] of B pictures (height, width, 3) uint8."""
     stacked = torch.from_numpy(np.stack(pictures))
     return stacked.permute(0, 3, 1, 2).contiguous().float().div_(127.5).sub_(1)
+
+
+def choose_caption(key: str, caption: str | Sequence[str], run: RunConfig) -> str:
+    """The caption to train sample `key` with: one of several, what the method says, its tags in another order; '' where it is dropped.
+
+    Dropping teaches the model to draw unguided.
+    """
+    if not isinstance(caption, str):
+        caption = _chance("choice", key, run).choice(caption) if caption else ""
+    own = method_named(run.method).caption(caption, run, lambda what: _chance(what, key, run))
+    if own is not None:
+        return own
+    if _chance("caption", key, run).random() < run.ucg:
+        return ""
+    return _shuffled(key, caption, run) if run.shuffle_tags else caption
+
+
+def _shuffled(key: str, caption: str, run: RunConfig) -> str:
+    tags = [tag.strip() for tag in caption.split(",") if tag.strip()]
+    rest = tags[run.keep_tokens :]
+    _chance("tags", key, run).shuffle(rest)
+    return ", ".join(tags[: run.keep_tokens] + rest)
+
+
+def _chance(what: str, key: str, run: RunConfig) -> random.Random:
+    """A generator of its own for each decision, so that an option changes no other's."""
+    return random.Random(f"{what}:{run.seed}:{key}")

@@ -14,7 +14,7 @@ from typing import Any
 from peer.contracts import PixelBatch, Sample, Source
 from peer.machine.device import RankGroup
 from peer.samples.buckets import Buckets, MicroBatch, Pool, describe
-from peer.samples.decoding import Decoded, Decoder
+from peer.samples.decoding import Decoder
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class Prepared:
     """A step on its way: what rank 0 drew for all ranks, and how far this rank's share of it has come."""
 
     drawn: Sequence[MicroBatch]
-    started: "Sequence[Future[Decoded] | Decoded]"
-    decoded: list[Decoded] | None = None
+    started: "Sequence[Future[PixelBatch] | PixelBatch]"
+    decoded: list[PixelBatch] | None = None
     """Decoded and placed on the device."""
 
     @property
@@ -113,14 +113,14 @@ class Feed:
                 break
             self._decode(prepared)
 
-    def _ahead(self) -> list[tuple[int, str]]:
-        """(number of the draw, key) of what was drawn and not handed out, in the order of the draws. Rank 0 only."""
-        prepared = [pair for step in self._prepared for batch in step.drawn for pair in batch.numbered]
-        return sorted(prepared + self._pool.held())
+    def _ahead(self) -> list[Sample]:
+        """What was drawn and not handed out, in the order of the draws. Rank 0 only."""
+        prepared = [sample for step in self._prepared for batch in step.drawn for sample in batch.samples]
+        return sorted(prepared + self._pool.held(), key=lambda sample: sample.number)
 
     def ahead(self) -> list[str]:
         """Keys that were drawn but not handed out, in the order in which they were drawn. Rank 0 only."""
-        return [key for _, key in self._ahead()] + (self._drawer.in_hand() if self._drawer else [])
+        return [sample.key for sample in self._ahead()] + (self._drawer.in_hand() if self._drawer else [])
 
     def rest(self, resting: bool) -> None:
         """This machine's owner wants it back for a while, and others get what was drawn and not handed out; until told otherwise."""
@@ -132,7 +132,7 @@ class Feed:
                 self._source.give_back(ahead)
 
     def _drop_ahead(self) -> list[str]:
-        keys = [key for _, key in self._ahead()]
+        keys = [sample.key for sample in self._ahead()]
         if self._drawer:
             keys += self._drawer.drop()
         self._pool.drop()
@@ -190,22 +190,18 @@ class Feed:
         micro = [*drawn, *[MicroBatch()] * (self._per_step - len(drawn))]
         return [micro[i : i + self._accumulation] for i in range(0, len(micro), self._accumulation)]
 
-    def _decode(self, prepared: Prepared) -> list[Decoded]:
+    def _decode(self, prepared: Prepared) -> list[PixelBatch]:
         """This rank's batches, decoded and placed: now, unless that was done ahead."""
         if prepared.decoded is None:
             finished = [self._decoder.finish(part) for part in prepared.started]
-            prepared.decoded = [replace(part, pixels=None if part.pixels is None else self._place(part.pixels)) for part in finished]
+            prepared.decoded = [self._place(batch) if batch.captions else batch for batch in finished]
         return prepared.decoded
 
     def _finish(self, prepared: Prepared) -> Work:
         decoded = self._decode(prepared)
-        good = [key for part in decoded for key in part.keys]
-        bad = [key for part in decoded for key in part.bad]
-        parts = self._group.gather((good, bad))
-        keys = tuple(key for part in parts for key in part[0])
-        bads = tuple(key for part in parts for key in part[1])
-        batches = tuple(part.pixels for part in decoded if part.pixels is not None)
-        return Work(batches, self._group.rank * self._accumulation, keys, bads)
+        told = self._group.gather([(batch.keys, batch.bad) for batch in decoded])
+        keys, bad = (tuple(key for rank in told for batch in rank for key in batch[i]) for i in (0, 1))
+        return Work(tuple(batch for batch in decoded if batch.captions), self._group.rank * self._accumulation, keys, bad)
 
     def close(self) -> None:
         if self._source is not None:

@@ -1,6 +1,5 @@
 """From the bytes of a picture to pixels of the size asked for. No torch here, so that decoding processes start fast and stay small."""
 
-import io
 import random
 import signal
 from dataclasses import dataclass
@@ -9,25 +8,7 @@ import numpy as np
 from PIL import Image
 
 from swarm.lifeline import die_with_parent
-
-FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
-MAX_PIXELS = 64 << 20
-_ORIENTATION = 0x0112
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""By EXIF's orientation: what turns the pixels as people see the picture. Cameras write them as the sensor lay."""
-_ON_ITS_SIDE = 5  # and above
-
-
-class BadPicture(Exception):
-    """The bytes are no picture that we read, and why."""
+from swarm.picture_file import BadSample, is_deep_grey, opened, orientation_of, turned, upright_rgb
 
 
 @dataclass(frozen=True)
@@ -52,19 +33,22 @@ class Framed:
     """The upright picture's height and width; top and left of the crop in the resized (and mirrored) picture; the crop's height and width."""
 
 
-def try_decode(data: bytes, frame: Frame) -> "Framed | BadPicture":
+def try_decode(data: bytes, frame: Frame) -> "Framed | BadSample":
     """`decode`, or why it could not be done: an answer that travels between processes."""
     try:
         return decode(data, frame)
-    except BadPicture as error:
+    except BadSample as error:
         return error
 
 
 def decode(data: bytes, frame: Frame) -> Framed:
-    """The picture in its frame. Raises BadPicture."""
-    rng = random.Random(frame.seed)
-    picture, original = _open(data, (frame.width, frame.height))
-    target = (frame.width, frame.height)
+    """The picture in its frame. Raises BadSample."""
+    rng, target = random.Random(frame.seed), (frame.width, frame.height)
+    with opened(data) as image:
+        orientation = orientation_of(image, data)
+        original = turned(image.size, orientation)
+        image.draft("RGB", turned(target, orientation))  # decodes a large JPEG at a half, quarter or eighth that still covers
+        picture = upright_rgb(image, orientation)
     scale = max(side / length for side, length in zip(target, picture.size, strict=True))
     if scale != 1:
         size = tuple(max(side, round(length * scale)) for side, length in zip(target, picture.size, strict=True))
@@ -82,60 +66,19 @@ def decode(data: bytes, frame: Frame) -> Framed:
 def size_of(data: bytes) -> tuple[int, int] | None:
     """(width, height) of the upright picture as the file's header says; None when it is no picture of ours."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            return _turned(picture.size, _orientation(picture, data))
-    except Exception:  # as below
+        with opened(data) as image:
+            return turned(image.size, orientation_of(image, data))
+    except BadSample:
         return None
 
 
-def orientation_of(data: bytes) -> int:
-    """EXIF's, 2 to 8; 1 where nothing is to be turned, or it is no picture of ours. The pixels are not decoded."""
+def read_otherwise(data: bytes) -> list[int]:
+    """How its pixels are read otherwise than by Pillow alone: EXIF's orientation, 2 to 8, and 16 for a grey of 16 bits; usually empty."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            return _orientation(picture, data)
-    except Exception:  # as below
-        return 1
-
-
-def _orientation(picture: Image.Image, data: bytes) -> int:
-    """data: the picture's. What is damaged in the EXIF does not make the picture one that cannot be trained on."""
-    # Pillow decodes a whole PNG to look for EXIF behind its pixels.
-    before_pixels = picture.format == "PNG" and b"eXIf" not in data
-    try:
-        exif = Image.Image.getexif(picture) if before_pixels else picture.getexif()
-        found = exif.get(_ORIENTATION, 1)
-    except Exception:  # SyntaxError, struct.error, ValueError, ...
-        return 1
-    return found if found in _UPRIGHT else 1
-
-
-def _turned(size: tuple[int, int], orientation: int) -> tuple[int, int]:
-    return size[::-1] if orientation >= _ON_ITS_SIDE else size
-
-
-def _open(data: bytes, covering: tuple[int, int]) -> tuple[Image.Image, tuple[int, int]]:
-    """The upright picture in RGB, perhaps smaller than in the file but not than `covering`, and its (width, height) in the file."""
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            orientation = _orientation(picture, data)
-            size = _turned(picture.size, orientation)
-            if picture.width * picture.height > MAX_PIXELS:
-                raise BadPicture(f"{picture.width}x{picture.height} pixels are more than {MAX_PIXELS}")
-            picture.draft("RGB", _turned(covering, orientation))  # decodes a large JPEG at a half, quarter or eighth that still covers
-            rgb = _on_white(picture) if picture.has_transparency_data else picture.convert("RGB")
-            return (rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb), size
-    except BadPicture:
-        raise
-    except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, DecompressionBombError, ... on hostile bytes
-        raise BadPicture(str(error).splitlines()[0][:120] if str(error) else type(error).__name__) from error
-
-
-def _on_white(picture: Image.Image) -> Image.Image:
-    """Transparent pixels hide arbitrary colours; what people see in a browser or a viewer is white behind."""
-    rgba = picture.convert("RGBA")
-    white = Image.new("RGB", rgba.size, "white")
-    white.paste(rgba, mask=rgba.getchannel("A"))
-    return white
+        with opened(data) as image:
+            return [*([turn] if (turn := orientation_of(image, data)) != 1 else []), *([16] if is_deep_grey(image) else [])]
+    except BadSample:
+        return []
 
 
 def start_worker() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms, PngImagePlugin
 
 from datasetserver.bare import Damaged, bare
-from datasetserver.pictures import BadSample, normalise
+from datasetserver.pictures import normalise
+from swarm.picture_file import BadSample
 from tests.datasetserver.test_ingest import decoded, encoded
 
 GPS, SECRET = 0x8825, b"Secret Street 7"

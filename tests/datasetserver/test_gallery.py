@@ -9,9 +9,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from PIL import Image
 
 from datasetserver.gallery import MAX_PIXELS, Gallery, encoded_anew
-from datasetserver.pictures import BadSample
 from swarm.dht import Identity
 from swarm.peer_key import PeerKey, check_statement, peer_id_of
+from swarm.picture_file import BadSample
 from swarm.protocol import DrawnPicture, HistoryAnswer, PictureRequest, PicturesAnswer
 from swarm.signed_request import Signer
 from swarm.signing import BadSignature

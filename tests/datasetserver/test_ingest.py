@@ -13,10 +13,11 @@ from PIL import Image
 from pydantic import ValidationError
 
 from datasetserver.ingest import Policy, ingest, shard_path
-from datasetserver.pictures import BadSample, load_sample, normalise
-from datasetserver.sources import find_pairs
+from datasetserver.pictures import load_sample, normalise
 from swarm.digest import canonical_json, digest_bytes
 from swarm.errors import UserError
+from swarm.picture_file import BadSample
+from swarm.picture_folder import list_folder
 from swarm.protocol import Manifest
 from tests.datasetserver.hosting import write_dataset
 
@@ -131,7 +132,7 @@ def test_a_decoder_that_takes_its_process_down_while_nobody_looks_costs_one_pict
     (folder / "0030.txt").write_text("crash")
     monkeypatch.setattr(loading, "_load", crash_or_load)
     loaded = []
-    for pair, sample in loading.load_all(find_pairs(folder), 2, 40):
+    for pair, sample in loading.load_all(list_folder(folder, []), 2, 40):
         loaded.append((pair.name, isinstance(sample, str)))
         if len(loaded) == 18:
             time.sleep(3)  # a shard is written: those that were waiting are through, and the one after them crashes
@@ -141,7 +142,7 @@ def test_a_decoder_that_takes_its_process_down_while_nobody_looks_costs_one_pict
 def crash_or_load(pair):
     if pair.caption.read_text() == "crash":
         os.abort()
-    return load_sample(pair.image, pair.caption)
+    return load_sample(pair)
 
 
 def test_pairs_are_found_by_stem_in_any_case_below_the_folder(tmp_path):
@@ -149,7 +150,7 @@ def test_pairs_are_found_by_stem_in_any_case_below_the_folder(tmp_path):
     (tmp_path / ".hidden").mkdir()
     for name in ("A.PNG", "A.TXT", "my.photo.Jpeg", "my.photo.caption", "Sub/a.webp", "Sub/a.txt", ".hidden/b.png", "readme.md"):
         (tmp_path / name).touch()
-    found = {pair.name: pair.caption and pair.caption.name for pair in find_pairs(tmp_path)}
+    found = {pair.name: pair.caption and pair.caption.name for pair in list_folder(tmp_path, [])}
     assert found == {"A.PNG": "A.TXT", "my.photo.Jpeg": "my.photo.caption", "Sub/a.webp": "a.txt"}
 
 
@@ -157,7 +158,7 @@ def test_a_link_out_of_the_folder_is_not_walked(tmp_path):
     write_dataset(tmp_path / "elsewhere", 2)
     folder = write_dataset(tmp_path / "data", 1)
     os.symlink(tmp_path / "elsewhere", folder / "link")
-    assert len(find_pairs(folder)) == 1
+    assert len(list_folder(folder, [])) == 1
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: write_dataset(path, 1) / "0000.txt"])
@@ -323,7 +324,7 @@ def test_an_ingest_that_was_cut_off_goes_on_after_its_last_shard(tmp_path, after
     again = ingest(folder, tmp_path / "work", workers=0, shard_samples=4, show=show)
     assert (again.digest, again.rejected, again.duplicates) == (whole.digest, whole.rejected, whole.duplicates)
     assert len(set(first) & set(looked_at)) <= 4 + 8, "no more than the shard that was begun, and what had to be left out in it"
-    assert sorted(set(first) | set(looked_at)) == [pair.name for pair in find_pairs(folder)]
+    assert sorted(set(first) | set(looked_at)) == [pair.name for pair in list_folder(folder, [])]
     assert not (tmp_path / "work" / "ingest.journal").exists()
 
 

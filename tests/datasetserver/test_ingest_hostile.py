@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from datasetserver.ingest import Policy, ingest
-from datasetserver.pictures import MAX_CAPTION_BYTES, MAX_FILE_BYTES
+from swarm.picture_folder import MAX_CAPTION_BYTES, MAX_FILE_BYTES
 from tests.datasetserver.hosting import write_dataset
 from tests.datasetserver.test_ingest import decoded, encoded, samples_of
 

@@ -18,9 +18,9 @@ COMMIT, BLOB = "a" * 40, "b" * 40
 PROGRAM = """
 import sys
 from pathlib import Path
-from datasetserver.hub import HubDataset
+from datasetserver.sources import Hub
 from datasetserver.ingest import ingest
-result = ingest(HubDataset("user/pictures"), Path(sys.argv[1]), workers=0)
+result = ingest(Hub("user/pictures"), Path(sys.argv[1]), workers=0)
 print(result.manifest.total, result.rejected)
 """
 

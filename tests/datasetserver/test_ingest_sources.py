@@ -7,10 +7,10 @@ import tarfile
 import pytest
 from PIL import Image
 
-from datasetserver.hub import HubDataset
 from datasetserver.ingest import ingest
-from datasetserver.sources import find_pairs
+from datasetserver.sources import Hub
 from swarm.errors import ExitCode, UserError
+from swarm.picture_folder import list_folder
 from tests.datasetserver.hosting import write_dataset
 from tests.datasetserver.test_ingest import Interrupted, encoded, samples_of
 
@@ -71,7 +71,7 @@ def test_members_of_one_path_up_to_the_first_dot_are_a_sample(tmp_path):
         ("b.webp", picture(3)),
     ]
     write_tar(tmp_path / "data" / "x.tar", members)
-    found = {pair.name: pair.caption is not None for pair in find_pairs(tmp_path / "data")}
+    found = {pair.name: pair.caption is not None for pair in list_folder(tmp_path / "data", [])}
     assert found == {"x.tar/d.ir/a.png": True, "x.tar/b.webp": True}
 
 
@@ -190,7 +190,7 @@ def parquet(tmp_path, monkeypatch):
 
 
 def test_rows_of_a_dataset_are_streamed_checked_and_named_by_their_numbers(tmp_path, parquet):
-    source = HubDataset(str(parquet))
+    source = Hub(str(parquet))
     result = ingest(source, tmp_path / "work", workers=0, shard_samples=8)
     assert captions(tmp_path, result) == sorted(["first\nsecond", *(f"picture {n}" for n in (0, 1, 2, *range(8, 20)))])
     reasons = dict(result.rejected)
@@ -200,7 +200,7 @@ def test_rows_of_a_dataset_are_streamed_checked_and_named_by_their_numbers(tmp_p
     again = ingest(source, tmp_path / "again", workers=2, shard_samples=8)
     assert again.digest == result.digest
     assert not ingest(source, tmp_path / "work", workers=0, shard_samples=8).fresh
-    assert ingest(HubDataset(str(parquet), max_samples=2), tmp_path / "few", workers=0).manifest.total == 2
+    assert ingest(Hub(str(parquet), max_samples=2), tmp_path / "few", workers=0).manifest.total == 2
 
 
 def test_a_stream_that_was_cut_off_goes_on(tmp_path, parquet):
@@ -210,10 +210,10 @@ def test_a_stream_that_was_cut_off_goes_on(tmp_path, parquet):
                 raise Interrupted
             yield pair
 
-    whole = ingest(HubDataset(str(parquet)), tmp_path / "whole", workers=0, shard_samples=4)
+    whole = ingest(Hub(str(parquet)), tmp_path / "whole", workers=0, shard_samples=4)
     with pytest.raises(Interrupted):
-        ingest(HubDataset(str(parquet)), tmp_path / "work", workers=0, shard_samples=4, show=cut)
-    again = ingest(HubDataset(str(parquet)), tmp_path / "work", workers=0, shard_samples=4)
+        ingest(Hub(str(parquet)), tmp_path / "work", workers=0, shard_samples=4, show=cut)
+    again = ingest(Hub(str(parquet)), tmp_path / "work", workers=0, shard_samples=4)
     assert (again.digest, again.rejected) == (whole.digest, whole.rejected)
 
 
@@ -228,7 +228,7 @@ def test_a_stream_that_was_cut_off_goes_on(tmp_path, parquet):
 )
 def test_a_dataset_that_is_not_as_described_is_a_users_error(tmp_path, parquet, change, code, says):
     with pytest.raises(UserError) as error:
-        ingest(HubDataset(**{"name": str(parquet), **change}), tmp_path / "work", workers=0)
+        ingest(Hub(**{"name": str(parquet), **change}), tmp_path / "work", workers=0)
     assert error.value.code == code and says in f"{error.value.message} {error.value.fix}"
 
 
@@ -239,7 +239,7 @@ def test_columns_are_mapped_and_pictures_may_be_plain_bytes(tmp_path, monkeypatc
     features = datasets.Features({"image": datasets.Value("binary"), "words": datasets.Value("string")})
     rows = {"image": [picture(n) for n in range(4)], "words": [f"w{n}" for n in range(4)]}
     folder = write_parquet(tmp_path / "hub", rows, features)
-    result = ingest(HubDataset(str(folder), caption_column="words"), tmp_path / "work", workers=0)
+    result = ingest(Hub(str(folder), caption_column="words"), tmp_path / "work", workers=0)
     assert captions(tmp_path, result) == ["w0", "w1", "w2", "w3"]
 
 
@@ -251,5 +251,5 @@ def test_a_folder_of_pictures_is_read_through_datasets_too(tmp_path, monkeypatch
     for words in folder.glob("*.txt"):
         words.unlink()
     (folder / "metadata.jsonl").write_text("".join(f'{{"file_name": "{n:04d}.png", "text": "told {n}"}}\n' for n in range(3)))
-    result = ingest(HubDataset(str(folder)), tmp_path / "work", workers=0)
+    result = ingest(Hub(str(folder)), tmp_path / "work", workers=0)
     assert captions(tmp_path, result) == ["told 0", "told 1", "told 2"]

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from swarm import dataset_rows
-from swarm.dataset_rows import NoPicture, read_picture
+from swarm.dataset_rows import BadSample, read_picture
 
 SECRET = random.Random(20).randbytes(40)
 
@@ -49,7 +49,7 @@ def website():
 
 
 def refused(value, dataset):
-    with pytest.raises(NoPicture) as raised:
+    with pytest.raises(BadSample) as raised:
         read_picture(value, str(dataset))
     return str(raised.value)
 
@@ -145,7 +145,7 @@ def test_a_cell_that_is_no_picture_is_none(dataset, value):
 def test_what_cannot_be_opened_or_is_too_large_is_no_picture(dataset, monkeypatch):
     (dataset / "broken.zip").write_bytes(b"no zip")
     assert "cannot be read" in refused(f"zip://a::{dataset / 'broken.zip'}", dataset)
-    monkeypatch.setattr(dataset_rows, "MAX_PICTURE_BYTES", 5)
+    monkeypatch.setattr(dataset_rows, "MAX_FILE_BYTES", 5)
     assert "larger than" in refused("data/a.png", dataset)
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as made:

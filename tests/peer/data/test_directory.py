@@ -1,4 +1,5 @@
 import os
+import re
 from itertools import islice
 
 import pytest
@@ -92,15 +93,15 @@ def test_bad_pictures_are_skipped_and_listed_once_with_reasons(pictures, caplog)
     spoil(pictures)
     assert len(source(pictures)) == 9
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "pictures=4 of=13" in line and "000.png: no caption" in line and "001.png: caption is not UTF-8" in line
-    assert "002.png: not readable" in line and "003.jpg: not readable" in line
+    assert "files=4 of pictures=13" in line and "000.png: no caption" in line and "001.png: caption is not UTF-8" in line
+    assert "002.png: cannot be decoded" in line and "003.jpg: cannot be decoded" in line
 
 
 @pytest.fixture
 def decoded(monkeypatch):
     """Names of the pictures that were decoded to their end since it was asked last."""
-    names, open_ = [], Image.open
-    monkeypatch.setattr(directory.Image, "open", lambda path, **options: names.append(os.path.basename(path)) or open_(path, **options))
+    names, decode = [], directory._decode
+    monkeypatch.setattr(directory, "_decode", lambda pair: names.append(pair.name) or decode(pair))
 
     def since():
         found = sorted(names)
@@ -120,7 +121,7 @@ def test_a_picture_that_was_decoded_is_not_decoded_again_until_it_changes(pictur
     os.utime(pictures / "005.png", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
     Image.new("RGB", (16, 16)).save(pictures / "new.png")
     (pictures / "new.txt").write_text("new")
-    assert len(source(pictures)) == 12 and "003.png: not readable" in caplog.text
+    assert len(source(pictures)) == 12 and "003.png: is none of PNG, JPEG" in caplog.text
     assert decoded() == ["003.png", "005.png", "new.png"]
     source(pictures)
     assert decoded() == ["003.png"]  # what is broken is looked at each time
@@ -167,11 +168,11 @@ def test_a_folder_with_nothing_to_train_on_is_an_error_that_says_what_to_do(tmp_
     with pytest.raises(UserError, match="There is no folder"):
         source(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="has no pictures"):
+    with pytest.raises(UserError, match="empty holds no picture that can be trained on"):
         source(tmp_path / "empty")
     for caption in pictures.glob("*.txt"):
         caption.unlink()
-    with pytest.raises(UserError, match=r"none of its 12 pictures can be used \(000.png: no caption"):
+    with pytest.raises(UserError, match=r"12 were left out \(000.png: no caption"):
         source(pictures)
 
 
@@ -201,7 +202,7 @@ def test_captions_come_from_metadata_files_of_each_folder(tmp_path, caplog):
     )
     (tmp_path / "sub" / "metadata.csv").write_text('file_name,text\nb.png,"a, b"\n')
     assert captions(source(tmp_path)) == {"a.png": ("one", "two"), "sub/b.png": "a, b", "sub/c.png": "seen"}
-    assert "no.png: named by a metadata file, but not there" in caplog.text
+    assert "metadata.jsonl, line 4: there is no picture no.png" in caplog.text
 
 
 def test_a_metadata_row_without_a_caption_leaves_it_to_the_file_beside(tmp_path):
@@ -213,22 +214,24 @@ def test_a_metadata_row_without_a_caption_leaves_it_to_the_file_beside(tmp_path)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("metadata.jsonl", b"{broken", r"metadata.jsonl, line 1: no JSON\."),
+        ("metadata.jsonl", b"{broken", "metadata.jsonl, line 1: no JSON"),
         ("metadata.jsonl", b"[1]", "line 1: no file_name"),
         (
             "metadata.jsonl",
             b'{"file_name": "a.png", "words": "x"}',
-            "line 1: no caption: it has words, not text or caption or prompt. Give the captions' column as --caption_column",
+            "line 1: no caption: it has words, not text or caption or prompt; give the captions' column as --caption_column",
         ),
         ("metadata.csv", b"picture,text\na.png,x\n", "line 2: no file_name"),
-        ("metadata.csv", b"file_name,text\na.png,caf\xe9\n", "cannot be read: .*utf-8"),
+        ("metadata.csv", b"file_name,text\na.png,caf\xe9\n", "cannot be read: 'utf-8'"),
     ],
 )
-def test_a_metadata_file_that_cannot_be_read_is_an_error_that_names_the_row(tmp_path, name, content, said):
-    draw(tmp_path / "a.png", "beside")
+def test_what_a_metadata_file_says_wrongly_is_listed_with_its_row(tmp_path, caplog, name, content, said):
+    draw(tmp_path / "a.png")
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"2 were left out .*{re.escape(said)}"):
         source(tmp_path)
+    draw(tmp_path / "b.png", "beside")
+    assert captions(source(tmp_path)) == {"b.png": "beside"} and said in caplog.text
 
 
 def test_a_folder_of_kohya_repeats_its_pictures_and_names_those_without_a_caption(tmp_path):

@@ -88,7 +88,7 @@ def test_none_waits_while_more_are_drawn_than_the_patience(kinds, size, patience
     for drawn, sample in enumerate(draws(kinds), start=1):
         pool.add([sample])
         pool.take(10**6)
-        assert all(drawn - number <= patience for number, _ in pool.held()) and len(pool.held()) <= 5 * (size - 1)
+        assert all(drawn - sample.number <= patience for sample in pool.held()) and len(pool.held()) <= 5 * (size - 1)
 
 
 @given(KINDS, st.integers(1, 4), st.integers(0, 30), st.data())
@@ -104,8 +104,8 @@ def test_a_pool_that_is_stopped_anywhere_and_resumed_forms_the_same_batches(kind
     first.patience = patience
     first.add(samples[:drawn])
     taken = content(first.take(data.draw(st.integers(0, first.num_ready))))
-    held = sorted(first.held())
-    state, keys = first.state_dict(held), [key for _, key in held]
+    held = sorted(first.held(), key=lambda sample: sample.number)
+    state, keys = first.state_dict(held), [sample.key for sample in held]
     second = Pool(BUCKETS, size)
     second.patience = patience
     second.load_state_dict(state, keys)

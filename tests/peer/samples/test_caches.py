@@ -129,7 +129,7 @@ def test_with_a_cache_a_random_crop_is_the_pictures_own_in_every_epoch(kept):
 
     def lefts(decoder):
         samples = [Sample(key, image, "") for key in keys]
-        return {int(left) for left in decoder.finish(decoder.start(samples)).pixels.geometry[:, 3]}
+        return {int(left) for left in decoder.finish(decoder.start(samples)).geometry[:, 3]}
 
     assert len(lefts(Decoder(run, latents=kept))) == 1 < len(lefts(Decoder(run)))
     assert content_seed(1, image) != content_seed(2, image) != content_seed(2, b"another")
@@ -213,9 +213,8 @@ def test_a_broken_picture_is_left_out_and_not_kept(kept):
     batch = [Sample("0:a", png(ramp(16, 16)), "a"), Sample("0:b", b"broken", "b"), Sample("0:c", png(ramp(20, 16)), "c")]
     names = [latents_name(sample.image, decoder._frame(sample, (16, 16))) for sample in batch]
     kept.put(names[2], {"latents": torch.ones(8, 8, 8), "geometry": torch.tensor([1, 2, 3, 4, 5, 6])})
-    decoded = decoder.finish(decoder.start(batch))
-    pixels = decoded.pixels
-    assert decoded.keys == ("0:a", "0:c") and decoded.bad == ("0:b",) and pixels.captions == ["a", "c"]
+    pixels = decoder.finish(decoder.start(batch))
+    assert pixels.keys == ("0:a", "0:c") and pixels.bad == ("0:b",) and pixels.captions == ["a", "c"]
     assert pixels.pixels.shape == (1, 3, 16, 16) and list(pixels.latents) == [1] and pixels.names == (names[0], names[2])
     assert pixels.geometry.tolist() == [[16, 16, 0, 0, 16, 16], [1, 2, 3, 4, 5, 6]]
 

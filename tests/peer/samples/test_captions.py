@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from peer.samples.captions import choose_caption
+from peer.samples.decoding import choose_caption
 from swarm.errors import UserError
 from swarm.run.methods.textual_inversion import OBJECT_TEMPLATES, STYLE_TEMPLATES
 from swarm.run_config import RunConfig

@@ -46,17 +46,16 @@ def decoded(prior, keys, workers=0):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_every_sample_is_accompanied_by_a_picture_of_the_class(dogs, workers):
     keys = [f"0:{i}" for i in range(30)]
-    result = decoded(companions(dogs), keys, workers)
-    batch = result.pixels
-    assert result.keys == tuple(keys) and batch.pixels.shape == (60, 3, 16, 16) and batch.geometry.shape == (60, 6)
+    batch = decoded(companions(dogs), keys, workers)
+    assert batch.keys == tuple(keys) and batch.pixels.shape == (60, 3, 16, 16) and batch.geometry.shape == (60, 6)
     assert batch.captions == [""] * 30 + ["a dog"] * 30 and batch.weights.tolist() == [1.0] * 30 + [0.5] * 30
     reds = {round((float(red) + 1) * 127.5) for red in batch.pixels[30:, 0, 0, 0]}
     assert reds == {100, 101, 102}
-    assert torch.equal(decoded(companions(dogs), keys).pixels.pixels, batch.pixels)
+    assert torch.equal(decoded(companions(dogs), keys).pixels, batch.pixels)
 
 
 def test_no_more_pictures_of_the_class_are_used_than_asked_for(dogs):
-    batch = decoded(companions(dogs, count=1), [f"0:{i}" for i in range(9)]).pixels
+    batch = decoded(companions(dogs, count=1), [f"0:{i}" for i in range(9)])
     assert {round((float(red) + 1) * 127.5) for red in batch.pixels[9:, 0, 0, 0]} == {100}
 
 
@@ -64,7 +63,7 @@ def test_a_broken_picture_of_the_class_is_left_out_and_no_sample_with_it(dogs, c
     for path in pictures_in(dogs):
         path.write_bytes(b"broken")
     result = decoded(companions(dogs), ["0:a", "0:b"])
-    assert result.keys == ("0:a", "0:b") and result.bad == () and result.pixels.weights.tolist() == [1.0, 1.0]
+    assert result.keys == ("0:a", "0:b") and result.bad == () and result.weights.tolist() == [1.0, 1.0]
     assert "png with 0:a" in caplog.text
 
 

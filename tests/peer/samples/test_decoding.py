@@ -9,7 +9,8 @@ from datasetserver.pictures import normalise
 from peer.contracts import Sample
 from peer.samples.buckets import Buckets
 from peer.samples.decoding import Decoder, to_pixels
-from peer.samples.pictures import BadPicture, Frame, decode, orientation_of, size_of
+from peer.samples.pictures import Frame, decode, read_otherwise, size_of
+from swarm.picture_file import BadSample
 from swarm.run_config import RunConfig
 
 
@@ -56,7 +57,7 @@ def test_the_short_side_is_resized_to_the_resolution():
 def test_half_of_the_pictures_are_mirrored():
     batch = [Sample(f"0:{i}", png(ramp(16, 16)), "") for i in range(400)]
     decoder = Decoder(run(random_flip=True))
-    pixels = decoder.finish(decoder.start(batch)).pixels.pixels
+    pixels = decoder.finish(decoder.start(batch)).pixels
     assert 150 < int((pixels[:, 0, 0, 0] > pixels[:, 0, 0, 15]).sum()) < 250
 
 
@@ -67,7 +68,7 @@ def test_a_picture_is_trained_on_as_people_and_the_host_see_it(orientation, kind
     upright = Image.open(io.BytesIO(normalise(data).data))
     framed = decode(data, Frame(*upright.size))
     assert np.array_equal(framed.pixels, np.asarray(upright)) and size_of(data) == upright.size
-    assert framed.geometry == (*upright.size[::-1], 0, 0, *upright.size[::-1]) and orientation_of(data) == orientation
+    assert framed.geometry == (*upright.size[::-1], 0, 0, *upright.size[::-1]) and read_otherwise(data) == [orientation] * (orientation != 1)
     assert Buckets([(8, 16), (12, 12), (16, 8)]).nearest(data) == (2 if orientation < 5 else 0)
 
 
@@ -76,10 +77,10 @@ def test_exif_behind_a_pngs_pixels_is_seen_and_damaged_exif_turns_nothing():
     start = data.index(b"eXIf") - 4
     chunk = data[start : start + 12 + int.from_bytes(data[start : start + 4], "big")]
     behind = data.replace(chunk, b"").replace(b"\0\0\0\0IEND", chunk + b"\0\0\0\0IEND")
-    assert orientation_of(behind) == 6 and size_of(behind) == (16, 40) and decode(behind, Frame(16, 40)).geometry[:2] == (40, 16)
+    assert read_otherwise(behind) == [6] and size_of(behind) == (16, 40) and decode(behind, Frame(16, 40)).geometry[:2] == (40, 16)
     for exif in (b"Exif\0\0nonsense", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0"):
         damaged = png(ramp(40, 16), "JPEG", exif=exif)
-        assert orientation_of(damaged) == 1 and decode(damaged, Frame(40, 16)).geometry[:2] == (16, 40)
+        assert read_otherwise(damaged) == [] and decode(damaged, Frame(40, 16)).geometry[:2] == (16, 40)
 
 
 def test_a_large_jpeg_on_its_side_is_read_no_smaller_than_its_frame():
@@ -121,9 +122,31 @@ def test_transparent_pixels_are_white_and_grey_pictures_become_rgb():
     assert square(png(Image.new("L", (16, 16), 7))).tolist() == [[[7] * 3] * 16] * 16
 
 
+def test_a_grey_picture_of_16_bits_is_its_upper_bytes_as_at_the_host():
+    """Pillow's own conversion makes white of all that is 256 or more."""
+    grey = (np.arange(256, dtype=np.uint16) * 257).reshape(16, 16)
+    data = png(Image.fromarray(grey))
+    assert np.array_equal(square(data), np.repeat((grey >> 8)[..., None], 3, axis=-1))
+    assert np.array_equal(square(data), np.asarray(Image.open(io.BytesIO(normalise(data).data))))
+    assert read_otherwise(data) == [16], "what a cache kept of the white one is not found"
+
+
+@pytest.mark.parametrize("orientation", [0, 9])
+def test_an_orientation_that_exif_does_not_have_turns_nothing_here_and_at_the_host(orientation):
+    data = turned(ramp(40, 16), orientation, "JPEG")
+    plain = normalise(data)
+    assert plain.change == "metadata removed" and (plain.width, plain.height) == (40, 16), "the JPEG is kept"
+    assert size_of(data) == (40, 16) and decode(data, Frame(40, 16)).geometry[:2] == (16, 40) and read_otherwise(data) == []
+
+
+def test_a_peer_decodes_a_picture_as_large_as_a_host_admits():
+    """70 million pixels: a peer's limit was 67, the host's 100."""
+    assert decode(png(Image.new("1", (10_000, 7_000))), Frame(10, 7, interpolation="nearest")).pixels.shape == (7, 10, 3)
+
+
 @pytest.mark.parametrize("data", [b"", b"no picture", png(Image.new("RGB", (16, 16)))[:40], png(Image.new("RGB", (16, 16)), "GIF")])
 def test_what_is_no_picture_of_ours_is_refused_with_a_reason(data):
-    with pytest.raises(BadPicture) as error:
+    with pytest.raises(BadSample) as error:
         square(data)
     assert str(error.value)
 
@@ -146,10 +169,10 @@ def test_samples_that_cannot_be_decoded_are_left_out_counted_and_warned_of(caplo
     decoder, batch = Decoder(run(ucg=0)), samples(4, bad=(1, 3))
     decoded = decoder.finish(decoder.start(batch))
     assert decoded.keys == ("0:0", "0:2") and decoded.bad == ("0:1", "0:3") and decoder.num_bad == 2
-    assert decoded.pixels.pixels.shape == (2, 3, 16, 16) and decoded.pixels.captions == ["caption 0", "caption 2"]
+    assert decoded.pixels.shape == (2, 3, 16, 16) and decoded.captions == ["caption 0", "caption 2"]
     assert "0:1" in caplog.text
     decoded = decoder.finish(decoder.start(batch[1:2]))
-    assert decoded.pixels is None and decoder.num_bad == 3
+    assert not decoded.captions and decoded.pixels is None and decoder.num_bad == 3
 
 
 def test_decoding_processes_give_the_same_batch_and_are_gone_when_closed():
@@ -159,5 +182,5 @@ def test_decoding_processes_give_the_same_batch_and_are_gone_when_closed():
     theirs = pooled.finish(pooled.start(batch))
     workers = list(pooled._pool._processes.values())
     pooled.close()
-    assert torch.equal(ours.pixels.pixels, theirs.pixels.pixels) and ours.pixels.captions == theirs.pixels.captions
+    assert torch.equal(ours.pixels, theirs.pixels) and ours.captions == theirs.captions
     assert theirs.bad == ("0:2",) and workers and not any(worker.is_alive() for worker in workers)

@@ -100,7 +100,7 @@ def test_nothing_stays_of_what_the_sources_and_caches_of_a_peer_wrote(serve, tmp
     TensorCache(cache / "texts", HEX, 2**20)
     (tmp_path / "mine").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "mine" / "1.png")
-    directory.list_pictures(tmp_path / "mine", directory.Rules(prompt=""), cache)
+    directory.good_pairs(tmp_path / "mine", directory.Rules(prompt=""), cache)
     identity.close()
     assert len(there(cache)) >= 3 and any(name.startswith("cache/shards/") for name in there(output))
     assert main(["--purge", "--output_dir", str(output), "--yes"]) == 0

@@ -194,6 +194,8 @@ class Heads:
         self._lineage = Lineage()
         self._told: dict[str, tuple[PeerRecord, Claim]] = {}
         """Of each live peer its record, and what that claims: a look comes some thirty times as often as a record."""
+        self._claimed: tuple[Collection[PeerRecord], dict[str, tuple[Head, float]], float, list[Claim]] = (), {}, 0.0, []
+        """All claims, of which records and words, and until when; neither is ever changed in place."""
         self._with_us: tuple[Collection[PeerRecord], float] = (), 0.0
         """The others as they were when nobody stood but on our state or before it, and until when that is known to last."""
         self._deserted_since: float | None = None
@@ -215,7 +217,9 @@ class Heads:
 
     def heard(self, peer: str, head: Head) -> None:
         """`peer` itself has just told us where it stands; its record may be seconds old."""
-        now, self._with_us = self._clock(), ((), 0.0)
+        now, (others, until) = self._clock(), self._with_us
+        # What we know already, or what is before it, leaves nobody elsewhere: that was counted when the others' records came.
+        self._with_us = (others, min(until, now + RENEW_SECONDS)) if self._is_ours_or_before(head) else ((), 0.0)
         self._heard = {peer: entry for peer, entry in self._heard.items() if now - entry[1] < RENEW_SECONDS} | {peer: (head, now)}
 
     def let_go(self, peer: str, digest: str) -> None:
@@ -324,9 +328,12 @@ class Heads:
 
     def _claims(self) -> list[Claim]:
         """Where each live peer stands, by its record, or by what it told us since."""
-        now = self._clock()
+        now, others = self._clock(), self._others()
+        known, heard, until, claims = self._claimed
+        if others is known and heard is self._heard and now < until:
+            return claims
         told, claims = {}, []
-        for record in self._others():
+        for record in others:
             kept = self._told.get(record.peer_id)
             if kept is None or kept[0] is not record:
                 kept = record, _claim_of(record)
@@ -336,6 +343,8 @@ class Heads:
                 claim = replace(claim, head=heard[0])
             claims.append(claim)
         self._told = told
+        until = min((since + RENEW_SECONDS for _, since in self._heard.values() if now - since < RENEW_SECONDS), default=math.inf)
+        self._claimed = others, self._heard, until, claims
         return claims
 
     def _one_is_enough(self, head: Head, signers: Collection[Claim]) -> bool:
