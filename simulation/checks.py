@@ -1,18 +1,19 @@
 """What must hold whatever happens (docs/protocol.md), checked at the moment when something is said, adopted or reported."""
 
 import json
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from datasetserver.book import Book
-from datasetserver.samples import Masks, full, indices
+from datasetserver.samples import Masks, indices, size
 from datasetserver.shard_epochs import ShardEpoch
 from peer.loop.accounts import Accounts
 from peer.sync.engine.net.messages import read_header
-from peer.sync.engine.state import hash_chunks, state_digest
+from peer.sync.engine.state import Header, hash_chunks, state_digest
 from peer.sync.engine.vectors import SharedBuffer
 from simulation.arithmetic import Arithmetic
 
@@ -59,6 +60,10 @@ class Checks:
         self.arithmetic: Arithmetic | None = None
         self._keys: dict[tuple[str, int], tuple[str, ...]] = {}
         """The samples of each contribution, as its trainer told the server."""
+        self._masks: dict[tuple[str, int], Tally] = {}
+        """The same, by shard epoch."""
+        self._told: dict[str, tuple[dict[str, Any], tuple[bytes, ...], Header]] = {}
+        """Of each state that a trainer was told of: its header as it was said, the hashes of its bytes, and its header."""
         self._looked = 0.0
         self.forged: set[str] = set()
         """Digests of the states that strangers made up."""
@@ -166,15 +171,24 @@ class Checks:
 
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""
-        if kind == "rebase" and self.arithmetic is not None:
-            wrong = self.arithmetic.rebased(values["digest"], read_header(values["header"]), buffers[0].bytes())
-            if wrong:
-                self.breach(wrong, machine)
         if kind == "final":
-            digest = values["digest"]
-            self.reported(machine, digest)
-        if kind == "rebase" and state_digest(read_header(values["header"]), hash_chunks(buffers[0].bytes())) != values["digest"]:
-            self.breach(f"the bytes of the state {values['digest'][:8]} are not those of its digest", machine)
+            self.reported(machine, values["digest"])
+        if kind == "rebase":
+            self._rebases(machine, values["digest"], values["header"], buffers[0].bytes())
+
+    def _rebases(self, machine: "Machine", digest: str, said: dict[str, Any], data: Tensor) -> None:
+        hashes = tuple(hash_chunks(data))
+        if self._told.get(digest, ())[:2] != (said, hashes):  # once for all trainers: the digest says what both are
+            header = read_header(said)
+            if state_digest(header, hashes) != digest:
+                self.breach(f"the bytes of the state {digest[:8]} are not those of its digest", machine)
+            self._told[digest] = said, hashes, header
+        if self.arithmetic is not None and (wrong := self.arithmetic.rebased(digest, self.header(digest), data)):
+            self.breach(wrong, machine)
+
+    def header(self, digest: str) -> Header:
+        """Of a state that a trainer was told of."""
+        return self._told[digest][2]
 
     def reported(self, machine: "Machine", digest: str) -> None:
         """As final."""
@@ -238,7 +252,10 @@ class Checks:
 
     def registers(self, machine: "Machine", number: int, keys: Sequence[str]) -> None:
         """A trainer tells the server what a contribution holds; before it is offered."""
-        if self._keys.setdefault((machine.peer, number), tuple(keys)) != tuple(keys):
+        pair, keys = (machine.peer, number), tuple(keys)
+        if pair not in self._keys:
+            self._keys[pair], self._masks[pair] = keys, _masks_of(keys)
+        if self._keys[pair] != keys:
             self.breach(f"contribution {number} was registered with two lists of samples", machine)
 
     # ------------------------------------------------------------- the ledger
@@ -253,37 +270,39 @@ class Checks:
     def whole_ledger(self, book: Book) -> None:
         """Worked out anew from the contributions and the head's chain: each sample is counted once, waits once, or is leased once."""
         chain = {pair for state in book.tree.chain() for pair in state.contributions()}
-        counted, pending = Counter(), Counter()
+        counted, pending = Tally(), Tally()
         for pair, contribution in book._contributions.items():
-            keys = self._keys.get(pair)
-            size = contribution.samples + contribution.repeated
-            if keys is not None and (len(keys) != size or not set(_keys_of(contribution.shard_epochs)) <= set(keys)):
-                self.breach(f"the ledger has {size} samples in contribution {pair[1]} of {pair[0][-6:]}, which has {len(keys)}")
+            keys, masks = self._keys.get(pair), contribution.shard_epochs
+            samples = contribution.samples + contribution.repeated
+            if keys is not None and (len(keys) != samples or not self._masks[pair].holds(masks)):
+                self.breach(f"the ledger has {samples} samples in contribution {pair[1]} of {pair[0][-6:]}, which has {len(keys)}")
             if contribution.counted != (pair in chain):
                 self.breach(f"contribution {pair[1]} of {pair[0][-6:]} is {'' if contribution.counted else 'not '}counted, and its state says otherwise")
-            (counted if pair in chain else pending if contribution.live else Counter()).update(_keys_of(contribution.shard_epochs))
+            if pair in chain:
+                counted.add(masks)
+            elif contribution.live:
+                pending.add(masks)
         for item in book.shard_epochs.known():
-            self._shard_epoch(item, counted, pending)
-        twice = [key for key, number in pending.items() if number > 1]
-        if twice:
+            self._shard_epoch(item, counted.once.get(item.uid, 0), pending.once.get(item.uid, 0))
+        if twice := _keys_of(pending.twice):
             self.breach(f"sample {twice[0]} waits in two contributions")
         # One that was counted on a branch that lost, trained by another peer and is on the head's chain again counts once, and as repeated.
-        repeated = sum(counted.values()) - len(counted) + sum(book._contributions[pair].repeated for pair in chain if pair in book._contributions)
-        if (book.counted_samples, book.repeated_samples) != (len(counted) + repeated, repeated):
+        once = size(counted.once)
+        repeated = counted.total - once + sum(book._contributions[pair].repeated for pair in chain if pair in book._contributions)
+        if (book.counted_samples, book.repeated_samples) != (once + repeated, repeated):
             said = f"{book.counted_samples} samples are counted, {book.repeated_samples} of them repeated"
-            self.breach(f"{said}, and there are {len(counted)} and {repeated}")
+            self.breach(f"{said}, and there are {once} and {repeated}")
 
-    def _shard_epoch(self, item: ShardEpoch, counted: Counter, pending: Counter) -> None:
+    def _shard_epoch(self, item: ShardEpoch, counted: int, pending: int) -> None:
+        """counted, pending: masks of its samples in contributions."""
         epoch, shard = item.uid
         for mask, known, name in ((item.counted, counted, "counted"), (item.pending, pending, "pending")):
-            keys = _keys_of({item.uid: mask})
-            if any(key not in known for key in keys):
+            if mask & ~known:
                 self.breach(f"samples of {epoch}:{shard} are {name} without a contribution")
-        missing = [key for key in _keys_of({item.uid: full(item.samples) & ~item.counted}) if key in counted]
-        missing += [key for key in _keys_of({item.uid: full(item.samples) & ~(item.pending | item.counted)}) if key in pending]
-        leased = [lease.shard_epochs[item.uid] for lease in item.holders]
-        if missing or item.counted & item.pending or sum(mask.bit_count() for mask in leased) != item.held.bit_count():
-            self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {missing[:3]}")
+        missing = counted & ~item.counted | pending & ~(item.pending | item.counted)
+        leased = sum(lease.shard_epochs[item.uid].bit_count() for lease in item.holders)
+        if missing or item.counted & item.pending or leased != item.held.bit_count():
+            self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {_keys_of({item.uid: missing})[:3]}")
 
     def ledger_agrees(self, book: Book, recent: Collection[str], gone: Collection[str]) -> str:
         """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register."""
@@ -300,6 +319,34 @@ class Checks:
         if book.counted_samples + unsaid != head.samples:
             return f"{head.samples} samples are in the state, {book.counted_samples} in the ledger, {unsaid} of peers that died"
         return ""
+
+
+class Tally:
+    """Samples of many contributions, as masks by shard epoch: Python's own integers, since a world's ledger has thousands of keys."""
+
+    def __init__(self) -> None:
+        self.once: Masks = {}
+        self.twice: Masks = {}
+        self.total = 0
+
+    def add(self, masks: Masks) -> None:
+        for uid, mask in masks.items():
+            known = self.once.get(uid, 0)
+            if known & mask:
+                self.twice[uid] = self.twice.get(uid, 0) | known & mask
+            self.once[uid] = known | mask
+            self.total += mask.bit_count()
+
+    def holds(self, masks: Masks) -> bool:
+        return not any(mask & ~self.once.get(uid, 0) for uid, mask in masks.items())
+
+
+def _masks_of(keys: Sequence[str]) -> Tally:
+    tally = Tally()
+    for key in keys:
+        epoch, shard, index = map(int, key.split(":"))
+        tally.add({(epoch, shard): 1 << index})
+    return tally
 
 
 def _keys_of(shard_epochs: Masks) -> list[str]:

@@ -49,7 +49,9 @@ class Records:
         now, parted = self._clock(), self._network.parted
         found = {}
         for peer, versions in self._versions.items():
-            known = [v for v in versions if v.visible <= now and v.expires > wall and not (self._network.sides and parted(reader, peer))]
+            if self._network.sides and parted(reader, peer):
+                continue
+            known = [v for v in versions if v.visible <= now and v.expires > wall]
             if not known or (peer != reader and self._rng.random() < self._missing):
                 continue
             found[peer] = known[-2 if len(known) > 1 and peer != reader and self._rng.random() < self._stale else -1].record

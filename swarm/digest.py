@@ -10,6 +10,7 @@ from blake3 import blake3
 from swarm.errors import UserError
 from swarm.run.family import family_of_pipeline, known_parts
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 
 
@@ -24,7 +25,7 @@ def seed_of(*what: object) -> int:
 
 def canonical_json(value: Any) -> bytes:
     """The one byte string of a JSON value: sorted keys, no spaces, no NaN; what we hash and sign."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _CANONICAL.encode(value).encode()
 
 
 def digest_json(value: Any) -> str:

@@ -116,7 +116,11 @@ class DatasetServer:
         self._start()
         self._wake(self._hungry)
         for key, (image, caption) in self._work.samples(self._rows):
-            self._wake(self._hungry, self._short)
+            # Each call wakes the other thread by a write to a pipe, and of a hundred samples one concerns it.
+            if self._work.wanted() > 0:
+                self._wake(self._hungry)
+            if self._work.short():
+                self._wake(self._short)
             yield Sample(key, image, caption)
 
     def register(self, number: int, keys: Sequence[str]) -> None:
@@ -297,7 +301,8 @@ class DatasetServer:
                 chosen = chosen or choose(self._shards.of_epoch, self._seen, self._cache.has, f"{self._run.seed}:{self._peer_id}")
                 if await self._add_own(chosen):
                     continue
-            await set_within(OUTAGE_SECONDS / 10 if away < OUTAGE_SECONDS else OUTAGE_SECONDS, self._short)
+            left = OUTAGE_SECONDS - away
+            await set_within(max(left, OUTAGE_SECONDS / 100) if left > 0 else OUTAGE_SECONDS, self._short)
 
     async def _add_own(self, chosen: Iterator[protocol.LeasedShard]) -> bool:
         """Whether there was one more shard epoch of our own choice, and its shard undamaged or at least not the last."""

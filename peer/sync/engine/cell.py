@@ -34,38 +34,34 @@ class Bell:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[asyncio.Future[None], Callable[[], object]] = {}
+        self._waiting: dict[_Waiting, None] = {}
         self._is_rung = False
 
     def ring(self) -> None:
         if self._waiting and not self._is_rung:
             self._is_rung = True
-            next(iter(self._waiting)).get_loop().call_soon(self._ask)
+            next(iter(self._waiting)).future.get_loop().call_soon(self._ask)
 
     def _ask(self) -> None:
         self._is_rung = False
-        for future, ready in list(self._waiting.items()):
-            try:
-                if ready() and not future.done():
-                    future.set_result(None)
-            except Exception:
-                _end(future)  # it asks itself once more, and hears of the error
+        for waiting in list(self._waiting):
+            waiting.ask()
 
     async def rung(self, seconds: float) -> None:
         """Wait until it is rung, or for so long."""
         await self._rung(seconds, lambda: True)
 
     async def _rung(self, seconds: float, ready: Callable[[], object]) -> None:
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        self._waiting[future] = ready
+        """Wait until `ready` says something true. It is asked after rings, and every `seconds`."""
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), ready)
+        self._waiting[waiting] = None
         # Not `wait_for`, which makes a task each time: this is the loop in which a peer idles.
-        late = loop.call_later(seconds, _end, future)
+        waiting.ask_later(seconds)
         try:
-            await future
+            await waiting.future
         finally:
-            late.cancel()
-            del self._waiting[future]
+            waiting.late.cancel()
+            del self._waiting[waiting]
 
     async def until(self, ready: Callable[[], T], seconds: float = 1.0) -> T:
         """Wait until `ready` says something true, and return that. It is asked after rings, and every `seconds` where time alone may tell."""
@@ -74,9 +70,28 @@ class Bell:
         return found
 
 
-def _end(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+class _Waiting:
+    """Somebody who waits for the bell. Asked in vain it sleeps on: to wake a task takes five times as long as to ask."""
+
+    def __init__(self, future: asyncio.Future[None], ready: Callable[[], object]):
+        self.future, self._ready = future, ready
+        self.late: asyncio.TimerHandle
+
+    def ask(self) -> None:
+        try:
+            if self._ready() and not self.future.done():
+                self.future.set_result(None)
+        except Exception:  # it asks itself once more, and hears of the error
+            if not self.future.done():
+                self.future.set_result(None)
+
+    def ask_later(self, seconds: float) -> None:
+        self.late = self.future.get_loop().call_later(seconds, self._due, seconds)
+
+    def _due(self, seconds: float) -> None:
+        self.ask()
+        if not self.future.done():
+            self.ask_later(seconds)
 
 
 class Cell(Generic[T]):

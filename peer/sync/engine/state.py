@@ -104,6 +104,11 @@ class Header:
             del values["elders"]
         return values
 
+    @functools.cached_property
+    def json(self) -> bytes:
+        """Canonical, in one line: what the digest is of, and what a state's file and its mean's begin with."""
+        return canonical_json(self.to_json())
+
     def check(self) -> None:
         """Raise BadState when it contradicts itself: an honest header counts every sample of its members once."""
         if not self.round:
@@ -221,7 +226,7 @@ def hash_chunks(data: Tensor) -> Iterable[bytes]:
 
 
 def state_digest(header: Header, chunk_hashes: Iterable[bytes]) -> str:
-    hasher = blake3(canonical_json(header.to_json()))
+    hasher = blake3(header.json)
     for chunk_hash in chunk_hashes:
         hasher.update(chunk_hash)
     return hasher.hexdigest()

@@ -685,3 +685,38 @@ def test_a_group_takes_no_more_members_than_a_state_can_name(virtual, monkeypatc
                     await refused.receive(ANYTHING, seconds=60)
 
     virtual(scenario)
+
+
+async def call(caller: Peer, peer: Peer) -> Answer:
+    return await caller.matchmaker._call(peer.id, caller.digest)
+
+
+def test_who_has_just_called_is_not_called_back(virtual):
+    async def scenario(nodes):
+        one, other = await peers(nodes, 2)
+        assert (await call(one, other)).coming
+        led, followed = await asyncio.gather(one.form([other]), other.form([one]))
+        assert led.id == followed.id and len(led.members) == 2
+        assert (one.called, other.called) == (1, 2), "by the join, and by both calls of the first"
+
+    virtual(scenario)
+
+
+@pytest.mark.parametrize("why", ["onto another state", "long ago", "longer than we wait", "a stranger", "before a failure"])
+def test_who_has_called_is_called_back_when_it_may_not_wait(virtual, why):
+    async def scenario(nodes):
+        caller, called = await peers(nodes, 2)
+        called.ready_seconds = {"longer than we wait": 60.0, "long ago": 100.0}.get(why, 0.0)
+        await call(caller, called)
+        if why == "onto another state":
+            caller.digest = called.digest = "q"
+        if why == "long ago":
+            await asyncio.sleep(matchmaking._CALL_LASTS_SECONDS + matchmaking._WAITED_SECONDS + 0.1)
+        if why == "a stranger":
+            called.met.add("somebody")
+        if why == "before a failure":
+            called.matchmaker._call_all([], called.digest)
+        calls = called.matchmaker._call_all([caller.id], called.digest, 120.0 if why == "long ago" else 10.0)
+        assert (await calls[caller.id]).coming and caller.called == 1
+
+    virtual(scenario)

@@ -55,11 +55,16 @@ STRANGER_COME_SECONDS = 2.0
 _OTHERS_SECONDS = 1.0
 """A leader has answered. Those that rank before it have this long to answer as well: it would send us on to them. So have, once all who
 could lead us have answered, those who could not: a dial that a firewall drops takes 10 s to fail."""
+_WAITED_SECONDS = 1.0
+"""For so long beyond its word a caller waits for us at least (`arrivals.py`). Until then it need not be called: it has said that it is ready,
+and knows that we come. That spares a third of all streams of a round, of which a hundred peers open ten thousand."""
+_CALL_LASTS_SECONDS = 5.0
+"""A caller from longer ago is called nevertheless: meanwhile it may have died, or gone on."""
 _MAX_REDIRECTS = 8
 _NOTICED_SECONDS = 1.0
 
 
-_Calls = Mapping[str, "asyncio.Task[Answer | None]"]
+_Calls = Mapping[str, "asyncio.Future[Answer | None]"]
 _Spoke = dict[str, Answer]
 
 
@@ -108,6 +113,19 @@ class _Seen:
         return replace(group, silent=group.silent | self.silent, culprits=frozenset(self.culprits), slow=frozenset(self.slow))
 
 
+@dataclass(frozen=True)
+class _Caller:
+    """A peer that is ready to average onto the state `head`, as we are: we told it that we come in `ready_seconds`. until: it waits for us."""
+
+    head: Head
+    ready_seconds: float
+    until: float
+
+    def answer(self) -> Answer:
+        """What it would say if we called it."""
+        return Answer(coming=True, ready_seconds=0.0, head=self.head, busy=False, behind=False, reason="")
+
+
 @dataclass
 class _Open:
     """A group that this peer leads or may come to lead: those who joined, each waiting for its answer."""
@@ -141,7 +159,9 @@ class Matchmaker:
         self._max_samples, self._leads = max_samples, leads
         self._company, self._rng = company or Company(), rng or random.SystemRandom()
         self._arrivals = Arrivals()
-        self._calls: set[asyncio.Task] = set()  # asyncio itself holds a task only weakly, and nobody waits for all of these
+        self._calls: set[asyncio.Future] = set()  # asyncio itself holds a task only weakly, and nobody waits for all of these
+        self._callers: dict[str, _Caller] = {}
+        """Since our last attempt."""
         self._open: _Open | None = None
         self._announced: Group | None = None
         """The group that this peer leads, until it is over."""
@@ -177,7 +197,7 @@ class Matchmaker:
 
         The group may be ours alone when everyone expected answered and none had anything to offer.
         """
-        calls = self._call_all(expected, ticket.parent)
+        calls = self._call_all(expected, ticket.parent, patience)
         try:
             return await self._form(ticket, expected, calls, check, patience, behind_seconds)
         finally:
@@ -311,11 +331,21 @@ class Matchmaker:
     def _order(self, parent: str, peer: str) -> tuple[bool, str]:
         return leads_before(parent, peer, self._standing(self._peer_id).included)
 
-    def _call_all(self, peers: Collection[str], parent: str) -> _Calls:
-        """Tell all that we are ready. What a stranger answers may still be heard when the round is over."""
-        calls = {peer: asyncio.create_task(self._call(peer, parent)) for peer in peers}
+    def _call_all(self, peers: Collection[str], parent: str, patience: float = MAX_WAIT_SECONDS) -> _Calls:
+        """Tell all that we are ready, but those that wait for us. What a stranger answers may still be heard when the round is over."""
+        there = self._waiting_callers(parent, patience)
+        calls = {peer: _done(there[peer].answer()) if peer in there else asyncio.create_task(self._call(peer, parent)) for peer in peers}
         self._calls = {call for call in self._calls if not call.done()} | set(calls.values())
         return calls
+
+    def _waiting_callers(self, parent: str, patience: float) -> dict[str, _Caller]:
+        """Those that called us onto `parent` and wait for us. They are forgotten: after an attempt that failed all are called."""
+        callers, self._callers, now = self._callers, {}, asyncio.get_running_loop().time()
+        return {
+            peer: caller
+            for peer, caller in callers.items()
+            if caller.head.digest == parent and caller.ready_seconds <= patience and now <= caller.until and not self._company.is_stranger(peer)
+        }
 
     async def _leaders_answers(self, calls: _Calls, before_us: Sequence[str], patience: float, seen: _Seen) -> _Spoke:
         """The answers there are once one that we have met, of those that rank before us, will lead, and those before it had a second more.
@@ -504,7 +534,11 @@ class Matchmaker:
             behind=standing.has_samples and better(head, ours),
             head=ours,
         )
+        self._callers.pop(channel.peer, None)
         await channel.send(answer, seconds=ANSWER_SECONDS)
+        if answer.coming:
+            seconds = min(answer.ready_seconds, _CALL_LASTS_SECONDS) + _WAITED_SECONDS
+            self._callers[channel.peer] = _Caller(head, answer.ready_seconds, asyncio.get_running_loop().time() + seconds)
 
     async def _answer_join(self, channel: Channel) -> None:
         try:
@@ -588,6 +622,12 @@ class Matchmaker:
     def _dismiss(book: _Open, answer: Message) -> None:
         _tell([waiting for _, waiting in book.waiting.values()], answer)
         book.waiting.clear()  # what they are told may be on its way for seconds: they are in no group of ours any more
+
+
+def _done(answer: Answer) -> asyncio.Future[Answer]:
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(answer)
+    return future
 
 
 def _tell(waiting: Collection[asyncio.Future], answer: Message) -> None:

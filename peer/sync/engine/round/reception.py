@@ -53,7 +53,8 @@ class Reception:
             self._let_go(peer, head.digest)
         self._heads.heard(peer, head)
         self._catch_up.look()
-        self._bell.ring()
+        if ready or head.digest != self._state.value.digest:  # who answers that it stands where we stand is no news
+            self._bell.ring()
         return self._catch_up.held_back
 
     def _knows(self, peer: str) -> bool:

@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 LEAVE_SECONDS = 10.0
 LAST_STATE_SECONDS, MOST_LAST_STATE_SECONDS = 15.0, 330.0
 POLL_SECONDS = 0.5
+TELL_SECONDS = 1.0
+"""What the sidecar knows of our progress is said again after so long: it answers with what it sees of the swarm. While a trainer waits, any
+word from the sidecar made it say the same again, which woke the sidecar for nothing: a third of all that the two said."""
 
 
 class _Swarm(Enum):
@@ -98,6 +101,8 @@ class SwarmSync:
         self._peer_id, self._min_peers = "", context.peer.min_peers
         self._end = context.end or End(context.run)
         self._told_extension = self._end.extension
+        self._told: tuple[Progress | None, float] = None, 0.0
+        """Our progress as the sidecar heard it last, and when."""
         self.seen: Mapping[str, Any] = {}
         """What the sidecar last said of the swarm, by the names in `peer.figures.metrics.METRICS`; never changed in place."""
         self.paused = False
@@ -254,7 +259,10 @@ class SwarmSync:
         if self._end.extension != self._told_extension:
             self._sidecar.send(Extend(dict(self._end.extension)))
             self._told_extension = self._end.extension
-        self._sidecar.send(self._progress())
+        progress, now = self._progress(), self._clock()
+        if progress != self._told[0] or now - self._told[1] >= TELL_SECONDS:
+            self._sidecar.send(progress)
+            self._told = progress, now
 
     def _progress(self) -> Progress:
         pace = self._pace
@@ -272,7 +280,7 @@ class SwarmSync:
     def _restart(self) -> None:
         """The new one does not know of our frozen contribution: it is offered again once we are rebased onto what the swarm has now."""
         self._sidecar.restart()
-        self._offered = False
+        self._offered, self._told = False, (None, 0.0)
         if self._swarm is _Swarm.JOINED:
             self._swarm = _Swarm.LOST
 

@@ -48,11 +48,14 @@ class ChunkFile(contextlib.AbstractContextManager):
 
 
 def write(path: Path, first: Mapping[str, Any], content: Tensor, *, durable: bool) -> None:
-    """Make the file whole or not at all; durable: so that a power cut does not take it. content: uint8. Raises OSError, and leaves what was there."""
+    """Make the file whole or not at all; durable: so that a power cut does not take it. content: uint8. Raises OSError, and leaves what was there.
+
+    first: values that are bytes are JSON already, in one line: a state's header is long, and was made into JSON for its digest.
+    """
     temporary = path.with_suffix(".tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(json.dumps(first).encode() + b"\n")
+            file.write(_line(first))
             file.write(memoryview(content.numpy()))
             if durable:
                 files.sync(file)
@@ -63,3 +66,8 @@ def write(path: Path, first: Mapping[str, Any], content: Tensor, *, durable: boo
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    items = (json.dumps(name).encode() + b": " + (value if isinstance(value, bytes) else json.dumps(value).encode()) for name, value in values.items())
+    return b"{" + b", ".join(items) + b"}\n"

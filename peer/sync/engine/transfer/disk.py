@@ -38,7 +38,7 @@ class StateStore:
         """Write `state` durably, then delete all but the last `keep`. Raises UserError (disk) and leaves what was there."""
         path = self.folder / f"samples-{state.header.samples:016d}-round-{state.header.round:08d}-{state.digest[:12]}.state"
         try:
-            chunk_file.write(path, {"digest": state.digest, "header": state.header.to_json()}, state.buffer.bytes(), durable=True)
+            chunk_file.write(path, {"digest": state.digest, "header": state.header.json}, state.buffer.bytes(), durable=True)
         except OSError as error:
             free = 0.0
             with contextlib.suppress(OSError):

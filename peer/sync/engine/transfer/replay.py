@@ -71,7 +71,7 @@ class MeanStore:
         """Write it, and delete those that are not of the last rounds before it."""
         recent = (digest, *manifest.header.parents)[: self._keep]
         first = {
-            "header": manifest.header.to_json(),
+            "header": manifest.header.json,
             "state_hashes": b"".join(manifest.chunk_hashes).hex(),
             "square_norm": mean.square_norm,
             "mean_hashes": b"".join(hash_chunks(mean.encoded)).hex(),
