@@ -36,6 +36,7 @@ def mixed(seed: int) -> Scenario:
         wire=rng.choice(WIRES),
         overlap=sync != "gradients" and rng.random() < 0.3,
         assistants=int(rng.random() < 0.3),
+        lease_seconds=rng.choice([60.0, 60.0, 8.0]),
     )
 
 
@@ -47,6 +48,7 @@ def played(seed: int) -> dict[str, Any]:
         "seed": seed,
         "peers": scenario.peers,
         "assistants": scenario.assistants,
+        "lease_seconds": scenario.lease_seconds,
         "sync": scenario.sync,
         "wire": scenario.wire,
         "overlap": scenario.overlap,
