@@ -1,6 +1,7 @@
 """What must hold whatever happens (docs/protocol.md), checked at the moment when something is said, adopted or reported."""
 
 import json
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -303,10 +304,12 @@ class Checks:
         if missing or item.counted & item.pending:
             self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {_keys_of({item.uid: missing})[:3]}")
         once = twice = again = 0
+        of_peer: Counter[str] = Counter()
         for lease in item.holders:
             mask = lease.shard_epochs[item.uid]
-            once, twice, again = once | mask, twice | once & mask, again | twice & mask
-        if again or once != item.held or (twice and len({lease.peer for lease in item.holders}) < len(item.holders)):
+            once, twice, again = once | mask, twice | once & mask, again | (twice | of_peer[lease.peer]) & mask
+            of_peer[lease.peer] |= mask
+        if again or once != item.held:
             self.breach(f"samples of {epoch}:{shard} are in two states: leased to others than one peer and a second one that may have what is late")
 
     def ledger_agrees(self, book: Book, recent: Collection[str], gone: Collection[str]) -> str:
