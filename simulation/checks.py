@@ -1,6 +1,7 @@
 """What must hold whatever happens (docs/protocol.md), checked at the moment when something is said, adopted or reported."""
 
 import json
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -300,9 +301,16 @@ class Checks:
             if mask & ~known:
                 self.breach(f"samples of {epoch}:{shard} are {name} without a contribution")
         missing = counted & ~item.counted | pending & ~(item.pending | item.counted)
-        leased = sum(lease.shard_epochs[item.uid].bit_count() for lease in item.holders)
-        if missing or item.counted & item.pending or leased != item.held.bit_count():
+        if missing or item.counted & item.pending:
             self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {_keys_of({item.uid: missing})[:3]}")
+        once = twice = again = 0
+        of_peer: Counter[str] = Counter()
+        for lease in item.holders:
+            mask = lease.shard_epochs[item.uid]
+            once, twice, again = once | mask, twice | once & mask, again | (twice | of_peer[lease.peer]) & mask
+            of_peer[lease.peer] |= mask
+        if again or once != item.held:
+            self.breach(f"samples of {epoch}:{shard} are in two states: leased to others than one peer and a second one that may have what is late")
 
     def ledger_agrees(self, book: Book, recent: Collection[str], gone: Collection[str]) -> str:
         """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register."""

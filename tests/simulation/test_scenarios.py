@@ -16,7 +16,7 @@ STRATEGIES = [name for name in rooms.parts("sync") if name != "none"]
 )
 def test_two_peers_of_every_strategy_average_and_account_for_every_sample(sync, overlap):
     """Each state, committed_round and sample is checked by `simulation/checks.py` as it comes; here only that there were rounds of both."""
-    outcome = play(Scenario(seed=1, peers=2, hours=1.0, rounds=8, sync=sync, overlap=overlap))
+    outcome = play(Scenario(seed=7, peers=2, hours=1.0, rounds=8, sync=sync, overlap=overlap))  # two of about one speed
     assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
     assert outcome.rounds >= 8 and outcome.committed > 0.8 and outcome.adopted["averaged"] >= 8
 
@@ -32,7 +32,7 @@ def test_a_peer_that_dies_or_stands_still_at_any_failpoint_stops_nobody_and_come
     strikes = tuple(
         Strike(20.0 + 60 * at, "failpoint", 1 + at % 3, {"name": point, "action": action, "seconds": 30.0}) for at, point in enumerate(points)
     )
-    outcome = play(Scenario(seed=8, peers=3, hours=(20.0 + 60 * len(points)) / 3600, lease_seconds=600.0, strikes=strikes))
+    outcome = play(Scenario(seed=8, peers=3, hours=(20.0 + 60 * len(points)) / 3600, strikes=strikes))
     assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
     assert outcome.failpoints == dict.fromkeys(points, 1)
 
