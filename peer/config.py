@@ -293,7 +293,21 @@ class PeerConfig:
     @property
     def own_data(self) -> bool:
         """Whether this peer brings its own pictures."""
-        return bool(self.train_data_dir or self.dataset_name)
+        return self.source != "dataset_server"
+
+    @property
+    def source(self) -> str:
+        """The module of peer/data where its samples come from."""
+        return "directory" if self.train_data_dir else "huggingface" if self.dataset_name else "dataset_server"
+
+    @property
+    def own_data_told(self) -> str:
+        """Which data it brings, by which an output folder and a checkpoint know them again; '' when a server has them."""
+        if self.train_data_dir:
+            return str(Path(self.train_data_dir).resolve())
+        return " ".join(
+            filter(None, (self.dataset_name, self.dataset_config_name, self.dataset_name and self.dataset_split, self.dataset_part))
+        )
 
     @property
     def identity_file(self) -> Path:

@@ -21,7 +21,7 @@ from peer.figures.metrics import Progress
 from peer.figures.terminal import wanted
 from peer.figures.trackers import Trackers
 from peer.launch.joining import Joined
-from peer.launch.lengths import step_samples, warm_up
+from peer.launch.lengths import Every, check_step, local_step_samples, of_epochs
 from peer.launch.resolving import known_hosts, token_for
 from peer.launch.starting_model import load_model
 from peer.loop.accounts import Accounts
@@ -34,37 +34,29 @@ from peer.loop.schedule import build_schedule
 from peer.loop.train import Trainer
 from peer.machine.compiling import Compiled
 from peer.machine.device import Precision, RankGroup, choose_precision, use_channels_last
-from peer.machine.disk_space import check_space, needed_bytes
+from peer.machine.disk_space import check_disk
 from peer.machine.ipex import Ipex, check_ipex
 from peer.machine.placing import Placing, placing
 from peer.machine.profiling import Profiler, profile_folder
 from peer.machine.trial_of_speed import Trial
-from peer.results import checkpoint
 from peer.results.checkpoint import Checkpoints
-from peer.results.output_folder import Owner, claim, lock
+from peer.results.output_folder import Owner, claim, folder_id, lock
 from peer.results.writer import Results
 from peer.rooms import load_part
 from peer.samples.buckets import Buckets
 from peer.samples.caches import Caches, open_caches
-from peer.samples.class_pictures import ClassPictures, draw_class_pictures
+from peer.samples.class_pictures import ClassPictures, check_prior, prepare
 from peer.samples.decoding import Decoder
 from peer.samples.encoding import Encoder
 from peer.samples.feed import Feed
 from peer.volunteer.resting import Resting
-from swarm.digest import digest_json
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.founding import check_resolution
-from swarm.run.method import method_named
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
-_CHECKPOINT_SAMPLES = 10_000
-"""Alone and without --checkpointing_steps, a checkpoint is saved every so many samples."""
-_CHECKPOINT_SHARE = 0.01
-"""In a swarm and without --checkpointing_steps, checkpoints take this share of the time at most. The swarm has the model; they save the optimizer's
-moments. Stable Diffusion 1.5 writes 5 GB: after every round of some minutes that is 1 TB a day, and on a hard disk a tenth of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +97,6 @@ class Launch:
     def cache_folder(self) -> Path:
         return Path(self.peer.cache_dir) if self.peer.cache_dir else self.output / "cache"
 
-    @property
-    def local_step_samples(self) -> int:
-        """Of one step of all ranks."""
-        return self.peer.train_batch_size * self.peer.gradient_accumulation_steps * self.group.world
 
 
 @dataclass(kw_only=True)
@@ -127,8 +115,8 @@ class Learner:
 
 def assemble(launch: Launch) -> tuple[Trainer, Results]:
     """The trainer with all its parts, resumed where there is what to resume, and what writes its result. Raises UserError."""
-    check_batch(launch)
-    check_prior(launch)
+    check_step(launch.peer, launch.run, launch.group.world)
+    check_prior(launch.peer, launch.run)
     if launch.device.type == "xla":
         importlib.import_module("peer.machine.xla").check_options(launch.peer)
     if launch.peer.ipex:
@@ -141,39 +129,13 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     launch = with_end(launch, source)
     if launch.group.is_main:
         claim_output(launch)
-    check_disk(launch, learner)
+    if launch.group.is_main:
+        check_disk(launch.output, launch.peer, sum(parameter.numel() for parameter in learner.params.values()))
     trainer, trackers = build_trainer(launch, learner, source, own_id)
     results = Results(method, trainer, launch.run, launch.peer)
     trainer.occasions = build_occasions(launch, trainer, results, trackers, own_id)
     resume(trainer, launch)
     return trainer, results
-
-
-def check_batch(launch: Launch) -> None:
-    step, target = launch.local_step_samples, launch.run.target_batch_size
-    if launch.peer.swarming and step > target:
-        raise UserError(
-            f"One step of this peer takes {step} samples, more than a round of the whole swarm ({target}).",
-            fix="Lower --train_batch_size or --gradient_accumulation_steps.",
-        )
-
-
-def check_prior(launch: Launch) -> None:
-    if launch.peer.with_prior_preservation and not method_named(launch.run.method).changes_model:
-        raise UserError(
-            f"with_prior_preservation has nothing to preserve: {launch.run.method} changes nothing of the model.",
-            fix="Remove --with_prior_preservation.",
-        )
-
-
-def check_disk(launch: Launch, learner: Learner) -> None:
-    if launch.group.is_main:
-        peer, trained = launch.peer, 4 * sum(parameter.numel() for parameter in learner.params.values())
-        there = len(Checkpoints(launch.output, peer.checkpoints_total_limit).paths())
-        kept = {"checkpoints": peer.checkpoints_total_limit, "there": there, "average": peer.use_ema, "swarming": peer.swarming}
-        fits, told = check_space(launch.output, needed_bytes(trained, **kept))
-        if not fits:
-            log.warning("%s", told)
 
 
 def peer_id(launch: Launch) -> str:
@@ -198,7 +160,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
     by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
     model.place(device, None if by_itself else precision.dtype, method.whole(model))
-    prior = prepare_prior(launch, model, precision)
+    prior = prepare(model, run, peer, precision, launch.group, launch.stopping) if peer.with_prior_preservation else None
     if peer.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     if peer.channels_last:
@@ -241,28 +203,6 @@ def noise_seed(run: RunConfig, own_id: str) -> str:
     return f"{run.seed}:{own_id}"
 
 
-def prepare_prior(launch: Launch, model: Model, precision: Precision) -> ClassPictures | None:
-    """Rank 0's pictures of the class that accompany this peer's own, those that are missing drawn with the base model; None on other ranks."""
-    run, peer = launch.run, launch.peer
-    if not peer.with_prior_preservation:
-        return None
-    folder = Path(peer.class_data_dir)
-    draw_class_pictures(
-        model,
-        folder,
-        peer.class_prompt,
-        count=peer.num_class_images,
-        batch=peer.train_batch_size,
-        side=run.resolution,
-        denoising_steps=peer.validation_inference_steps,
-        seed=run.seed,
-        precision=precision,
-        group=launch.group,
-        stopping=launch.stopping,
-    )
-    return ClassPictures(folder, peer.class_prompt, count=peer.num_class_images, seed=run.seed) if launch.group.is_main else None
-
-
 def build_source(launch: Launch, own_id: str) -> Source | None:
     """Rank 0's source of samples: this peer's own when it brings one, else the dataset server; None on other ranks."""
     if not launch.group.is_main:
@@ -280,11 +220,10 @@ def build_source(launch: Launch, own_id: str) -> Source | None:
         identity_file=peer.identity_file,
         cache_dir=launch.cache_folder,
         cache_gib=peer.cache_gib,
-        batch_samples=max(launch.local_step_samples, peer.lease_samples // 2),  # a source asks for two at a time
+        batch_samples=max(local_step_samples(peer, launch.group.world), peer.lease_samples // 2),  # a source asks for two at a time
         epochs=None if joined.run.total_samples or peer.swarming else peer.num_train_epochs,
     )
-    own = "directory" if peer.train_data_dir else "huggingface"
-    source = load_part("data", own if peer.own_data else "dataset_server").build(context)
+    source = load_part("data", peer.source).build(context)
     launch.closing.callback(source.close)
     return source
 
@@ -297,46 +236,25 @@ def with_end(launch: Launch, source: Source | None) -> Launch:
     run, peer = launch.run, launch.peer
     if run.total_samples or peer.swarming:
         return launch
-    total = launch.group.broadcast_object(length_hint(source) * peer.num_train_epochs if source is not None else None)
-    share = peer.lr_warmup_steps if peer.lr_warmup_steps < 1 else 0
-    warm = {"lr_warmup_samples": warm_up(share, total)} if share else {}
-    run = dataclasses.replace(run, total_samples=total, **warm)
+    samples = launch.group.broadcast_object(length_hint(source) if source is not None else None)
+    run = of_epochs(run, peer, samples)
     return dataclasses.replace(launch, joined=dataclasses.replace(launch.joined, run=run), end=End(run))
 
 
 def claim_output(launch: Launch) -> None:
     """Before anything of the run is written, its folder is that of no other run; it says which run it is of, which is all that `dd-export` needs."""
     joined, peer = launch.joined, launch.peer
-    owner = Owner(
-        id=folder_id(joined.run, peer),
-        name=joined.run.run_name,
-        alone=not peer.swarming,
-        about=joined.about(),
-    )
+    owner = Owner(id=folder_id(joined.run, peer), name=joined.run.run_name, alone=not peer.swarming, about=joined.about())
     needed = (joined.run.model, launch.given.get("model", ""), peer.train_data_dir, peer.class_data_dir)
     claim(
         launch.output, owner, wanted=peer.resume_from_checkpoint, used=[Path(place) for place in needed if place and Path(place).exists()]
     )
 
 
-def folder_id(run: RunConfig, peer: PeerConfig) -> str:
-    """By what an output folder tells runs apart: a swarm's by its run_id, those trained alone by their options, model and data."""
-    return run.run_id if peer.swarming else digest_json([run.digest, run.model, data_of(peer)])[:16]
-
-
-def data_of(peer: PeerConfig) -> str:
-    """The data that this peer brings, in words; '' when a server has them."""
-    if peer.train_data_dir:
-        return str(Path(peer.train_data_dir).resolve())
-    return " ".join(
-        filter(None, (peer.dataset_name, peer.dataset_config_name, peer.dataset_name and peer.dataset_split, peer.dataset_part))
-    )
-
-
 def build_checkpoints(launch: Launch, optimizer: torch.optim.Optimizer) -> Checkpoints:
     """Marked with what their contents fit alone: moments fit their optimizer, places in the data fit these data."""
     run, peer = launch.run, launch.peer
-    fits = {"run": folder_id(run, peer), "data": data_of(peer), "weights": peer.weights, "optimizer": type(innermost(optimizer)).__name__}
+    fits = {"run": folder_id(run, peer), "data": peer.own_data_told, "weights": peer.weights, "optimizer": type(innermost(optimizer)).__name__}
     return Checkpoints(launch.output, peer.checkpoints_total_limit, fits)
 
 
@@ -458,16 +376,13 @@ def build_occasions(launch: Launch, trainer: Trainer, results: Results, trackers
     def checkpoint(step: int) -> None:
         trainer.checkpoint()
 
-    of_checkpoints = max(1, _CHECKPOINT_SAMPLES // step_samples(peer, run.target_batch_size, launch.group.world))
-    validation_steps = peer.validation_steps or (1 if peer.swarming else 100)
-    checkpointing_steps = peer.checkpointing_steps or (1 if peer.swarming else of_checkpoints)
-    bounded = peer.swarming and not peer.checkpointing_steps
+    every = Every.of(peer, run, launch.group.world)
     return Occasions(
         [
             *([Occasion(1, average.follow)] if average else []),
-            Occasion(validation_steps if peer.validation_prompts else 0, validation.draw),
+            Occasion(every.validation, validation.draw),
             Occasion(peer.save_steps, results.save),
-            Occasion(checkpointing_steps, seldom(checkpoint, _CHECKPOINT_SHARE) if bounded else checkpoint, at_end=False),
+            Occasion(every.checkpoint, seldom(checkpoint, every.checkpoint_share) if every.checkpoint_share else checkpoint, at_end=False),
         ]
     )
 
@@ -487,7 +402,8 @@ def resume(trainer: Trainer, launch: Launch) -> None:
     wanted = launch.peer.resume_from_checkpoint
     if wanted == "none" or (wanted == "auto" and not launch.peer.swarming):
         return
-    found = find_checkpoint(launch, build_checkpoints(launch, trainer.optimizer)) if launch.group.is_main else None
+    of_run = launch.run if launch.peer.swarming else None
+    found = build_checkpoints(launch, trainer.optimizer).asked_for(wanted, of_run) if launch.group.is_main else None
     state = launch.group.broadcast_object(found[1] if found else None)
     if state is None:
         if wanted != "auto":
@@ -496,18 +412,3 @@ def resume(trainer: Trainer, launch: Launch) -> None:
     trainer.load_state_dict(state)
     if found:
         log.info("resumed checkpoint=%s step=%d samples=%d", found[0], trainer.step, trainer.sync.samples)
-
-
-def find_checkpoint(launch: Launch, checkpoints: Checkpoints) -> tuple[Path, dict[str, Any]] | None:
-    """Unasked, one that does not fit is passed over: in a swarm it costs the optimizer's moments. Raises UserError for one that was asked for."""
-    wanted = launch.peer.resume_from_checkpoint
-    if wanted == "auto":
-        return checkpoints.load_own()
-    found = checkpoints.load(wanted)
-    run = checkpoint.of(found[0]).get("run") if found else None
-    if run and run != launch.run.run_id and launch.peer.swarming:
-        raise UserError(
-            f"The checkpoint {found[0]} is of the run {run}, not of '{launch.run.run_name}' ({launch.run.run_id}).",
-            fix="Remove --resume_from_checkpoint; what was learned goes on as the --model of a new run.",
-        )
-    return found

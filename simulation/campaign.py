@@ -28,7 +28,7 @@ def mixed(seed: int) -> Scenario:
     faults = KINDS if rng.random() < 0.6 else tuple(sorted(rng.sample(KINDS, rng.randint(2, 5))))
     return Scenario(
         seed,
-        peers=rng.choice([3, 3, 4, 4, 5, 5, 6, 7, 8]),  # small worlds show as much, and cost a tenth of large ones
+        peers=rng.choice([1, 2, 3, 3, 4, 4, 5, 5, 6, 7, 8]),  # small worlds show as much, and cost a tenth of large ones
         hours=rng.choice([0.03, 0.06, 0.12]),
         faults=faults,
         fault_seconds=rng.choice([15.0, 30.0, 60.0]),
@@ -36,6 +36,7 @@ def mixed(seed: int) -> Scenario:
         wire=rng.choice(WIRES),
         overlap=sync != "gradients" and rng.random() < 0.3,
         assistants=int(rng.random() < 0.3),
+        lease_seconds=rng.choice([60.0, 60.0, 8.0]),
     )
 
 
@@ -47,6 +48,7 @@ def played(seed: int) -> dict[str, Any]:
         "seed": seed,
         "peers": scenario.peers,
         "assistants": scenario.assistants,
+        "lease_seconds": scenario.lease_seconds,
         "sync": scenario.sync,
         "wire": scenario.wire,
         "overlap": scenario.overlap,

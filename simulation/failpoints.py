@@ -73,6 +73,8 @@ class Failpoints:
             return self._cut(machine)
         if action == "stop":
             self._stop(machine, machine.trainer)
+        elif action == "kill":
+            self._world.later(0.0, lambda: self._kill_sidecar(machine, machine.sidecar))
         else:
             # A thread cannot end itself: the world does it as soon as it blocks.
             self._world.later(0.0, lambda: self._fall(machine, power=action == "power"))
@@ -94,6 +96,11 @@ class Failpoints:
     def _stop(self, machine: Machine, process: Process) -> None:
         process.stop()
         self._stopped[machine.peer] = process
+
+    def _kill_sidecar(self, machine: Machine, process: Process) -> None:
+        """Before it has written what it has just handed to the trainer."""
+        if machine.sidecar is process and not process.dead:
+            machine.kill_sidecar()
 
     def _fall(self, machine: Machine, *, power: bool) -> None:
         if machine.alive:

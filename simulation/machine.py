@@ -30,7 +30,7 @@ from peer.sync.engine.trainer.port import PortClosed
 from peer.sync.engine.trainer.sidecar_process import Processes
 from peer.sync.engine.trainer.swarm_sync import SwarmSync
 from peer.sync.engine.vectors import BIG_ELEMENTS, SharedBuffer
-from simulation.arithmetic import Learned
+from simulation.arithmetic import Learned, Taken
 from simulation.disk import Disk
 from simulation.loop import OWNER
 from simulation.network import Host, Link
@@ -222,6 +222,7 @@ class Machine:
         self.graveyard: list[Process] = []
         self.source: Source | None = None
         self.learned: Learned | None = None
+        self.taken = Taken()
         self.sync: SwarmSync | None = None
         self._seed = world.rng.getrandbits(48)
         self._random = random.Random(self._seed)
@@ -370,6 +371,7 @@ class Machine:
         )
         if self.world.strategy.steps_locally:
             self.learned = Learned(self.world.wire, params, self.peer)
+        self.taken = Taken()
         self.sync = sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
         self.source = source = Source(self)
         accounts = Accounts(source)
@@ -377,7 +379,7 @@ class Machine:
         done = self._follow(sync, accounts, sync.catch_up())
         while not done and not self.leaves and (keys := source.draw(self.batch)):
             self._sleep(self.step_seconds * self.slowness * self.world.rng.uniform(0.9, 1.1))
-            self._step(sync, params, next(gradients))
+            self._step(sync, params, next(gradients), len(keys))
             accounts.trained(keys)
             done = self._follow(sync, accounts, sync.step(len(keys), 1.0))
         report = SyncReport(wait=True)
@@ -388,7 +390,7 @@ class Machine:
         source.close()
         self.over = True
 
-    def _step(self, sync: SwarmSync, params: dict[str, nn.Parameter], gradient: Tensor) -> None:
+    def _step(self, sync: SwarmSync, params: dict[str, nn.Parameter], gradient: Tensor, samples: int) -> None:
         """Some multiple of the gradient, and the optimizer's step where the strategy has one."""
         multiple = (gradient * (self.batch * self._random.uniform(0.5, 1.5))).split([parameter.numel() for parameter in params.values()])
         for parameter, values in zip(params.values(), multiple, strict=True):
@@ -399,6 +401,8 @@ class Machine:
                 for parameter in params.values():
                     parameter.sub_(parameter.grad, alpha=0.01)
             self.learned.stepped(before)
+        else:
+            self.taken.stepped(sync._work.state.digest, samples)
 
     def _follow(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> bool:
         report = self._take(sync, accounts, report)
@@ -411,6 +415,8 @@ class Machine:
     def _take(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> SyncReport:
         if report.frozen is not None:
             self._look(sync)
+            if self.learned is None and (wrong := self.taken.check(sync._work.state.digest, sync._work.frozen.samples)):
+                self.world.checks.breach(wrong, self)
             if not accounts.register(report.frozen):
                 accounts.apply(report)
                 report = sync.withdraw(report.frozen)

@@ -150,10 +150,11 @@ class _Orders:
 class Server:
     """away: it does not run. slow_seconds: up to so long an answer takes. lost: of all answers, those that break off."""
 
-    def __init__(self, world: "World", run: RunConfig, dataset: Dataset):
+    def __init__(self, world: "World", run: RunConfig, dataset: Dataset, lease_seconds: float):
         self._world, self._rng, self.run, self.dataset = world, random.Random(world.rng.getrandbits(64)), run, dataset
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self.orders, self.config = _Orders(), ServerConfig(dataset="shards", copy_seconds=0.0)
+        periods = dict.fromkeys(("lease_seconds", "grace_seconds", "copy_seconds"), lease_seconds)
+        self.orders, self.config = _Orders(), ServerConfig(dataset="shards", **periods)
         self.slow_seconds = self.lost = 0.0
         self.requests = 0
         self._open: dict[asyncio.Future, None] = {}

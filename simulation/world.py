@@ -64,6 +64,8 @@ class Scenario:
     """Of the first peers, how long one sample takes each, a step; of the others it is drawn."""
     assistants: int = 0
     """Peers that assist, besides those that train."""
+    lease_seconds: float = 60.0
+    """After which a lease ends that is not renewed, work of a peer that is gone is leased again, and a shard that is late goes to a second peer."""
     strangers: tuple[str, ...] = ()
     """Of STRANGERS: who comes after the first rounds, and stays to the end."""
 
@@ -116,7 +118,7 @@ class World:
             model="x", sync=scenario.sync, wire=scenario.wire, total_samples=0, target_batch_size=scenario.target_per_peer * scenario.peers,
             dataset_digest=dataset.digest,
         )  # fmt: skip
-        self.server = Server(self, self.run, dataset)
+        self.server = Server(self, self.run, dataset, scenario.lease_seconds)
         self.strategy = load_strategy(f"peer.sync.{scenario.sync}:strategy", self.run)
         self.wire = Wire(scenario.wire, BIG_ELEMENTS, BIG_ELEMENTS // 2)
         self.checks.arithmetic = Arithmetic(self.wire, self.strategy)

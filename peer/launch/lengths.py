@@ -6,6 +6,7 @@ A global step is one optimizer step of a fixed world (`train_batch_size` x `grad
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from peer.config import PeerConfig
@@ -15,13 +16,61 @@ from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
+_VALIDATION_STEPS = 100
+"""Alone and without --validation_steps, pictures are drawn every so many steps."""
+_CHECKPOINT_SAMPLES = 10_000
+"""Alone and without --checkpointing_steps, a checkpoint is saved every so many samples."""
+_CHECKPOINT_SHARE = 0.01
+"""In a swarm and without --checkpointing_steps, checkpoints take this share of the time at most. The swarm has the model; they save the optimizer's
+moments. Stable Diffusion 1.5 writes 5 GB: after every round of some minutes that is 1 TB a day, and on a hard disk a tenth of the time."""
 SAID_TWICE = {"max_train_steps": "total_samples", "lr_warmup_steps": "lr_warmup_samples"}
 """An option in steps: the run's option that says the same in samples."""
 
 
+def local_step_samples(peer: PeerConfig, world: int) -> int:
+    """Samples of one step of all ranks; world: ranks of this launch."""
+    return peer.train_batch_size * peer.gradient_accumulation_steps * world
+
+
 def step_samples(peer: PeerConfig, target_batch_size: int, world: int = 1) -> int:
-    """Samples of one global step; world: ranks of this launch."""
-    return target_batch_size if peer.swarming else peer.train_batch_size * peer.gradient_accumulation_steps * world
+    """Samples of one global step."""
+    return target_batch_size if peer.swarming else local_step_samples(peer, world)
+
+
+def check_step(peer: PeerConfig, run: RunConfig, world: int) -> None:
+    """Raise UserError for a local step that is more than a round."""
+    step, target = local_step_samples(peer, world), run.target_batch_size
+    if peer.swarming and step > target:
+        raise UserError(
+            f"One step of this peer takes {step} samples, more than a round of the whole swarm ({target}).",
+            fix="Lower --train_batch_size or --gradient_accumulation_steps.",
+        )
+
+
+@dataclass(frozen=True)
+class Every:
+    """After how many global steps this peer does what it does now and then; 0: never."""
+
+    validation: int
+    checkpoint: int
+    checkpoint_share: float
+    """Of the time that checkpoints may take at most; 0: as much as they take."""
+
+    @classmethod
+    def of(cls, peer: PeerConfig, run: RunConfig, world: int) -> "Every":
+        drawn = (peer.validation_steps or (1 if peer.swarming else _VALIDATION_STEPS)) if peer.validation_prompts else 0
+        if peer.checkpointing_steps:
+            return cls(drawn, peer.checkpointing_steps, 0)
+        if peer.swarming:
+            return cls(drawn, 1, _CHECKPOINT_SHARE)
+        return cls(drawn, max(1, _CHECKPOINT_SAMPLES // local_step_samples(peer, world)), 0)
+
+
+def of_epochs(run: RunConfig, peer: PeerConfig, samples: int) -> RunConfig:
+    """A run alone that ends with its --num_train_epochs over so many samples; 0: unknown."""
+    total = samples * peer.num_train_epochs
+    share = peer.lr_warmup_steps if peer.lr_warmup_steps < 1 else 0
+    return replace(run, total_samples=total, **({"lr_warmup_samples": warm_up(share, total)} if share else {}))
 
 
 def of_joiner(given: Mapping[str, Any], peer: PeerConfig, run: RunConfig) -> dict[str, Any]:

@@ -1,14 +1,28 @@
 """Whether what a run will write fits on the disk, asked before the first hour of training rather than after it."""
 
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from peer.config import PeerConfig
+from peer.results.checkpoint import Checkpoints
 from swarm.advice import size
 from swarm.errors import ExitCode, UserError
 
+log = logging.getLogger(__name__)
+
 SPARE_BYTES = 64 << 20
 """Left free on top of everything: other programs write, too."""
+
+
+def check_disk(folder: Path, peer: PeerConfig, parameters: int) -> None:
+    """Warn where the disk will be full before the end. Raises UserError where not even the least fits. parameters: how many are trained."""
+    there = len(Checkpoints(folder, peer.checkpoints_total_limit).paths())
+    kept = {"checkpoints": peer.checkpoints_total_limit, "there": there, "average": peer.use_ema, "swarming": peer.swarming}
+    fits, told = check_space(folder, needed_bytes(4 * parameters, **kept))
+    if not fits:
+        log.warning("%s", told)
 
 
 def needed_bytes(trained: int, *, checkpoints: int, there: int, average: bool, swarming: bool) -> dict[str, float]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from swarm.digest import digest_json
 from swarm.errors import ExitCode, UserError
 from swarm.files import flush
+from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,22 @@ class Checkpoints:
         if not paths:
             return None
         raise UserError(f"No checkpoint in {self._folder} is whole.", fix="Start without --resume_from_checkpoint.", code=ExitCode.DISK)
+
+    def asked_for(self, wanted: str, run: RunConfig | None) -> tuple[Path, dict[str, Any]] | None:
+        """`wanted` as --resume_from_checkpoint has it; run: the swarm's, None alone.
+
+        Unasked ('auto'), one that does not fit is passed over: in a swarm it costs the optimizer's moments. Raises UserError for one that was asked for.
+        """
+        if wanted == "auto":
+            return self.load_own()
+        found = self.load(wanted)
+        theirs = of(found[0]).get("run") if found else None
+        if theirs and run and theirs != run.run_id:
+            raise UserError(
+                f"The checkpoint {found[0]} is of the run {theirs}, not of '{run.run_name}' ({run.run_id}).",
+                fix="Remove --resume_from_checkpoint; what was learned goes on as the --model of a new run.",
+            )
+        return found
 
     def load_own(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest state that is whole and of the same as we are; None when there is none. Others are passed over with a warning."""

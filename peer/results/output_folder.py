@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from peer.config import PeerConfig
+from swarm.digest import digest_json
 from swarm.errors import ExitCode, UserError
 from swarm.files import replace
 from swarm.run.strategy import swarms
@@ -50,6 +52,11 @@ class Owner:
 
     def __str__(self) -> str:
         return f"the run '{self.name}' ({self.id})" if not self.alone else f"'{self.name}', which was trained alone ({self.id})"
+
+
+def folder_id(run: RunConfig, peer: PeerConfig) -> str:
+    """By what an output folder tells runs apart: a swarm's by its run_id, those trained alone by their options, model and data."""
+    return run.run_id if peer.swarming else digest_json([run.digest, run.model, peer.own_data_told])[:16]
 
 
 def lock(folder: Path) -> TextIO:

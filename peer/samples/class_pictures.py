@@ -11,12 +11,15 @@ from pathlib import Path
 
 import torch
 
+from peer.config import PeerConfig
 from peer.contracts import Model, Sample
 from peer.drawing.validation import untouched
 from peer.machine.device import Precision, RankGroup
 from swarm.errors import ExitCode, UserError
 from swarm.files import replace
 from swarm.picture_folder import IMAGE_SUFFIXES
+from swarm.run.method import method_named
+from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,24 @@ class ClassPictures:
             return Sample(f"{path.name} with {sample.key}", path.read_bytes(), self._prompt)
         except OSError:
             return Sample(f"{path.name} with {sample.key}", b"", self._prompt)  # left out, and warned of, like any that is no picture
+
+
+def check_prior(peer: PeerConfig, run: RunConfig) -> None:
+    if peer.with_prior_preservation and not method_named(run.method).changes_model:
+        raise UserError(
+            f"with_prior_preservation has nothing to preserve: {run.method} changes nothing of the model.",
+            fix="Remove --with_prior_preservation.",
+        )
+
+
+def prepare(
+    model: Model, run: RunConfig, peer: PeerConfig, precision: Precision, group: RankGroup, stopping: Callable[[], bool]
+) -> ClassPictures | None:
+    """Rank 0's pictures of the class that accompany this peer's own, those that are missing drawn with the base model; None on other ranks."""
+    folder, count = Path(peer.class_data_dir), peer.num_class_images
+    sizes = {"count": count, "batch": peer.train_batch_size, "side": run.resolution, "denoising_steps": peer.validation_inference_steps}
+    draw_class_pictures(model, folder, peer.class_prompt, seed=run.seed, precision=precision, group=group, stopping=stopping, **sizes)
+    return ClassPictures(folder, peer.class_prompt, count=count, seed=run.seed) if group.is_main else None
 
 
 def draw_class_pictures(

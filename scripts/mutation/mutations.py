@@ -208,8 +208,8 @@ MUTATIONS = (
     Mutation(
         "gradients_of_an_old_anchor",
         "gradients that were taken at the state before count as if they had been taken at the new one",
-        "            if not self._strategy.steps_locally and self.open_samples:\n                dropped += self._discard_open()\n",
-        "",
+        "[: REBASED_ANCESTORS if strategy.steps_locally else 0]",
+        "[:REBASED_ANCESTORS]",
     ),
     Mutation(
         "sum_as_they_come",

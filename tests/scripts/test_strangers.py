@@ -17,7 +17,8 @@ from swarm.errors import UserError
 from swarm.peer_key import check_statement
 from tests.conftest import ROOT
 
-SHORT = ("long-header", "made-up-state", "nan", "browser-post")
+SHORT = ("nan", "browser-post")
+"""One beside a swarm, one at a server. The simulator plays the other rows of a swarm: tests/simulation/test_world.py."""
 SECONDS = 15
 """Long enough for each of them to stop the swarm as it was before there was a defence."""
 

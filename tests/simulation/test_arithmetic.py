@@ -12,7 +12,7 @@ from peer.sync.engine.outer import advance
 from peer.sync.engine.state import first_state
 from peer.sync.engine.trainer.local_work import Anchor, LocalWork
 from peer.sync.parameters import Parameters
-from simulation.arithmetic import Arithmetic, Learned
+from simulation.arithmetic import Arithmetic, Learned, Taken
 
 SIZE = 1536
 
@@ -140,3 +140,16 @@ def test_what_a_sidecar_said_before_it_died_counts_as_far_as_it_was_heard(scene)
     scene.lands(state, own=1)
     scene.learned.restarted(state.digest)
     assert scene.wrong() == "" and math.isfinite(float(scene.learned.ahead.sum()))
+
+
+def test_gradients_that_were_taken_at_another_state_are_named():
+    taken = Taken()
+    taken.stepped("a", 2)
+    taken.stepped("a", 2)
+    assert taken.check("a", 4) == ""
+    assert taken.check("a", 1) == "1 samples are in a contribution, and 0 of them were taken at its state", "they are in the one before"
+    taken.stepped("a", 2)
+    taken.stepped("b", 3)
+    assert taken.check("b", 5) == "5 samples are in a contribution, and 3 of them were taken at its state"
+    taken.stepped("b", 3)
+    assert taken.check("c", 3) == "3 samples are in a contribution, and 0 of them were taken at its state"

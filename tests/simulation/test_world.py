@@ -72,7 +72,10 @@ def test_worlds_with_a_peer_that_assists_hold():
 
 def test_strangers_who_mean_harm_stop_and_lead_astray_nobody():
     # Faults that leave the peers that one has met live: without them strangers count (docs/protocol.md, R5).
-    for rows in (("one-more-sample", "burnt-number", "drip-donor"), ("nan", "silent", "stalling-leaders", "invented-records")):
+    for rows in (
+        ("one-more-sample", "burnt-number", "drip-donor", "made-up-state"),
+        ("nan", "silent", "stalling-leaders", "invented-records", "long-header"),
+    ):
         options = ["--peers", "4", "--hours", "0.05", "--seed", "17", "--faults", "reset,slow,clock,answers,ledger", "--strangers", ",".join(rows)]
         ended, summary = simulate(*options)
         assert_holds(ended, summary)

@@ -123,7 +123,8 @@ class Replica:
             self.bell, assists=assists,
         )  # fmt: skip
         self.rounds = Rounds(
-            run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, clock=clock, rng=self._rng,
+            run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
+            clock=clock, rng=self._rng,
         )  # fmt: skip
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end)
         # What is kept of our states, what is handed out, and what others see of us.

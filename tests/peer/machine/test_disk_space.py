@@ -1,20 +1,14 @@
 import logging
 import shutil
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from peer.config import PeerConfig
-from peer.launch.joining import Joined
-from peer.launch.launcher import Rank
-from peer.machine.device import RankGroup
-from peer.machine.disk_space import SPARE_BYTES, check_space, needed_bytes
+from peer.machine.disk_space import SPARE_BYTES, check_disk, check_space, needed_bytes
 from peer.results.checkpoint import Checkpoints
-from peer.wiring import Launch, check_disk
 from swarm.errors import ExitCode, UserError
-from swarm.run_config import RunConfig
 
 GB = 10**9
 NEEDED = needed_bytes(4 * GB, checkpoints=2, there=1, average=False, swarming=True)
@@ -47,20 +41,13 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_before_training(tmp_p
 
 
 def test_a_trainer_whose_disk_will_be_full_before_the_end_says_so_and_trains(tmp_path, free, caplog):
-    cpu = torch.device("cpu")
-    launch = Launch(
-        joined=Joined(RunConfig(model="m")), peer=PeerConfig(output_dir=str(tmp_path)), group=RankGroup(Rank(), cpu), device=cpu,
-        stopping=lambda: False, closing=ExitStack(),
-    )  # fmt: skip
-    caplog.set_level(logging.WARNING, "peer.wiring")
-    learner = SimpleNamespace(params={"w": torch.empty(GB, device="meta")})
     free(20)
-    check_disk(launch, learner)
+    check_disk(tmp_path, PeerConfig(), GB)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "20 GB free, and this run needs up to 40." in caplog.text
     caplog.clear()
     free(41)
-    check_disk(launch, learner)
+    check_disk(tmp_path, PeerConfig(), GB)
     assert not caplog.records
 
 

@@ -87,7 +87,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_a_lie_is_found_and_an_honest_holder_makes_up_for_it(swarm, what):
+def test_a_lie_is_found_and_an_honest_holder_makes_up_for_it(virtual, what):
     does, reason = LIES[what]
 
     async def scenario(nodes):
@@ -96,16 +96,16 @@ def test_a_lie_is_found_and_an_honest_holder_makes_up_for_it(swarm, what):
         honest, _ = await scripted(nodes, new)
         ((_, streams),) = await nodes.streams(1)
         with pytest.raises(PeerLost, match=reason):
-            await Download(WholeState(new.digest, base), {liar}).run(streams)
-        download = Download(WholeState(new.digest, base), {liar, honest})
+            await Download(WholeState(new.digest, base), {liar}, nodes.clock).run(streams)
+        download = Download(WholeState(new.digest, base), {liar, honest}, nodes.clock)
         await download.run(streams)
         assert same(download, new) and set(download.given) == {honest}
         assert isinstance(download.faults.get(liar, Lied()), Lied)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_holders_give_at_the_same_time_and_what_a_dead_one_gave_is_kept(swarm):
+def test_holders_give_at_the_same_time_and_what_a_dead_one_gave_is_kept(virtual):
     async def scenario(nodes):
         base, new = two_states()
         dying, script = await scripted(nodes, new, after=2)
@@ -114,7 +114,7 @@ def test_holders_give_at_the_same_time_and_what_a_dead_one_gave_is_kept(swarm):
         script.leave.clear()
         second.go_on.clear()
         ((_, streams),) = await nodes.streams(1)
-        download = Download(WholeState(new.digest, base), {dying, other})
+        download = Download(WholeState(new.digest, base), {dying, other}, nodes.clock)
         task = asyncio.create_task(download.run(streams))
         await until(lambda: len(script.asked) == 1 and len(second.asked) == 1)  # both at work on chunks of their own
         assert set(script.asked).isdisjoint(second.asked)
@@ -126,7 +126,7 @@ def test_holders_give_at_the_same_time_and_what_a_dead_one_gave_is_kept(swarm):
         await task
         assert same(download, new) and download.given == {dying: 2, other: 4}
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def patient(monkeypatch):
         monkeypatch.setattr(download_module, name, 100.0)
 
 
-def test_a_fast_holder_gives_more_and_takes_over_what_a_stalled_one_owes(swarm, monkeypatch, patient):
+def test_a_fast_holder_gives_more_and_takes_over_what_a_stalled_one_owes(virtual, monkeypatch, patient):
     monkeypatch.setattr(download_module, "_AGAIN_SECONDS", 0.2)
 
     async def scenario(nodes):
@@ -144,15 +144,15 @@ def test_a_fast_holder_gives_more_and_takes_over_what_a_stalled_one_owes(swarm, 
         stalling, _ = await scripted(nodes, new, after=1, stalls=True)
         fast, _ = await scripted(nodes, new)
         ((_, streams),) = await nodes.streams(1)
-        download = Download(WholeState(new.digest, base), {stalling, fast})
+        download = Download(WholeState(new.digest, base), {stalling, fast}, nodes.clock)
         await download.run(streams)  # long before a piece is late
         assert same(download, new) and download.given[fast] >= 5
         assert not download.faults
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_short_last_piece_does_not_make_a_holder_seem_slow(swarm, patient):
+def test_a_short_last_piece_does_not_make_a_holder_seem_slow(virtual, patient):
     """Seen on a busy machine: 20 bytes that took 10 ms hid for 10 s that another holder had stalled."""
 
     async def scenario(nodes):
@@ -161,55 +161,55 @@ def test_a_short_last_piece_does_not_make_a_holder_seem_slow(swarm, patient):
         fast, script = await scripted(nodes, new, before=lambda index: asyncio.sleep(0.3 if index == 5 else 0))
         stalled.go_on.clear()
         ((_, streams),) = await nodes.streams(1)
-        download = Download(WholeState(new.digest, base), {stalling})
+        download = Download(WholeState(new.digest, base), {stalling}, nodes.clock)
         task = asyncio.create_task(download.run(streams))
         await until(lambda: len(download._asked) == 2)  # the fast one gets the short last chunk
         download.holders.add(fast)
         await task
         assert same(download, new) and not download.faults and 5 in script.asked
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_holder_that_says_nothing_more_is_given_up_when_it_is_the_only_one(swarm, monkeypatch):
+def test_a_holder_that_says_nothing_more_is_given_up_when_it_is_the_only_one(virtual, monkeypatch):
     async def scenario(nodes):
         base, new = two_states()
         stalling, _ = await scripted(nodes, new, after=1, stalls=True)
         ((_, streams),) = await nodes.streams(1)
-        download = Download(WholeState(new.digest, base), {stalling})
+        download = Download(WholeState(new.digest, base), {stalling}, nodes.clock)
         # The pieces of the chunk that comes may take their time.
         monkeypatch.setattr(download_module._Pace, "piece_seconds", property(lambda pace: 0.2 if download.done else 100.0))
         with pytest.raises(PeerLost, match="says nothing"):
             await download.run(streams)
         assert len(download.done) == 1
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_several_chunks_are_on_their_way_from_one_holder(swarm):
+def test_several_chunks_are_on_their_way_from_one_holder(virtual):
     async def scenario(nodes):
         base, new = two_states()
         holder, script = await scripted(nodes, new)
         script.go_on.clear()
         ((_, streams),) = await nodes.streams(1)
-        download = Download(WholeState(new.digest, base), {holder})
+        download = Download(WholeState(new.digest, base), {holder}, nodes.clock)
         task = asyncio.create_task(download.run(streams))
         await until(lambda: len(download._asked) == 2)
         script.go_on.set()
         await task
         assert same(download, new) and sorted(script.asked) == list(range(6)) and not download._asked
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_holder_that_comes_later_helps(swarm):
+def test_a_holder_that_comes_later_helps(virtual):
     async def scenario(nodes):
         base, new = two_states()
         first, script = await scripted(nodes, new)
         later, _ = await scripted(nodes, new)
         script.go_on.clear()
         ((_, streams),) = await nodes.streams(1)
-        download = Download(WholeState(new.digest, base), {first})
+        download = Download(WholeState(new.digest, base), {first}, nodes.clock)
         task = asyncio.create_task(download.run(streams))
         await until(lambda: script.asked)
         download.holders.add(later)
@@ -218,10 +218,10 @@ def test_a_holder_that_comes_later_helps(swarm):
         await task
         assert same(download, new)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_what_is_known_already_is_not_sent(swarm):
+def test_what_is_known_already_is_not_sent(virtual):
     async def scenario(nodes):
         base = state_of(torch.zeros(SIZE))
         values = torch.zeros(SIZE)
@@ -229,14 +229,14 @@ def test_what_is_known_already_is_not_sent(swarm):
         new = next_state(base, [[values]], [Member("a", 1, 7)])
         holder, script = await scripted(nodes, new)
         ((_, streams),) = await nodes.streams(1)
-        download = Download(WholeState(new.digest, base), {holder})
+        download = Download(WholeState(new.digest, base), {holder}, nodes.clock)
         await download.run(streams)
         assert same(download, new) and script.asked == [5]
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_the_proof_of_a_state_comes_from_whoever_has_it(swarm):
+def test_the_proof_of_a_state_comes_from_whoever_has_it(virtual):
     async def scenario(nodes):
         _, new = two_states()
         liar, _ = await scripted(nodes, new, hashes=lambda data: bytes(len(data)))
@@ -246,7 +246,7 @@ def test_the_proof_of_a_state_comes_from_whoever_has_it(swarm):
         assert (manifest.header, manifest.chunk_hashes) == (new.header, new.chunk_hashes)
         assert await ask_manifest(streams, {liar}, new.digest) is None
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 class Dripping(Script):
@@ -264,7 +264,7 @@ async def dripping(nodes, state: State, pause: float) -> str:
     return node.peer_id
 
 
-def test_holders_that_drip_are_replaced_by_one_that_gives(swarm, monkeypatch):
+def test_holders_that_drip_are_replaced_by_one_that_gives(virtual, monkeypatch):
     monkeypatch.setattr(download_module, "MAX_HOLDERS", 3)
     monkeypatch.setattr(download_module, "_FIRST_CREDIT_SECONDS", 1.0)
     monkeypatch.setattr(download_module, "SLOWEST_BYTES_PER_SECOND", 400_000)
@@ -274,7 +274,7 @@ def test_holders_that_drip_are_replaced_by_one_that_gives(swarm, monkeypatch):
         drips = [await dripping(nodes, new, pause=1.0) for _ in range(3)]  # 262 kB/s each
         honest, _ = await scripted(nodes, new)
         ((_, streams),) = await nodes.streams(1)
-        download = Download(WholeState(new.digest, base), set(drips))
+        download = Download(WholeState(new.digest, base), set(drips), nodes.clock)
         task = asyncio.create_task(download.run(streams))
         await until(lambda: len(download._asked) >= 3)  # all places are taken
         download.holders.add(honest)
@@ -282,10 +282,10 @@ def test_holders_that_drip_are_replaced_by_one_that_gives(swarm, monkeypatch):
         assert same(download, new) and download.given[honest] >= 4
         assert any(isinstance(fault, Slow) for fault in download.faults.values())
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_three_identities_that_drip_a_made_up_state_hold_nobody_for_ever(swarm, seed):
+def test_three_identities_that_drip_a_made_up_state_hold_nobody_for_ever(virtual, seed):
     """They are as fast as a donor must be, and most peers sign what they have: it is the time for the whole of it that ends."""
 
     async def scenario(nodes):
@@ -311,7 +311,7 @@ def test_three_identities_that_drip_a_made_up_state_hold_nobody_for_ever(swarm, 
         assert not chaser.signers, "they are not asked again for a while"
         await chaser.close()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 # ------------------------------------------------------------------------------------------------------------ across failures
@@ -322,7 +322,7 @@ async def ended(chaser: StateFetch) -> State | None:
     return chaser.result()
 
 
-def test_all_holders_gone_half_way_and_back_send_only_what_is_missing(swarm):
+def test_all_holders_gone_half_way_and_back_send_only_what_is_missing(virtual):
     async def scenario(nodes):
         base, new = two_states()
         holder, script = await scripted(nodes, new, after=2)
@@ -349,10 +349,10 @@ def test_all_holders_gone_half_way_and_back_send_only_what_is_missing(swarm):
         assert state.digest == new.digest and torch.equal(state.buffer.bytes(), new.buffer.bytes())
         assert len(script.asked) == 4
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_later_state_takes_over_the_chunks_that_it_shares_with_the_one_that_came_half(swarm):
+def test_a_later_state_takes_over_the_chunks_that_it_shares_with_the_one_that_came_half(virtual):
     async def scenario(nodes):
         base, new = two_states()
         values = new.buffer.floats().clone()
@@ -372,10 +372,10 @@ def test_a_later_state_takes_over_the_chunks_that_it_shares_with_the_one_that_ca
         assert state.digest == later.digest and torch.equal(state.buffer.bytes(), later.buffer.bytes())
         assert len(script.asked) == 3
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_liar_is_avoided_for_a_while_although_the_download_succeeded(swarm):
+def test_a_liar_is_avoided_for_a_while_although_the_download_succeeded(virtual):
     async def scenario(nodes):
         base, new = two_states()
         liar, _ = await scripted(nodes, new, chunk=lambda i, data: bytes(len(data)))
@@ -395,10 +395,10 @@ def test_a_liar_is_avoided_for_a_while_although_the_download_succeeded(swarm):
         assert chaser.signers
         await chaser.close()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_download_that_is_not_better_any_more_makes_room_for_one_that_is(swarm):
+def test_a_download_that_is_not_better_any_more_makes_room_for_one_that_is(virtual):
     async def scenario(nodes):
         base, new = two_states()
         slow, script = await scripted(nodes, base)
@@ -415,10 +415,10 @@ def test_a_download_that_is_not_better_any_more_makes_room_for_one_that_is(swarm
         assert chaser.signers, "it did nothing wrong"
         await chaser.close()
 
-    swarm(scenario)
+    virtual(scenario)
 
 
-def test_a_partial_download_does_not_stay_in_memory_for_ever(swarm):
+def test_a_partial_download_does_not_stay_in_memory_for_ever(virtual):
     async def scenario(nodes):
         base, new = two_states()
         holder, script = await scripted(nodes, new, after=2)
@@ -434,7 +434,7 @@ def test_a_partial_download_does_not_stay_in_memory_for_ever(swarm):
         chaser.consider(held([]), base)
         assert chaser._partial is None
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 def test_what_is_known_already_is_copied_without_holding_up_others(swarm):

@@ -310,6 +310,20 @@ def test_a_newcomer_begins_with_the_larger_of_two_equal_camps(view):
     assert view(base).sees(record("a", one), record("b", other)).right() == other.digest
 
 
+def test_who_has_met_nobody_goes_on_with_the_largest_of_several_branches_that_left_it_behind(view):
+    # Seed 60072 of a campaign: one that assists stayed at round 5 for ever, beside branches of three, three and one peers.
+    *_, ours = lineage(3)
+    branches = [lineage(2, after=ours, change=change)[-1] for change in (0.5, 1.5, 2.5)]
+    ann = view(ours)
+
+    claims = [record(name, branches[index]) for index, name in enumerate(("bob", "cy", "dan"))]
+    ann.sees(*claims, record("eve", branches[1]))
+    assert ann.right() is None, "they may yet agree"
+    ann.clock.now += DESERTED_SECONDS
+    assert ann.right() == branches[1].digest
+    assert ann.sees(*claims, record("eve", ours)).right() is None, "somebody stays"
+
+
 def test_founders_who_started_alone_agree_on_the_one_with_more_samples(view):
     *_, one = lineage(2, by=("ann",))
     *_, other = lineage(2, by=("bob",), samples=9, change=2.0)

@@ -145,7 +145,7 @@ def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_round_that_one_member_committed_and_the_other_lost_is_repeated_there(swarm, kind, caplog):
+def test_a_round_that_one_member_committed_and_the_other_lost_is_repeated_there(virtual, kind, caplog):
     caplog.set_level("INFO")
 
     async def scenario(nodes):
@@ -169,7 +169,7 @@ def test_a_round_that_one_member_committed_and_the_other_lost_is_repeated_there(
         assert told.endswith("holders=1 replayed=1")
         check_invariants(one, two)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 def test_two_branches_become_one_by_the_rule(virtual):

@@ -5,26 +5,30 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from peer.contracts import Member
+from peer.sync.engine.cell import Bell, Cell
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.matchmaking import NoGroup
+from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.rounds import Rounds
 from swarm.records import PeerRecord
 from tests.peer.sync.replicas import make_run
-from tests.peer.sync.swarm_tools import Clock
+from tests.peer.sync.swarm_tools import Clock, state_of
 
 FRIENDS = ("ann", "bob", "cleo", "dan")
 RUN = make_run()
+STATE = state_of(torch.zeros(4), run=RUN.digest)
 
 
 class Swarm:
     """Rounds of a peer that has met FRIENDS, before anything of it is started; `waiting`: whose records promise samples."""
 
-    def __init__(self, **waiting: int):
-        clock = Clock()
+    def __init__(self, samples_per_second: float = 0.0, **waiting: int):
+        clock, self.now, self.samples_per_second = Clock(), time.time(), samples_per_second
         self.company = Company(frozenset(FRIENDS), clock=clock, me="us")
         self.records = {peer: self.record(peer, samples) for peer, samples in waiting.items()}
         self.neighbours = Neighbours(SimpleNamespace(peer_id="us", records=self.read), RUN, "schema", clock, self.company)
@@ -33,18 +37,20 @@ class Swarm:
             self.company.answered(peer)
         node = SimpleNamespace(peer_id="us", client_mode=False)
         outer, reception = SimpleNamespace(wire=SimpleNamespace(num_bytes=0)), SimpleNamespace(standing=None, heard=None)
-        self.rounds = Rounds(RUN, None, node, None, self.neighbours, self.company, None, outer, None, reception, clock=clock)
+        next_round = NextRound(RUN, None, self.neighbours, Cell(STATE, Bell(), clock), lambda: self.now)
+        self.rounds = Rounds(RUN, None, node, None, self.neighbours, self.company, None, outer, None, reception, next_round, clock=clock)
 
     async def read(self, run_id: str) -> dict[str, PeerRecord]:
         return self.records
 
     def record(self, peer: str, samples: int) -> PeerRecord:
         return PeerRecord(
-            peer_id=peer, config=RUN.digest, schema="schema", round=1, samples=0, digest="p", waiting_samples=samples, time=time.time()
-        )
+            peer_id=peer, config=RUN.digest, schema="schema", round=0, samples=0, digest=STATE.digest, waiting_samples=samples,
+            samples_per_second=self.samples_per_second, time=self.now,
+        )  # fmt: skip
 
     def refuses(self, *members: str, samples: int = 8, silent: tuple[str, ...] = ()) -> NoGroup | None:
-        group = Group("p", tuple(Member(peer, 1, samples) for peer in members), members, silent=frozenset(silent))
+        group = Group(STATE.digest, tuple(Member(peer, 1, samples) for peer in members), members, silent=frozenset(silent))
         try:
             self.rounds._check_quorum(group)
         except NoGroup as error:
@@ -55,6 +61,14 @@ class Swarm:
 def test_half_of_the_waiting_samples_are_not_enough():
     swarm = Swarm(ann=8, bob=8, cleo=8)
     assert swarm.refuses("ann", "us") and not swarm.refuses("ann", "bob", "us")
+
+
+def test_what_was_trained_since_a_record_was_written_counts_too():
+    """Seen: a founder that read the other one's first record, in which nothing waits, made the first round alone, and the other one did, too."""
+    swarm = Swarm(samples_per_second=40.0, ann=0)
+    assert not swarm.refuses("us")
+    swarm.now += 0.5
+    assert swarm.refuses("us") and not swarm.refuses("us", samples=24)
 
 
 def test_the_dead_do_not_count_at_once_where_those_who_are_there_are_more():

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 
-from peer import rooms
 from peer.contracts import Member, SyncReport
 from peer.sync.engine.state import first_state, next_state
 from peer.sync.engine.trainer import swarm_sync
@@ -146,12 +145,9 @@ def assert_one_lineage(*peers: Toy) -> None:
 OVERLAP = {"overlap": 1, "seconds": 0.05}
 
 
-def strategies() -> list[str]:
-    return [name for name in rooms.parts("sync") if name != "none"]
-
-
-@pytest.mark.parametrize(("strategy", "options"), [*((name, {}) for name in strategies()), ("parameters", OVERLAP), ("diloco", OVERLAP)])
-def test_the_contract_of_every_strategy_two_peers_to_the_runs_end(toys, strategy, options):
+@pytest.mark.parametrize(("strategy", "options"), [("gradients", {}), ("diloco", OVERLAP)])
+def test_two_peers_come_to_the_runs_end_with_one_state_and_say_what_became_of_every_sample(toys, strategy, options):
+    """The two ways in which a trainer goes on; every strategy with and without overlap: tests/simulation/test_scenarios.py."""
     one = toys("one", strategy=strategy, total=256, min_peers=2, **options)  # else it is at the end before the other one has started
     two = toys("two", one.maddr(), strategy=strategy, total=256, min_peers=2, **options)
     ends = [one.end(), two.end()]
@@ -166,46 +162,15 @@ def test_the_contract_of_every_strategy_two_peers_to_the_runs_end(toys, strategy
     assert_one_lineage(one, two)
 
 
-def test_with_overlap_training_goes_on_after_a_contribution_and_pauses_at_two_rounds_worth(toys):
-    one = toys("one", **OVERLAP)  # alone, it is sure of that after 20 s only, and trains two rounds of 64 much earlier
-    until(lambda: one.round() >= 2, one)
-    one.process.send_signal(signal.SIGTERM)
-    end = one.end()
-    assert end["most_waiting"] == 128 and end["overlapped"] > 0
-    assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, one.log)
-
-
-def test_overlap_is_refused_where_nothing_can_be_moved_along(toys):
-    for strategy, reason in (("gradients", "gradients taken while a round is averaged"), ("none", "averages nothing")):
-        peer = toys(strategy, strategy=strategy, **OVERLAP)
-        peer.process.wait(WAIT_SECONDS)
-        peer.join()
-        assert peer.process.returncode == 2 and reason in peer.log and "Traceback" not in peer.log
-
-
 def test_the_contract_holds_without_a_swarm(toys):
     end = toys("one", strategy="none", total=256).end()
     assert end["done"] and end["final"] == end["trained"] == end["samples"] == 256
 
 
-def test_a_killed_peer_stops_nobody_and_comes_back(toys):
-    one = toys("one")
-    two = toys("two", one.maddr())
-    until(lambda: min(one.round(), two.round()) >= 2, one, two)
-    two.kill()
-    at = one.round()
-    until(lambda: one.round() >= at + 2, one)
-    back = toys("two", one.maddr())
-    until(lambda: any(line["how"] == "averaged" and line["round"] > at + 2 for line in back.rounds()), one, back)
-    assert_one_lineage(one, back)
-    assert "averaging sends and receives up to" in one.log and "% of the time is lost to rounds" in one.log
-    # Between two contributions: the state, the last contribution's memory, which the next one takes, and nothing of the past.
-    until(lambda: one.shared_buffers() == 2, one, back)
-
-
 def test_a_joiner_whose_sidecar_dies_after_the_peer_it_came_by_goes_on_and_meets_it_again(toys):
-    founder = toys("founder", host="/ip4/127.0.0.1/tcp/0")
-    joiner = toys("joiner", founder.maddr())
+    """With overlap: while it is not sure yet that it is alone, it trains two rounds of 64 and no more."""
+    founder = toys("founder", host="/ip4/127.0.0.1/tcp/0", **OVERLAP)
+    joiner = toys("joiner", founder.maddr(), **OVERLAP)
     until(lambda: min(founder.round(), joiner.round()) >= 1, founder, joiner)
     came_by = founder.maddr()
     founder.kill()
@@ -215,9 +180,13 @@ def test_a_joiner_whose_sidecar_dies_after_the_peer_it_came_by_goes_on_and_meets
     at = joiner.round()
     until(lambda: joiner.round() > at + 1, joiner)
     port = came_by.split("/tcp/")[1].split("/")[0]
-    again = toys("founder", host=f"/ip4/127.0.0.1/tcp/{port}")
+    again = toys("founder", host=f"/ip4/127.0.0.1/tcp/{port}", **OVERLAP)
     until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in joiner.rounds()), joiner, again)
     assert_one_lineage(joiner, again)
+    joiner.process.send_signal(signal.SIGTERM)
+    end = joiner.end()
+    assert end["most_waiting"] == 128 and end["overlapped"] > 0
+    assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, joiner.log)
 
 
 def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_way(tmp_path, monkeypatch):
@@ -281,9 +250,14 @@ def test_a_sidecar_that_hangs_is_found_out_and_another_one_started(toys):
 
 
 def test_a_sidecar_and_a_p2pd_that_die_are_started_again_and_who_leaves_says_what_became_of_every_sample(toys):
-    founder = toys("founder", min_peers=2)
-    joiner = toys("joiner", founder.maddr(), min_peers=2)
+    founder = toys("founder", min_peers=2, wire="fp16")
+    joiner = toys("joiner", founder.maddr(), min_peers=2, wire="fp16")
+    other = toys("other", founder.maddr(), wire="fp16", rows=50)
     until(lambda: min(founder.round(), joiner.round()) >= 1, founder, joiner)
+    until(lambda: other.process.poll() is not None, other)
+    other.join()
+    assert other.process.returncode == 2
+    assert "error: The peers of this run train other tensors" in other.log and "Traceback" not in other.log
     # The founder was given no address of anybody: it must remember whom it met.
     until(lambda: (founder.folder / "peers_met.json").exists(), founder)
     for victim, process in ((founder, "sidecar"), (joiner, "p2pd")):
@@ -294,31 +268,21 @@ def test_a_sidecar_and_a_p2pd_that_die_are_started_again_and_who_leaves_says_wha
         # A new sidecar listens at a new port. Who is killed before it has heard of that, two rounds of 0.1 s later, knows nobody any more.
         other = joiner if victim is founder else founder
         until(lambda v=victim, other=other: v.maddr() in (other.folder / "peers_met.json").read_text(), founder, joiner)
+    # Between two contributions: the state, the last contribution's memory, which the next one takes, and nothing of the past.
+    until(lambda: founder.shared_buffers() == 2, founder)
     joiner.process.send_signal(signal.SIGTERM)
     end = joiner.end()
     assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, joiner.log)
+    assert end["off_the_state"] == 0.0, "it exports the swarm's state itself, without what the codec left over"
     assert_one_lineage(founder, joiner)
+    assert "averaging sends and receives up to" in founder.log and "% of the time is lost to rounds" in founder.log
     founder.family("sidecar")[0].kill()
     at = founder.round()
     until(lambda: founder.round() > at + 1, founder)  # in company it was once: --min_peers is not asked for again
 
 
-@pytest.mark.parametrize("seconds", [0.1, 1.0])
-def test_who_leaves_has_the_swarms_state_itself_without_what_the_codec_left_over(toys, seconds):
-    """It is what will be exported. With steps of a second it is told to stop while nothing of it waits."""
-    one = toys("one", wire="fp16", target=8, seconds=seconds)
-    until(lambda: one.round() >= 2, one)
-    one.process.send_signal(signal.SIGTERM)
-    assert one.end()["off_the_state"] == 0.0
-
-
-FAILPOINTS_OF_PROCESSES = {
-    "half_of_parts_sent": "stop 4",
-    "group_closed": "kill",
-    "frozen": "kill",
-    "rebased": "kill",
-}
-"""At which a real process is stopped or killed; test_failures.py has all failpoints but the trainer's, in one process."""
+FAILPOINTS_OF_PROCESSES = {"half_of_parts_sent": "stop 4", "rebased": "kill"}
+"""At which a sidecar is stopped and a trainer killed; all others, and these, are the simulator's (fault `point`)."""
 
 
 @pytest.mark.timeout(900)
@@ -331,7 +295,7 @@ def test_a_process_stopped_or_killed_at_a_point_stops_nobody_and_comes_back(toys
         until(lambda victim=victim: not victim.armed(), victim)
         at = max(one.round(), two.round())
         until(lambda at=at: min(one.round(), two.round()) >= at + 2, one, two)
-        if point in ("frozen", "rebased"):
+        if action == "kill":
             until(lambda victim=victim: victim.process.poll() is not None, victim)
             victim = toys("victim", one.maddr())
         at = max(one.round(), two.round())
@@ -355,8 +319,9 @@ def test_a_trainer_killed_while_its_sidecar_joins_leaves_no_process_behind(toys)
 
 
 def test_killed_peers_leave_no_process_behind_and_their_run_goes_on_from_its_last_state(toys):
-    one = toys("one")
-    two = toys("two", one.maddr())
+    options = {"wire": "fp16", "target": 8, "seconds": 1.0}  # a round for each step: told to stop, it has nothing that waits
+    one = toys("one", **options)
+    two = toys("two", one.maddr(), **options)
     until(lambda: min(one.round(), two.round()) >= 2 and list((one.folder / "state").glob("*.state")), one, two)
     family = one.family() + two.family()
     assert sum("p2pd" in " ".join(child.cmdline()) for child in family) == 2
@@ -365,17 +330,10 @@ def test_killed_peers_leave_no_process_behind_and_their_run_goes_on_from_its_las
     _, alive = psutil.wait_procs(family, timeout=ORPHAN_SECONDS)
     assert not alive
     states = {int(path.name.split("-")[3]) for path in (one.folder / "state").glob("*.state")}
-    back = toys("one")
+    back = toys("one", **options)
     until(lambda: "going on from round=" in back.log, back)
     assert f"going on from round={max(states)} " in back.log
     before = back.round()
     until(lambda: back.round() > before, back)
-
-
-def test_other_tensors_than_the_runs_are_one_line(toys):
-    one = toys("one")
-    other = toys("other", one.maddr(), rows=50)
-    other.process.wait(WAIT_SECONDS)
-    other.join()
-    assert other.process.returncode == 2
-    assert "error: The peers of this run train other tensors" in other.log and "Traceback" not in other.log
+    back.process.send_signal(signal.SIGTERM)
+    assert back.end()["off_the_state"] == 0.0, "what the codec left over is exported"

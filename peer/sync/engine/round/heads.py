@@ -60,6 +60,8 @@ class Ballot:
     we_lead: bool = True
     backers: int = 1
     """What our own record says: the others compare with that number."""
+    left_behind: bool = False
+    """Whether our state has been `deserted` for so long that no more of them will agree on what comes after it."""
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
@@ -108,8 +110,8 @@ class Ballot:
         # A newcomer beside one that committed and one that still averages, however long: no third word would ever come.
         if len(signers) == len(others) and not any(claim.stays or self.lineage.descends(claim.head, self.ours) for claim in others):
             return True
-        # Whoever begins must begin somewhere, also while the others are of several minds.
-        return self.from_base and head == min(self._candidates(), key=self._rank, default=None)
+        # Whoever begins must begin somewhere, also while the others are of several minds; so must who was left behind by all of them.
+        return (self.from_base or self.left_behind) and head == min(self._candidates(), key=self._rank, default=None)
 
     def _needed(self, signers: Collection[Claim]) -> int:
         """Where no round can be led but by those that sign, a second signer cannot come: they reduce every part of a round anyway."""
@@ -137,10 +139,11 @@ class Ballot:
 
     @property
     def deserted(self) -> bool:
-        """Whether those that we have met have all left our state, and one of them for what descends from it."""
+        """Whether the voters have all left our state: one of them for what descends from it; where we have met none of them, each."""
         heads = [claim.head for claim in self.voters]
         here = any(head.digest == self.ours.digest for head in heads)
-        return self.met and not here and any(self.lineage.descends(head, self.ours) for head in heads)
+        after = [self.lineage.descends(head, self.ours) for head in heads]
+        return not here and (any(after) if self.met else bool(after) and all(after))
 
     def is_shared(self, head: Head) -> bool:
         """Whether a voter is on our branch, and not on that of `head`."""
@@ -248,7 +251,7 @@ class Heads:
             self._deserted_since = self._clock()
         if self._clock() - self._deserted_since < DESERTED_SECONDS:
             return {}
-        return self._ballot(lambda head, signers: True).right()
+        return self._ballot(lambda head, signers: True, left_behind=True).right()
 
     def _is_ours_or_before(self, head: Head) -> bool:
         """Whether `head` is known, and nothing for which we would leave our state."""
@@ -270,7 +273,9 @@ class Heads:
         descends = self._from_base or self._lineage.descends(head, self._ours)
         return not descends and not self.is_right(head) and self._ballot(self._one_is_enough).is_shared(head)
 
-    def _ballot(self, one_is_enough: Callable[[Head, Collection[Claim]], bool], claims: Collection[Claim] | None = None) -> Ballot:
+    def _ballot(
+        self, one_is_enough: Callable[[Head, Collection[Claim]], bool], claims: Collection[Claim] | None = None, *, left_behind: bool = False
+    ) -> Ballot:
         everybody = self._claims() if claims is None else claims
         claims = [claim for claim in everybody if claim.peer in self._met or not self._broken(claim.peer)]
         met = [] if self._leaderless() else [claim for claim in claims if claim.peer in self._met]
@@ -278,7 +283,9 @@ class Heads:
         voters = voters if met else voters[:_MOST_STRANGERS]
         for claim in voters:
             self._lineage.learn(claim.head)
-        return Ballot(self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads, self._backers(everybody))
+        return Ballot(
+            self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads, self._backers(everybody), left_behind
+        )  # fmt: skip
 
     def _look_for_a_leader(self, claims: Collection[Claim]) -> None:
         """Whether anybody could lead us without a stranger: we ourselves, or a live peer that we have met."""

@@ -62,7 +62,7 @@ class NextRound:
     def _missing(self, progress: Progress, others: Iterable[PeerRecord]) -> float:
         """Samples until the round is full."""
         needed = span.round_samples(self._run, self._end, self._state.value.header)
-        promised = sum(self._promised(record) for record in others)
+        promised = sum(self.promised(record) for record in others)
         is_last = needed < self._run.target_batch_size  # falling short of that by a few samples would take one more round
         half_a_step = progress.samples_per_second * progress.step_seconds / 2 if promised and not is_last else 0
         return needed - progress.waiting - promised - half_a_step
@@ -70,7 +70,7 @@ class NextRound:
     def _stands_with_us(self, record: PeerRecord) -> bool:
         return record.digest in (self._state.value.digest, *self._state.value.header.parents[:1])
 
-    def _promised(self, record: PeerRecord) -> int:
+    def promised(self, record: PeerRecord) -> int:
         """Samples that its owner has for the next round, at the speed that it last had.
 
         Who made our state with us stands on it, whatever its record said before: with rounds of half a second, and records read once a

@@ -22,6 +22,7 @@ from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.groups import Group, Ticket
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.matchmaking import Matchmaker, NoGroup
+from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.patience import patience_seconds
 from peer.sync.engine.round.reception import Reception
 from peer.sync.engine.state import State
@@ -65,7 +66,7 @@ class Round:
 
 
 class Rounds:
-    """phase: becomes GROUP and AVERAGE as an attempt comes to them; heads: told the group that we average in."""
+    """phase: becomes GROUP and AVERAGE as an attempt comes to them; heads: told the group that we average in; next_round: what others promise."""
 
     def __init__(
         self,
@@ -79,12 +80,13 @@ class Rounds:
         outer: OuterStep,
         phase: Cell[Phase],
         reception: Reception,
+        next_round: NextRound,
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ):
         self._end, self._node, self._neighbours, self.company, self._heads = end, node, neighbours, company, heads
-        self._outer, self._phase, self._clock = outer, phase, clock
+        self._outer, self._phase, self._next_round, self._clock = outer, phase, next_round, clock
         self.matchmaker = Matchmaker(
             node.peer_id, streams, reception.standing, reception.heard, 2 * run.target_batch_size,
             leads=not node.client_mode, company=company, rng=rng,
@@ -185,11 +187,10 @@ class Rounds:
         as when each of two halves has met others, both commit, and the better of two heads is taken over by all (docs/protocol.md).
         """
         members = {member.peer for member in group.members}
-        outside = {
-            record.peer_id: record.waiting_samples
-            for record in self._neighbours.counted_upon(left_out_too=True)
-            if record.digest == group.parent and record.peer_id not in members and record.waiting_samples
-        }
+        here = [record for record in self._neighbours.counted_upon(left_out_too=True) if record.digest == group.parent]
+        # As much as makes a round due (NextRound): a record is a second old, and a founder's first one says that nothing waits.
+        promised = {record.peer_id: self._next_round.promised(record) for record in here if record.peer_id not in members}
+        outside = {peer: samples for peer, samples in promised.items() if samples}
         strangers = {peer for peer in outside if self.company.is_stranger(peer)}
         gone = {peer for peer in outside if peer in group.silent or self.company.left_out(peer)}
         if len(gone - strangers) >= len(members):
