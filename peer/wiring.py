@@ -98,7 +98,6 @@ class Launch:
         return Path(self.peer.cache_dir) if self.peer.cache_dir else self.output / "cache"
 
 
-
 @dataclass(kw_only=True)
 class Learner:
     """What learns: a model, what of it is trained, and by which rule."""
@@ -129,7 +128,6 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     launch = with_end(launch, source)
     if launch.group.is_main:
         claim_output(launch)
-    if launch.group.is_main:
         check_disk(launch.output, launch.peer, sum(parameter.numel() for parameter in learner.params.values()))
     trainer, trackers = build_trainer(launch, learner, source, own_id)
     results = Results(method, trainer, launch.run, launch.peer)
@@ -191,12 +189,6 @@ def build_trial(launch: Launch, learner: Learner) -> Trial | None:
         return None
     way = Ipex() if launch.peer.ipex else Compiled(learner.model.parts[learner.model.facts.denoiser])
     return Trial(way, learner.params, learner.precision, launch.group)
-
-
-def unread(learner: Learner) -> list[torch.nn.Parameter]:
-    """What is trained in name only."""
-    places = {id(parameter) for module in learner.model.unread() for parameter in module.parameters()}
-    return [parameter for parameter in learner.params.values() if id(parameter) in places]
 
 
 def noise_seed(run: RunConfig, own_id: str) -> str:
@@ -320,7 +312,6 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         averages=swarms(run.sync),
         average=Ema(learner.params, peer.ema_decay) if peer.use_ema and group.is_main else None,
         noise_seed=noise_seed(run, own_id),
-        unread=unread(learner),
         trial=build_trial(launch, learner),
         boundary=learner.place.boundary,
         stepped=profiler.stepped,

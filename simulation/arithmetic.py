@@ -50,9 +50,9 @@ class Arithmetic:
         self.checked += 1
         total = sum(member.samples for member in header.members)
         weights = [member.samples / total for member in header.members]  # in the order of their ids
-        means = [self._mean(offers, weights)] + ([offers[0]] if len(offers) == 1 else [])  # alone, a peer's bytes are the mean
-        made = [self._outer(parent, mean, header) for mean in means]
-        right = [vectors for vectors, named in made if torch.equal(vectors.view(torch.uint8), data) and header.mean in ("", named)]
+        mean = self._mean(offers, weights) if len(offers) > 1 else offers[0]  # alone, a peer's bytes are the mean
+        vectors, named = self._outer(parent, mean, header)
+        right = torch.equal(vectors.view(torch.uint8), data) and header.mean in ("", named)
         return "" if right else f"the state {digest[:8]} is not its parent's after the weighted mean of its members"
 
     def _mean(self, offers: list[Tensor], weights: list[float]) -> Tensor:

@@ -125,6 +125,15 @@ async def sidecar(world: "World", machine: "Machine", strike: Strike) -> None:
         machine.kill_sidecar()
 
 
+async def handover(world: "World", machine: "Machine", strike: Strike) -> None:
+    """A sidecar is killed as its trainer is rebased next: the state that the trainer hands to another one is on nobody's disk."""
+    world.failpoints.arm("rebased", "kill", machine)
+    world.struck(strike, machine)
+    await _for(world, strike.values["seconds"])
+    if world.failpoints.disarm(machine):
+        machine.boot()
+
+
 async def power(world: "World", machine: "Machine", strike: Strike) -> None:
     """A machine loses power, and with it what its disk had not flushed; others hear nothing of it."""
     world.struck(strike, machine)
@@ -278,6 +287,7 @@ FAULTS = {
         kill, {"seconds": float, "back": _yes}, {"seconds": _of(1.0, 10.0, 60.0), "back": lambda rng, world: rng.random() < 0.7}
     ),
     "sidecar": Fault(sidecar),
+    "handover": Fault(handover, {"seconds": float}, {"seconds": _of(30.0)}),
     "power": Fault(power, {"seconds": float}, {"seconds": _of(5.0, 30.0, 300.0)}),
     "stop": Fault(
         stop, {"what": str, "seconds": float}, {"what": _of("sidecar", "trainer", "both"), "seconds": _of(2.0, 8.0, 25.0, 90.0)}

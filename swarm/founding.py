@@ -120,6 +120,22 @@ def check_founding(run: RunConfig) -> None:
     check_schedule(run)
     check_sides(run.resolution, run.num_buckets, run.bucket_side_min, run.bucket_side_max)
     check_family(run.family, run)
+    check_idle(run)
+
+
+def check_idle(run: RunConfig) -> None:
+    """Raise UserError for an option that says nothing beside the others: whoever gave it expects that it does."""
+    for field in (field for field in fields(run) if run.was_given(field.name)):
+        for other, values in field.metadata["only_with"].items():
+            if getattr(run, other) not in values:
+                needed = f"--{other}" if values == (True,) else f"--{other} {' or '.join(values)}"
+                raise UserError(
+                    f"{field.name} is {getattr(run, field.name)}, but says nothing without {needed}.", fix=f"Add {needed}, or remove --{field.name}."
+                )
+    if run.model_config and not run.model.endswith(".safetensors"):
+        raise UserError(
+            f"model_config is {run.model_config[:80]}, but {run.model} is read with its own.", fix="Remove --model_config: it is for a .safetensors --model."
+        )
 
 
 def check_family(family: str, run: RunConfig) -> None:

@@ -46,19 +46,21 @@ def option(
     since: str = "",
     unsaid: Any = None,
     founding: Mapping[str, float] | None = None,
+    only_with: Mapping[str, Sequence[Any]] | None = None,
     **bounds: float | None,
 ) -> Any:
     """Declare one option of a class of `options`.
 
     aliases: further flag names, without the dashes; switches: flags that stand for a value; section: the heading of this option and those
     after it; found_out: the default leaves it to whoever founds the run; since, unsaid: of a run's options, see swarm/run_defaults.py; founding:
-    closer bounds for runs that begin, those that have begun are read as they are; bounds: pydantic's ge, gt, le and lt. Numbers are 0 or more
+    closer bounds for runs that begin, those that have begun are read as they are; only_with: another option and its values beside which alone this
+    one says anything; bounds: pydantic's ge, gt, le and lt. Numbers are 0 or more
     where no bound says otherwise.
     """
     if isinstance(default, int | float) and not isinstance(default, bool) and not bounds.keys() & {"ge", "gt"}:
         bounds["ge"] = 0
     ours = {"aliases": tuple(aliases), "choices": choices, "switches": dict(switches or {}), "section": section, "founding": dict(founding or {})}
-    ours |= {"found_out": found_out, "since": since, "unsaid": unsaid}
+    ours |= {"found_out": found_out, "since": since, "unsaid": unsaid, "only_with": dict(only_with or {})}
     # pydantic takes from the metadata of a field what its own Field() takes.
     metadata = {**ours, "description": help, **{name: bound for name, bound in bounds.items() if bound is not None}}
     if isinstance(default, list | tuple):

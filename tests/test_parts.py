@@ -151,7 +151,7 @@ def other_than(name: str):
     (field,) = (field for field in dataclasses.fields(RunConfig) if field.name == name)
     if field.metadata["choices"]:
         return next(choice for choice in field.metadata["choices"] if choice not in (field.default, "auto", DEFAULTS[name]))
-    return {bool: True, int: 3, float: 0.125, str: "word", type(None): True}[type(field.default)]
+    return {bool: not field.default, int: 3, float: 0.125, str: "word", type(None): True}[type(field.default)]
 
 
 def test_each_option_belongs_to_one_part_and_each_part_of_a_run_is_known():

@@ -1,6 +1,7 @@
 """Every option of a run with a wrong value: refused with one line that names it, where a host founds the run and where a peer does."""
 
 import dataclasses
+import json
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from datasetserver.founding import run_to_serve
 from peer.config import PeerConfig
 from peer.launch.joining import join
+from peer.launch.resolving import resolve_run
 from peer.launch.starting_model import complete
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError
@@ -49,7 +51,7 @@ WRONG = {
     "ucg": [("1.1",)],
     "seed": [(str(2**64),), ("x",)],
     "shuffle_tags": [("yes please",)],
-    "keep_tokens": [("-1",)],
+    "keep_tokens": [("-1",), ("1",), ("1", {"shuffle_tags": False})],
     "num_buckets": [("-1",)],
     "bucket_side_min": [("-1",), ("640", {"num_buckets": 4})],
     "bucket_side_max": [("-1",), ("256", {"num_buckets": 4})],
@@ -76,19 +78,18 @@ WRONG = {
     "mode_scale": [("2",)],
     "guidance_scale": [("7",)],
     "timestep_bias_strategy": [("middle",)],
-    "timestep_bias_multiplier": [("0", {"timestep_bias_strategy": "later"}), ("-1",)],
-    "timestep_bias_begin": [("1000",)],
-    "timestep_bias_end": [("0",)],
-    "timestep_bias_portion": [("1.1",)],
+    "timestep_bias_multiplier": [("0", {"timestep_bias_strategy": "later"}), ("-1",), ("2",)],
+    "timestep_bias_begin": [("1000",), ("10",), ("10", {"timestep_bias_strategy": "later"})],
+    "timestep_bias_end": [("0",), ("500",), ("500", {"timestep_bias_strategy": "earlier"})],
+    "timestep_bias_portion": [("1.1",), ("0.5",), ("0.5", {"timestep_bias_strategy": "range"})],
+    "model_config": [("configs",)],
     **{name: wrong for model in tiny.MODELS.values() for name, wrong in model.wrong.items()},
 }
-FREE = {"model_config"}
-"""A place of each machine's own, which need not be there where the run is founded: refused where it is read."""
 CASES = [(name, value, *(others or ({},))) for name, wrongs in WRONG.items() for value, *others in wrongs]
 
 
 def test_every_option_of_a_run_is_tried():
-    assert set(WRONG) == {field.name for field in dataclasses.fields(RunConfig)} - FREE
+    assert set(WRONG) == {field.name for field in dataclasses.fields(RunConfig)}
 
 
 @pytest.fixture
@@ -120,6 +121,24 @@ def test_a_wrong_value_is_one_line_where_the_run_is_founded(given, tmp_path, nam
         as_host(run) if founder == "host" else as_peer(run, tmp_path)
     line = str(caught.value)
     assert "\n" not in line and (name in line or "learning rate" in line) and caught.value.fix, line
+
+
+def test_an_option_that_says_nothing_is_refused_alone_too_unless_a_run_goes_on_with_it(given, tmp_path):
+    run = given("keep_tokens", "1", {})
+    alone = PeerConfig(train_data_dir="pictures", output_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"^keep_tokens is 1, but says nothing without --shuffle_tags\."):
+        resolve_run(alone, run)
+    assert resolve_run(dataclasses.replace(alone, resume_from_checkpoint="latest"), run).run.keep_tokens == 1
+    assert resolve_run(alone, run | {"shuffle_tags": True}).run.keep_tokens == 1
+
+
+def test_a_run_that_began_with_an_option_that_says_nothing_goes_on(given, tmp_path, monkeypatch):
+    run = given("keep_tokens", "1", {})
+    with monkeypatch.context() as before:
+        before.setattr("swarm.founding.check_idle", lambda run: None)
+        began, hosted = as_peer(run, tmp_path), as_host(run)
+    (tmp_path / "run.json").write_text(json.dumps({"run": began.to_mapping()}))
+    assert as_peer(run, tmp_path) == began and run_to_serve(run, hosted) == hosted
 
 
 def test_with_right_values_both_found_the_same_run(given, tmp_path):

@@ -13,6 +13,7 @@ from peer.launch.lengths import of_founder
 from peer.launch.starting_model import complete
 from swarm.clock import check_clock, clock_error
 from swarm.errors import UserError
+from swarm.founding import check_idle
 from swarm.options import build
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
@@ -40,6 +41,8 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
             "No data was given.",
             fix="Give --train_data_dir a folder of pictures with a .txt beside each, --dataset_name one of the Hub, or --datasetserver.",
         )
+    if peer.resume_from_checkpoint in ("auto", "none"):  # else it goes on as it began
+        check_idle(run)
     return Joined(complete(run, given=given))
 
 

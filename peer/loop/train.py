@@ -69,8 +69,6 @@ class Trainer:
     """Where a device that only notes down what it is asked for (XLA) is to compute it: once per program."""
     stepped: Callable[[], None] = lambda: None
     """Told after every local step."""
-    unread: Sequence[Tensor] = ()
-    """Those of `params` that no loss depends on: their gradients are 0, and all that an optimizer would do is to decay them."""
     average: "Ema | None" = None
     """Of the weights, where one is kept: rank 0 alone."""
     averages: bool = False
@@ -82,8 +80,12 @@ class Trainer:
     """Samples of this peer's counted steps."""
     _bad_steps: int = 0
     _scaler: torch.amp.GradScaler = field(init=False)
+    _unread: Sequence[Tensor] = field(init=False)
+    """Those of `params` that no loss depends on: their gradients are 0, and all that an optimizer would do is to decay them."""
 
     def __post_init__(self) -> None:
+        places = {id(parameter) for module in self.model.unread() for parameter in module.parameters()}
+        self._unread = [parameter for parameter in self.params.values() if id(parameter) in places]
         self._scaler = torch.amp.GradScaler(self.precision.device.type, enabled=self.precision.scaled)
 
     def run(self) -> None:
@@ -197,7 +199,7 @@ class Trainer:
             torch._foreach_div_([parameter.grad for parameter in self.params.values()], samples)
             if self.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(self.params.values(), self.max_grad_norm, norm_of_mean)
-            for parameter in self.unread:
+            for parameter in self._unread:
                 parameter.grad = None  # passed over
             self._scaler.step(self.optimizer)
         self._scaler.update()

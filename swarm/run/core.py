@@ -85,7 +85,7 @@ class Pictures:
     )
     seed: int = option(42, "Seed of data order and fresh weights; noise is seeded per peer as well.", ge=None)
     shuffle_tags: bool = option(False, "Captions are tags between commas: put them in another order each time.")
-    keep_tokens: int = option(0, "With --shuffle_tags: so many of the first tags keep their places.", ge=0)
+    keep_tokens: int = option(0, "With --shuffle_tags: so many of the first tags keep their places.", ge=0, only_with={"shuffle_tags": (True,)})
     num_buckets: int = option(
         0,
         "Crop pictures not to the square but to the nearest of at most so many ratios, each batch of one; 16 is usual, 0: squares only.",

@@ -101,7 +101,7 @@ def test_a_founded_run_survives_kill_9_and_goes_on_as_if_the_host_had_given_it(h
         ({"dataset_digest": "0" * 64}, 400, "bad_run", "dataset is 0000"),
         ({"model_digest": ""}, 400, "bad_run", "model_digest"),
         ({"model_digest": "AB" * 32}, 400, "bad_run", "model_digest"),
-        ({"model_config": "x" * MAX_RUN_BYTES}, 400, "bad_run", "bytes"),
+        ({"model": "x" * MAX_RUN_BYTES}, 400, "bad_run", "bytes"),
         ({"run_name": "two\nlines"}, 422, "bad_request", "run_name"),
         ({"total_samples": 2**60}, 400, "bad_run", "total_samples"),
         ({"adam_beta1": float("nan")}, 422, "bad_request", "adam_beta1"),

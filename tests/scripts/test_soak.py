@@ -1,4 +1,4 @@
-"""`scripts/soak`: its checks find what is wrong, and five kills leave nothing to find."""
+"""`scripts/soak`: its checks find what is wrong, and three kills leave nothing to find."""
 
 import json
 import re
@@ -86,13 +86,13 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
 
 @pytest.mark.swarm
 @pytest.mark.timeout(900)
-def test_five_kills_lose_nothing(tmp_path):
+def test_three_kills_lose_nothing(tmp_path):
     record = tmp_path / "record.json"
-    command = [ROOT / "scripts" / "soak", "--kills", "5", "--seed", "1", "--peers", "3", "--record", record]
+    command = [ROOT / "scripts" / "soak", "--kills", "3", "--seed", "27", "--peers", "3", "--record", record]
     done = subprocess.run(command, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     verdict = json.loads(record.read_text())
-    assert verdict["holds"] and len(verdict["records"]) == 5
+    assert verdict["holds"] and [kill["kind"] for kill in verdict["records"]] == ["stop", "peer", "first peer"]
     assert verdict["keys_counted"] == verdict["samples"] > 0
     assert all(seconds is not None for kill in verdict["records"] for seconds in kill["survivors"].values())
 

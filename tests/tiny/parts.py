@@ -47,8 +47,8 @@ def vae(**options):
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=4, mid_block_add_attention=False, sample_size=16,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, **{"scaling_factor": 1.0, **options},
+        block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, mid_block_add_attention=False, sample_size=16,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, **{"latent_channels": 4, "scaling_factor": 1.0, **options},
     )  # fmt: skip
 
 

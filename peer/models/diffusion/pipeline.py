@@ -60,11 +60,19 @@ def _read_folder(kind: Any, family: Family, path: Path) -> Any:
     dtypes = {part.name: _dtype_in(part, variant) for part in path.iterdir() if part.is_dir()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer diffusers call it dtype, older ones know that name only
-        pipeline = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, variant=variant, torch_dtype=dtypes, **_unused(family))
+        unused = {**_unused(family), **_left_out(path, family)}
+        pipeline = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, variant=variant, torch_dtype=dtypes, **unused)
     missing = sorted(getattr(pipeline, family.denoiser).state_dict().keys() - {name for file in files for name in read_header(file)})
     if missing:
         raise ValueError(f"its denoiser lacks {len(missing)} tensors, such as {missing[0]}")
     return pipeline
+
+
+def _left_out(folder: Path, family: Family) -> dict[str, None]:
+    """The optional text encoders that model_index.json has null for, and their tokenizers: diffusers wants to be told so once more."""
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    out = {name: encoder.tokenizer for name, encoder in family.text_encoders.items() if encoder.optional and not (index.get(name) or [None])[-1]}
+    return dict.fromkeys([*out.keys(), *out.values()])
 
 
 def _variant(files: Collection[Path]) -> str | None:
@@ -92,7 +100,8 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
             fix=f"Add --model_config with a diffusers folder of a {family.title} model that they are read from, or its Hub id.",
         )
     where = _config_folder(config) if config else None
-    beside = _parts_of(where, lacking, family) if where else {}
+    without = _left_out(where, family) if where else {}
+    beside = without | _parts_of(where, [name for name in lacking if name not in without]) if where else {}
     pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **_unused(family), **beside)
     for name, part in pipeline.components.items():
         if hasattr(part, "tie_weights"):
@@ -107,21 +116,18 @@ def _begins(names: Collection[str], starts: tuple[str, ...]) -> bool:
     return any(name.startswith(starts) for name in names)
 
 
-def _parts_of(folder: Path, names: Collection[str], family: Family) -> dict[str, Any]:
-    """These parts of the pipeline in `folder`, None for one that it does without. Raises UserError when the weights of another are not there."""
+def _parts_of(folder: Path, names: Collection[str]) -> dict[str, Any]:
+    """These parts of the pipeline in `folder`. Raises UserError when the weights of one are not there."""
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     found = {}
     for name in names:
-        library, part = index[name]
-        if part is None and name in family.text_encoders and family.text_encoders[name].optional:
-            found[name] = None
-            continue
         files = [*(folder / name).glob("*.safetensors")]
         if not files:
             raise UserError(
                 f"The model's file holds no {name}, and {folder} has no weights of one.",
                 fix="Give a --model_config that is a whole diffusers folder of a like model, or its Hub id.",
             )
+        library, part = index[name]
         read = getattr(import_module(library), part).from_pretrained
         found[name] = read(folder, subfolder=name, local_files_only=True, use_safetensors=True, variant=_variant(files))
     return found

@@ -1,6 +1,7 @@
 """`--format lora_diffusers` and `lora_kohya`: LoRA weights in one file, under diffusers' names or those of kohya's scripts and A1111."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor
 
 from peer.results.loading import LORA
+from peer.results.result import read_result
 from swarm import files
 from swarm.errors import UserError
-from swarm.run.family import families
+from swarm.run.family import Family, families, family_named
 
 _PARTS = {
     "lora_unet": next(family.denoiser for family in families().values() if family.kohya),
@@ -30,7 +32,7 @@ def write_lora_kohya(result: Path, path: Path, dtype: torch.dtype = torch.float3
     from diffusers.utils import convert_state_dict_to_kohya
 
     tensors, header = _read(result)
-    others = [family.title for family in families().values() if not family.kohya and any(n.startswith(f"{family.denoiser}.") for n in tensors)]
+    others = [family.title for family in _families(result, tensors) if not family.kohya]
     if others:
         raise UserError(
             f"A {' or '.join(others)} LoRA is not written in kohya's form.", fix="Use --format lora_diffusers, which ComfyUI, Forge and others read as it is."
@@ -44,6 +46,13 @@ def write_lora_kohya(result: Path, path: Path, dtype: torch.dtype = torch.float3
         # Where there is one text encoder, kohya calls it so, and passes over what is called otherwise without a word.
         kohya = {name.replace("lora_te1_", "lora_te_", 1): tensor for name, tensor in kohya.items()}
     _save({name: tensor if name.endswith(".alpha") else tensor.to(dtype) for name, tensor in kohya.items()}, path, {"format": "pt"})
+
+
+def _families(result: Path, tensors: Mapping[str, Tensor]) -> list[Family]:
+    """The one that the result says, else those whose denoiser is called as the layers' names have it."""
+    about = read_result(result)
+    known = family_named(about.run.family) if about else None
+    return [known] if known else [family for family in families().values() if any(name.startswith(f"{family.denoiser}.") for name in tensors)]
 
 
 def _as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

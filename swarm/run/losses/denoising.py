@@ -36,10 +36,14 @@ class Options:
         "Which timesteps are drawn more often: the first or last of the schedule (--timestep_bias_portion) or a range.",
         choices=("none", "earlier", "later", "range"),
     )
-    timestep_bias_multiplier: float = option(1.0, "How much more often; below 1: less often.")
-    timestep_bias_begin: int = option(0, "First timestep of the range.")
-    timestep_bias_end: int = option(1000, "Timestep before which the range ends.")
-    timestep_bias_portion: float = option(0.25, "Share of the timesteps that earlier and later mean.", le=1)
+    timestep_bias_multiplier: float = option(
+        1.0, "How much more often; below 1: less often.", only_with={"timestep_bias_strategy": ("earlier", "later", "range")}
+    )
+    timestep_bias_begin: int = option(0, "First timestep of the range.", only_with={"timestep_bias_strategy": ("range",)})
+    timestep_bias_end: int = option(1000, "Timestep before which the range ends.", only_with={"timestep_bias_strategy": ("range",)})
+    timestep_bias_portion: float = option(
+        0.25, "Share of the timesteps that earlier and later mean.", le=1, only_with={"timestep_bias_strategy": ("earlier", "later")}
+    )
 
     def check(self) -> None:
         if self.timestep_bias_strategy != "none" and self.timestep_bias_multiplier == 0:

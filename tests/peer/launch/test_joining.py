@@ -158,14 +158,15 @@ def test_a_dry_run_founds_nothing(open_host):
     refusal("has no run yet", "--datasetserver", open_host.url, code=ExitCode.NETWORK)
 
 
-def test_where_nothing_was_founded_a_peer_says_how(open_host):
+def test_where_nothing_was_founded_a_peer_says_how(open_host, tmp_path):
     error = refusal("has no run yet", "--datasetserver", open_host.url, "--model", open_host.model, code=ExitCode.NETWORK)
     assert "--found" in error.fix and "--hivemind True" in error.fix and "--run" in error.fix
     refusal("has no run yet", "--datasetserver", open_host.url, "--found", "--run_id", "0123456789abcdef", code=ExitCode.NETWORK)
     refusal("needs a base model", "--datasetserver", open_host.url, "--found")
-    error = refusal(
-        "does not take this run", "--datasetserver", open_host.url, "--found", "--model", open_host.model, "--model_config", "x" * 2048
-    )
+    far = tmp_path.joinpath(*["x" * 200] * 10)
+    far.mkdir(parents=True)
+    (far / "model").symlink_to(open_host.model)
+    error = refusal("does not take this run", "--datasetserver", open_host.url, "--found", "--model", str(far / "model"))
     assert "Shorten" in error.fix
 
 

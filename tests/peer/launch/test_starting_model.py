@@ -26,6 +26,7 @@ from peer.results.forms.single_file import write_single_file
 from swarm.base_model import family_of
 from swarm.digest import digest_model
 from swarm.errors import UserError
+from swarm.run.family import families
 from swarm.run_config import RunConfig
 from tests import flux_file as flux_files
 from tests import tiny
@@ -36,7 +37,7 @@ RUN = RunConfig()
 
 
 class Models(Hub):
-    """Knows owner/sd and owner/sdxl."""
+    """Knows owner/sd and one of each other family."""
 
     root: Path
 
@@ -70,11 +71,12 @@ def digest(file):
 def hub(tmp_path, tiny_family):
     """As repositories are: with a safety checker, pickles, half-precision twins, and the whole once more in one file."""
     root = tmp_path / "repositories"
-    for name in ("sd", "sdxl"):
+    for name in tiny.ONE_OF_EACH:
         shutil.copytree(tiny_family(name), root / name)
-        weights = root / name / "unet" / "diffusion_pytorch_model.safetensors"
+        denoiser = families()[tiny.FAMILIES[name]].denoiser
+        weights = root / name / denoiser / "diffusion_pytorch_model.safetensors"
         shutil.copy(weights, weights.with_suffix(".fp16.safetensors"))
-        for extra in ("unet/diffusion_pytorch_model.bin", "whole.safetensors", "README.md", "picture.png"):
+        for extra in (f"{denoiser}/diffusion_pytorch_model.bin", "whole.safetensors", "README.md", "picture.png"):
             (root / name / extra).write_bytes(b"extra")
     index = json.loads((root / "sd" / "model_index.json").read_text())
     index |= {"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"], "requires_safety_checker": True}
@@ -97,8 +99,8 @@ import sys
 from peer.launch.starting_model import complete, load_model
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
-for name in ("owner/sd", "owner/sdxl"):
-    run = complete(RunConfig(model=name), digest=True)
+for name in sys.argv[1:]:
+    run = complete(RunConfig(model=f"owner/{name}"), digest=True)
     print(run.family, run.model_digest, *load_model(run, {}, "cpu").parts)
 try:
     complete(RunConfig(model="owner/other"))
@@ -110,15 +112,17 @@ except UserError as error:
 def test_a_hub_id_is_fetched_once_and_without_what_training_has_no_use_for(hub, tmp_path, tiny_family):
     url, asked = hub
     environ = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *tiny.ONE_OF_EACH], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    one, two, refused = done.stdout.splitlines()
-    assert one == f"stable_diffusion {digest_model(tiny_family('sd'))} unet vae text_encoder"
-    assert two == f"sdxl {digest_model(tiny_family('sdxl'))} unet vae text_encoder text_encoder_2"
+    *read, refused = done.stdout.splitlines()
+    for line, name in zip(read, tiny.ONE_OF_EACH, strict=True):
+        facts = families()[tiny.FAMILIES[name]]
+        assert line == " ".join([facts.name, digest_model(tiny_family(name)), facts.denoiser, "vae", *facts.text_encoders])
     fix = "Check the name and the network, or give its folder with --model FOLDER."
     assert refused == f"There is no model 'owner/other' on this machine, and the Hub did not give one of that name. {fix}"
     fetched = [path for path in asked if "/resolve/" in path]
-    assert any(path.endswith("unet/diffusion_pytorch_model.safetensors") for path in fetched)
+    for name in tiny.ONE_OF_EACH:
+        assert any(f"owner/{name}/" in path and path.endswith("/diffusion_pytorch_model.safetensors") for path in fetched)
     unused = ("fp16", ".bin", "whole", "README", ".png", "safety_checker/", "feature_extractor/")
     assert [path for path in fetched if any(part in path for part in unused)] == []
     assert not (tmp_path / "cache" / "token").exists()

@@ -131,6 +131,22 @@ def test_a_reducer_that_is_no_member_averages_without_a_vector_of_its_own(virtua
     virtual(scenario)
 
 
+@pytest.mark.parametrize("name", sorted(WIRES))
+def test_the_mean_of_one_member_is_its_own_bytes_whoever_reduces(virtual, seed, name):
+    """With one that assists; whoever goes on alone after such a round failed makes the same state."""
+
+    async def scenario(nodes):
+        wire = Wire(name, 3 * PART_ELEMENTS + 100, 1000)
+        member, assistant = await peers(nodes, 2, wire)
+        (encoded,) = contributions(wire, 1, seed)
+        group = group_of([member], [3], [member, assistant])
+        means = await asyncio.gather(member.averager.average(group, encoded), assistant.averager.average(group, None))
+        assert all(torch.equal(mean.encoded, encoded) for mean in means)
+        assert {mean.square_norm for mean in means} == {wire.square_norm(encoded)}
+
+    virtual(scenario)
+
+
 @pytest.mark.parametrize("reducers", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", WIRES)
 @pytest.mark.parametrize("sizes", [(0, 0), (1, 0), (0, 5), (10 * PART_ELEMENTS + 5, 100_003)])

@@ -20,7 +20,7 @@ LIES = {
 }  # fmt: skip
 
 
-def test_what_a_liar_claims_stops_nobody(swarm):
+def test_what_a_liar_claims_stops_nobody(virtual):
     """One liar after the other; what the one before claimed counts for another 20 s."""
 
     async def scenario(nodes):
@@ -37,7 +37,7 @@ def test_what_a_liar_claims_stops_nobody(swarm):
                 await end_tasks(lying)
         check_invariants(*pair)
 
-    swarm(scenario)
+    virtual(scenario)
 
 
 def test_a_record_signed_by_another_or_by_nobody_or_of_another_run_is_not_seen(swarm):
@@ -54,7 +54,7 @@ def test_a_record_signed_by_another_or_by_nobody_or_of_another_run_is_not_seen(s
     swarm(scenario)
 
 
-def test_a_stranger_without_a_record_makes_nobody_average(swarm):
+def test_a_stranger_without_a_record_makes_nobody_average(virtual):
     async def scenario(nodes):
         (peer,) = await peers(nodes, 1, make_run(target_batch_size=10_000))
         await until(lambda: peer.waiting)
@@ -65,4 +65,4 @@ def test_a_stranger_without_a_record_makes_nobody_average(swarm):
         channel.close()
         assert answer["coming"] is False and not peer.offers
 
-    swarm(scenario)
+    virtual(scenario)

@@ -402,7 +402,11 @@ class _Reduction:
             into.mul_(self._weights[peer])
             if count:
                 total.add_(into)
-        encoded = part.encode(total, part.bytes_of(self.run.result))
+        encoded = part.bytes_of(self.run.result)
+        if len(self.senders) == 1:  # as the one makes it that goes on alone with it: encoded anew, a block may get another scale
+            encoded.copy_(*self._received[index].values())
+        else:
+            part.encode(total, encoded)
         # Decoding checks it: finite values may add up to more than a float holds.
         square = self.run.squares[self._indices[index]] = square_norm(part.decode(encoded, values))
         return encoded, square

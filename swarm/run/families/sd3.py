@@ -1,0 +1,56 @@
+"""Stable Diffusion 3 and 3.5, medium and large: a transformer told by two CLIPs, by their embeddings of the whole caption, and by T5.
+
+Licence: Stability AI Community License, which asks for more above one million dollars a year.
+"""
+
+from swarm.options import option, options
+from swarm.run.family import Family, TextEncoder
+from swarm.run.texts import T5Text
+
+_CLIP_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+@options
+class Options:
+    """Of the loss."""
+
+    precondition_outputs: bool = option(
+        True,
+        "Compare pictures, as diffusers' script does: the loss of the flow times the square of the share of noise. Else the flow itself.",
+        section="the family sd3",
+        since="0.1.1",
+        unsaid=True,
+    )
+
+
+FAMILY = Family(
+    title="Stable Diffusion 3",
+    since="0.1.1",
+    pipeline="StableDiffusion3Pipeline",
+    is_in_file=lambda names: any(name.endswith("joint_blocks.0.context_block.adaLN_modulation.1.bias") for name in names),
+    denoiser="transformer",
+    patch=2,
+    text_encoders={
+        "text_encoder": TextEncoder(tokenizer="tokenizer", trainable=True, in_file=("text_encoders.clip_l.",), lora=_CLIP_LAYERS),
+        "text_encoder_2": TextEncoder(tokenizer="tokenizer_2", trainable=True, in_file=("text_encoders.clip_g.",), lora=_CLIP_LAYERS),
+        "text_encoder_3": TextEncoder(tokenizer="tokenizer_3", trainable=False, in_file=("text_encoders.t5xxl.",), optional=True),
+    },
+    learned_words=False,
+    lora=(
+        *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
+    ),
+    lora_processors=False,
+    kohya=False,
+    single_file=False,
+    caption_tokens=256,
+    loss="flow_matching",
+    sections=(T5Text, Options),
+    # 3.5 was trained with 256 tokens at most: beyond, artifacts are possible (its model card).
+    defaults={"weighting_scheme": "logit_normal", "max_sequence_length": 256},
+    tag="stable-diffusion-3",
+    guidance=4.5,
+    negative_prompts=True,
+    ddim=False,
+    half="bfloat16",
+)
