@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from peer import rooms
-from peer.contracts import Member
+from peer.config import PeerConfig
+from peer.contracts import Member, SyncContext
 from peer.loop.schedule import build_schedule
 from peer.rooms import load_part
 from peer.sync.engine.codec import Wire
@@ -18,6 +20,7 @@ from peer.sync.engine.outer import RoundInfo
 from peer.sync.engine.state import State, next_state
 from peer.sync.engine.trainer.local_work import Anchor, LocalWork
 from peer.sync.gradients import Gradients, bias_correction, clip_coefficient
+from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import state_of
 
@@ -214,3 +217,12 @@ def test_the_clip_is_torchs():
         torch.nn.utils.clip_grad_norm_([parameter], 1.0)
         assert math.isclose(float(parameter.grad[0]), norm / 2 * clip_coefficient(norm, 1.0), rel_tol=1e-6, abs_tol=1e-12)
     assert clip_coefficient(3.0, 0.0) == 1.0
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gradients", "gradients taken while a round is averaged"), ("none", "averages nothing")])
+def test_overlap_is_refused_where_nothing_can_be_moved_along(name, reason, tmp_path):
+    run, params = replace(RUN, sync=name), {"weight": nn.Parameter(torch.zeros(4))}
+    context = SyncContext(run=run, peer=PeerConfig(overlap=True, output_dir=str(tmp_path)), params=params, output_dir=tmp_path / "out")
+    with pytest.raises(UserError, match=reason) as refused:
+        load_part("sync", name).build(context)
+    assert "--overlap" in refused.value.fix and not (tmp_path / "out").exists()
