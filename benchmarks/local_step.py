@@ -1,12 +1,13 @@
 """Images per second of this trainer alone, against what one would use instead: diffusers' own train_text_to_image.py.
 
-    .venv/bin/python benchmarks/local_step.py [--reference PATH] [--repeats 2]
+    .venv/bin/python benchmarks/local_step.py [--reference PATH] [--turns 8]
 
 --reference: a copy of that script (examples/text_to_image in diffusers' repository; it needs torchvision and tensorboard). Without it, a plain
 loop that does what the script does step by step, and the result says so. Both train the same model with Stable Diffusion 1's topology, at a
-fraction of its widths, on the same 128 px pictures in float32 with AdamW, batch 2, all cores, each in a process of its own, one after the other and
-that --repeats times. Timed from step 10, when every picture was seen once, to the last; so with --cache_latents and --cache_text the
-caches are full. Prints a table and, as its last line, one JSON object; its ratios are of the medians.
+fraction of its widths, on the same 128 px pictures in float32 with AdamW, batch 2, all cores, each in a process of its own. They take turns, --turns of them, so that a slow minute of
+the machine falls on all. Timed from step 10, when every picture was seen once, to the last; so with --cache_latents and --cache_text the
+caches are full. Prints a table and, as its last line, one JSON object: each ratio is the median of the turns' ratios, its interval holds 95 % of
+what a median of as many turns drawn from these comes to, and the CPU seconds are those of a whole process.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -49,7 +51,7 @@ _BAR = re.compile(rb"(\d+)/%d " % STEPS)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", type=Path, help="copy of diffusers' train_text_to_image.py; without: a plain loop")
-    parser.add_argument("--repeats", type=int, default=2, help="of each row [2]")
+    parser.add_argument("--turns", type=int, default=8, help="of each row [8]")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -62,21 +64,47 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> None:
     if options.reference and not options.reference.is_file():
         raise UserError(f"There is no file {options.reference}.", fix="Give a copy of diffusers' train_text_to_image.py, or leave it out.")
-    if options.repeats < 1:
-        raise UserError(f"repeats is {options.repeats}.", fix="Use 1 or more.")
+    if options.turns < 1:
+        raise UserError(f"turns is {options.turns}.", fix="Use 1 or more.")
     found: dict[str, list[float]] = {"reference": [], "ours": [], "ours, caches": []}
+    cpu: dict[str, list[float]] = {row: [] for row in found}
     with tempfile.TemporaryDirectory(prefix="local-step-") as name:
         folder = Path(name)
         prepare(folder)
-        for _ in range(options.repeats):
+        for _ in range(options.turns):
             for row, speeds in found.items():
+                before = cpu_seconds()
                 speeds.append(theirs(folder, options.reference) if row == "reference" else ours(folder, cached=row != "ours"))
-                print(f"{row}: {speeds[-1]:.3f} images/s", file=sys.stderr, flush=True)
+                cpu[row].append(cpu_seconds() - before)
+                print(f"{row}: {speeds[-1]:.3f} images/s, {cpu[row][-1]:.1f} s of CPU", file=sys.stderr, flush=True)
                 shutil.rmtree(folder / "out")
-    base, plain, cached = (statistics.median(speeds) for speeds in found.values())
-    print_table([{"": row, "images/s": speed, "ratio": speed / base} for row, speed in zip(found, (base, plain, cached), strict=True)])
-    about = {"reference": describe(options.reference), "images_per_second": found}
-    print_result({"ratio_no_cache": plain / base, "ratio_cached": cached / base, **about})
+    ratios = {row: [speed / base for speed, base in zip(speeds, found["reference"], strict=True)] for row, speeds in found.items()}
+    medians, intervals = ({row: of(each) for row, each in ratios.items()} for of in (statistics.median, interval))
+    print_table(
+        [
+            {
+                "": row, "images/s": statistics.median(found[row]), "CPU s": statistics.median(cpu[row]), "ratio": medians[row],
+                "from": intervals[row][0], "to": intervals[row][1],
+            }
+            for row in found
+        ]
+    )  # fmt: skip
+    names = {"ours": "no_cache", "ours, caches": "cached"}
+    result = {f"ratio_{name}": medians[row] for row, name in names.items()} | {f"interval_{name}": intervals[row] for row, name in names.items()}
+    print_result({**result, "reference": describe(options.reference), "images_per_second": found, "cpu_seconds": cpu})
+
+
+def interval(ratios: Sequence[float], draws: int = 10_000) -> list[float]:
+    """Where 95 % of the medians of as many values lie that are drawn from these again and again, always the same ones."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return [medians[draws // 40], medians[-draws // 40 - 1]]
+
+
+def cpu_seconds() -> float:
+    """Of the processes that this one has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def describe(script: Path | None) -> str:
