@@ -1,43 +1,19 @@
 """FLUX.1: a transformer trained by flow matching, told the caption by T5 and by CLIP's embedding of it as a whole."""
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from peer.contracts import LatentBatch, Text
-from peer.models.diffusion.flow import Flow
-from peer.models.diffusion.model import DiffusionModel
+from peer.models.diffusion.flow import FlowModel
 from peer.models.diffusion.noising import mean_square
-from peer.models.diffusion.pipeline import load_pipeline
 from peer.models.diffusion.prompts import t5_states, tokenize
-from swarm.founding import check_family
 from swarm.run.families.flux import FAMILY
-from swarm.run_config import RunConfig
 
 
-def load(source: Path, device: torch.device | None, run: RunConfig) -> "Flux":
-    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. device None: as it is in its files, until it is placed. Raises UserError when it is no FLUX."""
-    read = partial(load_pipeline, FAMILY, source, run.model_config)
-    model = Flux(read(as_filed=device is None), device, run)
-    model.read = read
-    return model
-
-
-class Flux(DiffusionModel):
-    """Predicts the way from the picture to the noise, noise - latents, at a point of that way."""
-
+class Flux(FlowModel):
     facts = FAMILY
-
-    def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
-        check_family(self.facts.name, run)
-        super().__init__(pipeline, device)
-        self._run = run
-        self._flow = Flow(pipeline.scheduler, run)
-        self.resolution_multiple = self.vae_factor * self.facts.patch
 
     def encode_text(self, captions: Sequence[str]) -> Text:
         """{"states": (B, T, width of T5), "pooled": (B, width of CLIP)}, float32."""
@@ -64,3 +40,6 @@ class Flux(DiffusionModel):
         )[0]
         factor = self.vae_factor
         return mean_square(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor), noised)
+
+
+load = Flux.load

@@ -1,44 +1,20 @@
 """Stable Diffusion 3 and 3.5: a transformer trained by flow matching, told the caption by two CLIPs and, unless the pipeline has none, by T5."""
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from peer.contracts import LatentBatch, Text
-from peer.models.diffusion.flow import Flow
-from peer.models.diffusion.model import DiffusionModel
+from peer.models.diffusion.flow import FlowModel
 from peer.models.diffusion.noising import mean_square
-from peer.models.diffusion.pipeline import load_pipeline
 from peer.models.diffusion.prompts import hidden_states, t5_states, tokenize
-from swarm.founding import check_family
 from swarm.run.families.sd3 import FAMILY
-from swarm.run_config import RunConfig
 
 
-def load(source: Path, device: torch.device | None, run: RunConfig) -> "SD3":
-    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. device None: as it is in its files, until it is placed. Raises UserError when it is no SD 3."""
-    read = partial(load_pipeline, FAMILY, source, run.model_config)
-    model = SD3(read(as_filed=device is None), device, run)
-    model.read = read
-    return model
-
-
-class SD3(DiffusionModel):
-    """Predicts the way from the picture to the noise, noise - latents, at a point of that way."""
-
+class SD3(FlowModel):
     facts = FAMILY
-
-    def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
-        check_family(self.facts.name, run)
-        super().__init__(pipeline, device)
-        self._run = run
-        self._flow = Flow(pipeline.scheduler, run)
-        self.resolution_multiple = self.vae_factor * self.facts.patch
 
     def encode_text(self, captions: Sequence[str]) -> Text:
         """{"states": (B, 77 + T, width of T5), "pooled": (B, widths of both CLIPs)}, float32: CLIPs side by side, zeros up to T5's width, then T5."""
@@ -71,3 +47,6 @@ class SD3(DiffusionModel):
         loss = mean_square(predicted, noised)
         # noisy - sigma * flow is a picture: it is off by sigma times what the flow is off by.
         return loss * self._flow.sigmas(noised.timesteps) ** 2 if self._run.precondition_outputs else loss
+
+
+load = SD3.load

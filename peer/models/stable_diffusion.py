@@ -1,28 +1,17 @@
 """Stable Diffusion 1.x and 2.x: one text encoder, a VAE and a UNet."""
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from peer.contracts import Text
-from peer.models.diffusion.pipeline import load_pipeline
 from peer.models.diffusion.prompts import final_norm, hidden_states, last_layers, tokenize
 from peer.models.diffusion.unet import UNetModel
 from swarm.founding import check_clip_skip
 from swarm.run.families.stable_diffusion import FAMILY
 from swarm.run_config import RunConfig
-
-
-def load(source: Path, device: torch.device | None, run: RunConfig) -> "StableDiffusion":
-    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. device None: as it is in its files, until it is placed. Raises UserError when it is none of Stable Diffusion."""
-    read = partial(load_pipeline, FAMILY, source, run.model_config)
-    model = StableDiffusion(read(as_filed=device is None), device, run)
-    model.read = read
-    return model
 
 
 class StableDiffusion(UNetModel):
@@ -44,3 +33,6 @@ class StableDiffusion(UNetModel):
 
     def unread(self) -> Sequence[nn.Module]:
         return last_layers(self.text_encoder, self._skip)
+
+
+load = StableDiffusion.load

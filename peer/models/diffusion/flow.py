@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peer.models.diffusion.model import DiffusionModel
 from peer.models.diffusion.noising import Noised, normal
+from swarm.founding import check_family
 from swarm.run_config import RunConfig
 
 
@@ -41,3 +43,14 @@ class Flow:
             target=noise - latents,
             weights=compute_loss_weighting_for_sd3(run.weighting_scheme, sigmas),
         )
+
+
+class FlowModel(DiffusionModel):
+    """Predicts the way from the picture to the noise, noise - latents, at a point of that way. A family adds its loss by `_flow`."""
+
+    def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
+        check_family(self.facts.name, run)
+        super().__init__(pipeline, device)
+        self._run = run
+        self._flow = Flow(pipeline.scheduler, run)
+        self.resolution_multiple = self.vae_factor * self.facts.patch

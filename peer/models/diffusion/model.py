@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from peer.contracts import Text
-from peer.models.diffusion.pipeline import save_pipeline
+from peer.models.diffusion.pipeline import load_pipeline, save_pipeline
 from swarm.errors import UserError
 from swarm.run.family import Family
+from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ _CAST = (nn.Linear, nn.Conv2d)
 
 
 class DiffusionModel:
-    """The parts of a pipeline on a device. A family adds its `facts`, `encode_text` and `loss`."""
+    """The parts of a pipeline on a device. A family adds its `facts`, `encode_text` and `loss`, and its constructor takes the run, too."""
 
     facts: Family
 
@@ -36,6 +38,17 @@ class DiffusionModel:
         self.vae = self.parts["vae"]
         self.denoiser = self.parts[self.facts.denoiser]
         self.vae_factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
+
+    @classmethod
+    def load(cls, source: Path, device: torch.device | None, run: RunConfig) -> "DiffusionModel":
+        """The model from a diffusers folder, a Hub id or a .safetensors file, in float32.
+
+        device None: as it is in its files, until it is placed. Raises UserError when it is of another family.
+        """
+        read = partial(load_pipeline, cls.facts, source, run.model_config)
+        model = cls(read(as_filed=device is None), device, run)
+        model.read = read
+        return model
 
     def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = ()) -> None:
         """Move to `device`. Of the parts that are not trained as a `whole`, the weights that autocast computes with are held in its `dtype`.
