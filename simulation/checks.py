@@ -312,9 +312,15 @@ class Checks:
         if again or once != item.held:
             self.breach(f"samples of {epoch}:{shard} are in two states: leased to others than one peer and a second one that may have what is late")
 
-    def ledger_agrees(self, book: Book, recent: Collection[str], gone: Collection[str]) -> str:
-        """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register."""
+    def ledger_agrees(self, book: Book, recent: Sequence[str], gone: set[str]) -> str:
+        """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register.
+
+        A head that died with all who held it stays the ledger's until those who began again have trained more than it counts.
+        """
         head = book.tree.head
+        held_by = self._holders.get(head.digest) if head is not None else None
+        if held_by and held_by <= gone and head.samples > self.commits[recent[0]].samples:
+            return ""
         if head is None or head.digest not in recent:
             return f"the ledger's head is {head.digest[:8] if head else 'none'}, the swarm's {next(iter(recent), '')[:8]}"
         unsaid = 0

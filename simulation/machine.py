@@ -373,7 +373,7 @@ class Machine:
             self.learned = Learned(self.world.wire, params, self.peer)
         self.taken = Taken()
         self.sync = sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
-        self.source = source = Source(self)
+        self.source = source = Source(self, turn=lambda: self._follow(sync, accounts, sync.step(0)))
         accounts = Accounts(source)
         gradients = itertools.cycle([torch.randn(self.world.wire.size, generator=generator) for _ in range(_GRADIENTS)])
         done = self._follow(sync, accounts, sync.catch_up())

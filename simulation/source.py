@@ -18,39 +18,43 @@ from simulation.server import URL, Session, SimKey
 if TYPE_CHECKING:
     from simulation.machine import Machine
 
-_LONGEST_WAIT_SECONDS = 3600.0
+_PATIENCE_SECONDS = 1.0
+"""As in peer/samples/feed.py: then who waits for samples turns to the swarm."""
 
 
 class Leaving(BaseException):
-    """Raised where the trainer waits for a sample when it is told to leave."""
+    """Raised where the trainer waits for a sample when it is told to leave, or its run is over."""
 
 
 class Source:
-    """As `contracts.Source`, as far as `Accounts` asks, of one boot of a machine. held: samples that it gave and that were not reported."""
+    """As `contracts.Source`, as far as `Accounts` asks, of one boot of a machine. held: samples that it gave and that were not reported.
 
-    def __init__(self, machine: "Machine"):
-        self._machine, self.held, self.drawn = machine, set(), 0
+    turn: the trainer's, while it waits for a sample; whether the run is over.
+    """
+
+    def __init__(self, machine: "Machine", turn: Callable[[], bool]):
+        self._machine, self.turn, self.held, self.drawn = machine, turn, set(), 0
         world, rng = machine.world, random.Random(machine.world.rng.getrandbits(64))
         self._server = DatasetServer(
             URL, world.run, key=SimKey(machine.peer), cache_dir=machine.disk.root() / "cache", cache_bytes=1 << 30,
             batch_samples=machine.batch, clock=world.loop.time, wall=machine.wall, rows=_rows,
-            session=lambda: Session(world.server, machine), uniform=rng.uniform, background=Background(machine),
+            session=lambda: Session(world.server, machine), uniform=rng.uniform, background=Background(machine, self),
         )  # fmt: skip
         self._samples: Iterator[Sample] = iter(self._server)
 
     def draw(self, count: int) -> list[str]:
-        """Fewer when the trainer is told to leave meanwhile."""
+        """None when the trainer is told to leave meanwhile, or the run is over."""
         keys: list[str] = []
         try:
             while len(keys) < count:
                 key = next(self._samples).key
-                if key in self.held:
+                if key in self.held or key in keys:
                     self._machine.world.checks.breach(f"sample {key} was given twice", self._machine)
-                self.held.add(key)
                 keys.append(key)
         except (Leaving, StopIteration):
-            self.give_back(keys)
+            self._server.give_back(keys)
             return []
+        self.held.update(keys)
         self.drawn += count
         return keys
 
@@ -86,8 +90,8 @@ def _rows(path: Path, samples: int) -> list[tuple[bytes, str]]:
 class Background:
     """As `client.background.Background`."""
 
-    def __init__(self, machine: "Machine"):
-        self._machine, self._process, self._thread = machine, machine.trainer, machine.thread
+    def __init__(self, machine: "Machine", source: Source):
+        self._machine, self._source, self._process, self._thread = machine, source, machine.trainer, machine.thread
         self._loop = machine.world.loop
         self._task: asyncio.Task | None = None
         self._starts = False
@@ -108,7 +112,7 @@ class Background:
             self._thread.block(0.1)
 
     def condition(self) -> "Condition":
-        return Condition(self._machine)
+        return Condition(self._machine, self._source)
 
     def result(self, future: Future, seconds: float) -> Any:
         until = self._loop.time() + seconds
@@ -125,8 +129,8 @@ class Background:
 class Condition:
     """As `threading.Condition`: loop and thread take turns, so nobody must be locked out."""
 
-    def __init__(self, machine: "Machine"):
-        self._machine, self._thread, self._waiting = machine, machine.thread, False
+    def __init__(self, machine: "Machine", source: Source):
+        self._machine, self._source, self._thread, self._waiting = machine, source, machine.thread, False
 
     def __enter__(self) -> "Condition":
         return self
@@ -135,12 +139,13 @@ class Condition:
         pass
 
     def wait(self) -> None:
+        """Until notified, or for a second: then it is the trainer's turn, and whoever waits looks whether there is something now."""
         if self._machine.leaves:
             raise Leaving
         self._waiting = True
-        self._thread.block(_LONGEST_WAIT_SECONDS)
-        self._waiting = False
-        if self._machine.leaves:
+        self._thread.block(_PATIENCE_SECONDS)
+        notified, self._waiting = not self._waiting, False
+        if self._machine.leaves or (not notified and self._source.turn()):
             raise Leaving
 
     def notify_all(self) -> None:

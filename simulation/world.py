@@ -250,7 +250,9 @@ class World:
         self.checks.breach(f"{context['message']}", owner.machine if owner else None, context.get("exception"))
 
     def _tip(self) -> str:
-        return max(self.checks.commits.values(), key=lambda commit: (commit.samples, commit.digest)).digest if self.checks.commits else ""
+        """Of the states on which somebody stands that is still there: one that died with all who held it holds up nobody."""
+        stood = {self.checks.stands(machine) for machine in self.machines} & self.checks.commits.keys()
+        return max(stood, key=lambda digest: (self.checks.commits[digest].samples, digest), default="")
 
     async def _live(self) -> None:
         scenario = self.scenario
@@ -301,7 +303,7 @@ class World:
             idle = [machine for machine in self.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
             if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
                 gone = {machine.peer for machine in self.gone} | self.strangers
-                differs = self.checks.ledger_agrees(self.server.book, recent, gone) if not behind else ""
+                differs = "" if behind else self.checks.ledger_agrees(self.server.book, recent, gone)
                 if not differs:
                     self.apart = len(behind)
                     self.checks.whole_ledger(self.server.book)

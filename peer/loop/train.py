@@ -96,6 +96,11 @@ class Trainer:
         self.occasions.start(self.global_step)
         done = done or self._rest()
         for work in self.feed if not done else ():
+            if work is None:
+                done = self._follow(self.sync.step(0))
+                if done or self._rest():
+                    break
+                continue
             loss = self._train(work)
             samples = len(work.keys) if loss is not None else 0
             self.trained += samples

@@ -19,8 +19,9 @@ from peer.samples.decoding import Decoder
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
-_WORDLESS_SECONDS = 20.0
-"""Ranks that wait for rank 0's samples hear from it so often: a group takes a rank without a word for 10 minutes for lost."""
+_PATIENCE_SECONDS = 1.0
+"""So often who waits for samples turns to the swarm, which may want what was trained, or have made rounds to tell the server of; the other
+ranks hear from rank 0 as often: a group takes a rank without a word for 10 minutes for lost."""
 _AHEAD_SECONDS = 0.05
 _QUIET_SECONDS = 1.0
 
@@ -55,7 +56,7 @@ class Prepared:
 class Feed:
     """An iterator over local steps that ends with the data or when `stopping()` says so; equal on all ranks.
 
-    It never blocks on the source for long, so that a stop is heard while the source has nothing.
+    It never blocks on the source for long: while that has nothing, a stop is heard, and every second None comes in place of a step.
     With decoding processes steps are prepared ahead; what was drawn and not handed out is given back when the feed closes.
     """
 
@@ -92,21 +93,28 @@ class Feed:
         if bucket_info:
             log.info("buckets %s", " ".join(f"{width}x{height}" for width, height in buckets.sizes))
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[Work | None]:
         while True:
             if self._prepared and self._group.broadcast_object(self._stopping()):
                 return
-            if not self._prepared and (first := self._prepare(wait=True)) is not None:
-                self._prepared.append(first)
             if not self._prepared:
-                return
+                drawn = self._draw(wait=True) if self._drawer else []
+                if self._group.broadcast_object(drawn is None):
+                    yield None
+                    continue
+                if (first := self._shared(drawn)) is None:
+                    return
+                self._prepared.append(first)
             work = self._finish(self._prepared.popleft())
             self._read_ahead()
             yield work
 
     def _read_ahead(self) -> None:
         """Start to decode the steps to come, and place those on the device that are decoded."""
-        while len(self._prepared) < self._ahead_steps and (more := self._prepare(wait=False)) is not None:
+        while len(self._prepared) < self._ahead_steps:
+            more = self._shared(self._draw(wait=False) if self._drawer else [])
+            if more is None:
+                break
             self._prepared.append(more)
         for prepared in islice(self._prepared, self._placed_steps):
             if not prepared.ready:
@@ -150,22 +158,20 @@ class Feed:
             self._source.give_back(state["ahead"])
             self._pool.load_state_dict(state["pool"], state["ahead"])
 
-    def _prepare(self, *, wait: bool) -> Prepared | None:
-        drawn = self._draw(wait) if self._drawer else []
-        while wait and self._group.broadcast_object(drawn is None):
-            drawn = self._draw(wait) if self._drawer else []
+    def _shared(self, drawn: Sequence[MicroBatch] | None) -> Prepared | None:
+        """A step of what rank 0 drew; None when that is nothing."""
         micro = self._group.scatter(self._shares(drawn) if self._drawer else None)
         if micro is None:
             return None
         return Prepared(drawn, [self._decoder.start(batch.samples, batch.size, batch.beside) for batch in micro])
 
-    def _draw(self, wait: bool) -> list[MicroBatch] | None:
+    def _draw(self, *, wait: bool) -> list[MicroBatch] | None:
         """The micro-batches of one step, fewer when the data end with them; none when they are not here yet, or never will be.
 
-        None: they were waited for, for as long as other ranks may be left without a word; a host may pause a run for days.
+        None: they were waited for, and are not here yet; a host may pause a run for days.
         """
         assert self._drawer is not None
-        until = time.monotonic() + _WORDLESS_SECONDS
+        until = time.monotonic() + _PATIENCE_SECONDS
         while self._pool.num_ready < self._per_step:
             if self._stopping():
                 return []

@@ -324,6 +324,24 @@ def test_who_has_met_nobody_goes_on_with_the_largest_of_several_branches_that_le
     assert ann.sees(*claims, record("eve", ours)).right() is None, "somebody stays"
 
 
+def test_peers_behind_nat_do_not_keep_each_other_on_a_state_that_all_who_can_be_dialled_have_left(tmp_path):
+    # Seed 304263 of a campaign: three behind NAT stayed at round 1 for ever, beside branches of three peers and of two that had left them.
+    *_, ours = lineage(3)
+    large, small = (lineage(2, after=ours, change=change)[-1] for change in (0.5, 1.5))
+    ahead = [*(record(name, large) for name in ("bob", "cy", "dan")), *(record(name, small) for name in ("eve", "fay"))]
+    for leads, record_of_other, found in (
+        (False, record("gil", ours, client_mode=True), large.digest),
+        (False, record("gil", ours), None),
+        (True, record("gil", ours, client_mode=True), None),
+    ):
+        view = View(tmp_path, ours)
+        view.heads = Heads(view.met, lambda view=view: view.records, ours, clock=view.clock, leads=leads)
+        view.sees(*ahead, record_of_other, record("hal", ours, client_mode=True), record("ida", ours, client_mode=True))
+        assert view.right() is None, "they may yet agree"
+        view.clock.now += DESERTED_SECONDS
+        assert view.right() == found
+
+
 def test_founders_who_started_alone_agree_on_the_one_with_more_samples(view):
     *_, one = lineage(2, by=("ann",))
     *_, other = lineage(2, by=("bob",), samples=9, change=2.0)

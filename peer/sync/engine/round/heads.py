@@ -139,11 +139,14 @@ class Ballot:
 
     @property
     def deserted(self) -> bool:
-        """Whether the voters have all left our state: one of them for what descends from it; where we have met none of them, each."""
-        heads = [claim.head for claim in self.voters]
-        here = any(head.digest == self.ours.digest for head in heads)
-        after = [self.lineage.descends(head, self.ours) for head in heads]
-        return not here and (any(after) if self.met else bool(after) and all(after))
+        """Whether the voters have all left our state: one of them for what descends from it; where we have met none of them, each.
+
+        Who stays where nobody can be dialled stays in vain: there will be no round.
+        """
+        here = [claim for claim in self.voters if claim.head.digest == self.ours.digest]
+        after = [self.lineage.descends(claim.head, self.ours) for claim in self.voters if claim not in here]
+        stays = bool(here) and (self.we_lead or any(claim.leads for claim in here))
+        return not stays and (any(after) if self.met else bool(after) and all(after))
 
     def is_shared(self, head: Head) -> bool:
         """Whether a voter is on our branch, and not on that of `head`."""

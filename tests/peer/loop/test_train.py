@@ -1,0 +1,61 @@
+"""The loop, with nothing behind its contracts."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import torch
+
+from peer.contracts import CommittedRound, SyncReport
+from peer.loop.train import Trainer
+from peer.machine.device import Rank, RankGroup
+
+
+class Swarm:
+    """A sync that has made a round meanwhile, and asks for what was trained."""
+
+    round = samples = 0
+    peers = 1
+
+    def __init__(self, *reports):
+        self.reports, self.steps = list(reports), []
+
+    def catch_up(self):
+        return SyncReport()
+
+    def step(self, samples, loss=None):
+        self.steps.append(samples)
+        return self.reports.pop(0)
+
+    def leave(self, *, hurry):
+        return SyncReport()
+
+
+def trainer(sync, feed, **values):
+    rest = {
+        name: MagicMock(return_value=False)
+        for name in ("encode", "optimizer", "learning_rate", "feed", "accounts", "progress", "stopping", "save", "occasions")
+    }
+    model = SimpleNamespace(unread=list)
+    precision = SimpleNamespace(device=torch.device("cpu"), scaled=False)
+    made = {"model": model, "params": {}, "max_grad_norm": 0.0, "precision": precision, "group": RankGroup(Rank(), "cpu"), "by_rounds": True}
+    return Trainer(**(rest | made | {"sync": sync, "feed": feed, "noise_seed": "x"} | values))
+
+
+def test_a_trainer_without_samples_hears_of_final_rounds_and_gives_what_it_has_and_ends_with_the_run():
+    final = CommittedRound("d", "p", 1, 4, ())
+    sync = Swarm(SyncReport(final_rounds=(final,)), SyncReport(frozen=3), SyncReport(final=(3,)), SyncReport(done=True))
+    loop = trainer(sync, iter([None] * 10))
+    loop.run()
+    assert sync.steps == [0, 0, 0, 0]
+    assert final in loop.accounts.apply.call_args_list[1].args[0].final_rounds
+    loop.accounts.register.assert_called_once_with(3)
+    assert loop.step == 0
+
+
+def test_a_trainer_without_samples_rests_when_its_owner_says_so():
+    sync, asked = Swarm(*[SyncReport()] * 4, SyncReport(done=True)), []
+    sync.rest = asked.append
+    feed = MagicMock(__iter__=lambda self: iter([None] * 10))
+    resting = iter([False, True, False, False])
+    trainer(sync, feed, resting=lambda: next(resting, False)).run()
+    assert asked == [True, False] and [call.args[0] for call in feed.rest.call_args_list] == [True, False]
