@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from benchmarks.common import print_result, print_table  # noqa: E402
-from peer.launch.launcher import library, physical_cores  # noqa: E402
+from peer.launch.launcher import physical_cores  # noqa: E402
+from peer.machine.allocator import library  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 from swarm.ports import free_port  # noqa: E402
 

@@ -20,8 +20,9 @@ if sys.path and os.path.realpath(sys.path[0] or ".") == os.path.join(_ROOT, "pee
 
 from peer.config import PeerConfig  # noqa: E402
 from peer.launch.command_line import parse  # noqa: E402
-from peer.launch.launcher import Rank, allocator_advice  # noqa: E402
+from peer.launch.launcher import Rank  # noqa: E402
 from peer.launch.resolving import resolve_run  # noqa: E402
+from peer.machine.allocator import keep_freed_memory  # noqa: E402
 from peer.results.output_folder import link_result  # noqa: E402
 from swarm.errors import ExitCode, UserError, circumstances, run_program, tell_error  # noqa: E402
 from swarm.life import Life  # noqa: E402
@@ -65,7 +66,7 @@ def _train(peer: PeerConfig, given: dict) -> int:
     stop = alive.while_asked(asked)
     device = choose_device(peer.device, rank)
     threads = set_threads(peer.num_threads, rank, bind=device.type == "cpu")
-    if device.type == "cpu" and (advice := allocator_advice()):
+    if device.type == "cpu" and (advice := keep_freed_memory()):
         log.info("a CPU trains faster with tcmalloc: %s", advice)
     with ExitStack() as closing:
         group = RankGroup(rank, device)

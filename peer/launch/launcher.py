@@ -6,7 +6,6 @@ torchrun, mpirun (MPICH, Intel MPI, Open MPI), `accelerate launch` under each of
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,6 @@ _DAEMONS = ("hydra_", "orted", "prted")
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun")
 _BINDS_THREADS = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Whoever set one of these has a plan for the cores, which a narrower choice of ours would cross."""
-_TCMALLOC = ("libtcmalloc.so*", "libtcmalloc_minimal.so*")
-_ALLOCATORS = ("libtcmalloc", "libjemalloc", "libmimalloc")
 
 
 @dataclass(frozen=True)
@@ -190,31 +187,6 @@ def shared_cpus(daemon: Daemon | None) -> frozenset[int]:
     except (psutil.Error, AttributeError):
         return frozenset(mine)
     return parents if mine < parents else frozenset(mine)  # narrower than its parent: somebody has bound this process
-
-
-def library(patterns: Sequence[str]) -> str:
-    """The first file that there is of these shared libraries, where Python, conda or the system have theirs; '' for none."""
-    folders = [
-        f"{sys.prefix}/lib", f"{os.environ.get('CONDA_PREFIX', sys.prefix)}/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib",
-    ]  # fmt: skip
-    return next((str(found) for folder in folders for pattern in patterns for found in sorted(Path(folder).glob(pattern))), "")
-
-
-def allocator_advice(maps: str | None = None, find: Callable[[Sequence[str]], str] = library) -> str:
-    """How to start with tcmalloc; '' when an allocator of this kind is in use. maps: of this process, as the kernel has it.
-
-    One thread of a small UNet in bf16 made a step with 1.1-1.2 times less CPU time; jemalloc and iomp5 were within the noise.
-    """
-    if maps is None:
-        try:
-            maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-    if any(name in maps for name in _ALLOCATORS):
-        return ""
-    found = find(_TCMALLOC)
-    install = "" if found else "sudo apt-get install google-perftools, then "
-    return f"{install}start with LD_PRELOAD={found or '/usr/lib/x86_64-linux-gnu/libtcmalloc.so.4'}"
 
 
 def said_threads(environ: Mapping[str, str] = os.environ, of_launcher: Callable[[], Mapping[str, str]] | None = None) -> int:

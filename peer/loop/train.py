@@ -201,9 +201,9 @@ class Trainer:
         finite, norm_of_mean = bool(norm.isfinite()), norm / self._scaler.get_scale() / samples
         self._scaler.unscale_(self.optimizer)
         if finite and self.sync.before_step():
-            torch._foreach_div_([parameter.grad for parameter in self.params.values()], samples)
-            if self.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(self.params.values(), self.max_grad_norm, norm_of_mean)
+            clip = max((norm_of_mean.item() + 1e-6) / self.max_grad_norm, 1.0) if self.max_grad_norm else 1.0  # 1e-6: as torch has it
+            # To the mean and within the norm at once: each pass over the gradients takes 2 to 3 % of a CPU's step.
+            torch._foreach_div_([parameter.grad for parameter in self.params.values()], samples * clip)
             for parameter in self._unread:
                 parameter.grad = None  # passed over
             self._scaler.step(self.optimizer)

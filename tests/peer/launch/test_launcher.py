@@ -166,23 +166,6 @@ def test_a_process_that_was_bound_shares_what_its_parent_has():
     assert launcher.shared_cpus(Daemon(frozenset({3}), "")) == {3}
 
 
-def test_tcmalloc_is_advised_with_the_line_that_preloads_it_unless_such_an_allocator_is_there():
-    assert launcher.allocator_advice("7f00 r-xp /lib/libtcmalloc_minimal.so.4", lambda patterns: "x") == ""
-    assert launcher.allocator_advice("7f00 r-xp /lib/libc.so.6", lambda patterns: "/opt/lib/libtcmalloc.so.4") == (
-        "start with LD_PRELOAD=/opt/lib/libtcmalloc.so.4"
-    )
-    install = launcher.allocator_advice("", lambda patterns: "")
-    assert install.startswith("sudo apt-get install google-perftools, then start with LD_PRELOAD=/usr/lib/")
-
-
-def test_a_library_is_found_where_python_has_its_own_first(tmp_path, monkeypatch):
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libdd_test.so.4").touch()
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    assert launcher.library(("libmissing.so*", "libdd_test.so*")) == str(tmp_path / "lib" / "libdd_test.so.4")
-    assert launcher.library(("libmissing.so*",)) == ""
-
-
 def test_open_mpis_own_binding_is_undone_and_the_users_is_not(monkeypatch):
     set_to = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: set_to.append(len(cores)))
