@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from datasetserver.book import Book
-from datasetserver.samples import Masks, indices, size
-from datasetserver.shard_epochs import ShardEpoch
+from datasetserver.book import Book, Grant
+from datasetserver.samples import Masks, ShardEpochId, indices, size, union
+from datasetserver.shard_epochs import Contribution, ShardEpoch
 from peer.loop.accounts import Accounts
 from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.state import Header, hash_chunks, state_digest
@@ -65,6 +65,8 @@ class Checks:
         """The same, by shard epoch."""
         self._told: dict[str, tuple[dict[str, Any], tuple[bytes, ...], Header]] = {}
         """Of each state that a trainer was told of: its header as it was said, the hashes of its bytes, and its header."""
+        self._shared: Counter[ShardEpochId] = Counter()
+        """Samples that were leased to a second peer while a first one was late with them."""
         self._looked = 0.0
         self.forged: set[str] = set()
         """Digests of the states that strangers made up."""
@@ -259,7 +261,35 @@ class Checks:
         if self._keys[pair] != keys:
             self.breach(f"contribution {number} was registered with two lists of samples", machine)
 
+    def saved(self, machine: "Machine") -> None:
+        """A state is on its disk: what it would go on from is that one, however many samples one of a branch that lost had."""
+        states = [path for path in machine.disk.names if path.startswith("/state/") and path.endswith(".state")]
+        samples = [path.rsplit("samples-", 1)[1][:16] for path in states]
+        if states and samples[-1] != max(samples):
+            self.breach(f"would go on from {states[samples.index(max(samples))]}, and saved {states[-1]} last", machine)
+
     # ------------------------------------------------------------- the ledger
+
+    def watch(self, book: Book) -> None:
+        """Look at each lease and each registration when it is granted: what of a sample is a copy, and what a mistake."""
+        lease, contribute = book.lease, book.contribute
+
+        def leased(peer: str, want_samples: int) -> Grant:
+            grant = lease(peer, want_samples)
+            for uid, mask in book._leases[grant.lease_id].shard_epochs.items():
+                others = union(each.shard_epochs[uid] for each in book.shard_epochs[uid].holders if each.id != grant.lease_id)
+                self._shared[uid] |= mask & others
+            return grant
+
+        def contributed(peer: str, number: int, keys: Sequence[str], *, offered: bool = False) -> Contribution:
+            is_known = (peer, number) in book._contributions
+            contribution = contribute(peer, number, keys, offered=offered)
+            again = {} if is_known or offered else {uid: mask & ~contribution.shard_epochs.get(uid, 0) for uid, mask in _masks_of(keys).once.items()}
+            if foreign := _keys_of({uid: mask & ~self._shared[uid] for uid, mask in again.items()}):
+                self.breach(f"contribution {number} of {peer[-6:]} is registered with sample {foreign[0]}, which somebody else has")
+            return contribution
+
+        book.lease, book.contribute = leased, contributed
 
     def ledger(self, book: Book) -> None:
         """After a commit: what it changed, and now and then all of it."""
@@ -300,6 +330,8 @@ class Checks:
         for mask, known, name in ((item.counted, counted, "counted"), (item.pending, pending, "pending")):
             if mask & ~known:
                 self.breach(f"samples of {epoch}:{shard} are {name} without a contribution")
+        if foreign := _keys_of({item.uid: item.counted & item.held & ~self._shared[item.uid]}):
+            self.breach(f"sample {foreign[0]} is counted, and leased to be trained once more")
         missing = counted & ~item.counted | pending & ~(item.pending | item.counted)
         if missing or item.counted & item.pending:
             self.breach(f"samples of {epoch}:{shard} are lost, or in two states: {_keys_of({item.uid: missing})[:3]}")
@@ -312,14 +344,14 @@ class Checks:
         if again or once != item.held:
             self.breach(f"samples of {epoch}:{shard} are in two states: leased to others than one peer and a second one that may have what is late")
 
-    def ledger_agrees(self, book: Book, recent: Sequence[str], gone: set[str]) -> str:
+    def ledger_agrees(self, book: Book, recent: Sequence[str], gone: Collection[str]) -> str:
         """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register.
 
         A head that died with all who held it stays the ledger's until those who began again have trained more than it counts.
         """
         head = book.tree.head
         held_by = self._holders.get(head.digest) if head is not None else None
-        if held_by and held_by <= gone and head.samples > self.commits[recent[0]].samples:
+        if held_by and held_by.issubset(gone) and head.samples > self.commits[recent[0]].samples:
             return ""
         if head is None or head.digest not in recent:
             return f"the ledger's head is {head.digest[:8] if head else 'none'}, the swarm's {next(iter(recent), '')[:8]}"

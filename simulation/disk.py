@@ -62,6 +62,7 @@ class Disk:
     def rename(self, source: str, target: str) -> None:
         inode, before = self._existing(source), self.names.get(target)
         self._did(lambda: (self._put_back(target, before), self._put_back(source, inode)))
+        self.names.pop(target, None)  # so that the names stay in the order in which they came
         self.names[target] = inode
         del self.names[source]
 

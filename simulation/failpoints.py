@@ -47,6 +47,8 @@ class Failpoints:
         return fell
 
     async def _reached(self, name: str, peer: str) -> None:
+        if name == "saved":
+            self._world.checks.saved(OWNER.get().machine)
         action = self._take(name, peer)
         if not action:
             return

@@ -72,7 +72,7 @@ async def strike_at_random(world: "World", name: str) -> None:
     """The fault `name`, one strike after the other, each when the last one is undone."""
     fault, rng = FAULTS[name], random.Random(f"{world.scenario.seed} {name}")
     while not world.calm:
-        at = round(world.loop.time() + rng.expovariate(1 / world.scenario.fault_seconds), 3)
+        at = round(world.loop.time() + rng.expovariate(1 / (world.scenario.fault_seconds * fault.as_rare)), 3)
         await _until(world, at)
         if world.calm or not world.live:
             continue
@@ -243,6 +243,23 @@ async def pause(world: "World", machine: None, strike: Strike) -> None:
     world.server.orders.state = "running"
 
 
+async def exodus(world: "World", machine: None, strike: Strike) -> None:
+    """The dataset server is away for many rounds, and all who were there leave for good, one after the other, each after another has come."""
+    world.struck(strike)
+    world.server.crash()
+    await _for(world, strike.values["alone"])
+    for leaving in world.live:
+        if world.calm:
+            break
+        world.add_peer()
+        await _for(world, strike.values["seconds"])
+        if leaving.alive and not world.calm:
+            leaving.kill()
+            world.machines.remove(leaving)
+            world.gone.append(leaving)
+    world.server.boot()
+
+
 async def failpoint(world: "World", machine: "Machine", strike: Strike) -> None:
     """A peer dies, is stopped or cut off, or loses the other end, at one named point of a round (`peer/sync/engine/failpoints.py`): when it comes there next."""
     world.failpoints.arm(strike.values["name"], strike.values["action"], machine)
@@ -271,12 +288,16 @@ def _numbers(value: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Fault:
-    """befall: strikes, waits, undoes. values: what a strike of it is described by, and how each is read. dice: how each is drawn."""
+    """befall: strikes, waits, undoes. values: what a strike of it is described by, and how each is read. dice: how each is drawn.
+
+    as_rare: so many times as long as between other faults' strikes.
+    """
 
     befall: Callable[..., Awaitable[None]]
     values: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
     dice: Mapping[str, Draw] = field(default_factory=dict)
     hits_a_peer: bool = True
+    as_rare: float = 1.0
 
     def draw(self, rng: random.Random, world: "World") -> dict[str, Any]:
         return {name: self.dice[name](rng, world) for name in self.values}
@@ -306,5 +327,8 @@ FAULTS = {
         failpoint,
         {"name": str, "action": str, "seconds": float},
         {"name": _of(*FAILPOINTS), "action": _of("kill", "peer", "power", "fail", "stop", "cut"), "seconds": _of(10.0, 30.0)},
+    ),
+    "exodus": Fault(
+        exodus, {"alone": float, "seconds": float}, {"alone": _of(10.0, 60.0), "seconds": _of(10.0, 20.0)}, hits_a_peer=False, as_rare=10.0
     ),
 }

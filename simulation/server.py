@@ -194,7 +194,9 @@ class Server:
         self._db.execute(f"PRAGMA max_page_count = {pages if full else _NO_LIMIT}")
 
     def _make_book(self, db: sqlite3.Connection) -> Book:
-        return make_book(db, self.dataset.manifest, self.run, self.config, self.orders, self._world.loop.time, self._names())
+        book = make_book(db, self.dataset.manifest, self.run, self.config, self.orders, self._world.loop.time, self._names())
+        self._world.checks.watch(book)
+        return book
 
     def _names(self) -> Iterator[str]:
         while True:

@@ -345,3 +345,57 @@ def test_ledger_and_states_agree_to_the_sample(scene):
     scene.book.tree.head.counted = 8
     assert "is not in the ledger" in agrees(scene.book, [first], ())
     assert agrees(scene.book, [first], {"bob"}) == "", "it died before it could say so"
+
+
+def test_a_head_that_died_with_all_who_held_it_is_the_ledgers_alone(scene):
+    ledger_of(scene)
+    first = f"{1:064x}"
+    scene.adopts(first, "root", 1, 16, [["ann", 1, 8], ["bob", 1, 8]]) if first not in scene.checks.commits else None
+    bob = SimpleNamespace(peer="bob", short="bob", sidecar=object())
+    scene.offers({("bob", 1): 8})
+    scene.adopts("anew", "base", 1, 8, [["bob", 1, 8]], bob)
+    agrees = scene.checks.ledger_agrees
+    assert "the ledger's head is" in agrees(scene.book, ["anew"], ())
+    assert agrees(scene.book, ["anew"], {"ann"}) == ""
+
+
+def test_what_counts_is_leased_to_nobody_but_a_second_one_that_had_it_as_a_copy(scene):
+    ledger_of(scene)
+    scene.checks.watch(scene.book)
+    ((uid, _),) = scene.book.lease("eve", 8).shard_epochs
+    scene.book.shard_epochs[uid].counted |= 1
+    scene.checks._shard_epoch(scene.book.shard_epochs[uid], 1, 0)
+    assert "is counted, and leased to be trained once more" in scene.broken()
+
+
+def test_nobody_registers_what_somebody_else_has(scene):
+    scene.checks.watch(scene.book)
+    ((uid, _),) = scene.book.lease("eve", 8).shard_epochs
+    keys = [f"{uid[0]}:{uid[1]}:{index}" for index in range(8)]
+    scene.book.contribute("fay", 1, keys, offered=True)  # as one that was offered while the server was away: it repeats them
+    assert not scene.broken()
+    scene.book._refuse_foreign = lambda peer, uid, mask: None
+    scene.book.contribute("gil", 1, keys)
+    assert "which somebody else has" in scene.broken()
+
+
+def test_who_has_a_copy_may_register_it_second(scene):
+    scene.checks.watch(scene.book)
+    ((uid, _),) = scene.book.lease("eve", 8).shard_epochs
+    scene.book._late = lambda peer: [(scene.book.shard_epochs[uid], 0xFF)]
+    assert [known for known, _ in scene.book.lease("gil", 8).shard_epochs] == [uid]
+    keys = [f"{uid[0]}:{uid[1]}:{index}" for index in range(8)]
+    scene.book.contribute("eve", 1, keys)
+    assert scene.book.contribute("gil", 1, keys).repeated == 8
+    assert not scene.broken()
+
+
+def test_a_peer_would_go_on_from_what_it_saved_last(scene):
+    old, new = (f"/state/samples-{samples:016d}-round-{7:08d}-abc.state" for samples in (90, 80))
+    settled = "/settled/round-00000009-samples-0000000099-abc.state"
+    scene.machine.disk.names = dict.fromkeys([settled, new])
+    scene.checks.saved(scene.machine)
+    assert not scene.broken()
+    scene.machine.disk.names = dict.fromkeys([old, new, settled])
+    scene.checks.saved(scene.machine)
+    assert "would go on from" in scene.broken()

@@ -16,7 +16,6 @@ KNOWN = {
 
 
 KNOWN_MIXED = {
-    302749: "one peer died with its disk, and the newcomer in its place was to reach what had died with it within 600 s",
     304052: "a trainer that waited for samples heard of no final round; a power cut later nobody knew of nine rounds",
     304263: "three volunteers behind NAT kept each other on a state that all who can be dialled had left (R5)",
 }
@@ -57,6 +56,11 @@ def test_seeds_that_once_broke_something():
 def test_seeds_of_a_campaign_that_once_broke_something():
     for seed in KNOWN_MIXED:
         assert_holds(*simulate("--mixed", "--seed", str(seed), "--no_shrink"))
+
+
+def test_what_died_with_all_who_held_it_holds_up_nobody():
+    # Seed 302749 of a campaign: the newcomer in the place of a peer that had died with its disk was to reach 1,312 samples within 600 s.
+    assert_holds(*simulate("--peers", "1", "--hours", "0.0611", "--seed", "302749", "--strikes", "kill@218.934/1(seconds=1,back=False)", "--no_shrink"))
 
 
 def test_a_round_is_reported_although_all_who_made_it_left_while_the_server_was_away():
