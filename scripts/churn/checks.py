@@ -11,6 +11,8 @@ from typing import Any
 Round = Mapping[str, Any]
 Key = tuple[int, int, int]
 """(epoch, shard, index) of a sample."""
+Contribution = tuple[str, int]
+"""(peer, number)."""
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
@@ -48,8 +50,10 @@ def false_sums(rounds: Iterable[Round]) -> list[str]:
     return wrong
 
 
-def read_ledger(path: Path) -> tuple[list[dict[str, Any]], dict[tuple[str, int], set[Key]]]:
-    """The ledger's states from the first round to its head, and the sample keys of every registered contribution."""
+def read_ledger(path: Path) -> tuple[list[dict[str, Any]], dict[Contribution, set[Key]], dict[Contribution, int]]:
+    """The ledger's states from the first round to its head, the sample keys that every registered contribution has for itself, and how many
+    samples more it holds that another has: a peer that trains by its own choice, the server being away, may hit upon those.
+    """
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
         names = ("digest", "parent", "round", "samples", "members")
         states = {row[0]: dict(zip(names, row, strict=True)) for row in db.execute(f"SELECT {', '.join(names)} FROM state")}
@@ -57,20 +61,23 @@ def read_ledger(path: Path) -> tuple[list[dict[str, Any]], dict[tuple[str, int],
         for peer, number, epoch, shard, samples in db.execute("SELECT peer, number, epoch, shard, samples FROM contribution_unit"):
             mask = int.from_bytes(samples, "little")
             keys[peer, number] |= {(epoch, shard, index) for index in range(mask.bit_length()) if mask >> index & 1}
+        repeated = {(peer, number): count for peer, number, count in db.execute("SELECT peer, number, repeated FROM contribution")}
     chain, state = [], max(states.values(), key=lambda state: state["samples"], default=None)
     while state is not None:
         chain.append({**state, "members": [tuple(member) for member in json.loads(state["members"])]})
         state = states.get(state["parent"])
-    return chain[::-1], keys
+    return chain[::-1], keys, repeated
 
 
-def ledger_faults(chain: Sequence[Mapping[str, Any]], keys: Mapping[tuple[str, int], set[Key]], rounds: Iterable[Round]) -> list[str]:
+def ledger_faults(
+    chain: Sequence[Mapping[str, Any]], keys: Mapping[Contribution, set[Key]], repeated: Mapping[Contribution, int], rounds: Iterable[Round]
+) -> list[str]:
     """Where the ledger and the states that peers hold differ, by a single sample."""
     if not chain:
         return ["no state became final"]
     faults = [] if chain[0]["round"] == 1 else [f"the ledger knows nothing before round {chain[0]['round']}"]
     held = {line["digest"]: line for line in rounds}
-    owners: dict[Key, tuple[str, int]] = {}
+    owners: dict[Key, Contribution] = {}
     total = 0
     for state in chain:
         line = held.get(state["digest"])
@@ -80,9 +87,10 @@ def ledger_faults(chain: Sequence[Mapping[str, Any]], keys: Mapping[tuple[str, i
             faults.append(f"round {state['round']} has other members or samples in the ledger than at a peer")
         for peer, number, samples in state["members"]:
             mine = keys.get((peer, number), set())
-            if len(mine) != samples:
+            registered = len(mine) + repeated.get((peer, number), 0)
+            if registered != samples:
                 faults.append(
-                    f"round {state['round']}: contribution {number} of {peer[-6:]} has {samples} samples, {len(mine)} are registered"
+                    f"round {state['round']}: contribution {number} of {peer[-6:]} has {samples} samples, {registered} are registered"
                 )
             twice = [key for key in mine if key in owners]
             if twice:

@@ -196,7 +196,7 @@ class Soak:
 
     def verdict(self) -> dict[str, Any]:
         rounds = [line for peer in self._peers for line in peer.rounds()]
-        chain, keys = checks.read_ledger(self._server.ledger)
+        chain, keys, repeated = checks.read_ledger(self._server.ledger)
         faults = {
             "survivors": [f"kill {k.number}: {name} did not go on" for k in self.kills for name, s in k.survivors.items() if s is None],
             "story": self.faults,
@@ -211,6 +211,7 @@ class Soak:
             "rounds": chain[-1]["round"] if chain else 0,
             "samples": chain[-1]["samples"] if chain else 0,
             "keys_counted": sum(len(keys.get((peer, number), ())) for state in chain for peer, number, _ in state["members"]),
+            "repeated": sum(repeated.get((peer, number), 0) for state in chain for peer, number, _ in state["members"]),
             "seconds": round(time.time() - self._began),
             "records": [asdict(kill) for kill in self.kills],
         }
@@ -268,9 +269,8 @@ def main(argv: Sequence[str]) -> int:
     for about_what, faults in verdict["faults"].items():
         for fault in faults:
             print(f"FAULT ({about_what}): {fault}", flush=True)
-    print(
-        f"{verdict['kills']} kills, {verdict['rounds']} rounds, {verdict['samples']} samples: {'all holds' if verdict['holds'] else 'it does not hold'}"
-    )
+    counts = f"{verdict['kills']} kills, {verdict['rounds']} rounds, {verdict['samples']} samples, {verdict['repeated']} of them twice in an outage"
+    print(f"{counts}: {'all holds' if verdict['holds'] else 'it does not hold'}")
     if args.record:
         args.record.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
     return 0 if verdict["holds"] else 1

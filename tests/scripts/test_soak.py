@@ -5,6 +5,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+from types import MappingProxyType
 
 import pytest
 
@@ -26,7 +27,7 @@ def rounds(states=STATES):
 def ledger(tmp_path):
     """`ledger(contributions)` is what `checks.read_ledger` reads from a file with STATES and those contributions' samples of shard 0."""
 
-    def make(contributions):
+    def make(contributions, repeated=MappingProxyType({})):
         path = tmp_path / "ledger.sqlite"
         path.unlink(missing_ok=True)
         db = sqlite3.connect(path)
@@ -34,6 +35,7 @@ def ledger(tmp_path):
         for digest, parent, number, samples, members in STATES:
             db.execute("INSERT INTO state VALUES (?, ?, ?, ?, ?, '[]')", (digest, parent, number, samples, json.dumps(members)))
         for (peer, number), indices in contributions.items():
+            db.execute("INSERT INTO contribution VALUES (?, ?, 1, ?)", (peer, number, repeated.get((peer, number), 0)))
             mask = sum(1 << index for index in indices)
             db.execute("INSERT INTO contribution_unit VALUES (?, ?, 0, 0, ?)", (peer, number, mask.to_bytes(8, "little")))
         db.commit()
@@ -44,10 +46,17 @@ def ledger(tmp_path):
 
 
 def test_a_ledger_that_agrees_has_no_faults(ledger):
-    chain, keys = ledger(CONTRIBUTIONS)
+    chain, *held = ledger(CONTRIBUTIONS)
     assert [state["digest"] for state in chain] == ["a", "b"]
-    assert keys["q", 1] == {(0, 0, 2), (0, 0, 3), (0, 0, 4)}
-    assert checks.ledger_faults(chain, keys, rounds()) == []
+    assert held[0]["q", 1] == {(0, 0, 2), (0, 0, 3), (0, 0, 4)}
+    assert checks.ledger_faults(chain, *held, rounds()) == []
+
+
+def test_what_was_trained_twice_in_an_outage_is_no_fault(ledger):
+    contributions = {**CONTRIBUTIONS, ("p", 2): [7, 8]}
+    assert checks.ledger_faults(*ledger(contributions, {("p", 2): 2}), rounds()) == []
+    (found,) = checks.ledger_faults(*ledger(contributions, {("p", 2): 1}), rounds())
+    assert "4 samples, 3 are registered" in found
 
 
 @pytest.mark.parametrize(
@@ -59,17 +68,16 @@ def test_a_ledger_that_agrees_has_no_faults(ledger):
     ],
 )
 def test_a_ledger_that_differs_by_one_sample_is_found(ledger, changed, fault):
-    chain, keys = ledger({**CONTRIBUTIONS, **changed})
-    (found,) = checks.ledger_faults(chain, keys, rounds())
+    (found,) = checks.ledger_faults(*ledger({**CONTRIBUTIONS, **changed}), rounds())
     assert fault in found
 
 
 def test_a_final_state_that_nobody_held_or_that_was_reported_otherwise_is_found(ledger):
-    chain, keys = ledger(CONTRIBUTIONS)
-    assert any("no peer held" in fault for fault in checks.ledger_faults(chain, keys, rounds(STATES[:1])))
+    chain, *held = ledger(CONTRIBUTIONS)
+    assert any("no peer held" in fault for fault in checks.ledger_faults(chain, *held, rounds(STATES[:1])))
     other = [STATES[0], ("b", "a", 2, 9, [("q", 2, 4)])]
-    assert any("other members" in fault for fault in checks.ledger_faults(chain, keys, rounds(other)))
-    assert checks.ledger_faults([], {}, []) == ["no state became final"]
+    assert any("other members" in fault for fault in checks.ledger_faults(chain, *held, rounds(other)))
+    assert checks.ledger_faults([], {}, {}, []) == ["no state became final"]
 
 
 def test_two_states_after_one_group_are_found_and_so_is_a_false_sum():
@@ -93,7 +101,7 @@ def test_five_kills_lose_nothing(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     verdict = json.loads(record.read_text())
     assert verdict["holds"] and len(verdict["records"]) == 5
-    assert verdict["keys_counted"] == verdict["samples"] > 0
+    assert verdict["keys_counted"] + verdict["repeated"] == verdict["samples"] > 0
     assert all(seconds is not None for kill in verdict["records"] for seconds in kill["survivors"].values())
 
 

@@ -79,7 +79,12 @@ class Outbox:
             return True
         except FutureTimeout:
             with self._lock:  # a body that is on its way is refused or taken as it is, and sent again as this one if it is refused
-                letter.body = {**letter.body, "offered": True}
+                meanwhile = letter.answer.done()
+                if not meanwhile:
+                    letter.body = {**letter.body, "offered": True}
+            if meanwhile:
+                self._result(letter.answer, 0)
+                return True
             self._unsaid.keep(letter.body)
             if letter.answer.done():  # meanwhile
                 self._unsaid.said(letter.body)
@@ -93,17 +98,18 @@ class Outbox:
             try:
                 await transport.insist(letter.path, body)
             except Refusal as error:
-                if body is not letter.body:  # offered meanwhile, which is another question
-                    continue
-                # Old news to a server that knows better is no fault; what is refused will be refused again.
-                log.warning("the dataset server refused %s: %s", letter.path.rpartition("/")[2], error)
                 refusal = error
             with self._lock:
+                if refusal and body is not letter.body:  # offered meanwhile, which is another question
+                    continue
                 self._letters.popleft()
+                if refusal:
+                    letter.answer.set_exception(refusal)
+                else:
+                    letter.answer.set_result(None)
             if refusal:
-                letter.answer.set_exception(refusal)
-            else:
-                letter.answer.set_result(None)
+                # Old news to a server that knows better is no fault; what is refused will be refused again.
+                log.warning("the dataset server refused %s: %s", letter.path.rpartition("/")[2], refusal)
             if letter.path in (CONTRIBUTIONS, ROUNDS):
                 self._unsaid.said(letter.body)
 

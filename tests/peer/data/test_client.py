@@ -5,17 +5,18 @@ import gzip
 import itertools
 import random
 from collections import deque
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 from aiohttp import web
 
 from peer.data.client.outage import Seen, choose
-from peer.data.client.outbox import ROUNDS, Outbox
-from peer.data.client.transport import Backoff, ServerAway, Transport, retry_after
+from peer.data.client.outbox import CONTRIBUTIONS, ROUNDS, Outbox
+from peer.data.client.transport import Backoff, Refusal, ServerAway, Transport, retry_after
 from peer.data.client.work import Lease, ShardEpoch, Work
 from peer.data.unsaid import Unsaid
 from swarm.digest import digest_bytes
-from swarm.protocol import LeasedShard, Shard
+from swarm.protocol import ErrorBody, LeasedShard, Shard
 
 
 class Clock:
@@ -89,6 +90,28 @@ def test_rounds_that_wait_are_on_the_disk_once_the_server_is_found_away(tmp_path
     assert unsaid.letters() == [second]
     assert asyncio.run(scenario()) == [second, first] and unsaid.letters() == [second, first], "each once"
     assert [letter.body for letter in Outbox(unsaid, news=lambda: None).letters()] == [second, first]
+
+
+def test_a_refusal_that_comes_as_the_patience_ends_is_one(tmp_path):
+    """Or the contribution is offered to the swarm, and the server never hears of it."""
+
+    class Refuses:
+        async def insist(self, path, body):
+            raise refusal
+
+    def late(answer, seconds):
+        if seconds:
+            asyncio.run(outbox.deliver(Refuses()))
+            raise FutureTimeout
+        return answer.result(seconds)
+
+    refusal = Refusal(409, ErrorBody(code="not_held", message="It is another's.", fix="Lease again."))
+    unsaid = Unsaid(tmp_path / "unsaid.jsonl")
+    outbox = Outbox(unsaid, news=lambda: None, result=late)
+    letter = outbox.put(CONTRIBUTIONS, {"number": 1, "keys": ["0:0:0"]})
+    with pytest.raises(Refusal, match="another's"):
+        outbox.answered(letter, 5.0)
+    assert not unsaid.letters() and not outbox
 
 
 def test_a_report_that_the_disk_does_not_take_waits_in_memory(tmp_path):
