@@ -29,8 +29,8 @@ from peer.sync.engine.round.catch_up import CatchUp
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.ending import Ending
 from peer.sync.engine.round.finality import Finality
+from peer.sync.engine.round.groups import NoGroup
 from peer.sync.engine.round.heads import Heads
-from peer.sync.engine.round.matchmaking import NoGroup
 from peer.sync.engine.round.met import Met
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.past_rounds import Past
