@@ -24,7 +24,7 @@ from swarm.unpacking import unpack
 log = logging.getLogger(__name__)
 
 _FRAME = struct.Struct("<II")
-_MAX_MESSAGE_HEADER_BYTES = MAX_HEADER_BYTES + (4 << 10)
+MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + (4 << 10)
 """A state's header, and what is said beside it."""
 CONNECT_SECONDS = 10.0
 _END_SECONDS = 5.0
@@ -99,7 +99,7 @@ class Channel:
 
     async def _receive_message(self, kind: type[M] | TypeAdapter[M], max_payload: int, until: float) -> tuple[M, int]:
         header_bytes, payload_bytes = _FRAME.unpack(await self._take(_FRAME.size, until))
-        if header_bytes > _MAX_MESSAGE_HEADER_BYTES or payload_bytes > max_payload:
+        if header_bytes > MAX_MESSAGE_BYTES or payload_bytes > max_payload:
             raise Malformed(f"{self.peer[-6:]} announced {header_bytes} + {payload_bytes} bytes, at most {max_payload} are allowed")
         try:
             values = unpack(await self._take(header_bytes, until))
