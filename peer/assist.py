@@ -157,7 +157,7 @@ async def _assist(
     reporting = asyncio.create_task(reports.deliver_forever())
     drawing = asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())
     last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension)
-    bans = Bans(joined.run, joined.host_key, joined.bans)
+    bans = Bans(joined.run, joined.host_key, joined.bans, path=folder / "bans.json")
     try:
         show(peer, joined.run, node.peer_id, known.values, lambda: end.total, shown)
         for maddr in await node.maddrs():
