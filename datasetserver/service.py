@@ -151,6 +151,7 @@ async def progress_of(service: Service) -> protocol.Progress:
         samples_per_second=sum(peer.samples_per_second for peer in peers),
         loss=mean_loss((peer.loss, peer.samples_per_second) for peer in peers),
         peers=peers,
+        banned={word.peer: service.bans.reason(word.peer) for word in service.bans.words if word.banned},
         dataset_samples=service.data.manifest.total,
         checkpoint=service.states.newest(),
         server_time=service.wall(),

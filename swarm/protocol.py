@@ -355,6 +355,8 @@ class Progress(Message):
     loss: Number | None
     peers: list[PeerInfo]
     samples_by_peer: dict[str, int]
+    banned: dict[str, str] = {}
+    """Peers that the host keeps out, and why."""
     epoch: Count
     epoch_samples: Count
     dataset_samples: Positive
