@@ -26,7 +26,7 @@ _SHORTEST_ENDING = 6
 
 
 class Words:
-    """What the file in `work_dir` says, as of the last second. clock: in seconds."""
+    """What the file in `work_dir` says, as of the last second; the same tuple while it says the same. clock: in seconds."""
 
     def __init__(self, work_dir: Path, clock: Callable[[], float] = time.monotonic):
         self._path, self._clock = work_dir / _FILE, clock
@@ -35,7 +35,8 @@ class Words:
     def __call__(self) -> tuple[BanWord, ...]:
         now = self._clock()
         if now - self._looked >= LOOK_SECONDS:
-            self._looked, self._words = now, read_words(self._path)
+            self._looked, words = now, read_words(self._path)
+            self._words = self._words if words == self._words else words
         return self._words
 
 

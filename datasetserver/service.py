@@ -69,6 +69,7 @@ class Service:
     """The host's words about peers, as of the last second."""
     _end: End | None = field(default=None, init=False)
     _bans: Bans | None = field(default=None, init=False)
+    _words: Sequence[BanWord] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self.shards = {shard.digest: shard for shard in self.data.manifest.shards}
@@ -79,7 +80,7 @@ class Service:
     def begin(self, run: RunConfig) -> None:
         """Serve `run` from now on; it is on the disk when this returns. Raises UserError when the ledger is another run's."""
         self.ledger, self.run, self._end = self.open_ledger(run), run, End(run, self.key.public)
-        self._bans = Bans(run, self.key.public)
+        self._bans, self._words = Bans(run, self.key.public), ()
         if self.rendezvous:
             self.rendezvous.tell(run_id=run.run_id, run=run.to_mapping())
 
@@ -95,7 +96,9 @@ class Service:
     @property
     def bans(self) -> Bans:
         """Whom the host keeps out, as of the last second; there is a run."""
-        self._bans.hear(self.banned())
+        if (words := self.banned()) is not self._words:
+            self._words = words
+            self._bans.hear(words)
         return self._bans
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from swarm import files
+from swarm.budget import Budget
 from swarm.digest import digest_json
 from swarm.records import BanWord
 from swarm.run_config import RunConfig
@@ -24,15 +25,27 @@ from swarm.signing import BadSignature, HostKey, check_signature
 log = logging.getLogger(__name__)
 MOST_WORDS = 256
 """Kept by everybody; 330 bytes each. A host with more to keep out wants tokens."""
+_CHECKS_PER_SECOND = 10.0
+"""Signatures of words that we do not know; each takes 0.2 ms, and 512 records under a run's key may bring two each. What is passed over comes round."""
 _MOST_REFUSED = 4096
 _WORDS: TypeAdapter[tuple[BanWord, ...]] = TypeAdapter(tuple[BanWord, ...])
 
 
 class Bans:
-    """host_key: whose words count; '' for nobody's. path: where they are kept, '' nowhere. rng: which words are handed on first."""
+    """host_key: whose words count; '' for nobody's. path: where they are kept; None: nowhere. rng: which words are handed on first."""
 
-    def __init__(self, run: RunConfig, host_key: str = "", words: Iterable[BanWord] = (), *, path: Path | None = None, rng: random.Random | None = None):
+    def __init__(
+        self,
+        run: RunConfig,
+        host_key: str = "",
+        words: Iterable[BanWord] = (),
+        *,
+        path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ):
         self._run, self._host_key, self._path, self._rng = run, host_key, path, rng or random.Random()
+        self._checks = Budget(_CHECKS_PER_SECOND, 2 * MOST_WORDS, clock)
         self._newest: dict[str, BanWord] = {}
         self._refused: dict[BanWord, None] = {}
         """Words that are not the host's: one signature costs 0.2 ms, and a stranger can repeat it with every record."""
@@ -60,11 +73,11 @@ class Bans:
         """Words to hand on: others ones each time, so that all of them come round."""
         return tuple(self._rng.sample(list(self._newest.values()), min(most, len(self._newest))))
 
-    def hear(self, words: Iterable[BanWord]) -> bool:
-        """Take over what is the host's and newer than what we knew; whether anything was."""
+    def hear(self, words: Iterable[BanWord], *, rumoured: bool = False) -> bool:
+        """Take over what is the host's and newer than what we knew; whether anything was. rumoured: by a record that anybody could sign."""
         before = self.version
         for word in words:
-            if self._is_news(word):
+            if self._is_news(word) and (self._checks.take() or not rumoured) and self._is_signed(word):
                 self._newest[word.peer] = word
                 self.version += 1
                 log.info("the host %s %s: %s", "bans" if word.banned else "lets in again", word.peer, word.reason or "no reason given")
@@ -76,8 +89,9 @@ class Bans:
 
     def _is_news(self, word: BanWord) -> bool:
         known = self._newest.get(word.peer)
-        if not self._host_key or word in self._refused or (known is not None and _age(word) <= _age(known)):
-            return False
+        return bool(self._host_key) and word not in self._refused and (known is None or _age(word) > _age(known))
+
+    def _is_signed(self, word: BanWord) -> bool:
         try:
             check_signature("ban", _digest(self._run, word), word.signature, self._host_key)
         except BadSignature:

@@ -76,7 +76,7 @@ class Neighbours:
         self._read_before = True
         for peer, record in news.items():
             self._seen[peer] = (record, now)
-            self.bans.hear(record.bans)
+            self.bans.hear(record.bans, rumoured=True)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
         self._live = self._of_this_run()
         self._others = [record for record in self._live if record.schema == self._schema]

@@ -231,7 +231,7 @@ def _replica(
         min_peers=start.min_peers,
         last_number=_last_number(folder),
         end=End(run, start.host_key, start.extension),
-        bans=Bans(run, start.host_key, words_of(start.bans), path=store.folder / "bans.json", rng=rng),
+        bans=Bans(run, start.host_key, words_of(start.bans), path=store.folder / "bans.json", clock=asyncio.get_running_loop().time, rng=rng),
         upload=Bucket(start.max_upload_mbit) if start.max_upload_mbit else None,
         clock=asyncio.get_running_loop().time,
         wall=wall,
