@@ -192,7 +192,7 @@ class DatasetServer:
             self._background.call(self._stop.set)
         self._background.close()
         if self._outbox:
-            log.warning("the dataset server is away: %d reports were not delivered, its leases will expire", len(self._outbox))
+            log.warning("%d reports did not reach the dataset server; its leases will expire", len(self._outbox))
 
     # -- between the threads
 
