@@ -73,6 +73,8 @@ def parsers(recording: Recording, loop: asyncio.AbstractEventLoop) -> Iterator[P
 
 
 def _packed(examples: Sequence[bytes]) -> Callable[[random.Random], bytes]:
+    _check(examples)
+
     def make(rng: random.Random) -> bytes:
         if rng.random() < 0.2:
             return torn(rng.choice(examples), rng)
@@ -89,6 +91,8 @@ def _packed(examples: Sequence[bytes]) -> Callable[[random.Random], bytes]:
 
 
 def _written(examples: Sequence[bytes]) -> Callable[[random.Random], bytes]:
+    _check(examples)
+
     def make(rng: random.Random) -> bytes:
         if rng.random() < 0.2:
             return torn(rng.choice(examples), rng)
@@ -100,6 +104,11 @@ def _written(examples: Sequence[bytes]) -> Callable[[random.Random], bytes]:
         return json.dumps(values).encode()
 
     return make
+
+
+def _check(examples: Sequence[bytes]) -> None:
+    if not examples:
+        raise UserError("In the world of this seed something is never said that a parser is for.", fix="Take another --seed.")
 
 
 def _unpacked(data: bytes) -> Any:
@@ -282,7 +291,9 @@ def _http(recording: Recording, loop: asyncio.AbstractEventLoop) -> Iterator[Par
             )
     founding = protocol.FoundRequest(run=recording.world.run.to_mapping()).model_dump_json().encode()
     yield Parser("founding", _written([founding]), _founding, (ValidationError, UserError))
+    refusal = protocol.ErrorAnswer(error=protocol.ErrorBody(code="lease_lost", message="It is over.", fix="Ask for another."))
     refusals = [answer for said in recording.requests.values() for *_, answer in said if _is_error(answer)]
+    refusals.append(refusal.model_dump_json().encode())  # nobody may have been refused anything
     yield Parser("errors of HTTP", _written(refusals), protocol.ErrorAnswer.model_validate_json, (ValidationError,))
 
 
