@@ -32,7 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 collect_ignore = [] if importlib.util.find_spec("torch_xla") else ["xla"]  # an environment of its own: scripts/test_xla
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # beside others, who would wait in the end for what takes long; a worker takes two tests ahead
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if for_gpus:
         import torch

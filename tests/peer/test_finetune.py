@@ -28,6 +28,7 @@ from tests import tiny
 from tests.conftest import ROOT
 from tests.peer.samples.test_buckets import mixed_pictures  # noqa: F401
 
+pytestmark = pytest.mark.slow
 SCRIPT = str(ROOT / "peer" / "finetune.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", SCRIPT]
 

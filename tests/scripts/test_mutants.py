@@ -88,6 +88,7 @@ def test_a_mutation_that_names_what_is_not_there_is_an_error():
         Told({1: "a trainer ended with AttributeError('no anchor')"}, {}).look_for(BY_NAME["counted_twice"], 60)
 
 
+@pytest.mark.slow
 def test_a_mutation_is_found_shrunk_and_the_smaller_scenario_breaks_the_same():
     with mutants.mutated(BY_NAME["encoded_again"]) as tree:
         environment = {**os.environ, "PYTHONPATH": str(tree)}

@@ -1,4 +1,4 @@
-"""`scripts/soak`: its checks find what is wrong, and five kills leave nothing to find."""
+"""`scripts/soak`: its checks find what is wrong, and kills leave nothing to find."""
 
 import json
 import re
@@ -93,28 +93,31 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
 
 
 @pytest.mark.swarm
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_five_kills_lose_nothing(tmp_path):
+def test_kills_of_whole_peers_lose_nothing(tmp_path):
+    """Both peers in turn: in the end nobody lives who saw the beginning. Sidecars and p2pd's: test_swarm_of_processes.py; the server: below."""
     record = tmp_path / "record.json"
-    command = [ROOT / "scripts" / "soak", "--kills", "5", "--seed", "1", "--peers", "3", "--record", record]
+    command = [ROOT / "scripts" / "soak", "--kills", "2", "--seed", "5", "--peers", "2", "--record", record]
     done = subprocess.run(command, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     verdict = json.loads(record.read_text())
-    assert verdict["holds"] and len(verdict["records"]) == 5
+    assert verdict["holds"] and [kill["kind"] for kill in verdict["records"]] == ["first peer", "peer"]
     assert verdict["keys_counted"] + verdict["repeated"] == verdict["samples"] > 0
     assert all(seconds is not None for kill in verdict["records"] for seconds in kill["survivors"].values())
 
 
 @pytest.mark.swarm
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_what_is_killed_comes_back_by_supervision_alone_and_the_page_stays_true(tmp_path):
-    """A trainer, the server and a p2pd. Real trainers under dd-peer; the page is read from its stream of events."""
+    """A trainer and the server. Real trainers under dd-peer; the page is read from its stream of events."""
     record = tmp_path / "record.json"
-    command = [ROOT / "scripts" / "soak", "--minutes", "20", "--every", "5", "--kills", "3", "--no_browser", "--record", record]
+    command = [ROOT / "scripts" / "soak", "--minutes", "20", "--every", "5", "--kills", "2", "--no_browser", "--record", record]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1440)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     verdict = json.loads(record.read_text())
-    assert verdict["holds"] and [kill["kind"] for kill in verdict["records"]] == ["trainer", "server", "p2pd"]
+    assert verdict["holds"] and [kill["kind"] for kill in verdict["records"]] == ["trainer", "server"]
     for kill in verdict["records"]:
         assert kill["page"]["peers"] == ["peer-1", "peer-2"] and kill["page"]["samples"] > 0 and not kill["faults"]
 

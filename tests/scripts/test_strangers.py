@@ -33,6 +33,7 @@ def record(tmp_path_factory) -> dict:
 
 
 @pytest.mark.swarm
+@pytest.mark.slow
 @pytest.mark.xdist_group("strangers")  # one siege for both tests
 @pytest.mark.parametrize("row", SHORT)
 def test_a_stranger_ends_stops_and_corrupts_nothing(record, row):
@@ -40,6 +41,7 @@ def test_a_stranger_ends_stops_and_corrupts_nothing(record, row):
 
 
 @pytest.mark.swarm
+@pytest.mark.slow
 @pytest.mark.xdist_group("strangers")
 @pytest.mark.parametrize("row", [row for row in SHORT if ROWS[row].kind == "swarm"])
 def test_the_honest_peers_go_on_with_their_rounds_beside_a_stranger(record, row):

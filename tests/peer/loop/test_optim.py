@@ -31,6 +31,7 @@ def learn(tiny_model, kind, steps, optimizer_state=None):
     return sum(losses[-50:]) / 50, optimizer, params
 
 
+@pytest.mark.slow
 def test_8_bit_adamw_learns_as_well_as_the_other(tiny_model):
     plain, *_ = learn(tiny_model, "adamw", 200)
     small, *_ = learn(tiny_model, "adamw8bit", 200)

@@ -19,6 +19,7 @@ from swarm.run.methods import textual_inversion
 from swarm.run_config import RunConfig
 from tests import tiny
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 COLOURS = {"cat": (250, 5, 5), "dog": (5, 250, 5), "photo": (5, 5, 250), "object": (250, 250, 250)}
 TEMPLATE = "{}"

@@ -164,6 +164,7 @@ def test_a_newcomer_gives_way_to_its_double_and_who_was_there_first_is_told(know
     assert caplog.text.count("It will give way") == 1
 
 
+@pytest.mark.slow
 def test_of_two_with_one_identity_the_newcomer_gives_way_and_the_other_goes_on(swarm, monkeypatch, caplog):
     """As when a machine is cloned on which a peer had run."""
     monkeypatch.setattr(neighbours, "_PREDECESSOR_SECONDS", 3.0)
