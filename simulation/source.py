@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from peer.contracts import CommittedRound, Sample
 from peer.data.dataset_server import DatasetServer
 from simulation.server import URL, Session, SimKey
+from swarm.end import End
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
@@ -32,13 +33,14 @@ class Source:
     turn: the trainer's, while it waits for a sample; whether the run is over.
     """
 
-    def __init__(self, machine: "Machine", turn: Callable[[], bool]):
+    def __init__(self, machine: "Machine", end: End, turn: Callable[[], bool]):
         self._machine, self.turn, self.held, self.drawn = machine, turn, set(), 0
         world, rng = machine.world, random.Random(machine.world.rng.getrandbits(64))
         self._server = DatasetServer(
             URL, world.run, key=SimKey(machine.peer), cache_dir=machine.disk.root() / "cache", cache_bytes=1 << 30,
             batch_samples=machine.batch, clock=world.loop.time, wall=machine.wall, rows=_rows,
             session=lambda: Session(world.server, machine), uniform=rng.uniform, background=Background(machine, self),
+            end=end,
         )  # fmt: skip
         self._samples: Iterator[Sample] = iter(self._server)
 
