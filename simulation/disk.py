@@ -122,7 +122,7 @@ class Disk:
     def rot(self, path: str, how: str) -> None:
         """A bit of a file has flipped, in its first line or behind it, or its end is gone."""
         inode = self._existing(path)
-        border = inode.data.find(b"\n") + 1
+        border = inode.data.find(b"\n") + 1 or len(inode.data) // 2
         if how == "end":
             data = inode.data[: self._rng.randrange(len(inode.data))]
         else:
@@ -244,7 +244,9 @@ class SimPath:
         return SimpleNamespace(st_size=len(self.disk.existing(self._path).data), st_mtime=0.0)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """There is nothing to make."""
+        """Beside a peer's own folder, one that has something in it is there already."""
+        if self.disk.full and self._path != "/" and not any(path.startswith(f"{self._path}/") for path in self.disk.names):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def iterdir(self) -> list["SimPath"]:
         inside = self._path.rstrip("/") + "/"

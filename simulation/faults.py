@@ -198,7 +198,7 @@ async def disk(world: "World", machine: "Machine", strike: Strike) -> None:
 
 
 async def rot(world: "World", machine: "Machine", strike: Strike) -> None:
-    """A machine is killed, and comes back with a damaged file: of its newest state, or of the mean of a round."""
+    """A machine is killed, and comes back with a damaged file: of its newest state, the mean of a round, or whom it has met."""
     world.struck(strike, machine)
     machine.kill()
     found = [path for path in sorted(machine.disk.names) if path.endswith(strike.values["what"])]
@@ -210,17 +210,16 @@ async def rot(world: "World", machine: "Machine", strike: Strike) -> None:
 
 
 async def discard(world: "World", machine: None, strike: Strike) -> None:
-    """The host and all owners name the newest state as forged: all stop, discard it, and start again from what was before it."""
+    """The host names the newest state as forged. One owner after the other stops, discards it, and starts again from what was before it."""
     if not (forged := world.tip()):
         return
     world.struck(strike)
-    stopped = world.live
-    for one in stopped:
-        one.kill()
     world.server.orders.forged += (forged,)
-    await _for(world, strike.values["seconds"])
-    for one in stopped:
-        one.boot()
+    for one in world.live:
+        if one.alive:
+            one.kill()
+            await _for(world, strike.values["seconds"])
+            one.boot()
 
 
 async def extend(world: "World", machine: None, strike: Strike) -> None:
@@ -397,10 +396,10 @@ FAULTS = {
     "rot": Fault(
         rot,
         {"what": str, "how": str, "seconds": float},
-        {"what": _of(".state", ".state", ".mean"), "how": _of("bit", "line", "end"), "seconds": _of(1.0, 10.0)},
+        {"what": _of(".state", ".state", ".mean", "/met.json"), "how": _of("bit", "line", "end"), "seconds": _of(1.0, 10.0)},
         as_rare=4.0,
     ),
-    "discard": Fault(discard, {"seconds": float}, {"seconds": _of(1.0, 10.0)}, hits_a_peer=False, as_rare=12.0),
+    "discard": Fault(discard, {"seconds": float}, {"seconds": _of(0.2, 2.0)}, hits_a_peer=False, as_rare=12.0),
     "extend": Fault(extend, {"rounds": int}, {"rounds": _of(1, 4)}, hits_a_peer=False, as_rare=2.0),
     "relief": Fault(
         relief, {"rounds": int, "seconds": float}, {"rounds": _of(10, 14), "seconds": _of(20.0, 40.0)}, hits_a_peer=False, as_rare=4.0
