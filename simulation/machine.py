@@ -37,6 +37,7 @@ from simulation.network import Host, Link
 from simulation.records import SimNode
 from simulation.source import Source
 from simulation.threads import Killed, LockStepThread
+from swarm.bans import Bans
 from swarm.end import End
 from swarm.errors import UserError
 
@@ -381,12 +382,13 @@ class Machine:
             output_dir=self.disk.root(),
             end=self.end(),
             last_known=self.known,
+            bans=Bans(self.world.run, self.world.server.dataset.key.public),
         )  # fmt: skip
         if self.world.strategy.steps_locally:
             self.learned = Learned(self.world.wire, params, self.peer)
         self.taken = Taken()
         self.sync = sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
-        self.source = source = Source(self, context.end, turn=lambda: self._follow(sync, accounts, sync.step(0)))
+        self.source = source = Source(self, context.end, context.bans, turn=lambda: self._follow(sync, accounts, sync.step(0)))
         accounts = Accounts(source)
         gradients = itertools.cycle([torch.randn(self.world.wire.size, generator=generator) for _ in range(_GRADIENTS)])
         done = self._follow(sync, accounts, sync.catch_up())

@@ -22,8 +22,10 @@ RENEW_SECONDS = 5.0
 RUN_RECORD_LIFE_SECONDS = 600.0
 MAX_RECORD_BYTES = 4096
 MAX_SAMPLES_PER_SECOND = 1e6
-MAX_NAME, MAX_HARDWARE, MAX_NOTE = 32, 64, 160
-"""Characters of what a peer says of itself in words."""
+MAX_NAME, MAX_HARDWARE, MAX_NOTE, MAX_REASON = 32, 64, 160, 120
+"""Characters of what a peer says of itself in words, and a host of a peer."""
+BANS_PER_RECORD = 2
+"""Each of up to 430 bytes, with a record's other 1.6 kB."""
 JOINING, TRAIN, CATCHING_UP, AVERAGING, PAUSED, DONE = "joining", "train", "catching_up", "averaging", "paused", "done"
 ASSIST = "assist"
 """The phase of a peer that trains nothing: it reduces, leads and hands out states for those who do."""
@@ -49,6 +51,17 @@ Text = Annotated[_Line, Field(max_length=64)]
 """A peer's id, a digest or another name."""
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BanWord:
+    """The host's word that a peer is banned, or no longer: see `swarm.bans`. at: UNIX milliseconds."""
+
+    peer: Text
+    at: Count
+    banned: Annotated[bool, Field(strict=True)]
+    reason: Annotated[_Line, Field(max_length=MAX_REASON)]
+    signature: Annotated[_Line, Field(max_length=128)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +98,15 @@ class PeerRecord:
     client_mode: Annotated[bool, Field(strict=True)] = False
     maddrs: Annotated[tuple[Annotated[_Line, Field(max_length=256)], ...], Field(max_length=6)] = ()
     time: Annotated[Number, Field(ge=0, le=1e11)] = 0.0
+    bans: Annotated[tuple[BanWord, ...], Field(max_length=BANS_PER_RECORD)] = ()
+    """Some of the host's words, others each time: so all of them come round."""
 
     def pack(self) -> bytes:
-        return msgpack.packb(vars(self))
+        return msgpack.packb(vars(self), default=vars)
 
     def asdict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        """What it says of its peer: without what it hands on."""
+        return {name: value for name, value in vars(self).items() if name != "bans"}
 
     @classmethod
     def unpack(cls, data: bytes, *, owner: str) -> "PeerRecord":

@@ -12,6 +12,7 @@ from peer.sync.engine.net import streams
 from simulation import server
 from simulation.records import Records
 from simulation.world import Scenario, World
+from swarm.bans import sign_word
 
 _FAULTS = ("kill", "partition", "reset", "server", "answers", "nat", "sidecar")
 _KEPT = 64
@@ -31,6 +32,8 @@ class Recording:
         self.requests: defaultdict[str, list[tuple[str, str, bytes, bytes]]] = defaultdict(list)
         self.records: defaultdict[str, list[tuple[str, bytes]]] = defaultdict(list)
         self.world = World(Scenario(seed, peers=5, rounds=rounds, faults=_FAULTS, fault_seconds=20.0, assistants=1))
+        server, run = self.world.server, self.world.run
+        server.bans.hear(sign_word(server.dataset.key, run, peer, banned=True, reason="says so", clock=lambda: 1.0) for peer in ("QmOne", "QmOther"))
         with self._listening():
             outcome = self.world.play()
         if outcome.breach:

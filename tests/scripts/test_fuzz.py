@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import random
 
 import pytest
 
@@ -32,6 +33,12 @@ def test_what_peers_and_servers_say_is_all_there(there):
     names = {parser.name for parser in there}
     assert {"frames", "headers", "tickets", "announcements", "peer records", "run records", "payload int8", "POST /v1/rounds"} <= names
     assert {f"message {kind}" for kind in ("Answer", "Call", "Join", "Fetch", "StateOffer", "MeanPart", "Share", "answer to join")} <= names
+
+
+def test_a_hosts_bans_are_among_what_is_said(there):
+    examples = {parser.name: parser.make for parser in there}
+    said = [examples[name](random.Random(n)) for name in ("peer records", "answer to POST /v1/leases/{lease}/renew") for n in range(200)]
+    assert sum(b"says so" in data for data in said) > 50
 
 
 def test_honest_examples_are_read(there, monkeypatch):

@@ -165,9 +165,10 @@ class Dialler(Protocol):
 
 
 class Streams:
-    """Opens and serves streams by name on a node."""
+    """Opens and serves streams by name on a node. banned: why a peer is answered nothing else; '' for one that is not."""
 
-    def __init__(self, node: Dialler, upload: Bucket | None = None):
+    def __init__(self, node: Dialler, upload: Bucket | None = None, banned: Callable[[str], str] = lambda peer: ""):
+        self._banned = banned
         self._node, self.peer_id, self._upload = node, node.peer_id, upload
         self._serving: dict[asyncio.Task, str] = {}  # and whom; asyncio itself holds a task only weakly
         self.mishaps: collections.Counter[str] = collections.Counter()
@@ -187,6 +188,8 @@ class Streams:
             channel = Channel(peer, pipe, self._upload, place)
             self._serving[task := asyncio.current_task()] = channel.peer
             try:
+                if reason := self._banned(peer):
+                    raise PeerLost(f"you are banned by the host: {reason}")
                 if list(self._serving.values()).count(channel.peer) > _STREAMS_PER_PEER:
                     raise PeerLost("too many streams at once")
                 await handler(channel)
