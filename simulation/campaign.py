@@ -19,8 +19,8 @@ from simulation.world import STRANGERS, Scenario, play
 KINDS = (*(name for name in FAULTS if name != "extend"), "nat")
 WITH_STRANGERS = ("reset", "slow", "clock", "answers", "ledger")
 """Faults that leave those alive whom one has met: among strangers alone nobody knows whom to believe (docs/protocol.md, R5)."""
-WITH_AN_END = ("extend", "reset", "slow", "clock", "pause", "stop", "sidecar")
-"""Faults that leave the peers, and what they have to say, to the end of a run: nobody starts them again behind it."""
+WITH_AN_END = ("extend", "reset", "slow", "clock", "pause")
+"""Faults that leave the peers, and what they have to say, to the end of a run. Who is away for longer than the others linger misses it."""
 WITH_RELIEF = ("relief", "clock", "slow")
 """Beside more faults too few rounds are made in its time."""
 _WITH_AN_END, _WITH_RELIEF, _WITH_STRANGERS = 0.08, 0.1, 0.08

@@ -223,8 +223,8 @@ async def discard(world: "World", machine: None, strike: Strike) -> None:
 
 
 async def extend(world: "World", machine: None, strike: Strike) -> None:
-    """The host puts the run's end off, by so many rounds."""
-    if world.run.total_samples:
+    """The host puts the run's end off, by so many rounds; not any more where somebody has ended, and may have left with the last state."""
+    if world.run.total_samples and not any(machine.over for machine in world.machines):
         world.struck(strike)
         world.server.orders.total = max(world.server.orders.total, world.run.total_samples) + strike.values["rounds"] * world.run.target_batch_size
 
