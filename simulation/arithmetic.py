@@ -138,6 +138,11 @@ class Learned:
         self._checked = versions
         return wrong
 
+    def gave_up(self, digest: str) -> None:
+        """The trainer is done, and has the parameters of the state `digest`: to the bit those that all others have."""
+        self._land_up_to(digest)
+        self.ahead, self._frozen = np.zeros(self._wire.size), None
+
     def _land_up_to(self, digest: str) -> None:
         places = [place for place, (told, _, _) in enumerate(self._told) if told == digest]
         read = places[-1] + 1 if places else 0

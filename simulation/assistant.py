@@ -12,17 +12,22 @@ from peer.data.client.runs import round_body
 from peer.data.client.transport import Refusal, Transport
 from peer.sync.engine.assistant import assist
 from peer.sync.engine.net.streams import PeerLost
+from peer.sync.engine.state import Head
+from peer.sync.engine.transfer.discarded import discard
 from simulation.machine import Machine, Process
 from simulation.network import Link
 from simulation.server import URL, Session, SimKey
 from swarm.errors import UserError
 from swarm.signed_request import Signer
+from swarm.tasks import within
 
 if TYPE_CHECKING:
     from simulation.world import World
 
 _STATES_KEPT = 4
 _AGAIN_SECONDS = 5.0
+_LAST_REPORTS_SECONDS = 5.0
+"""As in peer/assist.py."""
 
 
 class Assistant(Machine):
@@ -40,6 +45,7 @@ class Assistant(Machine):
         if self.alive:
             return
         self.boots += 1
+        self.over, self.known = False, self.world.last_known()
         self.sidecar = process = Process(self, "assistant")
         process.context.run(self.world.loop.call_soon, lambda: process.spawn(self._assist(process)))
 
@@ -65,12 +71,20 @@ class Assistant(Machine):
         try:
             await asyncio.sleep(world.rng.uniform(1.0, 3.0))  # to load its modules
             node = await self._join(process)
-            reporting = process.spawn(self._report(rng))
+            discard(self.disk.root() / "state", world.server.orders.forged)
+            reporting, last = process.spawn(self._report(rng)), self.known or {}
             await assist(
                 run=world.run, node=node, folder=self.disk.root(), stop=asyncio.Event(), final=self._hear, states_limit=_STATES_KEPT,
-                wall=self.wall, rng=rng,
+                wall=self.wall, rng=rng, last_known=Head(last["digest"], last["samples"]) if last else None,
+                last_holders=tuple(last.get("peers", ())), end=self.end(),
             )  # fmt: skip
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(_LAST_REPORTS_SECONDS, self._final.join())
             reporting.cancel()
+            await node.close()
+            self.over = True
+            process.die()
+            self.graveyard.append(process)
         except (UserError, PeerLost) as error:
             world.note(f"{self.short} assistant: ended: {error}")
             self.kill()
@@ -92,3 +106,4 @@ class Assistant(Machine):
                 committed_round = await self._final.get()
                 with contextlib.suppress(Refusal):  # old news
                     await transport.insist(ROUNDS, {"run_id": world.run.run_id, "peer": self.peer, **round_body(committed_round)})
+                self._final.task_done()

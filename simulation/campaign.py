@@ -7,15 +7,24 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from peer.sync.engine.failpoints import FAILPOINTS
 from simulation.faults import FAULTS
 from simulation.shrink import promise
-from simulation.world import Scenario, play
+from simulation.world import STRANGERS, Scenario, play
 
-KINDS = (*FAULTS, "nat")
+KINDS = (*(name for name in FAULTS if name != "extend"), "nat")
+WITH_STRANGERS = ("reset", "slow", "clock", "answers", "ledger")
+"""Faults that leave those alive whom one has met: among strangers alone nobody knows whom to believe (docs/protocol.md, R5)."""
+WITH_AN_END = ("extend", "reset", "slow", "clock", "pause")
+"""Faults that leave the peers, and what they have to say, to the end of a run. Who is away for longer than the others linger misses it."""
+WITH_RELIEF = ("relief", "clock", "slow")
+"""Beside more faults too few rounds are made in its time."""
+_WITH_AN_END, _WITH_RELIEF, _WITH_STRANGERS = 0.08, 0.1, 0.08
+"""Of all worlds."""
 SYNCS, WIRES = ("parameters", "diloco", "gradients"), ("fp32", "fp16", "int8", "int4")
 _WORLDS_OF_A_PROCESS = 100
 """Then it is replaced: what a world leaves behind in memory does not add up."""
@@ -26,7 +35,7 @@ def mixed(seed: int) -> Scenario:
     rng = random.Random(f"{seed} mixed")
     sync = rng.choice(SYNCS)
     faults = KINDS if rng.random() < 0.6 else tuple(sorted(rng.sample(KINDS, rng.randint(2, 5))))
-    return Scenario(
+    scenario = Scenario(
         seed,
         peers=rng.choice([1, 1, 1, 2, 3, 3, 4, 4, 5, 5, 6, 7, 8]),  # small worlds show as much, and cost a tenth of large ones
         hours=rng.choice([0.03, 0.06, 0.12]),
@@ -37,7 +46,19 @@ def mixed(seed: int) -> Scenario:
         overlap=sync != "gradients" and rng.random() < 0.3,
         assistants=int(rng.random() < 0.3),
         lease_seconds=rng.choice([60.0, 60.0, 8.0]),
+        min_peers=rng.choice([1, 1, 1, 2]),
     )
+    if scenario.peers == 1:
+        scenario = replace(scenario, min_peers=1)
+    if (kind := rng.random()) < _WITH_AN_END:
+        rounds = rng.choice([4, 8, 16])
+        return replace(scenario, faults=WITH_AN_END, total_samples=rounds * scenario.target_per_peer * scenario.peers)
+    if kind < _WITH_AN_END + _WITH_RELIEF:
+        return replace(scenario, faults=WITH_RELIEF, fault_seconds=15.0, hours=0.06, peers=min(scenario.peers, 3), min_peers=1)
+    if kind > 1 - _WITH_STRANGERS:
+        strangers = tuple(sorted(rng.sample(STRANGERS, rng.choice([1, 2, 4]))))
+        return replace(scenario, faults=WITH_STRANGERS, strangers=strangers, peers=max(scenario.peers, 3))
+    return scenario
 
 
 def played(seed: int) -> dict[str, Any]:

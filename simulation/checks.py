@@ -58,6 +58,8 @@ class Checks:
         self._stands: dict[str, tuple[int, str]] = {}
         self._holders: dict[str, set[str]] = {}
         """Of each state: who has adopted it, or one that descends from it."""
+        self._rotted: set[tuple[str, str]] = set()
+        """Peers and states that they had, and lost to their disk."""
         self.arithmetic: Arithmetic | None = None
         self._keys: dict[tuple[str, int], tuple[str, ...]] = {}
         """The samples of each contribution, as its trainer told the server."""
@@ -105,6 +107,7 @@ class Checks:
         self._stands[machine.peer] = (id(machine.sidecar), line["digest"])
         for digest in self.lineage(line["digest"]):
             holders = self._holders.setdefault(digest, set())
+            self._rotted.discard((machine.peer, digest))
             if machine.peer in holders:
                 break
             holders.add(machine.peer)
@@ -298,6 +301,14 @@ class Checks:
             self._looked = now
             self.whole_ledger(book)
 
+    def is_lost(self, digest: str, gone: Collection[str]) -> bool:
+        """Whether the state was adopted, and nobody has it any more but those that are gone."""
+        return digest in self._holders and all(peer in gone or (peer, digest) in self._rotted for peer in self._holders[digest])
+
+    def rotted(self, machine: "Machine", path: str) -> None:
+        """That file of its disk is damaged."""
+        self._rotted |= {(machine.peer, digest) for digest in self.commits if path.endswith(f"-{digest[:12]}.state")}
+
     def whole_ledger(self, book: Book) -> None:
         """Worked out anew from the contributions and the head's chain: each sample is counted once, waits once, or is leased once."""
         chain = {pair for state in book.tree.chain() for pair in state.contributions()}
@@ -350,8 +361,7 @@ class Checks:
         A head that died with all who held it stays the ledger's until those who began again have trained more than it counts.
         """
         head = book.tree.head
-        held_by = self._holders.get(head.digest) if head is not None else None
-        if held_by and held_by.issubset(gone) and head.samples > self.commits[recent[0]].samples:
+        if head is not None and self.is_lost(head.digest, gone) and head.samples > self.commits[recent[0]].samples:
             return ""
         if head is None or head.digest not in recent:
             return f"the ledger's head is {head.digest[:8] if head else 'none'}, the swarm's {next(iter(recent), '')[:8]}"

@@ -119,6 +119,17 @@ class Disk:
         if power:
             self._lose()
 
+    def rot(self, path: str, how: str) -> None:
+        """A bit of a file has flipped, in its first line or behind it, or its end is gone."""
+        inode = self._existing(path)
+        border = inode.data.find(b"\n") + 1 or len(inode.data) // 2
+        if how == "end":
+            data = inode.data[: self._rng.randrange(len(inode.data))]
+        else:
+            at = self._rng.randrange(border) if how == "line" else self._rng.randrange(border, len(inode.data))
+            data = inode.data[:at] + bytes([inode.data[at] ^ 1 << self._rng.randrange(8)]) + inode.data[at + 1 :]
+        inode.data = inode.synced = data
+
     def _lose(self) -> None:
         """Each name that was not flushed is what it was or what it became; each file's bytes are the flushed ones, or torn."""
         names = {}
@@ -233,7 +244,9 @@ class SimPath:
         return SimpleNamespace(st_size=len(self.disk.existing(self._path).data), st_mtime=0.0)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """There is nothing to make."""
+        """Beside a peer's own folder, one that has something in it is there already."""
+        if self.disk.full and self._path != "/" and not any(path.startswith(f"{self._path}/") for path in self.disk.names):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def iterdir(self) -> list["SimPath"]:
         inside = self._path.rstrip("/") + "/"

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 
+_RELIEF_SECONDS, _NEWCOMER_SECONDS = 120.0, 30.0
+"""At most so long a server is away until a newcomer comes, and at most so long it takes for that to have the others' state."""
+
+
 @dataclass(frozen=True)
 class Strike:
     """at: virtual seconds; peer: the machine that it hits, by the order in which they were born, from 1; 0: it hits the net."""
@@ -193,6 +197,38 @@ async def disk(world: "World", machine: "Machine", strike: Strike) -> None:
     machine.disk.full = False
 
 
+async def rot(world: "World", machine: "Machine", strike: Strike) -> None:
+    """A machine is killed, and comes back with a damaged file: of its newest state, the mean of a round, or whom it has met."""
+    world.struck(strike, machine)
+    machine.kill()
+    found = [path for path in sorted(machine.disk.names) if path.endswith(strike.values["what"])]
+    if found:
+        machine.disk.rot(found[-1], strike.values["how"])
+        world.checks.rotted(machine, found[-1])
+    await _for(world, strike.values["seconds"])
+    machine.boot()
+
+
+async def discard(world: "World", machine: None, strike: Strike) -> None:
+    """The host names the newest state as forged. One owner after the other stops, discards it, and starts again from what was before it."""
+    if not (forged := world.tip()):
+        return
+    world.struck(strike)
+    world.server.orders.forged += (forged,)
+    for one in world.live:
+        if one.alive:
+            one.kill()
+            await _for(world, strike.values["seconds"])
+            one.boot()
+
+
+async def extend(world: "World", machine: None, strike: Strike) -> None:
+    """The host puts the run's end off, by so many rounds; not any more where somebody has ended, and may have left with the last state."""
+    if world.run.total_samples and not any(machine.over for machine in world.machines):
+        world.struck(strike)
+        world.server.orders.total = max(world.server.orders.total, world.run.total_samples) + strike.values["rounds"] * world.run.target_batch_size
+
+
 async def slow(world: "World", machine: "Machine", strike: Strike) -> None:
     """A link has a fiftieth of its bandwidth and twenty times its latency, or a machine computes twenty times slower, for a while."""
     world.struck(strike, machine)
@@ -216,7 +252,7 @@ async def server(world: "World", machine: None, strike: Strike) -> None:
     world.struck(strike)
     world.server.crash()
     await _for(world, strike.values["seconds"])
-    world.server.boot()
+    _back(world)
 
 
 async def answers(world: "World", machine: None, strike: Strike) -> None:
@@ -257,7 +293,33 @@ async def exodus(world: "World", machine: None, strike: Strike) -> None:
             leaving.kill()
             world.machines.remove(leaving)
             world.gone.append(leaving)
-    world.server.boot()
+    _back(world)
+
+
+async def relief(world: "World", machine: None, strike: Strike) -> None:
+    """The dataset server is away for more rounds than a state names, and a newcomer relieves all who made them as soon as it has their state.
+    It goes on beside a gap in what the server knows, until the others come back and tell of it."""
+    world.struck(strike)
+    world.server.crash()
+    last, until = world.checks.round + strike.values["rounds"], world.loop.time() + _RELIEF_SECONDS
+    while world.checks.round < last and world.loop.time() < until and not world.calm:
+        await asyncio.sleep(1.0)
+    here, newcomer, until = world.live, world.add_peer(), world.loop.time() + _NEWCOMER_SECONDS
+    while not world.checks.stands(newcomer) and world.loop.time() < until and not world.calm:
+        await asyncio.sleep(0.05)
+    relieved = [leaving for leaving in here if leaving.alive]
+    for leaving in relieved:
+        leaving.kill()
+    _back(world)
+    await _for(world, strike.values["seconds"])
+    for leaving in relieved:
+        leaving.boot()
+
+
+def _back(world: "World") -> None:
+    """The dataset server is there again, unless another strike has ended meanwhile that had it killed as well."""
+    if world.server.away:
+        world.server.boot()
 
 
 async def failpoint(world: "World", machine: "Machine", strike: Strike) -> None:
@@ -330,5 +392,16 @@ FAULTS = {
     ),
     "exodus": Fault(
         exodus, {"alone": float, "seconds": float}, {"alone": _of(10.0, 60.0), "seconds": _of(10.0, 20.0)}, hits_a_peer=False, as_rare=10.0
+    ),
+    "rot": Fault(
+        rot,
+        {"what": str, "how": str, "seconds": float},
+        {"what": _of(".state", ".state", ".mean", "/met.json"), "how": _of("bit", "line", "end"), "seconds": _of(1.0, 10.0)},
+        as_rare=4.0,
+    ),
+    "discard": Fault(discard, {"seconds": float}, {"seconds": _of(0.2, 2.0)}, hits_a_peer=False, as_rare=12.0),
+    "extend": Fault(extend, {"rounds": int}, {"rounds": _of(1, 4)}, hits_a_peer=False, as_rare=2.0),
+    "relief": Fault(
+        relief, {"rounds": int, "seconds": float}, {"rounds": _of(10, 14), "seconds": _of(20.0, 40.0)}, hits_a_peer=False, as_rare=4.0
     ),
 }

@@ -223,6 +223,8 @@ class Machine:
         self.failure: BaseException | None = None
         self.graveyard: list[Process] = []
         self.source: Source | None = None
+        self.known: dict[str, Any] | None = None
+        """What it was told of the newest state when it started."""
         self.learned: Learned | None = None
         self.taken = Taken()
         self.sync: SwarmSync | None = None
@@ -245,6 +247,10 @@ class Machine:
     def wall(self) -> float:
         return _EPOCH + self.world.loop.time() + self.skew
 
+    def end(self) -> End:
+        """Of the run, as the server told it when this peer started."""
+        return End(self.world.run, self.world.server.end.host_key, self.world.server.end.extension)
+
     def met(self) -> list[str]:
         """The peers that it has averaged with, by its disk."""
         path = self.disk.root() / "state" / "met.json"
@@ -259,6 +265,7 @@ class Machine:
         self.boots += 1
         self.failure, self.over, self.leaves = None, False, False
         self.source = self.learned = self.sync = None
+        self.known = self.world.last_known()
         self.trainer = Process(self, "trainer")
         self.thread = self.trainer.context.run(LockStepThread, self.world.loop, self._train, self._failed)
         self.trainer.context.run(self.thread.start)
@@ -367,17 +374,21 @@ class Machine:
         processes = Processes(self._spawn, self._kill_child, self.world.loop.time, self._sleep)
         context = SyncContext(
             run=self.world.run,
-            peer=PeerConfig(client_mode=self.link.behind_nat, peers=(), output_dir=self.short, overlap=self.world.scenario.overlap),
+            peer=PeerConfig(
+                client_mode=self.link.behind_nat, peers=(), output_dir=self.short, overlap=self.world.scenario.overlap,
+                min_peers=self.world.scenario.min_peers, discard_state=self.world.server.orders.forged,
+            ),
             params=params,
             output_dir=self.disk.root(),
-            end=End(self.world.run, self.world.server.dataset.key.public),
+            end=self.end(),
+            last_known=self.known,
             bans=Bans(self.world.run, self.world.server.dataset.key.public),
-        )
+        )  # fmt: skip
         if self.world.strategy.steps_locally:
             self.learned = Learned(self.world.wire, params, self.peer)
         self.taken = Taken()
         self.sync = sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
-        self.source = source = Source(self, turn=lambda: self._follow(sync, accounts, sync.step(0)), bans=context.bans)
+        self.source = source = Source(self, context.end, context.bans, turn=lambda: self._follow(sync, accounts, sync.step(0)))
         accounts = Accounts(source)
         gradients = itertools.cycle([torch.randn(self.world.wire.size, generator=generator) for _ in range(_GRADIENTS)])
         done = self._follow(sync, accounts, sync.catch_up())
@@ -388,7 +399,8 @@ class Machine:
             done = self._follow(sync, accounts, sync.step(len(keys), 1.0))
         report = SyncReport(wait=True)
         while report.wait:
-            report = self._take(sync, accounts, sync.leave(hurry=self.leaves))
+            report = sync.leave(hurry=self.leaves)
+            report = self._take(sync, accounts, report, ended=not report.wait)
         sync.close()
         accounts.give_back_aside()
         source.close()
@@ -416,7 +428,9 @@ class Machine:
             report = self._take(sync, accounts, sync.step(0))
         return report.done
 
-    def _take(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> SyncReport:
+    def _take(self, sync: SwarmSync, accounts: Accounts, report: SyncReport, ended: bool = False) -> SyncReport:
+        if (report.done or ended) and self.learned is not None:
+            self.learned.gave_up(sync._work.state.digest)
         if report.frozen is not None:
             self._look(sync)
             if self.learned is None and (wrong := self.taken.check(sync._work.state.digest, sync._work.frozen.samples)):

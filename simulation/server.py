@@ -26,12 +26,13 @@ from datasetserver.gate import errors_as_json
 from datasetserver.ledger import Writer
 from datasetserver.openapi import Endpoint
 from datasetserver.server import make_book
-from datasetserver.service import SERVICE
+from datasetserver.service import SERVICE, head_of
 from datasetserver.signed import Signatures
 from simulation.disk import Disk
 from simulation.loop import OWNER
 from swarm.bans import Bans
 from swarm.digest import canonical_json, digest_bytes
+from swarm.end import End, sign_extension
 from swarm.protocol import Manifest, Shard
 from swarm.run_config import RunConfig
 from swarm.signing import SIGNATURE_HEADER, BadSignature, HostKey
@@ -136,16 +137,16 @@ class _Orders:
     """As `orders.Orders`."""
 
     def __init__(self) -> None:
-        self.state = "running"
+        self.state, self.total, self.forged = "running", 0, ()
 
     def __call__(self) -> str:
         return self.state
 
     def extended(self) -> int:
-        return 0
+        return self.total
 
-    def discarded(self) -> frozenset[str]:
-        return frozenset()
+    def discarded(self) -> tuple[str, ...]:
+        return self.forged
 
 
 class Server:
@@ -158,6 +159,7 @@ class Server:
         self.orders, self.config = _Orders(), ServerConfig(dataset="shards", **periods)
         self.bans = Bans(run, dataset.key.public)
         self.slow_seconds = self.lost = 0.0
+        self.end = End(run, dataset.key.public)
         self.requests = 0
         self._open: dict[asyncio.Future, None] = {}
         self._service: Any = None
@@ -178,10 +180,21 @@ class Server:
         writer = Writer(self._db, where="the ledger", run=self.run, make_book=self._make_book)
         ledger = _Ledger(writer, loop, self._rng, self._world.checks.ledger)
         self._service = SimpleNamespace(
-            run=self.run, ledger=ledger, data=self.dataset, signatures=Signatures(self.wall, verify=_verify), extension=lambda: None, bans=self.bans,
+            run=self.run, ledger=ledger, data=self.dataset, signatures=Signatures(self.wall, verify=_verify), extension=self.extension, bans=self.bans,
             url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall,
         )  # fmt: skip
         self.full(False)
+
+    def extension(self) -> dict[str, Any] | None:
+        """As `service.Service.extension`."""
+        if self.orders.total > self.end.total:
+            self.end.extend(sign_extension(self.dataset.key, self.run, self.orders.total))
+        return self.end.extension
+
+    def last_known(self) -> dict[str, Any] | None:
+        """What a peer that starts hears of the newest state."""
+        head = None if self.away else head_of(self.book)
+        return head and {"digest": head.digest, "round": head.round, "samples": head.samples, "peers": list(head.reporters)}
 
     def crash(self) -> None:
         """What was being answered hangs up; what was not committed was never asked."""

@@ -29,6 +29,8 @@ def command(scenario: Scenario) -> str:
     words = ["python", "-m", "simulation", "--seed", str(scenario.seed), "--peers", str(scenario.peers), "--hours", f"{scenario.hours:g}"]
     words += ["--assistants", str(scenario.assistants)] if scenario.assistants else []
     words += ["--lease_seconds", str(scenario.lease_seconds)] if scenario.lease_seconds != Scenario.lease_seconds else []
+    words += ["--total_samples", str(scenario.total_samples)] if scenario.total_samples else []
+    words += ["--min_peers", str(scenario.min_peers)] if scenario.min_peers > 1 else []
     words += ["--strangers", ",".join(scenario.strangers)] if scenario.strangers else []
     words += ["--sync", scenario.sync, "--wire", scenario.wire, *(["--overlap"] if scenario.overlap else [])]
     words += ["--rounds", str(scenario.rounds)] if scenario.rounds else []

@@ -15,6 +15,7 @@ from peer.contracts import CommittedRound, Sample
 from peer.data.dataset_server import DatasetServer
 from simulation.server import URL, Session, SimKey
 from swarm.bans import Bans
+from swarm.end import End
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
@@ -33,13 +34,14 @@ class Source:
     turn: the trainer's, while it waits for a sample; whether the run is over. bans: to be told of the host's.
     """
 
-    def __init__(self, machine: "Machine", turn: Callable[[], bool], bans: Bans):
+    def __init__(self, machine: "Machine", end: End, bans: Bans, turn: Callable[[], bool]):
         self._machine, self.turn, self.held, self.drawn = machine, turn, set(), 0
         world, rng = machine.world, random.Random(machine.world.rng.getrandbits(64))
         self._server = DatasetServer(
             URL, world.run, bans=bans, key=SimKey(machine.peer), cache_dir=machine.disk.root() / "cache", cache_bytes=1 << 30,
             batch_samples=machine.batch, clock=world.loop.time, wall=machine.wall, rows=_rows,
             session=lambda: Session(world.server, machine), uniform=rng.uniform, background=Background(machine, self),
+            end=end,
         )  # fmt: skip
         self._samples: Iterator[Sample] = iter(self._server)
 

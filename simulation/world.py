@@ -8,6 +8,7 @@ import logging
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -68,6 +69,10 @@ class Scenario:
     """After which a lease ends that is not renewed, work of a peer that is gone is leased again, and a shard that is late goes to a second peer."""
     strangers: tuple[str, ...] = ()
     """Of STRANGERS: who comes after the first rounds, and stays to the end."""
+    total_samples: int = 0
+    """Where the run ends, unless the host puts the end off; 0: nowhere."""
+    min_peers: int = 1
+    """So many wait for each other before they start."""
 
 
 @dataclass
@@ -115,7 +120,7 @@ class World:
         self.checks = Checks(self)
         dataset = Dataset(scenario.seed)
         self.run = RunConfig(
-            model="x", sync=scenario.sync, wire=scenario.wire, total_samples=0, target_batch_size=scenario.target_per_peer * scenario.peers,
+            model="x", sync=scenario.sync, wire=scenario.wire, total_samples=scenario.total_samples, target_batch_size=scenario.target_per_peer * scenario.peers,
             dataset_digest=dataset.digest,
         )  # fmt: skip
         self.server = Server(self, self.run, dataset, scenario.lease_seconds)
@@ -162,6 +167,11 @@ class World:
         self.note(f"{machine.short} trainer: ended: {error.message}")
         machine.kill()
         self.later(self.rng.uniform(5, 20), machine.boot)
+
+    def last_known(self) -> dict[str, Any] | None:
+        """What the server tells who starts of the newest state. A run whose state died with all who held it begins anew, as its host would have it."""
+        known = self.server.last_known()
+        return None if known and self.checks.is_lost(known["digest"], {machine.peer for machine in self.gone}) else known
 
     def later(self, seconds: float, call) -> None:
         token = OWNER.set(None)
@@ -233,7 +243,7 @@ class World:
             root.setLevel(level)
             self._bury_all()
             self.failpoints.deaf()
-        tip = self._tip()
+        tip = self.tip()
         inside = {(peer, number) for digest in self.checks.lineage(tip) for peer, number, _ in self.checks.commits[digest].members}
         offered = len(self.checks._offers)
         outcome.rounds, outcome.committed = self.checks.round, round(len(inside) / offered, 4) if offered else 0.0
@@ -249,7 +259,7 @@ class World:
         owner = OWNER.get()
         self.checks.breach(f"{context['message']}", owner.machine if owner else None, context.get("exception"))
 
-    def _tip(self) -> str:
+    def tip(self) -> str:
         """Of the states on which somebody stands that is still there: one that died with all who held it holds up nobody."""
         stood = {self.checks.stands(machine) for machine in self.machines} & self.checks.commits.keys()
         return max(stood, key=lambda digest: (self.checks.commits[digest].samples, digest), default="")
@@ -267,14 +277,14 @@ class World:
             striking = [strike_as_told(self, strike) for strike in scenario.strikes]
         faults = [asyncio.ensure_future(strikes) for strikes in striking]
         until = scenario.hours * 3600
-        while self.loop.time() < until and (not scenario.rounds or self.checks.round < scenario.rounds):
+        while self.loop.time() < until and (not scenario.rounds or self.checks.round < scenario.rounds) and not self._is_over():
             await self._look()
         self.calm = True
         self.note("world: calm")
         await asyncio.gather(*faults)
         if all(machine.link.behind_nat for machine in self.machines):
             self.add_assistant()  # as each of them says that somebody must: without one no two of them can exchange a word
-        await self._all_commit()
+        await (self._all_end() if scenario.total_samples else self._all_commit())
         if not scenario.faults and not scenario.strangers:
             self.checks.traffic(self.network.messages, self.checks.round, len(self.machines))
 
@@ -290,15 +300,24 @@ class World:
         if self.loop.time() % 10 < _LOOK_SECONDS:
             for machine in self.machines:
                 self.checks.bounds(machine)
+            self._begin_anew()
         if self.loop.time() % _COLLECT_SECONDS < _LOOK_SECONDS:
             gc.collect(0)
+
+    def _begin_anew(self) -> None:
+        """Whoever came for a state that died meanwhile with all who held it is started again by its owner, who reads what it waits for."""
+        gone = {machine.peer for machine in self.gone}
+        for machine in self.live:
+            if machine.known and machine.sync is not None and not machine.sync.round and self.checks.is_lost(machine.known["digest"], gone):
+                machine.kill()
+                machine.boot()
 
     async def _all_commit(self) -> None:
         """Liveness: with no more faults every peer commits within the bound, and all that may come to one lineage do."""
         differs, began, before = "", self.loop.time(), {machine.peer: self._round_of(machine) for machine in self.machines}
         while True:
             await self._look()
-            recent = self.checks.lineage(self._tip())[:_RECENT_ROUNDS]
+            recent = self.checks.lineage(self.tip())[:_RECENT_ROUNDS]
             behind = [machine for machine in self.machines if self.checks.stands(machine) not in recent]
             idle = [machine for machine in self.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
             if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
@@ -312,6 +331,33 @@ class World:
                 stands = ", ".join(f"{m.short} at {self.checks.stands(m)[:8]} of round {self._round_of(m)}" for m in self.machines)
                 what = f"ledger and states differ: {differs}" if differs else f"not all have committed: {stands}"
                 self.checks.breach(f"{self.scenario.calm_seconds:.0f} s after the last fault {what}")
+
+    def _is_over(self) -> bool:
+        return all(machine.over for machine in self.machines)
+
+    async def _all_end(self) -> None:
+        """The same where a run ends: all end by themselves, on its last state or on one from before its end was put off. Who comes later is told so."""
+        began, patience = self.loop.time(), self.scenario.calm_seconds
+        while not self._is_over():
+            await self._look()
+            if self.loop.time() - began > patience:
+                self.checks.breach(f"{patience:.0f} s after the last fault the run goes on: {', '.join(m.short for m in self.machines if not m.over)} do")
+        tip = self.tip()
+        lineage = self.checks.lineage(tip)
+        for machine in self.machines:
+            commit = self.checks.commits.get(self.checks.stands(machine))
+            if commit is None or commit.samples < self.run.total_samples or commit.digest not in lineage:
+                self.checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
+        if differs := self.checks.ledger_agrees(self.server.book, lineage, {machine.peer for machine in self.gone} | self.strangers):
+            self.checks.breach(f"ledger and states differ at the run's end: {differs}")
+        self.checks.whole_ledger(self.server.book)
+        if self.checks.commits[tip].samples < self.server.end.total:
+            return  # the host put the end off when all had gone
+        late, began = self.add_peer(), self.loop.time()
+        while late.alive and self.loop.time() - began < patience:
+            await self._look()
+        if late.failure is None or "is over" not in late.failure.message:
+            self.checks.breach(f"came when the run was over, and {late.failure or 'waits'}", late)
 
     def _round_of(self, machine: Machine) -> int:
         commit = self.checks.commits.get(self.checks.stands(machine))

@@ -4,11 +4,15 @@ import pytest
 
 from peer import rooms
 from peer.sync.engine.failpoints import FAILPOINTS
-from simulation.faults import Strike
+from simulation.faults import Strike, parse_strikes
 from simulation.world import Scenario, World, play
 from swarm.bans import sign_word
 
 STRATEGIES = [name for name in rooms.parts("sync") if name != "none"]
+
+
+def assert_holds(outcome):
+    assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
 
 
 # With overlap all but gradients, which cannot be moved along with a new state.
@@ -18,7 +22,7 @@ STRATEGIES = [name for name in rooms.parts("sync") if name != "none"]
 def test_two_peers_of_every_strategy_average_and_account_for_every_sample(sync, overlap):
     """Each state, committed_round and sample is checked by `simulation/checks.py` as it comes; here only that there were rounds of both."""
     outcome = play(Scenario(seed=7, peers=2, hours=1.0, rounds=8, sync=sync, overlap=overlap))  # two of about one speed
-    assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
+    assert_holds(outcome)
     assert outcome.rounds >= 8 and outcome.committed > 0.8 and outcome.adopted["averaged"] >= 8
 
 
@@ -34,7 +38,7 @@ def test_a_peer_that_dies_or_stands_still_at_any_failpoint_stops_nobody_and_come
         Strike(20.0 + 60 * at, "failpoint", 1 + at % 3, {"name": point, "action": action, "seconds": 30.0}) for at, point in enumerate(points)
     )
     outcome = play(Scenario(seed=8, peers=3, hours=(20.0 + 60 * len(points)) / 3600, strikes=strikes))
-    assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
+    assert_holds(outcome)
     assert outcome.failpoints == dict.fromkeys(points, 1)
 
 
@@ -49,10 +53,40 @@ class BehindRouters(World):
 
 def test_peers_that_nobody_can_dial_come_together_once_somebody_assists():
     outcome = BehindRouters(Scenario(seed=1, peers=3, hours=0.03)).play()
-    assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
+    assert_holds(outcome)
     assert outcome.adopted["averaged"] >= 3
 
 
+def test_a_gap_in_what_the_server_knows_is_closed_by_those_who_come_back():
+    world = World(Scenario(5, peers=1, hours=0.06, strikes=parse_strikes("relief@30/0(rounds=12,seconds=20)")))
+    outcome, book = world.play(), world.server.book
+    assert_holds(outcome)
+    told = [state.round for state in book.tree]  # in the order in which the server heard of them
+    late = [number for at, number in enumerate(told) if number < max(told[: at + 1])]
+    assert late and all(contribution.counted for contribution in book._contributions.values() if contribution.number <= late[0])
+
+
+def test_a_run_ends_for_all_who_are_there_and_for_who_comes_later():
+    world = World(Scenario(3, peers=3, hours=0.2, total_samples=120, strikes=parse_strikes("extend@20/0(rounds=2)"), assistants=1))
+    outcome = world.play()
+    assert_holds(outcome)
+    assert all(machine.over for machine in world.machines[:4]) and 120 + 2 * 12 == world.server.end.total <= world.server.book.counted_samples
+    assert "is over" in world.machines[4].failure.message
+
+
+@pytest.mark.parametrize("how", ["bit", "line", "end"])
+def test_a_damaged_state_is_passed_over_and_the_one_before_it_goes_on(how):
+    outcome = play(Scenario(2, peers=1, hours=0.04, strikes=parse_strikes(f"rot@60/1(what=.state,how={how},seconds=1)")))
+    assert_holds(outcome)
+    assert any("passed over samples-" in line for line in outcome.lines)
+
+
+def test_what_the_host_and_all_owners_discard_is_in_no_later_state():
+    world = World(Scenario(4, peers=3, hours=0.04, assistants=1, strikes=parse_strikes("discard@60/0(seconds=2)")))
+    outcome = world.play()
+    assert_holds(outcome)
+    (forged,) = world.server.orders.forged
+    assert forged not in world.checks.lineage(world.tip()) and world.server.book.tree.get(forged) is None
 class Judged(World):
     """A minute after its begin the host bans a peer, which its owner does not start again."""
 
@@ -81,5 +115,5 @@ def test_a_peer_that_the_host_bans_ends_with_the_reason_and_the_others_go_on(see
     outcome = world.play()
     assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
     assert "banned this peer: it lies" in world.ended
-    lineage = world.checks.lineage(world._tip())[:3]
+    lineage = world.checks.lineage(world.tip())[:3]
     assert all(world.bad.peer not in {peer for peer, *_ in world.checks.commits[digest].members} for digest in lineage)
