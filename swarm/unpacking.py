@@ -10,6 +10,8 @@ again: `str` of such a value is a RecursionError wherever a log line quotes it."
 
 _CONTAINERS = (dict, list)
 """All that msgpack makes, and nothing derived from them."""
+_OPENING = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
+"""One of these begins each of them. Of most messages a glance at the bytes tells that too few do: that takes a fifth of the time."""
 
 
 def unpack(data: bytes | bytearray) -> Any:
@@ -18,7 +20,7 @@ def unpack(data: bytes | bytearray) -> Any:
         value = msgpack.unpackb(data)
     except msgpack.exceptions.UnpackException as error:
         raise ValueError(f"no msgpack: {error!r}") from None
-    if _deeper(value, DEEPEST):
+    if len(data) - len(data.translate(None, _OPENING)) > DEEPEST and _deeper(value, DEEPEST):
         raise ValueError(f"nested deeper than {DEEPEST} levels")
     return value
 

@@ -198,7 +198,7 @@ class Heads:
         self._told: dict[str, tuple[PeerRecord, Claim]] = {}
         """Of each live peer its record, and what that claims: a look comes some thirty times as often as a record."""
         self._claimed: tuple[Collection[PeerRecord], dict[str, tuple[Head, float]], float, list[Claim]] = (), {}, 0.0, []
-        """All claims, of which records and words, and until when; neither is ever changed in place."""
+        """All claims, of which records and words, and until when; of words only the time is ever changed in place, to a later one."""
         self._with_us: tuple[Collection[PeerRecord], float] = (), 0.0
         """The others as they were when nobody stood but on our state or before it, and until when that is known to last."""
         self._deserted_since: float | None = None
@@ -223,6 +223,10 @@ class Heads:
         now, (others, until) = self._clock(), self._with_us
         # What we know already, or what is before it, leaves nobody elsewhere: that was counted when the others' records came.
         self._with_us = (others, min(until, now + RENEW_SECONDS)) if self._is_ours_or_before(head) else ((), 0.0)
+        before = self._heard.get(peer)
+        if before is not None and before[0] == head and now - before[1] < RENEW_SECONDS:
+            self._heard[peer] = head, now  # said once more: what all claim stays, for longer
+            return
         self._heard = {peer: entry for peer, entry in self._heard.items() if now - entry[1] < RENEW_SECONDS} | {peer: (head, now)}
 
     def let_go(self, peer: str, digest: str) -> None:
