@@ -387,11 +387,7 @@ class Tally:
             self.total += mask.bit_count()
 
     def holds(self, masks: Masks) -> bool:
-        known = self.once
-        for uid, mask in masks.items():  # no generator: a world of 200 rounds asks a million times
-            if mask & ~known.get(uid, 0):
-                return False
-        return True
+        return not any(mask & ~self.once.get(uid, 0) for uid, mask in masks.items())
 
 
 def _masks_of(keys: Sequence[str]) -> Tally:
