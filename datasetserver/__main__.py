@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasetserver import heads, invite, orders, template, tokens
+from datasetserver import bans, heads, invite, orders, template, tokens
 from datasetserver.config import ServerConfig
 from datasetserver.work_folder import LEDGER
 from swarm.arguments import ArgumentParser
@@ -16,7 +16,7 @@ from swarm.run_config import RunConfig
 
 _COMMANDS = (
     "Commands: init writes a run.toml to fill in; invite NAME prints what a volunteer pastes; pause, resume, end and extend say what becomes of "
-    "a run; heads lists its newest states and discard forgets a forged one; token add, remove and list say who may use the server. Each has --help."
+    "a run; heads lists its newest states and discard forgets a forged one; members lists its peers, ban keeps one out and unban lets it in again; token add, remove and list say who may use the server. Each has --help."
 )
 
 
@@ -35,6 +35,8 @@ def _main(argv: Sequence[str]) -> None:
         return template.main(argv[1:])
     if argv and argv[0] in heads.VERBS:
         return heads.main(argv)
+    if argv and argv[0] in bans.VERBS:
+        return bans.main(argv)
     if argv and argv[0] in orders.VERBS:
         return orders.main(argv)
     config, run_values = _read(argv)

@@ -78,6 +78,7 @@ async def _run_answer(service: Service, asker: str, status: int = 200) -> web.Re
             host_key=service.key.public,
             signature=service.key.sign("run", digest_json(run)),
             extension=service.extension(),
+            bans=list(service.bans.words),
             version=VERSION,
         ),
         status,
@@ -144,11 +145,11 @@ async def post_lease(request: web.Request) -> web.Response:
 async def post_renew(request: web.Request) -> web.Response:
     service, asked = await for_run(request, protocol.RenewRequest)
 
-    extension = service.extension()
+    extension, bans = service.extension(), list(service.bans.words[: protocol.BANS_TOLD])
 
     def operation(book: Book) -> protocol.RenewAnswer:
         book.renew(request.match_info["lease"], asked.peer)
-        return protocol.RenewAnswer(**_periods(book), state=book.state, extension=extension)
+        return protocol.RenewAnswer(**_periods(book), state=book.state, extension=extension, bans=bans)
 
     return answers.answer(await _told(request, asked.peer, operation))
 

@@ -24,11 +24,14 @@ from datasetserver.signed import Signatures
 from datasetserver.states import States
 from datasetserver.tokens import Tokens
 from swarm import protocol
+from swarm.bans import Bans
 from swarm.base_model import shown_model
 from swarm.end import End, sign_extension
 from swarm.figures import mean_loss
 from swarm.page.history import History
 from swarm.page.watch import Watch
+from swarm.protocol import BANNED
+from swarm.records import BanWord
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
@@ -62,7 +65,11 @@ class Service:
     """UNIX seconds."""
     extended: Callable[[], int] = lambda: 0
     """To how many samples the host lets the run go on; 0: to its own total."""
+    banned: Callable[[], Sequence[BanWord]] = lambda: ()
+    """The host's words about peers, as of the last second."""
     _end: End | None = field(default=None, init=False)
+    _bans: Bans | None = field(default=None, init=False)
+    _words: Sequence[BanWord] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self.shards = {shard.digest: shard for shard in self.data.manifest.shards}
@@ -73,6 +80,7 @@ class Service:
     def begin(self, run: RunConfig) -> None:
         """Serve `run` from now on; it is on the disk when this returns. Raises UserError when the ledger is another run's."""
         self.ledger, self.run, self._end = self.open_ledger(run), run, End(run, self.key.public)
+        self._bans, self._words = Bans(run, self.key.public), ()
         if self.rendezvous:
             self.rendezvous.tell(run_id=run.run_id, run=run.to_mapping())
 
@@ -86,13 +94,23 @@ class Service:
         return self._end.extension
 
     @property
+    def bans(self) -> Bans:
+        """Whom the host keeps out, as of the last second; there is a run."""
+        if (words := self.banned()) is not self._words:
+            self._words = words
+            self._bans.hear(words)
+        return self._bans
+
+    @property
     def total_samples(self) -> int:
         """Where the run ends, extensions included; 0: nowhere."""
         self.extension()
         return self._end.total
 
     def live_peers(self) -> list[protocol.PeerInfo]:
-        return self.rendezvous.peers() if self.rendezvous else []
+        """Without those that are banned."""
+        peers = self.rendezvous.peers() if self.rendezvous else []
+        return [peer for peer in peers if self.run is None or not self.bans.reason(peer.peer_id)]
 
 
 HISTORY = "history.sqlite"
@@ -116,6 +134,8 @@ async def for_run(request: web.Request, model: type[Request]) -> tuple[Service, 
         message = f"This server serves run {service.run.run_id}, not {asked.run_id}."
         raise Refused(409, "other_run", message, "Check the URL, or join this run.")
     service.signatures.check(asked.peer, request.method, request.path, request.headers, body)
+    if reason := service.bans.reason(asked.peer):
+        raise Refused(403, BANNED, f"The host has banned this peer: {reason}.", "Ask the host.")
     return service, asked
 
 
@@ -134,6 +154,7 @@ async def progress_of(service: Service) -> protocol.Progress:
         samples_per_second=sum(peer.samples_per_second for peer in peers),
         loss=mean_loss((peer.loss, peer.samples_per_second) for peer in peers),
         peers=peers,
+        banned={word.peer: service.bans.reason(word.peer) for word in service.bans.words if word.banned},
         dataset_samples=service.data.manifest.total,
         checkpoint=service.states.newest(),
         server_time=service.wall(),

@@ -27,6 +27,7 @@ from peer.sync.engine.assistant import assist as take_part
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.state import Head
 from peer.sync.engine.transfer.discarded import discard
+from swarm.bans import Bans
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
@@ -156,6 +157,7 @@ async def _assist(
     reporting = asyncio.create_task(reports.deliver_forever())
     drawing = asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())
     last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension)
+    bans = Bans(joined.run, joined.host_key, joined.bans, path=folder / "bans.json")
     try:
         show(peer, joined.run, node.peer_id, known.values, lambda: end.total, shown)
         for maddr in await node.maddrs():
@@ -174,6 +176,7 @@ async def _assist(
             last_known=Head(last["digest"], last["samples"]) if last else None,
             last_holders=tuple(last.get("peers", ())),
             end=end,
+            bans=bans,
             upload=Bucket(peer.max_upload_mbit) if peer.max_upload_mbit else None,
         )
         with contextlib.suppress(asyncio.TimeoutError):

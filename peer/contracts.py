@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from peer.config import PeerConfig
+from swarm.bans import Bans
 from swarm.end import End
 from swarm.run.family import Family
 from swarm.run.method import method_named
@@ -188,6 +189,8 @@ class SyncContext:
     initial_peers: tuple[str, ...] = ()
     end: End | None = None
     """Where the run ends, which its host may put off; None: at its total_samples."""
+    bans: Bans | None = None
+    """Whom the host keeps out; None: nobody."""
     last_known: Mapping[str, Any] | None = None
     """{digest, round, samples, peers} of the newest state that the server or the DHT knows of; nobody starts behind it."""
 
@@ -255,6 +258,8 @@ class SourceContext:
     """What this machine chose of its data."""
     end: End | None = None
     """To be told when the host puts off the run's end; None: nobody asks."""
+    bans: Bans | None = None
+    """To be told whom the host keeps out; None: nobody asks."""
     known_hosts: KnownHosts | None = None
     """Which host's word to take; None: any that is signed."""
     peer_id: str

@@ -50,6 +50,7 @@ from peer.samples.decoding import Decoder
 from peer.samples.encoding import Encoder
 from peer.samples.feed import Feed
 from peer.volunteer.resting import Resting
+from swarm.bans import Bans
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.founding import check_resolution
@@ -72,12 +73,16 @@ class Launch:
     stopping: Callable[[], bool]
     end: End | None = None
     """Where the run ends, by default as `joined` has it: whoever hears from the host that it was put off tells the others here."""
+    bans: Bans | None = None
+    """Whom the host keeps out, by default those of whom `joined` knows; heard and told as the end is."""
     closing: ExitStack
     """Closes the parts in the reverse order of their making."""
 
     def __post_init__(self) -> None:
         if self.end is None:
             object.__setattr__(self, "end", End(self.joined.run, self.joined.host_key, self.joined.extension))
+        if self.bans is None:
+            object.__setattr__(self, "bans", Bans(self.joined.run, self.joined.host_key, self.joined.bans))
 
     @property
     def run(self) -> RunConfig:
@@ -206,6 +211,7 @@ def build_source(launch: Launch, own_id: str) -> Source | None:
         url=joined.server_url,
         token=token_for(joined.server_url, peer),
         end=launch.end,
+        bans=launch.bans,
         known_hosts=known_hosts(peer),
         folder=Path(peer.train_data_dir) if peer.train_data_dir else None,
         peer_id=own_id,
@@ -332,6 +338,7 @@ def build_sync(launch: Launch, params: Params) -> Sync | None:
         server_url=joined.server_url,
         initial_peers=joined.initial_peers,
         end=launch.end if swarms(joined.run.sync) else None,
+        bans=launch.bans if swarms(joined.run.sync) else None,
         last_known=joined.last_known,
     )
     sync = load_part("sync", joined.run.sync).build(context)

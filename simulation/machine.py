@@ -37,6 +37,8 @@ from simulation.network import Host, Link
 from simulation.records import SimNode
 from simulation.source import Source
 from simulation.threads import Killed, LockStepThread
+from swarm.bans import Bans
+from swarm.end import End
 from swarm.errors import UserError
 
 if TYPE_CHECKING:
@@ -372,12 +374,14 @@ class Machine:
             peer=PeerConfig(client_mode=self.link.behind_nat, peers=(), output_dir=self.short, overlap=self.world.scenario.overlap),
             params=params,
             output_dir=self.disk.root(),
+            end=End(self.world.run, self.world.server.dataset.key.public),
+            bans=Bans(self.world.run, self.world.server.dataset.key.public),
         )
         if self.world.strategy.steps_locally:
             self.learned = Learned(self.world.wire, params, self.peer)
         self.taken = Taken()
         self.sync = sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
-        self.source = source = Source(self, turn=lambda: self._follow(sync, accounts, sync.step(0)))
+        self.source = source = Source(self, turn=lambda: self._follow(sync, accounts, sync.step(0)), bans=context.bans)
         accounts = Accounts(source)
         gradients = itertools.cycle([torch.randn(self.world.wire.size, generator=generator) for _ in range(_GRADIENTS)])
         done = self._follow(sync, accounts, sync.catch_up())

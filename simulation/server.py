@@ -30,6 +30,7 @@ from datasetserver.service import SERVICE
 from datasetserver.signed import Signatures
 from simulation.disk import Disk
 from simulation.loop import OWNER
+from swarm.bans import Bans
 from swarm.digest import canonical_json, digest_bytes
 from swarm.protocol import Manifest, Shard
 from swarm.run_config import RunConfig
@@ -155,6 +156,7 @@ class Server:
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         periods = dict.fromkeys(("lease_seconds", "grace_seconds", "copy_seconds"), lease_seconds)
         self.orders, self.config = _Orders(), ServerConfig(dataset="shards", **periods)
+        self.bans = Bans(run, dataset.key.public)
         self.slow_seconds = self.lost = 0.0
         self.requests = 0
         self._open: dict[asyncio.Future, None] = {}
@@ -176,7 +178,7 @@ class Server:
         writer = Writer(self._db, where="the ledger", run=self.run, make_book=self._make_book)
         ledger = _Ledger(writer, loop, self._rng, self._world.checks.ledger)
         self._service = SimpleNamespace(
-            run=self.run, ledger=ledger, data=self.dataset, signatures=Signatures(self.wall, verify=_verify), extension=lambda: None,
+            run=self.run, ledger=ledger, data=self.dataset, signatures=Signatures(self.wall, verify=_verify), extension=lambda: None, bans=self.bans,
             url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall,
         )  # fmt: skip
         self.full(False)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from peer.contracts import CommittedRound, Sample
 from peer.data.dataset_server import DatasetServer
 from simulation.server import URL, Session, SimKey
+from swarm.bans import Bans
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
@@ -29,14 +30,14 @@ class Leaving(BaseException):
 class Source:
     """As `contracts.Source`, as far as `Accounts` asks, of one boot of a machine. held: samples that it gave and that were not reported.
 
-    turn: the trainer's, while it waits for a sample; whether the run is over.
+    turn: the trainer's, while it waits for a sample; whether the run is over. bans: to be told of the host's.
     """
 
-    def __init__(self, machine: "Machine", turn: Callable[[], bool]):
+    def __init__(self, machine: "Machine", turn: Callable[[], bool], bans: Bans):
         self._machine, self.turn, self.held, self.drawn = machine, turn, set(), 0
         world, rng = machine.world, random.Random(machine.world.rng.getrandbits(64))
         self._server = DatasetServer(
-            URL, world.run, key=SimKey(machine.peer), cache_dir=machine.disk.root() / "cache", cache_bytes=1 << 30,
+            URL, world.run, bans=bans, key=SimKey(machine.peer), cache_dir=machine.disk.root() / "cache", cache_bytes=1 << 30,
             batch_samples=machine.batch, clock=world.loop.time, wall=machine.wall, rows=_rows,
             session=lambda: Session(world.server, machine), uniform=rng.uniform, background=Background(machine, self),
         )  # fmt: skip

@@ -11,7 +11,12 @@ from typing import Annotated, Any, Literal
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_validator
 
+from swarm.records import BanWord
+
 PROTOCOL_VERSION = 2
+BANS_TOLD = 16  # with every renewal, the newest: so that each word is told to somebody who hands it on
+BANNED = "banned"
+"""The code of the refusal to a peer that the host keeps out."""
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
 NO_LEASE = "0" * 32  # in place of a lease's name: keys that a peer holds by any lease, or in a contribution
 MAX_BODY_BYTES = 8 << 20  # holds MAX_KEYS keys
@@ -158,6 +163,8 @@ class RunAnswer(Message):
     host_key: Digest
     signature: Signature
     extension: Extension | None = None
+    bans: Annotated[list[BanWord], Field(max_length=256)] = []
+    """The host's words about peers; see `swarm.bans`."""
     version: str = ""
     """Of the server's program."""
 
@@ -248,6 +255,8 @@ class RenewAnswer(Message):
     renew_every: Number
     state: RunState = "running"
     extension: Extension | None = None
+    bans: Annotated[list[BanWord], Field(max_length=BANS_TOLD)] = []
+    """The newest of them."""
 
 
 class ReleaseRequest(Message):
@@ -346,6 +355,8 @@ class Progress(Message):
     loss: Number | None
     peers: list[PeerInfo]
     samples_by_peer: dict[str, int]
+    banned: dict[str, str] = {}
+    """Peers that the host keeps out, and why."""
     epoch: Count
     epoch_samples: Count
     dataset_samples: Positive

@@ -238,6 +238,7 @@ def summarize(run: Any, records: Any, *, now: float) -> dict[str, Any]:
         "loss": mean_loss((peer["loss"], peer["samples_per_second"]) for peer in peers),
         "peers": [{name: value for name, value in peer.items() if name in known} for peer in peers],
         "samples_by_peer": None,
+        "banned": {},
         "epoch": None,
         "epoch_samples": None,
         "dataset_samples": None,

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import logging
 import os
+import random
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +40,14 @@ def pytest_collection_modifyitems(items):
         if not torch.cuda.is_available():
             for item in for_gpus:
                 item.add_marker(pytest.mark.skip(reason="this machine has no GPU that PyTorch can use"))
+
+
+@pytest.fixture
+def seed(request) -> int:
+    """Printed with a failure, so that it can be repeated."""
+    value = random.randrange(1 << 30)
+    print(f"seed={value}")
+    return value
 
 
 @pytest.fixture(scope="session", autouse=True)

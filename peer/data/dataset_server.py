@@ -27,6 +27,7 @@ from peer.data.client.work import Lease, ShardEpoch, Work
 from peer.data.shards import Row, ShardCache, read_shard
 from peer.data.unsaid import Unsaid
 from swarm import protocol
+from swarm.bans import Bans
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.peer_key import PeerKey
@@ -58,6 +59,7 @@ def build(context: SourceContext) -> "DatasetServer":
         batch_samples=context.batch_samples,
         known_hosts=context.known_hosts,
         end=context.end,
+        bans=context.bans,
     )
 
 
@@ -88,6 +90,7 @@ class DatasetServer:
         batch_samples: int,
         known_hosts: KnownHosts | None = None,
         end: End | None = None,
+        bans: Bans | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         rows: Callable[[Path, int], Sequence[Row]] = read_shard,
@@ -97,6 +100,7 @@ class DatasetServer:
     ):
         self._background = background or Background()
         self._run, self._peer_id, self._end = run, key.peer_id, end or End(run)
+        self._bans = bans or Bans(run)
         self._work, self._rows = Work(batch_samples, clock, self._background.condition()), rows
         self._cache = ShardCache(cache_dir, cache_bytes, pinned=self._work.pinned)
         self._transport = Transport(
@@ -325,6 +329,7 @@ class DatasetServer:
                     self._work.pause(answer.state == "paused")
                     if answer.extension and self._end.extend(answer.extension.model_dump()):
                         log.info("the host has extended the run to %d samples", self._end.total)
+                    self._bans.hear(answer.bans)
                     if answer.state == "ended":
                         self._work.end()
                 except ServerAway as away:

@@ -13,6 +13,7 @@ from peer.launch.lengths import of_founder, of_joiner
 from swarm.errors import ExitCode, UserError
 from swarm.founding import check_founding
 from swarm.options import build
+from swarm.records import BanWord
 from swarm.run_config import RunConfig
 from swarm.runs import FoundRun
 
@@ -30,6 +31,7 @@ class Joined:
     host_key: str = ""
     """The host's, as far as it is known: whose orders about the run's end count."""
     extension: Mapping[str, Any] | None = None
+    bans: tuple[BanWord, ...] = ()
 
     def about(self) -> dict[str, Any]:
         """What an output folder keeps of it, for the programs that find the folder later."""
@@ -102,7 +104,7 @@ def _joined(peer: PeerConfig, given: Mapping[str, Any], answer: Any) -> Joined:
         "peers": list(answer.head.reporters),
     }
     known = tuple(dict.fromkeys([*peer.peers, *answer.initial_peers]))
-    return Joined(run, peer.datasetserver, known, head, answer.host_key, answer.extension and answer.extension.model_dump())
+    return Joined(run, peer.datasetserver, known, head, answer.host_key, answer.extension and answer.extension.model_dump(), tuple(answer.bans))
 
 
 def _from_dht(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callable[..., Any], known_key: Callable[[str], str]) -> Joined | None:

@@ -158,8 +158,8 @@ MUTATIONS = (
     Mutation(
         "unsaid_not_kept",
         "what is offered while the server is away is not put on the disk: killed then, the ledger never hears of it",
-        "                letter.body = {**letter.body, \"offered\": True}\n            self._unsaid.keep(letter.body)\n",
-        "                letter.body = {**letter.body, \"offered\": True}\n",
+        "                return True\n            self._unsaid.keep(letter.body)\n",
+        "                return True\n",
         under="peer/data/client/outbox.py",
     ),
     Mutation(

@@ -70,6 +70,13 @@ def test_the_page_shows_the_run_and_follows_it(tmp_path):
             await tab.until("document.querySelectorAll('#peers tr.gone').length === 3")
             assert "40% of it is here" in await tab.text("#peers"), "why it failed stays to be read"
 
+            banned = {"QmPeer2": HOSTILE, "QmNeverCame": "spam", "QmPeer1": "late"}
+            scene.now = a_run(peers[:1], banned=banned)
+            await tab.until("[...document.querySelectorAll('#peers tbody tr')].filter((row) => row.innerText.includes('banned')).length === 3")
+            rows = await tab.text("#peers")
+            assert f"banned by the host: {HOSTILE}" in rows and "banned by the host: spam" in rows and "banned by the host: late" in rows
+            assert await tab.run("document.querySelectorAll('main img').length") == 0
+
             last = StateInfo(digest="ab" * 32, round=32, samples=65536, bytes=12_000_000)
             scene.now = a_run([], finished=True, samples=65536, round=32, checkpoint=last)
             await tab.until("document.getElementById('state').innerText === 'finished'")

@@ -6,6 +6,7 @@ from peer import rooms
 from peer.sync.engine.failpoints import FAILPOINTS
 from simulation.faults import Strike
 from simulation.world import Scenario, World, play
+from swarm.bans import sign_word
 
 STRATEGIES = [name for name in rooms.parts("sync") if name != "none"]
 
@@ -50,3 +51,35 @@ def test_peers_that_nobody_can_dial_come_together_once_somebody_assists():
     outcome = BehindRouters(Scenario(seed=1, peers=3, hours=0.03)).play()
     assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
     assert outcome.adopted["averaged"] >= 3
+
+
+class Judged(World):
+    """A minute after its begin the host bans a peer, which its owner does not start again."""
+
+    def __init__(self, scenario):
+        super().__init__(scenario)
+        self.later(60.0, self.judge)
+        self.ended = ""
+
+    def judge(self):
+        self.bad = self.machines[1]
+        self.server.bans.hear([sign_word(self.server.dataset.key, self.run, self.bad.peer, banned=True, reason="it lies", clock=self.loop.time)])
+
+    def failed(self, machine, error):
+        if machine is not self.bad:
+            return super().failed(machine, error)
+        self.ended = error.message
+        machine.kill()
+        self.machines.remove(machine)
+        self.gone.append(machine)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_peer_that_the_host_bans_ends_with_the_reason_and_the_others_go_on(seed):
+    """It hears so from the server or from a peer, whichever comes first; what it had leased is trained by others, and every sample is accounted for."""
+    world = Judged(Scenario(seed=seed, peers=4, hours=0.1))
+    outcome = world.play()
+    assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
+    assert "banned this peer: it lies" in world.ended
+    lineage = world.checks.lineage(world._tip())[:3]
+    assert all(world.bad.peer not in {peer for peer, *_ in world.checks.commits[digest].members} for digest in lineage)

@@ -80,6 +80,12 @@ def test_a_record_without_what_every_version_has_is_refused(name):
         PeerRecord.unpack(msgpack.packb(values), owner="QmPeer")
 
 
+def test_what_is_wrong_is_said_in_one_short_line_however_long_the_value():
+    with pytest.raises(BadRecord) as refusal:
+        PeerRecord.unpack(msgpack.packb({**dataclasses.asdict(RECORD), "note": "\n\u202e" * 700}), owner="QmPeer")
+    assert str(refusal.value).startswith("note: ") and str(refusal.value).isprintable() and len(str(refusal.value)) < 200
+
+
 @pytest.mark.parametrize("extension", [5, {}, {"total_samples": 5}, {"total_samples": -1, "host_key": "a", "signature": "b", "more": 1}])
 def test_a_run_with_a_bad_extension_is_refused(extension):
     with pytest.raises(BadRecord):

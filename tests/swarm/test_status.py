@@ -261,6 +261,13 @@ def test_words_of_strangers_neither_move_the_cursor_nor_change_the_colours():
         assert words in ours
 
 
+def test_the_screen_says_whom_the_host_keeps_out():
+    seen = status.summarize(a_run(), [a_peer()], now=1.0) | {"banned": {"QmAAAAAAother1": "spam\x1b[2J", "QmBBBBBBother2": "late"}}
+    text = shown(seen)
+    assert "banned by the host: 2: ...other1 (spam\\x1b[2J), ...other2 (late)" in text
+    assert "banned" not in shown({**seen, "banned": {}}) and "banned" not in shown({name: seen[name] for name in seen if name != "banned"})
+
+
 def test_before_the_first_averaged_round_the_screen_promises_nothing():
     screen = shown(status.summarize(a_run(), [a_peer(samples_per_second=8.0)], now=1e9))
     assert "links" not in screen

@@ -86,7 +86,7 @@ def check_run(url: str, status: int, body: bytes, run_id: str = "", known_hosts:
     if version != protocol.PROTOCOL_VERSION:
         raise wrong(f"speaks protocol {version}, this program {protocol.PROTOCOL_VERSION}", "Use the same version of the program on both.")
     try:
-        answer = protocol.RunAnswer.model_validate(values)
+        answer = protocol.RunAnswer.model_validate_json(body)
     except ValidationError as error:
         first = str(error).splitlines()[0]
         raise wrong(f"describes its run in a way this program does not know: {first}", "Use the same version on both.") from None

@@ -243,8 +243,8 @@ def _authorization(token: str) -> dict[str, str]:
 
 
 def _refuse_stranger(url: str, reply: Reply) -> None:
-    """Raise UserError (exit code AUTH) when the server wants a token, or another one."""
-    if reply.status == 401 and reply.error:
+    """Raise UserError (exit code AUTH) when the server wants a token, or another one, or its host has banned us."""
+    if reply.error and (reply.status == 401 or reply.code == protocol.BANNED):
         raise UserError(f"{url}: {reply.error.message}", fix=reply.error.fix, code=ExitCode.AUTH)
 
 

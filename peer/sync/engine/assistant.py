@@ -32,6 +32,7 @@ from peer.sync.engine.transfer.state_fetch import WholeState
 from peer.sync.engine.vectors import SharedBuffer
 from swarm import files
 from swarm.advice import size
+from swarm.bans import Bans
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
@@ -144,6 +145,7 @@ async def assist(
     last_known: Head | None = None,
     last_holders: tuple[str, ...] = (),
     end: End | None = None,
+    bans: Bans | None = None,
     upload: Bucket | None = None,
     wall: Callable[[], float] = time.time,
     rng: random.Random | None = None,
@@ -170,7 +172,7 @@ async def assist(
     assistant.replica = replica = Replica(
         run=run, state=states.pop(), wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
         rounds_path=folder / "rounds.jsonl", line=assistant, server_url=server_url, name=name, hardware=hardware,
-        last_known=last_known, last_holders=last_holders, assists=True, end=end, upload=upload,
+        last_known=last_known, last_holders=last_holders, assists=True, end=end, bans=bans, upload=upload,
         clock=asyncio.get_running_loop().time, wall=wall, rng=rng,
     )  # fmt: skip
     await replica.start()

@@ -29,8 +29,8 @@ from peer.sync.engine.round.catch_up import CatchUp
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.ending import Ending
 from peer.sync.engine.round.finality import Finality
+from peer.sync.engine.round.groups import NoGroup
 from peer.sync.engine.round.heads import Heads
-from peer.sync.engine.round.matchmaking import NoGroup
 from peer.sync.engine.round.met import Met
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.past_rounds import Past
@@ -48,6 +48,7 @@ from peer.sync.engine.transfer.kind import Kind, serve_kind
 from peer.sync.engine.transfer.replay import MeanStore, rounds_kept
 from peer.sync.engine.transfer.saving import Saver
 from peer.sync.engine.transfer.state_fetch import Replaying, StateFetch
+from swarm.bans import Bans
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import UserError
@@ -92,12 +93,13 @@ class Replica:
         last_number: int | None = None,
         assists: bool = False,
         end: End | None = None,
+        bans: Bans | None = None,
         upload: Bucket | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ):
-        self.node, self.assists, self.end = node, assists, end or End(run)
+        self.node, self.assists, self.end, self.bans = node, assists, end or End(run), bans or Bans(run)
         self._rounds_path, self._clock, self._wall, self._rng = rounds_path, clock, wall, rng or random.SystemRandom()
         self.bell = Bell()
         self.state, self.phase = Cell(state, self.bell, clock), Cell(Phase.JOIN, self.bell, clock)
@@ -105,9 +107,9 @@ class Replica:
         # Who is there.
         self.met = Met(store.folder / "met.json", run.digest)
         company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id)
-        self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall)
+        self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.bans)
         # Which state is right, and how a better one comes here.
-        outer, streams = OuterStep(strategy, wire), Streams(node, upload)
+        outer, streams = OuterStep(strategy, wire), Streams(node, upload, self.bans.reason)
         self.heads = Heads(
             self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode
         )
@@ -135,7 +137,7 @@ class Replica:
         )
         self._saver = Saver(store, state, self.bell.ring, self._fail, self._may_save, clock, node.peer_id)
         self.status = Status(
-            run, node, self.neighbours, self.end, self.state, self.phase, self.trainer, self.heads, self._catch_up,
+            run, node, self.neighbours, self.end, self.bans, self.state, self.phase, self.trainer, self.heads, self._catch_up,
             assists=assists, name=name, hardware=hardware, server_url=server_url, wall=wall,
         )  # fmt: skip
         self._presence = Presence(run, node, self.neighbours, self.status, self.bell, clock, self.met)

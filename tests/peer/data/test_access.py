@@ -12,6 +12,7 @@ from itertools import islice
 
 import pytest
 
+from datasetserver.__main__ import cli
 from peer.contracts import CommittedRound, Member, SourceContext
 from peer.data.dataset_server import build, fetch_run, found_run, report_round
 from swarm.errors import ExitCode, UserError
@@ -188,3 +189,14 @@ def test_a_peer_comes_back_when_retry_after_says_and_not_before(serve, join, sta
     for (refused, first), (again, second) in (lease[:2], blob[:2]):
         assert (first, second) == (status, 200)
         assert again - refused >= 2.0, "as a busy server asks: more is no fault, less is"
+
+
+def test_a_peer_that_the_host_bans_ends_with_the_reason(serve, join, tmp_path):
+    host = serve(samples=40, shard_samples=4)
+    stream = iter(join(host.url, "alice"))
+    next(stream)
+    assert cli(["ban", id_of("alice"), "--reason", "it lies", "--dataset", str(host.dataset)]) == 0
+    with pytest.raises(UserError, match="banned this peer: it lies") as raised:
+        while True:
+            next(stream)
+    assert raised.value.code == ExitCode.AUTH

@@ -1,6 +1,5 @@
 """Nodes in the test's own asyncio loop: `swarm` has real ones with a p2pd each, `virtual` the simulator's, in virtual time."""
 
-import random
 import zlib
 from collections.abc import Awaitable, Callable
 
@@ -13,14 +12,6 @@ from tests.peer.sync.virtual import VirtualNodes, run_virtual  # noqa: E402
 
 LOOP_SECONDS = 540.0
 """Far above the longest scenario, also on a machine ten times as slow, and below pytest's own limit, which would say less."""
-
-
-@pytest.fixture
-def seed(request) -> int:
-    """Printed with a failure, so that it can be repeated."""
-    value = random.randrange(1 << 30)
-    print(f"seed={value}")
-    return value
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 from peer.sync.engine.net.address_book import AddressBook
 from peer.sync.engine.net.presence import Presence
@@ -39,6 +40,8 @@ def test_a_few_of_the_lost_are_dialled_a_minute_however_many_records_named_addre
             self.dialled.append(maddrs)
 
     class Neighbours:
+        bans = SimpleNamespace(peers=lambda: {"QmFriend7"})
+
         def others(self):
             return []
 
@@ -58,3 +61,4 @@ def test_a_few_of_the_lost_are_dialled_a_minute_however_many_records_named_addre
 
     assert asyncio.run(minutes(1)) <= 12
     assert asyncio.run(minutes(10)) == 60
+    assert {maddrs for maddrs in node.dialled} == {presence.book.addresses[peer] for peer in friends - {"QmFriend7"}}, "who is banned is not dialled"

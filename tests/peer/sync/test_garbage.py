@@ -135,7 +135,7 @@ def test_garbage_for_an_answer_is_a_lost_peer_whatever_was_asked(swarm, seed, ca
             await ask_head(asking, stranger.peer_id)
             await ask_kind(asking, [stranger.peer_id])
             await ask_manifest(asking, [stranger.peer_id], "0" * 64)
-            await peer.replica.rounds.matchmaker._call(stranger.peer_id, peer.head.digest)
+            await peer.replica.rounds.matchmaker._calls._call(stranger.peer_id, peer.head.digest)
             with contextlib.suppress(PeerLost):
                 await measure_link(asking, stranger.peer_id, seconds=0.1)
             with contextlib.suppress(PeerLost, BadState):

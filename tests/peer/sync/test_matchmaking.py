@@ -10,10 +10,12 @@ import pytest
 from peer.sync.engine import failpoints
 from peer.sync.engine.net.messages import MAX_WAIT_SECONDS, Answer, BadMessage, Onward, read
 from peer.sync.engine.net.streams import Broken, Channel, PeerLost, Streams
-from peer.sync.engine.round import arrivals, matchmaking
+from peer.sync.engine.round import arrivals, calls, following, leading
+from peer.sync.engine.round.calls import CALL
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import Standing, rank
-from peer.sync.engine.round.matchmaking import CALL, JOIN, Matchmaker, NoGroup
+from peer.sync.engine.round.groups import NoGroup, Seen, Standing, rank
+from peer.sync.engine.round.leading import JOIN
+from peer.sync.engine.round.matchmaking import Matchmaker
 from peer.sync.engine.state import Head, better
 from tests.peer.sync.swarm_tools import ANYTHING, ticket, until
 
@@ -99,7 +101,7 @@ def test_whoever_is_sent_on_finds_the_leader(virtual):
 def test_a_peer_that_answers_a_call_and_does_not_come_is_named_silent(virtual):
     async def scenario(nodes):
         best, other, absent = await peers(nodes, 3)
-        best.matchmaker._arrivals.came(absent.id, 0.0)  # it was punctual: 1 s is granted to it, and all it needs to the other
+        best.matchmaker._leading._arrivals.came(absent.id, 0.0)  # it was punctual: 1 s is granted to it, and all it needs to the other
         formed, theirs = await asyncio.gather(best.form([other, absent]), other.form([best, absent]))
         assert formed.id == theirs.id and {m.peer for m in formed.members} == {best.id, other.id}
         assert absent.id in formed.silent and absent.called
@@ -125,7 +127,7 @@ def test_when_the_leader_dies_its_followers_form_a_group_of_their_own(virtual):
     async def scenario(nodes):
         leader, second, third = await peers(nodes, 3)
         waiting = [asyncio.create_task(peer.form([leader, second, third])) for peer in (second, third)]
-        await until(lambda: leader.matchmaker._open and len(leader.matchmaker._open.waiting) == 2)
+        await until(lambda: leader.matchmaker._leading._gathering and len(leader.matchmaker._leading._gathering.waiting) == 2)
         await leader.node.close()
         one, two = await asyncio.gather(*waiting)
         assert one.id == two.id and {m.peer for m in one.members} == {second.id, third.id}
@@ -158,10 +160,10 @@ def test_a_follower_that_goes_away_is_not_in_the_group(virtual):
     async def scenario(nodes):
         leader, stays, goes = await peers(nodes, 3)
         going = asyncio.create_task(goes.form([leader]))
-        await until(lambda: leader.matchmaker._open and goes.id in leader.matchmaker._open.waiting)
+        await until(lambda: leader.matchmaker._leading._gathering and goes.id in leader.matchmaker._leading._gathering.waiting)
         going.cancel()
         await asyncio.gather(going, return_exceptions=True)
-        await until(lambda: goes.id not in leader.matchmaker._open.waiting)
+        await until(lambda: goes.id not in leader.matchmaker._leading._gathering.waiting)
         group, _ = await asyncio.gather(leader.form([stays]), stays.form([leader]))
         assert {m.peer for m in group.members} == {leader.id, stays.id}
 
@@ -172,7 +174,7 @@ def test_followers_are_told_at_once_when_their_leader_has_moved_on(virtual):
     async def scenario(nodes):
         leader, follower = await peers(nodes, 2)
         waiting = asyncio.create_task(follower.form([leader]))
-        await until(lambda: leader.matchmaker._open and leader.matchmaker._open.waiting)
+        await until(lambda: leader.matchmaker._leading._gathering and leader.matchmaker._leading._gathering.waiting)
         leader.digest = "q"
         leader.matchmaker.moved()
         with pytest.raises(NoGroup) as caught:
@@ -204,7 +206,7 @@ def test_a_ticket_out_of_bounds_is_refused_with_the_reason(virtual, caplog):
             with pytest.raises(PeerLost, match=reason):
                 await channel.receive(ANYTHING, seconds=60)
             channel.close()
-            assert not leader.matchmaker._open, what
+            assert not leader.matchmaker._leading._gathering, what
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         virtual(scenario)
@@ -261,7 +263,7 @@ def test_a_forged_announcement_is_refused(virtual):
             await channel.send(forge(announcement(victim.id, leader.id), victim.id, leader.id), seconds=60)
             await channel.hung_up(60)
 
-        await leader.streams.serve(CALL, leader.matchmaker._answer_call)
+        await leader.streams.serve(CALL, leader.matchmaker._calls._answer)
         await leader.streams.serve(JOIN, lie)
         for what, forge in FORGED.items():  # noqa: B007 (lie uses it)
             with pytest.raises(NoGroup) as caught:
@@ -276,9 +278,9 @@ def test_who_was_sent_on_is_in_no_group_of_ours_although_it_has_not_heard_so_yet
     async def scenario(nodes):
         (peer,) = await peers(nodes, 1)
         answer = asyncio.get_running_loop().create_future()
-        book = peer.matchmaker._book("p")
-        peer.matchmaker._replace(book, "QmJoiner", (ticket("QmJoiner"), answer))
-        peer.matchmaker._redirect("p", "QmLeader")
+        book = peer.matchmaker._leading._gathering_onto("p")
+        peer.matchmaker._leading._replace(book, "QmJoiner", (ticket("QmJoiner"), answer))
+        peer.matchmaker._leading.redirect("p", "QmLeader")
         assert answer.result() == Onward(leader="QmLeader") and not book.waiting
 
     virtual(scenario)
@@ -304,7 +306,7 @@ def test_garbage_in_answer_to_a_call_is_no_answer(virtual):
             )
 
         await liar.streams.serve(CALL, lie)
-        assert await caller.matchmaker._call(liar.id, "p") is None
+        assert await caller.matchmaker._calls._call(liar.id, "p") is None
 
     virtual(scenario)
 
@@ -327,7 +329,7 @@ def test_whoever_finds_the_others_averaging_waits_for_how_that_ends(virtual, cap
         busy, late = await peers(nodes, 2)
         busy.busy = True
         waiting = asyncio.create_task(late.form([busy]))
-        await until(lambda: busy.matchmaker._open and late.id in busy.matchmaker._open.waiting)
+        await until(lambda: busy.matchmaker._leading._gathering and late.id in busy.matchmaker._leading._gathering.waiting)
         busy.busy = False  # its round failed: it tries again, with the one that came meanwhile
         ours, theirs = await asyncio.gather(busy.form([late]), waiting)
         assert ours.id == theirs.id and len(ours.members) == 2
@@ -352,7 +354,7 @@ def test_who_is_a_state_behind_is_given_time_to_follow(virtual):
         leader, behind = await peers(nodes, 2)
         leader.samples, behind.digest = 7, "older"
         forming = asyncio.create_task(leader.form([behind], behind_seconds=30.0))
-        await until(lambda: leader.matchmaker._open is not None)
+        await until(lambda: leader.matchmaker._leading._gathering is not None)
         behind.digest, behind.samples = "p", 7
         ours, theirs = await asyncio.gather(forming, behind.form([leader]))
         assert ours.id == theirs.id and len(ours.members) == 2
@@ -361,20 +363,21 @@ def test_who_is_a_state_behind_is_given_time_to_follow(virtual):
 
 
 def test_a_leader_that_is_stopped_costs_its_followers_a_few_beats(virtual, monkeypatch, caplog):
-    monkeypatch.setattr(matchmaking, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(leading, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(following, "BEAT_SECONDS", 0.2)
 
     async def scenario(nodes):
         leader, follower = sorted([Peer(await nodes.node()), Peer(await nodes.node())], key=lambda peer: rank("p", peer.id))
 
         async def stopped(channel: Channel) -> None:
             await channel.receive(ANYTHING, seconds=60)
-            monkeypatch.setattr(matchmaking, "ANSWER_SECONDS", 1.0)  # from now on: an answer to the call may take its time
+            monkeypatch.setattr(following, "ANSWER_SECONDS", 1.0)  # from now on: an answer to the call may take its time
             for _ in range(3):
                 await channel.send({"wait": True}, seconds=60)
                 await asyncio.sleep(0.2)
             await asyncio.Event().wait()
 
-        await leader.streams.serve(CALL, leader.matchmaker._answer_call)
+        await leader.streams.serve(CALL, leader.matchmaker._calls._answer)
         await leader.streams.serve(JOIN, stopped)
         with pytest.raises(NoGroup) as caught:
             await follower.form([leader])
@@ -386,23 +389,25 @@ def test_a_leader_that_is_stopped_costs_its_followers_a_few_beats(virtual, monke
 
 
 def test_a_leader_whose_trainer_stands_still_tells_its_followers(virtual, monkeypatch):
-    monkeypatch.setattr(matchmaking, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(leading, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(following, "BEAT_SECONDS", 0.2)
 
     async def scenario(nodes):
         leader, follower = await peers(nodes, 2)
         waiting = asyncio.create_task(follower.form([leader]))
-        await until(lambda: leader.matchmaker._open and leader.matchmaker._open.waiting)
+        await until(lambda: leader.matchmaker._leading._gathering and leader.matchmaker._leading._gathering.waiting)
         leader.has_samples = False
         with pytest.raises(NoGroup) as caught:
             await waiting
-        assert not caught.value.silent and not leader.matchmaker._open.waiting
+        assert not caught.value.silent and not leader.matchmaker._leading._gathering.waiting
 
     virtual(scenario)
 
 
 def test_a_leader_that_lives_and_never_leads_is_given_up(virtual, monkeypatch, caplog):
-    monkeypatch.setattr(matchmaking, "BEAT_SECONDS", 0.2)
-    monkeypatch.setattr(matchmaking, "JOIN_SECONDS", 0.5)
+    monkeypatch.setattr(leading, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(following, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(following, "JOIN_SECONDS", 0.5)
 
     async def scenario(nodes):
         leader, follower = await peers(nodes, 2)
@@ -450,12 +455,12 @@ def test_a_peer_that_is_left_out_is_neither_expected_to_come_nor_let_in_nor_foll
         for peer in (best, other):
             peer.company.blame([bad.id])
         with pytest.raises(PeerLost, match="it is left out for now"):
-            await bad.matchmaker._join(best.id, ticket(bad.id), 60)
-        assert (await bad.matchmaker._call(best.id, "p")).reason == "you are left out for now" and not best.called
+            await bad.matchmaker._following._join(best.id, ticket(bad.id), 60)
+        assert (await bad.matchmaker._calls._call(best.id, "p")).reason == "you are left out for now" and not best.called
         group, _ = await asyncio.gather(best.form([other]), other.form([best]))
         assert {member.peer for member in group.members} == {best.id, other.id}
         best.matchmaker.over()
-        best.matchmaker._redirect("p", bad.id)
+        best.matchmaker._leading.redirect("p", bad.id)
         with pytest.raises(NoGroup):
             await other.form([best])
         assert f"points to {bad.id[-6:]}, which is left out" in caplog.text
@@ -478,14 +483,14 @@ def test_a_group_holds_no_two_of_whom_one_leaves_the_other_out(virtual):
 
 
 def test_a_stranger_that_promises_and_does_not_come_is_named_and_its_leaders_word_is_passed_on(virtual, monkeypatch):
-    monkeypatch.setattr(matchmaking, "STRANGER_COME_SECONDS", 0.3)
-    monkeypatch.setattr(matchmaking, "STRANGER_ANSWER_SECONDS", 60.0)  # however busy the machine
+    monkeypatch.setattr(leading, "STRANGER_COME_SECONDS", 0.3)
+    monkeypatch.setattr(calls, "STRANGER_ANSWER_SECONDS", 60.0)  # however busy the machine
 
     async def scenario(nodes):
         leader, follower, absent = await peers(nodes, 3)
         leader.met.add(follower.id)
         leader.company.answered(absent.id)  # a new one would not be waited for at all
-        leader.matchmaker._arrivals.came(absent.id, 100.0)  # what it is granted otherwise
+        leader.matchmaker._leading._arrivals.came(absent.id, 100.0)  # what it is granted otherwise
         led, theirs = await asyncio.gather(leader.form([follower, absent], patience=0.1), follower.form([leader, absent], patience=100.0))
         assert led.id == theirs.id and len(led.members) == 2
         assert led.culprits == led.slow == {absent.id} == set(theirs.late) and theirs.leader == leader.id
@@ -500,10 +505,10 @@ def test_nobody_waits_for_a_stranger_that_says_nothing(virtual):
         await mute(silent)
         caller.met.add(friend.id)
         expected = {friend.id: True, silent.id: True}
-        answers = await caller.matchmaker._all_answers(caller.matchmaker._call_all(expected, "p"), expected, seen := matchmaking._Seen())
+        answers = await caller.matchmaker._calls.all_answers(caller.matchmaker._calls.call_all(expected, "p"), expected, seen := Seen())
         assert set(answers) == {friend.id} and not seen.culprits  # a new one: not even a second
         caller.company.answered(silent.id)
-        answers = await caller.matchmaker._all_answers(caller.matchmaker._call_all(expected, "p"), expected, seen)
+        answers = await caller.matchmaker._calls.all_answers(caller.matchmaker._calls.call_all(expected, "p"), expected, seen)
         assert set(answers) == {friend.id} and seen.culprits == seen.slow == {silent.id}
         assert not caller.company.has_answered(silent.id)
 
@@ -513,7 +518,7 @@ def test_nobody_waits_for_a_stranger_that_says_nothing(virtual):
 @pytest.mark.parametrize("dialled", [False, True])
 def test_who_follows_does_not_wait_for_answers_that_its_leader_can_do_without(virtual, monkeypatch, dialled):
     """A dial through a firewall that drops it takes 10 s to fail: too late for a leader that waits 2 s for a newcomer."""
-    monkeypatch.setattr(matchmaking, "ANSWER_SECONDS", 1000.0)
+    monkeypatch.setattr(calls, "ANSWER_SECONDS", 1000.0)
 
     async def scenario(nodes):
         ranked = sorted([Peer(await nodes.node()) for _ in range(3)], key=lambda peer: rank("p", peer.id))
@@ -529,7 +534,7 @@ def test_who_follows_does_not_wait_for_answers_that_its_leader_can_do_without(vi
 
 
 def test_who_cannot_be_dialled_waits_a_second_for_others_that_cannot_either(virtual, monkeypatch):
-    monkeypatch.setattr(matchmaking, "ANSWER_SECONDS", 1000.0)
+    monkeypatch.setattr(calls, "ANSWER_SECONDS", 1000.0)
 
     async def scenario(nodes):
         (helper,) = await peers(nodes, 1)
@@ -544,8 +549,8 @@ def test_who_cannot_be_dialled_waits_a_second_for_others_that_cannot_either(virt
 
 
 def test_a_stranger_before_our_leader_that_never_answered_is_not_waited_for(virtual, monkeypatch):
-    monkeypatch.setattr(matchmaking, "ANSWER_SECONDS", 1000.0)
-    monkeypatch.setattr(matchmaking, "_OTHERS_SECONDS", 1000.0)
+    monkeypatch.setattr(calls, "ANSWER_SECONDS", 1000.0)
+    monkeypatch.setattr(calls, "_OTHERS_SECONDS", 1000.0)
 
     async def scenario(nodes):
         stranger, leader, follower = sorted([Peer(await nodes.node()) for _ in range(3)], key=lambda peer: rank("p", peer.id))
@@ -561,9 +566,10 @@ def test_a_stranger_before_our_leader_that_never_answered_is_not_waited_for(virt
 
 def test_a_stranger_that_lives_and_never_leads_is_only_slow(virtual, monkeypatch):
     """It may be an honest newcomer whose own dials take long."""
-    monkeypatch.setattr(matchmaking, "BEAT_SECONDS", 0.2)
-    monkeypatch.setattr(matchmaking, "STRANGER_JOIN_SECONDS", 0.5)
-    monkeypatch.setattr(matchmaking, "STRANGER_ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(leading, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(following, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(following, "STRANGER_JOIN_SECONDS", 0.5)
+    monkeypatch.setattr(calls, "STRANGER_ANSWER_SECONDS", 60.0)
 
     async def scenario(nodes):
         leader, follower = await peers(nodes, 2)
@@ -578,11 +584,11 @@ def test_a_stranger_that_lives_and_never_leads_is_only_slow(virtual, monkeypatch
 def test_who_was_sent_on_to_one_that_is_gone_comes_back_and_names_that_one(virtual, caplog):
     async def scenario(nodes):
         best, middle, last = await peers(nodes, 3)
-        middle.matchmaker._redirect("p", best.id)
+        middle.matchmaker._leading.redirect("p", best.id)
         await best.node.close()
         forming = asyncio.create_task(last.form([middle]))
         await until(lambda: f"not led by {best.id[-6:]}" in caplog.text)
-        middle.matchmaker._open.leader = None  # it has noticed
+        middle.matchmaker._leading._gathering.leader = None  # it has noticed
         led, theirs = await asyncio.gather(middle.form([last]), forming)
         assert led.id == theirs.id and theirs.leader == middle.id
         assert theirs.silent == {best.id} and not theirs.culprits
@@ -592,12 +598,12 @@ def test_who_was_sent_on_to_one_that_is_gone_comes_back_and_names_that_one(virtu
 
 
 def test_a_stranger_that_sends_us_on_to_one_that_is_gone_is_slow(virtual, monkeypatch):
-    monkeypatch.setattr(matchmaking, "STRANGER_ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(calls, "STRANGER_ANSWER_SECONDS", 60.0)
 
     async def scenario(nodes):
         best, middle, last = await peers(nodes, 3)
         last.met.add("QmSomebodyElse")
-        middle.matchmaker._redirect("p", best.id)
+        middle.matchmaker._leading.redirect("p", best.id)
         await best.node.close()
         with pytest.raises(NoGroup) as caught:
             await last.form([middle])
@@ -608,11 +614,11 @@ def test_a_stranger_that_sends_us_on_to_one_that_is_gone_is_slow(virtual, monkey
 
 
 def test_who_is_sent_to_and_fro_gives_up(virtual, monkeypatch, caplog):
-    monkeypatch.setattr(matchmaking, "_NOTICED_SECONDS", 0.01)
+    monkeypatch.setattr(following, "_NOTICED_SECONDS", 0.01)
 
     async def scenario(nodes):
         best, middle, last = await peers(nodes, 3)
-        middle.matchmaker._redirect("p", best.id)  # and never notices that it is gone
+        middle.matchmaker._leading.redirect("p", best.id)  # and never notices that it is gone
         await best.node.close()
         with pytest.raises(NoGroup) as caught:
             await last.form([middle])
@@ -639,7 +645,7 @@ def test_a_follower_learns_who_is_absent_as_its_leader_does(virtual, caplog):
 def test_a_group_that_is_there_waits_for_no_call(virtual, monkeypatch):
     async def scenario(nodes):
         leader, follower, other = await peers(nodes, 3)
-        ended, ask = asyncio.Event(), follower.matchmaker._ask
+        ended, ask = asyncio.Event(), follower.matchmaker._calls._ask
 
         async def ends_slowly(peer, parent):
             if peer != other.id:
@@ -649,11 +655,11 @@ def test_a_group_that_is_there_waits_for_no_call(virtual, monkeypatch):
             finally:
                 await ended.wait()
 
-        monkeypatch.setattr(follower.matchmaker, "_ask", ends_slowly)
+        monkeypatch.setattr(follower.matchmaker._calls, "_ask", ends_slowly)
         led, theirs = await asyncio.wait_for(asyncio.gather(leader.form([follower]), follower.form([leader, other])), 60)
-        assert led.id == theirs.id and sum(not call.done() for call in follower.matchmaker._calls) == 1
+        assert led.id == theirs.id and sum(not call.done() for call in follower.matchmaker._calls._open) == 1
         ended.set()
-        await until(lambda: all(call.done() for call in follower.matchmaker._calls))
+        await until(lambda: all(call.done() for call in follower.matchmaker._calls._open))
 
     virtual(scenario)
 
@@ -671,7 +677,7 @@ def test_what_an_answer_says_of_its_state_is_heard_once(virtual):
 
 
 def test_a_group_takes_no_more_members_than_a_state_can_name(virtual, monkeypatch):
-    monkeypatch.setattr(matchmaking, "MOST_MEMBERS", 2)
+    monkeypatch.setattr(leading, "MOST_MEMBERS", 2)
 
     async def scenario(nodes):
         best, second, third = await peers(nodes, 3)
@@ -688,7 +694,7 @@ def test_a_group_takes_no_more_members_than_a_state_can_name(virtual, monkeypatc
 
 
 async def call(caller: Peer, peer: Peer) -> Answer:
-    return await caller.matchmaker._call(peer.id, caller.digest)
+    return await caller.matchmaker._calls._call(peer.id, caller.digest)
 
 
 def test_who_has_just_called_is_not_called_back(virtual):
@@ -711,12 +717,12 @@ def test_who_has_called_is_called_back_when_it_may_not_wait(virtual, why):
         if why == "onto another state":
             caller.digest = called.digest = "q"
         if why == "long ago":
-            await asyncio.sleep(matchmaking._CALL_LASTS_SECONDS + matchmaking._WAITED_SECONDS + 0.1)
+            await asyncio.sleep(calls._CALL_LASTS_SECONDS + calls._WAITED_SECONDS + 0.1)
         if why == "a stranger":
             called.met.add("somebody")
         if why == "before a failure":
-            called.matchmaker._call_all([], called.digest)
-        calls = called.matchmaker._call_all([caller.id], called.digest, 120.0 if why == "long ago" else 10.0)
-        assert (await calls[caller.id]).coming and caller.called == 1
+            called.matchmaker._calls.call_all([], called.digest)
+        answers = called.matchmaker._calls.call_all([caller.id], called.digest, 120.0 if why == "long ago" else 10.0)
+        assert (await answers[caller.id]).coming and caller.called == 1
 
     virtual(scenario)

@@ -1,6 +1,5 @@
 """What may come over a stream, mutated in every place: it is read as what it should be, or refused with the one error."""
 
-import copy
 import dataclasses
 import math
 import random
@@ -34,6 +33,7 @@ from peer.sync.engine.net.messages import (
     read_header,
 )
 from peer.sync.engine.state import ELDER_CHARACTERS, ELDERS_KEPT, MAX_HEADER_BYTES, MOST_MEMBERS, BadState, Head, Header
+from scripts.fuzzing.mutate import NAMES, VALUES, mutated
 
 PEERS = ["Qm" + letter * 44 for letter in "abcdefgh"]
 HEAD = Head("d" * 64, 12, ("e" * 64, "f" * 64))
@@ -95,39 +95,7 @@ def test_a_field_that_a_later_version_adds_is_ignored():
 
 # ------------------------------------------------------------------------------------------------------------ mutations
 
-VALUES = [
-    None, True, False, 0, 1, -1, 1 << 53, (1 << 53) + 1, (1 << 64) - 1, -(1 << 63), 0.0, -0.5, 1e308, math.nan, math.inf, -math.inf, "", "1", "x" * 64,
-    "x" * 65, "é", "\u2028\n\x00", "\U0010ffff" * 40, b"", b"\xff", [], [[]], {}, {"wait": True}, {1: 2}, msgpack.Timestamp(0, 0), msgpack.ExtType(5, b"x"),
-]  # fmt: skip
-
-
-def places(value: object, path: tuple = ()) -> list[tuple]:
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, inner in inside for place in places(inner, (*path, key)))]
-
-
-def mutated(values: object, rng: random.Random) -> object:
-    """One place of it replaced, taken out, doubled, or swapped with another."""
-    everywhere = places(values)
-    path = rng.choice(everywhere)
-    if not path:
-        return copy.deepcopy(rng.choice(VALUES))
-    outer = values
-    for key in path[:-1]:
-        outer = outer[key]
-    key, what = path[-1], rng.randrange(5)
-    if what == 0:
-        del outer[key]
-    elif what == 1 and isinstance(outer, list) and len(everywhere) < 400:  # six hundred times a list that is long already takes minutes
-        outer[:] = outer * rng.choice([2, 600])
-    elif what == 2:
-        other = rng.choice(list(outer) if isinstance(outer, dict) else range(len(outer)))
-        outer[key], outer[other] = outer[other], outer[key]
-    elif what == 3 and isinstance(outer, dict):
-        outer[rng.choice([5, b"head", "x" * 100, "\u2028\n\x00\x1b", "é", 1.5, None])] = outer.pop(key)
-    else:
-        outer[key] = copy.deepcopy(rng.choice(VALUES))
-    return values
+FOREIGN = [*VALUES, b"", b"\xff", {1: 2}, msgpack.Timestamp(0, 0), msgpack.ExtType(5, b"x")]
 
 
 def test_whatever_a_message_is_turned_into_it_is_read_or_refused_with_the_one_error(seed):
@@ -136,7 +104,7 @@ def test_whatever_a_message_is_turned_into_it_is_read_or_refused_with_the_one_er
         name, (kind, wire) = rng.choice(list(KINDS.items()))
         values = travelled(wire)
         for _ in range(rng.choice([1, 1, 1, 2, 5])):
-            values = mutated(values, rng)
+            values = mutated(values, rng, foreign=FOREIGN, names=[*NAMES, 5, b"head", 1.5, None])
         try:
             message = read(kind, values)
         except BadMessage as error:

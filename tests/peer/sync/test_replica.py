@@ -16,7 +16,8 @@ from peer.sync.engine.net.neighbours import PATIENT_ATTEMPTS
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.round import arrivals
 from peer.sync.engine.round.averaging import RoundFailed
-from peer.sync.engine.round.matchmaking import CALL, NoGroup
+from peer.sync.engine.round.calls import CALL
+from peer.sync.engine.round.groups import NoGroup
 from peer.sync.engine.state import Head, next_state
 from peer.sync.engine.trainer.messages import Progress
 from peer.sync.engine.trainer.trainer import Contribution
@@ -135,7 +136,7 @@ def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(
 
         await Streams(promiser.node).serve(CALL, promise)
         await promiser.keep_saying(nodes, lambda: {"digest": waiter.base.digest, "waiting_samples": 8, "round": 0, "client_mode": True})
-        await until(lambda: waiter.replica.phase.value is Phase.GROUP and waiter.replica.rounds.matchmaker._open)
+        await until(lambda: waiter.replica.phase.value is Phase.GROUP and waiter.replica.rounds.matchmaker._leading._gathering)
         await Peer(nodes, await nodes.node(), run, state=(later := branch(run, 51, 2.0)), rate=0).start(nodes)
         await until(lambda: waiter.at == later.digest)
         assert waiter.rounds()[0]["how"] == "fetched" and "round=1 not averaged: a better state has come" in caplog.text

@@ -11,8 +11,7 @@ from peer.contracts import Member
 from peer.sync.engine.cell import Bell, Cell
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import Group
-from peer.sync.engine.round.matchmaking import NoGroup
+from peer.sync.engine.round.groups import Group, NoGroup
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.rounds import Rounds
 from swarm.records import PeerRecord

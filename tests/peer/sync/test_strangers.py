@@ -2,7 +2,7 @@
 
 import time
 
-from peer.sync.engine.round.matchmaking import CALL
+from peer.sync.engine.round.calls import CALL
 from peer.sync.engine.state import Head
 from swarm.tasks import end_tasks
 from tests.peer.sync.replicas import Liar, check_invariants, make_run, peers

@@ -37,6 +37,7 @@ from peer.sync.engine.state import (
     Head,
     Header,
 )
+from swarm.unpacking import fault
 
 MAX_WAIT_SECONDS = 300.0
 """Nobody is waited for longer, whatever it says."""
@@ -52,8 +53,6 @@ _MOST_INCLUDED = MAX_HEADER_BYTES // 32
 _LARGEST_SQUARE = 2.0**1000
 """Of a part: no sum of a state's 3,280 parts (SD 1.5) overflows, and float32's largest values stay far below."""
 _MOST_ELEMENTS = 1 << 40
-_MOST_ERRORS = 16
-"""More than these are counted and not described: describing 100,000 takes a second."""
 
 
 class BadMessage(ValueError):
@@ -305,7 +304,7 @@ def read(kind: type[M] | TypeAdapter[M], values: Any) -> M:
     try:
         return kind.validate_python(values) if isinstance(kind, TypeAdapter) else kind.model_validate(values)
     except ValidationError as error:
-        raise BadMessage(_first_of(error)) from None
+        raise BadMessage(fault(error)) from None
 
 
 def read_header(values: Any) -> Header:
@@ -314,16 +313,3 @@ def read_header(values: Any) -> Header:
         return read(HEADER, values)
     except BadMessage as error:
         raise BadState(f"header: {error}") from None
-
-
-def _first_of(error: ValidationError) -> str:
-    if error.error_count() > _MOST_ERRORS:
-        return f"{error.error_count()} values that do not fit"
-    first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])[:80]
-    return f"{_quoted(where) or 'it'}: {first['msg'][:80]} ({_quoted(str(first['input']))})"
-
-
-def _quoted(text: str) -> str:
-    """The begin of what somebody else wrote, as a log line may hold it."""
-    return ascii(text[:60])[1:-1][:60]

@@ -15,7 +15,7 @@ from peer.sync.engine.round.status import Status
 from swarm.budget import Budget
 from swarm.dht import SwarmNode
 from swarm.dialling import grounds
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.records import RENEW_SECONDS
 from swarm.run_config import RunConfig
 from swarm.tasks import set_within, within
@@ -118,6 +118,8 @@ class Presence:
             self.book.see(self._neighbours.others(), self._grounds)
             if self._neighbours.doubled:
                 self._refuse_our_double()
+            if reason := self._neighbours.bans.reason(self._node.peer_id):
+                raise UserError(f"The host has banned this peer: {reason}.", fix="Ask the host.", code=ExitCode.AUTH)
             self._bell.ring()
 
     def _refuse_our_double(self) -> None:
@@ -155,8 +157,8 @@ class Presence:
             await self._meet_lost()
 
     async def _meet_lost(self) -> None:
-        """As many of them as the budget allows, each once."""
-        live = {record.peer_id for record in self._neighbours.others()}
+        """As many of them as the budget allows, each once; none that is banned."""
+        live = {record.peer_id for record in self._neighbours.others()} | self._neighbours.bans.peers()
         for _ in range(len(self.book.addresses.keys() - live)):
             if not self._dials.take():
                 return

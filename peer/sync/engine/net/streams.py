@@ -24,7 +24,7 @@ from swarm.unpacking import unpack
 log = logging.getLogger(__name__)
 
 _FRAME = struct.Struct("<II")
-_MAX_MESSAGE_HEADER_BYTES = MAX_HEADER_BYTES + (4 << 10)
+MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + (4 << 10)
 """A state's header, and what is said beside it."""
 CONNECT_SECONDS = 10.0
 _END_SECONDS = 5.0
@@ -99,7 +99,7 @@ class Channel:
 
     async def _receive_message(self, kind: type[M] | TypeAdapter[M], max_payload: int, until: float) -> tuple[M, int]:
         header_bytes, payload_bytes = _FRAME.unpack(await self._take(_FRAME.size, until))
-        if header_bytes > _MAX_MESSAGE_HEADER_BYTES or payload_bytes > max_payload:
+        if header_bytes > MAX_MESSAGE_BYTES or payload_bytes > max_payload:
             raise Malformed(f"{self.peer[-6:]} announced {header_bytes} + {payload_bytes} bytes, at most {max_payload} are allowed")
         try:
             values = unpack(await self._take(header_bytes, until))
@@ -165,9 +165,10 @@ class Dialler(Protocol):
 
 
 class Streams:
-    """Opens and serves streams by name on a node."""
+    """Opens and serves streams by name on a node. banned: why a peer is answered nothing else; '' for one that is not."""
 
-    def __init__(self, node: Dialler, upload: Bucket | None = None):
+    def __init__(self, node: Dialler, upload: Bucket | None = None, banned: Callable[[str], str] = lambda peer: ""):
+        self._banned = banned
         self._node, self.peer_id, self._upload = node, node.peer_id, upload
         self._serving: dict[asyncio.Task, str] = {}  # and whom; asyncio itself holds a task only weakly
         self.mishaps: collections.Counter[str] = collections.Counter()
@@ -187,6 +188,8 @@ class Streams:
             channel = Channel(peer, pipe, self._upload, place)
             self._serving[task := asyncio.current_task()] = channel.peer
             try:
+                if reason := self._banned(peer):
+                    raise PeerLost(f"you are banned by the host: {reason}")
                 if list(self._serving.values()).count(channel.peer) > _STREAMS_PER_PEER:
                     raise PeerLost("too many streams at once")
                 await handler(channel)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Collection, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from peer.contracts import Member
 from peer.sync.engine.net.messages import Announcement, Join
@@ -74,6 +74,47 @@ class Group:
     def announcement(self) -> Announcement:
         members = tuple((m.peer, m.number, m.samples) for m in self.members)
         return Announcement(members=members, reducers=self.reducers, attempt=self.attempt, late=self.late)
+
+
+class NoGroup(Exception):
+    """No group came about; the reason is for the log. silent: peers that did not answer at all; culprits: those to whom we owe it, so
+    that the next attempt begins at once, without them; slow: those of them that were too slow, as the honest may be; at_once: the
+    next attempt need not wait although nobody is left out for it."""
+
+    def __init__(
+        self,
+        reason: str,
+        silent: Collection[str] = (),
+        culprits: Collection[str] = (),
+        slow: Collection[str] = (),
+        *,
+        at_once: bool = False,
+    ):
+        super().__init__(reason)
+        self.silent, self.culprits, self.slow = frozenset(silent), frozenset(culprits), frozenset(slow)
+        self.at_once = at_once or bool(culprits)
+
+
+@dataclass
+class Seen:
+    """What came of an attempt to form a group so far. silent: they did not answer, or went away; culprits: strangers that wasted our
+    time; slow: those of them that may have meant well; followed: we went to them; heard: we know from their answers where they stand."""
+
+    silent: set[str] = field(default_factory=set)
+    culprits: set[str] = field(default_factory=set)
+    slow: set[str] = field(default_factory=set)
+    followed: set[str] = field(default_factory=set)
+    heard: set[str] = field(default_factory=set)
+
+    def too_slow(self, strangers: Collection[str]) -> None:
+        self.culprits |= set(strangers)
+        self.slow |= set(strangers)
+
+    def no_group(self, reason: str, silent: Collection[str] = ()) -> NoGroup:
+        return NoGroup(reason, self.silent | set(silent), self.culprits, self.slow)
+
+    def of(self, group: Group) -> Group:
+        return replace(group, silent=group.silent | self.silent, culprits=frozenset(self.culprits), slow=frozenset(self.slow))
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.outer import Strategy, advance
 from peer.sync.engine.round.averaging import Averager, Mean, RoundFailed, Strangers
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import Group, Ticket
+from peer.sync.engine.round.groups import Group, NoGroup, Ticket
 from peer.sync.engine.round.heads import Heads
-from peer.sync.engine.round.matchmaking import Matchmaker, NoGroup
+from peer.sync.engine.round.matchmaking import Matchmaker
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.patience import patience_seconds
 from peer.sync.engine.round.reception import Reception

@@ -46,6 +46,8 @@ class Start:
     min_peers: int
     host_key: str
     extension: Mapping[str, Any]
+    bans: list[Mapping[str, Any]]
+    """As `swarm.bans.said` makes them."""
     max_upload_mbit: float
     peer_name: str
     hardware: str
@@ -98,6 +100,13 @@ class Extend:
     """The host has put off the run's end."""
 
     extension: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Banned:
+    """The host's words about peers, all that are known."""
+
+    words: list[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,7 @@ class Pulse:
     """A sign of life."""
 
 
-FromTrainer = Start | Progress | Offer | Nothing | Extend | Leave | Close
+FromTrainer = Start | Progress | Offer | Nothing | Extend | Banned | Leave | Close
 FromSidecar = Ready | Freeze | Train | Rebase | Final | News | Extended | Seen | Done | Failed | Pulse
 Message = FromTrainer | FromSidecar
 

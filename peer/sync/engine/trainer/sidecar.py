@@ -29,9 +29,10 @@ from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.round.plausible import NUMBER_FILE
 from peer.sync.engine.state import Head, State, better
-from peer.sync.engine.trainer.messages import Close, Extend, Failed, Message, Progress, Pulse, Ready, Seen, Start
+from peer.sync.engine.trainer.messages import Banned, Close, Extend, Failed, Message, Progress, Pulse, Ready, Seen, Start
 from peer.sync.engine.trainer.port import Port, PortClosed, inherited
 from peer.sync.engine.transfer.disk import StateStore
+from swarm.bans import Bans, words_of
 from swarm.dht import SwarmNode, parse_maddrs
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
@@ -230,6 +231,7 @@ def _replica(
         min_peers=start.min_peers,
         last_number=_last_number(folder),
         end=End(run, start.host_key, start.extension),
+        bans=Bans(run, start.host_key, words_of(start.bans), path=store.folder / "bans.json", clock=asyncio.get_running_loop().time, rng=rng),
         upload=Bucket(start.max_upload_mbit) if start.max_upload_mbit else None,
         clock=asyncio.get_running_loop().time,
         wall=wall,
@@ -279,6 +281,8 @@ def _hear(replica: Replica, stop: asyncio.Event, message: Message) -> None:
     match message:
         case Extend(extension):
             replica.extend(extension)
+        case Banned(words):
+            replica.bans.hear(words_of(words))
         case Close(reason):
             replica.failed(reason)
             stop.set()

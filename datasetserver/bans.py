@@ -1,0 +1,134 @@
+"""`dd-datasetserver ban`, `unban` and `members`: whom the host keeps out of its run.
+
+A ban is a word signed with the host's key, in a file of the work folder. A running server reads it once a second, refuses that peer, and tells
+the others, who hand the word on; so the ban holds also where nobody can reach the server.
+"""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from datasetserver import work_folder
+from swarm.arguments import ArgumentParser
+from swarm.bans import MOST_WORDS, Bans, read_words, sign_word, write_words
+from swarm.errors import ExitCode, UserError
+from swarm.records import MAX_REASON, BanWord, words
+from swarm.run_config import RunConfig
+from swarm.signing import HostKey
+
+VERBS = ("ban", "unban", "members")
+LOOK_SECONDS = 1.0
+_FILE = "run_bans.json"
+_SHORTEST_ENDING = 6
+"""Characters of a peer's id, as log lines show them."""
+
+
+class Words:
+    """What the file in `work_dir` says, as of the last second; the same tuple while it says the same. clock: in seconds."""
+
+    def __init__(self, work_dir: Path, clock: Callable[[], float] = time.monotonic):
+        self._path, self._clock = work_dir / _FILE, clock
+        self._looked, self._words = float("-inf"), ()
+
+    def __call__(self) -> tuple[BanWord, ...]:
+        now = self._clock()
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked, words = now, read_words(self._path)
+            self._words = self._words if words == self._words else words
+        return self._words
+
+
+def main(argv: Sequence[str]) -> None:
+    """`dd-datasetserver ban|unban|members`, the server running or not. Raises UserError."""
+    verb = argv[0]
+    about = {
+        "ban": "Keep a peer out: the server gives it nothing, and within a minute the other peers neither call, hear nor answer it.",
+        "unban": "Let a banned peer in again.",
+        "members": "List the peers that the ledger knows, what each has trained, and who is banned.",
+    }
+    parser = ArgumentParser(f"dd-datasetserver {verb}", description=about[verb])
+    if verb != "members":
+        parser.add_argument("peer", help=f"its id, or the last {_SHORTEST_ENDING} or more characters, as 'members' and log lines show them")
+    if verb == "ban":
+        parser.add_argument("--reason", default="", help="one line; the peer reads it, and so do the others")
+    work_folder.add_arguments(parser)
+    args = parser.parse_args(argv[1:])
+    work_dir = work_folder.given(args)
+    run, samples, tokens = _ledger(work_dir)
+    bans = _bans(work_dir, run)
+    if verb == "members":
+        print("\n".join(_lines(samples, tokens, bans)))
+        return
+    peer = _named(args.peer, {*samples, *tokens, *(word.peer for word in bans.words)})
+    say(work_dir, run, peer, banned=verb == "ban", reason=getattr(args, "reason", ""))
+    print(f"{peer} is {'banned' if verb == 'ban' else 'let in again'}; the server knows within a second, the other peers within a minute")
+    if verb == "ban" and tokens.get(peer):
+        print(f"its token is '{tokens[peer]}': dd-datasetserver token remove {tokens[peer]} keeps it from coming back under another id", file=sys.stderr)
+
+
+def say(work_dir: Path, run: RunConfig, peer: str, *, banned: bool, reason: str = "", clock: Callable[[], float] = time.time) -> None:
+    """Put the word into the file. Raises UserError when there is no room for it or the disk does not take it."""
+    bans = _bans(work_dir, run)
+    known = {word.peer: word for word in bans.words}
+    if peer not in known and len(known) >= MOST_WORDS:
+        raise UserError(f"{MOST_WORDS} peers are banned or were.", fix="Serve with --tokens, and remove those of who does harm.")
+    latest = known[peer].at if peer in known else 0
+    reason = words(reason, MAX_REASON)
+    word = sign_word(
+        HostKey(work_dir / work_folder.HOST_KEY), run, peer, banned=banned, reason=reason,
+        clock=lambda: max(clock(), (latest + 1) / 1000),  # a clock that was put back
+    )  # fmt: skip
+    bans.hear([word])
+    try:
+        write_words(work_dir / _FILE, bans.words)
+    except OSError as error:
+        raise UserError(f"Cannot write in {work_dir}: {error.strerror}.", fix="Check --work_dir.", code=ExitCode.DISK) from None
+
+
+def _bans(work_dir: Path, run: RunConfig) -> Bans:
+    return Bans(run, HostKey(work_dir / work_folder.HOST_KEY).public, read_words(work_dir / _FILE))
+
+
+def _ledger(work_dir: Path) -> tuple[RunConfig, Counter[str], dict[str, str]]:
+    """The run there, and of each peer how many of its samples count and the name of its token. Raises UserError where there is none."""
+    import contextlib
+    import sqlite3
+
+    from datasetserver.ledger import stored_run  # SQLite and the ledger's rules: the other commands need none of it
+    from datasetserver.store import Store
+
+    path = work_dir / work_folder.LEDGER
+    run = stored_run(path)
+    if run is None:
+        raise UserError(f"No run has begun in {work_dir}.", fix="Give --dataset or --work_dir as to the server.")
+    try:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
+            store, samples = Store(db, ()), Counter()
+            for contribution in store.contributions():
+                samples[contribution.peer] += contribution.samples if contribution.live else 0
+            return run, samples, dict(store.tokens_of_peers())
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"The ledger {path} cannot be read: {error}.", fix="Check the disk.", code=ExitCode.DISK) from None
+
+
+def _lines(samples: Counter[str], tokens: dict[str, str], bans: Bans) -> list[str]:
+    peers = sorted({*samples, *tokens, *(word.peer for word in bans.words)}, key=lambda peer: (-samples[peer], peer))
+    lines = []
+    for peer in peers:
+        token, reason = tokens.get(peer, ""), bans.reason(peer)
+        lines.append(f"{peer} samples={samples[peer]}" + (f" token={token}" if token else "") + (f" BANNED: {reason}" if reason else ""))
+    return lines or ["no peer has come yet"]
+
+
+def _named(text: str, known: set[str]) -> str:
+    """The peer that `text` names: an id, also one that never came, or the ending of one of those known. Raises UserError."""
+    found = sorted(peer for peer in known if peer == text or (len(text) >= _SHORTEST_ENDING and peer.endswith(text)))
+    if text in found or (not found and 40 <= len(text) <= 64 and text.isalnum()):
+        return text
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"'{text}' ends the ids of {len(found)} peers.", fix="Give more of it: dd-datasetserver members lists them.")
+    raise UserError(f"No peer's id ends with '{text}'.", fix=f"dd-datasetserver members lists them; give {_SHORTEST_ENDING} characters or more.")

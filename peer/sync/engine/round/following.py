@@ -1,0 +1,132 @@
+"""The group that another one leads: whoever is ready goes to the best ranked peer that it knows, and is sent on to a better one."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from peer.sync.engine import failpoints
+from peer.sync.engine.net.messages import JOIN_ANSWER, MAX_WAIT_SECONDS, Announcement, Answer, Join, Onward, Wait
+from peer.sync.engine.net.streams import Broken, PeerLost, Refused, Streams
+from peer.sync.engine.round.calls import ANSWER_SECONDS
+from peer.sync.engine.round.company import Company
+from peer.sync.engine.round.groups import Group, Seen, Standing, Ticket, group_of, leads_before
+from peer.sync.engine.round.leading import BEAT_SECONDS, JOIN, Leading
+
+log = logging.getLogger(__name__)
+
+JOIN_SECONDS = 30.0
+"""A leader that lives but has not led for so long beyond its word and our patience is given up."""
+STRANGER_JOIN_SECONDS = 10.0
+"""The same of a leader that we have not met: as long as it grants to one that it does not know."""
+_MAX_REDIRECTS = 8
+_NOTICED_SECONDS = 1.0
+
+
+class _NotLed(PeerLost):
+    """A leader lives, but has not led in the time that it has."""
+
+
+class Following:
+    """standing, max_samples: as in `Matchmaker`; leading: sends those who come to us after us."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        streams: Streams,
+        standing: Callable[[str], Standing],
+        max_samples: int,
+        company: Company,
+        leading: Leading,
+    ):
+        self._peer_id, self._streams, self._standing = peer_id, streams, standing
+        self._max_samples, self._company, self._leading = max_samples, company, leading
+
+    async def led_by(self, first: str, ticket: Ticket, answer: Answer, patience: float, seen: Seen) -> Group | None:
+        """The group that `first`, or one to which it sends us on, announces; None when none of them leads us after all."""
+        leader = first
+        try:
+            for _ in range(_MAX_REDIRECTS):
+                self._leading.redirect(ticket.parent, leader)
+                try:
+                    said = await self._join_again(leader, ticket, self._lead_seconds(leader, answer, patience))
+                    if isinstance(said, Announcement):
+                        return group_of(said, ticket, leader, self._standing(self._peer_id), self._max_samples)
+                    onward = self._onward(leader, said.leader, ticket)
+                except Refused as error:
+                    log.info("not led by %s: %s", leader[-6:], error)
+                    return None
+                except PeerLost as error:
+                    log.info("not led by %s: %s", leader[-6:], error)
+                    # Whoever waits for an average of others' promised nothing.
+                    self._lost(leader, error, seen, blamed=not answer.busy)
+                    if leader == first:
+                        return None
+                    if self._company.is_stranger(first):
+                        seen.too_slow([first])
+                        return None
+                    leader = first  # it lives, and will notice as well
+                else:
+                    if onward in seen.silent:
+                        await asyncio.sleep(_NOTICED_SECONDS)
+                    else:
+                        leader = onward
+            log.info("not led by %s: sent on too often", first[-6:])
+            seen.silent.add(first)
+            return None
+        finally:
+            self._leading.redirect_no_more()
+
+    def _lost(self, leader: str, error: PeerLost, seen: Seen, *, blamed: bool) -> None:
+        """`leader` is gone, or says nothing that makes a group. A peer that we have met may have been stopped or cut off: it is absent."""
+        seen.silent.add(leader)
+        if blamed:
+            stranger = {leader} if self._company.is_stranger(leader) else set()
+            seen.culprits |= {*error.culprits, *stranger}
+            if isinstance(error, _NotLed):
+                seen.slow |= stranger
+
+    def _lead_seconds(self, leader: str, answer: Answer, patience: float) -> float:
+        """For how long `leader`, which says every few seconds that it lives, may let us wait."""
+        stranger = self._company.is_stranger(leader)
+        if answer.busy:
+            return JOIN_SECONDS if stranger else MAX_WAIT_SECONDS
+        return min(answer.ready_seconds + patience + (STRANGER_JOIN_SECONDS if stranger else JOIN_SECONDS), MAX_WAIT_SECONDS)
+
+    async def _join_again(self, leader: str, ticket: Ticket, seconds: float) -> Announcement | Onward:
+        """As `_join`; once more where the stream breaks."""
+        try:
+            return await self._join(leader, ticket, seconds)
+        except Broken as error:
+            # Else the leader waits for us to come, and we for those who went to it.
+            log.info("joining %s once more: %s", leader[-6:], error)
+            return await self._join(leader, ticket, seconds)
+
+    def _onward(self, leader: str, onward: str, ticket: Ticket) -> str:
+        """`onward`, to whom `leader` sends us. Raises PeerLost when we do not go there."""
+        if self._company.left_out(onward):
+            raise Refused(f"{leader[-6:]} points to {onward[-6:]}, which is left out")
+        if onward == self._peer_id or not self._ranks_before(ticket.parent, onward, leader):
+            raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it", [leader])
+        return onward
+
+    async def _join(self, leader: str, ticket: Ticket, seconds: float) -> Announcement | Onward:
+        """What `leader` says in the end: a group, or who leads instead. Raises PeerLost when it has not within `seconds`."""
+        channel = await self._streams.open(leader, JOIN)
+        with contextlib.closing(channel):
+            member = ticket.member
+            join = Join(parent=ticket.parent, number=member.number, samples=member.samples, reduces=ticket.reduces, without=ticket.without)
+            await channel.send(join, seconds=ANSWER_SECONDS)
+            answer, _ = await channel.receive(JOIN_ANSWER, seconds=ANSWER_SECONDS)
+            if isinstance(answer, Wait):
+                await failpoints.reached("joined", self._peer_id)
+            until = asyncio.get_running_loop().time() + seconds
+            while isinstance(answer, Wait):
+                if asyncio.get_running_loop().time() >= until:
+                    raise _NotLed(f"{leader[-6:]} lives, but has not led within {seconds:.0f} s", [leader])
+                answer, _ = await channel.receive(JOIN_ANSWER, seconds=BEAT_SECONDS + ANSWER_SECONDS)
+            return answer
+
+    def _ranks_before(self, parent: str, one: str, other: str) -> bool:
+        included = self._standing(self._peer_id).included
+        return leads_before(parent, one, included) < leads_before(parent, other, included)

@@ -1,0 +1,149 @@
+"""Whom the host keeps out of its run, and why: a union of words signed with the host's key.
+
+For each peer the newest word counts, a ban or its end. So words can be repeated, come late and in any order, from anybody, and two machines
+that have the host's key agree as soon as each has heard the other's (docs/decisions/0016).
+"""
+
+import dataclasses
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from swarm import files
+from swarm.budget import Budget
+from swarm.digest import digest_json
+from swarm.records import BanWord
+from swarm.run_config import RunConfig
+from swarm.signing import BadSignature, HostKey, check_signature
+
+log = logging.getLogger(__name__)
+MOST_WORDS = 256
+"""Kept by everybody; 330 bytes each. A host with more to keep out wants tokens."""
+_CHECKS_PER_SECOND = 10.0
+"""Signatures of words that we do not know; each takes 0.2 ms, and 512 records under a run's key may bring two each. What is passed over comes round."""
+_MOST_REFUSED = 4096
+_WORDS: TypeAdapter[tuple[BanWord, ...]] = TypeAdapter(tuple[BanWord, ...])
+
+
+class Bans:
+    """host_key: whose words count; '' for nobody's. path: where they are kept; None: nowhere. rng: which words are handed on first."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        host_key: str = "",
+        words: Iterable[BanWord] = (),
+        *,
+        path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ):
+        self._run, self._host_key, self._path, self._rng = run, host_key, path, rng or random.Random()
+        self._checks = Budget(_CHECKS_PER_SECOND, 2 * MOST_WORDS, clock)
+        self._newest: dict[str, BanWord] = {}
+        self._refused: dict[BanWord, None] = {}
+        """Words that are not the host's: one signature costs 0.2 ms, and a stranger can repeat it with every record."""
+        self.version = 0
+        """Grows with each word that is news."""
+        self.hear(words)
+        if path is not None:
+            self.hear(read_words(path))
+
+    @property
+    def words(self) -> tuple[BanWord, ...]:
+        """Those in force, the newest first."""
+        return tuple(sorted(self._newest.values(), key=_age, reverse=True))
+
+    def reason(self, peer: str) -> str:
+        """Why `peer` is banned; '' when it is not."""
+        word = self._newest.get(peer)
+        return (word.reason or "no reason given") if word and word.banned else ""
+
+    def peers(self) -> set[str]:
+        """Those that are banned."""
+        return {word.peer for word in list(self._newest.values()) if word.banned}
+
+    def some(self, most: int) -> tuple[BanWord, ...]:
+        """Words to hand on: others ones each time, so that all of them come round."""
+        return tuple(self._rng.sample(list(self._newest.values()), min(most, len(self._newest))))
+
+    def hear(self, words: Iterable[BanWord], *, rumoured: bool = False) -> bool:
+        """Take over what is the host's and newer than what we knew; whether anything was. rumoured: by a record that anybody could sign."""
+        before = self.version
+        for word in words:
+            if self._is_news(word) and (self._checks.take() or not rumoured) and self._is_signed(word):
+                self._newest[word.peer] = word
+                self.version += 1
+                log.info("the host %s %s: %s", "bans" if word.banned else "lets in again", word.peer, word.reason or "no reason given")
+        while len(self._newest) > MOST_WORDS:
+            del self._newest[min(self._newest.values(), key=lambda word: (word.banned, *_age(word))).peer]
+        if self.version > before:
+            self._keep()
+        return self.version > before
+
+    def _is_news(self, word: BanWord) -> bool:
+        known = self._newest.get(word.peer)
+        return bool(self._host_key) and word not in self._refused and (known is None or _age(word) > _age(known))
+
+    def _is_signed(self, word: BanWord) -> bool:
+        try:
+            check_signature("ban", _digest(self._run, word), word.signature, self._host_key)
+        except BadSignature:
+            self._refused[word] = None
+            while len(self._refused) > _MOST_REFUSED:
+                del self._refused[next(iter(self._refused))]
+            return False
+        return True
+
+    def _keep(self) -> None:
+        if self._path is not None:
+            try:
+                write_words(self._path, self.words)
+            except OSError as error:
+                log.warning("the host's bans cannot be kept in %s: %s", self._path, error.strerror)
+
+
+def sign_word(key: HostKey, run: RunConfig, peer: str, *, banned: bool, reason: str = "", clock: Callable[[], float] = time.time) -> BanWord:
+    """The host's word that `peer` is banned from `run`, or no longer."""
+    word = BanWord(peer=peer, at=int(clock() * 1000), banned=banned, reason=reason, signature="")
+    return dataclasses.replace(word, signature=key.sign("ban", _digest(run, word)))
+
+
+def words_of(values: Any) -> tuple[BanWord, ...]:
+    """From what `said` made of them. Raises ValueError."""
+    return _WORDS.validate_python(values)
+
+
+def said(words: Iterable[BanWord]) -> list[dict[str, Any]]:
+    """As another process or a file is told of them."""
+    return [dict(vars(word)) for word in words]
+
+
+def read_words(path: Path) -> tuple[BanWord, ...]:
+    """Those kept in a file; none where there is none, or where it is damaged: whoever has them says them again."""
+    try:
+        return words_of(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        log.warning("the host's bans in %s cannot be read: %s", path, str(error)[:200])
+        return ()
+
+
+def write_words(path: Path, words: Iterable[BanWord]) -> None:
+    """Raises OSError."""
+    files.replace(path, (json.dumps(said(words), indent=1) + "\n").encode())
+
+
+def _age(word: BanWord) -> tuple[int, str]:
+    return word.at, word.signature  # of two words of one millisecond all take the same
+
+
+def _digest(run: RunConfig, word: BanWord) -> str:
+    return digest_json({"run": run.digest, "peer": word.peer, "at": word.at, "banned": word.banned, "reason": word.reason})
