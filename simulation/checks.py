@@ -105,12 +105,14 @@ class Checks:
         if boots == id(machine.sidecar) and self._is_ancestor(line["digest"], before):
             self.breach(f"went back from {before[:8]} to its ancestor {line['digest'][:8]}", machine)
         self._stands[machine.peer] = (id(machine.sidecar), line["digest"])
-        for digest in self.lineage(line["digest"]):
+        digest = line["digest"]
+        while digest in self.commits:
             holders = self._holders.setdefault(digest, set())
             self._rotted.discard((machine.peer, digest))
             if machine.peer in holders:
                 break
             holders.add(machine.peer)
+            digest = self.commits[digest].parent
 
     def _commit(self, machine: "Machine", digest: str, parent: str, number: int, samples: int, members: tuple) -> None:
         known = self.commits.get(digest)
@@ -213,7 +215,7 @@ class Checks:
 
     def done(self, machine: "Machine", number: int) -> None:
         """The trainer takes its contribution for done."""
-        lineages = (self.commits[digest] for digest in self.final if digest in self.commits)
+        lineages = (self.commits[digest] for digest in reversed(self.final) if digest in self.commits)  # the newest are the likely ones
         if not any(commit.included.get(machine.peer, 0) >= number and self._holds(commit, machine.peer, number) for commit in lineages):
             self.breach(f"contribution {number} is taken for done, and is in no state that was reported", machine)
 
@@ -224,7 +226,11 @@ class Checks:
             self.breach(f"contribution {number} is given up, and is in the state {digest[:8]}", machine)
 
     def _holds(self, commit: Commit, peer: str, number: int) -> bool:
-        return any((peer, number) == member[:2] for digest in self.lineage(commit.digest) for member in self.commits[digest].members)
+        while commit is not None:
+            if any((peer, number) == member[:2] for member in commit.members):
+                return True
+            commit = self.commits.get(commit.parent)
+        return False
 
     def accounts(self, machine: "Machine", accounts: Accounts) -> None:
         """Every sample that this trainer drew is open, in a contribution, or was reported."""

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 _PORT_MESSAGES = 60
 """A socket's room, in messages of some kB."""
+_MANY_TASKS = 64
 _EPOCH = 1.7e9
 _GRADIENTS = 8
 """That a boot draws; each step takes a multiple of one of them. To draw 1,536 numbers of a normal distribution takes as long as all else in a step."""
@@ -64,12 +65,15 @@ class Process:
         """Kept for as long as the world lives: what a killed process was in the middle of must not be unwound."""
         self.context = contextvars.copy_context()
         self.context.run(OWNER.set, self)
-        self._jobs = 0
+        self._jobs, self._many = 0, _MANY_TASKS
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
         task = self.context.copy().run(asyncio.get_running_loop().create_task, coroutine)
         task._log_destroy_pending = False
-        self.tasks = [task for task in self.tasks if not task.done()] + [task]
+        self.tasks.append(task)
+        if len(self.tasks) >= self._many:
+            self.tasks = [task for task in self.tasks if not task.done()]
+            self._many = 2 * len(self.tasks) + _MANY_TASKS
         return task
 
     def job(self, call: Callable[[], Any]) -> tuple[Any, float, Callable[[], None]]:

@@ -465,7 +465,8 @@ class Replica:
         others = self.neighbours.others()
         others = [record for record in others if record.peer_id in self.met] or others
         safe = {digest for record in others for digest in (record.digest, *record.parents)}
-        safe |= self._saver.on_disk(FINAL_SECONDS if others else 0.0)
+        seconds = FINAL_SECONDS if others else 0.0
+        safe |= {each.digest for each in self._finality.waiting if self._saver.is_on_disk(each.digest, seconds)}
         final = self._finality.take(safe)
         if final:
             await failpoints.reached("before_final", self.node.peer_id)

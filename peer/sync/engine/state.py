@@ -32,6 +32,8 @@ the trainer follow from this one: a header above the one and below the other end
 MOST_MEMBERS = 512
 """Of a round. So many twice, with the contributions of as many, are 180 KiB: the next header always fits."""
 MOST_COUNT = 1 << 53
+_MOST_BYTES_OF_A_PEER, _MOST_BYTES_BESIDE_PEERS = 112, 16 << 10
+"""Of a packed header: an id of 64 characters with number and samples by name are 105 bytes; all elders, parents and other texts 8 KB."""
 _FREE_NUMBERS, _NUMBERS_PER_ROUND = 10_000, 100
 """A forged number may not be so high that the one whose it is can never count beyond it."""
 
@@ -86,6 +88,12 @@ class Header:
     def num_bytes(self) -> int:
         """Packed, as it travels."""
         return len(msgpack.packb(self.to_json()))
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether it has more than MAX_HEADER_BYTES. It is not packed where so few peers cannot make it that large."""
+        named = len(self.included) + len(self.members) + sum(len(ancestor.members) for ancestor in self.ancestors)
+        return _MOST_BYTES_BESIDE_PEERS + named * _MOST_BYTES_OF_A_PEER > MAX_HEADER_BYTES and self.num_bytes > MAX_HEADER_BYTES
 
     def committed_round(self, digest: str) -> CommittedRound:
         """What to report of this state, whose digest is `digest`, once it is final."""
@@ -162,7 +170,7 @@ def _fitted(header: Header) -> Header:
     before (`local_work.follows`), so nobody can bring one of these twice. Then the oldest ancestors, down to the parent; the list of
     parents, which decides who gives up, gets as short as theirs.
     """
-    if header.num_bytes <= MAX_HEADER_BYTES:
+    if not header.is_too_large:
         return header
     recent = {member.peer for members in (header.members, *(a.members for a in header.ancestors)) for member in members}
     header = dataclasses.replace(header, included={peer: number for peer, number in header.included.items() if peer in recent})

@@ -221,15 +221,15 @@ class SharedBuffer:
         if fd is None:
             os.ftruncate(self.fd, num_bytes)
         self.num_bytes = os.fstat(self.fd).st_size
-        self._map = mmap.mmap(self.fd, self.num_bytes)
+        self._bytes = torch.frombuffer(mmap.mmap(self.fd, self.num_bytes), dtype=torch.uint8)
 
     def bytes(self) -> Tensor:
         """(num_bytes,) uint8 view; it keeps the mapping alive."""
-        return torch.frombuffer(self._map, dtype=torch.uint8)
+        return self._bytes
 
     def floats(self) -> Tensor:
         """(num_bytes / 4,) float32 view; it keeps the mapping alive."""
-        return torch.frombuffer(self._map, dtype=torch.float32)
+        return self._bytes.view(torch.float32)
 
     def __del__(self) -> None:
         # The mapping outlives the descriptor, and tensors outlive this object.

@@ -47,7 +47,7 @@ def test_leaving_while_a_state_is_written_waits_for_that_and_writes_no_second_ti
         await asyncio.sleep(0)
         store.free.set()
         await asyncio.wait_for(leaving, 60)
-        assert store.begun == 1 and state.digest in saver.on_disk()
+        assert store.begun == 1 and saver.is_on_disk(state.digest)
         assert store.load("run", "schema", state.buffer.num_bytes, 64).digest == state.digest
 
     asyncio.run(scenario())
@@ -57,13 +57,15 @@ def test_of_many_quick_rounds_each_is_remembered_until_it_is_final(tmp_path):
     """Seen in the code: of rounds of three seconds none was ever on the disk for the two minutes that make one final without company."""
 
     async def scenario():
-        now, state = [0.0], a_state()
+        now, state, digests = [0.0], a_state(), []
         saver = Saver(StateStore(tmp_path), state_of(torch.zeros(10)), lambda: None, lambda error: None, clock=lambda: now[0])
         for number in range(2, 302):
             state = next_state(state, [[torch.ones(10)]], [Member("a", number, 8)])
             await saver.save(state)
+            digests.append(state.digest)
             now[0] += 3.0
-        assert len(saver.on_disk(FINAL_SECONDS)) > 100 and len(saver.on_disk()) <= 202
+        assert sum(saver.is_on_disk(digest, FINAL_SECONDS) for digest in digests) > 100
+        assert sum(saver.is_on_disk(digest) for digest in digests) <= 202
 
     asyncio.run(scenario())
 
@@ -72,12 +74,12 @@ def test_a_state_that_was_handed_over_is_written_if_it_is_not_there_yet(tmp_path
     async def scenario():
         store, state = StateStore(tmp_path), a_state()
         saver = Saver(store, state, lambda: None, lambda error: None)
-        assert not saver.on_disk(), "nobody has written it here"
+        assert not saver.is_on_disk(state.digest), "nobody has written it here"
         forever = asyncio.create_task(saver.save_forever())
-        await until(lambda: state.digest in saver.on_disk())
+        await until(lambda: saver.is_on_disk(state.digest))
         await end_tasks(forever)
         assert store.load("run", "schema", state.buffer.num_bytes, 64).digest == state.digest
-        assert Saver(store, state, lambda: None, lambda error: None).on_disk() == {state.digest}
+        assert Saver(store, state, lambda: None, lambda error: None).is_on_disk(state.digest)
 
     asyncio.run(scenario())
 
@@ -98,8 +100,8 @@ def test_a_state_is_not_written_before_its_time_and_then_the_newest_one(tmp_path
         assert not store.begun
         saver.want(second := next_state(first, [[torch.zeros(10)]], [Member("a", 2, 8)]))
         allowed.set()
-        await until(lambda: second.digest in saver.on_disk())
-        assert store.begun == 1 and first.digest not in saver.on_disk()
+        await until(lambda: saver.is_on_disk(second.digest))
+        assert store.begun == 1 and not saver.is_on_disk(first.digest)
         await end_tasks(forever)
 
     asyncio.run(scenario())
@@ -114,6 +116,6 @@ def test_a_state_that_the_disk_refused_is_tried_again_when_wanted_again(tmp_path
             await saver.save(state)
         folder.mkdir()
         await saver.save(state)
-        assert state.digest in saver.on_disk() and len(list(folder.iterdir())) == 1
+        assert saver.is_on_disk(state.digest) and len(list(folder.iterdir())) == 1
 
     asyncio.run(scenario())

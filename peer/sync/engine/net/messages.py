@@ -118,7 +118,7 @@ def _not_too_many(included: Any) -> Any:
 
 
 def _fits(header: Header) -> Header:
-    if header.num_bytes > MAX_HEADER_BYTES:
+    if header.is_too_large:
         raise ValueError(f"a header of {header.num_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed")
     header.check()
     return header

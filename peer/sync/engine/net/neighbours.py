@@ -51,6 +51,8 @@ class Neighbours:
         """Of `_seen`, those of this run."""
         self._others: list[PeerRecord] = []
         """Of `_live`, those with the same tensors."""
+        self._peers: frozenset[str] = frozenset()
+        """Their ids."""
         self._own_read: float | None = None
         self._said: dict[float, None] = {}
         self._not_ours: float | None = None
@@ -80,6 +82,7 @@ class Neighbours:
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
         self._live = self._of_this_run()
         self._others = [record for record in self._live if record.schema == self._schema]
+        self._peers = frozenset(record.peer_id for record in self._others)
         self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGOTTEN_SECONDS}
         if own := found.get(self._node.peer_id):
             self._own_read = now
@@ -100,6 +103,10 @@ class Neighbours:
     def others(self) -> Sequence[PeerRecord]:
         """Live peers of this run other than us, with the same tensors, within what an honest peer does."""
         return self._others
+
+    def knows(self, peer: str) -> bool:
+        """Whether it is one of them."""
+        return peer in self._peers
 
     def of_other_tensors(self) -> bool:
         """Whether every other live peer trains other tensors than we: a version or method that differs here."""

@@ -198,7 +198,7 @@ class Heads:
         self._told: dict[str, tuple[PeerRecord, Claim]] = {}
         """Of each live peer its record, and what that claims: a look comes some thirty times as often as a record."""
         self._claimed: tuple[Collection[PeerRecord], dict[str, tuple[Head, float]], float, list[Claim]] = (), {}, 0.0, []
-        """All claims, of which records and words, and until when; neither is ever changed in place."""
+        """All claims, of which records and words, and until when; in place only words are ever changed that are no news."""
         self._with_us: tuple[Collection[PeerRecord], float] = (), 0.0
         """The others as they were when nobody stood but on our state or before it, and until when that is known to last."""
         self._deserted_since: float | None = None
@@ -223,7 +223,16 @@ class Heads:
         now, (others, until) = self._clock(), self._with_us
         # What we know already, or what is before it, leaves nobody elsewhere: that was counted when the others' records came.
         self._with_us = (others, min(until, now + RENEW_SECONDS)) if self._is_ours_or_before(head) else ((), 0.0)
-        self._heard = {peer: entry for peer, entry in self._heard.items() if now - entry[1] < RENEW_SECONDS} | {peer: (head, now)}
+        before = self._heard.get(peer, (head,))[0]
+        if self._is_news(peer, head) or self._is_news(peer, before):
+            self._heard = {**self._heard, peer: (head, now)}
+        else:
+            self._heard[peer] = head, now
+
+    def _is_news(self, peer: str, head: Head) -> bool:
+        """Whether its word that it stands at `head` counts in place of its record: of a hundred callers in a round few bring any."""
+        known = self._told.get(peer)
+        return known is None or head.samples > known[1].head.samples
 
     def let_go(self, peer: str, digest: str) -> None:
         """`peer` called us to a round on the state `digest`, and we had nothing to bring in time: it may go on without us."""
@@ -243,7 +252,7 @@ class Heads:
         self._look_for_a_leader(claims)
         if all(self._is_ours_or_before(claim.head) for claim in claims):  # between two rounds; spares the count
             self._deserted_since = None
-            self._with_us = others, min((since + RENEW_SECONDS for _, since in self._heard.values()), default=math.inf)
+            self._with_us = others, self._words_last_until(now)
             return {}
         ballot = self._ballot(self._one_is_enough, claims)
         right = ballot.right()
@@ -336,19 +345,22 @@ class Heads:
         if others is known and heard is self._heard and now < until:
             return claims
         told, claims = {}, []
+        self._heard = {peer: entry for peer, entry in self._heard.items() if now - entry[1] < RENEW_SECONDS}
         for record in others:
             kept = self._told.get(record.peer_id)
             if kept is None or kept[0] is not record:
                 kept = record, _claim_of(record)
             told[record.peer_id], claim = kept, kept[1]
             heard = self._heard.get(record.peer_id)
-            if heard is not None and heard[0].samples > claim.head.samples and now - heard[1] < RENEW_SECONDS:
+            if heard is not None and heard[0].samples > claim.head.samples:
                 claim = replace(claim, head=heard[0])
             claims.append(claim)
         self._told = told
-        until = min((since + RENEW_SECONDS for _, since in self._heard.values() if now - since < RENEW_SECONDS), default=math.inf)
-        self._claimed = others, self._heard, until, claims
+        self._claimed = others, self._heard, self._words_last_until(now), claims
         return claims
+
+    def _words_last_until(self, now: float) -> float:
+        return min((since + RENEW_SECONDS for _, since in self._heard.values() if now - since < RENEW_SECONDS), default=math.inf)
 
     def _one_is_enough(self, head: Head, signers: Collection[Claim]) -> bool:
         """Whether one peer that we have met may have made `head` without a second one: after it called us in vain, or with us."""

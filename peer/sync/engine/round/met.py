@@ -17,31 +17,26 @@ _MOST = 4096
 """Peers remembered, the last met; 200 kB on disk."""
 
 
-class Met:
-    """`peer in met`. run: digest of the configuration; a file of another run is begun anew, as is one that cannot be read."""
+class Met(dict[str, None]):
+    """`peer in met`, the last met at the end. run: digest of the configuration; a file of another run is begun anew, as is one that cannot be
+    read. A dict, since a peer of eight asks it a hundred times a second."""
 
     def __init__(self, path: Path, run: str):
         self._path, self._run = path, run
-        self._peers = dict.fromkeys(self._read())
-
-    def __contains__(self, peer: object) -> bool:
-        return peer in self._peers
-
-    def __len__(self) -> int:
-        return len(self._peers)
+        super().__init__(dict.fromkeys(self._read()))
 
     def averaged(self, peers: Iterable[str]) -> None:
         """We have averaged a round with `peers`. A disk that cannot take the list costs memory of it after a restart, no more."""
-        peers, known = list(peers), set(self._peers)
+        peers, known = list(peers), set(self)
         for peer in peers:
-            self._peers.pop(peer, None)
-            self._peers[peer] = None
-        while len(self._peers) > _MOST:
-            del self._peers[next(iter(self._peers))]
-        if set(self._peers) == known:
+            self.pop(peer, None)
+            self[peer] = None
+        while len(self) > _MOST:
+            del self[next(iter(self))]
+        if self.keys() == known:
             return
         try:
-            files.replace(self._path, json.dumps({"run": self._run, "peers": list(self._peers)}).encode())
+            files.replace(self._path, json.dumps({"run": self._run, "peers": list(self)}).encode())
         except OSError as error:
             log.warning("cannot keep the list of peers met in %s: %s", self._path, error)
 

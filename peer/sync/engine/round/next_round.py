@@ -43,11 +43,12 @@ class NextRound:
 
     def is_called(self) -> bool:
         """Whether somebody is ready to average onto our state."""
-        return self._state.value.digest in self._callers().values()
+        ours = self._state.value.digest
+        return any(digest == ours for digest, _ in self._called.values())
 
     def is_called_here_or_ahead(self) -> bool:
         """The same, or onto one that we do not know. Who calls onto the state before ours has missed a round, and comes after us."""
-        return any(digest not in self._state.value.header.parents for digest in self._callers().values())
+        return bool(self._called) and any(digest not in self._state.value.header.parents for digest in self._callers().values())
 
     def is_full(self, progress: Progress) -> bool:
         """To the nearest end of a step: who begins another one shortly before, keeps all others waiting for it."""

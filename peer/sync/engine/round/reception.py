@@ -58,7 +58,7 @@ class Reception:
         return self._catch_up.held_back
 
     def _knows(self, peer: str) -> bool:
-        return peer == self._peer_id or any(record.peer_id == peer for record in self._neighbours.others())
+        return peer == self._peer_id or self._neighbours.knows(peer)
 
     def _let_go(self, peer: str, digest: str) -> None:
         """`peer` averages onto the state `digest`: without us, if we are not there, have nothing, or need longer than it has patience for."""

@@ -111,8 +111,21 @@ class Status:
         waits = self._phase.value in (Phase.JOIN, Phase.FETCH)
         return (self._catch_up.words if waits else "") or self.note or self._catch_up.trouble
 
+    def _note(self) -> str:
+        return words(self._said(), MAX_NOTE)
+
+    def _phase_as_seen(self) -> str:
+        return seen_as(self._phase.value, assists=self._assists, paused=self._trainer.progress.paused)
+
+    def _waiting_samples(self) -> int:
+        return min(self._trainer.progress.waiting, 2 * self._run.target_batch_size)
+
+    def _samples_per_second(self) -> float:
+        progress = self._trainer.progress
+        return progress.samples_per_second if self._phase.value is Phase.TRAIN and not progress.waits else 0.0
+
     def record(self, maddrs: tuple[str, ...] = ()) -> PeerRecord:
-        state, phase, progress = self._state.value, self._phase.value, self._trainer.progress
+        state, progress = self._state.value, self._trainer.progress
         header = state.header
         return PeerRecord(
             peer_id=self._node.peer_id,
@@ -123,13 +136,13 @@ class Status:
             digest=state.digest,
             parents=header.parents,
             backers=self._heads.backers(),
-            waiting_samples=min(progress.waiting, 2 * self._run.target_batch_size),
-            samples_per_second=progress.samples_per_second if phase is Phase.TRAIN and not progress.waits else 0.0,
+            waiting_samples=self._waiting_samples(),
+            samples_per_second=self._samples_per_second(),
             loss=progress.loss,
-            phase=seen_as(phase, assists=self._assists, paused=progress.paused),
+            phase=self._phase_as_seen(),
             name=self._name,
             hardware=self._hardware,
-            note=words(self._said(), MAX_NOTE),
+            note=self._note(),
             group_size=self._group_size,
             sent_bytes=self._traffic.up,
             received_bytes=self._traffic.down,
@@ -143,24 +156,23 @@ class Status:
 
     def seen(self) -> dict[str, Any]:
         """For this peer's owner: what it does, and the figures of the swarm by the names that `peer.figures.metrics.METRICS` has."""
-        state, record, others = self._state.value, self.record(), self._neighbours.others()
-        here = [other for other in others if other.digest == state.digest]
+        state, others, traffic = self._state.value, self._neighbours.others(), self._traffic
         return {
-            "phase": record.phase,
-            "note": record.note,
-            "round": record.round,
-            "committed": record.samples,
+            "phase": self._phase_as_seen(),
+            "note": self._note(),
+            "round": state.header.round,
+            "committed": state.header.samples,
             "peers": len(state.header.members),
             "live_peers": self.training(),
-            "swarm_samples_per_second": record.samples_per_second + sum(other.samples_per_second for other in others),
-            "round_waiting": record.waiting_samples + sum(other.waiting_samples for other in here),
+            "swarm_samples_per_second": self._samples_per_second() + sum(other.samples_per_second for other in others),
+            "round_waiting": self._waiting_samples() + sum(other.waiting_samples for other in others if other.digest == state.digest),
             "round_target": span.round_samples(self._run, self._end, state.header),
-            "sent_bytes": self._moved[0] + self._traffic.up,
-            "received_bytes": self._moved[1] + self._traffic.down,
-            "round_sent_bytes": record.sent_bytes,
-            "round_received_bytes": record.received_bytes,
-            "transfer_seconds": record.transfer_seconds,
-            "share_lost": record.share_lost,
+            "sent_bytes": self._moved[0] + traffic.up,
+            "received_bytes": self._moved[1] + traffic.down,
+            "round_sent_bytes": traffic.up,
+            "round_received_bytes": traffic.down,
+            "transfer_seconds": traffic.seconds,
+            "share_lost": self._trainer.progress.share_lost,
         }
 
     def run_record(self) -> RunRecord:

@@ -224,6 +224,7 @@ FromSidecar = Ready | Freeze | Train | Rebase | Final | News | Extended | Seen |
 Message = FromTrainer | FromSidecar
 
 _KINDS = {kind.__name__.lower(): kind for kind in (*FromTrainer.__args__, *FromSidecar.__args__)}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 class Sends(Protocol):
@@ -234,9 +235,10 @@ class Sends(Protocol):
 
 def pack(message: Message) -> tuple[str, dict[str, Any], list[SharedBuffer]]:
     """Its kind, its values, and its memory, as a port takes them."""
-    said = vars(message)
-    buffers = [value for value in said.values() if isinstance(value, SharedBuffer)]
-    return type(message).__name__.lower(), {name: value for name, value in said.items() if not isinstance(value, SharedBuffer)}, buffers
+    cls, values = type(message), vars(message)
+    if memory := _memory(cls):
+        values = {name: value for name, value in values.items() if name not in memory}
+    return _NAMES[cls], values, [getattr(message, name) for name in memory]
 
 
 def unpack(kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> Message:

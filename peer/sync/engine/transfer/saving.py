@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 
 from peer.sync.engine import failpoints
@@ -33,10 +32,11 @@ class Saver:
         self._next: State | None = None
         self._wanted = asyncio.Event()
         self._writing: asyncio.Task | None = None
-        self._saved: deque[tuple[str, float]] = deque()
+        self._saved: dict[str, float] = {}
+        """Digest -> since when it is on disk, the first one first."""
         if (found := store.open(state.digest)) is not None:
             with found:
-                self._saved.append((state.digest, clock()))
+                self._saved[state.digest] = clock()
         elif state.header.round:
             self.want(state)  # the trainer's, or one just fetched: whoever had it may never have come to write it
 
@@ -45,10 +45,9 @@ class Saver:
         self._next = state
         self._wanted.set()
 
-    def on_disk(self, seconds: float = 0.0) -> set[str]:
-        """Digests of the states that have been on disk for so long."""
-        now = self._clock()
-        return {digest for digest, since in self._saved if now - since >= seconds}
+    def is_on_disk(self, digest: str, seconds: float = 0.0) -> bool:
+        """Whether that state has been on disk for so long."""
+        return digest in self._saved and self._clock() - self._saved[digest] >= seconds
 
     async def save_forever(self) -> None:
         while True:
@@ -70,13 +69,13 @@ class Saver:
         if self._writing is not None:
             # Whoever wanted that one was cancelled, which ends no thread: two must not write one file.
             await asyncio.wait({self._writing})
-        if state.header.round and state.digest not in self.on_disk():
+        if state.header.round and state.digest not in self._saved:
             self._writing = asyncio.create_task(self._write(state))
             await asyncio.shield(self._writing)
 
     async def _write(self, state: State) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._store.save, state)
         now = self._clock()
-        self._saved.append((state.digest, now))
-        while now - self._saved[0][1] > _REMEMBERED_SECONDS:
-            self._saved.popleft()
+        self._saved[state.digest] = now
+        while now - self._saved[oldest := next(iter(self._saved))] > _REMEMBERED_SECONDS:
+            del self._saved[oldest]
