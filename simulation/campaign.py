@@ -16,14 +16,16 @@ from simulation.faults import FAULTS
 from simulation.shrink import promise
 from simulation.world import STRANGERS, Scenario, play
 
-KINDS = (*(name for name in FAULTS if name != "extend"), "nat")
+RARE = ("rot", "discard", "relief")
+"""In worlds of their own: everywhere, they would leave the other faults too few rounds to strike."""
+KINDS = (*(name for name in FAULTS if name not in ("extend", *RARE)), "nat")
 WITH_STRANGERS = ("reset", "slow", "clock", "answers", "ledger")
 """Faults that leave those alive whom one has met: among strangers alone nobody knows whom to believe (docs/protocol.md, R5)."""
 WITH_AN_END = ("extend", "reset", "slow", "clock", "pause")
 """Faults that leave the peers, and what they have to say, to the end of a run. Who is away for longer than the others linger misses it."""
 WITH_RELIEF = ("relief", "clock", "slow")
 """Beside more faults too few rounds are made in its time."""
-_WITH_AN_END, _WITH_RELIEF, _WITH_STRANGERS = 0.08, 0.1, 0.08
+_WITH_AN_END, _WITH_RELIEF, _WITH_RARE, _WITH_STRANGERS = 0.08, 0.15, 0.15, 0.08
 """Of all worlds."""
 SYNCS, WIRES = ("parameters", "diloco", "gradients"), ("fp32", "fp16", "int8", "int4")
 _WORLDS_OF_A_PROCESS = 100
@@ -55,6 +57,8 @@ def mixed(seed: int) -> Scenario:
         return replace(scenario, faults=WITH_AN_END, total_samples=rounds * scenario.target_per_peer * scenario.peers)
     if kind < _WITH_AN_END + _WITH_RELIEF:
         return replace(scenario, faults=WITH_RELIEF, fault_seconds=15.0, hours=0.06, peers=min(scenario.peers, 3), min_peers=1)
+    if kind < _WITH_AN_END + _WITH_RELIEF + _WITH_RARE:
+        return replace(scenario, faults=(*scenario.faults, *RARE))
     if kind > 1 - _WITH_STRANGERS:
         strangers = tuple(sorted(rng.sample(STRANGERS, rng.choice([1, 2, 4]))))
         return replace(scenario, faults=WITH_STRANGERS, strangers=strangers, peers=max(scenario.peers, 3))

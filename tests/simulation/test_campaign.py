@@ -2,7 +2,7 @@
 
 import json
 
-from simulation.campaign import KINDS, campaign, mixed, read, summary
+from simulation.campaign import KINDS, RARE, campaign, mixed, read, summary
 from simulation.world import STRANGERS
 
 
@@ -13,7 +13,7 @@ def line(seed, breach="", **struck):
 def test_a_seeds_scenario_is_its_own_and_all_kinds_are_drawn():
     scenarios = [mixed(seed) for seed in range(1000)]
     assert scenarios == [mixed(seed) for seed in range(1000)]
-    assert {s.peers for s in scenarios} == set(range(1, 9)) and {name for s in scenarios for name in s.faults} == {*KINDS, "extend"}
+    assert {s.peers for s in scenarios} == set(range(1, 9)) and {name for s in scenarios for name in s.faults} == {*KINDS, *RARE, "extend"}
     assert {name for s in scenarios for name in s.strangers} == set(STRANGERS) and {s.min_peers for s in scenarios} == {1, 2}
     assert all((s.total_samples > 0) == ("extend" in s.faults) and s.min_peers <= s.peers for s in scenarios)
     assert {s.sync for s in scenarios} == {"parameters", "diloco", "gradients"} and {s.wire for s in scenarios} == {"fp32", "fp16", "int8", "int4"}
