@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation(
         "reported_too_early",
         "a state is reported as final before another peer has it, or a disk",
-        "        safe |= self._saver.on_disk(FINAL_SECONDS if others else 0.0)\n",
+        "        safe |= {each.digest for each in self._finality.waiting if self._saver.is_on_disk(each.digest, seconds)}\n",
         "        safe |= {self.state.value.digest}\n",
     ),
     Mutation(
@@ -121,8 +121,8 @@ MUTATIONS = (
     Mutation(
         "handed_over_is_on_disk",
         "6fea4f3: a state that was handed over counts as on disk although nobody has written it",
-        "            with found:\n                self._saved.append((state.digest, clock()))\n        elif state.header.round:\n",
-        "            found.close()\n        if state.header.round:\n            self._saved.append((state.digest, clock()))\n",
+        "            with found:\n                self._saved[state.digest] = clock()\n        elif state.header.round:\n",
+        "            found.close()\n        if state.header.round:\n            self._saved[state.digest] = clock()\n",
     ),
     Mutation(
         "withdrawn_work_stays",
