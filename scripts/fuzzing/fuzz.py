@@ -71,6 +71,16 @@ def tried(parser: Parser, cases: int, seed: int) -> Tried:
     return outcome
 
 
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """What the server refuses it also logs."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def _most_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -100,8 +110,7 @@ def main(argv: Sequence[str]) -> int:
     asked = options.parse_args(argv)
     if asked.cases < 1:
         raise UserError(f"--cases {asked.cases}: that tries nothing.", fix="Give 1 or more.")
-    logging.disable(logging.CRITICAL)  # what the server refuses it also logs
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
+    with _unlogged(), contextlib.closing(asyncio.new_event_loop()) as loop:
         there = list(parsers(Recording(asked.seed, _ROUNDS), loop))
         chosen = [parser for parser in there if not asked.only or any(name in parser.name for name in asked.only)]
         if not chosen:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import random
 
 import pytest
@@ -68,6 +69,7 @@ def test_another_error_is_a_fault_with_its_bytes(capsys, monkeypatch):
     *rows, last = capsys.readouterr().out.splitlines()
     assert rows[1].split()[0] == "broken" and rows[1].endswith("3") and "KeyError" in rows[2]
     assert json.loads(last)["faults"] == 3 and json.loads(last)["parsers"] == 1
+    assert logging.getLogger().isEnabledFor(logging.ERROR), "whoever runs it in his process goes on logging"
 
 
 def test_a_case_that_takes_long_or_much_memory_is_a_fault(monkeypatch):
