@@ -10,34 +10,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from datasetserver import work_folder
+from datasetserver import orders, work_folder
 from swarm.arguments import ArgumentParser
-from swarm.bans import MOST_WORDS, Bans, read_words, sign_word, write_words
+from swarm.bans import Bans, read_words, sign_word, write_words
 from swarm.errors import ExitCode, UserError
-from swarm.records import MAX_REASON, BanWord, words
+from swarm.records import MAX_REASON, MOST_BANS, words
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
 VERBS = ("ban", "unban", "members")
-LOOK_SECONDS = 1.0
-_FILE = "run_bans.json"
 _SHORTEST_ENDING = 6
 """Characters of a peer's id, as log lines show them."""
-
-
-class Words:
-    """What the file in `work_dir` says, as of the last second; the same tuple while it says the same. clock: in seconds."""
-
-    def __init__(self, work_dir: Path, clock: Callable[[], float] = time.monotonic):
-        self._path, self._clock = work_dir / _FILE, clock
-        self._looked, self._words = float("-inf"), ()
-
-    def __call__(self) -> tuple[BanWord, ...]:
-        now = self._clock()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked, words = now, read_words(self._path)
-            self._words = self._words if words == self._words else words
-        return self._words
 
 
 def main(argv: Sequence[str]) -> None:
@@ -72,8 +55,8 @@ def say(work_dir: Path, run: RunConfig, peer: str, *, banned: bool, reason: str 
     """Put the word into the file. Raises UserError when there is no room for it or the disk does not take it."""
     bans = _bans(work_dir, run)
     known = {word.peer: word for word in bans.words}
-    if peer not in known and len(known) >= MOST_WORDS:
-        raise UserError(f"{MOST_WORDS} peers are banned or were.", fix="Serve with --tokens, and remove those of who does harm.")
+    if peer not in known and len(known) >= MOST_BANS:
+        raise UserError(f"{MOST_BANS} peers are banned or were.", fix="Serve with --tokens, and remove those of who does harm.")
     latest = known[peer].at if peer in known else 0
     reason = words(reason, MAX_REASON)
     word = sign_word(
@@ -82,35 +65,24 @@ def say(work_dir: Path, run: RunConfig, peer: str, *, banned: bool, reason: str 
     )  # fmt: skip
     bans.hear([word])
     try:
-        write_words(work_dir / _FILE, bans.words)
+        write_words(work_dir / orders.BANS, bans.words)
     except OSError as error:
         raise UserError(f"Cannot write in {work_dir}: {error.strerror}.", fix="Check --work_dir.", code=ExitCode.DISK) from None
 
 
 def _bans(work_dir: Path, run: RunConfig) -> Bans:
-    return Bans(run, HostKey(work_dir / work_folder.HOST_KEY).public, read_words(work_dir / _FILE))
+    return Bans(run, HostKey(work_dir / work_folder.HOST_KEY).public, read_words(work_dir / orders.BANS))
 
 
 def _ledger(work_dir: Path) -> tuple[RunConfig, Counter[str], dict[str, str]]:
     """The run there, and of each peer how many of its samples count and the name of its token. Raises UserError where there is none."""
-    import contextlib
-    import sqlite3
+    from datasetserver.ledger import look_into  # SQLite and the ledger's rules: the other commands need none of it
 
-    from datasetserver.ledger import stored_run  # SQLite and the ledger's rules: the other commands need none of it
-    from datasetserver.store import Store
-
-    path = work_dir / work_folder.LEDGER
-    run = stored_run(path)
-    if run is None:
-        raise UserError(f"No run has begun in {work_dir}.", fix="Give --dataset or --work_dir as to the server.")
-    try:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
-            store, samples = Store(db, ()), Counter()
-            for contribution in store.contributions():
-                samples[contribution.peer] += contribution.samples if contribution.live else 0
-            return run, samples, dict(store.tokens_of_peers())
-    except sqlite3.DatabaseError as error:
-        raise UserError(f"The ledger {path} cannot be read: {error}.", fix="Check the disk.", code=ExitCode.DISK) from None
+    with look_into(work_dir) as (run, store):
+        samples: Counter[str] = Counter()
+        for contribution in store.contributions():
+            samples[contribution.peer] += contribution.samples if contribution.live else 0
+        return run, samples, dict(store.tokens_of_peers())
 
 
 def _lines(samples: Counter[str], tokens: dict[str, str], bans: Bans) -> list[str]:

@@ -3,14 +3,12 @@
 Whether a server runs on the ledger or not: it is only read here, and an order is a file that the server looks for.
 """
 
-import contextlib
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
 from datasetserver import orders, work_folder
 from swarm.arguments import ArgumentParser
-from swarm.errors import ExitCode, UserError
+from swarm.errors import UserError
 
 VERBS = ("heads", "discard")
 _SHOWN, _REPORTERS = 20, 3
@@ -41,23 +39,14 @@ def main(argv: Sequence[str]) -> None:
 
 def lines(work_dir: Path) -> list[str]:
     """Raises UserError where there is no ledger."""
-    from datasetserver.ledger import stored_run  # SQLite and the ledger's rules: the other commands need none of it
-    from datasetserver.store import Store
+    from datasetserver.ledger import look_into  # SQLite and the ledger's rules: the other commands need none of it
     from datasetserver.tree import StateTree
 
-    path = work_dir / work_folder.LEDGER
-    run = stored_run(path)
-    if run is None:
-        raise UserError(f"No run has begun in {work_dir}.", fix="Give --dataset or --work_dir as to the server.")
-    try:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
-            store = Store(db, ())
-            registered = {(c.peer, c.number): c.samples + c.repeated for c in store.contributions()}
-            tree = StateTree(lambda pair: registered.get(pair, 0), 2 * run.target_batch_size)
-            for state in store.states():
-                tree.add(state)
-    except sqlite3.DatabaseError as error:
-        raise UserError(f"The ledger {path} cannot be read: {error}.", fix="Check the disk.", code=ExitCode.DISK) from None
+    with look_into(work_dir) as (run, store):
+        registered = {(c.peer, c.number): c.samples + c.repeated for c in store.contributions()}
+        tree = StateTree(lambda pair: registered.get(pair, 0), 2 * run.target_batch_size)
+        for state in store.states():
+            tree.add(state)
     tips = tree.tips()
     shown = [_line(state, "head" if state is tree.head else "    ") for state in tips[:_SHOWN]]
     rest = [f"... and {len(tips) - _SHOWN} more"] if len(tips) > _SHOWN else []

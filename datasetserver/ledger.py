@@ -12,14 +12,15 @@ import logging
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from datasetserver.book import Book
 from datasetserver.refused import Refused
-from datasetserver.store import SCHEMA
+from datasetserver.store import SCHEMA, Store
+from datasetserver.work_folder import LEDGER
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 
@@ -148,6 +149,20 @@ def stored_run(path: Path) -> RunConfig | None:
     except sqlite3.DatabaseError as error:
         raise _cannot_be_opened(str(path), error) from None
     return RunConfig.from_mapping(json.loads(values), where=str(path)) if values else None
+
+
+@contextlib.contextmanager
+def look_into(work_dir: Path) -> Iterator[tuple[RunConfig, Store]]:
+    """The run there and what its ledger holds, whether a server runs on it or not. Raises UserError where no run has begun, or it cannot be read."""
+    path = work_dir / LEDGER
+    run = stored_run(path)
+    if run is None:
+        raise UserError(f"No run has begun in {work_dir}.", fix="Give --dataset or --work_dir as to the server.")
+    try:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
+            yield run, Store(db, ())
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"The ledger {path} cannot be read: {error}.", fix="Check the disk.", code=ExitCode.DISK) from None
 
 
 def epochs_begun(path: Path) -> int | None:

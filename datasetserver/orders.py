@@ -1,4 +1,4 @@
-"""What the host orders of the run that it serves: pause, resume, end, extend, discard.
+"""What the host orders of the run that it serves: pause, resume, end, extend, discard, ban.
 
 An order is a word or a number in a file of the work folder, which nobody else can write. A running server reads the file once a second,
 and every server reads it when it starts, so that no order is lost with a server.
@@ -14,12 +14,15 @@ from pathlib import Path
 from datasetserver import work_folder
 from swarm import files
 from swarm.arguments import ArgumentParser
+from swarm.bans import read_words
 from swarm.end import refuse_extension
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import RunState
+from swarm.records import BanWord
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
+BANS = "run_bans.json"
 _FILE, _EXTENSION, _DISCARDED = "run_state", "run_extension", "run_discarded"
 _STATES: dict[str, RunState] = {"pause": "paused", "resume": "running", "end": "ended"}
 VERBS = (*_STATES, "extend")
@@ -39,6 +42,8 @@ class Orders:
         self._extension = work_dir / _EXTENSION
         self._looked, self._state, self._extended = float("-inf"), "running", 0
         self._discarded: frozenset[str] = frozenset()
+        self._bans, self._bans_read = work_dir / BANS, None
+        self._banned: tuple[BanWord, ...] = ()
         self._lock = threading.Lock()
 
     def __call__(self) -> RunState:
@@ -55,6 +60,11 @@ class Orders:
         self._look_seldom()
         return self._discarded
 
+    def banned(self) -> tuple[BanWord, ...]:
+        """The host's words about peers; the same tuple while the file does not change."""
+        self._look_seldom()
+        return self._banned
+
     def _look_seldom(self) -> None:
         with self._lock:
             now = self._clock()
@@ -63,6 +73,11 @@ class Orders:
                 self._look()
                 self._look_for_extension()
                 self._look_for_discarded()
+                self._look_for_banned()
+
+    def _look_for_banned(self) -> None:
+        if (version := files.version(self._bans)) != self._bans_read:
+            self._bans_read, self._banned = version, read_words(self._bans)
 
     def _look_for_discarded(self) -> None:
         try:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from datasetserver import bans, connections
+from datasetserver import connections
 from datasetserver.app import make_app
 from datasetserver.book import Book
 from datasetserver.config import ServerConfig
@@ -124,7 +124,7 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
     service = Service(
         data, work_dir, url, key, open_, rendezvous,
         tokens=guard.tokens, limits=Limits(config.max_requests_per_second), pictures_from=config.pictures_from,
-        extended=orders.extended, banned=bans.Words(work_dir), states=States(Path(config.states) if config.states else None),
+        extended=orders.extended, banned=orders.banned, states=States(Path(config.states) if config.states else None),
         names=Names([here, config.public_url], [config.host, *config.server_names]),
     )  # fmt: skip
     runner = web.AppRunner(make_app(service), access_log=None, shutdown_timeout=_LAST_SECONDS)

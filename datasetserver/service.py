@@ -110,7 +110,8 @@ class Service:
     def live_peers(self) -> list[protocol.PeerInfo]:
         """Without those that are banned."""
         peers = self.rendezvous.peers() if self.rendezvous else []
-        return [peer for peer in peers if self.run is None or not self.bans.reason(peer.peer_id)]
+        banned = self.bans.peers() if self.run else ()
+        return [peer for peer in peers if peer.peer_id not in banned]
 
 
 HISTORY = "history.sqlite"

@@ -40,7 +40,7 @@ class Tokens:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic):
         self._path, self._clock = path, clock
         self._names: dict[str, str] | None
-        self._seen = _version(path)  # first: what changes while it is read is read again
+        self._seen = files.version(path)  # first: what changes while it is read is read again
         self._names, self._looked = _read(path), clock()
 
     def holder(self, token: str) -> str | None:
@@ -59,7 +59,7 @@ class Tokens:
     def _look(self) -> None:
         if self._clock() - self._looked < LOOK_SECONDS:
             return
-        self._looked, version = self._clock(), _version(self._path)
+        self._looked, version = self._clock(), files.version(self._path)
         if version == self._seen:
             return
         self._seen = version
@@ -131,14 +131,6 @@ def main(argv: Sequence[str]) -> None:
 
 def _digest(token: str) -> str:
     return digest_bytes(token.encode(errors="surrogatepass"))
-
-
-def _version(path: Path) -> tuple[int, ...] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _RELIEF_SECONDS, _NEWCOMER_SECONDS = 120.0, 30.0
-"""At most so long a server is away until a newcomer comes, and at most so long it takes for that to have the others' state."""
+"""A server is away for at most so long before a newcomer comes. The newcomer has at most so long to fetch the others' state."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ async def disk(world: "World", machine: "Machine", strike: Strike) -> None:
 
 
 async def rot(world: "World", machine: "Machine", strike: Strike) -> None:
-    """A machine is killed, and comes back with a damaged file: of its newest state, the mean of a round, or whom it has met."""
+    """A machine is killed, and comes back with a damaged file: its newest state, the mean of a round, or the list of peers that it has met."""
     world.struck(strike, machine)
     machine.kill()
     found = [path for path in sorted(machine.disk.names) if path.endswith(strike.values["what"])]

@@ -18,13 +18,11 @@ from pydantic import TypeAdapter
 from swarm import files
 from swarm.budget import Budget
 from swarm.digest import digest_json
-from swarm.records import BanWord
+from swarm.records import MOST_BANS, BanWord
 from swarm.run_config import RunConfig
 from swarm.signing import BadSignature, HostKey, check_signature
 
 log = logging.getLogger(__name__)
-MOST_WORDS = 256
-"""Kept by everybody; 330 bytes each. A host with more to keep out wants tokens."""
 _CHECKS_PER_SECOND = 10.0
 """Signatures of words that we do not know; each takes 0.2 ms, and 512 records under a run's key may bring two each. What is passed over comes round."""
 _MOST_REFUSED = 4096
@@ -45,7 +43,7 @@ class Bans:
         rng: random.Random | None = None,
     ):
         self._run, self._host_key, self._path, self._rng = run, host_key, path, rng or random.Random()
-        self._checks = Budget(_CHECKS_PER_SECOND, 2 * MOST_WORDS, clock)
+        self._checks = Budget(_CHECKS_PER_SECOND, 2 * MOST_BANS, clock)
         self._newest: dict[str, BanWord] = {}
         self._refused: dict[BanWord, None] = {}
         """Words that are not the host's: one signature costs 0.2 ms, and a stranger can repeat it with every record."""
@@ -81,7 +79,7 @@ class Bans:
                 self._newest[word.peer] = word
                 self.version += 1
                 log.info("the host %s %s: %s", "bans" if word.banned else "lets in again", word.peer, word.reason or "no reason given")
-        while len(self._newest) > MOST_WORDS:
+        while len(self._newest) > MOST_BANS:
             del self._newest[min(self._newest.values(), key=lambda word: (word.banned, *_age(word))).peer]
         if self.version > before:
             self._keep()

@@ -38,6 +38,15 @@ def left(file: BinaryIO) -> int:
     return end - here
 
 
+def version(path: Path) -> tuple[int, ...] | None:
+    """Another one after each change of the file, so that it need not be read again without; None where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
 @functools.singledispatch
 def free_bytes(folder: Path) -> int:
     """Room on the disk of `folder`. Raises OSError."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_validator
 
-from swarm.records import BanWord
+from swarm.records import MOST_BANS, BanWord
 
 PROTOCOL_VERSION = 2
 BANS_TOLD = 16  # with every renewal, the newest: so that each word is told to somebody who hands it on
@@ -163,7 +163,7 @@ class RunAnswer(Message):
     host_key: Digest
     signature: Signature
     extension: Extension | None = None
-    bans: Annotated[list[BanWord], Field(max_length=256)] = []
+    bans: Annotated[list[BanWord], Field(max_length=MOST_BANS)] = []
     """The host's words about peers; see `swarm.bans`."""
     version: str = ""
     """Of the server's program."""

@@ -6,12 +6,16 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgpack
+
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 1 << 53, (1 << 53) + 1, (1 << 64) - 1, -(1 << 63), 0.0, -0.5, 1e308, math.nan, math.inf, -math.inf, "", "1", "x" * 64,
     "x" * 65, "é", "\u2028\n\x00", "\U0010ffff" * 40, [], [[]], {}, {"wait": True},
 ]  # fmt: skip
 """What JSON and msgpack can both say."""
 NAMES: list[Any] = ["x" * 100, "\u2028\n\x00\x1b", "é", "1"]
+MSGPACK_VALUES = [*VALUES, b"", b"\xff", {1: 2}, msgpack.Timestamp(0, 0), msgpack.ExtType(5, b"x")]
+MSGPACK_NAMES = [*NAMES, 5, b"head", 1.5, None]
 _MOST_PLACES = 400
 """A longer value is not made longer: six hundred times a list that is long already takes minutes."""
 

@@ -27,7 +27,7 @@ from peer.sync.engine.net.messages import Announcement, BadMessage, Join, read, 
 from peer.sync.engine.net.streams import MAX_MESSAGE_BYTES, Channel, PeerLost
 from peer.sync.engine.round.groups import Standing, Ticket, group_of, ticket_of
 from peer.sync.engine.state import BadState, Head
-from scripts.fuzzing.mutate import NAMES, VALUES, mutated, spliced, torn
+from scripts.fuzzing.mutate import MSGPACK_NAMES, MSGPACK_VALUES, NAMES, VALUES, mutated, spliced, torn
 from scripts.fuzzing.recording import Recording
 from simulation.server import _ROUTES, _Request, _unguarded
 from swarm import protocol
@@ -36,8 +36,6 @@ from swarm.records import BadRecord, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 from swarm.unpacking import unpack
 
-_MSGPACK_VALUES = [*VALUES, b"", b"\xff", {1: 2}, msgpack.Timestamp(0, 0), msgpack.ExtType(5, b"x")]
-_MSGPACK_NAMES = [*NAMES, 5, b"head", 1.5, None]
 _ELEMENTS = 3_000
 """Of the vector whose parts are decoded: blocks of 128 and 64, the last ones not whole."""
 _MOST_SAMPLES = 4_096
@@ -73,42 +71,35 @@ def parsers(recording: Recording, loop: asyncio.AbstractEventLoop) -> Iterator[P
 
 
 def _packed(examples: Sequence[bytes]) -> Callable[[random.Random], bytes]:
-    _check(examples)
-
-    def make(rng: random.Random) -> bytes:
-        if rng.random() < 0.2:
-            return torn(rng.choice(examples), rng)
-        values = msgpack.unpackb(rng.choice(examples))
-        for _ in range(rng.choice([0, 1, 1, 1, 1, 2, 5])):
-            values = mutated(values, rng, foreign=_MSGPACK_VALUES, names=_MSGPACK_NAMES)
-        if rng.random() < 0.2:
-            values = spliced(values, msgpack.unpackb(rng.choice(examples)), rng)
+    def dump(values: Any) -> bytes:
         with contextlib.suppress(OverflowError):  # an int beyond 64 bits, which msgpack cannot say
             return msgpack.packb(values)
         return b""
 
-    return make
+    return _told(examples, msgpack.unpackb, dump, MSGPACK_VALUES, MSGPACK_NAMES)
 
 
 def _written(examples: Sequence[bytes]) -> Callable[[random.Random], bytes]:
-    _check(examples)
+    return _told(examples, json.loads, lambda values: json.dumps(values).encode(), VALUES, NAMES)
+
+
+def _told(
+    examples: Sequence[bytes], load: Callable[[bytes], Any], dump: Callable[[Any], bytes], foreign: Sequence[Any], names: Sequence[Any]
+) -> Callable[[random.Random], bytes]:
+    if not examples:
+        raise UserError("In the world of this seed something is never said that a parser is for.", fix="Take another --seed.")
 
     def make(rng: random.Random) -> bytes:
         if rng.random() < 0.2:
             return torn(rng.choice(examples), rng)
-        values = json.loads(rng.choice(examples))
+        values = load(rng.choice(examples))
         for _ in range(rng.choice([0, 1, 1, 1, 1, 2, 5])):
-            values = mutated(values, rng)
+            values = mutated(values, rng, foreign=foreign, names=names)
         if rng.random() < 0.2:
-            values = spliced(values, json.loads(rng.choice(examples)), rng)
-        return json.dumps(values).encode()
+            values = spliced(values, load(rng.choice(examples)), rng)
+        return dump(values)
 
     return make
-
-
-def _check(examples: Sequence[bytes]) -> None:
-    if not examples:
-        raise UserError("In the world of this seed something is never said that a parser is for.", fix="Take another --seed.")
 
 
 def _unpacked(data: bytes) -> Any:

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from datasetserver import bans
+from datasetserver import bans, orders
 from datasetserver.__main__ import cli
-from swarm.bans import MOST_WORDS, Bans
+from swarm.bans import Bans
 from swarm.errors import UserError
+from swarm.records import MOST_BANS
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 from tests.datasetserver.hosting import Host, until
@@ -92,7 +93,7 @@ def test_a_clock_that_was_put_back_does_not_undo_the_next_word(work_dir):
 
 def test_a_list_that_is_full_is_a_users_error(work_dir, monkeypatch):
     run, key = RunConfig(model="x"), HostKey(work_dir / "host.key")
-    bans.write_words(work_dir / bans._FILE, [bans.sign_word(key, run, f"peer{n}", banned=True) for n in range(MOST_WORDS)])
+    bans.write_words(work_dir / orders.BANS, [bans.sign_word(key, run, f"peer{n}", banned=True) for n in range(MOST_BANS)])
     with pytest.raises(UserError, match="256 peers"):
         bans.say(work_dir, run, "one-more", banned=True)
     bans.say(work_dir, run, "peer7", banned=False)

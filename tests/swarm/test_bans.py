@@ -71,16 +71,16 @@ def test_only_so_many_signatures_are_checked_a_second_and_what_was_passed_over_i
     monkeypatch.setattr(bans, "check_signature", lambda *said: looked.append(said) or check(*said))
     held, good = Bans(RUN, key.public, clock=lambda: now[0]), word(key, "a", 1)
     junk = [dataclasses.replace(good, at=at) for at in range(2000, 4000)]
-    assert not held.hear([*junk, good], rumoured=True) and len(looked) == 2 * bans.MOST_WORDS
+    assert not held.hear([*junk, good], rumoured=True) and len(looked) == 2 * bans.MOST_BANS
     now[0] += 1
     assert held.hear([good], rumoured=True) and held.peers() == {"a"}
     held.hear(junk[1000:], rumoured=True)
-    assert len(looked) <= 2 * bans.MOST_WORDS + 11
+    assert len(looked) <= 2 * bans.MOST_BANS + 11
     assert held.hear([word(key, "b", 1)]), "from the host itself, whatever others say meanwhile"
 
 
 def test_only_so_many_words_are_kept_bans_before_their_ends_and_the_newest(key, monkeypatch):
-    monkeypatch.setattr(bans, "MOST_WORDS", 3)
+    monkeypatch.setattr(bans, "MOST_BANS", 3)
     held = Bans(RUN, key.public, [word(key, "old", 1), word(key, "ended", 9, banned=False), word(key, "b", 3), word(key, "c", 4)])
     assert held.peers() == {"old", "b", "c"}
     held.hear([word(key, "d", 5)])

@@ -28,7 +28,7 @@ _OTHERS_SECONDS = 1.0
 could lead us have answered, those who could not: a dial that a firewall drops takes 10 s to fail."""
 _WAITED_SECONDS = 1.0
 """For so long beyond its word a caller waits for us at least (`arrivals.py`). Until then it need not be called: it has said that it is ready,
-and knows that we come. That spares a third of all streams of a round, of which a hundred peers open ten thousand."""
+and knows that we come. A hundred peers open ten thousand streams a round; this spares a third of them."""
 _CALL_LASTS_SECONDS = 5.0
 """A caller from longer ago is called nevertheless: meanwhile it may have died, or gone on."""
 

@@ -1,4 +1,4 @@
-"""The group that another one leads: whoever is ready goes to the best ranked peer that it knows, and is sent on to a better one."""
+"""The group that another peer leads. Whoever is ready goes to the best ranked peer that it knows; that one may know a better one, and sends it on."""
 
 import asyncio
 import contextlib
@@ -10,13 +10,13 @@ from peer.sync.engine.net.messages import JOIN_ANSWER, MAX_WAIT_SECONDS, Announc
 from peer.sync.engine.net.streams import Broken, PeerLost, Refused, Streams
 from peer.sync.engine.round.calls import ANSWER_SECONDS
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import Group, Seen, Standing, Ticket, group_of, leads_before
+from peer.sync.engine.round.groups import Group, Seen, Standing, Ticket, group_of
 from peer.sync.engine.round.leading import BEAT_SECONDS, JOIN, Leading
 
 log = logging.getLogger(__name__)
 
 JOIN_SECONDS = 30.0
-"""A leader that lives but has not led for so long beyond its word and our patience is given up."""
+"""A leader that lives is given up so long after it said that it would lead, and after our patience with it."""
 STRANGER_JOIN_SECONDS = 10.0
 """The same of a leader that we have not met: as long as it grants to one that it does not know."""
 _MAX_REDIRECTS = 8
@@ -106,7 +106,7 @@ class Following:
         """`onward`, to whom `leader` sends us. Raises PeerLost when we do not go there."""
         if self._company.left_out(onward):
             raise Refused(f"{leader[-6:]} points to {onward[-6:]}, which is left out")
-        if onward == self._peer_id or not self._ranks_before(ticket.parent, onward, leader):
+        if onward == self._peer_id or not self._standing(self._peer_id).ranks_before(ticket.parent, onward, leader):
             raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it", [leader])
         return onward
 
@@ -126,7 +126,3 @@ class Following:
                     raise _NotLed(f"{leader[-6:]} lives, but has not led within {seconds:.0f} s", [leader])
                 answer, _ = await channel.receive(JOIN_ANSWER, seconds=BEAT_SECONDS + ANSWER_SECONDS)
             return answer
-
-    def _ranks_before(self, parent: str, one: str, other: str) -> bool:
-        included = self._standing(self._peer_id).included
-        return leads_before(parent, one, included) < leads_before(parent, other, included)

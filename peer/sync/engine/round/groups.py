@@ -77,9 +77,9 @@ class Group:
 
 
 class NoGroup(Exception):
-    """No group came about; the reason is for the log. silent: peers that did not answer at all; culprits: those to whom we owe it, so
-    that the next attempt begins at once, without them; slow: those of them that were too slow, as the honest may be; at_once: the
-    next attempt need not wait although nobody is left out for it."""
+    """No group came about; the reason is for the log. silent: peers that did not answer at all; culprits: those who kept it from coming
+    about, so that the next attempt begins at once, without them; slow: those of them that were too slow, as the honest may be; at_once:
+    the next attempt begins at once although nobody is left out."""
 
     def __init__(
         self,
@@ -134,6 +134,10 @@ class Standing:
     @property
     def digest(self) -> str:
         return self.head.digest
+
+    def ranks_before(self, parent: str, one: str, other: str) -> bool:
+        """Whether `one` leads before `other` onto the state `parent`."""
+        return leads_before(parent, one, self.included) < leads_before(parent, other, self.included)
 
 
 @functools.lru_cache(4096)  # each of a round's peers is ranked some twenty times

@@ -11,7 +11,7 @@ from peer.sync.engine.net.streams import Channel, PeerLost, Streams
 from peer.sync.engine.round.arrivals import Arrivals
 from peer.sync.engine.round.calls import ANSWER_SECONDS
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import Group, NoGroup, Seen, Standing, Ticket, leads_before, ticket_of
+from peer.sync.engine.round.groups import Group, NoGroup, Seen, Standing, Ticket, ticket_of
 from peer.sync.engine.state import MOST_MEMBERS, Head
 from swarm.tasks import end_tasks, set_within
 
@@ -236,13 +236,9 @@ class Leading:
             return "this peer has nothing to average with it yet"
         if not ticket.assists and ticket.member.number <= standing.included.get(ticket.member.peer, 0):
             return f"its contribution {ticket.member.number} is in the state already"
-        if ticket.reduces and self._ranks_before_us(ticket):
+        if ticket.reduces and self._standing(self._peer_id).ranks_before(ticket.parent, ticket.member.peer, self._peer_id):
             return "it ranks before this peer and should lead itself"
         return ""
-
-    def _ranks_before_us(self, ticket: Ticket) -> bool:
-        included = self._standing(self._peer_id).included
-        return leads_before(ticket.parent, ticket.member.peer, included) < leads_before(ticket.parent, self._peer_id, included)
 
     def _gathering_onto(self, parent: str) -> _Gathering:
         if self._gathering is None or self._gathering.parent != parent:
