@@ -244,6 +244,11 @@ class Checks:
         if set(accounts.state_dict()["contributions"]) != set(numbers):
             self.breach("the books have other contributions than the trainer's work", machine)
 
+    def left(self, machine: "Machine") -> None:
+        """Its trainer leaves in order: what it drew is done, or goes back to be trained by others."""
+        if held := machine.source.held:
+            self.breach(f"left with {len(held)} samples that are neither done nor given back", machine)
+
     # ------------------------------------------------------------- bounds
 
     def bounds(self, machine: "Machine") -> None:
