@@ -407,7 +407,7 @@ class Machine:
             report = self._take(sync, accounts, report, ended=not report.wait)
         sync.close()
         accounts.give_back_aside()
-        self.world.checks.left(self)
+        self.world.checks.left(self, accounts, sync._work.included)
         source.close()
         self.over = True
 
