@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     world.add_argument("--lease_seconds", type=float, default=60.0, help="the server's, and after them it gives what is late to others (default: 60)")
     world.add_argument("--total_samples", type=int, default=0, help="where the run ends (default: 0, nowhere)")
     world.add_argument("--min_peers", type=int, default=1, help="so many peers wait for each other before they start (default: 1)")
-    world.add_argument("--chunks", type=int, default=1, help="of a state, 4 MiB each; more than one costs fifty times the time (default: 1)")
+    world.add_argument("--chunks", type=int, default=1, help="of a state, 4 MiB each: two cost seven times the CPU time (default: 1)")
     world.add_argument("--strangers", default="", help="who comes and means harm: 'all', or rows of scripts/strangers (docs/simulation.md)")
     world.add_argument("--hours", type=float, default=1.0, help="virtual hours with faults; then all must commit within 10 minutes (default: 1)")
     world.add_argument("--rounds", type=int, default=0, help="end the faults after so many rounds")
