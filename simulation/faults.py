@@ -205,7 +205,7 @@ async def disk(world: "World", machine: "Machine", strike: Strike) -> None:
 
 
 async def rot(world: "World", machine: "Machine", strike: Strike) -> None:
-    """A machine is killed, and comes back with a damaged file: its newest state, the mean of a round, or the list of peers that it has met."""
+    """A machine is killed, and comes back with a damaged file: its newest state, a round's mean, whom it has met, or what it discarded."""
     world.struck(strike, machine)
     machine.kill()
     found = [path for path in sorted(machine.disk.names) if path.endswith(strike.values["what"])]
@@ -421,7 +421,7 @@ FAULTS = {
     "rot": Fault(
         rot,
         {"what": str, "how": str, "seconds": float},
-        {"what": _of(".state", ".state", ".mean", "/met.json"), "how": _of("bit", "line", "end"), "seconds": _of(1.0, 10.0)},
+        {"what": _of(".state", ".state", ".mean", "/met.json", "/discarded"), "how": _of("bit", "line", "end"), "seconds": _of(1.0, 10.0)},
         as_rare=4.0,
     ),
     "discard": Fault(discard, {"seconds": float}, {"seconds": _of(0.2, 2.0)}, hits_a_peer=False, as_rare=12.0),

@@ -98,8 +98,9 @@ def test_a_damaged_state_is_passed_over_and_the_one_before_it_goes_on(how):
     assert any("passed over samples-" in line for line in outcome.lines)
 
 
-def test_what_the_host_and_all_owners_discard_is_in_no_later_state():
-    world = World(Scenario(4, peers=3, hours=0.04, assistants=1, strikes=parse_strikes("discard@60/0(seconds=2)")))
+@pytest.mark.parametrize("then", ["", ";rot@80/1(what=/discarded,how=end,seconds=1)"])
+def test_what_the_host_and_all_owners_discard_is_in_no_later_state(then):
+    world = World(Scenario(4, peers=3, hours=0.04, assistants=1, strikes=parse_strikes(f"discard@60/0(seconds=2){then}")))
     outcome = world.play()
     assert_holds(outcome)
     (forged,) = world.server.orders.forged
