@@ -61,7 +61,7 @@ class Ballot:
     backers: int = 1
     """What our own record says: the others compare with that number."""
     included: Container[str] = ()
-    """Those whose work is in our state, where they have a say: whoever made it wrote that list, and can lead no further who has taken it."""
+    """Those whose work is in our state; nobody where all have a say. Whoever made our state wrote that list: who believed the one believes the other."""
     left_behind: bool = False
     """Whether our state has been `deserted` for so long that no more of them will agree on what comes after it."""
 
