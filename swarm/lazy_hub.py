@@ -12,7 +12,7 @@ class LazyHub(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if (module := sys.modules.get(f"{self.__name__}.{name}")) is not None:  # which is just being imported
             return module
-        if name.startswith("__"):  # who looks through all modules asks for these, and most packages have none
+        if name.startswith("__") and name not in ("__all__", "__version__"):  # the others are asked of all modules, and most have none
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self.__class__ = ModuleType
         self.__spec__.loader.exec_module(self)

@@ -17,7 +17,7 @@ def build_schedule(run: RunConfig) -> Callable[[int], float]:
     check_schedule(run)
     if run.lr_scheduler == "constant" and not run.lr_warmup_samples:
         return lambda samples: run.learning_rate
-    from diffusers.optimization import get_scheduler  # late: a peer whose computing is a sleep (scripts/churn) needs nothing else of diffusers
+    from diffusers.optimization import get_scheduler  # a second that a peer without a model (scripts/churn) starts sooner
 
     # With warm-up, 'constant' means what diffusers calls 'constant_with_warmup': asking for warm-up and getting none is no use.
     name = "constant_with_warmup" if run.lr_scheduler == "constant" else run.lr_scheduler

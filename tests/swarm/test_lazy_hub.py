@@ -13,7 +13,7 @@ def package(tmp_path, monkeypatch):
     """A package whose `__init__` gathers what two modules have; one imports the other by its whole name."""
     folder = tmp_path / "hubbed"
     (folder / "deep").mkdir(parents=True)
-    (folder / "__init__.py").write_text("from hubbed.heavy import weight\nversion = 7\n")
+    (folder / "__init__.py").write_text("from hubbed.heavy import weight\nversion = 7\n__version__ = '7'\n")
     (folder / "heavy.py").write_text("weight = 'tons'\n")
     (folder / "deep" / "__init__.py").write_text("from hubbed.deep.light import twice\n")
     (folder / "deep" / "light.py").write_text("import hubbed.deep.other as other\ntwice = 2 * other.one\n")
@@ -35,11 +35,22 @@ def test_a_module_is_loaded_alone_and_the_hub_when_a_name_of_it_is_wanted(packag
     assert not hasattr(hubbed, "no_such_name")
 
 
-def test_a_package_that_is_loaded_stays_and_one_that_is_not_installed_is_missed_as_ever(package):
+def test_a_package_that_is_loaded_stays(package):
     import hubbed
 
     import_without_hub(package)
     assert sys.modules[package] is hubbed and "heavy" in vars(hubbed)
+
+
+@pytest.mark.parametrize("name", ["__version__", "version", "heavy"])
+def test_whichever_name_is_wanted_first_loads_the_hub(package, name):
+    import_without_hub(package)
+    import hubbed
+
+    assert "hubbed.heavy" not in sys.modules and getattr(hubbed, name) is vars(hubbed)[name] and hubbed.weight == "tons"
+
+
+def test_a_package_that_is_not_installed_is_missed_as_ever():
     import_without_hub("no_such_package")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         import no_such_package  # noqa: F401
