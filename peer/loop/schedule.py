@@ -14,11 +14,13 @@ def build_schedule(run: RunConfig) -> Callable[[int], float]:
     The schedule is read at the middle of that round: at its start a warm-up would waste the first round with a rate of 0,
     at its end a decay would waste the last one. Raises UserError for one that needs an end which the run does not have.
     """
-    from diffusers.optimization import get_scheduler
-
     check_schedule(run)
+    if run.lr_scheduler == "constant" and not run.lr_warmup_samples:
+        return lambda samples: run.learning_rate
+    from diffusers.optimization import get_scheduler  # a second that a peer without a model (scripts/churn) starts sooner
+
     # With warm-up, 'constant' means what diffusers calls 'constant_with_warmup': asking for warm-up and getting none is no use.
-    name = "constant_with_warmup" if run.lr_scheduler == "constant" and run.lr_warmup_samples else run.lr_scheduler
+    name = "constant_with_warmup" if run.lr_scheduler == "constant" else run.lr_scheduler
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
     scheduler = get_scheduler(
         name,

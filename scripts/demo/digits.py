@@ -6,11 +6,10 @@ The first 1,500 are for training; the other 297 are never shown to the model. Th
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.linear_model import LogisticRegression
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_COUNT = 1500
@@ -23,6 +22,8 @@ def caption(digit: int) -> str:
 
 def load() -> tuple[np.ndarray, np.ndarray]:
     """(1797, 8, 8) ink in [0, 1] and (1797,) the digit it stands for."""
+    from sklearn.datasets import load_digits  # late: with scipy and pandas it takes a second, and captions need none of it
+
     pixels, labels = load_digits(return_X_y=True)
     return (pixels / 16).reshape(-1, 8, 8), labels
 
@@ -50,11 +51,14 @@ def write_folder(folder: Path, count: int = TRAIN_COUNT) -> None:
 class Judge:
     """A classifier of real digits; `accuracy` is its share of right answers on real ones that it never saw."""
 
-    classifier: LogisticRegression
+    classifier: Any
+    """A LogisticRegression of scikit-learn."""
     accuracy: float
 
     @classmethod
     def from_real_digits(cls) -> "Judge":
+        from sklearn.linear_model import LogisticRegression
+
         ink, labels = load()
         seen = look_at(pictures(ink))
         classifier = LogisticRegression(max_iter=2000).fit(seen[:TRAIN_COUNT], labels[:TRAIN_COUNT])

@@ -64,7 +64,7 @@ def test_a_traceback_stays_within_its_line_of_json(said):
 
 
 def test_a_warning_is_called_so_whatever_is_imported(said):
-    import hivemind  # noqa: F401 - renames it
+    import hivemind.utils.logging  # noqa: F401 - renames it
 
     written = said(log_format="json")
     log.warning("slow")

@@ -18,8 +18,11 @@ from tests.peer.samples.test_feed import Shelf
 from tests.peer.test_alone import RUN, flat, start  # noqa: F401
 
 RATIOS = [(8, 24), (12, 20), (16, 16), (20, 12), (24, 8)]
-PICTURES = [png(Image.new("RGB", (2 * width, 2 * height))) for width, height in RATIOS]
 BUCKETS = Buckets(bucket_sizes(16, 4, 16))
+
+
+def blank(ratio):
+    return png(Image.new("RGB", (2 * ratio[0], 2 * ratio[1])))
 
 
 def test_the_buckets_at_512_are_between_the_originals_sides_and_nearly_of_one_area():
@@ -47,14 +50,14 @@ def test_sides_that_leave_no_square_are_refused():
 
 
 def test_a_picture_goes_into_the_bucket_of_the_nearest_ratio():
-    sizes = [BUCKETS.sizes[BUCKETS.nearest(picture)] for picture in PICTURES]
+    sizes = [BUCKETS.sizes[BUCKETS.nearest(picture)] for picture in map(blank, RATIOS)]
     assert sizes == RATIOS == BUCKETS.sizes
     assert BUCKETS.nearest(png(Image.new("RGB", (31, 32)))) == BUCKETS.nearest(b"no picture") == 2
     assert BUCKETS.beside(0) == [1] and BUCKETS.beside(2) in ([1, 3], [3, 1])
 
 
 def draws(kinds):
-    return [Sample(str(i), PICTURES[kind], "") for i, kind in enumerate(kinds)]
+    return [Sample(str(i), blank(RATIOS[kind]), "") for i, kind in enumerate(kinds)]
 
 
 def formed(pool, samples, end=True):

@@ -1,0 +1,68 @@
+"""A package's modules are loaded without its hub, which is there for who wants it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from swarm.lazy_hub import import_without_hub
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package whose `__init__` gathers what two modules have; one imports the other by its whole name."""
+    folder = tmp_path / "hubbed"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "__init__.py").write_text("from hubbed.heavy import weight\nversion = 7\n__version__ = '7'\n")
+    (folder / "heavy.py").write_text("weight = 'tons'\n")
+    (folder / "deep" / "__init__.py").write_text("from hubbed.deep.light import twice\n")
+    (folder / "deep" / "light.py").write_text("import hubbed.deep.other as other\ntwice = 2 * other.one\n")
+    (folder / "deep" / "other.py").write_text("one = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "hubbed"
+    for name in [name for name in sys.modules if name.split(".")[0] == "hubbed"]:
+        del sys.modules[name]
+
+
+def test_a_module_is_loaded_alone_and_the_hub_when_a_name_of_it_is_wanted(package):
+    import_without_hub(package)
+    import hubbed.deep
+
+    assert hubbed.deep.twice == 2 and not hasattr(hubbed, "__wrapped__") and "hubbed.heavy" not in sys.modules
+    from hubbed import version, weight
+
+    assert (version, weight) == (7, "tons") and hubbed.heavy.weight is weight and hubbed.deep is sys.modules["hubbed.deep"]
+    assert not hasattr(hubbed, "no_such_name")
+
+
+def test_a_package_that_is_loaded_stays(package):
+    import hubbed
+
+    import_without_hub(package)
+    assert sys.modules[package] is hubbed and "heavy" in vars(hubbed)
+
+
+@pytest.mark.parametrize("name", ["__version__", "version", "heavy"])
+def test_whichever_name_is_wanted_first_loads_the_hub(package, name):
+    import_without_hub(package)
+    import hubbed
+
+    assert "hubbed.heavy" not in sys.modules and getattr(hubbed, name) is vars(hubbed)[name] and hubbed.weight == "tons"
+
+
+def test_a_package_that_is_not_installed_is_missed_as_ever():
+    import_without_hub("no_such_package")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        import no_such_package  # noqa: F401
+
+
+def test_a_dht_node_loads_neither_hiveminds_optimizers_nor_scipy():
+    pytest.importorskip("hivemind")
+    program = """
+import sys, swarm.dht, hivemind
+print([name for name in ("hivemind.optim", "hivemind.moe", "hivemind.averaging", "scipy") if name in sys.modules])
+from hivemind import DHT, Optimizer
+print(DHT is hivemind.dht.DHT, Optimizer is hivemind.optim.Optimizer)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["[]", "True True"]
