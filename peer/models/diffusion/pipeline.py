@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from peer.models.diffusion.source import UNUSED, absent, first_line, locate, quiet
+from peer.models.diffusion.source import UNUSED, first_line, locate, quiet
 from swarm.digest import read_header
 from swarm.errors import UserError
 from swarm.run.family import Family
@@ -28,11 +28,10 @@ def load_pipeline(family: Family, source: Path, config: str = "", *, as_filed: b
     path = locate(str(source))
     if path.is_dir() and not (path / "model_index.json").is_file():
         raise UserError(f"{path} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote.")
-    with absent("bitsandbytes"):
-        quiet()
-        import diffusers
+    quiet()
+    import diffusers
 
-        kind = getattr(diffusers, family.pipeline)
+    kind = getattr(diffusers, family.pipeline)
     try:
         pipeline = _read_folder(kind, family, path) if path.is_dir() else _read_file(kind, family, path, config)
     except UserError:

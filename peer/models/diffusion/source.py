@@ -1,9 +1,6 @@
 """Where a base model is: a diffusers folder, a single .safetensors file, or what the Hub has under an id."""
 
-import contextlib
 import logging
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from swarm.base_model import not_found
@@ -25,9 +22,8 @@ def locate(source: str) -> Path:
         raise UserError(f"{path} is neither a folder nor a .safetensors file.", fix="Convert it to .safetensors, which cannot hold code.")
     if source.count("/") > 1 or source.startswith((".", "/", "~")) or source.endswith(".safetensors"):
         raise UserError(f"There is no model {source}.", fix="Give a diffusers folder, a .safetensors file, or a Hub id such as owner/name.")
-    with absent("bitsandbytes"):
-        quiet()
-        from diffusers import DiffusionPipeline
+    quiet()
+    from diffusers import DiffusionPipeline
 
     try:
         return Path(DiffusionPipeline.download(source, use_safetensors=True, **dict.fromkeys([*UNUSED, "safety_checker"])))  # 1.2 GB of SD 1.5
@@ -39,23 +35,6 @@ def first_line(error: Exception) -> str:
     """What an error of a library says, on one line."""
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__
-
-
-@contextlib.contextmanager
-def absent(library: str) -> Iterator[None]:
-    """Within the block those who import a library only where it is installed do without it.
-
-    diffusers and peft so import bitsandbytes, which has torch's compiler imported: a tenth of a trainer's start. They want it for quantized
-    weights, which we refuse. 8-bit Adam imports it later, as ever.
-    """
-    hidden = library not in sys.modules
-    if hidden:
-        sys.modules[library] = None
-    try:
-        yield
-    finally:
-        if hidden:
-            del sys.modules[library]
 
 
 def quiet() -> None:
