@@ -8,11 +8,12 @@ from typing import Any
 
 from datasetserver import bans, heads, invite, orders, template, tokens
 from datasetserver.config import ServerConfig
-from datasetserver.work_folder import LEDGER
+from datasetserver.work_folder import HOST_KEY, LEDGER
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError, run_program
 from swarm.options import build, parse_flags, read_toml
 from swarm.run_config import RunConfig
+from swarm.signing import HostKey
 
 _COMMANDS = (
     "Commands: init writes a run.toml to fill in; invite NAME prints what a volunteer pastes; pause, resume, end and extend say what becomes of "
@@ -60,9 +61,12 @@ def _main(argv: Sequence[str]) -> None:
         return
     guard = server.guard(config)
     with listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
-        run = run_to_serve(run_values, stored_run(work_dir / LEDGER))
+        begun = stored_run(work_dir / LEDGER)
+        run = run_to_serve(run_values, begun)
         data = _ingest(work_dir, config, run)
         run = with_dataset(run, data.first) if run else None
+        if run and not begun and config.for_members:
+            run = dataclasses.replace(run, members_of=HostKey(work_dir / HOST_KEY).public)
         uvloop.run(server.serve(config, run, data, work_dir, sock, guard))
 
 

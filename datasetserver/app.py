@@ -25,6 +25,7 @@ from datasetserver.tree import State
 from swarm import protocol
 from swarm.digest import canonical_json, digest_json
 from swarm.errors import UserError
+from swarm.members import sign_membership
 from swarm.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ async def get_metrics(request: web.Request) -> web.Response:
 
 async def put_run(request: web.Request) -> web.Response:
     service, asked = request.app[SERVICE], await answers.read(request, protocol.FoundRequest)
-    run = acceptable_run(asked.run, service.data.first)
+    run = acceptable_run(asked.run, service.data.first, service.key.public if service.for_members else "")
     new = service.run is None
     if new:  # no await from here to `begin`: of two founders at once, one is first
         try:
@@ -152,6 +153,13 @@ async def post_renew(request: web.Request) -> web.Response:
         return protocol.RenewAnswer(**_periods(book), state=book.state, extension=extension, bans=bans)
 
     return answers.answer(await _told(request, asked.peer, operation))
+
+
+async def post_member(request: web.Request) -> web.Response:
+    service, asked = await for_run(request, protocol.MemberRequest)
+    service.newcomers.let_in(await _told(request, asked.peer, lambda book: book.owner_of(asked.peer)), asked.peer)
+    membership = sign_membership(service.key, service.run, asked.peer, service.wall)
+    return answers.answer(protocol.MemberAnswer(until=membership.until, signature=membership.signature), status=201)
 
 
 async def post_release(request: web.Request) -> web.Response:
@@ -253,6 +261,9 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/progress", get_progress, "How the run is doing.", protocol.Progress),
     Endpoint(
         "POST", "/v1/leases", post_lease, "Lease shards with about so many samples.", protocol.LeaseAnswer, protocol.LeaseRequest, 201
+    ),
+    Endpoint(
+        "POST", "/v1/members", post_member, "A membership of the run, for a week.", protocol.MemberAnswer, protocol.MemberRequest, 201
     ),
     Endpoint("POST", "/v1/leases/{lease}/renew", post_renew, "Keep a lease.", protocol.RenewAnswer, protocol.RenewRequest),
     Endpoint("POST", "/v1/leases/{lease}/release", post_release, "Give samples back.", protocol.ReleaseAnswer, protocol.ReleaseRequest),

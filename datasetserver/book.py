@@ -90,6 +90,9 @@ class Book:
         """`sender` is about to ask something for `peer`; see `Owners`. Raises Refused (403)."""
         self._owners.admit(peer, sender)
 
+    def owner_of(self, peer: str) -> str:
+        return self._owners.of(peer)
+
     def lease(self, peer: str, want_samples: int) -> Grant:
         """Grant `peer` the next shard epochs with at least `want_samples` samples together, no barrier between epochs.
 

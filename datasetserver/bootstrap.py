@@ -62,7 +62,9 @@ async def _serve(options: dict[str, Any], lines: FileIO, out: TextIO) -> None:
 async def _take_part(options: dict[str, Any], out: TextIO, stop: asyncio.Event) -> None:
     """Be in the DHT, describe the run there and tell the server of its peers, until `stop`."""
     from swarm.dht import SwarmNode
+    from swarm.members import Members
     from swarm.records import RunRecord
+    from swarm.run_config import RunConfig
 
     node = await SwarmNode.join(
         host_maddrs=options["host_maddrs"], announce_maddrs=options["announce_maddrs"], identity_path=Path(options["identity_path"])
@@ -75,6 +77,8 @@ async def _take_part(options: dict[str, Any], out: TextIO, stop: asyncio.Event) 
             now = loop.time()
             try:
                 told = {"maddrs": await node.maddrs()}
+                if options["run_id"] and published is None:
+                    node.admit(options["run_id"], Members(RunConfig.from_mapping(options["run"], where="the server")))
                 if options["run_id"] and (published is None or now - published >= PUBLISH_SECONDS):
                     record = RunRecord(
                         run_id=options["run_id"], run=options["run"], server_url=options["url"], extension=options.get("extension")

@@ -65,6 +65,11 @@ class ServerConfig:
     tokens: str = option(
         "", "File of tokens, without one of which nobody gets in; 'dd-datasetserver token add NAME --tokens FILE' makes them."
     )
+    members: str = option(
+        "auto",
+        "Make new runs for members: peers ignore a peer without a membership, which this server gives to each peer it lets in; auto: with --tokens.",
+        choices=("auto", "yes", "no"),
+    )
     open: bool = option(False, "Let in whoever can reach --host, without tokens.")
     tls_cert: str = option("", "Certificate chain (PEM): serve https, together with --tls_key.")
     tls_key: str = option("", "The certificate's key (PEM).")
@@ -106,6 +111,11 @@ class ServerConfig:
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
         return is_loopback(self.host)
+
+    @property
+    def for_members(self) -> bool:
+        """Whether runs that begin here are for members."""
+        return self.members == "yes" or (self.members == "auto" and bool(self.tokens))
 
     def source(self) -> Source | None:
         """Where the samples come from; None for what is ready in the work folder."""

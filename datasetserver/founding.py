@@ -54,8 +54,8 @@ def with_dataset(run: RunConfig, dataset_digest: str) -> RunConfig:
     return replace(run, dataset_digest=dataset_digest)
 
 
-def acceptable_run(values: Mapping[str, Any], dataset_digest: str) -> RunConfig:
-    """The run that a peer asks to found, complete with the dataset's digest. Raises Refused with 400."""
+def acceptable_run(values: Mapping[str, Any], dataset_digest: str, members_of: str = "") -> RunConfig:
+    """The run that a peer asks to found, complete with the dataset's digest and whose members take part. Raises Refused with 400."""
     try:
         run = RunConfig.from_mapping(values, where="run")
         check_founding(run)
@@ -64,7 +64,9 @@ def acceptable_run(values: Mapping[str, Any], dataset_digest: str) -> RunConfig:
         raise Refused(400, "bad_run", error.message, error.fix) from None
     if not re.fullmatch("[0-9a-f]{64}", run.model_digest):
         raise Refused(400, "bad_run", f"model_digest is '{run.model_digest[:80]}'.", "Send the digest of the base model's weights.")
-    run = replace(run, dataset_digest=dataset_digest)
+    if run.members_of not in ("", members_of):
+        raise Refused(400, "bad_run", "The run is for members of another host.", "Leave members_of to this server.")
+    run = replace(run, dataset_digest=dataset_digest, members_of=members_of)
     size = len(canonical_json(run.to_mapping()))
     if size > MAX_RUN_BYTES:
         raise Refused(

@@ -125,7 +125,7 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
         data, work_dir, url, key, open_, rendezvous,
         tokens=guard.tokens, limits=Limits(config.max_requests_per_second), pictures_from=config.pictures_from,
         extended=orders.extended, banned=orders.banned, states=States(Path(config.states) if config.states else None),
-        names=Names([here, config.public_url], [config.host, *config.server_names]),
+        names=Names([here, config.public_url], [config.host, *config.server_names]), for_members=config.for_members,
     )  # fmt: skip
     runner = web.AppRunner(make_app(service), access_log=None, shutdown_timeout=_LAST_SECONDS)
     server: asyncio.AbstractServer | None = None

@@ -17,16 +17,19 @@ from datasetserver.ingest import Ingested, manifest_path
 from datasetserver.ledger import Ledger
 from datasetserver.limits import Limits
 from datasetserver.metrics import Metrics
+from datasetserver.newcomers import Newcomers
 from datasetserver.origins import Names
 from datasetserver.refused import Refused
 from datasetserver.rendezvous import Rendezvous
 from datasetserver.signed import Signatures
 from datasetserver.states import States
 from datasetserver.tokens import Tokens
+from datasetserver.work_folder import HOST_KEY
 from swarm import protocol
 from swarm.bans import Bans
 from swarm.base_model import shown_model
 from swarm.end import End, sign_extension
+from swarm.errors import UserError
 from swarm.figures import mean_loss
 from swarm.page.history import History
 from swarm.page.watch import Watch
@@ -61,6 +64,9 @@ class Service:
     states: States = field(default_factory=lambda: States(None))
     names: Names = field(default_factory=Names)
     signatures: Signatures = field(default_factory=Signatures)
+    newcomers: Newcomers = field(default_factory=Newcomers)
+    for_members: bool = False
+    """Whether a run that a peer founds here is for members."""
     wall: Callable[[], float] = time.time
     """UNIX seconds."""
     extended: Callable[[], int] = lambda: 0
@@ -78,7 +84,13 @@ class Service:
         self.watch = Watch(partial(_look, self), History(self.work_dir / HISTORY), pictures=lambda: self.gallery.version)
 
     def begin(self, run: RunConfig) -> None:
-        """Serve `run` from now on; it is on the disk when this returns. Raises UserError when the ledger is another run's."""
+        """Serve `run` from now on; it is on the disk when this returns. Raises UserError when the ledger is another run's, or the key is lost
+        with which its members were let in."""
+        if run.members_of not in ("", self.key.public):
+            raise UserError(
+                f"The run '{run.run_name}' is for members of the key {run.members_of[:16]}, and this host's is {self.key.public[:16]}.",
+                fix=f"Restore {HOST_KEY} in {self.work_dir}; without it nobody can be let in any more: found a new run from the newest state.",
+            )
         self.ledger, self.run, self._end = self.open_ledger(run), run, End(run, self.key.public)
         self._bans, self._words = Bans(run, self.key.public), ()
         if self.rendezvous:

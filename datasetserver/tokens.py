@@ -125,6 +125,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"{args.tokens} keeps its digest: start the server with --tokens {args.tokens}", file=sys.stderr)
     elif args.action == "remove":
         remove(args.tokens, args.name)
+        print("its peers remain members for up to 7 days: 'dd-datasetserver members' lists them, and 'ban' ends it at once", file=sys.stderr)
     else:
         print("\n".join(names(args.tokens)))
 

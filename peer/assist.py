@@ -20,6 +20,7 @@ from peer.data.dataset_server import report_round
 from peer.drawing.artist import Artist
 from peer.figures.audience import show
 from peer.launch.joining import Joined
+from peer.launch.membership import kept
 from peer.launch.stopping import Stop
 from peer.machine.device import describe_hardware
 from peer.results.output_folder import Owner, claim, lock
@@ -159,6 +160,7 @@ async def _assist(
     last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension)
     bans = Bans(joined.run, joined.host_key, joined.bans, path=folder / "bans.json")
     try:
+        members = await asyncio.to_thread(kept, joined, peer, bans, shown)
         show(peer, joined.run, node.peer_id, known.values, lambda: end.total, shown)
         for maddr in await node.maddrs():
             log.info("others can join with --peers %s", maddr)
@@ -176,7 +178,7 @@ async def _assist(
             last_known=Head(last["digest"], last["samples"]) if last else None,
             last_holders=tuple(last.get("peers", ())),
             end=end,
-            bans=bans,
+            members=members,
             upload=Bucket(peer.max_upload_mbit) if peer.max_upload_mbit else None,
         )
         with contextlib.suppress(asyncio.TimeoutError):

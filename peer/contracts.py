@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from peer.config import PeerConfig
 from swarm.bans import Bans
 from swarm.end import End
+from swarm.members import Members
 from swarm.run.family import Family
 from swarm.run.method import method_named
 from swarm.run_config import RunConfig
@@ -189,8 +190,8 @@ class SyncContext:
     initial_peers: tuple[str, ...] = ()
     end: End | None = None
     """Where the run ends, which its host may put off; None: at its total_samples."""
-    bans: Bans | None = None
-    """Whom the host keeps out; None: nobody."""
+    members: Members | None = None
+    """Who takes part; None: whoever comes."""
     last_known: Mapping[str, Any] | None = None
     """{digest, round, samples, peers} of the newest state that the server or the DHT knows of; nobody starts behind it."""
 

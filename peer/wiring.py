@@ -20,6 +20,7 @@ from peer.figures.audience import show
 from peer.figures.metrics import Progress
 from peer.figures.terminal import wanted
 from peer.figures.trackers import Trackers
+from peer.launch import membership
 from peer.launch.joining import Joined
 from peer.launch.lengths import Every, check_step, local_step_samples, of_epochs
 from peer.launch.resolving import known_hosts, token_for
@@ -338,7 +339,7 @@ def build_sync(launch: Launch, params: Params) -> Sync | None:
         server_url=joined.server_url,
         initial_peers=joined.initial_peers,
         end=launch.end if swarms(joined.run.sync) else None,
-        bans=launch.bans if swarms(joined.run.sync) else None,
+        members=membership.kept(joined, launch.peer, launch.bans, launch.closing) if swarms(joined.run.sync) else None,
         last_known=joined.last_known,
     )
     sync = load_part("sync", joined.run.sync).build(context)

@@ -76,7 +76,7 @@ class Assistant(Machine):
             await assist(
                 run=world.run, node=node, folder=self.disk.root(), stop=asyncio.Event(), final=self._hear, states_limit=_STATES_KEPT,
                 wall=self.wall, rng=rng, last_known=Head(last["digest"], last["samples"]) if last else None,
-                last_holders=tuple(last.get("peers", ())), end=self.end(),
+                last_holders=tuple(last.get("peers", ())), end=self.end(), members=self.members(),
             )  # fmt: skip
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(_LAST_REPORTS_SECONDS, self._final.join())

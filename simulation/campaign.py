@@ -49,6 +49,7 @@ def mixed(seed: int) -> Scenario:
         assistants=int(rng.random() < 0.3),
         lease_seconds=rng.choice([60.0, 60.0, 8.0]),
         min_peers=rng.choice([1, 1, 1, 2]),
+        members=random.Random(f"{seed} members").random() < 0.3,
     )
     if scenario.peers == 1:
         scenario = replace(scenario, min_peers=1)
@@ -73,6 +74,7 @@ def played(seed: int) -> dict[str, Any]:
         "seed": seed,
         "peers": scenario.peers,
         "assistants": scenario.assistants,
+        "members": scenario.members,
         "lease_seconds": scenario.lease_seconds,
         "sync": scenario.sync,
         "wire": scenario.wire,

@@ -135,6 +135,8 @@ class Checks:
             if included.get(peer, 0) >= contribution:
                 self.breach(f"contribution {contribution} of {peer[-6:]} is twice in the lineage of {digest[:8]}", machine)
             included[peer] = contribution
+            if self._world.run.members_of and peer in self._world.strangers:
+                self.breach(f"{peer[-6:]} is no member, and is in the state {digest[:8]}", machine)
             offer = self._offers.get((peer, contribution))
             if peer not in self._world.strangers and (offer is None or offer[1] != count):
                 self.breach(f"contribution {contribution} of {peer[-6:]} has {count} samples in {digest[:8]}, not those it was offered with", machine)

@@ -40,6 +40,7 @@ from simulation.threads import Killed, LockStepThread
 from swarm.bans import Bans
 from swarm.end import End
 from swarm.errors import UserError
+from swarm.members import Members, sign_membership
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -255,6 +256,12 @@ class Machine:
         """Of the run, as the server told it when this peer started."""
         return End(self.world.run, self.world.server.end.host_key, self.world.server.end.extension)
 
+    def members(self) -> Members:
+        """The run's members as a peer that starts knows them: its own membership, which the server gives to all."""
+        run, key = self.world.run, self.world.server.dataset.key
+        own = sign_membership(key, run, self.peer, self.wall) if run.members_of else None
+        return Members(run, Bans(run, key.public), own, self.wall)
+
     def met(self) -> list[str]:
         """The peers that it has averaged with, by its disk."""
         path = self.disk.root() / "state" / "met.json"
@@ -386,13 +393,13 @@ class Machine:
             output_dir=self.disk.root(),
             end=self.end(),
             last_known=self.known,
-            bans=Bans(self.world.run, self.world.server.dataset.key.public),
+            members=self.members(),
         )  # fmt: skip
         if self.world.strategy.steps_locally:
             self.learned = Learned(self.world.wire, params, self.peer)
         self.taken = Taken()
         self.sync = sync = SwarmSync(context, f"peer.sync.{self.world.run.sync}:strategy", processes)
-        self.source = source = Source(self, context.end, context.bans, turn=lambda: self._follow(sync, accounts, sync.step(0)))
+        self.source = source = Source(self, context.end, context.members.bans, turn=lambda: self._follow(sync, accounts, sync.step(0)))
         accounts = Accounts(source)
         gradients = itertools.cycle([torch.randn(self.world.wire.size, generator=generator) for _ in range(_GRADIENTS)])
         done = self._follow(sync, accounts, sync.catch_up())

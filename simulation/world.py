@@ -71,6 +71,8 @@ class Scenario:
     """Of STRANGERS: who comes after the first rounds, and stays to the end."""
     total_samples: int = 0
     """Where the run ends, unless the host puts the end off; 0: nowhere."""
+    members: bool = False
+    """Whether the run is for members: strangers are none."""
     min_peers: int = 1
     """So many wait for each other before they start."""
 
@@ -121,7 +123,7 @@ class World:
         dataset = Dataset(scenario.seed)
         self.run = RunConfig(
             model="x", sync=scenario.sync, wire=scenario.wire, total_samples=scenario.total_samples, target_batch_size=scenario.target_per_peer * scenario.peers,
-            dataset_digest=dataset.digest,
+            dataset_digest=dataset.digest, members_of=dataset.key.public if scenario.members else "",
         )  # fmt: skip
         self.server = Server(self, self.run, dataset, scenario.lease_seconds)
         self.strategy = load_strategy(f"peer.sync.{scenario.sync}:strategy", self.run)

@@ -32,6 +32,7 @@ from swarm.dht_protocol import DHTProtocol
 from swarm.dht_rules import RUNS_KEY, Rules, Signatures, peers_key, signer_of
 from swarm.dht_storage import MOST_OF_A_KEY
 from swarm.errors import ExitCode, UserError
+from swarm.members import Members
 from swarm.pipe import Pipe
 from swarm.places import place_of
 from swarm.ports import can_listen, with_ports
@@ -103,9 +104,9 @@ def _key_in(identity: bytes) -> RSAPrivateKey:
 class SwarmNode:
     """This process in the DHT. Create with `await SwarmNode.join(...)`; `p2p` carries further streams of the same identity."""
 
-    def __init__(self, daemon: Daemon, dht: DHTNode, identity: Identity, validator: Signatures, client_mode: bool):
+    def __init__(self, daemon: Daemon, dht: DHTNode, identity: Identity, validator: Signatures, rules: Rules, client_mode: bool):
         self.p2p, self.client_mode = daemon.p2p, client_mode
-        self._daemon, self._dht, self._identity, self._validator = daemon, dht, identity, validator
+        self._daemon, self._dht, self._identity, self._validator, self._rules = daemon, dht, identity, validator, rules
         self.reachability = ""
         """In plain words, what those who were asked to dial this node found; '' when nobody was asked."""
         self.peer_id = identity.peer_id
@@ -193,7 +194,7 @@ class SwarmNode:
                 p2p=daemon.p2p,
                 initial_peers=common["initial_peers"],
                 client_mode=bool(client_mode),
-                record_validator=CompositeValidator([Rules(), validator]),
+                record_validator=CompositeValidator([rules := Rules(), validator]),
                 cache_locally=False,  # a cache has no bounds, and would be handed on
                 cache_nearest=0,
                 bootstrap_timeout=5,
@@ -202,7 +203,7 @@ class SwarmNode:
         except BaseException:
             await daemon.close()
             raise
-        node = cls(daemon, dht, identity, validator, bool(client_mode))
+        node = cls(daemon, dht, identity, validator, rules, bool(client_mode))
         node.reachability = found
         node.keep_meeting(initial_peers)
         return node
@@ -210,6 +211,10 @@ class SwarmNode:
     def keep_meeting(self, maddrs: Sequence[str]) -> None:
         """These peers are dialled again and again, whether they answer now or not."""
         self.came_by = _by_peer(maddrs)[:_MOST_CAME_BY]
+
+    def admit(self, run_id: str, members: Members) -> None:
+        """From now on, store and read records of that run's peers only if `members` admits them."""
+        self._rules.admit(run_id, members)
 
     def prefer(self, is_known: Callable[[str], bool]) -> None:
         """Where there is no room for all, records of peers that are known have it: in what we store, and in what we read."""

@@ -16,6 +16,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
+from swarm.members import Members, read_membership
 from swarm.peer_key import peer_id_of
 from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS
 from swarm.unpacking import unpack
@@ -55,12 +56,22 @@ class Rules(RecordValidatorBase):
 
     priority = 20
 
+    def __init__(self) -> None:
+        self._door: tuple[bytes, Members] | None = None
+
+    def admit(self, run_id: str, members: Members) -> None:
+        """From now on, refuse records of that run's peers unless `members` admits them."""
+        self._door = _key_id(peers_key(run_id)), members
+
     def validate(self, record: DHTRecord) -> bool:
         try:
-            key, life_seconds = _place_of(_content(record.value), signer_of(record.subkey))
+            values, signer = _content(record.value), signer_of(record.subkey)
+            key, life_seconds = _place_of(values, signer)
         except ValueError:
             return False
-        return record.key == key and 0 < record.expiration_time - time.time() <= life_seconds + _SKEW_SECONDS
+        if record.key != key or not 0 < record.expiration_time - time.time() <= life_seconds + _SKEW_SECONDS:
+            return False
+        return self._door is None or key != self._door[0] or _is_let_in(self._door[1], signer, values)
 
 
 class Signatures(RSASignatureValidator):
@@ -77,6 +88,11 @@ class Signatures(RSASignatureValidator):
                 del self._verified[next(iter(self._verified))]
             self._verified[digest] = super().validate(record)
         return self._verified[digest]
+
+
+def _is_let_in(members: Members, signer: str, values: Mapping[str, Any]) -> bool:
+    members.hear(signer, read_membership(values.get("membership")))
+    return not members.refusal(signer)
 
 
 def _content(value: bytes) -> Mapping[str, Any]:

@@ -259,6 +259,18 @@ class RenewAnswer(Message):
     """The newest of them."""
 
 
+class MemberRequest(Message):
+    run_id: RunId
+    peer: PeerId
+
+
+class MemberAnswer(Message):
+    """POST /v1/members: the host's word that the peer may take part until then, in UNIX seconds; see `swarm.members`."""
+
+    until: Count
+    signature: Signature
+
+
 class ReleaseRequest(Message):
     """Give back `keys`, or with null the whole lease; work in a contribution that was registered stays with it when null."""
 

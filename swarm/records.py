@@ -66,6 +66,14 @@ class BanWord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Membership:
+    """The host's word that a peer, which is named where this stands, may take part: see `swarm.members`. until: UNIX seconds."""
+
+    until: Count
+    signature: Annotated[_Line, Field(max_length=128)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeerRecord:
     """One live peer, as it describes itself.
 
@@ -101,13 +109,15 @@ class PeerRecord:
     time: Annotated[Number, Field(ge=0, le=1e11)] = 0.0
     bans: Annotated[tuple[BanWord, ...], Field(max_length=BANS_PER_RECORD)] = ()
     """Some of the host's words, others each time: so all of them come round."""
+    membership: Membership | None = None
+    """Its owner's, in a run for members."""
 
     def pack(self) -> bytes:
         return msgpack.packb(vars(self), default=vars)
 
     def asdict(self) -> dict[str, Any]:
-        """What it says of its peer: without what it hands on."""
-        return {name: value for name, value in vars(self).items() if name != "bans"}
+        """What it says of its peer: without what it hands on, and what it shows."""
+        return {name: value for name, value in vars(self).items() if name not in ("bans", "membership")}
 
     @classmethod
     def unpack(cls, data: bytes, *, owner: str) -> "PeerRecord":

@@ -17,7 +17,7 @@ from swarm.errors import ExitCode, UserError
 
 SIGNATURE_HEADER = "X-Host-Signature"
 """Of the answer to GET /v1/manifest; the run's is in its answer itself."""
-What = Literal["run", "manifest", "extension", "ban"]
+What = Literal["run", "manifest", "extension", "ban", "member"]
 
 
 class BadSignature(Exception):

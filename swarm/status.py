@@ -28,6 +28,7 @@ from swarm.dialling import dialable, grounds
 from swarm.errors import ExitCode, UserError, run_program, why
 from swarm.figures import figures, mean_loss
 from swarm.interrupts import interruptible
+from swarm.members import Members
 from swarm.options import with_token
 from swarm.records import words
 from swarm.run_defaults import DEFAULTS
@@ -178,7 +179,10 @@ class _Visitor:
         if self._node is None:
             self._node = await self._join()
         runs = choose(genuine(await self._node.find_runs(), named_in(self._maddrs)), self._run_id)
-        of_runs = {found.run.run_id: await self._node.records(found.run.run_id) for found in runs}
+        of_runs = {}
+        for found in runs:
+            self._node.admit(found.run.run_id, Members(found.run))
+            of_runs[found.run.run_id] = await self._node.records(found.run.run_id)
         if len(runs) > 1:
             raise several(runs, {run_id: len(records) for run_id, records in of_runs.items()})
         records = [record for found in of_runs.values() for record in found.values()]

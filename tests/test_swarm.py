@@ -124,7 +124,8 @@ class Swarm:
         self.pictures = tiny.write_pictures(folder / "pictures", 40, 16)
 
     def host(self, *flags) -> Host:
-        host = Host(self.folder / "host", "--dht", "True", *RUN, *flags)
+        """Of a run for members; quickstart and soak have runs for everybody."""
+        host = Host(self.folder / "host", "--dht", "True", "--members", "yes", *RUN, *flags)
         shared = host.flags.index("--dataset") + 1, host.flags.index("--model") + 1
         host.flags[shared[0]], host.flags[shared[1]] = str(self.pictures), str(self.model)
         self.hosts.append(host)

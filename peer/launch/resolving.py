@@ -28,7 +28,8 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
         _check_addresses(peer)
         ask, found = partial(_ask_server, peer), partial(_found_at_server, peer)
         joined = join(peer, given, ask, found, partial(complete, given=given, digest=True), known_hosts(peer).key_of)
-        return joined if joined.host_key else dataclasses.replace(joined, host_key=known_hosts(peer).key_of(joined.run.run_id))
+        host_key = joined.host_key or joined.run.members_of or known_hosts(peer).key_of(joined.run.run_id)
+        return dataclasses.replace(joined, host_key=host_key)
     if given.get("sync", "none") != "none":
         raise UserError(
             f"--sync {given['sync']} needs a swarm, and none was named.", fix="Add --datasetserver, --peers or --found, or remove --sync."

@@ -10,6 +10,7 @@ from peer.config import PeerConfig
 from peer.data.client.probing import download_state
 from peer.data.client.transport import ServerAway
 from peer.launch.joining import Joined
+from peer.launch.membership import visitor
 from peer.launch.resolving import resolve_run
 from peer.sync.engine.assistant import newest_state
 from peer.sync.engine.outer import load_strategy
@@ -42,9 +43,10 @@ def fetch_state(
     look(joined.run)
     about = joined.about()
     (folder / "run.json").write_text(json.dumps(about), encoding="utf-8")
-    if kept := _of_server(joined.server_url, folder, token if joined.server_url == place else ""):
+    token = token if joined.server_url == place else ""
+    if kept := _of_server(joined.server_url, folder, token):
         return kept
-    return asyncio.run(_fetch(joined, named_in(peer.peers), folder, seconds))
+    return asyncio.run(_fetch(joined, token, named_in(peer.peers), folder, seconds))
 
 
 def _of_server(url: str, folder: Path, token: str) -> Path | None:
@@ -61,15 +63,17 @@ def _of_server(url: str, folder: Path, token: str) -> Path | None:
     return path
 
 
-async def _fetch(joined: Joined, named: Collection[str], folder: Path, seconds: float) -> Path:
+async def _fetch(joined: Joined, token: str, named: Collection[str], folder: Path, seconds: float) -> Path:
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # hivemind's tasks that p2pd's end leaves behind
-    run = joined.run
+    run, identity = joined.run, folder / "visitor.key"
     node = await SwarmNode.join(
-        initial_peers=joined.initial_peers, identity_path=folder / "visitor.key", client_mode=True, deadline_seconds=min(seconds, 60)
+        initial_peers=joined.initial_peers, identity_path=identity, client_mode=True, deadline_seconds=min(seconds, 60)
     )
     try:
         strategy, known = load_strategy(f"peer.sync.{run.sync}:strategy", run), (joined.last_known or {}).get("digest", "")
-        state = await newest_state(run, strategy, node, seconds, named, known)
+        members = await asyncio.to_thread(visitor, joined, identity, token)
+        node.admit(run.run_id, members)
+        state = await newest_state(run, strategy, node, members, seconds, named, known)
     finally:
         await node.close()
     log.info("fetched round=%d samples=%d state=%s", state.header.round, state.header.samples, state.digest[:8])

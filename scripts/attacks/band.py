@@ -31,6 +31,7 @@ class Band:
             entering = Stranger.come(self.address, self.folder, self.rng, f"stranger-{number}")
             self.strangers.append(await self.stack.enter_async_context(entering))
         self.run = await self.strangers[0].run()
+        self.say(event="came", peers=[stranger.peer_id for stranger in self.strangers])
         return self.strangers
 
     async def come_as(self, key: Key) -> Stranger:

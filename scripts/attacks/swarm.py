@@ -47,8 +47,9 @@ def last_word(program: Program) -> str:
 
 
 class Toy:
-    def __init__(self, folder: Path, strategy: str, *peers: str):
+    def __init__(self, folder: Path, strategy: str, *peers: str, members: bool = False):
         self.name, self.folder = folder.name, folder
+        peers += (f"--host_key={folder.parent / 'host.key'}",) if members else ()
         command = [sys.executable, "-m", "scripts.attacks.toy", str(folder), strategy, *peers]
         self.program = Program(self.name, command, folder.with_suffix(".log"), {}, ROOT)
 
@@ -76,13 +77,14 @@ class Toy:
 
 
 class Swarm:
-    """Honest peers that average before anybody comes; `row`: what then comes, None: nobody."""
+    """Honest peers that average before anybody comes; `row`: what then comes, None: nobody. members: whether the run is for members."""
 
-    def __init__(self, folder: Path, peers: int, row: Row | None = None, seed: int = 0):
-        self.row, self.seed, self._folder, self._count = row, seed, folder, peers
+    def __init__(self, folder: Path, peers: int, row: Row | None = None, seed: int = 0, *, members: bool = False):
+        self.row, self.seed, self._folder, self._count, self._members = row, seed, folder, peers, members
         self.name = row.id if row else "control"
-        strategy = row.strategy if row else "parameters"
-        self._strategy, self._toys = strategy, [Toy(folder / "peer-1", strategy)]
+        self._strategy = row.strategy if row else "parameters"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._toys = [self._toy("peer-1")]
         self.stranger: Program | None = None
         self.victim: Program | None = None
         self.newcomer: Toy | None = None
@@ -92,6 +94,9 @@ class Swarm:
         """When the stranger arrived, by time.time()."""
         self._memory = self._listens_since = 0.0
 
+    def _toy(self, name: str, *peers: str) -> Toy:
+        return Toy(self._folder / name, self._strategy, *peers, members=self._members)
+
     # ---------------------------------------------------------------- life
 
     def tend(self) -> bool:
@@ -99,7 +104,7 @@ class Swarm:
         address = self._toys[0].address()
         if address and len(self._toys) < self._count:
             numbers = range(len(self._toys) + 1, self._count + 1)
-            self._toys += [Toy(self._folder / f"peer-{number}", self._strategy, address) for number in numbers]
+            self._toys += [self._toy(f"peer-{number}", address) for number in numbers]
         together = [sum(len(line["members"]) == self._count for line in toy.rounds()) for toy in self._toys]
         return len(together) == self._count and min(together) >= READY_ROUNDS
 
@@ -127,7 +132,7 @@ class Swarm:
         if time.time() < self.began + 3:
             return
         if self.row.kind == "newcomer" and self.newcomer is None:
-            self.newcomer = Toy(self._folder / "newcomer", self._strategy, self._toys[0].address())
+            self.newcomer = self._toy("newcomer", self._toys[0].address())
         if self.newcomer and not self._listens_since and self.newcomer.address():
             self._listens_since = time.time()
         if self.row.kind in ("lookup", "export") and self.victim is None:
@@ -136,7 +141,9 @@ class Swarm:
             self.victim = Program("victim", command, self._folder / "victim.log", {}, ROOT)
 
     def _arrived(self) -> bool:
-        return any(line.get("event") == "arrived" for line in said(self.stranger))
+        """Where it is no member, many an attack never comes to its beginning; it tries from the moment in which it knows the run."""
+        events = {line.get("event") for line in said(self.stranger)}
+        return "arrived" in events or (self._members and "came" in events)
 
     def _run_id(self) -> str:
         """As a newcomer has it from its host, and not from anybody in the swarm."""

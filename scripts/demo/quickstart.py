@@ -23,6 +23,8 @@ from swarm.arguments import ArgumentParser  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 
 MARK = ".quickstart"
+STRANGERS = ("sign-flip", "wrong-means")
+"""Both destroy the model of a run that is open to everybody."""
 HOSTED = "--resolution 16 --learning_rate 1e-3 --target_batch_size 512 --total_samples 4096"
 """What to host the quickstart's own dataset and model with."""
 EPILOG = """\
@@ -42,6 +44,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="scripts/quickstart", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--churn", action="store_true", help="a peer comes late and catches up; then the first one is killed with SIGKILL")
+    parser.add_argument(
+        "--strangers", action="store_true", help="the run is for members; two attackers come who know a peer's address, and must change nothing"
+    )
     parser.add_argument("--peers", type=int, default=2, metavar="N", help="peers at the start [2]")
     parser.add_argument("--total_samples", type=int, default=32_768, metavar="N", help="end when so many are in committed rounds [32,768]")
     parser.add_argument("--target_batch_size", type=int, default=1024, metavar="N", help="samples of the whole swarm per round [1,024]")
@@ -71,7 +76,10 @@ def main(args: argparse.Namespace) -> int:
     display.say("1/4  real handwritten digits, and a small Stable Diffusion that knows nothing yet")
     prepare(folder, display.say)
     display.say(f"2/4  a swarm of {args.peers} peers" + (", one more later, and then one less" if args.churn else ""))
-    plan = Plan(folder, args.peers, args.total_samples, args.target_batch_size, args.port, args.churn, settings=recipe(args.total_samples))
+    plan = Plan(
+        folder, args.peers, args.total_samples, args.target_batch_size, args.port, args.churn, STRANGERS if args.strangers else (),
+        settings=recipe(args.total_samples),
+    )  # fmt: skip
     with display, SwarmRun(plan, display) as swarm:
         story = swarm.run()
     held = results.survived(swarm.held(), story.killed_peer)
@@ -80,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
     judged = judge(models[0])
     display.say("4/4  writing samples.png, loss.png, result.json")
     result = judged.pop("result") | results.summarize(held) | churn_story(plan, story, held) | {"models_equal": equal_models(models)}
-    result["failures"] = results.shortcomings(result, churn=args.churn, total_samples=args.total_samples)
+    result["failures"] = results.shortcomings(result, churn=args.churn, strangers=args.strangers, total_samples=args.total_samples)
     write_files(folder, result, held, **judged)
     if not args.keep:
         tidy(folder, list(swarm.peers))
@@ -163,6 +171,9 @@ def churn_story(plan: Any, story: Any, held: Any) -> dict[str, Any]:
         "killed_peer": story.killed_peer,
         "killed_at_round": story.killed_at_round,
         "rounds_after_kill": sum(line["round"] > story.killed_at_round for line in rounds) if story.killed_at_round is not None else 0,
+        "strangers": story.strangers,
+        "strangers_at_round": story.strangers_at_round,
+        "rounds_with_strangers": [line["round"] for line in rounds if any(member[0] in story.strangers for member in line["members"])],
         "seconds_training": story.seconds_training,
         "peak_memory_gib": story.peak_memory_gib,
         "processes_left": story.processes_left,
@@ -217,6 +228,7 @@ def conclude(display: Any, folder: Path, result: dict[str, Any], model: Path) ->
     display.say(f'  dd-generate --model {shown(model)} --prompt "a handwritten seven" --guidance 3 --out pictures/')
     if not result["churn"]:
         display.say("  ./scripts/quickstart --churn     a peer comes late, another is killed")
+        display.say("  ./scripts/quickstart --strangers two attackers come to a run for members")
     display.say("  Host a run of this dataset and model yourself, then join it from another terminal:")
     display.say(f"  dd-datasetserver --dataset {shown(folder / 'dataset')} --model {shown(folder / 'base')} {HOSTED}")
     display.say("  dd-peer --datasetserver http://127.0.0.1:9090 --output_dir out")

@@ -131,7 +131,7 @@ def first_round_with(peer: str, held: Mapping[str, Lines]) -> int | None:
     return min(numbers, default=None)
 
 
-def shortcomings(result: Mapping[str, Any], *, churn: bool, total_samples: int) -> list[str]:
+def shortcomings(result: Mapping[str, Any], *, churn: bool, strangers: bool = False, total_samples: int) -> list[str]:
     """What is not as it should be, one sentence each; [] when all is well."""
     found = []
     if result["digit_accuracy"] < MIN_ACCURACY:
@@ -153,6 +153,10 @@ def shortcomings(result: Mapping[str, Any], *, churn: bool, total_samples: int) 
         found.append("The first peer was not killed before the run ended; give it more time with --total_samples.")
     if churn and result["rounds_after_kill"] < 1:
         found.append("No round was committed after the first peer was killed.")
+    if strangers and not result["strangers"]:
+        found.append("The strangers never came; give the run more time with --total_samples.")
+    if strangers and result["rounds_with_strangers"]:
+        found.append(f"A stranger had a part in round {result['rounds_with_strangers'][0]}.")
     if result["processes_left"]:
         found.append(f"Processes outlived the swarm: {', '.join(result['processes_left'])}.")
     return found

@@ -5,6 +5,7 @@ Nothing here is special to one machine: the same commands, with the server's add
 
 import json
 import os
+import re
 import sys
 import time
 import urllib.error
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.attacks.rows import ROWS
 from scripts.demo import processes, results
 from scripts.demo.display import Display
 from scripts.demo.processes import Program
@@ -22,6 +24,7 @@ from swarm.lifeline import adopt_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
 JOIN_AFTER_ROUND = 2
+_ADDRESS = re.compile(r"--peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")
 START_SECONDS = 300
 STALL_SECONDS = 300
 LEAVE_SECONDS = 60
@@ -37,6 +40,8 @@ class Plan:
     target_batch_size: int = 2048
     port: int = 0
     churn: bool = False
+    strangers: tuple[str, ...] = ()
+    """Rows of `scripts/strangers`, one attacker each. The run is then for members, and they are none."""
     batch: int = 32
     """Samples per local step."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -57,6 +62,9 @@ class Story:
     joined_at_round: int | None = None
     killed_peer: str | None = None
     killed_at_round: int | None = None
+    strangers_at_round: int | None = None
+    strangers: list[str] = field(default_factory=list)
+    """Their peer ids."""
     processes_left: list[str] = field(default_factory=list)
 
 
@@ -85,6 +93,7 @@ class SwarmRun:
         self.plan, self.display, self.story = plan, display, Story()
         self.peers: dict[str, Program] = {}
         self._server: Program | None = None
+        self._strangers: list[Program] = []
         self._url = ""
         self._began = self._looked = self._advanced = time.monotonic()
         self._round = 0
@@ -94,7 +103,7 @@ class SwarmRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        programs = [*self.peers.values(), *([self._server] if self._server else [])]
+        programs = [*self._strangers, *self.peers.values(), *([self._server] if self._server else [])]
         self.story.processes_left += processes.end_all(programs)
 
     def run(self) -> Story:
@@ -107,6 +116,7 @@ class SwarmRun:
             self._watch()
             time.sleep(0.25)
         self.story.seconds_training = round(time.monotonic() - self._began, 1)
+        self._send_strangers_away()
         self._stop_server()
         return self.story
 
@@ -119,6 +129,7 @@ class SwarmRun:
         (folder / "run.toml").write_text(run_settings(self.plan), encoding="utf-8")
         command = [sys.executable, "-m", "datasetserver", "--dataset", str(folder / "dataset"), "--run", str(folder / "run.toml")]
         command += ["--work_dir", str(folder / "server"), "--port", str(self.plan.port), "--shard_samples", "64"]
+        command += ["--members", "yes"] if self.plan.strangers else []
         self._server = Program("server", command, folder / "logs" / "server.log", {}, ROOT)
         self._url = self._wait_for_url(time.monotonic() + START_SECONDS)
         self.display.say(f"dataset server at {self._url}")
@@ -159,8 +170,8 @@ class SwarmRun:
             self._looked = now
             self.story.peak_memory_gib = max(self.story.peak_memory_gib, round(processes.memory_gib(), 2))
         assert self._server is not None
-        for program in [self._server, *self._living()]:
-            if program.ended():
+        for program in [self._server, *self._living(), *self._strangers]:
+            if program.ended() or (program in self._strangers and program.ended() is not None):
                 raise _failed(program)
         if progress := self._progress():
             self.display.show(progress)
@@ -169,6 +180,8 @@ class SwarmRun:
             self._round, self._advanced = number, now
         if self.plan.churn:
             self._stir()
+        if self.plan.strangers and not self._strangers and self._round:
+            self._let_strangers_come()
         if now - self._advanced > STALL_SECONDS:
             raise UserError(f"No round was committed for {STALL_SECONDS} s.", fix=f"See the logs in {self.plan.folder / 'logs'}.")
 
@@ -186,6 +199,23 @@ class SwarmRun:
                 self.peers[first].kill_tree()
                 self.story.killed_peer, self.story.killed_at_round = first, self._round
                 self.display.say(f"{late} has caught up (in round {caught_up}); {first} was killed with SIGKILL")
+
+    def _let_strangers_come(self) -> None:
+        """Each learns one peer's address, as anybody could who has seen it, and nothing else."""
+        folder, found = self.plan.folder, _ADDRESS.findall(self.peers["peer-1"].last_words(1000))
+        if not found:
+            return
+        self.story.strangers_at_round = self._round
+        for row in self.plan.strangers:
+            command = [sys.executable, "-m", "scripts.attacks.stranger", row, str(folder / "strangers" / row), "--address", found[-1]]
+            self._strangers.append(Program(row, [*command, "--seconds", "86400"], folder / "logs" / f"{row}.log", {"OMP_NUM_THREADS": "1"}, ROOT))
+            self.display.say(f"a stranger comes who knows the address of peer-1, and {ROWS[row].does}")
+
+    def _send_strangers_away(self) -> None:
+        for program in self._strangers:
+            came = [json.loads(line) for line in program.last_words(100_000).splitlines() if '"came"' in line]
+            self.story.strangers += [peer for line in came for peer in line["peers"]]
+            program.kill_tree()
 
     def _living(self) -> list[Program]:
         return [program for name, program in self.peers.items() if name != self.story.killed_peer]

@@ -13,6 +13,7 @@ from simulation import server
 from simulation.records import Records
 from simulation.world import Scenario, World
 from swarm.bans import sign_word
+from swarm.members import MEMBERSHIP
 
 _FAULTS = ("kill", "partition", "reset", "server", "answers", "nat", "sidecar")
 _KEPT = 64
@@ -31,7 +32,7 @@ class Recording:
         self.messages: defaultdict[str, list[tuple[Any, bytes]]] = defaultdict(list)
         self.requests: defaultdict[str, list[tuple[str, str, bytes, bytes]]] = defaultdict(list)
         self.records: defaultdict[str, list[tuple[str, bytes]]] = defaultdict(list)
-        self.world = World(Scenario(seed, peers=5, rounds=rounds, faults=_FAULTS, fault_seconds=20.0, assistants=1))
+        self.world = World(Scenario(seed, peers=5, rounds=rounds, faults=_FAULTS, fault_seconds=20.0, assistants=1, members=True))
         server, run = self.world.server, self.world.run
         server.bans.hear(sign_word(server.dataset.key, run, peer, banned=True, reason="says so", clock=lambda: 1.0) for peer in ("QmOne", "QmOther"))
         with self._listening():
@@ -57,7 +58,8 @@ class Recording:
             yield
 
     def _message(self, read: Callable, kind: Any, values: Any) -> Any:
-        self._keep(self.messages, getattr(kind, "__name__", "answer to join"), (kind, msgpack.packb(values)))
+        name = "membership" if kind is MEMBERSHIP else getattr(kind, "__name__", "answer to join")
+        self._keep(self.messages, name, (kind, msgpack.packb(values)))
         return read(kind, values)
 
     async def _request(self, response: Callable, of: server.Server, request: Any) -> Any:

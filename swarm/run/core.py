@@ -36,6 +36,11 @@ class Agreement:
         choices=("fp32", "fp16", "int8", "int4"),
     )
     dataset_digest: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")
+    members_of: str = option(
+        "",
+        "Key of the host that signs memberships: peers ignore a peer without one. The server sets it (--members); empty: the run is open to everybody.",
+        since="0.1.1", unsaid="",
+    )
     total_samples: int = option(0, "The run ends when this many samples are in committed rounds; 0: no end.", ge=0)
     target_batch_size: int = option(2048, "Samples of the whole swarm per round.", ge=1)
 

@@ -95,5 +95,6 @@ def test_the_program_adds_lists_and_removes(tmp_path, capsys):
     assert cli(["token", "list", "--tokens", file]) == 0
     assert capsys.readouterr().out == "alice\n"
     assert cli(["token", "remove", "alice", "--tokens", file]) == 0
+    assert "remain members for up to 7 days" in capsys.readouterr().err
     assert cli(["token", "remove", "alice", "--tokens", file]) == ExitCode.CONFIG
     assert capsys.readouterr().err.startswith("error: ")

@@ -43,7 +43,7 @@ def test_help_explains_without_any_set_up(flag, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0 and done.stderr == ""
-    for word in ("--churn", "--total_samples", "--keep", "samples.png", "result.json", "status 0 only if"):
+    for word in ("--churn", "--strangers", "--total_samples", "--keep", "samples.png", "result.json", "status 0 only if"):
         assert word in done.stdout
 
 

@@ -183,6 +183,19 @@ def test_each_shortcoming_of_the_churn_run_is_said_in_words(change, words):
     assert words in failure
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"strangers": [], "rounds_with_strangers": []}, "never came"),
+        ({"strangers": ["QmEve"], "rounds_with_strangers": [5, 6]}, "part in round 5"),
+        ({"strangers": ["QmEve"], "rounds_with_strangers": [], "digit_accuracy": 0.89}, "89% of the digits"),
+    ],
+)
+def test_each_shortcoming_of_the_run_with_strangers_is_said_in_words(change, words):
+    (failure,) = results.shortcomings(GOOD | change, churn=False, strangers=True, total_samples=65_536)
+    assert words in failure
+
+
 def test_churn_may_average_without_everybody(held):
     few = copy.deepcopy(GOOD) | {"share_of_rounds_by_all_peers": 0.5}
     assert results.shortcomings(few, churn=True, total_samples=65_536) == []

@@ -25,8 +25,12 @@ SECONDS = 15
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("strangers") / "record.json"
-    flags = ["--rows", ",".join(SHORT), "--seconds", str(SECONDS), "--pairs", "1", "--seed", "1", "--record", path]
+    return siege_of(tmp_path_factory.mktemp("strangers"), "--rows", ",".join(SHORT))
+
+
+def siege_of(folder, *flags: str) -> dict:
+    path = folder / "record.json"
+    flags = [*flags, "--seconds", str(SECONDS), "--pairs", "1", "--seed", "1", "--record", path]
     done = subprocess.run([ROOT / "scripts" / "strangers", *flags], capture_output=True, text=True, timeout=540)
     assert path.exists(), done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(path.read_text())
@@ -47,6 +51,15 @@ def test_a_stranger_ends_stops_and_corrupts_nothing(record, row):
 def test_the_honest_peers_go_on_with_their_rounds_beside_a_stranger(record, row):
     # One deadline of a fresh identity is a third of a window as short as this.
     assert record["rounds_ratio"][row] >= 0.5, record
+
+
+@pytest.mark.swarm
+@pytest.mark.slow
+def test_what_only_a_member_could_do_costs_a_run_for_members_nothing(tmp_path):
+    """Without memberships both end the run: a loss that grows, replicas that split."""
+    record = siege_of(tmp_path, "--members", "--rows", "sign-flip,split-means,browser-post")
+    assert record["holds"] and set(record["rounds_ratio"]) == {"sign-flip", "split-means"}, record
+    assert min(record["rounds_ratio"].values()) >= 0.5, record
 
 
 def test_help_and_the_list_of_rows_need_no_swarm():

@@ -117,3 +117,15 @@ def test_a_peer_that_the_host_bans_ends_with_the_reason_and_the_others_go_on(see
     assert "banned this peer: it lies" in world.ended
     lineage = world.checks.lineage(world.tip())[:3]
     assert all(world.bad.peer not in {peer for peer, *_ in world.checks.commits[digest].members} for digest in lineage)
+
+
+HARMFUL = ("made-up-state", "nan", "absent", "silent", "stalling-leaders", "slot-hog", "record-flood")
+
+
+def test_in_a_run_for_members_strangers_cost_no_round():
+    """Members commit what they do beside nobody, but for the chance of a world in which other messages are on their way."""
+    alone, beset = (play(Scenario(seed=4, peers=3, hours=0.15, faults=(), members=True, strangers=rows)) for rows in ((), HARMFUL))
+    assert_holds(alone)
+    assert_holds(beset)
+    assert beset.rounds >= 0.9 * alone.rounds > 30
+    assert beset.adopted["solo"] <= alone.adopted["solo"] + 1

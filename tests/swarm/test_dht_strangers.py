@@ -14,7 +14,10 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
+from swarm.members import Members, said, sign_membership
 from swarm.records import PeerRecord, RunRecord
+from swarm.run_config import RunConfig
+from swarm.signing import HostKey
 
 CONFIG = "5ca1ab1e" * 8
 RUN_ID = CONFIG[:16]
@@ -127,6 +130,36 @@ def test_a_question_that_is_too_long_or_one_too_many_is_not_answered_and_others_
             await asyncio.gather(*(ask(RANDOM.randbytes(20)) for _ in range(300)))
         assert await honest.publish(RUN_ID, PeerRecord(**claims(honest.peer_id)))
         assert honest.peer_id in await victim.records(RUN_ID)
+
+    nodes(scenario)
+
+
+def test_in_a_run_for_members_only_their_records_are_kept_and_read(nodes, tmp_path):
+    """A node that knows the run neither stores a stranger's record nor takes it from a node that did."""
+
+    async def scenario(start):
+        key = HostKey(tmp_path / "host.key")
+        run = RunConfig(model="x", members_of=key.public)
+        peers = f"{run.run_id}.peers"
+
+        def record(node, **values) -> dict:
+            return claims(node.peer_id, config=run.digest, **values)
+
+        unaware = await start("unaware")  # of another run, or of none yet
+        victim = await start("victim", initial_peers=await unaware.maddrs())
+        victim.admit(run.run_id, Members(run))
+        stranger, member = [await start(name, initial_peers=[*await victim.maddrs(), *await unaware.maddrs()]) for name in ("stranger", "member")]
+        word = said(sign_membership(key, run, member.peer_id))
+        assert await store(stranger, victim, signed(stranger._identity.key, peers, record(stranger))) == [False]
+        assert await store(stranger, victim, signed(stranger._identity.key, peers, record(stranger, membership=word))) == [False]
+        squatting = claims(stranger.peer_id, config=run.run_id + "0" * 48)  # another run whose key is the same
+        assert await store(stranger, victim, signed(stranger._identity.key, peers, squatting)) == [False]
+        assert await store(stranger, unaware, signed(stranger._identity.key, peers, record(stranger))) == [True]
+        assert await store(member, victim, signed(member._identity.key, peers, record(member, membership=word))) == [True]
+        assert set(await victim.records(run.run_id)) == {member.peer_id}
+        assert stranger.peer_id in await unaware.records(run.run_id)
+        assert await member.publish(run.run_id, PeerRecord(**record(member, membership=sign_membership(key, run, member.peer_id), round=2)))
+        assert (await victim.records(run.run_id))[member.peer_id].round == 2
 
     nodes(scenario)
 

@@ -15,6 +15,8 @@ from peer.data.client.transport import Reply, ServerAway, exchange, open_session
 from swarm import protocol
 from swarm.digest import digest_json
 from swarm.errors import ExitCode, UserError
+from swarm.members import is_signed
+from swarm.records import Membership
 from swarm.run_config import RunConfig
 from swarm.signed_request import Signer
 from swarm.signing import BadSignature, KnownHosts, check_signature
@@ -51,6 +53,21 @@ def found_run(
     elif reply.error:
         raise UserError(f"{url} does not take this run: {reply.error.message}", fix=reply.error.fix)
     return check_run(url, reply.status, reply.body, known_hosts=known_hosts)
+
+
+def ask_membership(url: str, run: RunConfig, signer: Signer, timeout: float = 10.0, *, token: str = "") -> Membership:
+    """Ask the run's server to let this peer in. Raises UserError: NETWORK when it does not answer, AUTH when it does not want to."""
+    peer = signer.key.peer_id
+    reply = asyncio.run(_ask("POST", url, "/v1/members", {"run_id": run.run_id, "peer": peer}, timeout, token, signer))
+    if reply.error:
+        raise UserError(f"{url} does not let this peer in: {reply.error.message}", fix=reply.error.fix, code=ExitCode.AUTH)
+    try:
+        given = Membership(**vars(protocol.MemberAnswer.model_validate_json(reply.body)))
+    except ValidationError:
+        raise UserError(f"{url} answers something else.", fix="Use the same version on both.", code=ExitCode.NETWORK) from None
+    if not is_signed(run, peer, given):
+        raise unsigned(url, "a membership", BadSignature(f"its signature is not that of the key {run.members_of[:16]}"))
+    return given
 
 
 def report_round(url: str, run: RunConfig, signer: Signer, committed_round: CommittedRound, timeout: float = 10.0, *, token: str = "") -> None:
@@ -97,6 +114,8 @@ def check_run(url: str, status: int, body: bytes, run_id: str = "", known_hosts:
     run = RunConfig.from_mapping(answer.run, where=url)
     if run.run_id != answer.run_id:
         raise wrong(f"calls its run {answer.run_id}, but its configuration makes it {run.run_id}", "Use the same version on both.")
+    if run.members_of not in ("", answer.host_key):
+        raise unsigned(url, "a run", BadSignature(f"it is for members of the key {run.members_of[:16]}"))
     if run_id not in ("", answer.run_id):
         raise wrong(f"serves run {answer.run_id} ('{run.run_name}'), not {run_id}", "Check the URL, or remove --run_id.")
     if known_hosts:

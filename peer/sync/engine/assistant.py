@@ -32,10 +32,10 @@ from peer.sync.engine.transfer.state_fetch import WholeState
 from peer.sync.engine.vectors import SharedBuffer
 from swarm import files
 from swarm.advice import size
-from swarm.bans import Bans
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
+from swarm.members import Members
 from swarm.records import LEAVING, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
@@ -145,16 +145,18 @@ async def assist(
     last_known: Head | None = None,
     last_holders: tuple[str, ...] = (),
     end: End | None = None,
-    bans: Bans | None = None,
+    members: Members | None = None,
     upload: Bucket | None = None,
     wall: Callable[[], float] = time.time,
     rng: random.Random | None = None,
 ) -> None:
     """Take part until the run's end or `stop`. final: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
+    members = members or Members(run, wall=wall)
+    node.admit(run.run_id, members)
     store = StateStore(folder / "state", keep=_STORED)
     archive = Archive(folder / "settled", store, states_limit)
     strategy = load_strategy(f"peer.sync.{run.sync}:strategy", run)
-    finding = asyncio.create_task(_stored_or_fetched(run, strategy, node, store, folder / "kind.json"))
+    finding = asyncio.create_task(_stored_or_fetched(run, strategy, node, members, store, folder / "kind.json"))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +174,7 @@ async def assist(
     assistant.replica = replica = Replica(
         run=run, state=states.pop(), wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
         rounds_path=folder / "rounds.jsonl", line=assistant, server_url=server_url, name=name, hardware=hardware,
-        last_known=last_known, last_holders=last_holders, assists=True, end=end, bans=bans, upload=upload,
+        last_known=last_known, last_holders=last_holders, assists=True, end=end, members=members, upload=upload,
         clock=asyncio.get_running_loop().time, wall=wall, rng=rng,
     )  # fmt: skip
     await replica.start()
@@ -193,7 +195,7 @@ async def _tell_forever(replica: Replica, seen: Callable[[dict[str, Any]], None]
 
 
 async def _stored_or_fetched(
-    run: RunConfig, strategy: Strategy, node: SwarmNode, store: StateStore, path: Path
+    run: RunConfig, strategy: Strategy, node: SwarmNode, members: Members, store: StateStore, path: Path
 ) -> tuple[Kind, list[State]]:
     """What a state looks like, and one to begin with; in a list, so that nobody holds its memory for as long as the process lives."""
     kind = Kind.read(path)
@@ -201,7 +203,7 @@ async def _stored_or_fetched(
         _check_memory(run, strategy, kind)
     state = store.load(run.digest, kind.schema, kind.num_bytes(strategy.slots), run.target_batch_size) if kind is not None else None
     if state is None:
-        kind, state = await _first_from_others(run, strategy, node)
+        kind, state = await _first_from_others(run, strategy, node, members)
         try:
             kind.write(path)
         except OSError as error:
@@ -215,14 +217,20 @@ def _check_memory(run: RunConfig, strategy: Strategy, kind: Kind) -> None:
 
 
 async def newest_state(
-    run: RunConfig, strategy: Strategy, node: SwarmNode, seconds: float, named: Collection[str] = (), known: str = ""
+    run: RunConfig,
+    strategy: Strategy,
+    node: SwarmNode,
+    members: Members,
+    seconds: float,
+    named: Collection[str] = (),
+    known: str = "",
 ) -> State:
     """The best state of a run, for who takes it and goes. Raises UserError (NETWORK) when nobody gives one in time.
 
     named: peers whose word this user takes, before that of however many others; known: digest of the state that the server knows.
     """
     waiting = f"nobody who holds the state is here yet; waiting up to {seconds:.0f} s in all (--wait_seconds)"
-    finding = asyncio.create_task(_first_from_others(run, strategy, node, waiting, False, named, known))
+    finding = asyncio.create_task(_first_from_others(run, strategy, node, members, waiting, False, named, known))
     try:
         await asyncio.wait({finding}, timeout=seconds)
         if finding.done():
@@ -240,13 +248,14 @@ async def _first_from_others(
     run: RunConfig,
     strategy: Strategy,
     node: SwarmNode,
+    members: Members,
     waiting: str = _WAITING,
     spare_memory: bool = True,
     named: Collection[str] = (),
     known: str = "",
 ) -> tuple[Kind, State]:
     """The best state of a run that this peer knows nothing of; waits until somebody is there who has one, and says so: `waiting`."""
-    streams, told = Streams(node), -_TOLD_EVERY_SECONDS
+    streams, told = Streams(node, members=members), -_TOLD_EVERY_SECONDS
     failures: collections.Counter[str] = collections.Counter()
     clock = asyncio.get_running_loop().time
     while True:

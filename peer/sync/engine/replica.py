@@ -48,10 +48,10 @@ from peer.sync.engine.transfer.kind import Kind, serve_kind
 from peer.sync.engine.transfer.replay import MeanStore, rounds_kept
 from peer.sync.engine.transfer.saving import Saver
 from peer.sync.engine.transfer.state_fetch import Replaying, StateFetch
-from swarm.bans import Bans
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import UserError
+from swarm.members import Members
 from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
@@ -93,13 +93,14 @@ class Replica:
         last_number: int | None = None,
         assists: bool = False,
         end: End | None = None,
-        bans: Bans | None = None,
+        members: Members | None = None,
         upload: Bucket | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ):
-        self.node, self.assists, self.end, self.bans = node, assists, end or End(run), bans or Bans(run)
+        self.node, self.assists, self.end, self.members = node, assists, end or End(run), members or Members(run, wall=wall)
+        node.admit(run.run_id, self.members)
         self._rounds_path, self._clock, self._wall, self._rng = rounds_path, clock, wall, rng or random.SystemRandom()
         self.bell = Bell()
         self.state, self.phase = Cell(state, self.bell, clock), Cell(Phase.JOIN, self.bell, clock)
@@ -107,9 +108,9 @@ class Replica:
         # Who is there.
         self.met = Met(store.folder / "met.json", run.digest)
         company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id)
-        self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.bans)
+        self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.members)
         # Which state is right, and how a better one comes here.
-        outer, streams = OuterStep(strategy, wire), Streams(node, upload, self.bans.reason)
+        outer, streams = OuterStep(strategy, wire), Streams(node, upload, self.members)
         self.heads = Heads(
             self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode
         )
@@ -137,7 +138,7 @@ class Replica:
         )
         self._saver = Saver(store, state, self.bell.ring, self._fail, self._may_save, clock, node.peer_id)
         self.status = Status(
-            run, node, self.neighbours, self.end, self.bans, self.state, self.phase, self.trainer, self.heads, self._catch_up,
+            run, node, self.neighbours, self.end, self.members, self.state, self.phase, self.trainer, self.heads, self._catch_up,
             assists=assists, name=name, hardware=hardware, server_url=server_url, wall=wall,
         )  # fmt: skip
         self._presence = Presence(run, node, self.neighbours, self.status, self.bell, clock, self.met)

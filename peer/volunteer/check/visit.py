@@ -7,6 +7,8 @@ from pathlib import Path
 
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
+from peer.launch.membership import visitor
+from peer.launch.resolving import token_for
 from peer.sync.engine.net.link import Speed, measure_link
 from peer.sync.engine.net.streams import PeerLost, Streams
 from swarm.dht import SwarmNode
@@ -47,10 +49,15 @@ async def _visit(joined: Joined, peer: PeerConfig, scratch: Path, join_seconds: 
         return Visit(error, why=error.message)
     try:
         found = Visit(client_mode=node.client_mode, reachability=node.reachability)
+        try:
+            members = await asyncio.to_thread(visitor, joined, scratch / "visitor.key", token_for(joined.server_url, peer))
+        except UserError as error:
+            return Visit(error, why=error.message, client_mode=node.client_mode, reachability=node.reachability)
+        node.admit(joined.run.run_id, members)
         with contextlib.suppress(Exception):  # hivemind raises its own kinds; then nobody is known to be there
             records = await asyncio.wait_for(node.records(joined.run.run_id), _ANSWER_SECONDS)
             found.peers = len(records)
-            streams = Streams(node)
+            streams = Streams(node, members=members)
             for record in sorted(records.values(), key=lambda record: record.client_mode)[:_ASKED]:
                 try:
                     found.speed = await measure_link(streams, record.peer_id)

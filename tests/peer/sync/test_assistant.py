@@ -23,6 +23,7 @@ from peer.sync.engine.transfer.kind import KIND, Kind, ask_kind, serve_kind
 from peer.sync.engine.transfer.pace import Slow
 from peer.sync.parameters import Parameters
 from swarm.errors import ExitCode, UserError
+from swarm.members import Members
 from swarm.records import ASSIST, PeerRecord
 from tests.peer.sync.replicas import SIZE, Liar, Peer, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import WAIT_SECONDS, holder, state_of, until
@@ -382,7 +383,7 @@ def test_whoever_gives_no_state_in_time_is_not_waited_for_and_how_long_is_said_a
     async def scenario(nodes):
         node = await nodes.node()
         with pytest.raises(UserError, match="Nobody gave a state"):
-            await newest_state(make_run(), Parameters(), node, 3)
+            await newest_state(make_run(), Parameters(), node, Members(make_run()), 3)
         assert "nobody who holds the state is here yet; waiting up to 3 s in all (--wait_seconds)" in caplog.text
         assert "the first peer that trains" not in caplog.text
 
@@ -458,6 +459,6 @@ def test_a_disk_without_room_for_the_kind_of_state_costs_a_question_after_the_ne
 
     monkeypatch.setattr(assistant, "_first_from_others", from_others)
     monkeypatch.setattr(Kind, "write", refuse)
-    stored = assistant._stored_or_fetched(run, Parameters(), None, StateStore(tmp_path / "state"), tmp_path / "kind.json")
+    stored = assistant._stored_or_fetched(run, Parameters(), None, Members(run), StateStore(tmp_path / "state"), tmp_path / "kind.json")
     assert asyncio.run(stored) == (kind, [first])
     assert "asked again after the next start: No space left" in caplog.text

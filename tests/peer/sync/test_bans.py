@@ -8,13 +8,14 @@ from peer.sync.engine.round.calls import CALL
 from peer.sync.engine.state import Head
 from swarm.bans import Bans, sign_word
 from swarm.errors import ExitCode, UserError
+from swarm.members import Members
 from swarm.signing import HostKey
 from tests.peer.sync.replicas import Peer, check_invariants, make_run
 from tests.peer.sync.swarm_tools import until
 
 
 async def swarm_of(nodes, count, run, key, **options) -> list[Peer]:
-    started = [Peer(nodes, await nodes.node(), run, bans=Bans(run, key.public, rng=nodes.rng), **options) for _ in range(count)]
+    started = [Peer(nodes, await nodes.node(), run, members=Members(run, Bans(run, key.public, rng=nodes.rng)), **options) for _ in range(count)]
     for peer in started:
         await peer.start(nodes)
     return started
@@ -25,8 +26,8 @@ def test_one_hears_that_a_peer_is_banned_all_keep_it_out_and_it_is_told_why(virt
         key, run = HostKey(tmp_path / "host.key"), make_run()
         told, other, bad = await swarm_of(nodes, 3, run, key)
         await until(lambda: all(len(peer.head.header.members) == 3 for peer in (told, other, bad)))
-        told.replica.bans.hear([sign_word(key, run, bad.id, banned=True, reason="it lies")])
-        await until(lambda: bad.tasks[0].done() and bad.id in other.replica.bans.peers())
+        told.replica.members.bans.hear([sign_word(key, run, bad.id, banned=True, reason="it lies")])
+        await until(lambda: bad.tasks[0].done() and bad.id in other.replica.members.bans.peers())
         error = bad.tasks[0].exception()
         assert isinstance(error, UserError) and error.code == ExitCode.AUTH and "banned this peer: it lies" in error.message
         await until(lambda: all([r.peer_id for r in one.replica.neighbours.others()] == [two.id] for one, two in ((told, other), (other, told))))
@@ -48,7 +49,7 @@ def test_a_banned_peer_that_goes_on_all_the_same_is_answered_nothing_but_the_rea
         await deaf.start(nodes)
         await until(lambda: len(honest.replica.neighbours.others()) == 2)
         for peer in (honest, other):
-            peer.replica.bans.hear([sign_word(key, run, deaf.id, banned=True, reason="it lies")])
+            peer.replica.members.bans.hear([sign_word(key, run, deaf.id, banned=True, reason="it lies")])
         with pytest.raises(PeerLost, match="you are banned by the host: it lies"):
             channel = await deaf.replica._streams.open(honest.id, CALL)
             await channel.send(Call(head=Head.of(deaf.head)), seconds=5)
@@ -67,11 +68,11 @@ def test_whom_the_host_lets_in_again_averages_again(virtual, tmp_path):
         key, run = HostKey(tmp_path / "host.key"), make_run()
         one, two = await swarm_of(nodes, 2, run, key)
         third = Peer(nodes, await nodes.node(), run)
-        one.replica.bans.hear([sign_word(key, run, third.id, banned=True, clock=lambda: 1)])
+        one.replica.members.bans.hear([sign_word(key, run, third.id, banned=True, clock=lambda: 1)])
         await third.start(nodes)
-        await until(lambda: third.id in two.replica.bans.peers() and one.head.header.round > 2)
-        one.replica.bans.hear([sign_word(key, run, third.id, banned=False, clock=lambda: 2)])
-        await until(lambda: not two.replica.bans.peers() and third.id in {member.peer for member in two.head.header.members})
+        await until(lambda: third.id in two.replica.members.bans.peers() and one.head.header.round > 2)
+        one.replica.members.bans.hear([sign_word(key, run, third.id, banned=False, clock=lambda: 2)])
+        await until(lambda: not two.replica.members.bans.peers() and third.id in {member.peer for member in two.head.header.members})
         await until(lambda: third.head.digest == one.head.digest)
         check_invariants(one, two, third)
 

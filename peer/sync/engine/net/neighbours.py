@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from peer.sync.engine.round.company import Company
-from swarm.bans import Bans
 from swarm.clock import SwarmClock
 from swarm.dht import SwarmNode
+from swarm.members import Members
 from swarm.records import LEAVING, RECORD_LIFE_SECONDS, RENEW_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import within
@@ -42,10 +42,10 @@ class Neighbours:
         clock: Callable[[], float] = time.monotonic,
         company: Company | None = None,
         wall: Callable[[], float] = time.time,
-        bans: Bans | None = None,
+        members: Members | None = None,
     ):
         self._node, self._run, self._schema, self._clock, self._wall = node, run, schema, clock, wall
-        self._company, self.bans = company or Company(), bans or Bans(run)
+        self._company, self.members = company or Company(), members or Members(run)
         self._seen: dict[str, tuple[PeerRecord, float]] = {}
         self._live: list[PeerRecord] = []
         """Of `_seen`, those of this run."""
@@ -78,7 +78,8 @@ class Neighbours:
         self._read_before = True
         for peer, record in news.items():
             self._seen[peer] = (record, now)
-            self.bans.hear(record.bans, rumoured=True)
+            self.members.bans.hear(record.bans, rumoured=True)
+            self.members.hear(peer, record.membership)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
         self._live = self._of_this_run()
         self._others = [record for record in self._live if record.schema == self._schema]
@@ -171,7 +172,7 @@ class Neighbours:
             for peer, (record, _) in self._seen.items()
             if peer != self._node.peer_id
             and record.config == self._run.digest
-            and not self.bans.reason(peer)
+            and not self.members.refusal(peer)
             and record.phase != LEAVING
             and record.waiting_samples <= 2 * self._run.target_batch_size
         ]

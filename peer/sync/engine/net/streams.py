@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.net.messages import MOST_CULPRITS, BadMessage, M, Message, Refusal, read
 from peer.sync.engine.state import MAX_HEADER_BYTES
+from swarm.members import MEMBERSHIP, Members, said
 from swarm.pipe import Pipe
 from swarm.tasks import within
 from swarm.unpacking import unpack
@@ -165,11 +166,13 @@ class Dialler(Protocol):
 
 
 class Streams:
-    """Opens and serves streams by name on a node. banned: why a peer is answered nothing else; '' for one that is not."""
+    """Opens and serves streams by name on a node. members: the peers to answer; None: all.
 
-    def __init__(self, node: Dialler, upload: Bucket | None = None, banned: Callable[[str], str] = lambda peer: ""):
-        self._banned = banned
-        self._node, self.peer_id, self._upload = node, node.peer_id, upload
+    In a run for members a stream begins with the membership of the peer that opens it.
+    """
+
+    def __init__(self, node: Dialler, upload: Bucket | None = None, members: Members | None = None):
+        self._node, self.peer_id, self._upload, self._members = node, node.peer_id, upload, members
         self._serving: dict[asyncio.Task, str] = {}  # and whom; asyncio itself holds a task only weakly
         self.mishaps: collections.Counter[str] = collections.Counter()
         """Handlers, by the name of their streams, that ended in an error which is nobody's PeerLost: faults of ours."""
@@ -177,9 +180,16 @@ class Streams:
     async def open(self, peer: str, name: str) -> Channel:
         """Raises PeerLost when `peer` cannot be reached in time."""
         try:
-            return Channel(peer, await within(CONNECT_SECONDS, self._node.dial(peer, name)), self._upload)
+            channel = Channel(peer, await within(CONNECT_SECONDS, self._node.dial(peer, name)), self._upload)
         except Exception as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
             raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
+        if self._members is not None and self._members.needed:
+            try:
+                await channel.send(said(self._members.own) or {}, seconds=CONNECT_SECONDS)
+            except BaseException:
+                channel.close()
+                raise
+        return channel
 
     async def serve(self, name: str, handler: Handler) -> None:
         """Answer streams called `name`; a handler's PeerLost ends its stream, telling the other end why."""
@@ -188,10 +198,9 @@ class Streams:
             channel = Channel(peer, pipe, self._upload, place)
             self._serving[task := asyncio.current_task()] = channel.peer
             try:
-                if reason := self._banned(peer):
-                    raise PeerLost(f"you are banned by the host: {reason}")
                 if list(self._serving.values()).count(channel.peer) > _STREAMS_PER_PEER:
                     raise PeerLost("too many streams at once")
+                await self._let_in(channel)
                 await handler(channel)
                 await channel.hung_up(_TAKE_SECONDS)
             except PeerLost as error:
@@ -206,6 +215,17 @@ class Streams:
                 del self._serving[task]
 
         await self._node.listen(name, handle)
+
+    async def _let_in(self, channel: Channel) -> None:
+        """Read the caller's membership, if the run is for members. Raises PeerLost when it is banned or no member."""
+        if self._members is None:
+            return
+        if self._members.needed and not self._members.bans.reason(channel.peer):
+            with contextlib.suppress(Malformed):  # a program that knows no memberships begins with its question
+                shown, _ = await channel.receive(MEMBERSHIP, seconds=CONNECT_SECONDS)
+                self._members.hear(channel.peer, shown)
+        if reason := self._members.refusal(channel.peer):
+            raise PeerLost(reason)
 
 
 def _until(seconds: float) -> float:

@@ -14,9 +14,9 @@ from peer.sync.engine.round.rounds import Round
 from peer.sync.engine.state import State
 from peer.sync.engine.trainer.trainer import Trainer
 from swarm import advice
-from swarm.bans import Bans
 from swarm.dht import SwarmNode
 from swarm.end import End
+from swarm.members import Members
 from swarm.records import (
     ASSIST,
     AVERAGING,
@@ -55,7 +55,7 @@ class Status:
         node: SwarmNode,
         neighbours: Neighbours,
         end: End,
-        bans: Bans,
+        members: Members,
         state: Cell[State],
         phase: Cell[Phase],
         trainer: Trainer,
@@ -68,7 +68,7 @@ class Status:
         server_url: str = "",
         wall: Callable[[], float] = time.time,
     ):
-        self._run, self._node, self._neighbours, self._end, self._bans, self._wall = run, node, neighbours, end, bans, wall
+        self._run, self._node, self._neighbours, self._end, self._members, self._wall = run, node, neighbours, end, members, wall
         self._state, self._phase, self._trainer, self._heads, self._catch_up = state, phase, trainer, heads, catch_up
         self._assists, self._name, self._hardware, self._server_url = assists, name, hardware, server_url
         self.note = ""
@@ -151,7 +151,8 @@ class Status:
             client_mode=self._node.client_mode,
             maddrs=maddrs[:_MAX_MADDRS],
             time=self._wall(),
-            bans=self._bans.some(BANS_PER_RECORD),
+            bans=self._members.bans.some(BANS_PER_RECORD),
+            membership=self._members.own,
         )
 
     def seen(self) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class Start:
     extension: Mapping[str, Any]
     bans: list[Mapping[str, Any]]
     """As `swarm.bans.said` makes them."""
+    membership: Mapping[str, Any] | None
+    """As `swarm.members.said` makes it."""
     max_upload_mbit: float
     peer_name: str
     hardware: str
@@ -100,6 +102,13 @@ class Extend:
     """The host has put off the run's end."""
 
     extension: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The host has renewed our membership."""
+
+    membership: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

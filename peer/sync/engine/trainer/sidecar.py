@@ -29,7 +29,7 @@ from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.round.plausible import NUMBER_FILE
 from peer.sync.engine.state import Head, State, better
-from peer.sync.engine.trainer.messages import Banned, Close, Extend, Failed, Message, Progress, Pulse, Ready, Seen, Start
+from peer.sync.engine.trainer.messages import Admitted, Banned, Close, Extend, Failed, Message, Progress, Pulse, Ready, Seen, Start
 from peer.sync.engine.trainer.port import Port, PortClosed, inherited
 from peer.sync.engine.transfer.disk import StateStore
 from swarm.bans import Bans, words_of
@@ -40,6 +40,7 @@ from swarm.files import raise_open_limit
 from swarm.life import answer_with_stacks
 from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
+from swarm.members import Members, read_membership
 from swarm.run_config import RunConfig
 
 log = logging.getLogger("peer.sync.engine.trainer.sidecar")  # __name__ is "__main__" here, whose lines nobody sees
@@ -215,7 +216,8 @@ def _replica(
     if stored is not None and better(Head.of(stored), Head.of(state)):
         log.info("going on from round=%d state=%s on disk", stored.header.round, stored.digest[:8])
         state = stored
-    known = start.last_known
+    known, clock = start.last_known, asyncio.get_running_loop().time
+    bans = Bans(run, start.host_key, words_of(start.bans), path=store.folder / "bans.json", clock=clock, rng=rng)
     return Replica(
         run=run,
         state=state,
@@ -233,9 +235,9 @@ def _replica(
         min_peers=start.min_peers,
         last_number=_last_number(folder),
         end=End(run, start.host_key, start.extension),
-        bans=Bans(run, start.host_key, words_of(start.bans), path=store.folder / "bans.json", clock=asyncio.get_running_loop().time, rng=rng),
+        members=Members(run, bans, read_membership(start.membership), wall),
         upload=Bucket(start.max_upload_mbit) if start.max_upload_mbit else None,
-        clock=asyncio.get_running_loop().time,
+        clock=clock,
         wall=wall,
         rng=rng,
     )
@@ -284,7 +286,9 @@ def _hear(replica: Replica, stop: asyncio.Event, message: Message) -> None:
         case Extend(extension):
             replica.extend(extension)
         case Banned(words):
-            replica.bans.hear(words_of(words))
+            replica.members.bans.hear(words_of(words))
+        case Admitted(membership):
+            replica.members.own = read_membership(membership)
         case Close(reason):
             replica.failed(reason)
             stop.set()

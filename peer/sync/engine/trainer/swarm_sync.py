@@ -25,6 +25,7 @@ from peer.sync.engine.round.plausible import NUMBER_FILE
 from peer.sync.engine.state import first_state
 from peer.sync.engine.trainer.local_work import OPEN, Anchor, LocalWork, NotFinite
 from peer.sync.engine.trainer.messages import (
+    Admitted,
     Banned,
     Done,
     Extend,
@@ -49,7 +50,7 @@ from peer.sync.engine.trainer.port import PortClosed
 from peer.sync.engine.trainer.sidecar_process import Processes, SidecarProcess
 from peer.sync.engine.transfer.discarded import discard
 from peer.sync.engine.vectors import Schema, flatten
-from swarm import advice, bans, files
+from swarm import advice, bans, files, members
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.records import CATCHING_UP, DONE
@@ -101,8 +102,9 @@ class SwarmSync:
         self._news = _News()
         self._peer_id, self._min_peers = "", context.peer.min_peers
         self._end = context.end or End(context.run)
-        self._bans = context.bans or bans.Bans(context.run)
-        self._told_extension, self._told_bans = self._end.extension, self._bans.version
+        self._members = context.members or members.Members(context.run)
+        self._told_extension, self._told_bans = self._end.extension, self._members.bans.version
+        self._told_membership = self._members.own
         self._told: tuple[Progress | None, float] = None, 0.0
         """Our progress as the sidecar heard it last, and when."""
         self.seen: Mapping[str, Any] = {}
@@ -261,9 +263,13 @@ class SwarmSync:
         if self._end.extension != self._told_extension:
             self._sidecar.send(Extend(dict(self._end.extension)))
             self._told_extension = self._end.extension
-        if self._bans.version != self._told_bans:
-            self._told_bans = self._bans.version
-            self._sidecar.send(Banned(bans.said(self._bans.words)))
+        known = self._members.bans
+        if known.version != self._told_bans:
+            self._told_bans = known.version
+            self._sidecar.send(Banned(bans.said(known.words)))
+        if (own := self._members.own) != self._told_membership:
+            self._told_membership = own
+            self._sidecar.send(Admitted(members.said(own)))
         progress, now = self._progress(), self._clock()
         if progress != self._told[0] or now - self._told[1] >= TELL_SECONDS:
             self._sidecar.send(progress)
@@ -383,7 +389,8 @@ class SwarmSync:
             min_peers=self._min_peers,
             host_key=self._end.host_key,
             extension=self._end.extension,
-            bans=bans.said(self._bans.words),
+            bans=bans.said(self._members.bans.words),
+            membership=members.said(self._members.own),
             max_upload_mbit=peer.max_upload_mbit,
             peer_name=peer.peer_name,
             hardware=self._hardware,

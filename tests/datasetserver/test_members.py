@@ -1,0 +1,119 @@
+"""`POST /v1/members`: whom a server lets into a run for members, and which runs are."""
+
+import json
+
+import pytest
+
+from datasetserver.__main__ import cli
+from datasetserver.config import ServerConfig
+from datasetserver.founding import acceptable_run
+from datasetserver.newcomers import MOST_OF_AN_OWNER, Newcomers
+from datasetserver.refused import Refused
+from datasetserver.tokens import add, remove
+from peer.data.client.runs import ask_membership, fetch_run
+from swarm.errors import ExitCode, UserError
+from swarm.members import is_signed
+from swarm.records import Membership
+from swarm.run_config import RunConfig
+from tests.datasetserver.hosting import Host, until
+from tests.datasetserver.test_http import call, envelope, get_run, refused
+from tests.identities import id_of, signer
+
+
+def run_of(host) -> RunConfig:
+    return RunConfig.from_mapping(get_run(host).run, where="server")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_server_with_tokens_founds_a_run_for_members_and_lets_in_who_holds_one(tmp_path):
+    token, other = (add(tmp_path / "tokens", name) for name in ("alice", "bob"))
+    host = Host(tmp_path, "--tokens", str(tmp_path / "tokens")).start()
+    answer = fetch_run(host.url, token=token)
+    run = RunConfig.from_mapping(answer.run, where="server")
+    assert run.members_of == answer.host_key
+    given = ask_membership(host.url, run, signer(id_of("alice")), token=token)
+    assert is_signed(run, id_of("alice"), given) and not is_signed(run, id_of("bob"), given)
+    with pytest.raises(UserError) as raised:
+        ask_membership(host.url, run, signer(id_of("carol")))
+    assert raised.value.code == ExitCode.AUTH
+    with pytest.raises(UserError, match="came with another token") as raised:
+        ask_membership(host.url, run, signer(id_of("alice")), token=other)
+    assert raised.value.code == ExitCode.AUTH
+    remove(tmp_path / "tokens", "alice")
+
+    def is_shut_out():
+        try:
+            ask_membership(host.url, run, signer(id_of("alice")), token=token)
+            return False
+        except UserError as error:
+            return error.code == ExitCode.AUTH
+
+    until(is_shut_out)
+    host.kill()
+    host.start()  # the run is what it was, also where the flags are others
+    assert RunConfig.from_mapping(fetch_run(host.url, token=other).run, where="server") == run
+    assert host.stop() == 0
+    (host.dataset.with_name("data.datasetserver") / "host.key").unlink()
+    with pytest.raises(AssertionError, match="is for members of the key"):
+        host.start()
+
+
+def test_a_run_is_for_members_where_the_host_says_so_and_a_banned_peer_gets_no_membership(tmp_path):
+    host = Host(tmp_path, "--members", "yes").start()
+    run = run_of(host)
+    body = json.loads(call(host, "/v1/members", envelope(host, "alice"))[2])
+    assert run.members_of == get_run(host).host_key and is_signed(run, id_of("alice"), Membership(**body))
+    assert cli(["ban", id_of("alice"), "--reason", "it lies", "--dataset", str(host.dataset)]) == 0
+    until(lambda: call(host, "/v1/members", envelope(host, "alice"))[0] == 403)
+    refused(call(host, "/v1/members", envelope(host, "alice")), 403, "banned")
+    assert call(host, "/v1/members", envelope(host, "bob"))[0] == 201
+    assert host.stop() == 0
+
+
+def test_without_tokens_or_the_hosts_wish_a_run_is_for_everybody(tmp_path):
+    host = Host(tmp_path).start()
+    assert run_of(host).members_of == ""
+    assert host.stop() == 0
+    assert [ServerConfig(dataset="x", **options).for_members for options in ({}, {"tokens": "t"}, {"tokens": "t", "members": "no"})] == [False, True, False]
+
+
+def test_a_run_that_a_peer_founds_gets_the_servers_key_and_no_other():
+    run = RunConfig(model="x", family="stable_diffusion", model_digest="0" * 64).to_mapping()
+    assert acceptable_run(run, "d" * 64).members_of == ""
+    assert acceptable_run(run, "d" * 64, "a" * 64).members_of == "a" * 64
+    mine = RunConfig(model="x", family="stable_diffusion", model_digest="0" * 64, members_of="b" * 64).to_mapping()
+    for members_of in ("", "a" * 64):
+        with pytest.raises(Refused, match="members of another host"):
+            acceptable_run(mine, "d" * 64, members_of)
+    assert acceptable_run(mine, "d" * 64, "b" * 64).members_of == "b" * 64
+
+
+def test_one_owner_brings_64_peers_a_day_and_its_own_come_back_as_often_as_they_like():
+    clock = Clock()
+    newcomers = Newcomers(clock)
+    for n in range(MOST_OF_AN_OWNER):
+        newcomers.let_in("token alice", f"peer{n}")
+    newcomers.let_in("token alice", "peer7")
+    with pytest.raises(Refused, match="64 peers of one owner") as refusal:
+        newcomers.let_in("token alice", "one more")
+    assert refusal.value.status == 429
+    newcomers.let_in("token bob", "one more")
+    clock.now += 86_401
+    newcomers.let_in("token alice", "one more")
+    assert list(newcomers._of) == ["token alice"] and len(newcomers._let_in) == 1
+
+
+def test_a_server_that_has_let_in_as_many_as_it_has_room_for_says_so():
+    newcomers = Newcomers(Clock(), most=2)
+    newcomers.let_in("address a", "one")
+    newcomers.let_in("address b", "two")
+    newcomers.let_in("address b", "two")
+    with pytest.raises(Refused, match="room for") as refusal:
+        newcomers.let_in("address c", "three")
+    assert refusal.value.status == 503

@@ -1,0 +1,183 @@
+"""How a peer comes to its membership: asked, kept, renewed, and what it says where it gets none."""
+
+import dataclasses
+import json
+from contextlib import ExitStack
+
+import pytest
+
+from peer.config import PeerConfig
+from peer.launch import membership
+from peer.launch.joining import Joined
+from peer.launch.membership import Keeper, kept, visitor
+from swarm.bans import Bans
+from swarm.errors import ExitCode, UserError
+from swarm.members import LIFE_SECONDS, Members, sign_membership
+from swarm.run_config import RunConfig
+from swarm.signing import HostKey
+from tests.datasetserver.hosting import Host, until
+from tests.identities import id_of, identity_file
+
+DAY = 86_400.0
+
+
+class Wall:
+    now = 1.7e9
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def key(tmp_path):
+    return HostKey(tmp_path / "host.key")
+
+
+@pytest.fixture
+def run(key):
+    return RunConfig(model="x", members_of=key.public)
+
+
+class Asked:
+    """A server. error: what it answers instead."""
+
+    def __init__(self, key, run, wall):
+        self.times, self.error, self._give = 0, None, lambda: sign_membership(key, run, "me", wall)
+
+    def __call__(self):
+        self.times += 1
+        if self.error:
+            raise self.error
+        return self._give()
+
+
+@pytest.fixture
+def keeping(key, run, tmp_path):
+    wall = Wall()
+    asked = Asked(key, run, wall)
+
+    def start():
+        members = Members(run, wall=wall)
+        return members, Keeper(members, "me", asked, tmp_path / "memberships.json", wall)
+
+    return wall, asked, start
+
+
+AWAY = UserError("The dataset server does not answer.", fix="Wait.", code=ExitCode.NETWORK)
+SHUT = UserError("It does not let this peer in.", fix="Ask the host.", code=ExitCode.AUTH)
+
+
+def test_a_membership_is_asked_for_once_a_day_and_kept_meanwhile(keeping):
+    wall, asked, start = keeping
+    first, keeper = start()
+    keeper.begin()
+    second, again = start()
+    wall.now += DAY - 1
+    again.begin()
+    assert second.own == first.own and asked.times == 1
+    wall.now += 2
+    start()[1].begin()
+    assert asked.times == 2
+
+
+def test_a_server_that_is_away_stops_nobody_for_as_long_as_the_membership_lasts(keeping, caplog):
+    wall, asked, start = keeping
+    start()[1].begin()
+    asked.error, began = AWAY, wall.now
+    wall.now += 5 * DAY
+    members, keeper = start()
+    keeper.begin()
+    assert not members.has_ended() and "for 2.0 days" in caplog.text
+    wall.now = began + LIFE_SECONDS - 60
+    with pytest.raises(UserError, match="does not answer"):
+        start()[1].begin()
+
+
+def test_whom_the_server_shuts_out_does_not_go_on_with_what_it_had(keeping):
+    wall, asked, start = keeping
+    start()[1].begin()
+    asked.error = SHUT
+    wall.now += 2 * DAY
+    with pytest.raises(UserError, match="does not let"):
+        start()[1].begin()
+
+
+def test_what_is_on_the_disk_counts_only_where_it_is_this_runs_and_this_peers(keeping, key, run, tmp_path):
+    wall, asked, start = keeping
+    path = tmp_path / "memberships.json"
+    other = dataclasses.replace(run, seed=run.seed + 1)
+    entries = [sign_membership(key, run, "another", wall), sign_membership(key, other, "me", wall)]
+    for number, content in enumerate([*(json.dumps({run.digest: vars(entry)}) for entry in entries), "{", "[]", json.dumps({run.digest: 7})]):
+        path.write_text(content)
+        start()[1].begin()
+        assert asked.times == number + 1, content
+    start()[1].begin()
+    assert asked.times == number + 1
+
+
+def test_memberships_of_several_runs_lie_beside_each_other(keeping, key, run, tmp_path):
+    wall, _, start = keeping
+    start()[1].begin()
+    other = dataclasses.replace(run, seed=run.seed + 1)
+    Keeper(Members(other, wall=wall), "me", lambda: sign_membership(key, other, "me", wall), tmp_path / "memberships.json", wall).begin()
+    assert set(json.loads((tmp_path / "memberships.json").read_text())) == {run.digest, other.digest}
+
+
+def test_a_disk_that_takes_nothing_costs_a_warning(keeping, monkeypatch, caplog):
+    _, _, start = keeping
+    monkeypatch.setattr(membership.files, "replace", lambda path, data: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    members, keeper = start()
+    keeper.begin()
+    assert not members.has_ended() and "No space left" in caplog.text
+
+
+def test_it_is_renewed_while_the_peer_runs_and_again_after_a_refusal(keeping, monkeypatch, caplog):
+    wall, asked, start = keeping
+    monkeypatch.setattr(membership, "_LOOK_SECONDS", 0.01)
+    members, keeper = start()
+    keeper.begin()
+    stop = keeper.renew_meanwhile()
+    asked.error = AWAY
+    wall.now += 2 * DAY
+    until(lambda: "renewed later, it lasts for 5.0 days" in caplog.text)
+    asked.error = None
+    until(lambda: members.own.until == int(wall.now + LIFE_SECONDS))
+    stop.set()
+
+
+def test_a_run_for_members_without_a_server_says_what_is_missing(run, tmp_path):
+    peer = PeerConfig(output_dir=str(tmp_path))
+    identity_file(peer.identity_file, "alice")
+    with ExitStack() as closing, pytest.raises(UserError, match="no dataset server is known") as raised:
+        kept(Joined(run), peer, Bans(run), closing)
+    assert raised.value.code == ExitCode.AUTH and "--token" in raised.value.fix
+
+
+def test_a_run_for_everybody_asks_for_nothing(tmp_path):
+    joined = Joined(RunConfig(model="x"))
+    with ExitStack() as closing:
+        assert kept(joined, PeerConfig(output_dir=str(tmp_path)), Bans(joined.run), closing).own is None
+    assert visitor(joined, tmp_path / "no.key", "").own is None
+
+
+def test_a_real_server_gives_it_to_a_peer_and_to_a_visitor_and_none_of_another_key(tmp_path):
+    from peer.data.client.runs import fetch_run
+
+    host = Host(tmp_path, "--members", "yes").start()
+    answer = fetch_run(host.url)
+    run = RunConfig.from_mapping(answer.run, where="server")
+    joined = Joined(run, host.url, host_key=answer.host_key)
+    peer = PeerConfig(output_dir=str(tmp_path / "out"), datasetserver=host.url)
+    identity_file(peer.identity_file, "alice")
+    with ExitStack() as closing:
+        members = kept(joined, peer, Bans(run), closing)
+        members.hear(id_of("alice"), members.own)
+        assert members.refusal(id_of("alice")) == "" and peer.identity_file.with_name("memberships.json").exists()
+    own = visitor(joined, peer.identity_file, "").own
+    members.hear(id_of("alice"), own)
+    assert own.until >= members.own.until
+    forged = dataclasses.replace(joined, run=dataclasses.replace(run, members_of="ab" * 32))
+    with pytest.raises(UserError) as raised:
+        visitor(forged, peer.identity_file, "")
+    assert raised.value.code == ExitCode.AUTH
+    assert host.stop() == 0
