@@ -35,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from simulation.campaign import KINDS, SYNCS, WIRES
+    from simulation.campaign import SYNCS, WIRES
+    from simulation.faults import FAULTS
 
     parser = argparse.ArgumentParser(prog="python -m simulation", description="Real peers in a simulated world; a seed repeats it exactly.")
     world = parser.add_argument_group("the world")
@@ -45,10 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     world.add_argument("--total_samples", type=int, default=0, help="where the run ends (default: 0, nowhere)")
     world.add_argument("--min_peers", type=int, default=1, help="so many peers wait for each other before they start (default: 1)")
     world.add_argument("--members", action="store_true", help="a run for members: strangers are none")
+    world.add_argument("--chunks", type=int, default=1, help="of a state, 4 MiB each: two cost seven times the CPU time (default: 1)")
     world.add_argument("--strangers", default="", help="who comes and means harm: 'all', or rows of scripts/strangers (docs/simulation.md)")
     world.add_argument("--hours", type=float, default=1.0, help="virtual hours with faults; then all must commit within 10 minutes (default: 1)")
     world.add_argument("--rounds", type=int, default=0, help="end the faults after so many rounds")
-    world.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join(KINDS)} (default: all)")
+    world.add_argument("--faults", default="all", help=f"all, or some of: {', '.join((*FAULTS, 'nat'))}; or none (default: all, but for the rare)")
     world.add_argument("--fault_seconds", type=float, default=60.0, help="each fault strikes so often on average (default: 60)")
     world.add_argument("--strikes", help="these strikes instead of drawn ones, as a breach prints them; or a file of them")
     world.add_argument("--step_seconds", default="", help="of each peer for one sample, as 0.5+0.7; drawn where it is not given")
@@ -73,12 +75,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "Scenario":
     from simulation.campaign import KINDS
-    from simulation.faults import parse_strikes
+    from simulation.faults import FAULTS, parse_strikes
     from simulation.world import STRANGERS, Scenario
 
     faults = {"all": KINDS, "none": ()}.get(options.faults) or tuple(name for name in options.faults.split(",") if name and name != "none")
-    if unknown := sorted(set(faults) - set(KINDS)):
-        parser.error(f"no such faults: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    if unknown := sorted(set(faults) - {*FAULTS, "nat"}):
+        parser.error(f"no such faults: {', '.join(unknown)}; there are {', '.join((*FAULTS, 'nat'))}")
     strangers = STRANGERS if options.strangers == "all" else tuple(filter(None, options.strangers.split(",")))
     if unknown := sorted(set(strangers) - set(STRANGERS)):
         parser.error(f"no such strangers: {', '.join(unknown)}; there are {', '.join(STRANGERS)}")
@@ -97,7 +99,7 @@ def _scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "
         options.seed, options.peers, options.hours, options.rounds, faults, options.fault_seconds,
         sync=options.sync, wire=options.wire, overlap=options.overlap, strikes=strikes, step_seconds=steps,
         assistants=options.assistants, lease_seconds=options.lease_seconds, strangers=strangers,
-        total_samples=options.total_samples, min_peers=options.min_peers, members=options.members,
+        total_samples=options.total_samples, min_peers=options.min_peers, members=options.members, chunks=options.chunks,
     )  # fmt: skip
 
 

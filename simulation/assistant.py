@@ -88,6 +88,7 @@ class Assistant(Machine):
         except (UserError, PeerLost) as error:
             world.note(f"{self.short} assistant: ended: {error}")
             self.kill()
+            self.heeds(error)
             world.later(_AGAIN_SECONDS, self.boot)
         except Exception as error:
             world.checks.breach(f"an assistant ended with {error!r}", self, error)

@@ -16,7 +16,7 @@ from simulation.faults import FAULTS
 from simulation.shrink import promise
 from simulation.world import STRANGERS, Scenario, play
 
-RARE = ("rot", "discard", "relief")
+RARE = ("rot", "discard", "relief", "guests")
 """In worlds of their own: everywhere, they would leave the other faults too few rounds to strike."""
 KINDS = (*(name for name in FAULTS if name not in ("extend", *RARE)), "nat")
 WITH_STRANGERS = ("reset", "slow", "clock", "answers", "ledger")
@@ -25,7 +25,12 @@ WITH_AN_END = ("extend", "reset", "slow", "clock", "pause")
 """Faults that leave the peers, and what they have to say, to the end of a run. Who is away for longer than the others linger misses it."""
 WITH_RELIEF = ("relief", "clock", "slow")
 """Beside more faults too few rounds are made in its time."""
+WITH_CHUNKS = ("guests", "kill", "sidecar", "failpoint", "partition", "slow", "reset", "nat")
+"""Where a state is of several chunks: who comes, who falls, and links that make a download long."""
+WITH_LEASES = ("partition", "stop", "sleep", "answers", "server", "ledger")
+"""What parts the peers from each other and from the server: leases end whose holders go on, and reports come late."""
 _WITH_AN_END, _WITH_RELIEF, _WITH_RARE, _WITH_STRANGERS = 0.08, 0.15, 0.15, 0.08
+_WITH_CHUNKS, _WITH_LEASES = 0.02, 0.08
 """Of all worlds."""
 SYNCS, WIRES = ("parameters", "diloco", "gradients"), ("fp32", "fp16", "int8", "int4")
 _WORLDS_OF_A_PROCESS = 100
@@ -53,6 +58,13 @@ def mixed(seed: int) -> Scenario:
     )
     if scenario.peers == 1:
         scenario = replace(scenario, min_peers=1)
+    special = random.Random(f"{seed} special").random()  # dice of its own: all other seeds play what they did before
+    if special < _WITH_CHUNKS:
+        short = {"peers": min(scenario.peers, 4), "hours": 0.03, "fault_seconds": 15.0, "wire": rng.choice(("int8", "int4"))}
+        return replace(scenario, chunks=2, faults=WITH_CHUNKS, min_peers=1, **short)
+    if special < _WITH_CHUNKS + _WITH_LEASES:
+        few = {"peers": min(max(scenario.peers, 2), 4), "hours": 0.06, "fault_seconds": 15.0, "lease_seconds": 8.0}
+        return replace(scenario, faults=WITH_LEASES, min_peers=1, **few)
     if (kind := rng.random()) < _WITH_AN_END:
         rounds = rng.choice([4, 8, 16])
         return replace(scenario, faults=WITH_AN_END, total_samples=rounds * scenario.target_per_peer * scenario.peers)

@@ -246,6 +246,12 @@ class Checks:
         if set(accounts.state_dict()["contributions"]) != set(numbers):
             self.breach("the books have other contributions than the trainer's work", machine)
 
+    def left(self, machine: "Machine", accounts: Accounts, included: Collection[int]) -> None:
+        """Its trainer leaves in order: what it drew is done, goes back, or is in the state on which it ends. included: contributions that are."""
+        there = {key for number, keys in accounts.state_dict()["contributions"].items() if number in included for key in keys}
+        if left := machine.source.held - there:
+            self.breach(f"left with {len(left)} samples that are in no state, and not given back", machine)
+
     # ------------------------------------------------------------- bounds
 
     def bounds(self, machine: "Machine") -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _RELIEF_SECONDS, _NEWCOMER_SECONDS = 120.0, 30.0
 """A server is away for at most so long before a newcomer comes. The newcomer has at most so long to fetch the others' state."""
+_LEAVING_SECONDS = 60.0
+"""A guest that was asked to leave is killed so much later: one that is stopped, say. Without faults it takes up to 20 s."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,14 @@ async def kill(world: "World", machine: "Machine", strike: Strike) -> None:
     if strike.values["back"]:
         machine.boot()
     else:
-        world.machines.remove(machine)
-        world.gone.append(machine)
+        _gone(world, machine)
         world.add_peer()
+
+
+def _gone(world: "World", machine: "Machine") -> None:
+    """For good."""
+    world.machines.remove(machine)
+    world.gone.append(machine)
 
 
 async def sidecar(world: "World", machine: "Machine", strike: Strike) -> None:
@@ -198,7 +205,7 @@ async def disk(world: "World", machine: "Machine", strike: Strike) -> None:
 
 
 async def rot(world: "World", machine: "Machine", strike: Strike) -> None:
-    """A machine is killed, and comes back with a damaged file: its newest state, the mean of a round, or the list of peers that it has met."""
+    """A machine is killed, and comes back with a damaged file: its newest state, a round's mean, whom it has met, or what it discarded."""
     world.struck(strike, machine)
     machine.kill()
     found = [path for path in sorted(machine.disk.names) if path.endswith(strike.values["what"])]
@@ -291,9 +298,27 @@ async def exodus(world: "World", machine: None, strike: Strike) -> None:
         await _for(world, strike.values["seconds"])
         if leaving.alive and not world.calm:
             leaving.kill()
-            world.machines.remove(leaving)
-            world.gone.append(leaving)
+            _gone(world, leaving)
     _back(world)
+
+
+async def guests(world: "World", machine: None, strike: Strike) -> None:
+    """Some come at once, as where a link to the run was posted, and are stopped by their owners after a while: they leave in order, for good.
+    One that something else kills meanwhile comes back, and stays."""
+    world.struck(strike)
+    came = [world.add_peer() for _ in range(strike.values["peers"])]
+    await _for(world, strike.values["seconds"])
+    leaving, until = [guest for guest in came if guest.alive], world.loop.time() + _LEAVING_SECONDS
+    for guest in leaving:
+        guest.leave()
+    while any(guest.alive for guest in leaving) and world.loop.time() < until:
+        await asyncio.sleep(0.5)
+    for guest in leaving:
+        if guest.alive:
+            guest.kill()
+            _gone(world, guest)
+        elif guest.over:
+            _gone(world, guest)
 
 
 async def relief(world: "World", machine: None, strike: Strike) -> None:
@@ -396,11 +421,14 @@ FAULTS = {
     "rot": Fault(
         rot,
         {"what": str, "how": str, "seconds": float},
-        {"what": _of(".state", ".state", ".mean", "/met.json"), "how": _of("bit", "line", "end"), "seconds": _of(1.0, 10.0)},
+        {"what": _of(".state", ".state", ".mean", "/met.json", "/discarded"), "how": _of("bit", "line", "end"), "seconds": _of(1.0, 10.0)},
         as_rare=4.0,
     ),
     "discard": Fault(discard, {"seconds": float}, {"seconds": _of(0.2, 2.0)}, hits_a_peer=False, as_rare=12.0),
     "extend": Fault(extend, {"rounds": int}, {"rounds": _of(1, 4)}, hits_a_peer=False, as_rare=2.0),
+    "guests": Fault(
+        guests, {"peers": int, "seconds": float}, {"peers": _of(1, 3, 6), "seconds": _of(20.0, 60.0)}, hits_a_peer=False, as_rare=4.0
+    ),
     "relief": Fault(
         relief, {"rounds": int, "seconds": float}, {"rounds": _of(10, 14), "seconds": _of(20.0, 40.0)}, hits_a_peer=False, as_rare=4.0
     ),

@@ -270,6 +270,11 @@ class Machine:
         except (FileNotFoundError, ValueError):
             return []
 
+    def heeds(self, error: BaseException) -> None:
+        """Its owner does what the error asks for: the list of discarded states that is damaged is written anew from the host's."""
+        if isinstance(error, UserError) and error.fix.startswith("Restore or delete it"):
+            self.disk.names.pop("/state/discarded")
+
     # ------------------------------------------------------------- power
 
     def boot(self) -> None:
@@ -359,7 +364,7 @@ class Machine:
                 self.graveyard.append(process)
 
     async def _join(self, process: Process) -> SimNode:
-        self.host = host = Host(self.peer, self.link, owner=process)
+        self.host = host = Host(self.peer, self.link, "a router" if self.link.behind_nat else "", owner=process)
         self.world.network.hosts[self.peer] = host
         await asyncio.sleep(self.world.rng.uniform(0.5, 2.0))
         return SimNode(self.world.network, self.world.records, host, self.wall)
@@ -381,7 +386,7 @@ class Machine:
         """As `peer/loop/train.py`, with a walk at random in place of learning."""
         generator = torch.Generator().manual_seed(self._seed + self.boots)
         # Two parts, in the run's codec and in the one for small tensors: so that there are two shares to reduce.
-        params = {"weight": nn.Parameter(torch.zeros(BIG_ELEMENTS)), "bias": nn.Parameter(torch.zeros(BIG_ELEMENTS // 2))}
+        params = {"weight": nn.Parameter(torch.zeros(self.world.scenario.elements)), "bias": nn.Parameter(torch.zeros(BIG_ELEMENTS // 2))}
         processes = Processes(self._spawn, self._kill_child, self.world.loop.time, self._sleep)
         context = SyncContext(
             run=self.world.run,
@@ -414,6 +419,7 @@ class Machine:
             report = self._take(sync, accounts, report, ended=not report.wait)
         sync.close()
         accounts.give_back_aside()
+        self.world.checks.left(self, accounts, sync._work.included)
         source.close()
         self.over = True
 

@@ -35,6 +35,8 @@ class Host:
 
     peer: str
     link: Link
+    place: str = ""
+    """Its address for others, where that is not its own alone: a router's, or one machine's of a band."""
     alive: bool = True
     powered: bool = True
     handlers: dict[str, Callable[[str, str, "SimPipe"], Awaitable[None]]] = field(default_factory=dict)
@@ -81,7 +83,7 @@ class Network:
         ours, theirs = SimPipe(self, caller), SimPipe(self, there)
         ours.other, theirs.other = theirs, ours
         caller.pipes[ours] = there.pipes[theirs] = None
-        handler = there.handlers[name](caller.peer, caller.peer, theirs)
+        handler = there.handlers[name](caller.peer, caller.place or caller.peer, theirs)
         there.owner.spawn(handler)
         return ours
 
@@ -168,6 +170,18 @@ class SimPipe:
             await self._changed(until)
         into[:] = data[:count]
         del data[:count]
+
+    async def take_some(self, most: int, until: float) -> bytes:
+        """What has come, up to so many bytes; b"" at the end."""
+        while not self._data:
+            if self._broken or self.closed:
+                raise ConnectionResetError("it is gone")
+            if self._ended:
+                return b""
+            await self._changed(until)
+        some = bytes(self._data[:most])
+        del self._data[:most]
+        return some
 
     async def hung_up(self, until: float) -> None:
         while not (self._ended or self._broken or self.closed):

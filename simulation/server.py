@@ -48,8 +48,6 @@ _FSYNC_SECONDS = (0.002, 0.02)
 _LATENCY_SECONDS = 0.02
 _CORRUPT_SHARE = 0.01
 _EPOCH = 1.7e9
-_NO_LIMIT = 4_294_967_294
-"""Pages: SQLite's own limit."""
 _ROUTES = [(endpoint, re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[0-9a-z]+)", endpoint.path))) for endpoint in ENDPOINTS]
 
 
@@ -204,9 +202,8 @@ class Server:
         self._open.clear()
 
     def full(self, full: bool) -> None:
-        """Whether its disk has no room for one page more."""
-        pages = self._db.execute("PRAGMA page_count").fetchone()[0]
-        self._db.execute(f"PRAGMA max_page_count = {pages if full else _NO_LIMIT}")
+        """Whether its disk takes nothing: each commit appends to SQLite's log, also one that makes the database no larger."""
+        self._db.execute(f"PRAGMA query_only = {int(full)}")
 
     def _make_book(self, db: sqlite3.Connection) -> Book:
         book = make_book(db, self.dataset.manifest, self.run, self.config, self.orders, self._world.loop.time, self._names())

@@ -88,7 +88,7 @@ class SimStranger(Stranger):
 
     def __init__(self, world: "World", process: Process, rng: random.Random, peer_id: str):
         self._world, self.rng, self.peer_id, self.key = world, rng, peer_id, _Key(peer_id)
-        self._host = Host(peer_id, Link(100.0, 100.0, 0.01), owner=process)
+        self._host = Host(peer_id, Link(100.0, 100.0, 0.01), process.machine.short, owner=process)
         world.network.hosts[peer_id] = self._host
         world.strangers.add(peer_id)
 
@@ -154,10 +154,7 @@ class SimFrames(Frames):
         return bytes(room)
 
     async def read(self, most: int) -> bytes:
-        try:
-            return await self.readexactly(1)
-        except EOFError:
-            return b""
+        return await self._pipe.take_some(most, self._until())
 
     def close(self) -> None:
         self._pipe.close()

@@ -14,6 +14,7 @@ import torch
 
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.outer import load_strategy
+from peer.sync.engine.state import CHUNK_BYTES
 from peer.sync.engine.vectors import BIG_ELEMENTS
 from simulation.arithmetic import Arithmetic
 from simulation.assistant import Assistant
@@ -37,7 +38,7 @@ _RECENT_ROUNDS = 12
 """Behind the newest state a peer may be by so many: it fetches while the others go on."""
 STRANGERS = (
     "made-up-state", "one-more-sample", "burnt-number", "long-header", "drip-donor", "slot-hog", "nan", "absent", "silent", "stalling-leader",
-    "stalling-leaders", "invented-records", "record-flood",
+    "stalling-leaders", "invented-records", "record-flood", "false-copies", "wrong-tickets",
 )  # fmt: skip
 """Rows of `scripts/strangers` that are played here, too: simulation/strangers.py."""
 
@@ -75,6 +76,13 @@ class Scenario:
     """Whether the run is for members: strangers are none."""
     min_peers: int = 1
     """So many wait for each other before they start."""
+    chunks: int = 1
+    """In which a state travels, each of 4 MiB but for the last: with two, a round of three peers takes seven times as much CPU time."""
+
+    @property
+    def elements(self) -> int:
+        """Of the larger of the two tensors that are trained."""
+        return max(BIG_ELEMENTS, (self.chunks - 1) * CHUNK_BYTES // 4)
 
 
 @dataclass
@@ -127,7 +135,7 @@ class World:
         )  # fmt: skip
         self.server = Server(self, self.run, dataset, scenario.lease_seconds)
         self.strategy = load_strategy(f"peer.sync.{scenario.sync}:strategy", self.run)
-        self.wire = Wire(scenario.wire, BIG_ELEMENTS, BIG_ELEMENTS // 2)
+        self.wire = Wire(scenario.wire, scenario.elements, BIG_ELEMENTS // 2)
         self.checks.arithmetic = Arithmetic(self.wire, self.strategy)
         self.machines: list[Machine] = []
         self.faults_done: Counter[str] = Counter()
@@ -168,6 +176,7 @@ class World:
             return self.checks.breach(f"a trainer ended with {error!r}", machine, error)
         self.note(f"{machine.short} trainer: ended: {error.message}")
         machine.kill()
+        machine.heeds(error)
         self.later(self.rng.uniform(5, 20), machine.boot)
 
     def last_known(self) -> dict[str, Any] | None:

@@ -197,6 +197,34 @@ async def silent(band: Band) -> None:
     await _contribute(band, _nothing)
 
 
+async def wrong_tickets(band: Band) -> None:
+    """Come to whoever leads with what is no contribution."""
+    (stranger,) = await band.come()
+    guest = Guest(band, stranger, comes=lambda guest, peer, parent: {"coming": False}, waiting_samples=0)
+    await guest.settle_in()
+    seen = asyncio.create_task(guest.be_seen())
+    band.arrived()
+    try:
+        while True:
+            peers = sorted(guest.honest)
+            await asyncio.gather(*(_bring(guest, band.rng.choice(peers), band.rng.uniform(0, _LOOK_SECONDS)) for _ in peers))
+    finally:
+        seen.cancel()
+
+
+async def _bring(guest: Guest, peer: str, after: float) -> None:
+    rng, most = guest.band.rng, 2 * guest.band.target
+    await asyncio.sleep(after)
+    ticket = {"parent": guest.honest[peer]["digest"], "number": rng.randrange(1, 2**30), "samples": most, "reduces": False}
+    wrong = rng.choice([{"samples": 0}, {"samples": most + rng.randint(1, 2**40)}, {"number": 0}, {"reduces": True}, {"parent": "f" * 64}, {}])
+    with contextlib.suppress(Gone):
+        frames = await guest.stranger.open(peer, JOIN)
+        with contextlib.closing(frames):
+            await frames.send({**ticket, **wrong})
+            while "wait" in (await frames.receive(15))[0]:
+                pass
+
+
 # ------------------------------------------------------------------ reducers
 
 Mean = tuple[bytes, float]

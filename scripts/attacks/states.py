@@ -10,12 +10,14 @@ import numpy as np
 from blake3 import blake3
 
 from scripts.attacks.band import Band
-from scripts.attacks.wire import CHUNKS, HEAD, Frames, Gone, Record, Stranger
+from scripts.attacks.wire import CHUNKS, HEAD, Frames, Gone, Record, Stranger, newest
 from swarm.digest import canonical_json
 
 _CHUNK_BYTES, _PIECE_BYTES = 4 << 20, 256 << 10
 _MOST = 2**53
 _LOOK_SECONDS = 0.7
+_SOON_SECONDS = 0.1
+"""Between two looks of who must be early: a state is fetched by then whose third signer comes a second later."""
 _ENTRY_BYTES = 53
 """What a peer's number costs in a header."""
 
@@ -219,6 +221,70 @@ async def drip_donor(band: Band) -> None:
     await _sign_forgeries(band, _many_samples, identities=3, again_seconds=60, slowly=band.rng.uniform(1, 4))
 
 
+async def false_copies(band: Band) -> None:
+    """Three identities stand on everybody's newest state, and give it and its mean as they are but for one place."""
+    stranger, *_ = await band.come(3)
+    copies: dict[tuple[str, bool], _Copy] = {}
+
+    async def give(frames: Frames) -> None:
+        request, _ = await frames.receive()
+        copy = copies.get((request.get("digest"), bool(request.get("mean"))))
+        if copy is None:
+            return await frames.send({"error": "not here"})
+        await copy.give(frames, band.rng.choice(["header", "hash", "byte", "length"]))
+
+    for each in band.strangers:
+        await each.serve(CHUNKS, give)
+    band.arrived()
+    while True:
+        with contextlib.suppress(Gone):
+            honest = await band.honest()
+            head = newest(honest)
+            holders = [peer for peer, record in honest.items() if record["digest"] == head["digest"]]
+            for mean in (False, True):
+                if (head["digest"], mean) not in copies:
+                    copies[head["digest"], mean] = await _Copy.taken(stranger, band.rng.choice(holders), {"digest": head["digest"], "mean": mean})
+            for each in band.strangers:
+                await each.publish(band.run_id, band.waiting(head, waiting_samples=0, maddrs=await each.addresses()))
+        await asyncio.sleep(_SOON_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A state or a mean as another peer gives it: its offer with the hashes, and each chunk in pieces."""
+
+    offer: Record
+    proof: bytes
+    chunks: list[list[bytes]]
+
+    @classmethod
+    async def taken(cls, stranger: Stranger, holder: str, request: Record) -> "_Copy":
+        """Raises Gone."""
+        frames = await stranger.open(holder, CHUNKS)
+        with contextlib.closing(frames):
+            await frames.send(request)
+            offer, proof = await frames.receive()
+            chunks = -(-offer["num_bytes"] // _CHUNK_BYTES) if request["mean"] else len(proof) // 32
+            copy = cls(offer, proof, [await _chunk(frames, index) for index in range(chunks)])
+            await frames.send({"chunk": None})
+            return copy
+
+    async def give(self, frames: Frames, lie: str) -> None:
+        header = {**self.offer["header"], "samples": -1} if lie == "header" else self.offer["header"]
+        await frames.send({**self.offer, "header": header}, bytes(len(self.proof)) if lie == "hash" else self.proof)
+        while (index := (await frames.receive(300))[0].get("chunk")) is not None:
+            for piece in self.chunks[index]:
+                await frames.send({}, {"byte": bytes([piece[0] ^ 1]) + piece[1:], "length": piece[1:]}.get(lie, piece))
+
+
+async def _chunk(frames: Frames, index: int) -> list[bytes]:
+    await frames.send({"chunk": index})
+    pieces = [(await frames.receive())[1]]
+    while len(pieces[-1]) == _PIECE_BYTES and len(pieces) < _CHUNK_BYTES // _PIECE_BYTES:
+        pieces.append((await frames.receive())[1])
+    return pieces
+
+
 async def export_votes(band: Band) -> None:
     """One that gives the state, and six keys that sign it too."""
     (stranger,) = await band.come()
@@ -264,7 +330,7 @@ async def _hog(band: Band, stranger: Stranger, peer: str) -> None:
             await frames.send({"digest": head["digest"]})
             await frames.receive()
             while True:
-                await frames.send({"chunk": 0})
+                await frames.send({"chunk": band.rng.choice([0, 0, 0, 1 << 20])})
                 await asyncio.sleep(band.rng.uniform(2, 30))
                 await frames.swallow()
     await asyncio.sleep(0.2)

@@ -206,6 +206,14 @@ def test_every_sample_is_held_or_reported_once(scene, held, drawn, broken):
     assert bool(scene.broken()) == broken
 
 
+@pytest.mark.parametrize(("held", "broken"), [("", False), ("ab", False), ("abc", True), ("abd", True)])
+def test_who_leaves_keeps_no_sample_but_those_of_its_last_state(scene, held, broken):
+    accounts = SimpleNamespace(state_dict=lambda: {"open": ["c"], "contributions": {3: ["a", "b"], 4: ["d"]}, "aside": []})
+    scene.machine.source = SimpleNamespace(held=set(held))
+    scene.checks.left(scene.machine, accounts, {3: 7})
+    assert bool(scene.broken()) == broken
+
+
 def test_what_is_offered_was_registered_with_as_many_samples(scene):
     buffer = SimpleNamespace(bytes=lambda: SimpleNamespace(numpy=lambda: b"bytes"))
     scene.checks.registers(scene.machine, 3, ["0:0:1", "0:0:2"])

@@ -27,7 +27,7 @@ def test_two_peers_of_every_strategy_average_and_account_for_every_sample(sync, 
 
 
 TRANSFERS = ("donor_half_way", "fetch_half_way")
-"""Reached only by who hands out or takes over a whole state: states here are of one chunk, so that there is no half way."""
+"""Reached only by who hands out or takes over a whole state of several chunks: one of a single chunk has no half way."""
 
 
 @pytest.mark.parametrize("action", ["kill", "stop", "peer"])
@@ -40,6 +40,23 @@ def test_a_peer_that_dies_or_stands_still_at_any_failpoint_stops_nobody_and_come
     outcome = play(Scenario(seed=8, peers=3, hours=(20.0 + 60 * len(points)) / 3600, strikes=strikes))
     assert_holds(outcome)
     assert outcome.failpoints == dict.fromkeys(points, 1)
+
+
+def test_a_state_of_several_chunks_comes_although_who_takes_it_and_who_gives_it_die_half_way():
+    strikes = "guests@10/0(peers=1,seconds=20);failpoint@10.1/2(name=fetch_half_way,action=kill,seconds=20)"
+    strikes += ";guests@35/0(peers=1,seconds=15);failpoint@35.1/1(name=donor_half_way,action=kill,seconds=15)"
+    outcome = play(Scenario(seed=2, peers=1, hours=0.014, chunks=2, wire="int4", strikes=parse_strikes(strikes)))
+    assert_holds(outcome)
+    assert outcome.failpoints == dict.fromkeys(TRANSFERS, 1)
+
+
+def test_guests_follow_those_who_were_there_and_leave_in_order():
+    """Six that come at once to three are more than these, and have met nobody: they made a branch of their own, which was lost with them."""
+    world = World(Scenario(2, peers=3, hours=0.05, strikes=parse_strikes("guests@40/0(peers=6,seconds=60)")))
+    outcome = world.play()
+    assert_holds(outcome)
+    assert len(world.gone) == 6 and all(guest.over for guest in world.gone)
+    assert outcome.withdrawn == 0 and outcome.committed > 0.95
 
 
 class BehindRouters(World):
@@ -81,8 +98,9 @@ def test_a_damaged_state_is_passed_over_and_the_one_before_it_goes_on(how):
     assert any("passed over samples-" in line for line in outcome.lines)
 
 
-def test_what_the_host_and_all_owners_discard_is_in_no_later_state():
-    world = World(Scenario(4, peers=3, hours=0.04, assistants=1, strikes=parse_strikes("discard@60/0(seconds=2)")))
+@pytest.mark.parametrize("then", ["", ";rot@80/1(what=/discarded,how=end,seconds=1)"])
+def test_what_the_host_and_all_owners_discard_is_in_no_later_state(then):
+    world = World(Scenario(4, peers=3, hours=0.04, assistants=1, strikes=parse_strikes(f"discard@60/0(seconds=2){then}")))
     outcome = world.play()
     assert_holds(outcome)
     (forged,) = world.server.orders.forged

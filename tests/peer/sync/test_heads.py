@@ -290,9 +290,20 @@ def test_a_newcomer_takes_what_most_live_peers_sign(view):
     assert next(iter(most_signed(records))).digest == new.digest
 
 
+def test_newcomers_follow_those_whose_work_is_in_their_state_however_many_they_are(view):
+    # Found by the simulator's guests: six came at once to three that went on, made rounds of their own, and nobody of one branch met one of the other.
+    *_, ours, child = lineage(3)
+    newcomers = [record(f"n{number}", ours) for number in range(6)]
+    newcomer = view(ours)
+
+    assert newcomer.sees(*newcomers, record("ann", child), record("bob", child)).right() == child.digest
+    assert newcomer.sees(*newcomers, record("ann", child), record("bob", ours)).right() is None, "the round may have failed"
+    assert newcomer.sees(*newcomers, record("stranger", child)).right() is None, "where none of them is live all count"
+
+
 def test_who_still_averages_does_not_keep_a_newcomer_behind_the_one_that_committed(view):
     """Found in CI: two that commit a round, a third that has just come, and one of the two that is held up before it commits."""
-    *_, before, ours, child = lineage(4)
+    *_, before, ours, child = lineage(4, by=("ann", "bob", "cy"))
     newcomer = view(ours)
 
     assert newcomer.sees(record("ann", child), record("bob", ours)).right() is None
@@ -312,7 +323,7 @@ def test_a_newcomer_begins_with_the_larger_of_two_equal_camps(view):
 
 def test_who_has_met_nobody_goes_on_with_the_largest_of_several_branches_that_left_it_behind(view):
     # Seed 60072 of a campaign: one that assists stayed at round 5 for ever, beside branches of three, three and one peers.
-    *_, ours = lineage(3)
+    *_, ours = lineage(3, by=("yan", "zoe"))
     branches = [lineage(2, after=ours, change=change)[-1] for change in (0.5, 1.5, 2.5)]
     ann = view(ours)
 
@@ -326,7 +337,7 @@ def test_who_has_met_nobody_goes_on_with_the_largest_of_several_branches_that_le
 
 def test_peers_behind_nat_do_not_keep_each_other_on_a_state_that_all_who_can_be_dialled_have_left(tmp_path):
     # Seed 304263 of a campaign: three behind NAT stayed at round 1 for ever, beside branches of three peers and of two that had left them.
-    *_, ours = lineage(3)
+    *_, ours = lineage(3, by=("yan", "zoe"))
     large, small = (lineage(2, after=ours, change=change)[-1] for change in (0.5, 1.5))
     ahead = [*(record(name, large) for name in ("bob", "cy", "dan")), *(record(name, small) for name in ("eve", "fay"))]
     for leads, record_of_other, found in (

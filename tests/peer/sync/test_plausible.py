@@ -136,3 +136,11 @@ def test_a_run_goes_on_from_the_best_state_on_disk_that_is_not_discarded(tmp_pat
 def test_what_names_no_state_cannot_be_discarded(tmp_path, name):
     with pytest.raises(UserError, match="names no state"):
         discard(tmp_path, [name])
+
+
+@pytest.mark.parametrize("damaged", [b"0123456789abcdef\na", b"01234567\xff9abcdef\n", b"0123456789abcdeg\n"])
+def test_a_damaged_list_of_discarded_states_is_refused_and_discards_nothing_else(tmp_path, damaged):
+    (tmp_path / "discarded").write_bytes(damaged)
+    with pytest.raises(UserError, match="Cannot read") as caught:
+        Discarded(tmp_path)
+    assert caught.value.fix == "Restore or delete it."

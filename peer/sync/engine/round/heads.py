@@ -8,7 +8,7 @@ peers come to one answer, and what a stranger, or one whom we have met, can stil
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, replace
 
 from peer.sync.engine.round.groups import Group
@@ -60,6 +60,8 @@ class Ballot:
     we_lead: bool = True
     backers: int = 1
     """What our own record says: the others compare with that number."""
+    included: Container[str] = ()
+    """Those whose work is in our state; nobody where all have a say. Whoever made our state wrote that list: who believed the one believes the other."""
     left_behind: bool = False
     """Whether our state has been `deserted` for so long that no more of them will agree on what comes after it."""
 
@@ -104,7 +106,9 @@ class Ballot:
         signers = self._signers(head)
         if self.met:
             return bool(signers) and (len(signers) >= self._needed(signers) or self.one_is_enough(head, signers))
-        others = [claim for claim in self.voters if claim not in signers]
+        # Six newcomers on the state of three that go on are twice as many, and know nothing that these do not know better.
+        voters = [claim for claim in self.voters if claim.peer in self.included] or self.voters
+        signers, others = [claim for claim in voters if claim in signers], [claim for claim in voters if claim not in signers]
         if len(signers) > len(others):
             return True
         # A newcomer beside one that committed and one that still averages, however long: no third word would ever come.
@@ -213,6 +217,7 @@ class Heads:
                     digests.append(state.digest)
         self._ours, self._from_base = Head.of(state), not state.header.round
         self._lineage.stand(self._ours, state.header)
+        self._included = state.header.included
         self._with_us = (), 0.0
         self._deserted_since = None
         if state.digest in self._not_ours:
@@ -290,13 +295,15 @@ class Heads:
     ) -> Ballot:
         everybody = self._claims() if claims is None else claims
         claims = [claim for claim in everybody if claim.peer in self._met or not self._broken(claim.peer)]
-        met = [] if self._leaderless() else [claim for claim in claims if claim.peer in self._met]
+        leaderless = self._leaderless()
+        met = [] if leaderless else [claim for claim in claims if claim.peer in self._met]
         voters = [claim for claim in met or claims if claim.votes] or met or claims
         voters = voters if met else voters[:_MOST_STRANGERS]
         for claim in voters:
             self._lineage.learn(claim.head)
         return Ballot(
-            self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads, self._backers(everybody), left_behind
+            self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads, self._backers(everybody),
+            () if leaderless else self._included, left_behind,
         )  # fmt: skip
 
     def _look_for_a_leader(self, claims: Collection[Claim]) -> None:

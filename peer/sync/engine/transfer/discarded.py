@@ -13,12 +13,13 @@ log = logging.getLogger(__name__)
 _FILE = "discarded"
 _SHORTEST = 8
 """Hex digits of a digest that name it; as many as the log lines show."""
+_NAME = re.compile(f"[0-9a-f]{{{_SHORTEST},64}}")
 
 
 def discard(folder: Path, digests: Collection[str]) -> None:
     """Add `digests`, or beginnings of some, to those that are discarded in a folder of states. Raises UserError."""
     for digest in digests:
-        if not re.fullmatch(f"[0-9a-f]{{{_SHORTEST},64}}", digest):
+        if not _NAME.fullmatch(digest):
             raise UserError(
                 f"'{digest}' names no state.",
                 fix=f"Give its digest, or the first {_SHORTEST} digits or more: see rounds.jsonl or dd-status.",
@@ -39,6 +40,8 @@ class Discarded:
     def __init__(self, folder: Path):
         try:
             self.names = set((folder / _FILE).read_text(encoding="ascii").split())
+            if not all(map(_NAME.fullmatch, self.names)):  # one digit, left of a name, would discard every sixteenth state
+                raise ValueError("it is damaged")
         except FileNotFoundError:
             self.names = set()
         except (OSError, ValueError) as error:
