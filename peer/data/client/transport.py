@@ -55,6 +55,8 @@ class Reply:
 
     @property
     def error(self) -> protocol.ErrorBody | None:
+        if self.status < 300:  # asked of each answer: to find out so of a good one takes as long as to read it
+            return None
         try:
             return protocol.ErrorAnswer.model_validate_json(self.body).error
         except ValidationError:

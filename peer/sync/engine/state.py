@@ -193,6 +193,11 @@ class State:
         self.chunk_hashes = chunk_hashes or tuple(hash_chunks(buffer.bytes()))
         self.digest = state_digest(header, self.chunk_hashes)
 
+    @functools.cached_property
+    def head(self) -> "Head":
+        """Made once: each caller is told it."""
+        return Head(self.digest, self.header.samples, self.header.parents)
+
     def vectors(self, size: int) -> list[Tensor]:
         """[anchor, *outer tensors], each (size,) float32, views of the buffer."""
         return list(self.buffer.floats().split(size))
@@ -255,7 +260,7 @@ class Head:
 
     @classmethod
     def of(cls, state: State) -> "Head":
-        return cls(state.digest, state.header.samples, state.header.parents)
+        return state.head
 
 
 def better(theirs: Head, ours: Head) -> bool:

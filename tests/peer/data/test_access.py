@@ -14,6 +14,7 @@ import pytest
 
 from datasetserver.__main__ import cli
 from peer.contracts import CommittedRound, Member, SourceContext
+from peer.data.client.transport import Reply
 from peer.data.dataset_server import build, fetch_run, found_run, report_round
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
@@ -189,6 +190,13 @@ def test_a_peer_comes_back_when_retry_after_says_and_not_before(serve, join, sta
     for (refused, first), (again, second) in (lease[:2], blob[:2]):
         assert (first, second) == (status, 200)
         assert again - refused >= 2.0, "as a busy server asks: more is no fault, less is"
+
+
+def test_only_an_answer_that_says_no_is_read_as_an_error():
+    body = b'{"error": {"code": "banned", "message": "it lies", "fix": ""}}'
+    assert [Reply(status, body, {}).code for status in (200, 206, 299)] == ["", "", ""]
+    assert [Reply(status, body, {}).code for status in (300, 401, 403, 500)] == ["banned"] * 4
+    assert Reply(403, b"<html>", {}).error is None
 
 
 def test_a_peer_that_the_host_bans_ends_with_the_reason(serve, join, tmp_path):

@@ -1,10 +1,13 @@
 """The bell: who waits goes on when it finds what it waits for, and is not woken for anything else."""
 
 import asyncio
+import random
 
 import pytest
 
 from peer.sync.engine.cell import Bell, Cell
+from simulation.loop import VirtualLoop
+from swarm.tasks import end_tasks
 
 
 async def _turns() -> None:
@@ -49,6 +52,28 @@ def test_what_time_alone_brings_is_found_without_a_ring():
         assert await asyncio.wait_for(Bell().until(lambda: loop.time() >= due, seconds=0.01), 5)
 
     asyncio.run(scene())
+
+
+def test_many_who_wait_are_each_asked_after_their_own_seconds_by_one_timer():
+    loop, bell, asked = VirtualLoop(random.Random(0)), Bell(), {seconds: [] for seconds in (4.0, 1.0, 2.5)}
+
+    def timers() -> int:
+        return sum(handle[2] == bell._ask_due for handle in loop._timers)
+
+    async def scene():
+        waiting = [asyncio.ensure_future(bell.until(lambda at=at: at.append(loop.time()), seconds)) for seconds, at in asked.items()]
+        await asyncio.sleep(0.5)
+        assert timers() == 1
+        await bell.rung(0.2)  # sooner than all of them, and gone when it has been woken
+        assert loop.time() == pytest.approx(0.7)
+        await asyncio.sleep(7.4)
+        await end_tasks(*waiting)
+        assert timers() == 0, "nobody waits any more"
+        assert await bell.until(lambda: loop.time() > 20, 3.0) is True, "and who comes then is asked in time"
+
+    loop.run_until_complete(scene())
+    loop.close()
+    assert asked == {4.0: [0, 4, 8], 1.0: [*range(9)], 2.5: [0, 2.5, 5, 7.5]}
 
 
 def test_an_error_of_a_question_reaches_whoever_asks_it_and_nobody_else():

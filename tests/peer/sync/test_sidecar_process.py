@@ -11,7 +11,7 @@ import pytest
 
 from peer.sync.engine.trainer import sidecar as sidecar_room
 from peer.sync.engine.trainer import sidecar_process
-from peer.sync.engine.trainer.messages import News, Pulse
+from peer.sync.engine.trainer.messages import News, Pulse, Seen
 from peer.sync.engine.trainer.port import Port
 from peer.sync.engine.trainer.sidecar_process import SidecarProcess
 
@@ -79,6 +79,36 @@ def test_the_last_words_of_a_sidecar_that_had_died_before_it_was_closed_are_hear
     process._process.wait(60)
     process.close()
     assert process.ended and heard == [News("its last words")]
+
+
+def test_a_sidecar_says_that_it_lives_only_where_it_has_said_nothing_else():
+    ours, theirs = Port.pair()
+    line = sidecar_room.TrainerLine(ours)
+    for words in ([], [News("one"), News("two")], [], []):
+        for word in words:
+            line.send(word)
+        line.pulse()
+    heard = []
+    while (message := theirs.receive(0)) is not None:
+        heard.append(message)
+    assert heard == [Pulse(), News("one"), News("two"), Pulse(), Pulse()], "so something is said every two seconds"
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("word, has_started", [(Pulse(), True), (Seen({}), True), (News("loading"), False)])
+def test_a_word_that_stands_for_a_pulse_says_as_much(sidecar, monkeypatch, word, has_started):
+    """Else a sidecar that hangs when it has joined would be waited for as long as one that starts."""
+    process = sidecar("dies")
+    process._hear_out()
+    process._port.close()
+    process._port, other = Port.pair()
+    process._has_started = False
+    other.send(word)
+    list(process.messages(1))
+    assert process._has_started == has_started
+    other.close()
+    process.close()
 
 
 def test_an_error_of_our_own_that_nobody_waited_for_is_told_aloud_and_hiveminds_is_not(caplog):

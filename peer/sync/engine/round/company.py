@@ -76,6 +76,8 @@ class Company:
         A stranger counts once it has answered. As long as no peer that we have met is among them, it counts until it fails to.
         """
         strangers = [record.peer_id for record in records if record.peer_id not in self._met and self.is_stranger(record.peer_id)]
+        if not strangers:  # asked 170 times a round of 8 peers
+            return list(records)
         found_friends = len(strangers) < len(records)
         first = [peer for peer in strangers if self._answered.get(peer, not found_friends)][:MOST_STRANGERS]
         passed_over = set(strangers).difference(first)

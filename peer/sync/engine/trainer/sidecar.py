@@ -57,7 +57,7 @@ class TrainerLine:
     """What is said to the trainer. Nothing here blocks: what a busy trainer has no room for is sent later, in order."""
 
     def __init__(self, port: Port):
-        self._port, self._last_seen = port, 0.0
+        self._port, self._last_seen, self._has_spoken = port, 0.0, False
         self._queue: deque[Message] = deque()
 
     def send(self, message: Message) -> None:
@@ -69,11 +69,13 @@ class TrainerLine:
         """Send what there is room for. Raises PortClosed."""
         while self._queue and self._port.has_room():
             self._port.send(self._queue.popleft())
+            self._has_spoken = True
 
     def pulse(self) -> None:
-        """A sign of life, for a trainer that listens: one that is busy finds enough of them."""
-        if not self._queue:
+        """A sign of life, unless something was said since the last: a word wakes a trainer that waits, and is one itself."""
+        if not self._queue and not self._has_spoken:
             self.send(Pulse())
+        self._has_spoken = False
 
     def seen(self, values: Callable[[], dict[str, Any]], now: float) -> None:
         """Once a second, and only as an answer: what a busy trainer does not read must not pile up."""

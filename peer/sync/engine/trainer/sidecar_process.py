@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from peer.sync.engine.trainer.messages import Close, Message, Pulse, Rebase, Start
+from peer.sync.engine.trainer.messages import Close, Message, Pulse, Rebase, Seen, Start
 from peer.sync.engine.trainer.port import Port, PortClosed
 from swarm.errors import ExitCode, UserError
 
@@ -103,12 +103,12 @@ class SidecarProcess:
         """All but its pulse, which says nothing but that it lives."""
         while (message := self._port.receive(seconds)) is not None:
             seconds, self._heard = 0, True
-            self._has_started |= isinstance(message, Pulse | Rebase)
+            self._has_started |= isinstance(message, Pulse | Rebase | Seen)
             if not isinstance(message, Pulse):
                 yield message
 
     def _listen_for_life(self) -> None:
-        """One that lives says so every second."""
+        """One that lives says something every two seconds at least."""
         now = self._processes.clock()
         # A step of minutes, or a while in which this machine was stopped, is no time in which we listened.
         self._silence = 0.0 if self._heard else self._silence + min(now - self._listened, _LISTENED_AT_MOST_SECONDS)
