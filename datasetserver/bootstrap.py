@@ -78,7 +78,7 @@ async def _take_part(options: dict[str, Any], out: TextIO, stop: asyncio.Event) 
             try:
                 told = {"maddrs": await node.maddrs()}
                 if options["run_id"] and published is None:
-                    node.admit(options["run_id"], Members(RunConfig.from_mapping(options["run"], where="the server")))
+                    node.admit(Members(RunConfig.from_mapping(options["run"], where="the server")))
                 if options["run_id"] and (published is None or now - published >= PUBLISH_SECONDS):
                     record = RunRecord(
                         run_id=options["run_id"], run=options["run"], server_url=options["url"], extension=options.get("extension")

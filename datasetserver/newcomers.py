@@ -1,4 +1,4 @@
-"""Limits how many new peers one owner brings into a run for members. Ids cost nothing, and each member counts."""
+"""Limits how many peers one owner has in a run for members. Ids cost nothing, and each member counts."""
 
 import time
 from collections import Counter
@@ -7,13 +7,14 @@ from collections.abc import Callable
 from datasetserver.refused import Refused
 
 MOST_OF_AN_OWNER = 64
-"""New peers a day for one token, or one address of an --open server: enough for a laboratory behind one router, too few for a crowd of 1,000."""
-_DAY_SECONDS = 86_400.0
+"""Peers of one token, or of one address of an --open server: enough for a laboratory behind one router, too few for a crowd of 1,000."""
+_REMEMBERED_SECONDS = 2 * 86_400.0
+"""Peers renew their membership every day; one that has not done so for two is gone, and makes room for another."""
 _MOST = 20_000
 
 
 class Newcomers:
-    """The peers let in within the last day, the oldest first. A restart forgets them. clock: in seconds."""
+    """The peers let in within the last two days, in the order of their last request. A restart forgets them. clock: in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, most: int = _MOST):
         self._clock, self._most = clock, most
@@ -21,13 +22,14 @@ class Newcomers:
         self._of: Counter[str] = Counter()
 
     def let_in(self, owner: str, peer: str) -> None:
-        """Count `peer`; owner: as `Owners` names it. Raises Refused: 429 for one peer too many, 503 when there is no room."""
+        """Count `peer`; owner: as `Owners` names it. Raises Refused: 403 for one peer too many, 503 when there is no room."""
         self._sweep()
-        if (owner, peer) in self._let_in:
+        if self._let_in.pop((owner, peer), None) is not None:
+            self._let_in[owner, peer] = self._clock()
             return
         if self._of[owner] >= MOST_OF_AN_OWNER:
-            message = f"{MOST_OF_AN_OWNER} peers of one owner came within a day."
-            raise Refused(429, "too_many_members", message, "Come back tomorrow, or with another token.")
+            message = f"One owner has {MOST_OF_AN_OWNER} peers in this run, and no more are let in."
+            raise Refused(403, "too_many_members", message, "Come back two days after one of them has left, or with another token.")
         if len(self._let_in) >= self._most:
             raise Refused(503, "busy", "The server has let in as many peers as it has room for.", "Try again later.")
         self._let_in[owner, peer] = self._clock()
@@ -36,7 +38,7 @@ class Newcomers:
     def _sweep(self) -> None:
         while self._let_in:
             (owner, _), since = next(iter(self._let_in.items()))
-            if since + _DAY_SECONDS >= self._clock():
+            if since + _REMEMBERED_SECONDS >= self._clock():
                 return
             del self._let_in[next(iter(self._let_in))]
             self._of[owner] -= 1

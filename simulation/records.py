@@ -93,7 +93,7 @@ class SimNode:
     async def maddrs(self):
         return [] if self.client_mode else [f"/ip4/10.0.0.1/tcp/4000/p2p/{self.peer_id}"]
 
-    def admit(self, run_id, members):
+    def admit(self, members):
         """Strangers' records are stored and read all the same: so the check of whoever reads them is tried, too."""
 
     def prefer(self, is_known):

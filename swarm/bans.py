@@ -30,7 +30,7 @@ _WORDS: TypeAdapter[tuple[BanWord, ...]] = TypeAdapter(tuple[BanWord, ...])
 
 
 class Bans:
-    """host_key: whose words count; '' for nobody's. path: where they are kept; None: nowhere. rng: which words are handed on first."""
+    """host_key: whose words count; '' for nobody's, or in a run for members for those of its host. path: where they are kept; None: nowhere. rng: which words are handed on first."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Bans:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ):
-        self._run, self._host_key, self._path, self._rng = run, host_key, path, rng or random.Random()
+        self._run, self._host_key, self._path, self._rng = run, host_key or run.members_of, path, rng or random.Random()
         self._checks = Budget(_CHECKS_PER_SECOND, 2 * MOST_BANS, clock)
         self._newest: dict[str, BanWord] = {}
         self._refused: dict[BanWord, None] = {}

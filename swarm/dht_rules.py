@@ -59,9 +59,9 @@ class Rules(RecordValidatorBase):
     def __init__(self) -> None:
         self._door: tuple[bytes, Members] | None = None
 
-    def admit(self, run_id: str, members: Members) -> None:
+    def admit(self, members: Members) -> None:
         """From now on, refuse records of that run's peers unless `members` admits them."""
-        self._door = _key_id(peers_key(run_id)), members
+        self._door = _key_id(peers_key(members.run.run_id)), members
 
     def validate(self, record: DHTRecord) -> bool:
         try:
@@ -92,7 +92,7 @@ class Signatures(RSASignatureValidator):
 
 def _is_let_in(members: Members, signer: str, values: Mapping[str, Any]) -> bool:
     members.hear(signer, read_membership(values.get("membership")))
-    return not members.refusal(signer)
+    return members.has(signer)  # bans are for the reader: a node that hears of one late keeps such a record in good faith
 
 
 def _content(value: bytes) -> Mapping[str, Any]:

@@ -49,6 +49,11 @@ class RecordStore:
         """This node itself reads or writes `key`: it has a place whatever else is stored here."""
         self._reserved.add(key)
 
+    def drop(self, key: DHTID) -> None:
+        """Forget all records under `key`; their owners renew those that are right."""
+        for owner in list(self._keys[key].records if key in self._keys else ()):
+            self._drop(key, owner)
+
     def store(self, key: DHTID, value: bytes, expiration_time: float, subkey: bytes | None = None) -> bool:
         """Whether the record is kept: it is newer than the one before, and there is room."""
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)

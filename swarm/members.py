@@ -53,7 +53,11 @@ class Members:
         """Why `peer` is ignored, as it is told; '' when it may take part."""
         if reason := self.bans.reason(peer):
             return f"you are banned by the host: {reason}"
-        return NOT_A_MEMBER if self.needed and self._until.get(peer, 0) <= self._wall() else ""
+        return "" if self.has(peer) else NOT_A_MEMBER
+
+    def has(self, peer: str) -> bool:
+        """Whether `peer` is a member, or need not be one."""
+        return not self.needed or self._until.get(peer, 0) > self._wall()
 
 
 def sign_membership(key: HostKey, run: RunConfig, peer: str, wall: Callable[[], float] = time.time) -> Membership:

@@ -181,7 +181,7 @@ class _Visitor:
         runs = choose(genuine(await self._node.find_runs(), named_in(self._maddrs)), self._run_id)
         of_runs = {}
         for found in runs:
-            self._node.admit(found.run.run_id, Members(found.run))
+            self._node.admit(Members(found.run))
             of_runs[found.run.run_id] = await self._node.records(found.run.run_id)
         if len(runs) > 1:
             raise several(runs, {run_id: len(records) for run_id, records in of_runs.items()})

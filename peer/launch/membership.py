@@ -25,6 +25,7 @@ from swarm.signed_request import Signer
 log = logging.getLogger(__name__)
 _FILE = "memberships.json"
 _RENEW_SECONDS, _LOOK_SECONDS = 86_400.0, 600.0
+_SKEW_SECONDS = 3_600.0
 _FEWEST_SECONDS = 3_600.0
 """A peer does not start with a membership that ends sooner."""
 
@@ -34,9 +35,15 @@ def kept(joined: Joined, peer: PeerConfig, bans: Bans, closing: ExitStack) -> Me
     members = Members(joined.run, bans)
     if members.needed:
         key = PeerKey.read(peer.identity_file)
-        ask = partial(_ask, joined, key, token_for(joined.server_url, peer))
-        keeper = Keeper(members, key.peer_id, ask, peer.identity_file.with_name(_FILE))
-        keeper.begin()
+        token = token_for(joined.server_url, peer)
+        keeper = Keeper(members, key.peer_id, partial(_ask, joined, key, token), peer.identity_file.with_name(_FILE))
+        try:
+            keeper.begin()
+        except UserError as error:
+            if error.code == ExitCode.AUTH and peer.token and not token:
+                fix = "Add --datasetserver URL: a token is shown to the server that you name, and to no other."
+                raise UserError(error.message, fix=fix, code=error.code) from None
+            raise
         closing.callback(keeper.renew_meanwhile().set)
     return members
 
@@ -80,8 +87,14 @@ class Keeper:
             log.warning("going on with the membership from before, for %.1f days: %s", self._left() / 86_400, error)
 
     def renew(self) -> None:
-        """Raises UserError."""
-        self._members.own = self._ask()
+        """Raises UserError, also for one that the server's wrong clock has made: it would end too soon, or never."""
+        new, now = self._ask(), self._wall()
+        if not max(now, now + self._left()) <= new.until <= now + LIFE_SECONDS + _SKEW_SECONDS:
+            raise UserError(
+                f"The dataset server's clock is wrong: its membership ends {(new.until - now) / 86_400:+.1f} days from now.", fix="Tell the host.",
+                code=ExitCode.NETWORK,
+            )  # fmt: skip
+        self._members.own = new
         _write(self._path, self._members.run, self._members.own)
 
     def renew_meanwhile(self) -> threading.Event:
@@ -96,7 +109,7 @@ class Keeper:
                 continue
             try:
                 self.renew()
-            except UserError as error:
+            except (UserError, OSError) as error:
                 log.warning("the membership is renewed later, it lasts for %.1f days: %s", self._left() / 86_400, error)
 
     def _left(self) -> float:

@@ -12,7 +12,7 @@ from peer.launch.launcher import Rank
 from peer.launch.lengths import of_founder
 from peer.launch.starting_model import complete
 from swarm.clock import check_clock, clock_error
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.founding import check_idle
 from swarm.options import build
 from swarm.run.strategy import swarms
@@ -28,8 +28,13 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
         _check_addresses(peer)
         ask, found = partial(_ask_server, peer), partial(_found_at_server, peer)
         joined = join(peer, given, ask, found, partial(complete, given=given, digest=True), known_hosts(peer).key_of)
-        host_key = joined.host_key or joined.run.members_of or known_hosts(peer).key_of(joined.run.run_id)
-        return dataclasses.replace(joined, host_key=host_key)
+        known, named = known_hosts(peer).key_of(joined.run.run_id), joined.run.members_of
+        if known and named not in ("", known):
+            raise UserError(
+                f"The run '{joined.run.run_name}' is for members of the key {named[:16]}, and its host's is {known[:16]}.",
+                fix="Ask the host for its key, and give it as --host_key.", code=ExitCode.AUTH,
+            )  # fmt: skip
+        return dataclasses.replace(joined, host_key=joined.host_key or named or known)
     if given.get("sync", "none") != "none":
         raise UserError(
             f"--sync {given['sync']} needs a swarm, and none was named.", fix="Add --datasetserver, --peers or --found, or remove --sync."

@@ -72,7 +72,7 @@ async def _fetch(joined: Joined, token: str, named: Collection[str], folder: Pat
     try:
         strategy, known = load_strategy(f"peer.sync.{run.sync}:strategy", run), (joined.last_known or {}).get("digest", "")
         members = await asyncio.to_thread(visitor, joined, identity, token)
-        node.admit(run.run_id, members)
+        node.admit(members)
         state = await newest_state(run, strategy, node, members, seconds, named, known)
     finally:
         await node.close()

@@ -1,5 +1,7 @@
 """Worlds with one thing in particular: what once took real processes, and no operating system is the subject of."""
 
+from typing import ClassVar
+
 import pytest
 
 from peer import rooms
@@ -7,6 +9,7 @@ from peer.sync.engine.failpoints import FAILPOINTS
 from simulation.faults import Strike, parse_strikes
 from simulation.world import Scenario, World, play
 from swarm.bans import sign_word
+from swarm.members import sign_membership
 
 STRATEGIES = [name for name in rooms.parts("sync") if name != "none"]
 
@@ -147,3 +150,25 @@ def test_in_a_run_for_members_strangers_cost_no_round():
     assert_holds(beset)
     assert beset.rounds >= 0.9 * alone.rounds > 30
     assert beset.adopted["solo"] <= alone.adopted["solo"] + 1
+
+
+class Renewing(World):
+    """The server renews all memberships, once."""
+
+    renewed: ClassVar[dict[str, int]] = {}
+
+    def add_peer(self):
+        machine = super().add_peer()
+        self.later(60.0, lambda: self.renew(machine))
+        return machine
+
+    def renew(self, machine):
+        machine.sync._members.own = new = sign_membership(self.server.dataset.key, self.run, machine.peer, lambda: machine.wall() + 3600)
+        self.renewed[machine.peer] = new.until
+
+
+def test_a_renewed_membership_comes_from_the_trainer_into_the_peers_record():
+    world = Renewing(Scenario(seed=9, peers=3, hours=0.05, faults=(), members=True))
+    assert_holds(world.play())
+    shown = {peer: versions[-1].record.membership.until for peer, versions in world.records._versions.items()}
+    assert len(shown) == 3 and shown == world.renewed

@@ -147,7 +147,7 @@ def test_in_a_run_for_members_only_their_records_are_kept_and_read(nodes, tmp_pa
 
         unaware = await start("unaware")  # of another run, or of none yet
         victim = await start("victim", initial_peers=await unaware.maddrs())
-        victim.admit(run.run_id, Members(run))
+        victim.admit(Members(run))
         stranger, member = [await start(name, initial_peers=[*await victim.maddrs(), *await unaware.maddrs()]) for name in ("stranger", "member")]
         word = said(sign_membership(key, run, member.peer_id))
         assert await store(stranger, victim, signed(stranger._identity.key, peers, record(stranger))) == [False]
@@ -158,6 +158,8 @@ def test_in_a_run_for_members_only_their_records_are_kept_and_read(nodes, tmp_pa
         assert await store(member, victim, signed(member._identity.key, peers, record(member, membership=word))) == [True]
         assert set(await victim.records(run.run_id)) == {member.peer_id}
         assert stranger.peer_id in await unaware.records(run.run_id)
+        unaware.admit(Members(run))  # it hears of the run, and forgets what strangers brought before
+        assert set(await unaware.records(run.run_id)) == {member.peer_id}
         assert await member.publish(run.run_id, PeerRecord(**record(member, membership=sign_membership(key, run, member.peer_id), round=2)))
         assert (await victim.records(run.run_id))[member.peer_id].round == 2
 

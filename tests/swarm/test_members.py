@@ -7,6 +7,7 @@ import pytest
 
 from swarm import members
 from swarm.bans import Bans, sign_word
+from swarm.end import End
 from swarm.members import LIFE_SECONDS, NOT_A_MEMBER, Members, is_signed, read_membership, said, sign_membership
 from swarm.records import Membership
 from swarm.run_config import RunConfig
@@ -75,6 +76,14 @@ def test_a_ban_comes_before_a_membership(key, run):
     assert known.refusal("a") == "you are banned by the host: it lies"
     bans.hear([sign_word(key, run, "a", banned=False, clock=lambda: 4e9)])
     assert known.refusal("a") == ""
+
+
+def test_the_hosts_words_count_in_its_run_for_members_also_where_nobody_named_its_key(key, run):
+    """A peer that starts while the server is away knows the run alone."""
+    bans, end = Bans(run), End(dataclasses.replace(run, total_samples=100))
+    bans.hear([sign_word(key, run, "a", banned=True)])
+    assert bans.peers() == {"a"} and end.host_key == key.public
+    assert not Bans(RunConfig(model="x")).hear([sign_word(key, RunConfig(model="x"), "a", banned=True)])
 
 
 def test_a_run_for_everybody_asks_nobody_for_a_membership(key):

@@ -18,7 +18,7 @@ from swarm.errors import ExitCode, UserError
 from swarm.members import is_signed
 from swarm.records import Membership
 from swarm.run_config import RunConfig
-from swarm.signed_request import Signer
+from swarm.signed_request import CLOCK_DIFFERS, Signer
 from swarm.signing import BadSignature, KnownHosts, check_signature
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ def ask_membership(url: str, run: RunConfig, signer: Signer, timeout: float = 10
     peer = signer.key.peer_id
     reply = asyncio.run(_ask("POST", url, "/v1/members", {"run_id": run.run_id, "peer": peer}, timeout, token, signer))
     if reply.error:
-        raise UserError(f"{url} does not let this peer in: {reply.error.message}", fix=reply.error.fix, code=ExitCode.AUTH)
+        code = ExitCode.AUTH if reply.status in (401, 403) and reply.code != CLOCK_DIFFERS else ExitCode.NETWORK
+        raise UserError(f"{url} does not let this peer in: {reply.error.message}", fix=reply.error.fix, code=code)
     try:
         given = Membership(**vars(protocol.MemberAnswer.model_validate_json(reply.body)))
     except ValidationError:

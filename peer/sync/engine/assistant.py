@@ -152,7 +152,7 @@ async def assist(
 ) -> None:
     """Take part until the run's end or `stop`. final: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
     members = members or Members(run, wall=wall)
-    node.admit(run.run_id, members)
+    node.admit(members)
     store = StateStore(folder / "state", keep=_STORED)
     archive = Archive(folder / "settled", store, states_limit)
     strategy = load_strategy(f"peer.sync.{run.sync}:strategy", run)

@@ -100,7 +100,7 @@ class Replica:
         rng: random.Random | None = None,
     ):
         self.node, self.assists, self.end, self.members = node, assists, end or End(run), members or Members(run, wall=wall)
-        node.admit(run.run_id, self.members)
+        node.admit(self.members)
         self._rounds_path, self._clock, self._wall, self._rng = rounds_path, clock, wall, rng or random.SystemRandom()
         self.bell = Bell()
         self.state, self.phase = Cell(state, self.bell, clock), Cell(Phase.JOIN, self.bell, clock)

@@ -53,7 +53,7 @@ async def _visit(joined: Joined, peer: PeerConfig, scratch: Path, join_seconds: 
             members = await asyncio.to_thread(visitor, joined, scratch / "visitor.key", token_for(joined.server_url, peer))
         except UserError as error:
             return Visit(error, why=error.message, client_mode=node.client_mode, reachability=node.reachability)
-        node.admit(joined.run.run_id, members)
+        node.admit(members)
         with contextlib.suppress(Exception):  # hivemind raises its own kinds; then nobody is known to be there
             records = await asyncio.wait_for(node.records(joined.run.run_id), _ANSWER_SECONDS)
             found.peers = len(records)

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 import pytest
 
 from peer.config import PeerConfig
+from peer.data.client import runs
+from peer.data.client.transport import Reply
 from peer.launch import membership
 from peer.launch.joining import Joined
 from peer.launch.membership import Keeper, kept, visitor
@@ -16,7 +18,7 @@ from swarm.members import LIFE_SECONDS, Members, sign_membership
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 from tests.datasetserver.hosting import Host, until
-from tests.identities import id_of, identity_file
+from tests.identities import id_of, identity_file, signer
 
 DAY = 86_400.0
 
@@ -145,6 +147,31 @@ def test_it_is_renewed_while_the_peer_runs_and_again_after_a_refusal(keeping, mo
     stop.set()
 
 
+@pytest.mark.parametrize("days", [-8, -1, 1, 400])
+def test_what_a_server_with_a_wrong_clock_gives_takes_nothing_away(keeping, key, run, days):
+    wall, asked, start = keeping
+    members, keeper = start()
+    keeper.begin()
+    own = members.own
+    asked._give = lambda: sign_membership(key, run, "me", lambda: wall.now + days * DAY)
+    with pytest.raises(UserError, match="clock is wrong") as raised:
+        keeper.renew()
+    assert raised.value.code == ExitCode.NETWORK and members.own == own
+    wall.now += 2 * DAY
+    again = start()[0]
+    Keeper(again, "me", asked, keeper._path, wall).begin()
+    assert not again.has_ended()
+
+
+def test_a_token_that_goes_to_no_server_says_which_option_is_missing(run, tmp_path, monkeypatch):
+    peer = PeerConfig(output_dir=str(tmp_path), token="secret", peers=("/ip4/127.0.0.1/tcp/1/p2p/Qm",))
+    identity_file(peer.identity_file, "alice")
+    monkeypatch.setattr(membership, "_ask", lambda *_: (_ for _ in ()).throw(SHUT))
+    with ExitStack() as closing, pytest.raises(UserError, match="does not let") as raised:
+        kept(Joined(run, "http://elsewhere"), peer, Bans(run), closing)
+    assert "Add --datasetserver URL" in raised.value.fix and "secret" not in str(raised.value)
+
+
 def test_a_run_for_members_without_a_server_says_what_is_missing(run, tmp_path):
     peer = PeerConfig(output_dir=str(tmp_path))
     identity_file(peer.identity_file, "alice")
@@ -161,10 +188,8 @@ def test_a_run_for_everybody_asks_for_nothing(tmp_path):
 
 
 def test_a_real_server_gives_it_to_a_peer_and_to_a_visitor_and_none_of_another_key(tmp_path):
-    from peer.data.client.runs import fetch_run
-
     host = Host(tmp_path, "--members", "yes").start()
-    answer = fetch_run(host.url)
+    answer = runs.fetch_run(host.url)
     run = RunConfig.from_mapping(answer.run, where="server")
     joined = Joined(run, host.url, host_key=answer.host_key)
     peer = PeerConfig(output_dir=str(tmp_path / "out"), datasetserver=host.url)
@@ -177,7 +202,21 @@ def test_a_real_server_gives_it_to_a_peer_and_to_a_visitor_and_none_of_another_k
     members.hear(id_of("alice"), own)
     assert own.until >= members.own.until
     forged = dataclasses.replace(joined, run=dataclasses.replace(run, members_of="ab" * 32))
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match="serves run") as raised:
         visitor(forged, peer.identity_file, "")
-    assert raised.value.code == ExitCode.AUTH
+    assert raised.value.code == ExitCode.NETWORK
     assert host.stop() == 0
+
+
+def test_a_membership_that_the_runs_host_did_not_sign_or_that_is_none_is_not_taken(run, tmp_path, monkeypatch):
+    peer, other = id_of("alice"), sign_membership(HostKey(tmp_path / "other.key"), run, id_of("alice"))
+    bodies = {json.dumps(vars(other)).encode(): ExitCode.AUTH, b"{}": ExitCode.NETWORK}
+    for body, code in bodies.items():
+
+        async def answer(*_, body=body):
+            return Reply(201, body, {})
+
+        monkeypatch.setattr(runs, "_ask", answer)
+        with pytest.raises(UserError) as raised:
+            runs.ask_membership("http://x", run, signer(peer))
+        assert raised.value.code == code

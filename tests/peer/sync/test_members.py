@@ -70,6 +70,18 @@ def test_a_program_that_knows_of_no_memberships_hears_what_is_missing(virtual, k
     virtual(scenario)
 
 
+def test_a_peer_that_is_not_let_in_gets_no_memory(virtual, key):
+    async def scenario(nodes):
+        run = dataclasses.replace(make_run(), members_of=key.public)
+        one, stranger = await member(nodes, key, run), Streams(await nodes.node())
+        channel = await stranger.open(one.id, CALL)
+        with contextlib.closing(channel), pytest.raises(Refused, match="this run is for members"):
+            await channel.send({"until": 1, "signature": "x" * 1000}, seconds=5)
+            await channel.receive(Answer, seconds=60)
+
+    virtual(scenario)
+
+
 def test_another_peers_membership_opens_nothing(virtual, key):
     async def scenario(nodes):
         run = dataclasses.replace(make_run(), members_of=key.public)

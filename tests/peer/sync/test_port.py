@@ -1,5 +1,6 @@
 """Messages and memory between the trainer and its sidecar."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from peer.sync.engine.trainer import messages
 from peer.sync.engine.trainer.messages import Failed, News, Offer, Progress, Rebase
 from peer.sync.engine.trainer.port import Port, PortClosed
 from swarm.errors import ExitCode, UserError
@@ -28,6 +30,11 @@ def test_messages_keep_their_borders_and_order(ports):
     assert theirs.receive(1) == Progress(3, loss=0.5)
     assert theirs.receive(1) == News("x" * 100_000)
     assert theirs.receive(0) is None
+
+
+def test_every_kind_of_message_has_a_name_on_the_wire():
+    kinds = {kind for kind in vars(messages).values() if dataclasses.is_dataclass(kind) and kind.__module__ == messages.__name__}
+    assert kinds == {*messages.FromTrainer.__args__, *messages.FromSidecar.__args__}
 
 
 def test_memory_is_handed_over_not_copied(ports):

@@ -51,7 +51,6 @@ class Presence:
         met: Container[str] = (),
     ):
         self._run, self._node, self._neighbours, self._status, self._bell, self._clock = run, node, neighbours, status, bell, clock
-        self._members = neighbours.members
         self._now, self._told_run = asyncio.Event(), -math.inf
         self._began, self._warned, self._unsaid = clock(), False, 0
         self.book, self._grounds = AddressBook(met), frozenset()
@@ -119,12 +118,13 @@ class Presence:
             self.book.see(self._neighbours.others(), self._grounds)
             if self._neighbours.doubled:
                 self._refuse_our_double()
-            if reason := self._members.bans.reason(self._node.peer_id):
+            members = self._neighbours.members
+            if reason := members.bans.reason(self._node.peer_id):
                 raise UserError(f"The host has banned this peer: {reason}.", fix="Ask the host.", code=ExitCode.AUTH)
-            if self._members.has_ended():
+            if members.has_ended():
                 raise UserError(
-                    "This peer's membership of the run has ended: its dataset server has been away for days.",
-                    fix="Start it again once the server answers; dd-peer does so by itself.", code=ExitCode.NETWORK,
+                    "This peer's membership of the run has ended, and the dataset server has not renewed it.",
+                    fix="See the warnings above; dd-peer asks for a new one at its next start.", code=ExitCode.NETWORK,
                 )  # fmt: skip
             self._bell.ring()
 
@@ -164,7 +164,7 @@ class Presence:
 
     async def _meet_lost(self) -> None:
         """As many of them as the budget allows, each once; none that is banned."""
-        live = {record.peer_id for record in self._neighbours.others()} | self._members.bans.peers()
+        live = {record.peer_id for record in self._neighbours.others()} | self._neighbours.members.bans.peers()
         for _ in range(len(self.book.addresses.keys() - live)):
             if not self._dials.take():
                 return

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 _FRAME = struct.Struct("<II")
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + (4 << 10)
 """A state's header, and what is said beside it."""
+_MAX_MEMBERSHIP_BYTES = 512
+"""It has 150; a peer that is not let in yet gets no more of our memory."""
 CONNECT_SECONDS = 10.0
 _END_SECONDS = 5.0
 _TAKE_SECONDS = 30.0
@@ -84,10 +86,12 @@ class Channel:
         if payload:
             await asyncio.sleep(0)  # others have their turn, however fast the other end is
 
-    async def receive(self, kind: type[M] | TypeAdapter[M], *, max_payload: int = 0, seconds: float) -> tuple[M, bytes]:
+    async def receive(
+        self, kind: type[M] | TypeAdapter[M], *, max_payload: int = 0, seconds: float, max_bytes: int = MAX_MESSAGE_BYTES
+    ) -> tuple[M, bytes]:
         """The next message, which is to be of that kind. Raises PeerLost when it is late, too long, malformed or a refusal."""
         until = _until(seconds)
-        message, payload_bytes = await self._receive_message(kind, max_payload, until)
+        message, payload_bytes = await self._receive_message(kind, max_payload, until, max_bytes)
         return message, bytes(await self._take(payload_bytes, until))
 
     async def receive_into(self, kind: type[M] | TypeAdapter[M], room: memoryview, *, seconds: float) -> tuple[M, int]:
@@ -98,9 +102,11 @@ class Channel:
         await asyncio.sleep(0)
         return message, payload_bytes
 
-    async def _receive_message(self, kind: type[M] | TypeAdapter[M], max_payload: int, until: float) -> tuple[M, int]:
+    async def _receive_message(
+        self, kind: type[M] | TypeAdapter[M], max_payload: int, until: float, max_bytes: int = MAX_MESSAGE_BYTES
+    ) -> tuple[M, int]:
         header_bytes, payload_bytes = _FRAME.unpack(await self._take(_FRAME.size, until))
-        if header_bytes > MAX_MESSAGE_BYTES or payload_bytes > max_payload:
+        if header_bytes > max_bytes or payload_bytes > max_payload:
             raise Malformed(f"{self.peer[-6:]} announced {header_bytes} + {payload_bytes} bytes, at most {max_payload} are allowed")
         try:
             values = unpack(await self._take(header_bytes, until))
@@ -222,7 +228,7 @@ class Streams:
             return
         if self._members.needed and not self._members.bans.reason(channel.peer):
             with contextlib.suppress(Malformed):  # a program that knows no memberships begins with its question
-                shown, _ = await channel.receive(MEMBERSHIP, seconds=CONNECT_SECONDS)
+                shown, _ = await channel.receive(MEMBERSHIP, seconds=CONNECT_SECONDS, max_bytes=_MAX_MEMBERSHIP_BYTES)
                 self._members.hear(channel.peer, shown)
         if reason := self._members.refusal(channel.peer):
             raise PeerLost(reason)

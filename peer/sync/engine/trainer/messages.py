@@ -228,7 +228,7 @@ class Pulse:
     """A sign of life."""
 
 
-FromTrainer = Start | Progress | Offer | Nothing | Extend | Banned | Leave | Close
+FromTrainer = Start | Progress | Offer | Nothing | Extend | Banned | Admitted | Leave | Close
 FromSidecar = Ready | Freeze | Train | Rebase | Final | News | Extended | Seen | Done | Failed | Pulse
 Message = FromTrainer | FromSidecar
 
