@@ -64,8 +64,6 @@ def acceptable_run(values: Mapping[str, Any], dataset_digest: str, members_of: s
         raise Refused(400, "bad_run", error.message, error.fix) from None
     if not re.fullmatch("[0-9a-f]{64}", run.model_digest):
         raise Refused(400, "bad_run", f"model_digest is '{run.model_digest[:80]}'.", "Send the digest of the base model's weights.")
-    if run.members_of not in ("", members_of):
-        raise Refused(400, "bad_run", "The run is for members of another host.", "Leave members_of to this server.")
     run = replace(run, dataset_digest=dataset_digest, members_of=members_of)
     size = len(canonical_json(run.to_mapping()))
     if size > MAX_RUN_BYTES:

@@ -115,6 +115,8 @@ def check_values(run: RunConfig) -> None:
 
 def check_founding(run: RunConfig) -> None:
     """Raise UserError for what no peer of `run` could train; run: with its family, where that is known."""
+    if run.members_of:
+        raise UserError("members_of is for the dataset server to set.", fix="Leave it out; a server with --members yes makes its run for members.")
     check_values(run)
     check_noise(run.rescale_betas_zero_snr, run.prediction_type)
     check_schedule(run)

@@ -17,6 +17,7 @@ from simulation.checks import Breach, Checks
 
 class World:
     strangers = ()
+    run = SimpleNamespace(members_of="")
 
     def __init__(self):
         self.loop = SimpleNamespace(time=lambda: 1.0)
@@ -105,6 +106,12 @@ def test_of_strangers_nobody_knows_what_they_offered(scene):
     scene.checks._world.strangers = ("cy",)
     scene.adopts("two", "one", 2, 24, [["cy", 1, 8]])
     assert not scene.broken()
+
+
+def test_in_a_run_for_members_no_stranger_is_in_a_state(scene):
+    scene.checks._world.strangers, scene.checks._world.run = ("cy",), SimpleNamespace(members_of="key")
+    scene.adopts("two", "one", 2, 24, [["cy", 1, 8]])
+    assert "cy is no member" in scene.broken()
 
 
 def test_nobody_goes_back_to_an_ancestor_unless_it_was_started_again(scene):

@@ -333,13 +333,14 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
         self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
         os.close(theirs)
-        self.text = ""
+        self.text, self.poll = "", select.poll()  # select() takes no descriptor beyond 1,023
+        self.poll.register(self.fd, select.POLLIN)
 
     def until(self, words: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while words not in self.text:
             assert time.monotonic() < deadline, f"no {words!r} in {self.text[-2000:]!r}"
-            if select.select([self.fd], [], [], 0.2)[0]:
+            if self.poll.poll(200):
                 with contextlib.suppress(OSError):  # the other end is closed
                     self.text += os.read(self.fd, 65536).decode()
 

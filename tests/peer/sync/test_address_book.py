@@ -40,7 +40,7 @@ def test_a_few_of_the_lost_are_dialled_a_minute_however_many_records_named_addre
             self.dialled.append(maddrs)
 
     class Neighbours:
-        bans = SimpleNamespace(peers=lambda: {"QmFriend7"})
+        members = SimpleNamespace(bans=SimpleNamespace(peers=lambda: {"QmFriend7"}))
 
         def others(self):
             return []
