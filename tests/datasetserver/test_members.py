@@ -88,7 +88,8 @@ def test_a_run_that_a_peer_founds_gets_the_servers_key_and_no_other():
     assert acceptable_run(run, "d" * 64).members_of == ""
     assert acceptable_run(run, "d" * 64, "a" * 64).members_of == "a" * 64
     mine = RunConfig(model="x", family="stable_diffusion", model_digest="0" * 64, members_of="b" * 64).to_mapping()
-    for members_of in ("", "a" * 64, "b" * 64):
+    assert acceptable_run(mine, "d" * 64, "b" * 64).members_of == "b" * 64
+    for members_of in ("", "a" * 64):
         with pytest.raises(Refused, match="members_of is for the dataset server to set") as refusal:
             acceptable_run(mine, "d" * 64, members_of)
         assert refusal.value.status == 400
