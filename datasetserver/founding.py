@@ -58,7 +58,7 @@ def acceptable_run(values: Mapping[str, Any], dataset_digest: str, members_of: s
     """The run that a peer asks to found, complete with the dataset's digest and whose members take part. Raises Refused with 400."""
     try:
         run = RunConfig.from_mapping(values, where="run")
-        check_founding(replace(run, members_of="") if run.members_of == members_of else run)  # the run that is here already
+        check_founding(replace(run, members_of="") if run.members_of == members_of else run)  # a run founded here says so
         _check_dataset(run, dataset_digest)
     except UserError as error:
         raise Refused(400, "bad_run", error.message, error.fix) from None

@@ -205,7 +205,7 @@ async def disk(world: "World", machine: "Machine", strike: Strike) -> None:
 
 
 async def rot(world: "World", machine: "Machine", strike: Strike) -> None:
-    """A machine is killed, and comes back with a damaged file: its newest state, a round's mean, whom it has met, or what it discarded."""
+    """A machine is killed, and comes back with a damaged file: its newest state, a round's mean, or its list of peers met or of states discarded."""
     world.struck(strike, machine)
     machine.kill()
     found = [path for path in sorted(machine.disk.names) if path.endswith(strike.values["what"])]

@@ -30,7 +30,8 @@ _WORDS: TypeAdapter[tuple[BanWord, ...]] = TypeAdapter(tuple[BanWord, ...])
 
 
 class Bans:
-    """host_key: whose words count; '' for nobody's, or in a run for members for those of its host. path: where they are kept; None: nowhere. rng: which words are handed on first."""
+    """host_key: whose words count; '': those of the host whose members the run is for, if any. path: where they are kept; None: nowhere.
+    rng: which words are handed on first."""
 
     def __init__(
         self,

@@ -214,8 +214,8 @@ class SwarmNode:
 
     def admit(self, members: Members) -> None:
         """From now on, store and read records of that run's peers only if `members` admits them."""
-        self._rules.admit(members)
-        self._stored.drop(DHTID.generate(source=peers_key(members.run.run_id)))  # what strangers brought before
+        if members.needed and self._rules.admit(members):
+            self._stored.drop(DHTID.generate(source=peers_key(members.run.run_id)))  # what strangers brought before
 
     def prefer(self, is_known: Callable[[str], bool]) -> None:
         """Where there is no room for all, records of peers that are known have it: in what we store, and in what we read."""

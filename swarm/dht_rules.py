@@ -59,9 +59,11 @@ class Rules(RecordValidatorBase):
     def __init__(self) -> None:
         self._door: tuple[bytes, Members] | None = None
 
-    def admit(self, members: Members) -> None:
-        """From now on, refuse records of that run's peers unless `members` admits them."""
-        self._door = _key_id(peers_key(members.run.run_id)), members
+    def admit(self, members: Members) -> bool:
+        """From now on, refuse records of that run's peers unless `members` admits them. Whether any were taken until now."""
+        key, before = _key_id(peers_key(members.run.run_id)), self._door
+        self._door = key, members
+        return before is None or before[0] != key
 
     def validate(self, record: DHTRecord) -> bool:
         try:

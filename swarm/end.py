@@ -19,7 +19,9 @@ _LAST_ROUND_STRETCH = 1.25
 
 
 class End:
-    """host_key: whose extensions count; '' for nobody's, or in a run for members for those of its host. extension: the one in force, to be handed on: {total_samples, host_key, signature}."""
+    """host_key: whose extensions count; '': those of the host whose members the run is for, if any.
+
+    extension: the one in force, to be handed on: {total_samples, host_key, signature}."""
 
     def __init__(self, run: RunConfig, host_key: str = "", extension: Mapping[str, Any] | None = None):
         self._run, self.host_key = run, host_key or run.members_of

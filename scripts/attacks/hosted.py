@@ -10,9 +10,9 @@ from typing import Any
 
 from datasetserver import tokens
 from scripts.attacks.rows import Row
-from scripts.attacks.swarm import last_word, said
+from scripts.attacks.swarm import last_word
 from scripts.churn.swarm import ROOT, Peer, Server, peer_command
-from scripts.demo.processes import Program
+from scripts.demo.processes import Program, said
 from swarm.errors import ExitCode, UserError
 
 _START_SECONDS, _ROW_SECONDS = 240.0, 120.0

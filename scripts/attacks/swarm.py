@@ -1,43 +1,26 @@
 """An honest swarm of toy peers, a stranger that comes to it, and what became of the peers meanwhile."""
 
-import json
-import re
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from scripts.attacks.rows import Row
 from scripts.churn import checks
 from scripts.churn.swarm import ROOT
-from scripts.demo.processes import Program
+from scripts.demo.processes import Program, Said, said
 
 START_SECONDS = 240.0
 READY_ROUNDS = 3
-_ADDRESS = re.compile(r"--peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")
 _STOPPED_SECONDS = 60.0
 """A swarm that commits nothing at the end of a window, for so long or a third of it, is stopped."""
 _JOIN_SECONDS = 90.0
 """A newcomer that listens and is in no round after so long does not get in: 60 s after its start it trains alone."""
 _HIGH_LOSS = 0.3
 """Of a vector that turns round and keeps still, the loss is 1 on average; of one that follows, 1e-3."""
-Said = dict[str, Any]
-
-
-def said(program: Program) -> list[Said]:
-    """The lines of JSON in a program's log."""
-    lines = []
-    for line in program.log.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith("{"):
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                continue
-    return lines
 
 
 def last_word(program: Program) -> str:
@@ -54,9 +37,8 @@ class Toy:
         self.program = Program(self.name, command, folder.with_suffix(".log"), {}, ROOT)
 
     def address(self) -> str:
-        """'' until it listens. The last one: a sidecar that was started again may have another port."""
-        found = _ADDRESS.findall(self.program.log.read_text(encoding="utf-8", errors="replace"))
-        return found[-1] if found else ""
+        """'' until it listens."""
+        return self.program.address()
 
     def rounds(self) -> list[Said]:
         return checks.read_rounds(self.folder)

@@ -4,12 +4,15 @@ Made for a process that has called `swarm.lifeline.adopt_orphans`.
 """
 
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -19,6 +22,10 @@ from swarm.lifeline import die_with_parent
 def _end_with_parent() -> None:
     # Should we be killed outright, the kernel asks our children to leave.
     die_with_parent(signal.SIGTERM)
+
+
+_ADDRESS = re.compile(r"--peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")
+Said = dict[str, Any]
 
 
 class Program:
@@ -70,7 +77,27 @@ class Program:
             return None
 
     def last_words(self, lines: int = 12) -> str:
-        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        return "\n".join(self.text().splitlines()[-lines:])
+
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def address(self) -> str:
+        """A peer's, at which others can join; '' until it listens. The last one: a sidecar that was started again may have another port."""
+        found = _ADDRESS.findall(self.text())
+        return found[-1] if found else ""
+
+
+def said(program: Program) -> list[Said]:
+    """The lines of JSON in a program's log."""
+    lines = []
+    for line in program.text().splitlines():
+        if line.startswith("{"):
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+    return lines
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:

@@ -5,7 +5,6 @@ Nothing here is special to one machine: the same commands, with the server's add
 
 import json
 import os
-import re
 import sys
 import time
 import urllib.error
@@ -24,7 +23,6 @@ from swarm.lifeline import adopt_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
 JOIN_AFTER_ROUND = 2
-_ADDRESS = re.compile(r"--peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")
 START_SECONDS = 300
 STALL_SECONDS = 300
 LEAVE_SECONDS = 60
@@ -170,9 +168,12 @@ class SwarmRun:
             self._looked = now
             self.story.peak_memory_gib = max(self.story.peak_memory_gib, round(processes.memory_gib(), 2))
         assert self._server is not None
-        for program in [self._server, *self._living(), *self._strangers]:
-            if program.ended() or (program in self._strangers and program.ended() is not None):
+        for program in [self._server, *self._living()]:
+            if program.ended():
                 raise _failed(program)
+        for stranger in self._strangers:
+            if stranger.ended() is not None:
+                raise _failed(stranger)
         if progress := self._progress():
             self.display.show(progress)
         number = max((lines[-1]["round"] for lines in self.held().values() if lines), default=0)
@@ -202,19 +203,18 @@ class SwarmRun:
 
     def _let_strangers_come(self) -> None:
         """Each learns one peer's address, as anybody could who has seen it, and nothing else."""
-        folder, found = self.plan.folder, _ADDRESS.findall(self.peers["peer-1"].last_words(1000))
-        if not found:
+        folder, address = self.plan.folder, self.peers["peer-1"].address()
+        if not address:
             return
         self.story.strangers_at_round = self._round
         for row in self.plan.strangers:
-            command = [sys.executable, "-m", "scripts.attacks.stranger", row, str(folder / "strangers" / row), "--address", found[-1]]
+            command = [sys.executable, "-m", "scripts.attacks.stranger", row, str(folder / "strangers" / row), "--address", address]
             self._strangers.append(Program(row, [*command, "--seconds", "86400"], folder / "logs" / f"{row}.log", {"OMP_NUM_THREADS": "1"}, ROOT))
             self.display.say(f"a stranger comes who knows the address of peer-1, and {ROWS[row].does}")
 
     def _send_strangers_away(self) -> None:
         for program in self._strangers:
-            came = [json.loads(line) for line in program.last_words(100_000).splitlines() if '"came"' in line]
-            self.story.strangers += [peer for line in came for peer in line["peers"]]
+            self.story.strangers += [peer for line in processes.said(program) if line.get("event") == "came" for peer in line["peers"]]
             program.kill_tree()
 
     def _living(self) -> list[Program]:

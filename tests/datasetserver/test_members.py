@@ -1,4 +1,4 @@
-"""`POST /v1/members`: whom a server lets into a run for members, and which runs are."""
+"""`POST /v1/members`: a server lets peers into a run for members, and decides which runs are for members."""
 
 import json
 

@@ -55,7 +55,7 @@ class Reply:
 
     @property
     def error(self) -> protocol.ErrorBody | None:
-        if self.status < 300:  # asked of each answer: to find out so of a good one takes as long as to read it
+        if self.status < 300:  # each answer is asked, and parsing a good one as an error costs as much as reading it
             return None
         try:
             return protocol.ErrorAnswer.model_validate_json(self.body).error

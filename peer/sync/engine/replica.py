@@ -100,7 +100,6 @@ class Replica:
         rng: random.Random | None = None,
     ):
         self.node, self.assists, self.end, self.members = node, assists, end or End(run), members or Members(run, wall=wall)
-        node.admit(self.members)
         self._rounds_path, self._clock, self._wall, self._rng = rounds_path, clock, wall, rng or random.SystemRandom()
         self.bell = Bell()
         self.state, self.phase = Cell(state, self.bell, clock), Cell(Phase.JOIN, self.bell, clock)
@@ -212,6 +211,7 @@ class Replica:
 
     async def start(self) -> None:
         """Serve others; publish our record; read theirs. Where connections are scarce, those to peers that we have met stay."""
+        self.node.admit(self.members)
         self.node.prefer(self.met.__contains__)
         await self.rounds.start()
         await self._donor.start()

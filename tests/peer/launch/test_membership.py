@@ -19,15 +19,9 @@ from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 from tests.datasetserver.hosting import Host, until
 from tests.identities import id_of, identity_file, signer
+from tests.swarm.test_members import Wall
 
 DAY = 86_400.0
-
-
-class Wall:
-    now = 1.7e9
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
