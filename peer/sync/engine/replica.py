@@ -140,7 +140,7 @@ class Replica:
             run, node, self.neighbours, self.end, self.members, self.state, self.phase, self.trainer, self.heads, self._catch_up,
             assists=assists, name=name, hardware=hardware, server_url=server_url, wall=wall,
         )  # fmt: skip
-        self._presence = Presence(run, node, self.neighbours, self.status, self.bell, clock, self.met)
+        self._presence = Presence(run, node, self.neighbours, self.status, self.bell, clock, self.met, self._rng)
         self.book = self._presence.book
         self._streams, self._kind, self._steps_locally = streams, Kind(state.header.schema, wire.sizes), strategy.steps_locally
         self._looked, self._closed = wall(), False

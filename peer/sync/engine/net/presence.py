@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import Awaitable, Callable, Container, Coroutine
 from typing import Any
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _RUN_RECORD_SECONDS = 60.0
 _NEWCOMER_SECONDS = 120.0
+_SPREAD = (0.75, 1.25)
+"""Of the time between two looks. Where looks, rounds and publications kept step, a peer read its own word for minutes and never its double's."""
 _MEET_SECONDS = 15.0
 _DIALS_PER_SECOND, _DIALS_AT_ONCE = 0.1, 6
 """Lost peers that are dialled, at up to three addresses each: 6 a minute after the first 6. They are a stranger's word."""
@@ -49,9 +52,10 @@ class Presence:
         bell: Bell,
         clock: Callable[[], float] = time.monotonic,
         met: Container[str] = (),
+        rng: random.Random | None = None,
     ):
         self._run, self._node, self._neighbours, self._status, self._bell, self._clock = run, node, neighbours, status, bell, clock
-        self._now, self._told_run = asyncio.Event(), -math.inf
+        self._rng, self._now, self._told_run = rng or random.SystemRandom(), asyncio.Event(), -math.inf
         self._began, self._warned, self._unsaid = clock(), False, 0
         self.book, self._grounds = AddressBook(met), frozenset()
         self._dials = Budget(_DIALS_PER_SECOND, _DIALS_AT_ONCE, clock)
@@ -113,7 +117,7 @@ class Presence:
 
     async def _read_forever(self) -> None:
         while True:
-            await asyncio.sleep(read_seconds(self._period(), len(self._neighbours.others())))
+            await asyncio.sleep(read_seconds(self._period(), len(self._neighbours.others())) * self._rng.uniform(*_SPREAD))
             await self._neighbours.read()
             self.book.see(self._neighbours.others(), self._grounds)
             if self._neighbours.doubled:
