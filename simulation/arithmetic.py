@@ -3,6 +3,7 @@
 A state's bytes are known once a trainer was told of it. Bits are compared: every operation is the same, in the same order.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ _CODEC_ERROR = {"fp32": 1e-6, "fp16": 2e-3, "int8": 2e-2, "int4": 0.3}
 
 
 class Arithmetic:
-    """Of one run. checked: states whose bits were compared."""
+    """Of one run. clip: its `clip_members`; checked: states whose bits were compared; clipped: contributions that counted less for that."""
 
-    def __init__(self, wire: Wire, strategy: Strategy):
-        self._wire, self._strategy, self.checked = wire, strategy, 0
+    def __init__(self, wire: Wire, strategy: Strategy, clip: float = 0.0):
+        self._wire, self._strategy, self._clip, self.checked, self.clipped = wire, strategy, clip, 0, 0
         self._states: OrderedDict[str, Tensor] = OrderedDict()
         self._offers: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
 
@@ -49,11 +50,20 @@ class Arithmetic:
             return ""
         self.checked += 1
         total = sum(member.samples for member in header.members)
-        weights = [member.samples / total for member in header.members]  # in the order of their ids
+        factors = self._factors(offers, [member.samples if self._strategy.steps_locally else 1 for member in header.members])
+        self.clipped += sum(factor < 1 for factor in factors)
+        weights = [member.samples / total * factor for member, factor in zip(header.members, factors, strict=True)]  # in the order of their ids
         mean = self._mean(offers, weights) if len(offers) > 1 else offers[0]  # alone, a peer's bytes are the mean
         vectors, named = self._outer(parent, mean, header)
         right = torch.equal(vectors.view(torch.uint8), data) and header.mean in ("", named)
         return "" if right else f"the state {digest[:8]} is not its parent's after the weighted mean of its members"
+
+    def _factors(self, offers: list[Tensor], sizes: list[int]) -> list[float]:
+        """What each counts of itself: none goes beyond `clip` times the lower median of all norms, each for its size."""
+        norms = [math.sqrt(self._wire.square_norm(offer)) for offer in offers]
+        ranked = sorted(norm / size for norm, size in zip(norms, sizes, strict=True))
+        limit = self._clip * ranked[(len(ranked) - 1) // 2]
+        return [1.0 if not self._clip or norm <= limit * size else limit * size / norm for norm, size in zip(norms, sizes, strict=True)]
 
     def _mean(self, offers: list[Tensor], weights: list[float]) -> Tensor:
         vectors = [self._wire.decode(offer) * weight for offer, weight in zip(offers, weights, strict=True)]

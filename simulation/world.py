@@ -136,7 +136,7 @@ class World:
         self.server = Server(self, self.run, dataset, scenario.lease_seconds)
         self.strategy = load_strategy(f"peer.sync.{scenario.sync}:strategy", self.run)
         self.wire = Wire(scenario.wire, scenario.elements, BIG_ELEMENTS // 2)
-        self.checks.arithmetic = Arithmetic(self.wire, self.strategy)
+        self.checks.arithmetic = Arithmetic(self.wire, self.strategy, self.run.clip_members)
         self.machines: list[Machine] = []
         self.faults_done: Counter[str] = Counter()
         self.failpoints = Failpoints(self)

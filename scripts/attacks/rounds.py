@@ -96,7 +96,8 @@ async def learn_wire(band: Band, stranger: Stranger, honest: list[str]) -> Wire:
 
 
 def group_id(parent: str, group: Record) -> str:
-    return digest_json([parent, group["members"], group["reducers"], group["attempt"]])
+    members, norms = [member[:3] for member in group["members"]], [member[3] for member in group["members"]]
+    return digest_json([parent, members, group["reducers"], group["attempt"], norms])
 
 
 # ------------------------------------------------------------------ contributors
@@ -119,7 +120,8 @@ async def _contribute(band: Band, sends: Contributes | None) -> None:
             number += band.rng.randint(1, 5)
             with contextlib.suppress(Gone):
                 samples = band.rng.randint(1, 2 * band.target)
-                request = {"parent": guest.onto, "number": number, "samples": samples, "reduces": False}
+                norm = band.rng.choice([1.0, 1e12])  # less than what `_garbage` sends, or more
+                request = {"parent": guest.onto, "number": number, "samples": samples, "norm": norm, "reduces": False}
                 group = await guest.join(request)
                 if sends:
                     await _to_reducers(guest, request["parent"], group, sends)
@@ -215,8 +217,8 @@ async def wrong_tickets(band: Band) -> None:
 async def _bring(guest: Guest, peer: str, after: float) -> None:
     rng, most = guest.band.rng, 2 * guest.band.target
     await asyncio.sleep(after)
-    ticket = {"parent": guest.honest[peer]["digest"], "number": rng.randrange(1, 2**30), "samples": most, "reduces": False}
-    wrong = rng.choice([{"samples": 0}, {"samples": most + rng.randint(1, 2**40)}, {"number": 0}, {"reduces": True}, {"parent": "f" * 64}, {}])
+    ticket = {"parent": guest.honest[peer]["digest"], "number": rng.randrange(1, 2**30), "samples": most, "norm": 1.0, "reduces": False}
+    wrong = rng.choice([{"samples": 0}, {"norm": -1.0}, {"samples": most + rng.randint(1, 2**40)}, {"number": 0}, {"reduces": True}, {"parent": "f" * 64}, {}])
     with contextlib.suppress(Gone):
         frames = await guest.stranger.open(peer, JOIN)
         with contextlib.closing(frames):
@@ -274,7 +276,7 @@ class Reducer:
 
     async def _take_part(self, guest: Guest) -> None:
         parent = guest.onto
-        group = await guest.join({"parent": parent, "number": 0, "samples": 0, "reduces": True})
+        group = await guest.join({"parent": parent, "number": 0, "samples": 0, "norm": 0.0, "reduces": True})
         share = share_out(guest.wire.parts, len(group["reducers"]))[group["reducers"].index(guest.stranger.peer_id)]
         senders = {member[0] for member in group["members"]}
         self._shares[group_id(parent, group)] = [guest.wire.parts[index] for index in share], senders

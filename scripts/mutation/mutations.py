@@ -151,8 +151,14 @@ MUTATIONS = (
     Mutation(
         "peers_instead_of_samples",
         "a mean counts every member alike, however many samples it brings",
-        "        self._weights = {member.peer: member.samples / run.group.samples for member in members}\n",
-        "        self._weights = {member.peer: 1 / len(members) for member in members}\n",
+        "m.samples / run.group.samples * factor",
+        "1 / len(members) * factor",
+    ),
+    Mutation(
+        "clipped_by_nobody",
+        "a member counts with all of its contribution, however long it is beside the others'",
+        "        factors = clipping.factors(members, run.group.norms)\n",
+        "        factors = [1.0] * len(members)\n",
     ),
     # Written apart from the simulator, by somebody who had not worked on it, and tried only when they were all written.
     Mutation(

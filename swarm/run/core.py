@@ -35,6 +35,11 @@ class Agreement:
         "How contributions travel: 32, 16, 8.1 or 4.3 bits a value; what the last three lose goes into the next contribution.",
         choices=("fp32", "fp16", "int8", "int4"),
     )
+    clip_members: float = option(
+        1.5,
+        "In a round, no member's contribution counts more than so many times the members' median norm, per sample where peers step locally; 0: any size.",
+        since="0.1.1", unsaid=0.0,
+    )
     dataset_digest: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")
     members_of: str = option(
         "",

@@ -49,6 +49,18 @@ def test_another_mean_is_named(fault):
     assert "not its parent's after the weighted mean" in watcher.rebased(state.digest, state.header, state.buffer.bytes())
 
 
+def test_who_is_longer_than_the_others_warrant_counts_less():
+    wire, (one, other) = Wire("fp32", 1024, 512), contributions(Wire("fp32", 1024, 512))
+    other = other[0], wire.encode(wire.decode(other[1]) * 100)
+    norm, longer = (math.sqrt(wire.square_norm(data)) for _, data in (one, other))
+    factor = 1.5 * (norm / 3) * 5 / longer
+    for weights, right in (((3 / 8, 5 / 8 * factor), True), ((3 / 8, 5 / 8), False)):
+        watcher, state = averaged(wire, Parameters(), [one, other], weights=weights)
+        watcher._clip = 1.5
+        assert (watcher.rebased(state.digest, state.header, state.buffer.bytes()) == "") == right
+        assert watcher.clipped == 1
+
+
 class Scene:
     """A trainer's work, and the account of it."""
 

@@ -22,7 +22,7 @@ from tests.peer.sync.swarm_tools import ANYTHING, until
 
 FRAME = struct.Struct("<II")
 WORDS = (
-    ["parent", "samples", "number", "reduces", "digest", "chunk", "mean", "group", "more", "pieces", "error", "members", "reducers", "attempt", "coming", "ready_seconds", "busy", "behind", "reason", "leader", "wait", "header", "square_norm", "num_bytes", "square", "schema", "sizes", "run", "round", "parents", "included", "ancestors", "peer"]
+    ["parent", "samples", "number", "norm", "reduces", "digest", "chunk", "mean", "group", "more", "pieces", "error", "members", "reducers", "attempt", "coming", "ready_seconds", "busy", "behind", "reason", "leader", "wait", "header", "square_norm", "num_bytes", "square", "schema", "sizes", "run", "round", "parents", "included", "ancestors", "peer"]
 )
 MESSAGES, QUESTIONS = 25, 10
 """On each stream; of each kind, which take 3 s together."""

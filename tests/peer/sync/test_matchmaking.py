@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 from dataclasses import replace
 
 import pytest
@@ -190,6 +191,8 @@ REFUSED = {
     "too many samples": ({"samples": 101}, "101 samples"),
     "samples that are no number": ({"samples": "many"}, "samples: Input should be a valid integer"),
     "a negative number": ({"number": -1}, "number: Input should be greater than or equal to 0"),
+    "a norm that is no number": ({"norm": math.nan}, "norm: Input should be a finite number"),
+    "a norm beyond any": ({"norm": 1e300}, "norm: Input should be less than or equal to"),
     "number 0": ({"number": 0}, "contribution number 0"),
     "no parent": ({"parent": None}, "parent: Input should be a valid string"),
     "a contribution that is in the state": ({"number": 3}, "is in the state already"),
@@ -202,7 +205,7 @@ def test_a_ticket_out_of_bounds_is_refused_with_the_reason(virtual, caplog):
         leader.included = {joiner.id: 3}
         for what, (change, reason) in REFUSED.items():
             channel = await joiner.streams.open(leader.id, JOIN)
-            await channel.send({"parent": "p", "number": 4, "samples": 5, "reduces": True, **change}, seconds=60)
+            await channel.send({"parent": "p", "number": 4, "samples": 5, "norm": 0.5, "reduces": True, **change}, seconds=60)
             with pytest.raises(PeerLost, match=reason):
                 await channel.receive(ANYTHING, seconds=60)
             channel.close()
@@ -224,7 +227,7 @@ def test_a_peer_that_cannot_be_dialled_never_leads(virtual):
         formed = await asyncio.gather(client.form([server]), server.form([client]))
         assert formed[0].id == formed[1].id and formed[0].reducers == (server.id,)
         channel = await server.streams.open(client.id, JOIN)  # the connection that the client opened serves both ways
-        await channel.send({"parent": "p", "number": 1, "samples": 5, "reduces": True}, seconds=60)
+        await channel.send({"parent": "p", "number": 1, "samples": 5, "norm": 0.5, "reduces": True}, seconds=60)
         with pytest.raises(PeerLost, match="leads nobody"):
             await channel.receive(ANYTHING, seconds=60)
         channel.close()
@@ -681,7 +684,7 @@ def test_a_group_takes_no_more_members_than_a_state_can_name(virtual, monkeypatc
 
     async def scenario(nodes):
         best, second, third = await peers(nodes, 3)
-        request = {"parent": "p", "number": 1, "samples": 8, "reduces": True}
+        request = {"parent": "p", "number": 1, "samples": 8, "norm": 0.5, "reduces": True}
         with contextlib.closing(await second.streams.open(best.id, JOIN)) as waiting:
             await waiting.send(request, seconds=60)
             assert (await waiting.receive(ANYTHING, seconds=60))[0] == {"wait": True}

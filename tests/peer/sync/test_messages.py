@@ -53,11 +53,11 @@ HONEST = [
     Refusal(error="the group is closed", culprits=tuple(PEERS), hearsay=True),
     Call(head=HEAD),
     Answer(coming=True, ready_seconds=2.5, head=HEAD, busy=False, behind=True, reason="it is averaging"),
-    Join(parent="d" * 64, number=4, samples=16, reduces=True, without=tuple(PEERS[:3])),
+    Join(parent="d" * 64, number=4, samples=16, norm=1.5, reduces=True, without=tuple(PEERS[:3])),
     Wait(),
     Onward(leader=PEERS[0]),
     Announcement(
-        members=tuple((peer, 1, 8) for peer in PEERS), reducers=tuple(PEERS[:5]), attempt="0123456789abcdef", late=tuple(PEERS[:1])
+        members=tuple((peer, 1, 8, 0.5) for peer in PEERS), reducers=tuple(PEERS[:5]), attempt="0123456789abcdef", late=tuple(PEERS[:1])
     ),
     Share(group="9" * 64),
     MeanPart(square=1.5),
@@ -167,7 +167,7 @@ def test_what_is_beyond_the_bounds_is_refused(what):
 
 
 def test_of_more_names_than_are_believed_the_first_count():
-    assert read(Join, {"parent": "p", "number": 1, "samples": 1, "without": list("abcdefghijk")}).without == tuple("abcdefgh")
+    assert read(Join, {"parent": "p", "number": 1, "samples": 1, "norm": 0.0, "without": list("abcdefghijk")}).without == tuple("abcdefgh")
     assert read(Refusal, {"error": "x" * 1000}).error == "x" * 200
 
 

@@ -14,6 +14,7 @@ from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.groups import Group, NoGroup
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.rounds import Rounds
+from peer.sync.parameters import Parameters
 from swarm.records import PeerRecord
 from tests.peer.sync.replicas import make_run
 from tests.peer.sync.swarm_tools import Clock, state_of
@@ -35,7 +36,7 @@ class Swarm:
         for peer in waiting:
             self.company.answered(peer)
         node = SimpleNamespace(peer_id="us", client_mode=False)
-        outer, reception = SimpleNamespace(wire=SimpleNamespace(num_bytes=0)), SimpleNamespace(standing=None, heard=None)
+        outer, reception = SimpleNamespace(wire=SimpleNamespace(num_bytes=0), strategy=Parameters()), SimpleNamespace(standing=None, heard=None)
         next_round = NextRound(RUN, None, self.neighbours, Cell(STATE, Bell(), clock), lambda: self.now)
         self.rounds = Rounds(RUN, None, node, None, self.neighbours, self.company, None, outer, None, reception, next_round, clock=clock)
 

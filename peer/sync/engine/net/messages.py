@@ -52,6 +52,8 @@ _MOST_INCLUDED = MAX_HEADER_BYTES // 32
 """Peers that a header names; an id has 46 characters, so fewer than 5,500 fit."""
 _LARGEST_SQUARE = 2.0**1000
 """Of a part: no sum of a state's 3,280 parts (SD 1.5) overflows, and float32's largest values stay far below."""
+_LARGEST_NORM = 2.0**200
+"""Of a contribution: 2^40 of float32's largest values have 2^148."""
 _MOST_ELEMENTS = 1 << 40
 
 
@@ -75,6 +77,7 @@ Flag = Annotated[bool, Field(strict=True)]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Measured = Annotated[Finite, BeforeValidator(_a_float)]
 """No whole number: every member hashes the bits of this one."""
+Norm = Annotated[Measured, Field(ge=0, le=_LARGEST_NORM)]
 Seconds = Annotated[Finite, AfterValidator(lambda seconds: min(max(seconds, 0.0), MAX_WAIT_SECONDS))]
 """Somebody's claim about time, within what we would ever wait."""
 Reason = Annotated[str, Field(strict=True), AfterValidator(lambda text: text[:_REASON_LENGTH])]
@@ -182,11 +185,15 @@ class Answer(Message):
 
 
 class Join(Message):
-    """A contribution to be averaged in the group of whom this is said to; with number and samples 0 that of a peer that assists."""
+    """A contribution to be averaged in the group of whom this is said to; with number and samples 0 that of a peer that assists.
+
+    norm: L2 norm of its decoded values.
+    """
 
     parent: Text
     number: Count
     samples: Count
+    norm: Norm
     reduces: Flag = False
     without: Named = ()
 
@@ -204,9 +211,9 @@ class Onward(Message):
 
 
 class Announcement(Message):
-    """A closed group. members: [peer, number, samples] of each."""
+    """A closed group. members: [peer, number, samples, norm] of each."""
 
-    members: Annotated[tuple[tuple[Text, Count, Count], ...], Field(max_length=MOST_MEMBERS)]
+    members: Annotated[tuple[tuple[Text, Count, Count, Norm], ...], Field(max_length=MOST_MEMBERS)]
     reducers: Annotated[tuple[Text, ...], Field(max_length=MOST_MEMBERS)]
     attempt: Text
     late: Named = ()

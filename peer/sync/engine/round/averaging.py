@@ -20,6 +20,7 @@ from peer.sync.engine import failpoints
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, square_norm
 from peer.sync.engine.net.messages import M, MeanPart, Nothing, Share
 from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
+from peer.sync.engine.round.clipping import Clipping, StatedNorms
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.vectors import Reused
 from swarm.tasks import end_tasks, within
@@ -105,8 +106,8 @@ class Mean:
 class Averager:
     """Averages vectors that travel by `wire` within groups."""
 
-    def __init__(self, peer_id: str, streams: Streams, wire: Wire):
-        self._peer_id, self._streams, self._wire = peer_id, streams, wire
+    def __init__(self, peer_id: str, streams: Streams, wire: Wire, clipping: Clipping | None = None):
+        self._peer_id, self._streams, self._wire, self._clipping = peer_id, streams, wire, clipping or Clipping()
         self.memory = Reused(wire.num_bytes)
         """Of encoded means."""
         self._reductions: dict[str, _Reduction] = {}
@@ -131,7 +132,8 @@ class Averager:
         run.missing = {reducer: len(share) for reducer, share in shares.items() if share}
         tasks = exchanges = [asyncio.create_task(self._exchange(reducer, share, run)) for reducer, share in shares.items() if share]
         if own:
-            reduction = self._reductions[group.id] = _Reduction(run, [self._wire.parts[index] for index in own], own, self._wire)
+            parts = [self._wire.parts[index] for index in own]
+            reduction = self._reductions[group.id] = _Reduction(run, parts, own, self._wire, self._clipping)
             jobs = self._reduce_own(reduction, run), reduction.fail_unless_all_come(), self._hurry_strangers(reduction, run)
             tasks = [*(asyncio.create_task(job) for job in jobs), *exchanges]
         try:
@@ -312,7 +314,7 @@ class _Run:
 class _Reduction:
     """Our share within one group: parts come in from all members, each average is made once when its last part is there."""
 
-    def __init__(self, run: _Run, parts: Sequence[Part], indices: Sequence[int], wire: Wire):
+    def __init__(self, run: _Run, parts: Sequence[Part], indices: Sequence[int], wire: Wire, clipping: Clipping | None = None):
         self.run, self.parts, self._indices = run, parts, indices
         self._strangers = run.strangers.peers
         self._strangers_come_seconds = min(run.strangers.seconds, COME_SECONDS)
@@ -322,7 +324,10 @@ class _Reduction:
         self._takers = self.senders | set(run.group.reducers)
         self._came: set[str] = set()
         self._all_came = asyncio.Event()
-        self._weights = {member.peer: member.samples / run.group.samples for member in members}
+        clipping = clipping or Clipping()
+        factors = clipping.factors(members, run.group.norms)
+        self._weights = {m.peer: m.samples / run.group.samples * factor for m, factor in zip(members, factors, strict=True)}
+        self._stated = StatedNorms(members, run.group.norms) if clipping.times and run.group.norms else None
         # Kept for all parts: fresh memory for each would be page faults.
         self._scratch = torch.empty(2, PART_ELEMENTS)
         self._received: list[dict[str, Tensor]] = [{} for _ in parts]
@@ -399,6 +404,8 @@ class _Reduction:
                 part.decode(self._received[index][peer], into)
             except ValueError as error:
                 raise PeerLost(f"{peer[-6:]} sent {error}", [peer]) from None
+            if self._stated is not None:
+                self._stated.spend(peer, square_norm(into))
             into.mul_(self._weights[peer])
             if count:
                 total.add_(into)

@@ -115,7 +115,10 @@ class Following:
         channel = await self._streams.open(leader, JOIN)
         with contextlib.closing(channel):
             member = ticket.member
-            join = Join(parent=ticket.parent, number=member.number, samples=member.samples, reduces=ticket.reduces, without=ticket.without)
+            join = Join(
+                parent=ticket.parent, number=member.number, samples=member.samples, norm=ticket.norm,
+                reduces=ticket.reduces, without=ticket.without,
+            )  # fmt: skip
             await channel.send(join, seconds=ANSWER_SECONDS)
             answer, _ = await channel.receive(JOIN_ANSWER, seconds=ANSWER_SECONDS)
             if isinstance(answer, Wait):

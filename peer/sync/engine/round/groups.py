@@ -21,6 +21,8 @@ class Ticket:
     """Whether others can dial this peer: only such a one leads, and reduces if its leader wants it to."""
     without: tuple[str, ...] = ()
     """Peers with whom it averages in no group for now."""
+    norm: float = 0.0
+    """L2 norm of what it brings, decoded: by this the members are held to each other (`clipping.py`)."""
 
     @property
     def assists(self) -> bool:
@@ -32,6 +34,7 @@ class Ticket:
 class Group:
     """Members by peer id, and who reduces: members that can be dialled, and peers that assist; the same at all of them.
 
+    norms: of the members' contributions, as they state them; empty where nobody is clipped.
     silent: expected, but they never answered; culprits: what they did while it was formed cost us time; slow: those of them that may
     have meant well; late: as its leader says, they promised to come, and did not.
     """
@@ -41,6 +44,7 @@ class Group:
     reducers: tuple[str, ...]
     attempt: str = ""
     """Drawn by the leader: a stream of a failed attempt must not be taken for one of the next, which may have the same members."""
+    norms: tuple[float, ...] = ()
     silent: frozenset[str] = field(default=frozenset(), compare=False)
     culprits: frozenset[str] = field(default=frozenset(), compare=False)
     slow: frozenset[str] = field(default=frozenset(), compare=False)
@@ -49,7 +53,8 @@ class Group:
 
     @functools.cached_property
     def id(self) -> str:
-        return digest_json([self.parent, [[m.peer, m.number, m.samples] for m in self.members], list(self.reducers), self.attempt])
+        members = [[m.peer, m.number, m.samples] for m in self.members]
+        return digest_json([self.parent, members, list(self.reducers), self.attempt, list(self.norms)])
 
     @property
     def samples(self) -> int:
@@ -68,11 +73,12 @@ class Group:
     def of(cls, tickets: Collection[Ticket], attempt: str, silent: Collection[str] = ()) -> "Group":
         ordered = sorted(tickets, key=lambda ticket: ticket.member.peer)
         reducers = tuple(ticket.member.peer for ticket in ordered if ticket.reduces)
-        members = tuple(ticket.member for ticket in ordered if not ticket.assists)
-        return cls(ordered[0].parent, members, reducers, attempt, frozenset(silent))
+        bringing = [ticket for ticket in ordered if not ticket.assists]
+        members, norms = tuple(ticket.member for ticket in bringing), tuple(ticket.norm for ticket in bringing)
+        return cls(ordered[0].parent, members, reducers, attempt, norms, frozenset(silent))
 
     def announcement(self) -> Announcement:
-        members = tuple((m.peer, m.number, m.samples) for m in self.members)
+        members = tuple((m.peer, m.number, m.samples, norm) for m, norm in zip(self.members, self.norms, strict=True))
         return Announcement(members=members, reducers=self.reducers, attempt=self.attempt, late=self.late)
 
 
@@ -159,7 +165,7 @@ def ticket_of(join: Join, peer: str, max_samples: int) -> Ticket:
     """What `peer` brings. Raises PeerLost when it is more than a contribution may hold."""
     if join.reduces and join.number == join.samples == 0:
         return Ticket(join.parent, Member(peer, 0, 0), True, join.without)
-    return Ticket(join.parent, _member(peer, join.number, join.samples, max_samples), join.reduces, join.without)
+    return Ticket(join.parent, _member(peer, join.number, join.samples, max_samples), join.reduces, join.without, join.norm)
 
 
 def _member(peer: str, number: int, samples: int, max_samples: int) -> Member:
@@ -177,15 +183,18 @@ def group_of(said: Announcement, ticket: Ticket, leader: str, standing: Standing
     Raises PeerLost, which names the leader: no fault of a link makes a group that is none.
     """
     try:
-        members = tuple(_member(*values, max_samples) for values in said.members)
+        members = tuple(_member(*member, max_samples) for *member, _ in said.members)
     except PeerLost as error:
         raise PeerLost(f"{leader[-6:]} announced a member with {error}", [leader]) from None
-    if fault := _fault(members, said.reducers, ticket, leader, standing):
+    norms = tuple(norm for *_, norm in said.members)
+    if fault := _fault(members, norms, said.reducers, ticket, leader, standing):
         raise PeerLost(f"{leader[-6:]} announced {fault}", [leader])
-    return Group(ticket.parent, members, said.reducers, said.attempt, late=said.late, leader=leader)
+    return Group(ticket.parent, members, said.reducers, said.attempt, norms, late=said.late, leader=leader)
 
 
-def _fault(members: tuple[Member, ...], reducers: tuple[str, ...], ticket: Ticket, leader: str, standing: Standing) -> str:
+def _fault(
+    members: tuple[Member, ...], norms: tuple[float, ...], reducers: tuple[str, ...], ticket: Ticket, leader: str, standing: Standing
+) -> str:
     """What is wrong with a group; '' when nothing is."""
     peers, we_reduce = [member.peer for member in members], ticket.member.peer in reducers
     if (ticket.member not in members and not ticket.assists) or leader not in reducers or not members:
@@ -194,6 +203,8 @@ def _fault(members: tuple[Member, ...], reducers: tuple[str, ...], ticket: Ticke
         return "a group out of order"
     if (we_reduce and not ticket.reduces) or (ticket.assists and not we_reduce):
         return "a group with wrong roles"
+    if not ticket.assists and norms[members.index(ticket.member)] != ticket.norm:
+        return "another norm of our contribution"
     if any(member.number <= standing.included.get(member.peer, 0) for member in members):
         return "a contribution that is in the state already"
     return ""

@@ -17,7 +17,7 @@ from swarm.tasks import end_tasks, set_within
 
 log = logging.getLogger(__name__)
 
-JOIN = "distributed-diffusion.join.2"
+JOIN = "distributed-diffusion.join.3"
 BEAT_SECONDS = 3.0
 """Whoever waits for a leader hears from it so often; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
 STRANGER_COME_SECONDS = 2.0

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.outer import Strategy, advance
 from peer.sync.engine.round.averaging import Averager, Mean, RoundFailed, Strangers
+from peer.sync.engine.round.clipping import Clipping
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.groups import Group, NoGroup, Ticket
 from peer.sync.engine.round.heads import Heads
@@ -33,6 +36,7 @@ from swarm.end import End
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _NEWS_SECONDS, _BEHIND_SECONDS = 5.0, 3.0
 """A round shorter than a record's way through the DHT finds the others a state behind, each in turn: they are given time to follow."""
@@ -91,7 +95,8 @@ class Rounds:
             node.peer_id, streams, reception.standing, reception.heard, 2 * run.target_batch_size,
             leads=not node.client_mode, company=company, rng=rng,
         )  # fmt: skip
-        self.averager = Averager(node.peer_id, streams, outer.wire)
+        self._clipping = Clipping(run.clip_members, per_sample=outer.strategy.steps_locally)
+        self.averager = Averager(node.peer_id, streams, outer.wire, self._clipping)
 
     async def start(self) -> None:
         await self.matchmaker.start()
@@ -124,8 +129,9 @@ class Rounds:
 
     async def _average(self, state: State, offer: Contribution, callers: Collection[str], age_seconds: float) -> tuple[Group, Mean]:
         self._phase.set(Phase.GROUP)
+        without, norm = tuple(self.company.all_left_out()[-MOST_NAMED:]), await self._norm(offer)
         group = await self.matchmaker.form(
-            Ticket(state.digest, offer.member, not self._node.client_mode, tuple(self.company.all_left_out()[-MOST_NAMED:])),
+            Ticket(state.digest, offer.member, not self._node.client_mode, without, norm),
             self._expected(state, callers),
             self._check_quorum,
             patience=patience_seconds(age_seconds, offer.failures),
@@ -142,6 +148,12 @@ class Rounds:
         await failpoints.reached("mean_complete", self._node.peer_id)
         return group, mean
 
+    async def _norm(self, offer: Contribution) -> float:
+        """Of what we bring, worked out once; 0 where nobody asks for it. Raises RoundFailed."""
+        if offer.norm is None and self._clipping.times and offer.encoded is not None:
+            offer.norm = math.sqrt(await self._of_ours(self._outer.wire.square_norm, offer))
+        return offer.norm or 0.0
+
     def _remember(self, group: Group) -> None:
         """What was seen, by us or by its leader, while the group was formed."""
         self.company.blame(group.culprits, group.slow)
@@ -154,17 +166,27 @@ class Rounds:
         strangers = frozenset(peer for peer in group.peers if self.company.is_stranger(peer)) - {self._node.peer_id}
         try:
             seconds = max(_STRANGER_SECONDS, _STRANGER_SHARE * age_seconds)
-            return await self.averager.average(group, offer.encoded, Strangers(strangers, seconds))
+            mean = await self.averager.average(group, offer.encoded, Strangers(strangers, seconds))
         except RoundFailed as error:
             if word := error.told:
                 accused = [peer for peer in word.culprits if peer in group.peers]
                 error.at_once = self.company.told(word.accuser, accused, hearsay=word.hearsay)
             raise
+        for member, factor in zip(group.members, self._clipping.factors(group.members, group.norms), strict=True):
+            if factor < 1:
+                whose = "our" if member.peer == self._node.peer_id else f"{member.peer[-6:]}'s"
+                log.info("%s contribution is clipped to %.2g of its length (--clip_members %g)", whose, factor, self._clipping.times)
+        return mean
 
     async def _own(self, offer: Contribution) -> Mean:
         """What we have, as the mean of a group of one. Raises RoundFailed."""
+        return await self._of_ours(self._as_mean, offer)
+
+    @staticmethod
+    async def _of_ours(work: Callable[[Tensor], T], offer: Contribution) -> T:
+        """`work` on what we bring, in a thread. Raises RoundFailed."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, self._as_mean, offer.encoded)
+            return await asyncio.get_running_loop().run_in_executor(None, work, offer.encoded)
         except ValueError as error:
             raise RoundFailed(f"our own contribution has {error}") from None
 

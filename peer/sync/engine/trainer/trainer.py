@@ -30,6 +30,8 @@ class Contribution:
     parent: str
     """The state that the trainer stood on when it offered this."""
     failures: int = 0
+    norm: float | None = None
+    """L2 norm of its decoded values; None: not worked out yet."""
     next_attempt: float | None = None
     """None: nobody has decided yet whether it is averaged now."""
 

@@ -1,0 +1,165 @@
+"""No member moves a round further than a few times what the others warrant, and none sends more than the norm that it stated."""
+
+import asyncio
+import math
+import statistics
+
+import pytest
+import torch
+
+from peer.contracts import Member
+from peer.sync.engine.codec import PART_ELEMENTS, Wire
+from peer.sync.engine.net.streams import PeerLost
+from peer.sync.engine.round.averaging import Averager, RoundFailed
+from peer.sync.engine.round.clipping import Clipping, StatedNorms
+from peer.sync.engine.round.groups import Group
+from tests.peer.sync.replicas import SIZE, Peer, check_invariants, make_run, peers
+from tests.peer.sync.swarm_tools import until
+from tests.peer.sync.test_averaging import contributions, outcomes
+from tests.peer.sync.test_averaging import peers as averagers
+
+SECONDS = 600.0
+
+
+def members(*samples):
+    return [Member(f"peer{index}", 1, count) for index, count in enumerate(samples)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "norms", "factors"),
+    [
+        ((8, 8, 8), (1.0, 1.1, 100.0), [1, 1, 1.5 * 1.1 / 100]),
+        ((8, 8), (1.0, 100.0), [1, 0.015]),  # of two the smaller
+        ((8, 8, 8, 8), (1.0, 2.0, 50.0, 50.0), [1, 1, 0.06, 0.06]),  # of four the second
+        ((10, 100), (1.0, 10.0), [1, 1]),  # ten times the steps, ten times the way
+        ((100, 100, 1), (10.0, 10.0, 10.0), [1, 1, 0.015]),
+        ((8, 8, 8), (0.0, 1.0, 1.0), [1, 1, 1]),
+        ((8, 8), (0.0, 1.0), [1, 0]),
+        ((8,), (1e9,), [1]),
+        ((8, 8, 8), (1.0, 1.0, 2.0**200), [1, 1, 1.5 * 2.0**-200]),
+    ],
+)
+def test_a_norm_counts_up_to_the_limit_that_the_median_per_sample_sets(samples, norms, factors):
+    assert Clipping(1.5).factors(members(*samples), norms) == pytest.approx(factors, rel=1e-12)
+
+
+def test_mean_gradients_are_compared_as_they_are():
+    """A mean over 100 samples is no longer than one over 1."""
+    assert Clipping(1.5, per_sample=False).factors(members(1, 100, 100), (1.0, 1.0, 3.0)) == [1, 1, 0.5]
+
+
+def test_without_norms_or_a_limit_nobody_is_clipped():
+    assert Clipping(1.5).factors(members(8, 8), ()) == Clipping(0.0).factors(members(8, 8), (1.0, 1e9)) == [1, 1]
+
+
+def test_who_sends_more_than_it_stated_is_named_and_rounding_names_nobody():
+    stated = StatedNorms(members(8, 8), (5.0, 5.0))
+    stated.spend("peer0", 9.0)
+    stated.spend("peer0", 16.0 * (1 + 1e-12))
+    stated.spend("peer1", 24.0)
+    with pytest.raises(PeerLost, match="peer1 sent more than the norm that it stated") as caught:
+        stated.spend("peer1", 1.1)
+    assert set(caught.value.culprits) == {"peer1"}
+
+
+def group_with_norms(found, samples, norms):
+    of = tuple(Member(peer.id, 1, count) for peer, count in zip(found, samples, strict=True))
+    return Group("p", of, tuple(peer.id for peer in found), "x", tuple(norms))
+
+
+async def clipping_peers(nodes, count, wire, times=1.5):
+    found = await averagers(nodes, count, wire)
+    for peer in found:
+        peer.averager._clipping = Clipping(times)
+    return found
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
+def test_all_get_the_bytes_of_the_mean_of_clipped_contributions(virtual, seed, codec):
+    async def scenario(nodes):
+        wire, samples = Wire(codec, 5 * PART_ELEMENTS + 100, 50), [2, 3, 4]
+        found, encoded = await clipping_peers(nodes, 3, wire), contributions(wire, 3, seed)
+        encoded[1] = wire.encode(wire.decode(encoded[1]) * -30)
+        norms = [math.sqrt(wire.square_norm(vector)) for vector in encoded]
+        limit = 1.5 * statistics.median(norm / count for norm, count in zip(norms, samples, strict=True))
+        expected = torch.zeros(wire.size)
+        for vector, norm, count in zip(encoded, norms, samples, strict=True):
+            expected += wire.decode(vector) * (count / sum(samples) * min(1.0, limit * count / norm))
+        group = group_with_norms(found, samples, norms)
+        means = await asyncio.gather(*(p.averager.average(group, mine) for p, mine in zip(found, encoded, strict=True)))
+        assert all(torch.equal(mean.encoded, wire.encode(expected)) for mean in means)
+        assert wire.square_norm(means[0].encoded) < sum(norms[index] ** 2 for index in (0, 2))
+
+    virtual(scenario)
+
+
+def test_a_member_that_states_less_than_it_sends_fails_the_round_and_is_named(virtual, seed):
+    async def scenario(nodes):
+        wire = Wire("fp16", 9 * PART_ELEMENTS)
+        found, encoded = await clipping_peers(nodes, 3, wire), contributions(wire, 3, seed)
+        norms = [math.sqrt(wire.square_norm(vector)) for vector in encoded]
+        liar = found[2]
+        group = group_with_norms(found, [8, 8, 8], [*norms[:2], norms[2] / 4])
+        results = await outcomes(found, group, encoded)
+        assert all(isinstance(result, RoundFailed) for result in results), results
+        assert any(result.culprits == {liar.id} for result in results[:2])
+        assert all(result.culprits <= {liar.id} for result in results[:2])
+
+    virtual(scenario)
+
+
+class Poisoner(Peer):
+    """Follows the protocol in everything, and contributes a million times what the others do."""
+
+    def freeze(self):
+        if self.frozen is None and self.open:
+            self.number += 1
+            wire = Wire(self.run.wire, self.size)
+            self.frozen = (self.number, self.open, wire.encode(1e6 * torch.randn(self.size, generator=self.generator)))
+            self.open, self.may_train = 0, False
+            self.offer()
+        else:
+            super().freeze()
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.5])
+def test_one_of_three_that_contributes_a_million_times_as_much_moves_the_state_by_little(virtual, clip):
+    async def scenario(nodes):
+        run = make_run(clip_members=clip, wire="fp32")
+        honest = await peers(nodes, 2, run)
+        poisoner = await Poisoner(nodes, await nodes.node(), run).start(nodes)
+
+        def poisoned():
+            return [state for state in honest[0].lands if any(member.peer == poisoner.id for member in state.header.members)]
+
+        await until(lambda: len(poisoned()) >= 5, SECONDS)
+        farthest = max(float(state.vectors(SIZE)[0].norm()) for state in honest[0].lands)
+        honest_norm = math.sqrt(SIZE)
+        rounds = honest[0].head.header.round
+        assert (farthest < 3 * rounds * honest_norm) == bool(clip), "without the clip nothing holds it, else this shows nothing"
+        check_invariants(*honest)
+
+    virtual(scenario)
+
+
+def test_our_own_norm_is_worked_out_once_and_a_contribution_that_is_not_finite_is_no_round(virtual):
+    async def scenario(nodes):
+        (one, two) = await peers(nodes, 2, make_run())
+        await until(lambda: min(len(one.rounds()), len(two.rounds())) >= 2, SECONDS)
+        rounds, asked = one.replica.rounds, []
+        rounds._outer = type("Outer", (), {"wire": type("Wire_", (), {"square_norm": lambda self, data: asked.append(data) or 9.0})()})()
+        offer = type("Offer", (), {"norm": None, "encoded": torch.zeros(4)})()
+        assert await rounds._norm(offer) == await rounds._norm(offer) == 3.0 and len(asked) == 1
+
+        def broken(self, data):
+            raise ValueError("a value that is not finite")
+
+        type(rounds._outer.wire).square_norm = broken
+        with pytest.raises(RoundFailed, match="our own contribution has a value that is not finite"):
+            await rounds._norm(type("Offer", (), {"norm": None, "encoded": torch.zeros(4)})())
+
+    virtual(scenario)
+
+
+def test_averagers_without_a_run_clip_nobody():
+    assert Averager("me", None, Wire("fp16", 8))._clipping.times == 0
