@@ -3,7 +3,6 @@
 A state's bytes are known once a trainer was told of it. Bits are compared: every operation is the same, in the same order.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,9 +59,9 @@ class Arithmetic:
 
     def _factors(self, offers: list[Tensor], sizes: list[int]) -> list[float]:
         """What each counts of itself: none goes beyond `clip` times the lower median of all norms, each for its size."""
-        norms = [math.sqrt(self._wire.square_norm(offer)) for offer in offers]
-        ranked = sorted(norm / size for norm, size in zip(norms, sizes, strict=True))
-        limit = self._clip * ranked[(len(ranked) - 1) // 2]
+        norms = [self._wire.norm(offer) for offer in offers]
+        ranked = sorted(norm / size for norm, size in zip(norms, sizes, strict=True) if norm)
+        limit = self._clip * ranked[(len(ranked) - 1) // 2] if ranked else 0.0
         return [1.0 if not self._clip or norm <= limit * size else limit * size / norm for norm, size in zip(norms, sizes, strict=True)]
 
     def _mean(self, offers: list[Tensor], weights: list[float]) -> Tensor:

@@ -32,7 +32,7 @@ WRONG = {
     "outer_learning_rate": [("-1",), ("nan",), ("0", {"sync": "diloco"})],
     "outer_momentum": [("1",), ("inf",)],
     "dataset_digest": [("beef",)],
-    "clip_members": [("-1",), ("nan",), ("inf",)],
+    "clip_members": [("-1",), ("0.5",), ("nan",), ("inf",)],
     "members_of": [("beef",), ("0" * 64,)],
     "total_samples": [("-1",), (str(10**30),), ("many",)],
     "target_batch_size": [("0",), (str(10**30),)],

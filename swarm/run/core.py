@@ -36,8 +36,8 @@ class Agreement:
         choices=("fp32", "fp16", "int8", "int4"),
     )
     clip_members: float = option(
-        1.5,
-        "In a round, no member's contribution counts more than so many times the members' median norm, per sample where peers step locally; 0: any size.",
+        20.0,
+        "In a round, no member's contribution counts as longer than so many times the members' median, per sample where peers step locally; 0: any length.",
         since="0.1.1", unsaid=0.0,
     )
     dataset_digest: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")
@@ -48,6 +48,12 @@ class Agreement:
     )
     total_samples: int = option(0, "The run ends when this many samples are in committed rounds; 0: no end.", ge=0)
     target_batch_size: int = option(2048, "Samples of the whole swarm per round.", ge=1)
+
+    def check(self) -> None:
+        if 0 < self.clip_members < 1:
+            raise UserError(
+                f"clip_members is {self.clip_members}: every contribution would be shortened.", fix="Use 0, or 1 and more; 20 lets honest peers be."
+            )
 
 
 @options

@@ -22,9 +22,9 @@ def contributions(wire):
     return [(Member(peer, 1, samples), wire.encode(torch.randn(SIZE, generator=generator))) for peer, samples in (("ann", 3), ("bob", 5))]
 
 
-def averaged(wire, strategy, offers, change=lambda mean: mean, weights=(3 / 8, 5 / 8)):
+def averaged(wire, strategy, offers, change=lambda mean: mean, weights=(3 / 8, 5 / 8), clip=0.0):
     """The state after one round, and a watcher that was told of its contributions."""
-    watcher = Arithmetic(wire, strategy)
+    watcher = Arithmetic(wire, strategy, clip)
     for member, data in offers:
         watcher.offered(member.peer, member.number, data)
     mean = wire.encode(change(wire.decode(offers[0][1]) * weights[0] + wire.decode(offers[1][1]) * weights[1]))
@@ -52,11 +52,10 @@ def test_another_mean_is_named(fault):
 def test_who_is_longer_than_the_others_warrant_counts_less():
     wire, (one, other) = Wire("fp32", 1024, 512), contributions(Wire("fp32", 1024, 512))
     other = other[0], wire.encode(wire.decode(other[1]) * 100)
-    norm, longer = (math.sqrt(wire.square_norm(data)) for _, data in (one, other))
+    norm, longer = (wire.norm(data) for _, data in (one, other))
     factor = 1.5 * (norm / 3) * 5 / longer
     for weights, right in (((3 / 8, 5 / 8 * factor), True), ((3 / 8, 5 / 8), False)):
-        watcher, state = averaged(wire, Parameters(), [one, other], weights=weights)
-        watcher._clip = 1.5
+        watcher, state = averaged(wire, Parameters(), [one, other], weights=weights, clip=1.5)
         assert (watcher.rebased(state.digest, state.header, state.buffer.bytes()) == "") == right
         assert watcher.clipped == 1
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.averaging import Averager, RoundFailed
 from peer.sync.engine.round.clipping import Clipping, StatedNorms
 from peer.sync.engine.round.groups import Group
+from peer.sync.engine.trainer.trainer import Contribution
+from swarm.tasks import end_tasks
 from tests.peer.sync.replicas import SIZE, Peer, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import until
+from tests.peer.sync.test_averaging import Peer as AveragingPeer
 from tests.peer.sync.test_averaging import contributions, outcomes
-from tests.peer.sync.test_averaging import peers as averagers
 
 SECONDS = 600.0
 
@@ -34,7 +37,9 @@ def members(*samples):
         ((10, 100), (1.0, 10.0), [1, 1]),  # ten times the steps, ten times the way
         ((100, 100, 1), (10.0, 10.0, 10.0), [1, 1, 0.015]),
         ((8, 8, 8), (0.0, 1.0, 1.0), [1, 1, 1]),
-        ((8, 8), (0.0, 1.0), [1, 0]),
+        ((8, 8), (0.0, 1.0), [1, 1]),
+        ((8, 8, 8, 8), (0.0, 0.0, 1.0, 9.0), [1, 1, 1, 1.5 / 9]),  # who brings zeros sets no limit
+        ((8, 8), (0.0, 0.0), [1, 1]),
         ((8,), (1e9,), [1]),
         ((8, 8, 8), (1.0, 1.0, 2.0**200), [1, 1, 1.5 * 2.0**-200]),
     ],
@@ -67,11 +72,16 @@ def group_with_norms(found, samples, norms):
     return Group("p", of, tuple(peer.id for peer in found), "x", tuple(norms))
 
 
-async def clipping_peers(nodes, count, wire, times=1.5):
-    found = await averagers(nodes, count, wire)
+class ClippingAverager(Averager):
+    def __init__(self, peer_id, streams, wire):
+        super().__init__(peer_id, streams, wire, Clipping(1.5))
+
+
+async def clipping_peers(nodes, count, wire):
+    found = [AveragingPeer(await nodes.node(), wire, ClippingAverager) for _ in range(count)]
     for peer in found:
-        peer.averager._clipping = Clipping(times)
-    return found
+        await peer.averager.start()
+    return sorted(found, key=lambda peer: peer.id)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
@@ -80,7 +90,7 @@ def test_all_get_the_bytes_of_the_mean_of_clipped_contributions(virtual, seed, c
         wire, samples = Wire(codec, 5 * PART_ELEMENTS + 100, 50), [2, 3, 4]
         found, encoded = await clipping_peers(nodes, 3, wire), contributions(wire, 3, seed)
         encoded[1] = wire.encode(wire.decode(encoded[1]) * -30)
-        norms = [math.sqrt(wire.square_norm(vector)) for vector in encoded]
+        norms = [wire.norm(vector) for vector in encoded]
         limit = 1.5 * statistics.median(norm / count for norm, count in zip(norms, samples, strict=True))
         expected = torch.zeros(wire.size)
         for vector, norm, count in zip(encoded, norms, samples, strict=True):
@@ -97,7 +107,7 @@ def test_a_member_that_states_less_than_it_sends_fails_the_round_and_is_named(vi
     async def scenario(nodes):
         wire = Wire("fp16", 9 * PART_ELEMENTS)
         found, encoded = await clipping_peers(nodes, 3, wire), contributions(wire, 3, seed)
-        norms = [math.sqrt(wire.square_norm(vector)) for vector in encoded]
+        norms = [wire.norm(vector) for vector in encoded]
         liar = found[2]
         group = group_with_norms(found, [8, 8, 8], [*norms[:2], norms[2] / 4])
         results = await outcomes(found, group, encoded)
@@ -142,23 +152,36 @@ def test_one_of_three_that_contributes_a_million_times_as_much_moves_the_state_b
     virtual(scenario)
 
 
-def test_our_own_norm_is_worked_out_once_and_a_contribution_that_is_not_finite_is_no_round(virtual):
+def test_our_own_norm_is_worked_out_once_also_where_an_attempt_is_overtaken(virtual):
     async def scenario(nodes):
-        (one, two) = await peers(nodes, 2, make_run())
+        one, two = await peers(nodes, 2, make_run())
         await until(lambda: min(len(one.rounds()), len(two.rounds())) >= 2, SECONDS)
-        rounds, asked = one.replica.rounds, []
-        rounds._outer = type("Outer", (), {"wire": type("Wire_", (), {"square_norm": lambda self, data: asked.append(data) or 9.0})()})()
-        offer = type("Offer", (), {"norm": None, "encoded": torch.zeros(4)})()
+        wire, asked = Wire("fp32", 4), []
+        outer = SimpleNamespace(wire=SimpleNamespace(norm=lambda data: asked.append(data) or wire.norm(data)))
+        rounds = one.replica.rounds
+        rounds._outer = outer
+        offer = Contribution(Member(one.id, 1, 8), wire.encode(torch.full((4,), 1.5)), "p")
+        overtaken = asyncio.ensure_future(rounds._norm(offer))
+        await asyncio.sleep(0)
+        await end_tasks(overtaken)
         assert await rounds._norm(offer) == await rounds._norm(offer) == 3.0 and len(asked) == 1
-
-        def broken(self, data):
-            raise ValueError("a value that is not finite")
-
-        type(rounds._outer.wire).square_norm = broken
-        with pytest.raises(RoundFailed, match="our own contribution has a value that is not finite"):
-            await rounds._norm(type("Offer", (), {"norm": None, "encoded": torch.zeros(4)})())
+        with pytest.raises(RoundFailed, match="our own contribution has non-finite values"):
+            await rounds._norm(Contribution(Member(one.id, 2, 8), torch.full((16,), 255, dtype=torch.uint8), "p"))
+        rounds._outer = one.replica.rounds.averager  # whoever assists brings nothing, and needs no wire
+        assert await rounds._norm(Contribution(Member(one.id, 0, 0), None, "p")) == 0.0
 
     virtual(scenario)
+
+
+def test_a_norm_of_values_whose_squares_float32_cannot_hold():
+    wire = Wire("fp32", 1000)
+    assert wire.norm(wire.encode(torch.full((1000,), 1e30))) == pytest.approx(1e30 * math.sqrt(1000), rel=1e-6)
+    assert wire.norm(wire.encode(torch.full((1000,), 1e-30))) == 0.0
+
+
+def test_groups_that_differ_by_a_norm_are_two():
+    of, names = tuple(members(8, 8)), ("peer0", "peer1")
+    assert Group("p", of, names, "x", (1.0, 2.0)).id != Group("p", of, names, "x", (1.0, 2.5)).id
 
 
 def test_averagers_without_a_run_clip_nobody():

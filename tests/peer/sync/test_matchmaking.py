@@ -236,27 +236,41 @@ def test_a_peer_that_cannot_be_dialled_never_leads(virtual):
 
 
 def announcement(us, leader):
-    members = sorted([[us, 1, 8], [leader, 1, 8]])
+    members = sorted([[us, 1, 8, 0.0], [leader, 1, 8, 0.0]])
     return {"members": members, "reducers": sorted([us, leader]), "attempt": "x"}
 
 
 FORGED = {
-    "without us": lambda a, us, leader: {**a, "members": [[leader, 1, 8]], "reducers": [leader]},
+    "without us": lambda a, us, leader: {**a, "members": [[leader, 1, 8, 0.0]], "reducers": [leader]},
     "without itself": lambda a, us, leader: {**a, "reducers": [us]},
-    "with another weight for us": lambda a, us, leader: {**a, "members": sorted([[us, 1, 9], [leader, 1, 8]])},
-    "with a weight above the cap": lambda a, us, leader: {**a, "members": sorted([[us, 1, 8], [leader, 1, 10**9]])},
-    "with a member twice": lambda a, us, leader: {**a, "members": sorted([*a["members"], [leader, 2, 8]])},
+    "with another weight for us": lambda a, us, leader: {**a, "members": sorted([[us, 1, 9, 0.0], [leader, 1, 8, 0.0]])},
+    "with another norm of ours": lambda a, us, leader: {**a, "members": sorted([[us, 1, 8, 0.5], [leader, 1, 8, 0.0]])},
+    "with a weight above the cap": lambda a, us, leader: {**a, "members": sorted([[us, 1, 8, 0.0], [leader, 1, 10**9, 0.0]])},
+    "with a member twice": lambda a, us, leader: {**a, "members": sorted([*a["members"], [leader, 2, 8, 0.0]])},
     "with a reducer twice": lambda a, us, leader: {**a, "reducers": sorted([us, leader, leader])},
     "out of order": lambda a, us, leader: {**a, "members": a["members"][::-1]},
-    "with a number that is in the state": lambda a, us, leader: {**a, "members": sorted([[us, 1, 8], [leader, 1, 8], ["zz", 3, 8]])},
+    "with a number that is in the state": lambda a, us, leader: {**a, "members": sorted([[us, 1, 8, 0.0], [leader, 1, 8, 0.0], ["zz", 3, 8, 0.0]])},
     "of garbage": lambda a, us, leader: {"members": 7, "reducers": None},
-    "with members that are no triples": lambda a, us, leader: {**a, "members": [[us]]},
+    "with members that are none": lambda a, us, leader: {**a, "members": [[us]]},
     "on to one that ranks behind it": lambda a, us, leader: {"leader": us},
     "on to nobody": lambda a, us, leader: {"leader": 5},
 }
 
 
-def test_a_forged_announcement_is_refused(virtual):
+FAULTS = {
+    "without us": "a group without us or itself",
+    "without itself": "a group without us or itself",
+    "with another weight for us": "a group without us or itself",
+    "with another norm of ours": "another norm of our contribution",
+    "with a weight above the cap": "a member with 1000000000 samples",
+    "with a member twice": "a group out of order",
+    "with a reducer twice": "a group out of order",
+    "out of order": "a group out of order",
+    "with a number that is in the state": "a contribution that is in the state already",
+}
+
+
+def test_a_forged_announcement_is_refused(virtual, caplog):
     async def scenario(nodes):
         leader, victim = sorted([Peer(await nodes.node()), Peer(await nodes.node())], key=lambda peer: rank("p", peer.id))
         victim.included = {"zz": 3}
@@ -273,8 +287,11 @@ def test_a_forged_announcement_is_refused(virtual):
                 group = await victim.form([leader])
                 pytest.fail(f"{what}: {group}")
             assert caught.value.culprits == {leader.id}, what
+            assert f"{leader.id[-6:]} announced {FAULTS.get(what, '')}" in caplog.text or what not in FAULTS, what
+            caplog.clear()
 
-    virtual(scenario)
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        virtual(scenario)
 
 
 def test_who_was_sent_on_is_in_no_group_of_ours_although_it_has_not_heard_so_yet(virtual):

@@ -141,12 +141,13 @@ def within_bounds(value: object) -> None:
 # ------------------------------------------------------------------------------------------------------------ bounds
 
 BEYOND = {
-    "more members than a round may have": (Announcement, {"members": [["a", 1, 1]] * 513, "reducers": ["a"], "attempt": ""}),
+    "more members than a round may have": (Announcement, {"members": [["a", 1, 1, 0.5]] * 513, "reducers": ["a"], "attempt": ""}),
     "more reducers than a round may have": (Announcement, {"members": [], "reducers": ["a"] * 513, "attempt": ""}),
-    "a member that is no triple": (Announcement, {"members": [["a", 1]], "reducers": [], "attempt": ""}),
-    "a number beyond what is counted": (Join, {"parent": "p", "number": (1 << 53) + 1, "samples": 1}),
-    "True for a number": (Join, {"parent": "p", "number": True, "samples": 1}),
-    "1 for true": (Join, {"parent": "p", "number": 1, "samples": 1, "reduces": 1}),
+    "a member without a norm": (Announcement, {"members": [["a", 1, 1]], "reducers": [], "attempt": ""}),
+    "a number beyond what is counted": (Join, {"parent": "p", "number": (1 << 53) + 1, "samples": 1, "norm": 0.5}),
+    "True for a number": (Join, {"parent": "p", "number": True, "samples": 1, "norm": 0.5}),
+    "1 for true": (Join, {"parent": "p", "number": 1, "samples": 1, "norm": 0.5, "reduces": 1}),
+    "a whole number for a norm": (Join, {"parent": "p", "number": 1, "samples": 1, "norm": 1}),
     "a text that is too long": (Share, {"group": "x" * 65}),
     "a text that is not ASCII": (Share, {"group": "é"}),
     "nine ancestors": (Call, {"head": {"digest": "d", "samples": 1, "parents": ["p"] * 9}}),

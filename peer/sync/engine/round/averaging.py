@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from peer.sync.engine import failpoints
-from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, square_norm
+from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, rough_square, square_norm
 from peer.sync.engine.net.messages import M, MeanPart, Nothing, Share
 from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
-from peer.sync.engine.round.clipping import Clipping, StatedNorms
+from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, StatedNorms
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.vectors import Reused
 from swarm.tasks import end_tasks, within
@@ -106,8 +106,8 @@ class Mean:
 class Averager:
     """Averages vectors that travel by `wire` within groups."""
 
-    def __init__(self, peer_id: str, streams: Streams, wire: Wire, clipping: Clipping | None = None):
-        self._peer_id, self._streams, self._wire, self._clipping = peer_id, streams, wire, clipping or Clipping()
+    def __init__(self, peer_id: str, streams: Streams, wire: Wire, clipping: Clipping = UNCLIPPED):
+        self._peer_id, self._streams, self._wire, self._clipping = peer_id, streams, wire, clipping
         self.memory = Reused(wire.num_bytes)
         """Of encoded means."""
         self._reductions: dict[str, _Reduction] = {}
@@ -314,7 +314,7 @@ class _Run:
 class _Reduction:
     """Our share within one group: parts come in from all members, each average is made once when its last part is there."""
 
-    def __init__(self, run: _Run, parts: Sequence[Part], indices: Sequence[int], wire: Wire, clipping: Clipping | None = None):
+    def __init__(self, run: _Run, parts: Sequence[Part], indices: Sequence[int], wire: Wire, clipping: Clipping = UNCLIPPED):
         self.run, self.parts, self._indices = run, parts, indices
         self._strangers = run.strangers.peers
         self._strangers_come_seconds = min(run.strangers.seconds, COME_SECONDS)
@@ -324,7 +324,6 @@ class _Reduction:
         self._takers = self.senders | set(run.group.reducers)
         self._came: set[str] = set()
         self._all_came = asyncio.Event()
-        clipping = clipping or Clipping()
         factors = clipping.factors(members, run.group.norms)
         self._weights = {m.peer: m.samples / run.group.samples * factor for m, factor in zip(members, factors, strict=True)}
         self._stated = StatedNorms(members, run.group.norms) if clipping.times and run.group.norms else None
@@ -405,7 +404,7 @@ class _Reduction:
             except ValueError as error:
                 raise PeerLost(f"{peer[-6:]} sent {error}", [peer]) from None
             if self._stated is not None:
-                self._stated.spend(peer, square_norm(into))
+                self._stated.spend(peer, rough_square(into))
             into.mul_(self._weights[peer])
             if count:
                 total.add_(into)

@@ -1,4 +1,4 @@
-"""How far one member may move a round's mean: no further than a few times what the others warrant, by the norms that all state."""
+"""How far one member may move a round's mean: so many times what the others warrant, by the norms that all of them state."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from peer.contracts import Member
 from peer.sync.engine.net.streams import PeerLost
 
-_ROUNDING = 1 + 1e-6
-"""Of a sum of squares in float64: CPUs add up in another order, and differ by some 1e-13 of it."""
+_ROUNDING, _TINY = 1 + 1e-3, 1e-30
+"""Sums of squares in float32 differ between CPUs by 1e-4 at most, and by whatever is too small for them."""
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,22 @@ class Clipping:
 
     def factors(self, members: Sequence[Member], norms: Sequence[float]) -> list[float]:
         """What each member's contribution is multiplied with, at most 1. Of an even number the lower median counts, of two the smaller norm:
-        a liar may be the other."""
-        if not self.times or not norms:
+        a liar may be the other. Who brings zeros sets no limit. norms: none where there is nothing to compare."""
+        if not self.times or not any(norms):
             return [1.0] * len(members)
         sizes = [member.samples if self.per_sample else 1 for member in members]
-        limit = self.times * statistics.median_low([norm / size for norm, size in zip(norms, sizes, strict=True)])
+        limit = self.times * statistics.median_low([norm / size for norm, size in zip(norms, sizes, strict=True) if norm])
         return [min(1.0, limit * size / norm) if norm else 1.0 for norm, size in zip(norms, sizes, strict=True)]
+
+
+UNCLIPPED = Clipping()
 
 
 class StatedNorms:
     """Holds each member to the norm that it stated. A reducer sees its own share only, so with R of them a liar gains the root of R at most."""
 
     def __init__(self, members: Sequence[Member], norms: Sequence[float]):
-        self._left = {member.peer: norm * norm * _ROUNDING for member, norm in zip(members, norms, strict=False)}
+        self._left = {member.peer: norm * norm * _ROUNDING + _TINY for member, norm in zip(members, norms, strict=True)}
 
     def spend(self, peer: str, square: float) -> None:
         """So much is the sum of squares of one more part of `peer`. Raises PeerLost, which names it."""

@@ -34,7 +34,7 @@ class Ticket:
 class Group:
     """Members by peer id, and who reduces: members that can be dialled, and peers that assist; the same at all of them.
 
-    norms: of the members' contributions, as they state them; empty where nobody is clipped.
+    norms: of the members' contributions, as they state them; zeros in a run that clips nobody, none for a group that nobody announced.
     silent: expected, but they never answered; culprits: what they did while it was formed cost us time; slow: those of them that may
     have meant well; late: as its leader says, they promised to come, and did not.
     """

@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-import math
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -150,9 +149,11 @@ class Rounds:
 
     async def _norm(self, offer: Contribution) -> float:
         """Of what we bring, worked out once; 0 where nobody asks for it. Raises RoundFailed."""
-        if offer.norm is None and self._clipping.times and offer.encoded is not None:
-            offer.norm = math.sqrt(await self._of_ours(self._outer.wire.square_norm, offer))
-        return offer.norm or 0.0
+        if not self._clipping.times or offer.encoded is None:
+            return 0.0
+        if offer.norm is None:
+            offer.norm = asyncio.get_running_loop().run_in_executor(None, self._outer.wire.norm, offer.encoded)
+        return await self._of_ours(asyncio.shield(offer.norm))  # an attempt that is overtaken leaves it to the next one
 
     def _remember(self, group: Group) -> None:
         """What was seen, by us or by its leader, while the group was formed."""
@@ -173,20 +174,20 @@ class Rounds:
                 error.at_once = self.company.told(word.accuser, accused, hearsay=word.hearsay)
             raise
         for member, factor in zip(group.members, self._clipping.factors(group.members, group.norms), strict=True):
-            if factor < 1:
+            if factor < 1 and len(group.members) > 1:
                 whose = "our" if member.peer == self._node.peer_id else f"{member.peer[-6:]}'s"
                 log.info("%s contribution is clipped to %.2g of its length (--clip_members %g)", whose, factor, self._clipping.times)
         return mean
 
     async def _own(self, offer: Contribution) -> Mean:
         """What we have, as the mean of a group of one. Raises RoundFailed."""
-        return await self._of_ours(self._as_mean, offer)
+        return await self._of_ours(asyncio.get_running_loop().run_in_executor(None, self._as_mean, offer.encoded))
 
     @staticmethod
-    async def _of_ours(work: Callable[[Tensor], T], offer: Contribution) -> T:
-        """`work` on what we bring, in a thread. Raises RoundFailed."""
+    async def _of_ours(work: Awaitable[T]) -> T:
+        """What a thread makes of our contribution. Raises RoundFailed."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, work, offer.encoded)
+            return await work
         except ValueError as error:
             raise RoundFailed(f"our own contribution has {error}") from None
 

@@ -4,8 +4,9 @@ One end of the conversation whose words are in `messages.py`; the other is `Swar
 round is due: that is the replica's matter.
 """
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -30,8 +31,8 @@ class Contribution:
     parent: str
     """The state that the trainer stood on when it offered this."""
     failures: int = 0
-    norm: float | None = None
-    """L2 norm of its decoded values; None: not worked out yet."""
+    norm: asyncio.Future[float] | None = field(default=None, compare=False)
+    """L2 norm of its decoded values, on its way from a thread; None: not asked for yet."""
     next_attempt: float | None = None
     """None: nobody has decided yet whether it is averaged now."""
 
