@@ -122,11 +122,14 @@ class Disk:
     def rot(self, path: str, how: str) -> None:
         """A bit of a file has flipped, in its first line or behind it, or its end is gone."""
         inode = self._existing(path)
+        if not inode.data:
+            return  # its end went before, and all else with it
         border = inode.data.find(b"\n") + 1 or len(inode.data) // 2
         if how == "end":
             data = inode.data[: self._rng.randrange(len(inode.data))]
         else:
-            at = self._rng.randrange(border) if how == "line" else self._rng.randrange(border, len(inode.data))
+            in_line = how == "line" or border == len(inode.data)  # a file may be nothing but its first line
+            at = self._rng.randrange(border) if in_line else self._rng.randrange(border, len(inode.data))
             data = inode.data[:at] + bytes([inode.data[at] ^ 1 << self._rng.randrange(8)]) + inode.data[at + 1 :]
         inode.data = inode.synced = data
 

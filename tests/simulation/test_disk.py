@@ -59,6 +59,18 @@ def test_a_job_that_is_killed_got_to_some_point_of_what_it_wrote():
     assert found >= {(b"old", False), (b"old", True), (b"new", False)}
 
 
+def test_a_file_may_rot_until_nothing_is_left_of_it():
+    for seed in range(20):
+        disk, rng = Disk(random.Random(seed)), random.Random(seed)
+        path = written(disk, "a.state", b"header\nvalues")
+        for _ in range(20):
+            before, how = path.read_bytes(), rng.choice(["line", "values", "end"])
+            disk.rot(path, how)
+            after = path.read_bytes()
+            assert (before.startswith(after) and len(after) < len(before) if how == "end" else len(after) == len(before)) or not before
+            assert before != after or not before
+
+
 def test_a_full_disk_takes_nothing_and_keeps_what_it_has():
     disk = Disk(random.Random(1))
     path = written(disk, "a.state", b"old")
