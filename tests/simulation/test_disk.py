@@ -65,7 +65,7 @@ def test_a_file_may_rot_until_nothing_is_left_of_it():
         path = written(disk, "a.state", b"header\nvalues")
         for _ in range(20):
             before, how = path.read_bytes(), rng.choice(["line", "values", "end"])
-            disk.rot(path, how)
+            disk.rot(str(path), how)
             after = path.read_bytes()
             assert (before.startswith(after) and len(after) < len(before) if how == "end" else len(after) == len(before)) or not before
             assert before != after or not before
