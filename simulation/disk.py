@@ -124,7 +124,7 @@ class Disk:
         inode = self._existing(path)
         if not inode.data:
             return  # its end went before, and all else with it
-        border = inode.data.find(b"\n") + 1 or len(inode.data) // 2
+        border = inode.data.find(b"\n") + 1 or -(-len(inode.data) // 2)
         if how == "end":
             data = inode.data[: self._rng.randrange(len(inode.data))]
         else:
