@@ -225,7 +225,8 @@ async def _node(peer: PeerConfig, joined: Joined, known: bool) -> SwarmNode:
         await node.close()
         raise UserError(
             "A peer that assists must be one that others can dial, and this one is not.",
-            fix="Give it a fixed port (--host_maddrs /ip4/0.0.0.0/tcp/31337), open that port, and --announce_maddrs if its address is another.",
+            fix="Give it a fixed port (--host_maddrs /ip4/0.0.0.0/tcp/31337), open that port, and --announce_maddrs if its address is another. "
+            "If those who were asked were only busy: --client_mode False.",
             code=ExitCode.NETWORK,
         )
     return node

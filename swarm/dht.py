@@ -352,13 +352,13 @@ def _by_peer(maddrs: Sequence[str]) -> list[list[str]]:
 
 
 async def _unreachable(p2p: P2P) -> tuple[bool, str]:
-    """Whether others cannot dial us, and in plain words what they found."""
+    """Whether to take it that others cannot dial us, and in plain words what they found."""
     maddrs = await _bare_maddrs(p2p)
     finding = await reachability.find_out(p2p, maddrs)
     # A router that maps a port for us (UPnP) may take longer than the question: then there is an address more to ask about.
-    if finding.unreachable and maddrs != (mapped := await _bare_maddrs(p2p)):
+    if finding.answers and finding.unreachable and maddrs != (mapped := await _bare_maddrs(p2p)):
         finding, maddrs = await reachability.find_out(p2p, mapped), mapped
-    if finding.unreachable:
+    if finding.answers and finding.unreachable:
         log.info("client mode, because others cannot dial this peer: %s", finding)
     found = reachability.explain(finding, maddrs)
     log.info("%s", found)
