@@ -63,7 +63,7 @@ def _main(argv: Sequence[str]) -> None:
     with listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
         begun = stored_run(work_dir / LEDGER)
         run = run_to_serve(run_values, begun)
-        key = HostKey(work_dir / HOST_KEY, missing="draw")  # written once all that is checked before the run begins was found right
+        key = HostKey(work_dir / HOST_KEY, missing="draw")  # written after the refusals
         if run:
             check_host_key(run, key, work_dir)
         data = _ingest(work_dir, config, run)

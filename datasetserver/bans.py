@@ -71,7 +71,8 @@ def say(work_dir: Path, run: RunConfig, peer: str, *, banned: bool, reason: str 
 
 
 def _bans(work_dir: Path, run: RunConfig) -> Bans:
-    return Bans(run, HostKey(work_dir / work_folder.HOST_KEY, missing="refuse").public, read_words(work_dir / orders.BANS))
+    key = HostKey(work_dir / work_folder.HOST_KEY, missing="refuse")
+    return Bans(run, key.public, read_words(work_dir / orders.BANS))
 
 
 def _ledger(work_dir: Path) -> tuple[RunConfig, Counter[str], dict[str, str]]:

@@ -57,12 +57,14 @@ def with_dataset(run: RunConfig, dataset_digest: str) -> RunConfig:
 
 
 def check_host_key(run: RunConfig, key: HostKey, work_dir: Path) -> None:
-    """Raise UserError when the key is lost with which the run's members were let in: with another one nobody can be let in any more."""
+    """Raise UserError when the key is lost that signs the run's memberships: another key can let nobody in."""
     if run.members_of not in ("", key.public):
         found = "there is none" if key.is_new else f"it holds {key.public[:16]}"
         raise UserError(
-            f"The run '{run.run_name}' is for members of the key {run.members_of[:16]}, which {HOST_KEY} should hold, and {found}.",
-            fix=f"Restore {HOST_KEY} in {work_dir}; without it nobody can be let in any more: found a new run from the newest state.",
+            f"The run '{run.run_name}' is for members of the key {run.members_of[:16]}, "
+            f"which {HOST_KEY} should hold, and {found}.",
+            fix=f"Restore {HOST_KEY} in {work_dir}; without it nobody can be let in any more: "
+            "found a new run from the newest state.",
         )
 
 

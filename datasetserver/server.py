@@ -112,7 +112,13 @@ def guard(config: ServerConfig) -> Guard:
 
 
 async def serve(
-    config: ServerConfig, run: RunConfig | None, data: Ingested, work_dir: Path, sock: socket.socket, guard: Guard, key: HostKey
+    config: ServerConfig,
+    run: RunConfig | None,
+    data: Ingested,
+    work_dir: Path,
+    sock: socket.socket,
+    guard: Guard,
+    key: HostKey,
 ) -> None:
     """Serve until SIGTERM or SIGINT; prints one line when ready. Without a run, the first peer that founds one gives it."""
     stop = _stop_event()

@@ -131,7 +131,14 @@ def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
 
 
 async def _until_stopped(
-    peer: PeerConfig, given: Mapping[str, Any], folder: Path, joined: Joined, known: bool, members: Members, asked: Stop, alive: Life
+    peer: PeerConfig,
+    given: Mapping[str, Any],
+    folder: Path,
+    joined: Joined,
+    known: bool,
+    members: Members,
+    asked: Stop,
+    alive: Life,
 ) -> None:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     # hivemind leaves tasks behind when p2pd or a stream goes away; what matters of that, the watchdog and PeerLost tell.

@@ -158,7 +158,7 @@ def peer_id(launch: Launch) -> str:
 
 
 def admitted(launch: Launch) -> Launch:
-    """The launch with rank 0's membership. To be called before the model is loaded: a server refuses within 10 s, a big model takes minutes.
+    """The launch with rank 0's membership. Called before the model is loaded: a server refuses within 10 s, a model takes minutes.
 
     Raises UserError when the server refuses.
     """

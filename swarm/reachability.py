@@ -97,19 +97,21 @@ def explain(finding: Finding, maddrs: Sequence[str]) -> str:
 async def find_out(p2p: P2P, maddrs: Sequence[str]) -> Finding:
     """Ask peers that we are connected to whether they can dial us at `maddrs`, our own addresses without the peer id.
 
-    Five at a time, those first that were asked least. While none can tell and one of them is busy, they are asked again, unless all who
-    are busy are on this machine.
+    Five at a time, those first that were asked least. While none can tell and one of them is busy, they are asked again,
+    unless all who are busy are on this machine.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + _PATIENCE_SECONDS
     asked: Counter[PeerID] = Counter()
     busy: dict[PeerID, bool] = {}
     while True:
-        peers = sorted(await asyncio.wait_for(p2p.list_peers(), ASK_SECONDS), key=lambda peer: asked[peer.peer_id])[:_ASKED]
+        connected = await asyncio.wait_for(p2p.list_peers(), ASK_SECONDS)
+        peers = sorted(connected, key=lambda peer: asked[peer.peer_id])[:_ASKED]
         asked.update(peer.peer_id for peer in peers)
         said = await asyncio.gather(*(_ask(p2p, peer.peer_id, maddrs) for peer in peers))
         answers = [reached for reached, _ in said if reached is not None]
-        busy |= {peer.peer_id: is_busy and not _all_loopback(peer.addrs) for peer, (_, is_busy) in zip(peers, said, strict=True)}
+        for peer, (_, is_busy) in zip(peers, said, strict=True):
+            busy[peer.peer_id] = is_busy and not _all_loopback(peer.addrs)
         if answers or not any(busy.values()) or loop.time() >= until:
             break
         log.info("whoever was asked to dial this peer is busy: asking again in %.0f s", _AGAIN_SECONDS)

@@ -64,7 +64,7 @@ def needs_version(differing: Mapping[str, Any]) -> str:
 
 
 def check_known(values: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
-    """As `check`, for options that a program has written: nobody can correct or remove them, but this program may be too old to know them.
+    """As `check`, for options that a program has written. Nobody can correct them; this program may be too old to know them.
 
     Raises UserError.
     """

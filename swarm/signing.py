@@ -27,7 +27,7 @@ class BadSignature(Exception):
 class HostKey:
     """An Ed25519 key in a file that only its owner can read. `public`: 64 hex digits; `is_new`: in no file yet.
 
-    missing: what is done when there is no file: "make" writes a new key, "draw" holds a new key that `keep` writes, "refuse" raises.
+    missing: what is done without a file: "make" writes a new key, "draw" holds a new key that `keep` writes, "refuse" raises.
     Raises UserError when the file is no key, or cannot be read or written.
     """
 
@@ -37,7 +37,8 @@ class HostKey:
             self.is_new = not path.exists()
             if self.is_new and missing == "refuse":
                 raise UserError(
-                    f"There is no host key {path}.", fix="Restore it; where no run has begun, the server makes a new one when it starts."
+                    f"There is no host key {path}.",
+                    fix="Restore it; where no run has begun, the server makes a new one when it starts.",
                 )
             self._key = Ed25519PrivateKey.generate() if self.is_new else _read_key(path)
         except OSError as error:
