@@ -45,7 +45,7 @@ def _main(argv: Sequence[str]) -> None:
     import uvloop
 
     from datasetserver import server
-    from datasetserver.founding import run_to_serve, with_dataset
+    from datasetserver.founding import check_host_key, run_to_serve, with_dataset
     from datasetserver.ledger import collect_seldom, stored_run
     from swarm.listening import listen
     from swarm.logs import setup_logging
@@ -63,11 +63,14 @@ def _main(argv: Sequence[str]) -> None:
     with listen(config.host, config.port) as sock, server.own_work_dir(work_dir):
         begun = stored_run(work_dir / LEDGER)
         run = run_to_serve(run_values, begun)
+        key = HostKey(work_dir / HOST_KEY, missing="draw")  # written after the refusals
+        if run:
+            check_host_key(run, key, work_dir)
         data = _ingest(work_dir, config, run)
         run = with_dataset(run, data.first) if run else None
         if run and not begun and config.for_members:
-            run = dataclasses.replace(run, members_of=HostKey(work_dir / HOST_KEY).public)
-        uvloop.run(server.serve(config, run, data, work_dir, sock, guard))
+            run = dataclasses.replace(run, members_of=key.public)
+        uvloop.run(server.serve(config, run, data, work_dir, sock, guard, key))
 
 
 def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:

@@ -60,7 +60,7 @@ def say(work_dir: Path, run: RunConfig, peer: str, *, banned: bool, reason: str 
     latest = known[peer].at if peer in known else 0
     reason = words(reason, MAX_REASON)
     word = sign_word(
-        HostKey(work_dir / work_folder.HOST_KEY), run, peer, banned=banned, reason=reason,
+        HostKey(work_dir / work_folder.HOST_KEY, missing="refuse"), run, peer, banned=banned, reason=reason,
         clock=lambda: max(clock(), (latest + 1) / 1000),  # a clock that was put back
     )  # fmt: skip
     bans.hear([word])
@@ -71,7 +71,8 @@ def say(work_dir: Path, run: RunConfig, peer: str, *, banned: bool, reason: str 
 
 
 def _bans(work_dir: Path, run: RunConfig) -> Bans:
-    return Bans(run, HostKey(work_dir / work_folder.HOST_KEY).public, read_words(work_dir / orders.BANS))
+    key = HostKey(work_dir / work_folder.HOST_KEY, missing="refuse")
+    return Bans(run, key.public, read_words(work_dir / orders.BANS))
 
 
 def _ledger(work_dir: Path) -> tuple[RunConfig, Counter[str], dict[str, str]]:

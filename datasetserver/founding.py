@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasetserver.refused import Refused
+from datasetserver.work_folder import HOST_KEY
 from swarm.base_model import AUTO, not_found
 from swarm.digest import canonical_json, digest_model
 from swarm.errors import UserError
@@ -15,6 +16,7 @@ from swarm.options import build
 from swarm.protocol import MAX_RUN_BYTES
 from swarm.run_config import RunConfig
 from swarm.run_identity import PLACES
+from swarm.signing import HostKey
 
 
 def run_to_serve(values: Mapping[str, Any], stored: RunConfig | None) -> RunConfig | None:
@@ -52,6 +54,18 @@ def with_dataset(run: RunConfig, dataset_digest: str) -> RunConfig:
     """The run with the dataset's digest, which every peer will check against its own. Raises UserError when it is of another dataset."""
     _check_dataset(run, dataset_digest)
     return replace(run, dataset_digest=dataset_digest)
+
+
+def check_host_key(run: RunConfig, key: HostKey, work_dir: Path) -> None:
+    """Raise UserError when the key is lost that signs the run's memberships: another key can let nobody in."""
+    if run.members_of not in ("", key.public):
+        found = "there is none" if key.is_new else f"it holds {key.public[:16]}"
+        raise UserError(
+            f"The run '{run.run_name}' is for members of the key {run.members_of[:16]}, "
+            f"which {HOST_KEY} should hold, and {found}.",
+            fix=f"Restore {HOST_KEY} in {work_dir}; without it nobody can be let in any more: "
+            "found a new run from the newest state.",
+        )
 
 
 def acceptable_run(values: Mapping[str, Any], dataset_digest: str, members_of: str = "") -> RunConfig:

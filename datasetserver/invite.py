@@ -66,8 +66,9 @@ def main(argv: Sequence[str]) -> None:
     serving = Serving.read(work_dir)
     url = args.public_url or serving.url
     _refuse_nowhere(url)
+    key = HostKey(work_dir / HOST_KEY, missing="refuse")
     token = tokens.add(Path(serving.tokens), args.name) if serving.tokens else ""
-    print(line(url, HostKey(work_dir / HOST_KEY).public, token))
+    print(line(url, key.public, token))
     for remark in _remarks(args.name, url, serving.tokens, _run(work_dir)):
         print(remark, file=sys.stderr)
 

@@ -31,7 +31,7 @@ from datasetserver.rendezvous import Rendezvous
 from datasetserver.service import Service
 from datasetserver.states import States
 from datasetserver.tokens import Tokens
-from datasetserver.work_folder import HOST_KEY, LEDGER
+from datasetserver.work_folder import LEDGER
 from swarm.errors import ExitCode, UserError
 from swarm.files import lock_folder
 from swarm.listening import url_of
@@ -111,7 +111,15 @@ def guard(config: ServerConfig) -> Guard:
     return Guard(Tokens(Path(config.tokens)) if config.tokens else None, tls)
 
 
-async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, work_dir: Path, sock: socket.socket, guard: Guard) -> None:
+async def serve(
+    config: ServerConfig,
+    run: RunConfig | None,
+    data: Ingested,
+    work_dir: Path,
+    sock: socket.socket,
+    guard: Guard,
+    key: HostKey,
+) -> None:
     """Serve until SIGTERM or SIGINT; prints one line when ready. Without a run, the first peer that founds one gives it."""
     stop = _stop_event()
     here = url_of(sock, "https" if guard.tls else "http")
@@ -119,7 +127,6 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
     rendezvous = _rendezvous(config, work_dir, url)
     orders = Orders(work_dir)
     open_ = partial(open_ledger, work_dir, data, config=config, orders=orders)
-    key = HostKey(work_dir / HOST_KEY)
     Serving(url, str(Path(config.tokens).resolve()) if config.tokens else "").write(work_dir)
     service = Service(
         data, work_dir, url, key, open_, rendezvous,
@@ -136,6 +143,7 @@ async def serve(config: ServerConfig, run: RunConfig | None, data: Ingested, wor
         if rendezvous:
             rendezvous.start()
             await _first_sign(rendezvous, stop)
+        key.keep()  # from here on peers see it
         server = await connections.accept(runner, sock, service.metrics, guard.tls)
         if not stop.is_set():
             print(f"host key {key.public} (a peer given it as --host_key takes no other host's word)", flush=True)

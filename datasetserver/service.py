@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from datasetserver import answers
 from datasetserver.book import Book
+from datasetserver.founding import check_host_key
 from datasetserver.gallery import Gallery
 from datasetserver.ingest import Ingested, manifest_path
 from datasetserver.ledger import Ledger
@@ -24,12 +25,10 @@ from datasetserver.rendezvous import Rendezvous
 from datasetserver.signed import Signatures
 from datasetserver.states import States
 from datasetserver.tokens import Tokens
-from datasetserver.work_folder import HOST_KEY
 from swarm import protocol
 from swarm.bans import Bans
 from swarm.base_model import shown_model
 from swarm.end import End, sign_extension
-from swarm.errors import UserError
 from swarm.figures import mean_loss
 from swarm.page.history import History
 from swarm.page.watch import Watch
@@ -86,11 +85,8 @@ class Service:
     def begin(self, run: RunConfig) -> None:
         """Serve `run` from now on; it is on the disk when this returns. Raises UserError when the ledger is another run's, or the key is lost
         with which its members were let in."""
-        if run.members_of not in ("", self.key.public):
-            raise UserError(
-                f"The run '{run.run_name}' is for members of the key {run.members_of[:16]}, and this host's is {self.key.public[:16]}.",
-                fix=f"Restore {HOST_KEY} in {self.work_dir}; without it nobody can be let in any more: found a new run from the newest state.",
-            )
+        check_host_key(run, self.key, self.work_dir)
+        self.key.keep()  # before the ledger names it
         self.ledger, self.run, self._end = self.open_ledger(run), run, End(run, self.key.public)
         self._bans, self._words = Bans(run, self.key.public), ()
         if self.rendezvous:

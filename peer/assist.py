@@ -29,11 +29,12 @@ from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.state import Head
 from peer.sync.engine.transfer.discarded import discard
 from swarm.bans import Bans
-from swarm.dht import SwarmNode
+from swarm.dht import Identity, SwarmNode
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.life import TRAINING, Life
 from swarm.logs import setup_logging
+from swarm.members import Members
 from swarm.peer_key import PeerKey
 from swarm.records import ASSIST
 from swarm.run.strategy import swarms
@@ -93,15 +94,26 @@ def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, 
 
 
 def _assist_in(folder: Path, peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, Any], stop: Stop) -> int:
-    with stop.before_it_begins():
-        joined, known = _run(folder / "run.json", resolve)
-    discard(folder / "state", peer.discard_state)
+    with ExitStack() as closing:
+        with stop.before_it_begins():
+            joined, known = _run(folder / "run.json", resolve)
+            members = _members(folder, peer, joined, closing)
+        discard(folder / "state", peer.discard_state)
+        asyncio.run(_until_stopped(peer, given, folder, joined, known, members, stop, Life.of_process()))
+    return ExitCode.OK
+
+
+def _members(folder: Path, peer: PeerConfig, joined: Joined, closing: ExitStack) -> Members:
+    """The run's members, this peer among them. Asked before the swarm is joined, which takes up to 60 s.
+
+    Raises UserError when the run averages nothing, and when its server does not let this peer in.
+    """
     if not swarms(joined.run.sync):
         raise UserError(
             f"The run '{joined.run.run_name}' has --sync none: its peers average nothing.", fix="There is nothing to assist with."
         )
-    asyncio.run(_until_stopped(peer, given, folder, joined, known, stop, Life.of_process()))
-    return ExitCode.OK
+    Identity(peer.identity_file).close()  # makes the key that the server is asked to let in
+    return kept(joined, peer, Bans(joined.run, joined.host_key, joined.bans, path=folder / "bans.json"), closing)
 
 
 def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
@@ -119,7 +131,14 @@ def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
 
 
 async def _until_stopped(
-    peer: PeerConfig, given: Mapping[str, Any], folder: Path, joined: Joined, known: bool, asked: Stop, alive: Life
+    peer: PeerConfig,
+    given: Mapping[str, Any],
+    folder: Path,
+    joined: Joined,
+    known: bool,
+    members: Members,
+    asked: Stop,
+    alive: Life,
 ) -> None:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     # hivemind leaves tasks behind when p2pd or a stream goes away; what matters of that, the watchdog and PeerLost tell.
@@ -139,7 +158,7 @@ async def _until_stopped(
         await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if joining.done():
             with ExitStack() as shown:
-                await _assist(peer, given, folder, joined, joining.result(), stopped, shown)
+                await _assist(peer, given, folder, joined, joining.result(), members, stopped, shown)
     finally:
         await end_tasks(joining, stopping, living)
 
@@ -152,15 +171,20 @@ async def _show_life(alive: Life) -> None:
 
 
 async def _assist(
-    peer: PeerConfig, given: Mapping[str, Any], folder: Path, joined: Joined, node: SwarmNode, stop: asyncio.Event, shown: ExitStack
+    peer: PeerConfig,
+    given: Mapping[str, Any],
+    folder: Path,
+    joined: Joined,
+    node: SwarmNode,
+    members: Members,
+    stop: asyncio.Event,
+    shown: ExitStack,
 ) -> None:
     reports = Reports(joined, PeerKey.read(peer.identity_file), peer.token if joined.server_url == peer.datasetserver else "")
     reporting = asyncio.create_task(reports.deliver_forever())
     drawing = asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())
     last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension)
-    bans = Bans(joined.run, joined.host_key, joined.bans, path=folder / "bans.json")
     try:
-        members = await asyncio.to_thread(kept, joined, peer, bans, shown)
         show(peer, joined.run, node.peer_id, known.values, lambda: end.total, shown)
         for maddr in await node.maddrs():
             log.info("others can join with --peers %s", maddr)
@@ -208,7 +232,8 @@ async def _node(peer: PeerConfig, joined: Joined, known: bool) -> SwarmNode:
         await node.close()
         raise UserError(
             "A peer that assists must be one that others can dial, and this one is not.",
-            fix="Give it a fixed port (--host_maddrs /ip4/0.0.0.0/tcp/31337), open that port, and --announce_maddrs if its address is another.",
+            fix="Give it a fixed port (--host_maddrs /ip4/0.0.0.0/tcp/31337), open that port, and --announce_maddrs if its address is another. "
+            "If those who were asked were only busy: --client_mode False.",
             code=ExitCode.NETWORK,
         )
     return node

@@ -55,6 +55,7 @@ from swarm.bans import Bans
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.founding import check_resolution
+from swarm.members import Members
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 
@@ -76,6 +77,8 @@ class Launch:
     """Where the run ends, by default as `joined` has it: whoever hears from the host that it was put off tells the others here."""
     bans: Bans | None = None
     """Whom the host keeps out, by default those of whom `joined` knows; heard and told as the end is."""
+    members: Members | None = None
+    """The run's members, with our own membership: rank 0 has them where peers average, from `admitted` on."""
     closing: ExitStack
     """Closes the parts in the reverse order of their making."""
 
@@ -129,6 +132,7 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     if launch.group.is_main:
         launch.closing.enter_context(lock(launch.output))
     own_id = launch.group.broadcast_object(peer_id(launch) if launch.group.is_main else None)
+    launch = admitted(launch)
     learner, method = build_learner(launch, own_id)
     source = build_source(launch, own_id)
     launch = with_end(launch, source)
@@ -151,6 +155,16 @@ def peer_id(launch: Launch) -> str:
     identity = Identity(launch.peer.identity_file)
     identity.close()
     return identity.peer_id
+
+
+def admitted(launch: Launch) -> Launch:
+    """The launch with rank 0's membership. Called before the model is loaded: a server refuses within 10 s, a model takes minutes.
+
+    Raises UserError when the server refuses.
+    """
+    if not (launch.group.is_main and swarms(launch.run.sync)):
+        return launch
+    return dataclasses.replace(launch, members=membership.kept(launch.joined, launch.peer, launch.bans, launch.closing))
 
 
 def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
@@ -339,7 +353,7 @@ def build_sync(launch: Launch, params: Params) -> Sync | None:
         server_url=joined.server_url,
         initial_peers=joined.initial_peers,
         end=launch.end if swarms(joined.run.sync) else None,
-        members=membership.kept(joined, launch.peer, launch.bans, launch.closing) if swarms(joined.run.sync) else None,
+        members=launch.members,
         last_known=joined.last_known,
     )
     sync = load_part("sync", joined.run.sync).build(context)

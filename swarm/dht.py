@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm import clock, reachability
+from swarm import clock, dht_direct, reachability
 from swarm.daemon import Daemon
 from swarm.dht_protocol import DHTProtocol
 from swarm.dht_rules import RUNS_KEY, Rules, Signatures, peers_key, signer_of
@@ -326,12 +327,30 @@ class SwarmNode:
 
     async def _owned(self, key: str) -> list[tuple[str, bytes]]:
         """(peer id, record) of as many peers as one node may keep, however many nodes answered: ours, known ones, and the others."""
-        self._stored.reserve(DHTID.generate(source=key))
-        answer = await self._dht.get(key, latest=True)
-        items = answer.value.items() if answer is not None else ()
-        found = [(signer_of(msgpack.packb(owner)), item.value) for owner, item in items if item.expiration_time > time.time()]
+        name = DHTID.generate(source=key)
+        self._stored.reserve(name)
+        with self._dht.protocol.watching(name) as answered:
+            answer = await self._dht.get(key, latest=True)
+        items = dict(answer.value) if answer is not None else {}
+        found_of = {signer_of(msgpack.packb(owner)) for owner in items}
+        dht_direct.merge(items, await dht_direct.ask(self._dht, name, self._passed_over(answered, found_of)))
+        live = {owner: item for owner, item in items.items() if item.expiration_time > time.time()}
+        found = [(signer_of(msgpack.packb(owner)), item.value) for owner, item in live.items()]
         found.sort(key=lambda entry: (entry[0] != self.peer_id, not self._is_known(entry[0])))
         return found[:MOST_OF_A_KEY]
+
+    def _passed_over(self, answered: Collection[PeerID], found_of: Collection[str]) -> list[PeerID]:
+        """Whom to ask directly after a search, of those who have not answered: by whom we came, and known peers whose record was not found.
+
+        At most MOST_ASKED. Where there are more, each look draws others.
+        """
+        came_by = filter(None, (_peer_at(maddrs[0]) for maddrs in self.came_by))
+        names = {peer: peer.to_base58() for peer in self._dht.protocol.routing_table.peer_id_to_uid}
+        known = [peer for peer, name in names.items() if self._is_known(name) and name not in found_of]
+        told = {*answered, self.p2p.peer_id}
+        first = [peer for peer in came_by if peer not in told]
+        rest = [peer for peer in known if peer not in told and peer not in first]
+        return [*first, *random.sample(rest, min(len(rest), dht_direct.MOST_ASKED - len(first)))]
 
 
 async def _become_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, name: str) -> None:
@@ -343,6 +362,14 @@ async def _become_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWri
     raise_if_failed(answer)
 
 
+def _peer_at(maddr: str) -> PeerID | None:
+    """None for an address that does not end in a peer's id: some are a server's words, or were on the disk."""
+    try:
+        return PeerID.from_base58(maddr.rpartition("/p2p/")[2])
+    except ValueError:
+        return None
+
+
 def _by_peer(maddrs: Sequence[str]) -> list[list[str]]:
     """The addresses of each peer, peers in the order of their first one."""
     groups: dict[str, list[str]] = {}
@@ -352,13 +379,13 @@ def _by_peer(maddrs: Sequence[str]) -> list[list[str]]:
 
 
 async def _unreachable(p2p: P2P) -> tuple[bool, str]:
-    """Whether others cannot dial us, and in plain words what they found."""
+    """Whether to take it that others cannot dial us, and in plain words what they found."""
     maddrs = await _bare_maddrs(p2p)
     finding = await reachability.find_out(p2p, maddrs)
     # A router that maps a port for us (UPnP) may take longer than the question: then there is an address more to ask about.
-    if finding.unreachable and maddrs != (mapped := await _bare_maddrs(p2p)):
+    if finding.answers and finding.unreachable and maddrs != (mapped := await _bare_maddrs(p2p)):
         finding, maddrs = await reachability.find_out(p2p, mapped), mapped
-    if finding.unreachable:
+    if finding.answers and finding.unreachable:
         log.info("client mode, because others cannot dial this peer: %s", finding)
     found = reachability.explain(finding, maddrs)
     log.info("%s", found)

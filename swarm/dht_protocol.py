@@ -5,8 +5,9 @@ their records every 5 s, at the nodes that are nearest by then, and their run's 
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Iterator
 from typing import Any
 
 import hivemind.dht.node
@@ -53,6 +54,7 @@ class DHTProtocol(protocol.DHTProtocol):
         self._served, self._asked = (Budgets(ASKS_PER_SECOND, ASKS_AT_ONCE) for _ in range(2))
         self._renamed = Budgets(_RENAMINGS_PER_SECOND, 2)
         self._claimed: dict[PeerID, DHTID] = {}
+        self._watched: list[tuple[DHTID, set[PeerID]]] = []
         self._begun: set[asyncio.Task] = set()
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
@@ -85,11 +87,25 @@ class DHTProtocol(protocol.DHTProtocol):
             if response.peer.node_id:
                 self._begin(self.update_routing_table(DHTID.from_bytes(response.peer.node_id), peer, responded=True))
             pairs = zip(keys, response.results, strict=True)
-            return {key: (self._records_in(key, result), self._nodes_in(result)) for key, result in pairs}
+            answer = {key: (self._records_in(key, result), self._nodes_in(result)) for key, result in pairs}
+            for key, answered in self._watched:
+                if key in answer:
+                    answered.add(peer)
+            return answer
         except Exception as error:  # hivemind raises its own kinds, and msgpack others
             log.debug("%s does not answer as it should: %r", peer, error)
             self._begin(self.update_routing_table(self.routing_table.get(peer_id=peer), peer, responded=False))
             return None
+
+    @contextlib.contextmanager
+    def watching(self, key: DHTID) -> Iterator[set[PeerID]]:
+        """The peers that answer a question about `key` within it."""
+        watch: tuple[DHTID, set[PeerID]] = (key, set())
+        self._watched.append(watch)
+        try:
+            yield watch[1]
+        finally:
+            self._watched = [other for other in self._watched if other is not watch]
 
     async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
         """One id for each peer, its last one, and one peer for each id: neither takes the places of others in the table."""

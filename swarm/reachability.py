@@ -3,7 +3,8 @@
 Whoever is asked dials with a fresh p2pd of its own, since an open connection would answer for a new one, and only at the IP address
 from which it was asked: nobody can be made to knock at a third party's door. libp2p checks that the one who answers is who asked.
 A p2pd costs half a second of a core to start, so questions are answered one at a time and a few a minute. A peer that is refused
-asks others. If none of them can tell, it asks again: a peer that wrongly thinks it can be dialled fails every round that it leads.
+asks others. If none of them can tell, it asks again for 75 s, and goes on in client mode if all stay busy: a peer that wrongly thinks
+it can be dialled fails every round that it leads, and five strangers who ask all the time keep everybody's budget used up.
 libp2p's own AutoNAT does much the same, but p2pd does not tell what it found.
 """
 
@@ -12,6 +13,7 @@ import ipaddress
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -49,11 +51,16 @@ class Finding:
     reached: int = 0
     unannounced: str = ""
     """An address at which this peer answers although it does not announce it: a port is forwarded, and nobody was told."""
+    busy: bool = False
+    """Nobody could tell, and some had no budget or no time to try."""
 
     @property
     def unreachable(self) -> bool:
-        """More of those who could tell did not get through than did. Nobody could tell: not known to be unreachable."""
-        return self.answers > 0 and 2 * self.reached <= self.answers
+        """More of those who could tell did not get through than did, or nobody could tell because they were busy.
+
+        Not so where nobody was there who knows the question: somebody must be the first whom others dial.
+        """
+        return 2 * self.reached <= self.answers if self.answers else self.busy
 
     def __str__(self) -> str:
         text = f"{self.answers - self.reached} of {self.answers} peers asked could not dial it"
@@ -63,11 +70,16 @@ class Finding:
 def explain(finding: Finding, maddrs: Sequence[str]) -> str:
     """In plain words what `finding` means for a peer that listens at `maddrs`, and what its owner can do about it."""
     places = [(ip, port) for ip, port in map(_ip_and_port, maddrs) if ip and port]
+    said = "it dials the others, and its traffic goes by way of those that can be dialled (client mode): training works all the same."
+    if finding.busy:
+        return (
+            f"whether others can dial this peer is not known: all who were asked were busy for {_PATIENCE_SECONDS:.0f} s, so {said} "
+            "If you know that others can dial it, start it with --client_mode False"
+        )
     if not finding.answers:
         return "whether others can dial this peer is not known: nobody was there to try"
     if not finding.unreachable:
         return f"others can dial this peer: {finding.reached} of {finding.answers} who tried got through ({', '.join(maddrs[:3])})"
-    said = "it dials the others, and its traffic goes by way of those that can be dialled (client mode): training works all the same."
     if finding.unannounced:
         return (
             f"others can dial this peer only at {finding.unannounced}; {said} Better: start it with --announce_maddrs {finding.unannounced}"
@@ -85,21 +97,28 @@ def explain(finding: Finding, maddrs: Sequence[str]) -> str:
 async def find_out(p2p: P2P, maddrs: Sequence[str]) -> Finding:
     """Ask peers that we are connected to whether they can dial us at `maddrs`, our own addresses without the peer id.
 
-    While none can tell and one of them is busy, they are asked again, unless all are on this machine.
+    Five at a time, those first that were asked least. While none can tell and one of them is busy, they are asked again,
+    unless all who are busy are on this machine.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + _PATIENCE_SECONDS
+    asked: Counter[PeerID] = Counter()
+    busy: dict[PeerID, bool] = {}
     while True:
-        peers = (await asyncio.wait_for(p2p.list_peers(), ASK_SECONDS))[:_ASKED]
+        connected = await asyncio.wait_for(p2p.list_peers(), ASK_SECONDS)
+        peers = sorted(connected, key=lambda peer: asked[peer.peer_id])[:_ASKED]
+        asked.update(peer.peer_id for peer in peers)
         said = await asyncio.gather(*(_ask(p2p, peer.peer_id, maddrs) for peer in peers))
         answers = [reached for reached, _ in said if reached is not None]
-        far_and_busy = any(busy and not _all_loopback(peer.addrs) for peer, (_, busy) in zip(peers, said, strict=True))
-        if answers or not far_and_busy or loop.time() >= until:
+        for peer, (_, is_busy) in zip(peers, said, strict=True):
+            busy[peer.peer_id] = is_busy and not _all_loopback(peer.addrs)
+        if answers or not any(busy.values()) or loop.time() >= until:
             break
         log.info("whoever was asked to dial this peer is busy: asking again in %.0f s", _AGAIN_SECONDS)
         await asyncio.sleep(_AGAIN_SECONDS)
     announced = [answer for answer in answers if answer in maddrs]
-    return Finding(len(answers), len(announced), next((answer for answer in answers if answer and answer not in maddrs), ""))
+    unannounced = next((answer for answer in answers if answer and answer not in maddrs), "")
+    return Finding(len(answers), len(announced), unannounced, busy=not answers and any(busy.values()))
 
 
 async def _ask(p2p: P2P, peer: PeerID, maddrs: Sequence[str]) -> tuple[str | None, bool]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from swarm import run_identity
@@ -81,7 +82,7 @@ class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
         """A run that came over a network or from a file. Raises UserError for unknown keys or bad values, or for one that a newer program founded."""
         try:
             values, sent = run_identity.read(run)
-            check_keys(values, cls, where=where)
+            run_identity.check_known(values, partial(check_keys, cls=cls, where=where))
             return dataclasses.replace(build(cls, DEFAULTS, values), sent=sent)
         except UserError as error:
             raise run_identity.too_new(run, where, error) from None

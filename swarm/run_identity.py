@@ -11,7 +11,7 @@ Two rules, since a run keeps its id for as long as it lives, whatever the progra
 the run uses. It is not hashed, since it follows from the values.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from swarm import choices, run_defaults
@@ -24,6 +24,7 @@ PLACES = ("model", "model_config")
 """Where a peer has the base model: one on its disk, another one on the Hub. Sent, but no part of what the run is."""
 _KEYS = {"schema", "needs_version", "values"}
 _EXACT = 2**53
+_UPDATE = "Update: pip install --upgrade distributed-diffusion, or git pull; then start again."
 _LONGEST_ERROR = 500
 """Characters of an error about what a stranger may have written."""
 
@@ -62,6 +63,17 @@ def needs_version(differing: Mapping[str, Any]) -> str:
     return max(since, key=order, default=next(iter(run_defaults.BY_VERSION)))
 
 
+def check_known(values: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
+    """As `check`, for options that a program has written. Nobody can correct them; this program may be too old to know them.
+
+    Raises UserError.
+    """
+    try:
+        check(values)
+    except UserError as error:
+        raise UserError(error.message, fix=_UPDATE, code=error.code) from None
+
+
 def too_new(run: Mapping[str, Any], where: str, error: UserError) -> UserError:
     """`error`, for which this program cannot read the run; or the version that it needs, where the run says that this one is too old."""
     said = "".join(letter if letter.isprintable() else "?" for letter in error.message)[:_LONGEST_ERROR]
@@ -70,7 +82,7 @@ def too_new(run: Mapping[str, Any], where: str, error: UserError) -> UserError:
         return UserError(said, fix=error.fix, code=error.code)
     return UserError(
         f"{where}: the run needs version {needs} of this program, and this is {VERSION}: {said.removeprefix(f'{where}: ')}",
-        fix="Update: pip install --upgrade distributed-diffusion, or git pull; then start again.",
+        fix=_UPDATE,
     )
 
 

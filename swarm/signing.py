@@ -25,24 +25,38 @@ class BadSignature(Exception):
 
 
 class HostKey:
-    """An Ed25519 key in a file that only its owner can read, made when it is missing. `public`: 64 hex digits.
+    """An Ed25519 key in a file that only its owner can read. `public`: 64 hex digits; `is_new`: in no file yet.
 
+    missing: what is done without a file: "make" writes a new key, "draw" holds a new key that `keep` writes, "refuse" raises.
     Raises UserError when the file is no key, or cannot be read or written.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, missing: Literal["make", "draw", "refuse"] = "make"):
+        self._path = path
         try:
-            if not path.exists():
-                _write_new_key(path)
-            key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+            self.is_new = not path.exists()
+            if self.is_new and missing == "refuse":
+                raise UserError(
+                    f"There is no host key {path}.",
+                    fix="Restore it; where no run has begun, the server makes a new one when it starts.",
+                )
+            self._key = Ed25519PrivateKey.generate() if self.is_new else _read_key(path)
         except OSError as error:
-            raise UserError(f"Cannot use the host's key {path}: {error.strerror}.", fix="See to it.", code=ExitCode.DISK) from None
-        except (ValueError, TypeError):
-            key = None
-        if not isinstance(key, Ed25519PrivateKey):
-            raise UserError(f"{path} is no Ed25519 key.", fix="Restore it: peers know the run by it. Without it, move it away.")
-        self._key = key
-        self.public = key.public_key().public_bytes_raw().hex()
+            raise _unusable(path, error) from None
+        self.public = self._key.public_key().public_bytes_raw().hex()
+        if missing == "make":
+            self.keep()
+
+    def keep(self) -> None:
+        """Write a new key into its file; nothing to do for one that was read. Raises UserError (disk)."""
+        if not self.is_new:
+            return
+        pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        try:
+            files.replace(self._path, self._key.private_bytes(*pem), mode=0o600)
+        except OSError as error:
+            raise _unusable(self._path, error) from None
+        self.is_new = False
 
     def sign(self, what: What, digest: str) -> str:
         """128 hex digits for `digest` in the role of `what`."""
@@ -110,8 +124,16 @@ def _statement(what: What, digest: str) -> bytes:
     return f"distributed-diffusion {what} {digest}".encode()
 
 
-def _write_new_key(path: Path) -> None:
-    pem = Ed25519PrivateKey.generate().private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    files.replace(path, pem, mode=0o600)
+def _read_key(path: Path) -> Ed25519PrivateKey:
+    """Raises OSError, and UserError when it is none."""
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (ValueError, TypeError):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UserError(f"{path} is no Ed25519 key.", fix="Restore it: peers know the run by it. Without it, move it away.")
+    return key
+
+
+def _unusable(path: Path, error: OSError) -> UserError:
+    return UserError(f"Cannot use the host's key {path}: {error.strerror}.", fix="See to it.", code=ExitCode.DISK)

@@ -20,7 +20,7 @@ from peer.launch.resolving import resolve_run
 from peer.launch.stopping import Stop
 from peer.machine.device import Precision, Rank, RankGroup
 from peer.machine.placing import Direct
-from peer.wiring import Launch, Learner, build_source, build_trainer, peer_id
+from peer.wiring import Launch, Learner, admitted, build_source, build_trainer, peer_id
 from swarm.errors import run_program
 from swarm.logs import setup_logging
 
@@ -60,6 +60,7 @@ def main(argv: Sequence[str]) -> None:
         closing.callback(group.close)
         launch = Launch(joined=joined, peer=peer, given=given, group=group, device=device, stopping=stop, closing=closing)
         own_id = peer_id(launch)
+        launch = admitted(launch)
         trainer, _ = build_trainer(launch, sleeper(sample_seconds), build_source(launch, own_id), own_id)
         trainer.learning_rate = lambda samples: 1.0
         trainer.run()  # without occasions: the swarm's own states are what a killed peer goes on from

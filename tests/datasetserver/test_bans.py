@@ -53,6 +53,7 @@ def work_dir(tmp_path, monkeypatch):
     """One whose ledger knows two peers, without a server."""
     run = RunConfig(model="x")
     monkeypatch.setattr(bans, "_ledger", lambda folder: (run, bans.Counter({"QmAAAAAAonePeer": 30, "QmBBBBBBanother": 7}), {"QmBBBBBBanother": "bob"}))
+    HostKey(tmp_path / "host.key")
     return tmp_path
 
 
@@ -100,6 +101,13 @@ def test_a_list_that_is_full_is_a_users_error(work_dir, monkeypatch):
     monkeypatch.setattr(bans, "write_words", lambda path, words: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(UserError, match="No space left"):
         bans.say(work_dir, run, "peer7", banned=True)
+
+
+@pytest.mark.parametrize("command", [["ban", "QmBBBBBBanother"], ["unban", "QmBBBBBBanother"], ["members"]])
+def test_where_the_hosts_key_is_lost_no_command_makes_another(work_dir, command, capsys):
+    (work_dir / "host.key").unlink()
+    assert cli([*command, "--work_dir", str(work_dir)]) == 2
+    assert "There is no host key" in capsys.readouterr().err and not list(work_dir.iterdir())
 
 
 def test_without_a_run_nobody_can_be_banned(tmp_path, capsys):

@@ -17,13 +17,18 @@ from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
 
+@pytest.fixture
+def host_key(tmp_path):
+    return HostKey(tmp_path / "host.key").public
+
+
 def invite(capsys, *argv):
     code = cli(["invite", *map(str, argv)])
     out, err = capsys.readouterr()
     return code, out, err
 
 
-def test_an_invitation_is_one_line_with_address_key_and_a_token_that_opens_the_server(tmp_path, capsys):
+def test_an_invitation_is_one_line_with_address_key_and_a_token_that_opens_the_server(tmp_path, capsys, host_key):
     file = tmp_path / "tokens.txt"
     tokens.add(file, "somebody")
     Serving("https://run.example:9090", str(file)).write(tmp_path)
@@ -31,25 +36,25 @@ def test_an_invitation_is_one_line_with_address_key_and_a_token_that_opens_the_s
     assert code == 0 and out.count("\n") == 1
     words = shlex.split(out)
     assert words[0].startswith("DD_TOKEN=") and words[1:4] == ["dd-peer", "--datasetserver", "https://run.example:9090"]
-    assert words[4:6] == ["--host_key", HostKey(tmp_path / "host.key").public]
+    assert words[4:6] == ["--host_key", host_key]
     assert tokens.Tokens(file).holder(words[0].removeprefix("DD_TOKEN=")) == "alice"
     assert "docs/joining.md begins with" in err and "secret" in err and "token remove alice" in err and "unencrypted" not in err
 
 
-def test_nobody_is_invited_twice_under_one_name(tmp_path, capsys):
+def test_nobody_is_invited_twice_under_one_name(tmp_path, capsys, host_key):
     Serving("http://203.0.113.7:9090", str(tmp_path / "tokens.txt")).write(tmp_path)
     assert "unencrypted" in invite(capsys, "alice", "--work_dir", tmp_path)[2]
     code, out, err = invite(capsys, "alice", "--work_dir", tmp_path)
     assert code == ExitCode.CONFIG and not out and "token remove alice" in err
 
 
-def test_an_open_server_invites_without_a_token_and_a_local_one_says_that_it_is(tmp_path, capsys):
+def test_an_open_server_invites_without_a_token_and_a_local_one_says_that_it_is(tmp_path, capsys, host_key):
     Serving("http://127.0.0.1:9090").write(tmp_path)
     code, out, err = invite(capsys, "bob", "--work_dir", tmp_path)
     assert code == 0 and "DD_TOKEN" not in out and "asks nobody for a token" in err and "this machine alone" in err
 
 
-def test_an_address_that_is_nobodys_is_refused(tmp_path, capsys):
+def test_an_address_that_is_nobodys_is_refused(tmp_path, capsys, host_key):
     Serving("http://0.0.0.0:9090", str(tmp_path / "tokens.txt")).write(tmp_path)
     code, out, err = invite(capsys, "alice", "--work_dir", tmp_path)
     assert code == ExitCode.CONFIG and not out and "--public_url" in err and not (tmp_path / "tokens.txt").exists()
@@ -62,6 +67,13 @@ def test_inviting_to_a_server_that_never_was_or_to_no_run_is_a_mistake(tmp_path,
     assert "Which run" in invite(capsys, "alice")[2]
     (tmp_path / "serving.json").write_text("[]")
     assert "cannot be read" in invite(capsys, "alice", "--work_dir", tmp_path)[2]
+
+
+def test_where_the_hosts_key_is_lost_nobody_is_invited_with_another(tmp_path, capsys):
+    Serving("http://203.0.113.7:9090", str(tmp_path / "tokens.txt")).write(tmp_path)
+    code, out, err = invite(capsys, "alice", "--work_dir", tmp_path)
+    assert code == ExitCode.CONFIG and not out and "There is no host key" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["serving.json"], "neither a key nor a token"
 
 
 def test_the_line_survives_a_shell():

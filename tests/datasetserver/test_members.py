@@ -1,6 +1,7 @@
 """`POST /v1/members`: a server lets peers into a run for members, and decides which runs are for members."""
 
 import json
+import socket
 
 import pytest
 
@@ -13,8 +14,10 @@ from datasetserver.tokens import add, remove
 from peer.data.client.runs import ask_membership, fetch_run
 from swarm.errors import ExitCode, UserError
 from swarm.members import is_signed
+from swarm.ports import free_port
 from swarm.records import Membership
 from swarm.run_config import RunConfig
+from swarm.signing import HostKey
 from tests.datasetserver.hosting import Host, until
 from tests.datasetserver.test_http import call, envelope, get_run, refused
 from tests.identities import id_of, signer
@@ -59,9 +62,29 @@ def test_a_server_with_tokens_founds_a_run_for_members_and_lets_in_who_holds_one
     host.start()  # the run is what it was, also where the flags are others
     assert RunConfig.from_mapping(fetch_run(host.url, token=other).run, where="server") == run
     assert host.stop() == 0
-    (host.dataset.with_name("data.datasetserver") / "host.key").unlink()
-    with pytest.raises(AssertionError, match="is for members of the key"):
+    key = host.dataset.with_name("data.datasetserver") / "host.key"
+    lost = key.rename(tmp_path / "lost.key")
+    with pytest.raises(AssertionError, match=r"is for members of the key .*, and there is none"):
         host.start()
+    assert not key.exists()
+    HostKey(key)
+    with pytest.raises(AssertionError, match=r"is for members of the key .*, and it holds"):
+        host.start()
+    lost.rename(key)  # nothing is in the way of the copy that the host has kept
+    host.start()
+    assert RunConfig.from_mapping(fetch_run(host.url, token=other).run, where="server") == run and host.stop() == 0
+
+
+@pytest.mark.swarm
+def test_a_server_that_is_refused_its_dht_port_leaves_no_key_where_no_run_has_begun(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        host = Host(tmp_path, "--members", "yes", "--dht", "--host_maddrs", place, founds=False, port=free_port())
+        with pytest.raises(AssertionError, match="Cannot listen"):
+            host.start()
+    assert not (host.dataset.with_name("data.datasetserver") / "host.key").exists()
+    host.start()
+    assert (host.dataset.with_name("data.datasetserver") / "host.key").exists() and host.stop() == 0
 
 
 def test_a_run_is_for_members_where_the_host_says_so_and_a_banned_peer_gets_no_membership(tmp_path):

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import time
 
@@ -72,6 +73,37 @@ def test_help_and_the_list_of_rows_need_no_swarm():
 def test_every_row_has_its_attack(row):
     module = importlib.import_module(f"scripts.attacks.{row.module}")
     assert inspect.iscoroutinefunction(getattr(module, row.id.replace("-", "_")))
+
+
+PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+NO_ROWS = {"no-store"}
+"""Names on the page of a row's form that are none: what an answer says of caches. Programs begin with dd-."""
+
+
+def in_the_table() -> set[str]:
+    """The row ids of the table's last column."""
+    lines = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(("| a stranger ...", "| ---"))]
+    return {name for line in lines for name in re.findall("`([^`]*)`", line.rstrip("| ").rpartition("|")[2])}
+
+
+def in_the_text() -> set[str]:
+    """Names of several words on the page, which a row's id is where it is no option, file or program."""
+    return {name for name in re.findall("`([a-z]+(?:-[a-z]+)+)`", PAGE) if not name.startswith("dd-")} - NO_ROWS
+
+
+def test_the_page_on_security_names_every_row():
+    assert len(in_the_table()) > 20 and in_the_table() < set(ROWS)
+    assert [row for row in ROWS if f"`{row}`" not in PAGE] == []
+
+
+def test_the_page_on_security_names_no_row_that_there_is_not():
+    assert sorted((in_the_table() | in_the_text()) - set(ROWS)) == []
+
+
+def test_the_table_of_what_is_stopped_has_no_row_that_only_memberships_end():
+    below = PAGE.partition("**What the table does not stop.**")[2]
+    only_members = {row.id for row in ROWS.values() if row.members}
+    assert not only_members & in_the_table() and all(f"`{row}`" in below for row in only_members)
 
 
 def test_a_row_that_does_not_exist_is_refused_with_those_that_do():

@@ -14,6 +14,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
+from swarm import dht_direct
 from swarm.members import Members, said, sign_membership
 from swarm.records import PeerRecord, RunRecord
 from swarm.run_config import RunConfig
@@ -247,5 +248,109 @@ def test_records_outlive_the_node_by_which_all_came(nodes):
         assert await newcomer.find_runs() == {two.peer_id: run}
         await two.publish(RUN_ID, PeerRecord(**claims(two.peer_id)))
         assert two.peer_id in await newcomer.records(RUN_ID)
+
+    nodes(scenario)
+
+
+def crowd(node, key: str) -> None:
+    """The 25 nodes nearest to the key that this node knows are strangers' inventions, and say that they have no record."""
+    near, find = DHTID.generate(source=key), node._dht.protocol.call_find
+    made_up = {PeerID(b"\x12\x20" + RANDOM.randbytes(32)): DHTID(near ^ number) for number in range(1, 26)}
+    nearest = [(node_id, peer) for peer, node_id in made_up.items()]
+    node._dht.protocol.routing_table.get_nearest_neighbors = lambda query, k, exclude=None: nearest[:k]
+
+    async def found_at(peer, keys):
+        if peer not in made_up:
+            return await find(peer, keys)
+        return {asked: (None, dict(nearest)) for asked in keys}
+
+    node._dht.protocol.call_find = found_at
+
+
+def hide_copies(node) -> None:
+    """All copies of this node's record go to strangers, who lose them: it has its own."""
+
+    async def taken(*_, **__):
+        return True
+
+    node._dht.store = taken
+
+
+@pytest.mark.parametrize("by", ["met", "came by"])
+def test_a_record_that_a_known_peer_keeps_is_found_among_any_number_of_strangers_near_the_key(nodes, by):
+    async def scenario(start):
+        one = await start("one")
+        two = await start("two", initial_peers=await one.maddrs())
+        await two.meet(await one.maddrs())
+        hide_copies(two)
+        await two.publish(RUN_ID, PeerRecord(**claims(two.peer_id)))
+        if by == "met":
+            one.prefer(lambda peer: peer == two.peer_id)
+        else:
+            one.keep_meeting(["/ip4/127.0.0.1/tcp/1/p2p/QmNo/p2p-circuit", *await two.maddrs()])
+        crowd(one, PEERS)
+        found = await one.records(RUN_ID)
+        assert set(found) == {two.peer_id} and found[two.peer_id].round == 1
+
+    nodes(scenario)
+
+
+def test_a_look_in_an_honest_swarm_of_eight_asks_nobody_directly(nodes, monkeypatch):
+    asked, direct, ask = [], [], dht_direct.ask
+
+    async def counted(dht, key, peers):
+        direct.extend(peers)
+        return await ask(dht, key, peers)
+
+    monkeypatch.setattr(dht_direct, "ask", counted)
+
+    async def scenario(start):
+        swarm = [await start("peer0")]
+        for number in range(1, 8):
+            swarm.append(await start(f"peer{number}", initial_peers=await swarm[0].maddrs()))
+        everybody = {node.peer_id for node in swarm}
+        for node in swarm:
+            node.prefer(everybody.__contains__)
+            assert await node.publish(RUN_ID, PeerRecord(**claims(node.peer_id)))
+        for node in swarm:
+            find = node._dht._call_find_with_blacklist
+
+            async def counting(peer, keys, find=find):
+                asked.append(peer)
+                return await find(peer, keys)
+
+            node._dht._call_find_with_blacklist = counting
+        for node in swarm:
+            assert set(await node.records(RUN_ID)) == everybody
+        assert direct == [] and len(asked) == 8 * 7, (len(asked), len(direct))
+
+    nodes(scenario)
+
+
+def test_of_many_known_peers_that_say_nothing_four_are_asked_and_hold_up_a_look_for_a_deadline(nodes, monkeypatch):
+    monkeypatch.setattr(dht_direct, "ANSWER_SECONDS", 0.3)
+    silent = [PeerID(b"\x12\x20" + RANDOM.randbytes(32)) for _ in range(9)]
+    asked = []
+
+    async def scenario(start):
+        one = await start("one")
+        for peer in silent:
+            one._dht.protocol.routing_table.add_or_update_node(DHTID.generate(), peer)
+        one.prefer(lambda peer: True)
+
+        async def nothing(*_, **__):
+            return None
+
+        one._dht.get = nothing
+
+        async def hangs(peer, keys):
+            asked.append(peer)
+            await asyncio.sleep(60)
+
+        one._dht._call_find_with_blacklist = hangs
+        began = time.monotonic()
+        assert await one.records(RUN_ID) == {}
+        assert 0.3 <= time.monotonic() - began < 3 and len(asked) == 4 == len(set(asked))
+        assert all(peer in one._dht.blacklist for peer in asked)
 
     nodes(scenario)

@@ -92,13 +92,50 @@ def test_busy_peers_are_asked_again_until_one_can_tell(nodes, busy, monkeypatch,
     nodes(scenario)
 
 
-def test_peers_that_stay_busy_are_given_up(nodes, busy, monkeypatch):
+def test_a_peer_goes_on_as_a_client_when_all_stay_busy(nodes, busy, monkeypatch, caplog):
     async def scenario(start):
         one = await start("one")
         monkeypatch.setattr(reachability, "_all_loopback", lambda maddrs: False)
         monkeypatch.setattr(reachability, "_PATIENCE_SECONDS", 1.0)
         peer = await start("peer", initial_peers=await one.maddrs(), announce_maddrs=[NOBODY_LISTENS], client_mode=None)
-        assert not peer.client_mode and "not known" in peer.reachability
+        assert peer.client_mode and await peer.maddrs() == []
+        assert "not known" in peer.reachability and "client mode" in peer.reachability and "--client_mode False" in peer.reachability
+
+    nodes(scenario)
+
+
+def test_a_budget_that_strangers_use_up_makes_nobody_dialable(nodes, monkeypatch):
+    async def scenario(start):
+        one = await start("one")
+        stranger = await start("stranger", initial_peers=await one.maddrs())
+        ask = stranger.p2p._client.call_unary_handler
+        place = [str(maddr).rsplit("/p2p/", 1)[0] for maddr in await stranger.maddrs()]
+        said = [json.loads(await ask(one.p2p.peer_id, DIAL_ME, json.dumps(place).encode())) for _ in range(4)]
+        assert [answer["reached"] in place for answer in said] == [True, True, True, False] and said[3]["busy"]
+        monkeypatch.setattr(reachability, "_all_loopback", lambda maddrs: False)
+        monkeypatch.setattr(reachability, "_PATIENCE_SECONDS", 0.5)
+        await stranger.close()
+        newcomer = await start("newcomer", initial_peers=await one.maddrs(), announce_maddrs=[NOBODY_LISTENS], client_mode=None)
+        assert newcomer.client_mode
+
+    nodes(scenario)
+
+
+def test_others_are_asked_when_those_asked_first_are_busy(nodes, busy, monkeypatch):
+    async def scenario(start):
+        one, asked = await start("one"), []
+        two = await start("two", initial_peers=await one.maddrs())
+        me = await start("me", initial_peers=[*await one.maddrs(), *await two.maddrs()])
+
+        async def answer(p2p, peer, maddrs):
+            asked.append(peer)
+            return (None, True) if len(asked) == 1 else (None, False) if len(asked) < 4 else ("", False)
+
+        monkeypatch.setattr(reachability, "_all_loopback", lambda maddrs: False)
+        monkeypatch.setattr(reachability, "_ASKED", 1)
+        monkeypatch.setattr(reachability, "_ask", answer)
+        assert await reachability.find_out(me.p2p, [NOBODY_LISTENS]) == Finding(answers=0)
+        assert len(set(asked)) == 2 and len(asked) == 3, "the second one knows no such question, and then neither does the first"
 
     nodes(scenario)
 
@@ -188,6 +225,10 @@ def test_only_the_callers_own_address_is_dialled(asked, announced, guessed):
 )
 def test_most_of_those_who_can_tell_decide(reached, answers, unreachable):
     assert Finding(answers, reached).unreachable is unreachable
+
+
+def test_only_busy_is_taken_for_no_and_nobody_there_is_not():
+    assert Finding(busy=True).unreachable and not Finding().unreachable
 
 
 def test_daemons_that_start_at_once_leave_asyncio_as_it_was(nodes):

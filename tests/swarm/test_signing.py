@@ -33,6 +33,26 @@ def test_a_key_that_cannot_be_written_is_a_users_error(tmp_path):
     assert raised.value.code == ExitCode.DISK
 
 
+def test_a_drawn_key_is_in_no_file_before_it_is_kept(tmp_path):
+    path = tmp_path / "host.key"
+    drawn = HostKey(path, missing="draw")
+    assert drawn.is_new and not path.exists()
+    drawn.keep()
+    assert not drawn.is_new and HostKey(path, missing="refuse").public == drawn.public
+    other = HostKey(path, missing="draw")
+    other.keep()
+    assert HostKey(path).public == drawn.public == other.public
+    missing = HostKey(tmp_path / "missing" / "host.key", missing="draw")
+    with pytest.raises(UserError, match=r"Cannot use the host's key"):
+        missing.keep()
+
+
+def test_a_key_that_is_only_to_be_read_is_not_made(tmp_path):
+    with pytest.raises(UserError, match=r"There is no host key .*host\.key\. Restore it"):
+        HostKey(tmp_path / "host.key", missing="refuse")
+    assert not list(tmp_path.iterdir())
+
+
 def flipped(text, position):
     digit = int(text[position], 16) ^ 1
     return f"{text[:position]}{digit:x}{text[position + 1 :]}"

@@ -20,8 +20,10 @@ from peer.launch.joining import join
 from peer.launch.resolving import known_hosts, resolve_run
 from peer.launch.starting_model import complete, load_model
 from swarm.digest import digest_model
-from swarm.errors import ExitCode, UserError
+from swarm.errors import ExitCode, UserError, run_program
+from swarm.options import check_names
 from swarm.run_config import RunConfig
+from swarm.version import VERSION
 from tests import tiny
 from tests.datasetserver.hosting import Host
 
@@ -61,6 +63,56 @@ def open_host(tmp_path):
     host = Host(tmp_path / "open", founds=False).start()
     yield host
     host.stop()
+
+
+@pytest.fixture
+def host_for_members(tmp_path):
+    """A server whose run, which a peer is to found, will be for members."""
+    host = Host(tmp_path / "members", "--members", "yes", founds=False).start()
+    yield host
+    assert host.stop() == 0
+
+
+def founder(host, *flags):
+    return ["--datasetserver", host.url, "--found", "--model", host.model, "--max_train_steps", 8, *flags]
+
+
+def last_line(capsys, *argv) -> tuple[int, str]:
+    """The exit code, and the one line of error, of a peer that is started with these flags."""
+    code = run_program(lambda: resolve(*argv))
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if "error" in line]
+    assert line.startswith("error: ") and err.rstrip().endswith(line) and not out and "Traceback" not in err
+    return code, line
+
+
+@pytest.mark.parametrize(("version", "says"), [("0.1.0", "the run needs version 0.1.1 of this program, and this is 0.1.0"), (VERSION, "")])
+def test_a_founder_that_knows_no_members_is_told_to_update(host_for_members, version, says, monkeypatch, capsys):
+    def of_then(values, cls, where):
+        check_names(values, [field.name for field in dataclasses.fields(cls) if field.name != "members_of"], where=where)
+
+    monkeypatch.setattr("swarm.run_config.check_keys", of_then)
+    monkeypatch.setattr("swarm.run_identity.VERSION", version)
+    code, line = last_line(capsys, *founder(host_for_members))
+    assert code == ExitCode.CONFIG and says in line and "there is no option 'members_of'. Update: pip install --upgrade" in line, line
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--host_key", "ab" * 32], ExitCode.AUTH, "not with abababababababab as --host_key says: it is not the same host. Ask the host"),
+        (["--members_of", "ab" * 32], ExitCode.CONFIG, "members_of is for the dataset server to set. Leave it out;"),
+    ],
+)
+def test_a_founder_with_another_key_than_the_servers_hears_it_in_one_line(host_for_members, flags, code, says, capsys):
+    found, line = last_line(capsys, *founder(host_for_members, *flags))
+    assert found == code and says in line, line
+
+
+def test_a_founder_gets_the_run_for_members_of_the_server(host_for_members):
+    joined = resolve(*founder(host_for_members))
+    assert joined.run.members_of == joined.host_key != ""
+    assert resolve(*founder(host_for_members)) == joined, "also the one that founded it and starts again"
 
 
 class DhtNode:

@@ -5,13 +5,17 @@ import json
 from contextlib import ExitStack
 
 import pytest
+import torch
 
+from datasetserver.__main__ import cli
+from peer import assist, wiring
 from peer.config import PeerConfig
 from peer.data.client import runs
 from peer.data.client.transport import Reply
 from peer.launch import membership
 from peer.launch.joining import Joined
 from peer.launch.membership import Keeper, kept, visitor
+from peer.machine.device import Rank, RankGroup
 from swarm.bans import Bans
 from swarm.errors import ExitCode, UserError
 from swarm.members import LIFE_SECONDS, Members, sign_membership
@@ -214,3 +218,75 @@ def test_a_membership_that_the_runs_host_did_not_sign_or_that_is_none_is_not_tak
         with pytest.raises(UserError) as raised:
             runs.ask_membership("http://x", run, signer(peer))
         assert raised.value.code == code
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """A peer that its server does not let in: its configuration, and the run."""
+    host = Host(tmp_path, "--members", "yes").start()
+    answer = runs.fetch_run(host.url)
+    peer = PeerConfig(output_dir=str(tmp_path / "out"), datasetserver=host.url, train_data_dir=str(host.dataset))
+    identity_file(peer.identity_file, "alice")
+    assert cli(["ban", id_of("alice"), "--reason", "it lies", "--dataset", str(host.dataset)]) == 0
+    joined = Joined(RunConfig.from_mapping(answer.run, where="server"), host.url, ("/ip4/127.0.0.1/tcp/1/p2p/x",), host_key=answer.host_key)
+    until(lambda: is_refused(joined, peer))  # the server looks at its bans once a second
+    yield peer, joined
+    assert host.stop() == 0
+
+
+def is_refused(joined, peer):
+    try:
+        return not visitor(joined, peer.identity_file, "")
+    except UserError as error:
+        return error.code == ExitCode.AUTH
+
+
+def never(*_, **__):
+    raise AssertionError("it was told too late that it is not let in")
+
+
+def test_a_trainer_that_is_not_let_in_hears_it_before_the_model_is_loaded(refused, monkeypatch):
+    peer, joined = refused
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(wiring, "load_model", never)
+    with ExitStack() as closing, pytest.raises(UserError, match="banned this peer: it lies") as raised:
+        group = RankGroup(Rank(), cpu)
+        wiring.assemble(wiring.Launch(joined=joined, peer=peer, group=group, device=cpu, stopping=lambda: False, closing=closing))
+    assert raised.value.code == ExitCode.AUTH
+
+
+def test_a_helper_that_is_not_let_in_hears_it_before_the_swarm_is_joined(refused, monkeypatch):
+    peer, joined = refused
+    monkeypatch.setattr(assist.SwarmNode, "join", never)
+    with pytest.raises(UserError, match="banned this peer: it lies") as raised:
+        assist.assist(dataclasses.replace(peer, assist=True, train_data_dir=""), lambda: joined)
+    assert raised.value.code == ExitCode.AUTH
+
+
+def test_a_trainer_that_is_let_in_passes_its_membership_on(run, key, tmp_path, monkeypatch):
+    peer, own = PeerConfig(output_dir=str(tmp_path)), sign_membership(key, run, id_of("alice"))
+    identity_file(peer.identity_file, "alice")
+    monkeypatch.setattr(membership, "_ask", lambda *_: own)
+    cpu = torch.device("cpu")
+    with ExitStack() as closing:
+        group = RankGroup(Rank(), cpu)
+        launch = wiring.Launch(joined=Joined(run), peer=peer, group=group, device=cpu, stopping=lambda: False, closing=closing)
+        built = []
+        monkeypatch.setattr(wiring, "load_part", lambda *_: Strategy(built))
+        assert launch.members is None
+        wiring.build_sync(wiring.admitted(launch), {})
+    assert built[0].members.own == own
+
+
+class Strategy:
+    """Notes what it is built with."""
+
+    def __init__(self, built):
+        self._built = built
+
+    def build(self, context):
+        self._built.append(context)
+        return self
+
+    def close(self, reason):
+        pass
