@@ -70,6 +70,7 @@ CONFIGURATIONS = {
     "left to the model": {"prediction_type": "v_prediction", "rescale_betas_zero_snr": False, "clip_skip": 1},
     "said as the default": {"resolution": 512, "ucg": 0.1, "rescale_betas_zero_snr": None, "learning_rate": 5e-6, "logit_mean": -0.0},
 }
+CONFIGURATIONS = {name: {"clip_members": 0.0, **values} for name, values in CONFIGURATIONS.items()}  # as before there was a limit
 DIGESTS = {  # by rule 1, as the programs before rule 2 computed them, and by rule 2
     "nothing said": (
         "782cd3be5209ec20597a66de967fbb532c1cb40c503efc735be8112b2c8776f1",
@@ -171,9 +172,11 @@ def test_a_run_survives_any_number_of_ways_over_a_network(name):
 
 
 def test_a_run_sends_only_what_differs():
-    assert RunConfig().to_mapping() == {"schema": 2, "needs_version": "0.1.0", "values": {"method": "full", "learning_rate": 5e-6}}
+    begun = RunConfig(clip_members=0.0)
+    assert begun.to_mapping() == {"schema": 2, "needs_version": "0.1.0", "values": {"method": "full", "learning_rate": 5e-6}}
+    assert RunConfig().to_mapping()["needs_version"] == "0.1.1" and RunConfig.from_mapping(begun.to_mapping(), where="there") == begun
     assert RunConfig(model="m", snr_gamma=5.0, sync="diloco").to_mapping()["values"] == {
-        "model": "m", "method": "full", "sync": "diloco", "learning_rate": 5e-6, "snr_gamma": 5,
+        "model": "m", "clip_members": 20, "method": "full", "sync": "diloco", "learning_rate": 5e-6, "snr_gamma": 5,
     }  # fmt: skip
 
 
@@ -203,7 +206,7 @@ def test_an_option_that_is_new_and_a_default_that_has_changed_change_no_run(name
 
 def test_a_run_of_a_newer_program_that_uses_nothing_new_is_everybodys():
     with newer_program():
-        newer = Newer(method="lora", lora_init="uniform")
+        newer = Newer(method="lora", lora_init="uniform", clip_members=0.0)
         sent, digest = newer.to_mapping(), newer.digest
     assert sent["needs_version"] == "0.1.0" and sent["values"]["rank"] == 8
     run = RunConfig.from_mapping(sent, where="there")
