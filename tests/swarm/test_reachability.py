@@ -129,13 +129,15 @@ def test_others_are_asked_when_those_asked_first_are_busy(nodes, busy, monkeypat
 
         async def answer(p2p, peer, maddrs):
             asked.append(peer)
-            return (None, True) if len(asked) == 1 else (None, False) if len(asked) < 4 else ("", False)
+            return None, len(asked) == 1
 
         monkeypatch.setattr(reachability, "_all_loopback", lambda maddrs: False)
         monkeypatch.setattr(reachability, "_ASKED", 1)
         monkeypatch.setattr(reachability, "_ask", answer)
         assert await reachability.find_out(me.p2p, [NOBODY_LISTENS]) == Finding(answers=0)
-        assert len(set(asked)) == 2 and len(asked) == 3, "the second one knows no such question, and then neither does the first"
+        first, second, *again = asked
+        assert first != second, "the second one knows no such question"
+        assert again in ([first], [second, first]), "of two that were asked as often p2pd names any first"
 
     nodes(scenario)
 
