@@ -35,7 +35,7 @@ _LOOK_SECONDS = 1.0
 _COLLECT_SECONDS = 300.0
 """In which a world makes some 20,000 objects that only the collector frees: it takes 10 ms to find them."""
 _CLIP = 1.5
-"""Of the run (`--clip_members`): one contribution in six is longer than so many times the median of its round. At the usual 20 none would be."""
+"""The run's `--clip_members`. It clips one contribution in six; the usual 20 would clip none, and nothing would be checked."""
 _RECENT_ROUNDS = 12
 """Behind the newest state a peer may be by so many: it fetches while the others go on."""
 STRANGERS = (

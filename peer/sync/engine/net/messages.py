@@ -185,7 +185,7 @@ class Answer(Message):
 
 
 class Join(Message):
-    """A contribution to be averaged in the group of whom this is said to; with number and samples 0 that of a peer that assists.
+    """The sender asks to average this contribution in the receiver's group. With number and samples 0, the sender assists and brings none.
 
     norm: L2 norm of its decoded values.
     """

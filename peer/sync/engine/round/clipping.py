@@ -1,4 +1,4 @@
-"""How far one member may move a round's mean: so many times what the others warrant, by the norms that all of them state."""
+"""How much of each member's contribution a round takes: up to a multiple of the members' median norm. All state their norms."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,14 +13,20 @@ _ROUNDING, _TINY = 1 + 1e-3, 1e-30
 
 @dataclass(frozen=True)
 class Clipping:
-    """times: of the members' median a norm may be, 0: any; per_sample: of the norms per sample, as contributions grow with every step."""
+    """times: a norm counts up to so many times the median, 0: whole.
+
+    per_sample: the median is of norms per sample, since a norm grows with each step.
+    """
 
     times: float = 0.0
     per_sample: bool = True
 
     def factors(self, members: Sequence[Member], norms: Sequence[float]) -> list[float]:
-        """What each member's contribution is multiplied with, at most 1. Of an even number the lower median counts, of two the smaller norm:
-        a liar may be the other. Who brings zeros sets no limit. norms: none where there is nothing to compare."""
+        """What each member's contribution is multiplied with, at most 1.
+
+        With an even number of members the lower median is used, with two the smaller norm: the other may be a liar's. Norms of zero are
+        left out of the median. norms: empty where there is nothing to compare.
+        """
         if not self.times or not any(norms):
             return [1.0] * len(members)
         sizes = [member.samples if self.per_sample else 1 for member in members]
@@ -32,7 +38,10 @@ UNCLIPPED = Clipping()
 
 
 class StatedNorms:
-    """Holds each member to the norm that it stated. A reducer sees its own share only, so with R of them a liar gains the root of R at most."""
+    """Holds each member to the norm that it stated.
+
+    A reducer sees its own share only. So a member that lies to R reducers gains the square root of R at most.
+    """
 
     def __init__(self, members: Sequence[Member], norms: Sequence[float]):
         self._left = {member.peer: norm * norm * _ROUNDING + _TINY for member, norm in zip(members, norms, strict=True)}
