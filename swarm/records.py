@@ -56,13 +56,14 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class BanWord:
-    """The host's word that a peer is banned, or no longer: see `swarm.bans`. at: UNIX milliseconds."""
+    """The host's word that a peer is banned, or trusted, or neither any more: see `swarm.bans`. at: UNIX milliseconds."""
 
     peer: Text
     at: Count
     banned: Annotated[bool, Field(strict=True)]
     reason: Annotated[_Line, Field(max_length=MAX_REASON)]
     signature: Annotated[_Line, Field(max_length=128)]
+    trusted: Annotated[bool, Field(strict=True)] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from peer.contracts import Member
 from peer.sync.engine import failpoints
 from peer.sync.engine.net.messages import MAX_WAIT_SECONDS, Answer, BadMessage, Onward, read
-from peer.sync.engine.net.streams import Broken, Channel, PeerLost, Streams
+from peer.sync.engine.net.streams import Broken, Channel, PeerLost, Refused, Streams
 from peer.sync.engine.round import arrivals, calls, following, leading
 from peer.sync.engine.round.calls import CALL
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import NoGroup, Seen, Standing, rank
+from peer.sync.engine.round.groups import Group, NoGroup, Seen, Standing, group_of, rank
 from peer.sync.engine.round.leading import JOIN
 from peer.sync.engine.round.matchmaking import Matchmaker
 from peer.sync.engine.state import Head, better
@@ -30,7 +31,7 @@ class Peer:
     def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None, met=()):
         self.node, self.id, self.called, self.answered = node, node.peer_id, 0, []
         self.digest, self.has_samples, self.included = digest, has_samples, included or {}
-        self.ready_seconds, self.samples, self.busy, self.fetches = 0.0, 0, False, False
+        self.ready_seconds, self.samples, self.busy, self.fetches, self.trusted = 0.0, 0, False, False, frozenset()
         self.streams = Streams(node)
         self.met = set(met)
         self.company = Company(self.met, me=self.id)
@@ -38,7 +39,7 @@ class Peer:
         self.reduces = reduces
 
     def standing(self, peer) -> Standing:
-        return Standing(Head(self.digest, self.samples), self.has_samples, self.ready_seconds, self.included, self.busy)
+        return Standing(Head(self.digest, self.samples), self.has_samples, self.ready_seconds, self.included, self.busy, self.trusted)
 
     def heard(self, peer: str, head: Head, ready: bool) -> bool:
         self.called += ready
@@ -449,6 +450,77 @@ def test_whose_work_is_in_the_state_leads_before_whose_is_not(virtual):
             peer.included = {trio[2].id: 0}
         formed = await asyncio.gather(*(peer.form(trio) for peer in trio))
         assert len({group.id for group in formed}) == 1 and {group.leader for group in formed} == {trio[2].id}
+
+    virtual(scenario)
+
+
+def trust(those, named):
+    for peer in those:
+        peer.trusted = frozenset(other.id for other in named)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_whom_the_host_trusts_leads_and_where_there_are_fewer_than_three_all_reduce(virtual, count):
+    async def scenario(nodes):
+        found = await peers(nodes, 4)
+        trust(found, found[4 - count :])
+        for peer in found:
+            peer.included = {found[0].id: 0}
+        formed = await asyncio.gather(*(peer.form(found) for peer in found))
+        assert len({group.id for group in formed}) == 1 and {group.leader for group in formed} == {found[4 - count].id}
+        assert set(formed[0].reducers) == {peer.id for peer in found}
+
+    virtual(scenario)
+
+
+def test_of_three_whom_the_host_trusts_one_leads_and_nobody_else_reduces(virtual):
+    async def scenario(nodes):
+        found = await peers(nodes, 5)
+        trust(found, found[2:])
+        formed = await asyncio.gather(*(peer.form(found) for peer in found))
+        assert len({group.id for group in formed}) == 1 and {group.leader for group in formed} == {found[2].id}
+        assert set(formed[0].reducers) == {peer.id for peer in found[2:]} and len(formed[0].members) == 5
+
+    virtual(scenario)
+
+
+def test_a_helper_is_not_needed_where_three_reduce_whom_the_host_trusts_and_hears_so(virtual):
+    async def scenario(nodes):
+        *found, helper = await peers(nodes, 4)
+        trust([*found, helper], found)
+        expected = {peer.id: True for peer in found}
+        assists = helper.matchmaker.form(replace(ticket(helper.id), member=Member(helper.id, 0, 0)), expected)
+        *formed, refused = await asyncio.gather(*(peer.form([*found, helper]) for peer in found), assists, return_exceptions=True)
+        assert len({group.id for group in formed}) == 1 and helper.id not in formed[0].peers
+        assert isinstance(refused, NoGroup) and not refused.culprits
+
+    virtual(scenario)
+
+
+@pytest.mark.parametrize(("reducers", "trusted", "taken"), [("abcd", "bcd", False), ("abcd", "cd", True), ("bcd", "bcd", True), ("cd", "bcd", True)])
+def test_who_knows_whom_the_host_trusts_is_in_no_group_where_others_reduce_and_blames_nobody(reducers, trusted, taken):
+    """The leader may not have heard yet."""
+    said = Group("p", tuple(Member(peer, 1, 8) for peer in "abcd"), tuple(reducers), "x", (0.0,) * 4).announcement()
+    standing = Standing(Head("p", 0), has_samples=True, ready_seconds=0.0, trusted=frozenset(trusted))
+    if taken:
+        assert group_of(said, ticket("b", reduces=True), reducers[0], standing, 100).reducers == tuple(reducers)
+        return
+    with pytest.raises(Refused, match="lets others reduce than those that the host trusts") as caught:
+        group_of(said, ticket("b"), reducers[0], standing, 100)
+    assert not caught.value.culprits
+
+
+def test_who_hears_while_it_leads_that_the_host_trusts_three_of_those_who_came_leads_nobody(virtual):
+    async def scenario(nodes):
+        leader, *others, slow = found = await peers(nodes, 5)
+        slow.ready_seconds = 1.0
+        attempts = [asyncio.create_task(peer.form(found)) for peer in (leader, *others)]
+        await asyncio.sleep(0.8)
+        trust([leader], others)
+        attempts.append(asyncio.create_task(slow.form(found)))
+        results = await asyncio.gather(*attempts, return_exceptions=True)
+        assert "one of them leads" in str(results[0]) and not results[0].culprits
+        assert len({group.id for group in results[1:]}) == 1 and leader.id not in results[1].peers, results
 
     virtual(scenario)
 
