@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
     about = {
         "ban": "Keep a peer out: the server gives it nothing, and within a minute the other peers neither call, hear nor answer it.",
         "unban": "Let a banned peer in again.",
-        "trust": f"Trust a peer to lead rounds and to average: where {TRUSTED_NEEDED} such peers take part, nobody else does either. Good for your own machines.",
+        "trust": f"Trust a peer to average: it leads first, and once {TRUSTED_NEEDED} such peers take part in a round, only they average there. Good for machines of your own that every peer can dial.",
         "distrust": "Trust a peer no longer; it goes on training.",
         "members": "List the peers that the ledger knows, what each has trained, and who is banned or trusted.",
     }
@@ -52,10 +52,11 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"{peer} is banned: {bans.reason(peer)}.", fix=f"Let it in first: dd-datasetserver unban {peer[-_SHORTEST_ENDING:]}")
     if verb == "trust" and not run.members_of:
         raise UserError("Only in a run for members does every peer know whom you trust.", fix="Begin one: --members yes, or --tokens.")
-    say(work_dir, run, peer, banned=verb == "ban", trusted=verb == "trust", reason=getattr(args, "reason", ""))
+    trusted = verb == "trust" or (verb == "unban" and peer in bans.trusted)
+    say(work_dir, run, peer, banned=verb == "ban", trusted=trusted, reason=getattr(args, "reason", ""))
     print(f"{peer} is {_DONE[verb]}; the server knows within a second, the other peers within a minute")
     if verb == "trust" and (missing := TRUSTED_NEEDED - len(_bans(work_dir, run).trusted)) > 0:
-        print(f"others lead and average as well until you trust {missing} more", file=sys.stderr)
+        print(f"others average as well until you trust {missing} more that can be dialled", file=sys.stderr)
     if verb == "ban" and tokens.get(peer):
         print(f"its token is '{tokens[peer]}': dd-datasetserver token remove {tokens[peer]} keeps it from coming back under another id", file=sys.stderr)
 

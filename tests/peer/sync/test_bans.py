@@ -90,6 +90,7 @@ def test_where_three_take_part_whom_the_host_trusts_nobody_else_averages(virtual
         full = [group for group in groups if named <= group.peers]
         assert len(full) > 10 and all(set(group.reducers) == named for group in full)
         assert any(other.id in group.peers for group in full) and all(group.leader in named for group in full)
+        assert not any(peer.replica.rounds.company.offences(another.id) for peer in found for another in found), "some heard of it before others"
         check_invariants(*found)
 
     virtual(scenario)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, rough_square, square_norm
+from peer.sync.engine.codec import PART_ELEMENTS, Wire, rough_square, square_norm
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.averaging import Averager, RoundFailed
 from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
@@ -96,18 +96,27 @@ def test_a_reducer_is_held_to_its_own_sums_and_to_the_longest_mean():
         assert set(caught.value.culprits) == {reducer}
 
 
-@pytest.mark.parametrize("codec", WIRES)
-def test_no_codec_takes_an_honest_mean_for_too_long(codec, seed):
-    """What is hardest for each: a few large values among small ones, and values at the edge of what can be expressed."""
-    generator = torch.Generator().manual_seed(seed)
-    wire = Wire(codec, PART_ELEMENTS + 100, 50)
-    for scale in (1.0, 3.1e-8, 1e-20):
-        sparse = torch.randn(wire.size, generator=generator) * (torch.rand(wire.size, generator=generator) < 0.02) * scale
-        encoded = [wire.encode(sparse), wire.encode(sparse)]
-        norms, found = [wire.norm(each) for each in encoded], members(8, 24)
-        decoded = wire.decode(wire.encode(0.25 * wire.decode(encoded[0]) + 0.75 * wire.decode(encoded[1])))
-        received = ReceivedMeans(Clipping(1.5).longest_mean(found, norms))
-        received.add("peer0", square_norm(decoded), rough_square(decoded))
+HARDEST = {
+    "fp32": (lambda n: torch.randn(n, generator=torch.Generator().manual_seed(1)), 1.0, 0.999),
+    # A little more than half of the smallest number that fp16 has: rounded up to it.
+    "fp16": (lambda n: torch.full((n,), 2.0**-24), 0.0, 1.99),
+    # One large value among small ones that are rounded up to its scale.
+    "int8": (lambda n: (torch.arange(n) % 128 == 0) * 126.495 + 0.505, 1.0, 1.002),
+    "int4": (lambda n: (torch.arange(n) % 64 == 0) * 6.495 + 0.505, 1.0, 1.25),
+}
+"""Values; how much of them a second member brings as well; how much longer the mean of the two is once it is encoded, at least."""
+
+
+@pytest.mark.parametrize("codec", HARDEST)
+def test_no_codec_takes_an_honest_mean_for_too_long(codec):
+    """Not even of contributions in one direction, of values that are hardest for it."""
+    values_of, share, ratio = HARDEST[codec]
+    part, values, found = Wire(codec, PART_ELEMENTS).parts[0], values_of(PART_ELEMENTS), members(5001, 4999)
+    encoded = part.encode(values * 0.5001 + values * share * 0.4999)
+    square, norm = square_norm(part.decode(encoded)), float(values.norm())
+    longest = Clipping(20.0).longest_mean(found, (norm, norm * share))
+    assert math.sqrt(square) / longest >= ratio
+    ReceivedMeans(longest).add("peer0", square, rough_square(part.decode(encoded)))
 
 
 def group_with_norms(found, samples, norms):

@@ -32,14 +32,15 @@ class Peer:
         self.node, self.id, self.called, self.answered = node, node.peer_id, 0, []
         self.digest, self.has_samples, self.included = digest, has_samples, included or {}
         self.ready_seconds, self.samples, self.busy, self.fetches, self.trusted = 0.0, 0, False, False, frozenset()
+        self.has_roles = False
         self.streams = Streams(node)
         self.met = set(met)
-        self.company = Company(self.met, me=self.id)
+        self.company = Company(self.met, me=self.id, trusted=lambda: self.trusted)
         self.matchmaker = Matchmaker(self.id, self.streams, self.standing, self.heard, 100, leads=reduces, company=self.company)
         self.reduces = reduces
 
     def standing(self, peer) -> Standing:
-        return Standing(Head(self.digest, self.samples), self.has_samples, self.ready_seconds, self.included, self.busy, self.trusted)
+        return Standing(Head(self.digest, self.samples), self.has_samples, self.ready_seconds, self.included, self.busy, self.trusted, self.has_roles)
 
     def heard(self, peer: str, head: Head, ready: bool) -> bool:
         self.called += ready
@@ -497,9 +498,17 @@ def test_a_helper_is_not_needed_where_three_reduce_whom_the_host_trusts_and_hear
     virtual(scenario)
 
 
-@pytest.mark.parametrize(("reducers", "trusted", "taken"), [("abcd", "bcd", False), ("abcd", "cd", True), ("bcd", "bcd", True), ("cd", "bcd", True)])
-def test_who_knows_whom_the_host_trusts_is_in_no_group_where_others_reduce_and_blames_nobody(reducers, trusted, taken):
-    """The leader may not have heard yet."""
+@pytest.mark.parametrize(
+    ("reducers", "trusted", "taken"),
+    [
+        ("abcd", "bcd", False),
+        ("abcd", "cd", True),
+        ("bcd", "bcd", True),
+        ("abcd", "abc", True),  # it leads, is trusted, and may know of one more than we
+    ],
+)
+def test_in_a_group_led_by_one_whom_the_host_does_not_trust_nobody_else_reduces_than_those_that_it_trusts(reducers, trusted, taken):
+    """The leader may not have heard yet: nobody is blamed."""
     said = Group("p", tuple(Member(peer, 1, 8) for peer in "abcd"), tuple(reducers), "x", (0.0,) * 4).announcement()
     standing = Standing(Head("p", 0), has_samples=True, ready_seconds=0.0, trusted=frozenset(trusted))
     if taken:
@@ -521,6 +530,39 @@ def test_who_hears_while_it_leads_that_the_host_trusts_three_of_those_who_came_l
         results = await asyncio.gather(*attempts, return_exceptions=True)
         assert "one of them leads" in str(results[0]) and not results[0].culprits
         assert len({group.id for group in results[1:]}) == 1 and leader.id not in results[1].peers, results
+
+    virtual(scenario)
+
+
+def test_one_that_is_sent_on_to_one_that_ranks_behind_blames_nobody_where_the_host_may_trust_some(virtual):
+    """One of the two may have heard more of that than the other."""
+
+    async def scenario(nodes):
+        first, second, third = await peers(nodes, 3)
+        following = third.matchmaker._following
+        with pytest.raises(PeerLost) as caught:
+            following._onward(first.id, second.id, ticket(third.id))
+        assert not isinstance(caught.value, Refused) and set(caught.value.culprits) == {first.id}
+        third.has_roles = True
+        with pytest.raises(Refused, match="does not rank before it"):
+            following._onward(first.id, second.id, ticket(third.id))
+        third.trusted = frozenset([second.id])
+        assert following._onward(first.id, second.id, ticket(third.id)) == second.id
+
+    virtual(scenario)
+
+
+def test_a_member_that_leaves_out_one_whom_the_host_trusts_loses_its_own_place(virtual):
+    """Else two that the host trusts were left, and it would reduce."""
+
+    async def scenario(nodes):
+        for named in range(1, 4):
+            *trusted, liar = found = await peers(nodes, 4)
+            trust(found, trusted)
+            liar.company.blame([trusted[named % 3].id])
+            formed = await asyncio.gather(*(peer.form(found) for peer in found), return_exceptions=True)
+            groups = [outcome for outcome in formed if isinstance(outcome, Group)]
+            assert groups and all(set(group.reducers) == {peer.id for peer in trusted} for group in groups), formed
 
     virtual(scenario)
 

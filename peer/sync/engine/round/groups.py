@@ -129,7 +129,8 @@ class Standing:
     """What this peer is doing, as its answer to a call.
 
     head, included: of its state; has_samples: whether it has something to offer, or will after the step it is in;
-    ready_seconds: until then; busy: it is averaging in a group that is closed. trusted: whom the host trusts to lead and reduce.
+    ready_seconds: until then; busy: it is averaging in a group that is closed. trusted: whom the host trusts to lead and reduce; has_roles:
+    whether it may trust anybody, and others may have heard more of that than we.
     """
 
     head: Head
@@ -138,6 +139,7 @@ class Standing:
     included: Mapping[str, int] = field(default_factory=dict)
     busy: bool = False
     trusted: Container[str] = frozenset()
+    has_roles: bool = False
 
     @property
     def digest(self) -> str:
@@ -196,8 +198,8 @@ def group_of(said: Announcement, ticket: Ticket, leader: str, standing: Standing
     norms = tuple(norm for *_, norm in said.members)
     if fault := _fault(members, norms, said.reducers, ticket, leader, standing):
         raise PeerLost(f"{leader[-6:]} announced {fault}", [leader])
-    if len(may_reduce(said.reducers, standing.trusted)) < len(said.reducers):
-        # Nobody's fault: it may not have heard yet whom the host trusts.
+    if leader not in standing.trusted and len(may_reduce(said.reducers, standing.trusted)) < len(said.reducers):
+        # A leader that is trusted may say who reduces: it, or we, may not have heard yet of one more or one less. For that nobody is blamed.
         raise Refused(f"{leader[-6:]} lets others reduce than those that the host trusts")
     return Group(ticket.parent, members, said.reducers, said.attempt, norms, late=said.late, leader=leader)
 

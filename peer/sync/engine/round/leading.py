@@ -169,13 +169,8 @@ class Leading:
     def _with_roles(self, tickets: Collection[Ticket]) -> list[Ticket]:
         """Who reduces. A stranger that brings samples does once it has been in a round: a share of a small vector may be the only one, and then
         nobody could tell a reducer that stalls from one that waits for a member."""
-        trusted = self._standing(self._peer_id).trusted
-        peers = {
-            ticket.member.peer: ticket.assists or ticket.member.peer in trusted or not self._company.is_stranger(ticket.member.peer)
-            for ticket in tickets
-            if ticket.reduces
-        }
-        reducers = may_reduce([peer for peer, may in peers.items() if may], trusted)
+        able = {ticket.member.peer for ticket in tickets if ticket.reduces and (ticket.assists or not self._company.is_stranger(ticket.member.peer))}
+        reducers = may_reduce(able, self._standing(self._peer_id).trusted)
         return [replace(ticket, reduces=ticket.member.peer in reducers) for ticket in tickets]
 
     @staticmethod
