@@ -71,6 +71,8 @@ class Family:
     """Whether such a file needs empty tensors that say what is predicted."""
     text_options: tuple[str, ...] = ("clip_skip", "max_token_chunks", "max_sequence_length")
     """Options of the run on which the text encoders' answers depend. All families of 0.1 have these three in the names of what is cached."""
+    language_model: str = ""
+    """What reads captions in full, for people; '': CLIP or T5, as the options of the family say."""
     caption_tokens: int
     """Tokens of a caption that are read by default."""
     loss: str
@@ -96,7 +98,7 @@ class Family:
     @property
     def reader(self) -> str:
         """What reads captions in full, for people."""
-        return next(READERS[section] for section in self.sections if section in READERS)
+        return self.language_model or next(READERS[section] for section in self.sections if section in READERS)
 
     @property
     def parts(self) -> tuple[str, ...]:

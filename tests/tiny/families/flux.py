@@ -19,7 +19,7 @@ def _flux():
 
 def _encode(pipeline, captions):
     states, pooled, _ = pipeline.encode_prompt(list(captions), None, pipeline.device, max_sequence_length=32)
-    return states, pooled
+    return {"states": states, "pooled": pooled}
 
 
 _CLIP = {"clip_skip": 1, "max_token_chunks": 2}
