@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from peer.contracts import Text
+from tests.tiny.parts import scale_latents
 
 
 def _scaled_back(pipeline: Any, latents: Tensor) -> Tensor:
@@ -22,6 +23,8 @@ class Tiny:
     """Its pipeline, for 16x16 pictures; every text encoder has two layers, and knows WORDS."""
     encode: Callable[[Any, Sequence[str]], Text]
     """What the pipeline itself makes of captions."""
+    scale: Callable[[Any], None] = scale_latents
+    """Gives its VAE's latents what real ones have: mean 0, variance 1, and a posterior that is hardly wider than its mean."""
     decoded: Callable[[Any, Tensor], Tensor] = _scaled_back
     """What the pipeline makes of latents before its VAE decodes them."""
     keys: tuple[str, ...]

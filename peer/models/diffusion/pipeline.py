@@ -65,7 +65,7 @@ def _read_folder(kind: Any, family: Family, path: Path, **given: Any) -> Any:
     dtypes = {part.name: _dtype_in(part, variant) for part in path.iterdir() if part.is_dir()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer diffusers call it dtype, older ones know that name only
-        unused = {**_unused(family), **_left_out(path, family), **given}
+        unused = {**_unused(family), **_left_out(path, family), **_tokenizers(path, family), **given}
         pipeline = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, variant=variant, torch_dtype=dtypes, **unused)
     missing = sorted(getattr(pipeline, family.denoiser).state_dict().keys() - {name for file in files for name in read_header(file)})
     if missing and family.denoiser not in given:
@@ -78,6 +78,16 @@ def _left_out(folder: Path, family: Family) -> dict[str, None]:
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     out = {name: encoder.tokenizer for name, encoder in family.text_encoders.items() if encoder.optional and not (index.get(name) or [None])[-1]}
     return dict.fromkeys([*out.keys(), *out.values()])
+
+
+def _tokenizers(folder: Path, family: Family) -> dict[str, Any]:
+    """The tokenizers of processors, which also read pictures: for that they need torchvision, and nobody asks it of them here."""
+    from transformers import AutoTokenizer
+
+    names = {encoder.tokenizer for encoder in family.text_encoders.values()}
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    processors = [name for name in names if str((index.get(name) or [None])[-1]).endswith("Processor")]
+    return {name: AutoTokenizer.from_pretrained(folder / name, local_files_only=True) for name in processors}
 
 
 def _variant(files: Collection[Path]) -> str | None:

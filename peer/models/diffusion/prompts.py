@@ -52,6 +52,12 @@ def padded(states: Sequence[Tensor]) -> Text:
 def rows(text: Text) -> list[Tensor]:
     """The states that `padded` put together, without what it padded."""
     return [states[mask.bool()] for states, mask in zip(text["states"], text["mask"], strict=True)]
+def between_layers(encoder: Any, ids: Tensor, mask: Tensor, layers: Sequence[int]) -> Tensor:
+    """(B, T, layers * width): what a language model has after so many of its layers each, side by side. ids, mask: (B, T)."""
+    told = {"input_ids": ids.to(encoder.device), "attention_mask": mask.to(encoder.device)}
+    # Of the next tokens, which nobody reads, those after one place: all of them are 0.3 GB for each caption.
+    found = encoder(**told, output_hidden_states=True, use_cache=False, logits_to_keep=1).hidden_states
+    return torch.cat([found[layer] for layer in layers], dim=-1)
 
 
 def hidden_states(encoder: Any, ids: Tensor, layers_above: int) -> tuple[Tensor, Tensor]:
