@@ -24,7 +24,10 @@ from swarm.signing import KnownHosts
 Params = dict[str, nn.Parameter]
 
 Text = dict[str, Tensor]
-"""What a denoiser is told of B captions: tensors whose first dimension is B, under names that the family chooses."""
+"""What a denoiser is told of B captions: float32 tensors whose first dimension is B, under names that the family chooses.
+
+The second dimension may be as long as the longest caption needs: what of a text is shorter is padded with zeros, and a mask of the family says where.
+"""
 
 
 @dataclass(frozen=True)

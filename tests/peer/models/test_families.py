@@ -8,9 +8,10 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from peer.contracts import LatentBatch
+from peer.contracts import LatentBatch, PixelBatch
 from peer.methods import full
 from peer.rooms import load_part, parts
+from peer.samples.encoding import Encoder
 from swarm.base_model import family_of
 from swarm.digest import read_header
 from swarm.run_config import RunConfig
@@ -88,6 +89,17 @@ def test_text_is_what_the_pipeline_makes_of_the_captions(load, tiny_family, fami
     pipeline, text = plain(tiny_family(family)), load(family).encode_text(CAPTIONS)
     with torch.no_grad():
         torch.testing.assert_close(text, tiny.MODELS[family].encode(pipeline, CAPTIONS))
+
+
+@every_family
+def test_texts_that_were_read_one_by_one_make_the_same_batch(load, family):
+    """Captions that are known wait each by itself, also where a long one has more tokens than a short one."""
+    model = load(family)
+    batch = PixelBatch(pixels(), CAPTIONS, torch.tensor([[16, 16, 0, 0, 16, 16]] * 3))
+    apart, rng = Encoder(model), lambda: torch.Generator().manual_seed(0)
+    first, again = apart(batch, rng()).text, apart(dataclasses.replace(batch, captions=CAPTIONS[::-1]), rng()).text
+    torch.testing.assert_close(first, dict(model.encode_text(CAPTIONS)))
+    assert all(torch.equal(first[name], states.flip(0)) for name, states in again.items())
 
 
 @every_family
