@@ -46,7 +46,7 @@ def qwen_tokenizer(max_length: int = 64, **options):
 
     symbols, merges = _bytes(), {}
     for word in WORDS:
-        merges |= _merges([*word]) | _merges(["\u0120", *word])
+        merges |= _merges([*word]) | _merges(["\u0120", word])
     vocab = {token: i for i, token in enumerate([*symbols, *merges.values(), "<|endoftext|>"])}
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[*merges], model_max_length=max_length, **{"chat_template": CHAT, **options})
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -64,9 +64,7 @@ def qwen3(tokenizer, layers: int = 2, width: int = 8):
     return Qwen3ForCausalLM(config)
 
 
-MISTRAL_CHAT = (
-    "<s>{% for message in messages %}[{{ message.role }}]{% for block in message.content %}{{ block.text }}{% endfor %}[/{{ message.role }}]{% endfor %}"
-)
+MISTRAL_CHAT = "<s>{% for message in messages %}[{{ message.role }}]{% for block in message.content %}{{ block.text }}{% endfor %}[/{{ message.role }}]{% endfor %}"
 """Mistral 3's, as far as two messages of words go."""
 
 
@@ -84,7 +82,9 @@ def mistral3(tokenizer, layers: int = 2, width: int = 8):
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=16, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=1, head_dim=4, sliding_window=None, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    vision = PixtralVisionConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=16, patch_size=8)
+    vision = PixtralVisionConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=16, patch_size=8
+    )
     return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision, image_token_index=0))
 
 

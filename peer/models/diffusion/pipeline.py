@@ -65,8 +65,10 @@ def _read_folder(kind: Any, family: Family, path: Path, **given: Any) -> Any:
     dtypes = {part.name: _dtype_in(part, variant) for part in path.iterdir() if part.is_dir()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer diffusers call it dtype, older ones know that name only
-        unused = {**_unused(family), **_left_out(path, family), **_tokenizers(path, family), **given}
+        tokenizers = _tokenizers(path, family)
+        unused = {**_unused(family), **_left_out(path, family), **dict.fromkeys(tokenizers), **given}
         pipeline = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, variant=variant, torch_dtype=dtypes, **unused)
+        pipeline.register_modules(**tokenizers)
     missing = sorted(getattr(pipeline, family.denoiser).state_dict().keys() - {name for file in files for name in read_header(file)})
     if missing and family.denoiser not in given:
         raise ValueError(f"its denoiser lacks {len(missing)} tensors, such as {missing[0]}")

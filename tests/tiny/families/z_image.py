@@ -32,7 +32,7 @@ MODELS = {
         drawing={"max_sequence_length": 32},
         hearing={"weighting_scheme": "logit_normal", "logit_mean": -3.0},
         foreign={
-            "reads captions with a language model": {"clip_skip": 1, "max_token_chunks": 2},
+            "reads captions with Qwen 3": {"clip_skip": 1, "max_token_chunks": 2},
             "is trained by flow matching": {"prediction_type": "epsilon", "snr_gamma": 5.0, "noise_offset": 0.1},
             "has no such thing": {"guidance_scale": 2.0, "precondition_outputs": False},
         },
