@@ -130,7 +130,7 @@ def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:
             images = pipeline(
                 **told(model, [prompt] * len(numbers), config.negative_prompt),
                 num_inference_steps=config.steps,
-                guidance_scale=model.facts.guidance if config.guidance is None else config.guidance,
+                **{model.facts.guided_by: model.facts.guidance if config.guidance is None else config.guidance},
                 height=config.size or None,
                 width=config.size or None,
                 generator=[torch.Generator().manual_seed(config.seed + number) for number in numbers],

@@ -71,7 +71,7 @@ def check_model(run: RunConfig, source: Path) -> None:
 def resolution_multiple(family: str, source: Path) -> int:
     """What the sides of pictures must be multiples of, from the configs of a model's parts."""
     facts = families()[family]
-    vae = 2 ** (len(_config(source, "vae")["block_out_channels"]) - 1)
+    vae = facts.vae_factor(_config(source, "vae"))
     return vae * (facts.patch or 2 ** (len(_config(source, facts.denoiser)["block_out_channels"]) - 1))
 
 

@@ -15,6 +15,11 @@ OPEN_CLIP = "open_clip"
 """Layouts of a CLIP text encoder's tensors in original checkpoints: OpenAI's and OpenCLIP's."""
 
 
+def _by_levels(config: Mapping[str, Any]) -> int:
+    """Of a VAE that halves its pictures between its levels."""
+    return 2 ** (len(config["block_out_channels"]) - 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextEncoder:
     """One of a pipeline's text encoders."""
@@ -56,6 +61,8 @@ class Family:
     """Latents on a side of what the denoiser takes as one; 0: it halves the latents once for each of its levels but one."""
     text_encoders: Mapping[str, TextEncoder]
     """By the pipeline's names for them, in the order of the pipeline."""
+    vae_factor: Callable[[Mapping[str, Any]], int] = _by_levels
+    """How many pixels are a latent's side, by the VAE's config."""
     vae_in_file: tuple[str, ...] = ("first_stage_model.", "vae.")
     learned_words: bool
     """Whether diffusers' pipeline reads words that were learned: its class is a TextualInversionLoaderMixin."""
@@ -85,6 +92,8 @@ class Family:
     """The Hub's."""
     guidance: float
     """How strongly prompts usually guide its drawing."""
+    guided_by: str = "guidance_scale"
+    """The argument of the pipeline's call that says it."""
     negative_prompts: bool
     ddim: bool
     """Whether pictures are drawn with DDIM; else with the pipeline's own scheduler."""

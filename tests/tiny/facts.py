@@ -25,6 +25,8 @@ class Tiny:
     """What the pipeline itself makes of captions."""
     scale: Callable[[Any], None] = scale_latents
     """Gives its VAE's latents what real ones have: mean 0, variance 1, and a posterior that is hardly wider than its mean."""
+    framed: Callable[[Tensor], Tensor] = lambda pixels: pixels
+    """(B, 3, H, W) pixels as its VAE takes them."""
     decoded: Callable[[Any, Tensor], Tensor] = _scaled_back
     """What the pipeline makes of latents before its VAE decodes them."""
     keys: tuple[str, ...]

@@ -40,7 +40,7 @@ class DiffusionModel:
         self.parts: dict[str, nn.Module] = {name: getattr(pipeline, name) for name in names if getattr(pipeline, name) is not None}
         self.vae = self.parts["vae"]
         self.denoiser = self.parts[self.facts.denoiser]
-        self.vae_factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        self.vae_factor = self.facts.vae_factor(self.vae.config)
 
     @classmethod
     def load(cls, source: Path, device: torch.device | None, run: RunConfig) -> "DiffusionModel":
@@ -84,11 +84,15 @@ class DiffusionModel:
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         half = torch.is_autocast_enabled(self.device.type) and not self._vae_overflows
         with torch.autocast(self.device.type, enabled=half):
-            posterior = self.vae.encode(pixels.to(self.device)).latent_dist
+            posterior = self.vae.encode(self.framed(pixels.to(self.device))).latent_dist
         return torch.cat(self.scaled(posterior.mean.float(), posterior.std.float()), dim=1)
 
+    def framed(self, pixels: Tensor) -> Tensor:
+        """(B, 3, H, W) pixels as the VAE takes them."""
+        return pixels
+
     def scaled(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """The VAE's mean and deviation, both (B, c, h, w), as the denoiser takes latents: of mean 0 and variance 1 over many pictures."""
+        """The VAE's mean and deviation as the denoiser takes latents, both (B, c, h, w): of mean 0 and variance 1 over many pictures."""
         shift, factor = self.vae.config.shift_factor or 0.0, self.vae.config.scaling_factor
         return (mean - shift) * factor, std * factor
 
