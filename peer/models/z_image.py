@@ -1,5 +1,6 @@
 """Z-Image: a transformer trained by flow matching, told the caption by a language model, by as many tokens as the caption has."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,25 @@ from peer.models.diffusion.flow import FlowModel
 from peer.models.diffusion.noising import mean_square
 from peer.models.diffusion.prompts import padded, rows
 from swarm.run.families.z_image import FAMILY
+from swarm.run_config import RunConfig
+
+log = logging.getLogger(__name__)
+
+_SHIFT_OF_TURBO = 3.0
+"""Of its scheduler's config, in which it differs from Z-Image: that has 6.0."""
 
 
 class ZImage(FlowModel):
     facts = FAMILY
+
+    def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
+        super().__init__(pipeline, device, run)
+        if pipeline.scheduler.config.shift == _SHIFT_OF_TURBO:
+            log.warning(
+                "the scheduler of this %s shifts by 3, as Turbo's does, which was distilled to draw in eight steps. Training works against that: "
+                "the result wants more steps, and guidance. Train Z-Image itself; a LoRA of it is drawn with Turbo, too.",
+                FAMILY.title,
+            )
 
     def encode_text(self, captions: Sequence[str]) -> Text:
         """{"states": (B, T, width), "mask": (B, T)}, float32: the states below the last layer, of a user's message; T: tokens of the longest."""

@@ -64,6 +64,15 @@ def test_the_loss_is_that_of_diffusers_dreambooth_script(tiny_family, tmp_path, 
     torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize(("shift", "turbo"), [(3.0, True), (6.0, False)])
+def test_turbo_is_named_as_distilled(tmp_path, caplog, shift, turbo):
+    pipeline = tiny.build("z_image")
+    pipeline.register_modules(scheduler=FlowMatchEulerDiscreteScheduler(shift=shift))
+    pipeline.save_pretrained(tmp_path / "model")
+    z_image.load(tmp_path / "model", CPU, RUN)
+    assert ("was distilled to draw in eight steps" in caplog.text) == turbo
+
+
 # -- text
 
 
