@@ -64,6 +64,18 @@ def qwen3(tokenizer, layers: int = 2, width: int = 8):
     return Qwen3ForCausalLM(config)
 
 
+def qwen25_vl(tokenizer, layers: int = 2, width: int = 8):
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": width, "intermediate_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, width // 4 - 2]},
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": width, "patch_size": 8, "window_size": 16}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
 MISTRAL_CHAT = "<s>{% for message in messages %}[{{ message.role }}]{% for block in message.content %}{{ block.text }}{% endfor %}[/{{ message.role }}]{% endfor %}"
 """Mistral 3's, as far as two messages of words go."""
 
