@@ -110,7 +110,7 @@ class Model(Protocol):
         """What the denoiser is told of the captions: with a gradient where something in a text encoder is trained, cacheable where not."""
         ...
 
-    def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Any]:
         """What the pipeline is called with, in place of the prompts, so that it reads them as captions are read in training."""
         ...
 

@@ -148,7 +148,14 @@ def told(model: Any, prompts: Sequence[str], negative: str) -> dict[str, Any]:
         arguments |= {
             f"negative_{name}": value for name, value in model.prompt_arguments([negative] * len(prompts)).items() if name[:8] != "negative"
         }
-    return {name: value.to(model.pipeline.dtype) for name, value in arguments.items()}
+    return {name: _in(model.pipeline.dtype, value) for name, value in arguments.items()}
+
+
+def _in(dtype: Any, value: Any) -> Any:
+    """Numbers in `dtype`, in a tensor or in a list of them, as some pipelines take texts; masks as they are."""
+    if isinstance(value, list):
+        return [_in(dtype, each) for each in value]
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def slug(prompt: str) -> str:

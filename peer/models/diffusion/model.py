@@ -100,7 +100,7 @@ class DiffusionModel:
     def encode_text(self, captions: Sequence[str]) -> Text:
         raise NotImplementedError
 
-    def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Any]:
         """What the pipeline is called with, in place of the prompts, so that it reads them, and nothing as the negative prompt, as captions are read in training."""
         told = self._as_arguments(self.encode_text(prompts))
         if not self.facts.negative_prompts:
@@ -110,7 +110,8 @@ class DiffusionModel:
             empty = {name: torch.zeros_like(states) for name, states in empty.items()}
         return {**told, **self._as_arguments(empty, "negative_")}
 
-    def _as_arguments(self, text: Text, prefix: str = "") -> dict[str, Tensor]:
+    def _as_arguments(self, text: Text, prefix: str = "") -> dict[str, Any]:
+        """A text as the pipeline is called with it; a family whose pipeline takes other things than tensors says so here."""
         return {prefix + self.arguments[name]: states for name, states in text.items()}
 
     def unread(self) -> Sequence[nn.Module]:

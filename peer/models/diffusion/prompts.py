@@ -46,12 +46,15 @@ def t5_states(pipeline: Any, tokenizer: Any, encoder: Any, captions: Sequence[st
 
 def padded(states: Sequence[Tensor]) -> Text:
     """{"states": (B, T, width), "mask": (B, T), 1 where a token is and 0 where none is, in the states' dtype} of B captions' (tokens, width)."""
-    return {"states": pad_sequence(list(states), batch_first=True), "mask": pad_sequence([row.new_ones(len(row)) for row in states], batch_first=True)}
+    told = {"states": list(states), "mask": [row.new_ones(len(row)) for row in states]}
+    return {name: pad_sequence(each, batch_first=True) for name, each in told.items()}
 
 
 def rows(text: Text) -> list[Tensor]:
     """The states that `padded` put together, without what it padded."""
     return [states[mask.bool()] for states, mask in zip(text["states"], text["mask"], strict=True)]
+
+
 def between_layers(encoder: Any, ids: Tensor, mask: Tensor, layers: Sequence[int]) -> Tensor:
     """(B, T, layers * width): what a language model has after so many of its layers each, side by side. ids, mask: (B, T)."""
     told = {"input_ids": ids.to(encoder.device), "attention_mask": mask.to(encoder.device)}

@@ -450,7 +450,7 @@ def test_every_result_has_a_card_that_says_how_to_load_it(tiny_family, tmp_path,
 
 
 def drawn(tmp_path, *words):
-    arguments = ["--prompt", PROMPT, "--num_images", "1", "--steps", "2", "--guidance", "2", "--out", str(tmp_path / "drawn")]
+    arguments = ["--prompt", PROMPT, "--num_images", "1", "--steps", "2", "--guidance", "2", "--size", "16", "--out", str(tmp_path / "drawn")]
     generate.main([*arguments, *map(str, words)])
     (path,) = (tmp_path / "drawn").iterdir()
     return path.read_bytes()
