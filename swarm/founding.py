@@ -148,6 +148,11 @@ def check_family(family: str, run: RunConfig) -> None:
             f"method is {run.method}, but {family} has no learned words: diffusers' {facts.pipeline} reads none.",
             fix=f"Use --method {' or '.join(name for name in methods() if takes(facts, name))}.",
         )
+    if facts and run.train_text_encoder and not facts.trains_texts:
+        raise UserError(
+            f"train_text_encoder is True, but of {family} no text encoder is trained: {facts.reader} stays as it is.",
+            fix="Remove --train_text_encoder.",
+        )
     for name, reason in refused(facts).items() if facts else ():
         if run.was_given(name):
             raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")

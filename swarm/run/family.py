@@ -115,6 +115,11 @@ class Family:
         return (self.denoiser, *self.text_encoders, "vae")
 
     @property
+    def trains_texts(self) -> bool:
+        """Whether a fine-tune may train any of its text encoders."""
+        return any(encoder.trainable for encoder in self.text_encoders.values())
+
+    @property
     def in_file(self) -> dict[str, tuple[str, ...]]:
         """How the names of the parts besides the denoiser begin in single files: many of those hold the denoiser alone."""
         return {"vae": self.vae_in_file, **{name: encoder.in_file for name, encoder in self.text_encoders.items()}}

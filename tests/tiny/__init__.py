@@ -54,8 +54,9 @@ def build(family: str, seed: int = 0):
 
 
 def takes(family: str, method: str) -> bool:
-    """Whether a model of `build` can be trained by the method; more words may follow the method's."""
-    return founding.takes(families_of_runs()[FAMILIES[family]], method.split()[0])
+    """Whether a model of `build` can be trained by the method, which "with text encoder" may follow."""
+    facts = families_of_runs()[FAMILIES[family]]
+    return founding.takes(facts, method.split()[0]) and (facts.trains_texts or not method.endswith("with text encoder"))
 
 
 WORDY = [name for name in ONE_OF_EACH if takes(name, "textual_inversion")]

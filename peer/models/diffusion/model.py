@@ -62,11 +62,13 @@ class DiffusionModel:
         for name, part in self.parts.items():
             if dtype is not None and name not in whole and not (name == "vae" and self._vae_overflows):
                 self._held[name] = dtype
+            others = [module for module in part.modules() if not isinstance(module, _CAST)]
+            exact = {id(tensor) for module in others for tensor in module.parameters(recurse=False)}  # a language model's words, also where it answers in them
             for module in part.modules():
                 held = self._held.get(name, torch.float32) if isinstance(module, _CAST) else torch.float32
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     if tensor.is_floating_point():
-                        tensor.data = tensor.data.to(held)
+                        tensor.data = tensor.data.to(torch.float32 if id(tensor) in exact else held)
         self.pipeline.to(device)
         self.device = device
 
