@@ -1,4 +1,4 @@
-"""FLUX.2 klein: FLUX.2's transformer told the caption by a Qwen 3, and nothing of guidance."""
+"""FLUX.2 klein: told the caption by a Qwen 3, and nothing of guidance."""
 
 import logging
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from peer.contracts import Text
+from peer.models.diffusion.patches import PatchFlowModel
 from peer.models.diffusion.prompts import between_layers
-from peer.models.flux2 import Flux2
 from swarm.run.families.flux2_klein import FAMILY
 from swarm.run_config import RunConfig
 
@@ -18,7 +18,7 @@ LAYERS = (9, 18, 27)
 """Of Qwen 3, whose states are read: the pipeline's own default. diffusers' script has (10, 20, 30), with which no klein draws."""
 
 
-class Klein(Flux2):
+class Klein(PatchFlowModel):
     facts = FAMILY
 
     def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
@@ -42,9 +42,6 @@ class Klein(Flux2):
         length = min(self._run.max_sequence_length, tokenizer.model_max_length)
         tokens = tokenizer(chats, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
         return {"states": between_layers(self.pipeline.text_encoder, tokens.input_ids, tokens.attention_mask, LAYERS).float()}
-
-    def _guidance(self, size: int, device: torch.device) -> None:
-        return None
 
 
 load = Klein.load

@@ -56,7 +56,7 @@ def picture(pipeline, prompt=PROMPT):
             part.eval()
     rng = torch.Generator().manual_seed(0)
     return pipeline(
-        prompt, num_inference_steps=2, guidance_scale=2.0, height=16, width=16, output_type="np", generator=rng, **tiny.drawing(pipeline)
+        prompt=prompt, num_inference_steps=2, guidance_scale=2.0, height=16, width=16, output_type="np", generator=rng, **tiny.drawing(pipeline)
     ).images[0]
 
 
@@ -151,7 +151,7 @@ def test_wishes_that_the_method_has_no_use_for_are_one_warning(caplog):
 def test_an_embedding_in_one_file_is_read_back(tiny_family, tmp_path, family):
     done = Trained(tiny_family(family), family, tmp_path / "model", **WORD).written()
     export.main(["--state", str(tmp_path), "--format", "embedding", "--out", str(tmp_path / "any name")])
-    keys = {"sd": ["<dicoo>"], "sdxl": ["clip_g", "clip_l"], "flux": ["clip_l", "t5xxl"]}[family]
+    keys = {"sd": ["<dicoo>"], "sdxl": ["clip_g", "clip_l"], "flux": ["clip_l", "t5xxl"], "chroma": ["<dicoo>"]}[family]
     assert sorted(load_file(tmp_path / "any name.safetensors")) == keys
     pipeline = plain(tiny_family(family))
     assert loading.add_embedding(pipeline, tmp_path / "any name.safetensors") == "<dicoo>"
