@@ -29,7 +29,7 @@ class TextEncoder:
     trainable: bool
     """Whether a fine-tune may train it: CLIP; diffusers' scripts leave T5 (4.7 G parameters) as it is."""
     in_file: tuple[str, ...]
-    """How its tensors' names begin in single files."""
+    """How its tensors' names begin in single files; (): it is never taken from one."""
     optional: bool = False
     """Whether the pipeline draws without it, too: model_index.json then has null for it."""
     lora: tuple[str, ...] = ()

@@ -95,11 +95,12 @@ def write(monkeypatch, tmp_path):
     return lambda *given: flux_file.write(tmp_path / "chroma.safetensors", *given)
 
 
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("form", ["original", "comfyui", "diffusers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_a_file_is_the_transformer_and_the_rest_is_the_config_folders(tmp_path, tiny_family, write, prefix, dtype):
+def test_a_file_is_the_transformer_and_the_rest_is_the_config_folders(tmp_path, tiny_family, write, form, dtype):
     whole, beside = tiny.build("chroma", seed=1), tiny_family("chroma")
-    path = write({prefix + name: tensor for name, tensor in flux_file.transformer_tensors(whole.transformer).items()}, dtype)
+    tensors = whole.transformer.state_dict() if form == "diffusers" else flux_file.transformer_tensors(whole.transformer)
+    path = write({("model.diffusion_model." if form == "comfyui" else "") + name: tensor for name, tensor in tensors.items()}, dtype)
     run = complete(replace(RUN, model=str(path), model_config=str(beside)))
     assert run.family == "chroma"
     model, other = load_model(run, {}, CPU), chroma.load(beside, CPU, RUN)
