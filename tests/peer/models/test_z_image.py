@@ -78,13 +78,13 @@ def test_turbo_is_named_as_distilled(tmp_path, caplog, shift, turbo):
 
 def test_a_text_is_as_long_as_its_caption_and_no_longer_than_the_run_reads(tiny_family):
     model = z_image.load(tiny_family("z_image"), CPU, RUN)
-    text = model.encode_text(["a toy", "", "photo of a cat, style of a toy dog"])
+    text = model.encode_text(["a toy", "", "photo of a cat, style of a toy dog, and of a red dog"])
     short, empty, long = text["mask"].sum(dim=1).int().tolist()
     assert empty < short < long == 32 == text["states"].shape[1]
     assert all(not states[int(length) :].any() for states, length in zip(text["states"], (short, empty, long), strict=True))
     assert model.encode_text([""])["states"].shape[1] == empty
     less = z_image.load(tiny_family("z_image"), CPU, replace(RUN, max_sequence_length=30))
-    torch.testing.assert_close(less.encode_text(["photo of a cat, style of a toy dog"])["states"][0], text["states"][2, :30])
+    torch.testing.assert_close(less.encode_text(["photo of a cat, style of a toy dog, and of a red dog"])["states"][0], text["states"][2, :30])
 
 
 # -- one file
