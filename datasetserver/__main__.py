@@ -17,7 +17,8 @@ from swarm.signing import HostKey
 
 _COMMANDS = (
     "Commands: init writes a run.toml to fill in; invite NAME prints what a volunteer pastes; pause, resume, end and extend say what becomes of "
-    "a run; heads lists its newest states and discard forgets a forged one; members lists its peers, ban keeps one out and unban lets it in again; token add, remove and list say who may use the server. Each has --help."
+    "a run; heads lists its newest states and discard forgets a forged one; members lists its peers, ban keeps one out and unban lets it in "
+    "again, trust names those that average for all and distrust ends that; token add, remove and list say who may use the server. Each has --help."
 )
 
 

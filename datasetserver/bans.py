@@ -1,7 +1,7 @@
-"""`dd-datasetserver ban`, `unban` and `members`: whom the host keeps out of its run.
+"""`dd-datasetserver ban`, `unban`, `trust`, `distrust` and `members`: whom the host keeps out of its run, and whom it trusts to lead and reduce.
 
-A ban is a word signed with the host's key, in a file of the work folder. A running server reads it once a second, refuses that peer, and tells
-the others, who hand the word on; so the ban holds also where nobody can reach the server.
+Each is a word signed with the host's key, in a file of the work folder. A running server reads it once a second, refuses a banned peer, and tells
+the others, who hand the word on; so it holds also where nobody can reach the server.
 """
 
 import sys
@@ -12,24 +12,27 @@ from pathlib import Path
 
 from datasetserver import orders, work_folder
 from swarm.arguments import ArgumentParser
-from swarm.bans import Bans, read_words, sign_word, write_words
+from swarm.bans import TRUSTED_NEEDED, Bans, read_words, sign_word, write_words
 from swarm.errors import ExitCode, UserError
 from swarm.records import MAX_REASON, MOST_BANS, words
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
-VERBS = ("ban", "unban", "members")
+VERBS = ("ban", "unban", "trust", "distrust", "members")
+_DONE = {"ban": "banned", "unban": "let in again", "trust": "trusted to lead and to average", "distrust": "no longer trusted"}
 _SHORTEST_ENDING = 6
 """Characters of a peer's id, as log lines show them."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """`dd-datasetserver ban|unban|members`, the server running or not. Raises UserError."""
+    """`dd-datasetserver ban|unban|trust|distrust|members`, the server running or not. Raises UserError."""
     verb = argv[0]
     about = {
         "ban": "Keep a peer out: the server gives it nothing, and within a minute the other peers neither call, hear nor answer it.",
         "unban": "Let a banned peer in again.",
-        "members": "List the peers that the ledger knows, what each has trained, and who is banned.",
+        "trust": f"Trust a peer to average: it leads first, and once {TRUSTED_NEEDED} such peers take part in a round, only they average there. Good for machines of your own that every peer can dial.",
+        "distrust": "Trust a peer no longer; it goes on training.",
+        "members": "List the peers that the ledger knows, what each has trained, and who is banned or trusted.",
     }
     parser = ArgumentParser(f"dd-datasetserver {verb}", description=about[verb])
     if verb != "members":
@@ -45,22 +48,31 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(_lines(samples, tokens, bans)))
         return
     peer = _named(args.peer, {*samples, *tokens, *(word.peer for word in bans.words)})
-    say(work_dir, run, peer, banned=verb == "ban", reason=getattr(args, "reason", ""))
-    print(f"{peer} is {'banned' if verb == 'ban' else 'let in again'}; the server knows within a second, the other peers within a minute")
+    if verb in ("trust", "distrust") and bans.reason(peer):
+        raise UserError(f"{peer} is banned: {bans.reason(peer)}.", fix=f"Let it in first: dd-datasetserver unban {peer[-_SHORTEST_ENDING:]}")
+    if verb == "trust" and not run.members_of:
+        raise UserError("Only in a run for members does every peer know whom you trust.", fix="Begin one: --members yes, or --tokens.")
+    trusted = verb == "trust" or (verb == "unban" and peer in bans.trusted)
+    say(work_dir, run, peer, banned=verb == "ban", trusted=trusted, reason=getattr(args, "reason", ""))
+    print(f"{peer} is {_DONE[verb]}; the server knows within a second, the other peers within a minute")
+    if verb == "trust" and (missing := TRUSTED_NEEDED - len(_bans(work_dir, run).trusted)) > 0:
+        print(f"others average as well until you trust {missing} more that can be dialled", file=sys.stderr)
     if verb == "ban" and tokens.get(peer):
         print(f"its token is '{tokens[peer]}': dd-datasetserver token remove {tokens[peer]} keeps it from coming back under another id", file=sys.stderr)
 
 
-def say(work_dir: Path, run: RunConfig, peer: str, *, banned: bool, reason: str = "", clock: Callable[[], float] = time.time) -> None:
+def say(
+    work_dir: Path, run: RunConfig, peer: str, *, banned: bool, trusted: bool = False, reason: str = "", clock: Callable[[], float] = time.time
+) -> None:
     """Put the word into the file. Raises UserError when there is no room for it or the disk does not take it."""
     bans = _bans(work_dir, run)
     known = {word.peer: word for word in bans.words}
     if peer not in known and len(known) >= MOST_BANS:
-        raise UserError(f"{MOST_BANS} peers are banned or were.", fix="Serve with --tokens, and remove those of who does harm.")
+        raise UserError(f"{MOST_BANS} peers are banned or trusted, or were.", fix="Serve with --tokens, and remove those of who does harm.")
     latest = known[peer].at if peer in known else 0
     reason = words(reason, MAX_REASON)
     word = sign_word(
-        HostKey(work_dir / work_folder.HOST_KEY, missing="refuse"), run, peer, banned=banned, reason=reason,
+        HostKey(work_dir / work_folder.HOST_KEY, missing="refuse"), run, peer, banned=banned, trusted=trusted, reason=reason,
         clock=lambda: max(clock(), (latest + 1) / 1000),  # a clock that was put back
     )  # fmt: skip
     bans.hear([word])
@@ -91,7 +103,8 @@ def _lines(samples: Counter[str], tokens: dict[str, str], bans: Bans) -> list[st
     lines = []
     for peer in peers:
         token, reason = tokens.get(peer, ""), bans.reason(peer)
-        lines.append(f"{peer} samples={samples[peer]}" + (f" token={token}" if token else "") + (f" BANNED: {reason}" if reason else ""))
+        says = f" BANNED: {reason}" if reason else " trusted" if peer in bans.trusted else ""
+        lines.append(f"{peer} samples={samples[peer]}" + (f" token={token}" if token else "") + says)
     return lines or ["no peer has come yet"]
 
 

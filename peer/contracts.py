@@ -24,7 +24,10 @@ from swarm.signing import KnownHosts
 Params = dict[str, nn.Parameter]
 
 Text = dict[str, Tensor]
-"""What a denoiser is told of B captions: tensors whose first dimension is B, under names that the family chooses."""
+"""What a denoiser is told of B captions: float32 tensors whose first dimension is B, under names that the family chooses.
+
+The second dimension may be as long as the longest caption needs: what of a text is shorter is padded with zeros, and a mask of the family says where.
+"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Model(Protocol):
         """What the denoiser is told of the captions: with a gradient where something in a text encoder is trained, cacheable where not."""
         ...
 
-    def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Any]:
         """What the pipeline is called with, in place of the prompts, so that it reads them as captions are read in training."""
         ...
 

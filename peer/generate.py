@@ -130,7 +130,7 @@ def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:
             images = pipeline(
                 **told(model, [prompt] * len(numbers), config.negative_prompt),
                 num_inference_steps=config.steps,
-                guidance_scale=model.facts.guidance if config.guidance is None else config.guidance,
+                **{model.facts.guided_by: model.facts.guidance if config.guidance is None else config.guidance},
                 height=config.size or None,
                 width=config.size or None,
                 generator=[torch.Generator().manual_seed(config.seed + number) for number in numbers],
@@ -148,7 +148,14 @@ def told(model: Any, prompts: Sequence[str], negative: str) -> dict[str, Any]:
         arguments |= {
             f"negative_{name}": value for name, value in model.prompt_arguments([negative] * len(prompts)).items() if name[:8] != "negative"
         }
-    return {name: value.to(model.pipeline.dtype) for name, value in arguments.items()}
+    return {name: _in(model.pipeline.dtype, value) for name, value in arguments.items()}
+
+
+def _in(dtype: Any, value: Any) -> Any:
+    """Numbers in `dtype`, in a tensor or in a list of them, as some pipelines take texts; masks as they are."""
+    if isinstance(value, list):
+        return [_in(dtype, each) for each in value]
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def slug(prompt: str) -> str:

@@ -58,7 +58,7 @@ def mixed(seed: int) -> Scenario:
     )
     if scenario.peers == 1:
         scenario = replace(scenario, min_peers=1)
-    special = random.Random(f"{seed} special").random()  # dice of its own: all other seeds play what they did before
+    special = random.Random(f"{seed} special").random()  # dice of its own, as "reducer" below: all other seeds play what they did before
     if special < _WITH_CHUNKS:
         short = {"peers": min(scenario.peers, 4), "hours": 0.03, "fault_seconds": 15.0, "wire": rng.choice(("int8", "int4"))}
         return replace(scenario, chunks=2, faults=WITH_CHUNKS, min_peers=1, **short)
@@ -73,7 +73,9 @@ def mixed(seed: int) -> Scenario:
     if kind < _WITH_AN_END + _WITH_RELIEF + _WITH_RARE:
         return replace(scenario, faults=(*scenario.faults, *RARE))
     if kind > 1 - _WITH_STRANGERS:
-        strangers = tuple(sorted(rng.sample(STRANGERS, rng.choice([1, 2, 4]))))
+        strangers = tuple(sorted(rng.sample([row for row in STRANGERS if row != "huge-norm"], rng.choice([1, 2, 4]))))
+        if random.Random(f"{seed} reducer").random() < 0.3:
+            strangers = (*strangers, "huge-norm")
         return replace(scenario, faults=WITH_STRANGERS, strangers=strangers, peers=max(scenario.peers, 3))
     return scenario
 

@@ -40,7 +40,7 @@ _RECENT_ROUNDS = 12
 """Behind the newest state a peer may be by so many: it fetches while the others go on."""
 STRANGERS = (
     "made-up-state", "one-more-sample", "burnt-number", "long-header", "drip-donor", "slot-hog", "nan", "absent", "silent", "stalling-leader",
-    "stalling-leaders", "invented-records", "record-flood", "false-copies", "wrong-tickets",
+    "stalling-leaders", "invented-records", "record-flood", "false-copies", "wrong-tickets", "huge-norm",
 )  # fmt: skip
 """Rows of `scripts/strangers` that are played here, too: simulation/strangers.py."""
 

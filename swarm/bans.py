@@ -1,6 +1,6 @@
-"""Whom the host keeps out of its run, and why: a union of words signed with the host's key.
+"""Whom the host keeps out of its run, and why, and whom it trusts to lead and reduce: a union of words signed with the host's key.
 
-For each peer the newest word counts, a ban or its end. So words can be repeated, come late and in any order, from anybody, and two machines
+For each peer the newest word counts: a ban, trust, or the end of either. So words can be repeated, come late and in any order, from anybody, and two machines
 that have the host's key agree as soon as each has heard the other's (docs/decisions/0016).
 """
 
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _CHECKS_PER_SECOND = 10.0
 """Signatures of words that we do not know; each takes 0.2 ms, and 512 records under a run's key may bring two each. What is passed over comes round."""
 _MOST_REFUSED = 4096
+TRUSTED_NEEDED = 3
+"""Where so many of a round's peers are trusted, nobody else averages. With two, one that is away would leave a single one to average everything."""
 _WORDS: TypeAdapter[tuple[BanWord, ...]] = TypeAdapter(tuple[BanWord, ...])
 
 
@@ -46,6 +48,7 @@ class Bans:
         self._run, self._host_key, self._path, self._rng = run, host_key or run.members_of, path, rng or random.Random()
         self._checks = Budget(_CHECKS_PER_SECOND, 2 * MOST_BANS, clock)
         self._newest: dict[str, BanWord] = {}
+        self._trusted: frozenset[str] = frozenset()
         self._refused: dict[BanWord, None] = {}
         """Words that are not the host's: one signature costs 0.2 ms, and a stranger can repeat it with every record."""
         self.version = 0
@@ -53,6 +56,11 @@ class Bans:
         self.hear(words)
         if path is not None:
             self.hear(read_words(path))
+
+    @property
+    def trusted(self) -> frozenset[str]:
+        """Those that the host trusts to lead and reduce (docs/decisions/0019); nobody in a run that is not for members."""
+        return self._trusted
 
     @property
     def words(self) -> tuple[BanWord, ...]:
@@ -79,10 +87,12 @@ class Bans:
             if self._is_news(word) and (self._checks.take() or not rumoured) and self._is_signed(word):
                 self._newest[word.peer] = word
                 self.version += 1
-                log.info("the host %s %s: %s", "bans" if word.banned else "lets in again", word.peer, word.reason or "no reason given")
+                log.info("the host %s %s%s", _does(word), word.peer, f": {word.reason}" if word.reason else "")
         while len(self._newest) > MOST_BANS:
-            del self._newest[min(self._newest.values(), key=lambda word: (word.banned, *_age(word))).peer]
+            del self._newest[min(self._newest.values(), key=lambda word: (word.banned or word.trusted, *_age(word))).peer]
         if self.version > before:
+            if self._run.members_of:  # all peers know whose word counts; else one that does not would wait to lead, and nobody would come
+                self._trusted = frozenset(word.peer for word in self._newest.values() if word.trusted and not word.banned)
             self._keep()
         return self.version > before
 
@@ -108,9 +118,18 @@ class Bans:
                 log.warning("the host's bans cannot be kept in %s: %s", self._path, error.strerror)
 
 
-def sign_word(key: HostKey, run: RunConfig, peer: str, *, banned: bool, reason: str = "", clock: Callable[[], float] = time.time) -> BanWord:
-    """The host's word that `peer` is banned from `run`, or no longer."""
-    word = BanWord(peer=peer, at=int(clock() * 1000), banned=banned, reason=reason, signature="")
+def sign_word(
+    key: HostKey,
+    run: RunConfig,
+    peer: str,
+    *,
+    banned: bool = False,
+    trusted: bool = False,
+    reason: str = "",
+    clock: Callable[[], float] = time.time,
+) -> BanWord:
+    """The host's word that `peer` is banned from `run`, or trusted in it, or neither any more."""
+    word = BanWord(peer=peer, at=int(clock() * 1000), banned=banned, trusted=trusted, reason=reason, signature="")
     return dataclasses.replace(word, signature=key.sign("ban", _digest(run, word)))
 
 
@@ -140,9 +159,14 @@ def write_words(path: Path, words: Iterable[BanWord]) -> None:
     files.replace(path, (json.dumps(said(words), indent=1) + "\n").encode())
 
 
+def _does(word: BanWord) -> str:
+    return "bans" if word.banned else "trusts" if word.trusted else "neither bans nor trusts"
+
+
 def _age(word: BanWord) -> tuple[int, str]:
     return word.at, word.signature  # of two words of one millisecond all take the same
 
 
 def _digest(run: RunConfig, word: BanWord) -> str:
-    return digest_json({"run": run.digest, "peer": word.peer, "at": word.at, "banned": word.banned, "reason": word.reason})
+    said = {"run": run.digest, "peer": word.peer, "at": word.at, "banned": word.banned, "reason": word.reason}
+    return digest_json({**said, "trusted": True} if word.trusted else said)  # bans of before there was trust are still signed

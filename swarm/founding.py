@@ -71,7 +71,7 @@ def check_model(run: RunConfig, source: Path) -> None:
 def resolution_multiple(family: str, source: Path) -> int:
     """What the sides of pictures must be multiples of, from the configs of a model's parts."""
     facts = families()[family]
-    vae = 2 ** (len(_config(source, "vae")["block_out_channels"]) - 1)
+    vae = facts.vae_factor(_config(source, "vae"))
     return vae * (facts.patch or 2 ** (len(_config(source, facts.denoiser)["block_out_channels"]) - 1))
 
 
@@ -147,6 +147,11 @@ def check_family(family: str, run: RunConfig) -> None:
         raise UserError(
             f"method is {run.method}, but {family} has no learned words: diffusers' {facts.pipeline} reads none.",
             fix=f"Use --method {' or '.join(name for name in methods() if takes(facts, name))}.",
+        )
+    if facts and run.train_text_encoder and not facts.trains_texts:
+        raise UserError(
+            f"train_text_encoder is True, but of {family} no text encoder is trained: {facts.reader} stays as it is.",
+            fix="Remove --train_text_encoder.",
         )
     for name, reason in refused(facts).items() if facts else ():
         if run.was_given(name):

@@ -25,7 +25,7 @@ MAX_SAMPLES_PER_SECOND = 1e6
 MAX_NAME, MAX_HARDWARE, MAX_NOTE, MAX_REASON = 32, 64, 160, 120
 """Characters of what a peer says of itself in words, and a host of a peer."""
 MOST_BANS, BANS_PER_RECORD = 256, 2
-"""Words of a host about peers, of up to 430 bytes: kept by everybody, and in one record beside its 1.6 kB. A host with more to keep out wants
+"""Words of a host about peers, of 330 bytes, and 700 at most: kept by everybody, and in one record beside its 1.6 kB. A host with more to keep out wants
 tokens."""
 JOINING, TRAIN, CATCHING_UP, AVERAGING, PAUSED, DONE = "joining", "train", "catching_up", "averaging", "paused", "done"
 ASSIST = "assist"
@@ -56,13 +56,14 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class BanWord:
-    """The host's word that a peer is banned, or no longer: see `swarm.bans`. at: UNIX milliseconds."""
+    """The host's word that a peer is banned, or trusted, or neither any more: see `swarm.bans`. at: UNIX milliseconds."""
 
     peer: Text
     at: Count
     banned: Annotated[bool, Field(strict=True)]
     reason: Annotated[_Line, Field(max_length=MAX_REASON)]
     signature: Annotated[_Line, Field(max_length=128)]
+    trusted: Annotated[bool, Field(strict=True)] = False
 
 
 @dataclass(frozen=True, kw_only=True)

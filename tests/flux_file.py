@@ -1,4 +1,4 @@
-"""A FLUX pipeline in one file under the original names: the transformer alone, as most are, or with text encoders and VAE, as ComfyUI's are."""
+"""A FLUX pipeline, or Chroma's transformer, in one file under the original names: the transformer alone, as most are, or with text encoders and VAE, as ComfyUI's are."""
 
 import inspect
 import re
@@ -46,7 +46,7 @@ _JOINED = {  # several of diffusers' layers are one there
 
 
 def transformer_tensors(transformer) -> dict[str, Tensor]:
-    """The transformer's tensors under the original names, without a prefix."""
+    """The transformer's tensors, FLUX's or Chroma's, under the original names, without a prefix."""
     ours, found = transformer.state_dict(), {}
     for name, tensor in ours.items():
         if match := re.fullmatch(r"(single_)?transformer_blocks\.(\d+)\.(.+)\.(weight|bias)", name):
@@ -58,6 +58,9 @@ def transformer_tensors(transformer) -> dict[str, Tensor]:
                 if layer == layers[0]:
                     parts = [ours[name.replace(f".{layer}.", f".{part}.")] for part in layers]
                     found[f"{block}.{joined}.{end}"] = torch.cat(parts)
+        elif name.startswith("distilled_guidance_layer."):
+            scale = re.sub(r"(norms\.\d+)\.weight", r"\1.scale", name)
+            found[scale.replace("linear_1", "in_layer").replace("linear_2", "out_layer")] = tensor
         else:
             layer, end = name.rsplit(".", 1)
             halves = tensor.chunk(2)
@@ -84,12 +87,13 @@ def write(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype = torch.flo
     return path
 
 
-def converter(width: int):
+def converter(width: int, family: str = "flux"):
     """diffusers' own reader of the transformer's names, which knows the real model's width only, for one of another width."""
     from diffusers.loaders import single_file_utils
 
-    source = inspect.getsource(single_file_utils.convert_flux_transformer_checkpoint_to_diffusers)
+    name = f"convert_{family}_transformer_checkpoint_to_diffusers"
+    source = inspect.getsource(getattr(single_file_utils, name))
     assert "inner_dim = 3072" in source
     names = dict(vars(single_file_utils))
     exec(source.replace("inner_dim = 3072", f"inner_dim = {width}"), names)
-    return names["convert_flux_transformer_checkpoint_to_diffusers"]
+    return names[name]

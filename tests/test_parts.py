@@ -136,6 +136,17 @@ def test_a_word_is_learned_only_where_diffusers_pipeline_reads_it():
         assert reads == family.learned_words == all((name, word) in TAKEN for word in words)
 
 
+@pytest.mark.parametrize("family", families())
+def test_text_encoders_are_trained_only_where_one_may_be(family):
+    values = {"family": family, "method": "full", "train_text_encoder": True}
+    for read in (build, lambda cls, said: cls.from_mapping(said, where="here")):
+        if families()[family].trains_texts:
+            check_founding(read(RunConfig, values))
+        else:
+            with pytest.raises(UserError, match=rf"^train_text_encoder is True, but of {family} no .*Remove --train_text_encoder\."):
+                check_founding(read(RunConfig, values))
+
+
 @pytest.mark.parametrize("name", [name for name, method in methods().items() if method.learns_words])
 def test_a_method_that_a_family_cannot_have_is_refused_where_the_run_is_founded_and_where_it_is_joined(name, monkeypatch):
     for family, facts in families().items():

@@ -155,7 +155,9 @@ def _of_texts(model: Model, run: RunConfig, dtype: torch.dtype | None) -> str:
     tokenizers = {facts.text_encoders[name].tokenizer for name in encoders}
     words = {name: sorted(getattr(model.pipeline, name).get_vocab().items()) for name in tokenizers}
     read = [getattr(run, name) for name in facts.text_options]
-    return digest_json(["texts", encoders, digest_json(words), read, str(dtype)])
+    # Language models are told captions in the form of a chat, which is the tokenizer's; CLIP and T5 have none, and keep the names that they had.
+    chats = [chat for name in sorted(tokenizers) if (chat := getattr(getattr(model.pipeline, name), "chat_template", None))]
+    return digest_json(["texts", encoders, digest_json(words), read, str(dtype), *chats])
 
 
 def _digest_weights(part: nn.Module) -> str:

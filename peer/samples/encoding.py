@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from peer.contracts import LatentBatch, Model, PixelBatch, Text
 from peer.samples.caches import Caches
@@ -71,7 +72,11 @@ class Encoder:
             for caption in fresh if self._caches.texts else ():
                 self._caches.texts.put(digest_bytes(caption.encode()), rows[caption])
         self._known.update(rows)
-        stacked = {name: torch.stack([rows[caption][name] for caption in captions]).to(self._lazy or device) for name in rows[captions[0]]}
+        # Texts of some families are as long as their captions: the shorter ones end in zeros, of which the family's mask says that they are nothing.
+        stacked = {
+            name: pad_sequence([rows[caption][name] for caption in captions], batch_first=True).to(self._lazy or device)
+            for name in rows[captions[0]]
+        }
         limit = max(_LEAST_CAPTIONS, _TEXT_CACHE_BYTES // sum(states.nbytes for states in rows[captions[0]].values()))
         while len(self._known) > limit:
             self._known.popitem(last=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from peer.sync.engine.codec import Part, Wire
 from peer.sync.engine.round.averaging import share_out
 from scripts.attacks.band import Band
-from scripts.attacks.wire import CALL, JOIN, KIND, REDUCE, Frames, Gone, Key, Record, Stranger, newest
+from scripts.attacks.wire import CALL, JOIN, KIND, REDUCE, Frames, Gone, Record, Stranger, newest
 from swarm.digest import digest_json
 
 _LOOK_SECONDS = 0.4
@@ -266,7 +266,7 @@ class Reducer:
         honest = list(await self.band.honest())
         wire = await learn_wire(self.band, scout, honest)
         shares = [sum(wire.parts[index].num_bytes for index in share) for share in share_out(wire.parts, len(honest) + 1)]
-        keys = [Key() for _ in range(_KEYS_DRAWN)]
+        keys = self.band.draw_keys(_KEYS_DRAWN)
         return await self.band.come_as(max(keys, key=lambda key: shares[sorted([*honest, key.peer_id]).index(key.peer_id)]))
 
     @staticmethod

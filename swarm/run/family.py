@@ -15,6 +15,11 @@ OPEN_CLIP = "open_clip"
 """Layouts of a CLIP text encoder's tensors in original checkpoints: OpenAI's and OpenCLIP's."""
 
 
+def _by_levels(config: Mapping[str, Any]) -> int:
+    """Of a VAE that halves its pictures between its levels."""
+    return 2 ** (len(config["block_out_channels"]) - 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextEncoder:
     """One of a pipeline's text encoders."""
@@ -24,7 +29,7 @@ class TextEncoder:
     trainable: bool
     """Whether a fine-tune may train it: CLIP; diffusers' scripts leave T5 (4.7 G parameters) as it is."""
     in_file: tuple[str, ...]
-    """How its tensors' names begin in single files."""
+    """How its tensors' names begin in single files; (): it is never taken from one."""
     optional: bool = False
     """Whether the pipeline draws without it, too: model_index.json then has null for it."""
     lora: tuple[str, ...] = ()
@@ -56,6 +61,8 @@ class Family:
     """Latents on a side of what the denoiser takes as one; 0: it halves the latents once for each of its levels but one."""
     text_encoders: Mapping[str, TextEncoder]
     """By the pipeline's names for them, in the order of the pipeline."""
+    vae_factor: Callable[[Mapping[str, Any]], int] = _by_levels
+    """How many pixels are a latent's side, by the VAE's config."""
     vae_in_file: tuple[str, ...] = ("first_stage_model.", "vae.")
     learned_words: bool
     """Whether diffusers' pipeline reads words that were learned: its class is a TextualInversionLoaderMixin."""
@@ -71,6 +78,8 @@ class Family:
     """Whether such a file needs empty tensors that say what is predicted."""
     text_options: tuple[str, ...] = ("clip_skip", "max_token_chunks", "max_sequence_length")
     """Options of the run on which the text encoders' answers depend. All families of 0.1 have these three in the names of what is cached."""
+    language_model: str = ""
+    """What reads captions in full, for people; '': CLIP or T5, as the options of the family say."""
     caption_tokens: int
     """Tokens of a caption that are read by default."""
     loss: str
@@ -83,6 +92,8 @@ class Family:
     """The Hub's."""
     guidance: float
     """How strongly prompts usually guide its drawing."""
+    guided_by: str = "guidance_scale"
+    """The argument of the pipeline's call that says it."""
     negative_prompts: bool
     ddim: bool
     """Whether pictures are drawn with DDIM; else with the pipeline's own scheduler."""
@@ -96,12 +107,17 @@ class Family:
     @property
     def reader(self) -> str:
         """What reads captions in full, for people."""
-        return next(READERS[section] for section in self.sections if section in READERS)
+        return self.language_model or next(READERS[section] for section in self.sections if section in READERS)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts that have weights, in the order of the model's digest."""
         return (self.denoiser, *self.text_encoders, "vae")
+
+    @property
+    def trains_texts(self) -> bool:
+        """Whether a fine-tune may train any of its text encoders."""
+        return any(encoder.trainable for encoder in self.text_encoders.values())
 
     @property
     def in_file(self) -> dict[str, tuple[str, ...]]:

@@ -25,9 +25,9 @@ class ClipText:
 
 @options
 class T5Text:
-    """Of families that read captions with a T5."""
+    """Of families that read captions in one piece, with a T5 or a language model."""
 
-    max_sequence_length: int = option(512, "Tokens of a caption that are read.", ge=1, section="captions read by T5")
+    max_sequence_length: int = option(512, "Tokens of a caption that are read.", ge=1, section="captions read by T5 or a language model")
 
 
 READERS = {ClipText: "CLIP", T5Text: "T5"}

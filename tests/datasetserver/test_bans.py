@@ -69,6 +69,33 @@ def test_who_came_with_a_token_could_come_back_with_it(work_dir, capsys):
     assert capsys.readouterr().out.splitlines()[1] == "QmBBBBBBanother samples=7 token=bob BANNED: no reason given"
 
 
+def test_whom_the_host_trusts_is_listed_and_a_banned_peer_is_not_trusted(work_dir, capsys, monkeypatch):
+    data = ["--work_dir", str(work_dir)]
+    assert cli(["trust", "QmAAAAAAonePeer", *data]) == 2
+    assert "Only in a run for members" in capsys.readouterr().err
+    run = RunConfig(model="x", members_of=HostKey(work_dir / "host.key").public)
+    ledger = bans._ledger(work_dir)
+    monkeypatch.setattr(bans, "_ledger", lambda folder: (run, *ledger[1:]))
+    assert cli(["trust", "QmAAAAAAonePeer", *data]) == 0
+    said = capsys.readouterr()
+    assert "QmAAAAAAonePeer is trusted to lead and to average" in said.out and "until you trust 2 more" in said.err
+    assert cli(["members", *data]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "QmAAAAAAonePeer samples=30 trusted"
+    assert cli(["ban", "QmAAAAAAonePeer", *data]) == 0 and not bans._bans(work_dir, run).trusted
+    capsys.readouterr()
+    for verb in ("trust", "distrust"):
+        assert cli([verb, "QmAAAAAAonePeer", *data]) == 2
+        assert "is banned: no reason given" in capsys.readouterr().err
+    assert bans._bans(work_dir, run).peers() == {"QmAAAAAAonePeer"}
+    assert cli(["unban", "QmAAAAAAonePeer", *data]) == 0
+    for peer in ("QmAAAAAAonePeer", "QmBBBBBBanother", "Qm" + "x" * 44):
+        capsys.readouterr()
+        assert cli(["trust", peer, *data]) == 0
+    assert "until" not in capsys.readouterr().err and len(bans._bans(work_dir, run).trusted) == 3
+    assert cli(["unban", "QmBBBBBBanother", *data]) == 0 and len(bans._bans(work_dir, run).trusted) == 3
+    assert cli(["distrust", "QmBBBBBBanother", *data]) == 0 and len(bans._bans(work_dir, run).trusted) == 2
+
+
 @pytest.mark.parametrize(
     ("peer", "says"),
     [("other", "No peer's id ends with 'other'"), ("nobody-at-all", "No peer's id ends"), ("r", "No peer's id ends with 'r'")],
@@ -103,7 +130,7 @@ def test_a_list_that_is_full_is_a_users_error(work_dir, monkeypatch):
         bans.say(work_dir, run, "peer7", banned=True)
 
 
-@pytest.mark.parametrize("command", [["ban", "QmBBBBBBanother"], ["unban", "QmBBBBBBanother"], ["members"]])
+@pytest.mark.parametrize("command", [["ban", "QmBBBBBBanother"], ["unban", "QmBBBBBBanother"], ["trust", "QmBBBBBBanother"], ["members"]])
 def test_where_the_hosts_key_is_lost_no_command_makes_another(work_dir, command, capsys):
     (work_dir / "host.key").unlink()
     assert cli([*command, "--work_dir", str(work_dir)]) == 2

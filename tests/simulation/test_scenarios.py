@@ -6,6 +6,7 @@ import pytest
 
 from peer import rooms
 from peer.sync.engine.failpoints import FAILPOINTS
+from scripts.attacks.rounds import Reducer
 from simulation.faults import Strike, parse_strikes
 from simulation.world import Scenario, World, play
 from swarm.bans import sign_word
@@ -172,3 +173,35 @@ def test_a_renewed_membership_comes_from_the_trainer_into_the_peers_record():
     assert_holds(world.play())
     shown = {peer: versions[-1].record.membership.until for peer, versions in world.records._versions.items()}
     assert len(shown) == 3 and shown == world.renewed
+
+
+class Trusting(World):
+    """From the begin on the host trusts the first three peers, and says so."""
+
+    def __init__(self, scenario):
+        super().__init__(scenario)
+        self.later(0.0, self.trust)
+
+    def trust(self):
+        key = self.server.dataset.key
+        self.server.bans.hear([sign_word(key, self.run, machine.peer, trusted=True, clock=self.loop.time) for machine in self.machines[:3]])
+
+
+def test_where_the_host_trusts_three_of_five_every_promise_holds_with_all_faults():
+    """They die, are cut off and come back, as the others do: whoever is there goes on without them."""
+    assert_holds(Trusting(Scenario(seed=1, peers=5, hours=0.1, members=True)).play())
+
+
+def test_a_reducer_that_lies_is_found_out_by_the_length_of_its_means(monkeypatch):
+    """In an open run, and without anybody whom the host trusts."""
+    reduced = []
+    take_part = Reducer._take_part
+
+    async def noting(self, guest):
+        await take_part(self, guest)
+        reduced.extend(part for parts, _ in list(self._shares.values())[-1:] for part in parts)
+
+    monkeypatch.setattr(Reducer, "_take_part", noting)
+    world = World(Scenario(seed=6, peers=3, hours=0.1, faults=(), strangers=("wrong-means",)))
+    assert_holds(world.play())
+    assert reduced and len(world.checks.commits) > 50

@@ -32,6 +32,29 @@ def test_in_whatever_order_words_come_the_newest_of_each_peer_counts(key):
         assert [each.at for each in held.words] in ([3000, 2000], [2000, 3000][::-1]) and not held.hear(order)
 
 
+def test_whom_the_host_trusts_the_newest_word_says_and_a_ban_ends_it(key):
+    run = dataclasses.replace(RUN, members_of=key.public)
+
+    def trust(peer, at):
+        return sign_word(key, run, peer, trusted=True, clock=lambda: at)
+
+    for order in itertools.permutations([trust("a", 1), word(key, "b", 1, run=run), trust("b", 2), trust("c", 3), word(key, "c", 4, run=run)]):
+        held = Bans(run, words=order)
+        assert held.trusted == {"a", "b"} and held.peers() == {"c"}
+    assert held.hear([word(key, "a", 5, banned=False, run=run)]) and held.trusted == {"b"}
+
+
+def test_in_a_run_that_is_not_for_members_nobody_is_trusted(key):
+    """Not every peer knows whose word would count."""
+    assert not Bans(RUN, key.public, [sign_word(key, RUN, "a", trusted=True)]).trusted
+
+
+def test_a_ban_cannot_be_made_trust_nor_trust_be_given_by_others(key, tmp_path):
+    run, stranger = dataclasses.replace(RUN, members_of=key.public), HostKey(tmp_path / "other.key")
+    held, ban = Bans(run), word(key, "a", 1, banned=False, run=run)
+    assert not held.hear([dataclasses.replace(ban, trusted=True), sign_word(stranger, run, "a", trusted=True)]) and not held.trusted
+
+
 def test_two_words_of_one_millisecond_are_one_for_all(key):
     one, other = word(key, "a", 1, reason="one"), word(key, "a", 1, banned=False)
     held = [Bans(RUN, key.public, order) for order in ([one, other], [other, one])]

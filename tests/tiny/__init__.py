@@ -34,18 +34,6 @@ ONE_OF_EACH = [*{family: name for name, family in reversed(FAMILIES.items())}.va
 """The first model of each family."""
 
 
-@torch.no_grad()
-def scale_latents(model) -> None:
-    """Give latents of random weights what real ones have: mean 0, variance 1, and a posterior that is hardly wider than its mean."""
-    last = model.quant_conv or model.encoder.conv_out
-    last.bias[len(last.bias) // 2 :] -= 10.0
-    pixels = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    latents = model.encode(pixels).latent_dist.mean
-    model.register_to_config(scaling_factor=float(1 / latents.std()))
-    if model.config.shift_factor is not None:
-        model.register_to_config(shift_factor=float(latents.mean()))
-
-
 def build_pipeline(channels: tuple[int, int] = (16, 32), seed: int = 0, prediction_type: str = "epsilon"):
     """StableDiffusionPipeline for 16x16 pictures: VAE factor 2, 8x8 latents; channels: the UNet's two levels."""
     with torch.random.fork_rng():
@@ -60,13 +48,15 @@ def build(family: str, seed: int = 0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         pipeline = MODELS[family].build()
-    scale_latents(pipeline.vae)
+    with torch.no_grad():
+        MODELS[family].scale(pipeline.vae)
     return pipeline
 
 
 def takes(family: str, method: str) -> bool:
-    """Whether a model of `build` can be trained by the method; more words may follow the method's."""
-    return founding.takes(families_of_runs()[FAMILIES[family]], method.split()[0])
+    """Whether a model of `build` can be trained by the method, which "with text encoder" may follow."""
+    facts = families_of_runs()[FAMILIES[family]]
+    return founding.takes(facts, method.split()[0]) and (facts.trains_texts or not method.endswith("with text encoder"))
 
 
 WORDY = [name for name in ONE_OF_EACH if takes(name, "textual_inversion")]

@@ -6,6 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from peer.contracts import Text
+from tests.tiny.parts import scale_latents
+
+
+def _scaled_back(pipeline: Any, latents: Tensor) -> Tensor:
+    config = pipeline.vae.config
+    return latents / config.scaling_factor + (config.shift_factor or 0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny:
@@ -13,8 +21,14 @@ class Tiny:
     """The module of peer/models that trains it."""
     build: Callable[[], Any]
     """Its pipeline, for 16x16 pictures; every text encoder has two layers, and knows WORDS."""
-    encode: Callable[[Any, Sequence[str]], tuple[Tensor, Tensor | None]]
-    """What the pipeline itself makes of captions: states, and pooled where it has such."""
+    encode: Callable[[Any, Sequence[str]], Text]
+    """What the pipeline itself makes of captions."""
+    scale: Callable[[Any], None] = scale_latents
+    """Gives its VAE's latents what real ones have: mean 0, variance 1, and a posterior that is hardly wider than its mean."""
+    framed: Callable[[Tensor], Tensor] = lambda pixels: pixels
+    """(B, 3, H, W) pixels as its VAE takes them."""
+    decoded: Callable[[Any, Tensor], Tensor] = _scaled_back
+    """What the pipeline makes of latents before its VAE decodes them."""
     keys: tuple[str, ...]
     """Names of tensors by which one file of the original layout is known."""
     run: Mapping[str, Any] = field(default_factory=dict)

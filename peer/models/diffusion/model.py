@@ -2,9 +2,10 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class DiffusionModel:
     """The parts of a pipeline on a device. A family adds its `facts`, `encode_text` and `loss`, and its constructor takes the run, too."""
 
     facts: Family
+    arguments: Mapping[str, str] = MappingProxyType({"states": "prompt_embeds", "pooled": "pooled_prompt_embeds"})
+    """What a text's tensors are called where the pipeline is called with them."""
 
     def __init__(self, pipeline: Any, device: torch.device | None):
         """device None: left on the CPU as the pipeline is, until `place`."""
@@ -37,7 +40,7 @@ class DiffusionModel:
         self.parts: dict[str, nn.Module] = {name: getattr(pipeline, name) for name in names if getattr(pipeline, name) is not None}
         self.vae = self.parts["vae"]
         self.denoiser = self.parts[self.facts.denoiser]
-        self.vae_factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        self.vae_factor = self.facts.vae_factor(self.vae.config)
 
     @classmethod
     def load(cls, source: Path, device: torch.device | None, run: RunConfig) -> "DiffusionModel":
@@ -57,13 +60,15 @@ class DiffusionModel:
         overflows in fp16 says so in its config, and stays as it is.
         """
         for name, part in self.parts.items():
-            if dtype is not None and name not in whole and not (name == "vae" and part.config.force_upcast):
+            if dtype is not None and name not in whole and not (name == "vae" and self._vae_overflows):
                 self._held[name] = dtype
+            others = [module for module in part.modules() if not isinstance(module, _CAST)]
+            exact = {id(tensor) for module in others for tensor in module.parameters(recurse=False)}  # a language model's words, also where it answers in them
             for module in part.modules():
                 held = self._held.get(name, torch.float32) if isinstance(module, _CAST) else torch.float32
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     if tensor.is_floating_point():
-                        tensor.data = tensor.data.to(held)
+                        tensor.data = tensor.data.to(torch.float32 if id(tensor) in exact else held)
         self.pipeline.to(device)
         self.device = device
 
@@ -79,25 +84,41 @@ class DiffusionModel:
 
     @torch.no_grad()
     def encode_pixels(self, pixels: Tensor) -> Tensor:
-        # SDXL's VAE overflows in fp16, as its config says.
-        half = torch.is_autocast_enabled(self.device.type) and not self.vae.config.force_upcast
+        half = torch.is_autocast_enabled(self.device.type) and not self._vae_overflows
         with torch.autocast(self.device.type, enabled=half):
-            posterior = self.vae.encode(pixels.to(self.device)).latent_dist
-        shift = self.vae.config.shift_factor or 0.0
-        return torch.cat([posterior.mean.float() - shift, posterior.std.float()], dim=1) * self.vae.config.scaling_factor
+            posterior = self.vae.encode(self.framed(pixels.to(self.device))).latent_dist
+        return torch.cat(self.scaled(posterior.mean.float(), posterior.std.float()), dim=1)
+
+    def framed(self, pixels: Tensor) -> Tensor:
+        """(B, 3, H, W) pixels as the VAE takes them."""
+        return pixels
+
+    def scaled(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """The VAE's mean and deviation as the denoiser takes latents, both (B, c, h, w): of mean 0 and variance 1 over many pictures."""
+        shift, factor = self.vae.config.shift_factor or 0.0, self.vae.config.scaling_factor
+        return (mean - shift) * factor, std * factor
+
+    @property
+    def _vae_overflows(self) -> bool:
+        """In fp16, as SDXL's config says of it; other VAEs' configs do not know the word."""
+        return bool(self.vae.config.get("force_upcast"))
 
     def encode_text(self, captions: Sequence[str]) -> Text:
         raise NotImplementedError
 
-    def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def prompt_arguments(self, prompts: Sequence[str]) -> dict[str, Any]:
         """What the pipeline is called with, in place of the prompts, so that it reads them, and nothing as the negative prompt, as captions are read in training."""
-        told = as_arguments(self.encode_text(prompts))
+        told = self._as_arguments(self.encode_text(prompts))
         if not self.facts.negative_prompts:
             return told
         empty = self.encode_text([""] * len(prompts))
         if self.pipeline.config.get("force_zeros_for_empty_prompt"):
             empty = {name: torch.zeros_like(states) for name, states in empty.items()}
-        return {**told, **as_arguments(empty, "negative_")}
+        return {**told, **self._as_arguments(empty, "negative_")}
+
+    def _as_arguments(self, text: Text, prefix: str = "") -> dict[str, Any]:
+        """A text as the pipeline is called with it; a family whose pipeline takes other things than tensors says so here."""
+        return {prefix + self.arguments[name]: states for name, states in text.items()}
 
     def unread(self) -> Sequence[nn.Module]:
         return ()
@@ -136,9 +157,3 @@ class DiffusionModel:
             else:
                 log.warning("The model's %s has changed where it was read from; it is written as it was held, in %s.", name, dtype)
         return found
-
-
-def as_arguments(text: Text, prefix: str = "") -> dict[str, Tensor]:
-    """A text's tensors under the names that all pipelines' calls have for them."""
-    names = {"states": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
-    return {prefix + names[name]: states for name, states in text.items()}

@@ -17,6 +17,8 @@ from swarm.run.family import Family
 
 _SCALED = re.compile(r"(^|\.)(scaled_fp8|scale_weight|weight_scale|absmax|quant_state\..*)$")
 """Names of what quantized weights are multiplied by: diffusers passes it over, and would train other weights."""
+_PREFIX = "model.diffusion_model."
+"""Of the denoiser's names in ComfyUI's files."""
 
 
 def load_pipeline(family: Family, source: Path, config: str = "", *, as_filed: bool = False) -> Any:
@@ -53,17 +55,22 @@ def _unused(family: Family) -> dict[str, Any]:
     return {**{name: None for name in UNUSED}, **family.unused}
 
 
-def _read_folder(kind: Any, family: Family, path: Path) -> Any:
-    """Of a folder that has its denoiser in fp16 only, that. Raises ValueError when the denoiser's files lack tensors: diffusers draws them anew."""
+def _read_folder(kind: Any, family: Family, path: Path, **given: Any) -> Any:
+    """Of a folder that has its denoiser in fp16 only, that. Raises ValueError when the denoiser's files lack tensors: diffusers draws them anew.
+
+    given: parts that are taken in place of the folder's own.
+    """
     files = [*(path / family.denoiser).glob("*.safetensors")]
     variant = _variant(files)
     dtypes = {part.name: _dtype_in(part, variant) for part in path.iterdir() if part.is_dir()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer diffusers call it dtype, older ones know that name only
-        unused = {**_unused(family), **_left_out(path, family)}
+        tokenizers = _tokenizers(path, family)
+        unused = {**_unused(family), **_left_out(path, family), **dict.fromkeys(tokenizers), **given}
         pipeline = kind.from_pretrained(path, local_files_only=True, use_safetensors=True, variant=variant, torch_dtype=dtypes, **unused)
+        pipeline.register_modules(**tokenizers)
     missing = sorted(getattr(pipeline, family.denoiser).state_dict().keys() - {name for file in files for name in read_header(file)})
-    if missing:
+    if missing and family.denoiser not in given:
         raise ValueError(f"its denoiser lacks {len(missing)} tensors, such as {missing[0]}")
     return pipeline
 
@@ -73,6 +80,16 @@ def _left_out(folder: Path, family: Family) -> dict[str, None]:
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     out = {name: encoder.tokenizer for name, encoder in family.text_encoders.items() if encoder.optional and not (index.get(name) or [None])[-1]}
     return dict.fromkeys([*out.keys(), *out.values()])
+
+
+def _tokenizers(folder: Path, family: Family) -> dict[str, Any]:
+    """The tokenizers of processors, which also read pictures: for that they need torchvision, and nobody asks it of them here."""
+    from transformers import AutoTokenizer
+
+    names = {encoder.tokenizer for encoder in family.text_encoders.values()}
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    processors = [name for name in names if str((index.get(name) or [None])[-1]).endswith("Processor")]
+    return {name: AutoTokenizer.from_pretrained(folder / name, local_files_only=True) for name in processors}
 
 
 def _variant(files: Collection[Path]) -> str | None:
@@ -102,7 +119,10 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
     where = _config_folder(config) if config else None
     without = _left_out(where, family) if where else {}
     beside = without | _parts_of(where, [name for name in lacking if name not in without]) if where else {}
-    pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **_unused(family), **beside)
+    if hasattr(kind, "from_single_file"):
+        pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **_unused(family), **beside)
+    else:
+        pipeline = _read_folder(kind, family, where, **beside, **{family.denoiser: _read_denoiser(family, path, where)})
     for name, part in pipeline.components.items():
         if hasattr(part, "tie_weights"):
             part.tie_weights()  # T5's embedding has two names, of which files have one
@@ -112,13 +132,26 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
     return pipeline
 
 
+def _read_denoiser(family: Family, path: Path, where: Path) -> Any:
+    """The denoiser in a file, under the original names or diffusers' own, with ComfyUI's prefix or without; its config is that of folder `where`."""
+    from safetensors.torch import load_file
+
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(path).items()}
+    return _class_in(where, family.denoiser).from_single_file(tensors, config=str(where), subfolder=family.denoiser)
+
+
+def _class_in(folder: Path, part: str) -> Any:
+    """The class that model_index.json has for a part."""
+    library, name = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))[part]
+    return getattr(import_module(library), name)
+
+
 def _begins(names: Collection[str], starts: tuple[str, ...]) -> bool:
     return any(name.startswith(starts) for name in names)
 
 
 def _parts_of(folder: Path, names: Collection[str]) -> dict[str, Any]:
     """These parts of the pipeline in `folder`. Raises UserError when the weights of one are not there."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     found = {}
     for name in names:
         files = [*(folder / name).glob("*.safetensors")]
@@ -127,9 +160,7 @@ def _parts_of(folder: Path, names: Collection[str]) -> dict[str, Any]:
                 f"The model's file holds no {name}, and {folder} has no weights of one.",
                 fix="Give a --model_config that is a whole diffusers folder of a like model, or its Hub id.",
             )
-        library, part = index[name]
-        read = getattr(import_module(library), part).from_pretrained
-        found[name] = read(folder, subfolder=name, local_files_only=True, use_safetensors=True, variant=_variant(files))
+        found[name] = _class_in(folder, name).from_pretrained(folder, subfolder=name, local_files_only=True, use_safetensors=True, variant=_variant(files))
     return found
 
 

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from peer.contracts import Text
 
 
 def tokenize(pipeline: Any, tokenizer: Any, captions: Sequence[str], chunks: int = 1) -> Tensor:
@@ -39,6 +42,25 @@ def t5_states(pipeline: Any, tokenizer: Any, encoder: Any, captions: Sequence[st
         return_tensors="pt",
     ).input_ids
     return encoder(ids.to(encoder.device))[0]
+
+
+def padded(states: Sequence[Tensor]) -> Text:
+    """{"states": (B, T, width), "mask": (B, T), 1 where a token is and 0 where none is, in the states' dtype} of B captions' (tokens, width)."""
+    told = {"states": list(states), "mask": [row.new_ones(len(row)) for row in states]}
+    return {name: pad_sequence(each, batch_first=True) for name, each in told.items()}
+
+
+def rows(text: Text) -> list[Tensor]:
+    """The states that `padded` put together, without what it padded."""
+    return [states[mask.bool()] for states, mask in zip(text["states"], text["mask"], strict=True)]
+
+
+def between_layers(encoder: Any, ids: Tensor, mask: Tensor, layers: Sequence[int]) -> Tensor:
+    """(B, T, layers * width): what a language model has after so many of its layers each, side by side. ids, mask: (B, T)."""
+    told = {"input_ids": ids.to(encoder.device), "attention_mask": mask.to(encoder.device)}
+    # Of the next tokens, which nobody reads, those after one place: all of them are 0.3 GB for each caption.
+    found = encoder(**told, output_hidden_states=True, use_cache=False, logits_to_keep=1).hidden_states
+    return torch.cat([found[layer] for layer in layers], dim=-1)
 
 
 def hidden_states(encoder: Any, ids: Tensor, layers_above: int) -> tuple[Tensor, Tensor]:

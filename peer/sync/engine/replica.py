@@ -106,7 +106,7 @@ class Replica:
         self.trainer = Trainer(line, self.state, strategy, node.peer_id, self.bell, clock, last_number)
         # Who is there.
         self.met = Met(store.folder / "met.json", run.digest)
-        company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id)
+        company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id, lambda: self.members.bans.trusted)
         self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.members)
         # Which state is right, and how a better one comes here.
         outer, streams = OuterStep(strategy, wire), Streams(node, upload, self.members)

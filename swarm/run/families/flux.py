@@ -13,7 +13,7 @@ class Options:
     guidance_scale: float = option(
         3.5,
         "What the transformer's guidance embedding is told; 1 for checkpoints that were not distilled.",
-        section="the family flux",
+        section="guidance that a transformer is told",
     )
 
 
@@ -21,7 +21,7 @@ FAMILY = Family(
     title="FLUX",
     since="0.1.0",
     pipeline="FluxPipeline",
-    is_in_file=lambda names: any(name.endswith("double_blocks.0.img_attn.norm.key_norm.scale") for name in names),
+    is_in_file=lambda names: any(name.endswith("double_blocks.0.img_mod.lin.weight") for name in names),
     denoiser="transformer",
     patch=2,  # a token is 2x2 latents
     text_encoders={

@@ -203,7 +203,7 @@ def test_a_runs_model_that_only_its_host_has_is_asked_of_the_host(monkeypatch):
 
 def test_a_flux_file_alone_is_told_what_it_needs(tmp_path):
     path = tmp_path / "flux.safetensors"
-    save_file({"double_blocks.0.img_attn.norm.key_norm.scale": torch.zeros(2)}, path)
+    save_file({"double_blocks.0.img_mod.lin.weight": torch.zeros(2)}, path)
     assert family_of(path) == "flux"
     with pytest.raises(
         UserError,
@@ -250,14 +250,14 @@ def test_a_flux_file_and_a_config_folder_that_both_lack_a_part_are_refused(tmp_p
 
 @pytest.mark.parametrize("name", ["scaled_fp8", "double_blocks.0.img_attn.qkv.scale_weight", "double_blocks.0.img_attn.qkv.weight.absmax"])
 def test_quantized_weights_are_refused(tiny_family, flux_file, name):
-    path = flux_file({"double_blocks.0.img_attn.norm.key_norm.scale": torch.zeros(2), name: torch.ones(1)})
+    path = flux_file({"double_blocks.0.img_mod.lin.weight": torch.zeros(2), name: torch.ones(1)})
     with pytest.raises(UserError, match=f"is quantized: its weights are to be multiplied by others .{name}"):
         flux.load(path, CPU, RunConfig(model_config=str(tiny_family("flux"))))
 
 
 def test_the_config_of_a_file_is_a_diffusers_folder(tmp_path):
     path = tmp_path / "flux.safetensors"
-    save_file({"double_blocks.0.img_attn.norm.key_norm.scale": torch.zeros(2)}, path)
+    save_file({"double_blocks.0.img_mod.lin.weight": torch.zeros(2)}, path)
     with pytest.raises(UserError, match=r"model_config is .* no diffusers folder"):
         flux.load(path, CPU, RunConfig(model_config=str(tmp_path)))
 

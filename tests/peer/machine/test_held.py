@@ -17,7 +17,8 @@ from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 BF16 = torch.bfloat16
 METHODS = {
     "full": {},
-    "lora": {"method": "lora", "rank": 2, "train_text_encoder": True},
+    "lora": {"method": "lora", "rank": 2},
+    "lora with text encoder": {"method": "lora", "rank": 2, "train_text_encoder": True},
     "textual_inversion": {"placeholder_token": "<dicoo>", "initializer_token": "toy"},
 }
 

@@ -156,7 +156,9 @@ def test_another_model_or_precision_finds_nothing_of_what_this_one_left(start, t
     assert changed[0] != latents and changed[1] == texts
     with torch.no_grad():
         next(trainer.model.parts["text_encoder"].parameters())[0] += 1
-    assert fingerprints(trainer, tmp_path)[1] != texts
+    other = fingerprints(trainer, tmp_path)[1]
+    trainer.model.pipeline.tokenizer.chat_template = "a language model is told captions in this form: {{ messages[0].content }}"
+    assert len({texts, other, fingerprints(trainer, tmp_path)[1]}) == 3
 
 
 def watched(trained, monkeypatch):

@@ -235,6 +235,7 @@ LIES = {
     "a negative one": (square_of(-1.0), "(-1.0)"),
     "a string": (square_of("1.0"), "no float (1.0)"),
     "a whole number": (square_of(10**15), "no float (1000000000000000)"),
+    "another mean's": (lambda header, mean: ({"square": header.square * 1.01}, mean), "told a wrong sum of squares"),
     "no sum of squares": (lambda header, mean: ({}, mean), "without square"),
     "a mean that is too short": (lambda header, mean: (header, mean[:-2]), "bytes instead of"),
     "an empty mean": (lambda header, mean: (header, b""), "sent 0 bytes instead of"),

@@ -4,18 +4,21 @@ import pytest
 
 from peer.sync.engine.net.messages import Answer, Call
 from peer.sync.engine.net.streams import PeerLost
+from peer.sync.engine.round.averaging import Averager
 from peer.sync.engine.round.calls import CALL
 from peer.sync.engine.state import Head
 from swarm.bans import Bans, sign_word
 from swarm.errors import ExitCode, UserError
-from swarm.members import Members
+from swarm.members import Members, sign_membership
 from swarm.signing import HostKey
 from tests.peer.sync.replicas import Peer, check_invariants, make_run
 from tests.peer.sync.swarm_tools import until
 
 
 async def swarm_of(nodes, count, run, key, **options) -> list[Peer]:
-    started = [Peer(nodes, await nodes.node(), run, members=Members(run, Bans(run, key.public, rng=nodes.rng)), **options) for _ in range(count)]
+    at = [await nodes.node() for _ in range(count)]
+    members = [Members(run, Bans(run, key.public, rng=nodes.rng), sign_membership(key, run, node.peer_id)) for node in at]
+    started = [Peer(nodes, node, run, members=each, **options) for node, each in zip(at, members, strict=True)]
     for peer in started:
         await peer.start(nodes)
     return started
@@ -59,6 +62,36 @@ def test_a_banned_peer_that_goes_on_all_the_same_is_answered_nothing_but_the_rea
         assert deaf.id not in {member.peer for member in honest.head.header.members}
         assert deaf.id not in {record.peer_id for record in honest.replica.neighbours.others()}
         check_invariants(honest, other)
+
+    virtual(scenario)
+
+
+def test_where_three_take_part_whom_the_host_trusts_nobody_else_averages(virtual, tmp_path, monkeypatch):
+    """One hears of it from the server, the others by its record."""
+    groups, average = [], Averager.average
+
+    async def noting(self, group, *options):
+        groups.append(group)
+        return await average(self, group, *options)
+
+    monkeypatch.setattr(Averager, "average", noting)
+
+    async def scenario(nodes):
+        key = HostKey(tmp_path / "host.key")
+        run = make_run(members_of=key.public)
+        *trusted, other = found = await swarm_of(nodes, 4, run, key)
+        named = {peer.id for peer in trusted}
+        other.replica.members.bans.hear([sign_word(key, run, peer, trusted=True) for peer in sorted(named)])
+        await until(lambda: all(peer.replica.members.bans.trusted == named for peer in found))
+        number = other.head.header.round + 1  # one may be on its way
+        await until(lambda: min(peer.head.header.round for peer in found) > number)
+        del groups[:]
+        await until(lambda: min(peer.head.header.round for peer in found) > number + 10)
+        full = [group for group in groups if named <= group.peers]
+        assert len(full) > 10 and all(set(group.reducers) == named for group in full)
+        assert any(other.id in group.peers for group in full) and all(group.leader in named for group in full)
+        assert not any(peer.replica.rounds.company.offences(another.id) for peer in found for another in found), "some heard of it before others"
+        check_invariants(*found)
 
     virtual(scenario)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.codec import PART_ELEMENTS, Wire
+from peer.sync.engine.codec import PART_ELEMENTS, Wire, rough_square, square_norm
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.averaging import Averager, RoundFailed
-from peer.sync.engine.round.clipping import Clipping, StatedNorms
+from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.trainer.trainer import Contribution
 from swarm.tasks import end_tasks
@@ -67,6 +67,58 @@ def test_who_sends_more_than_it_stated_is_named_and_rounding_names_nobody():
     assert set(caught.value.culprits) == {"peer1"}
 
 
+@pytest.mark.parametrize(
+    ("samples", "norms", "longest"),
+    [
+        ((8, 8), (3.0, 3.0), 3.0),
+        ((10, 30), (1.0, 3.0), 2.5),  # a quarter of the one, three quarters of the other
+        ((8, 8, 8), (1.0, 1.0, 1e9), 3.5 / 3),  # the third counts as 1.5
+        ((8, 8), (0.0, 0.0), 0.0),
+    ],
+)
+def test_a_mean_is_at_most_as_long_as_the_clipped_contributions_in_a_line(samples, norms, longest):
+    assert Clipping(1.5).longest_mean(members(*samples), norms) == pytest.approx(longest, rel=1e-12)
+
+
+def test_without_norms_a_mean_may_have_any_length():
+    assert UNCLIPPED.longest_mean(members(8, 8), (0.0, 0.0)) == Clipping(1.5).longest_mean(members(8, 8), ()) == math.inf
+    ReceivedMeans(math.inf).add("peer0", 1e300, 1e300)
+
+
+def test_a_reducer_is_held_to_its_own_sums_and_to_the_longest_mean():
+    received = ReceivedMeans(5.0)
+    received.add("peer0", 64.0, 64.0 * (1 + 1e-4))
+    received.add("peer0", 36.0, 36.0)
+    received.add("peer1", 99.0, 99.0)
+    for reducer, told, square, reason in (("peer0", 0.2, 0.2, "longer than any"), ("peer1", 1e300, 0.5, "wrong sum"), ("peer1", 0.0, 0.5, "wrong sum")):
+        with pytest.raises(PeerLost, match=f"{reducer} .*{reason}") as caught:
+            received.add(reducer, told, square)
+        assert set(caught.value.culprits) == {reducer}
+
+
+HARDEST = {
+    "fp32": (lambda n: torch.randn(n, generator=torch.Generator().manual_seed(1)), 1.0, 0.999),
+    # A little more than half of the smallest number that fp16 has: rounded up to it.
+    "fp16": (lambda n: torch.full((n,), 2.0**-24), 0.0, 1.99),
+    # One large value among small ones that are rounded up to its scale.
+    "int8": (lambda n: (torch.arange(n) % 128 == 0) * 126.495 + 0.505, 1.0, 1.002),
+    "int4": (lambda n: (torch.arange(n) % 64 == 0) * 6.495 + 0.505, 1.0, 1.25),
+}
+"""Values; how much of them a second member brings as well; how much longer the mean of the two is once it is encoded, at least."""
+
+
+@pytest.mark.parametrize("codec", HARDEST)
+def test_no_codec_takes_an_honest_mean_for_too_long(codec):
+    """Not even of contributions in one direction, of values that are hardest for it."""
+    values_of, share, ratio = HARDEST[codec]
+    part, values, found = Wire(codec, PART_ELEMENTS).parts[0], values_of(PART_ELEMENTS), members(5001, 4999)
+    encoded = part.encode(values * 0.5001 + values * share * 0.4999)
+    square, norm = square_norm(part.decode(encoded)), float(values.norm())
+    longest = Clipping(20.0).longest_mean(found, (norm, norm * share))
+    assert math.sqrt(square) / longest >= ratio
+    ReceivedMeans(longest).add("peer0", square, rough_square(part.decode(encoded)))
+
+
 def group_with_norms(found, samples, norms):
     of = tuple(Member(peer.id, 1, count) for peer, count in zip(found, samples, strict=True))
     return Group("p", of, tuple(peer.id for peer in found), "x", tuple(norms))
@@ -77,8 +129,8 @@ class ClippingAverager(Averager):
         super().__init__(peer_id, streams, wire, Clipping(1.5))
 
 
-async def clipping_peers(nodes, count, wire):
-    found = [AveragingPeer(await nodes.node(), wire, ClippingAverager) for _ in range(count)]
+async def clipping_peers(nodes, count, wire, last=ClippingAverager):
+    found = [AveragingPeer(await nodes.node(), wire, ClippingAverager if index < count - 1 else last) for index in range(count)]
     for peer in found:
         await peer.averager.start()
     return sorted(found, key=lambda peer: peer.id)
@@ -114,6 +166,49 @@ def test_a_member_that_states_less_than_it_sends_fails_the_round_and_is_named(vi
         assert all(isinstance(result, RoundFailed) for result in results), results
         assert any(result.culprits == {liar.id} for result in results[:2])
         assert all(result.culprits <= {liar.id} for result in results[:2])
+
+    virtual(scenario)
+
+
+class LongMeans(ClippingAverager):
+    """A reducer that gives everybody a mean of `times` the right length, and tells its sum of squares rightly."""
+
+    times = 3.0
+
+    async def _serve(self, channel):
+        honest = channel.send
+
+        async def send(header, payload, *, seconds):
+            longer = torch.frombuffer(bytearray(payload), dtype=torch.float16) * self.times
+            told = {"square": square_norm(longer.float())}
+            await honest(told, memoryview(longer.numpy().view("uint8")), seconds=seconds)
+
+        channel.send = send
+        await super()._serve(channel)
+
+
+@pytest.mark.parametrize("times", [1.5, 3.0])
+def test_a_reducer_whose_mean_is_longer_than_the_contributions_fails_the_round_and_is_named(virtual, seed, times):
+    """Up to twice as long passes: no codec makes a mean longer than that, and the peers cannot tell whose rounding it is."""
+
+    async def scenario(nodes):
+        wire = Wire("fp16", 9 * PART_ELEMENTS)
+        found = await clipping_peers(nodes, 3, wire, last=LongMeans)
+        (liar,) = (peer for peer in found if isinstance(peer.averager, LongMeans))
+        liar.averager.times = times
+        same = contributions(wire, 1, seed)[0]
+        # All of one direction, and all of it in the liar's share: a mean as long as can be.
+        shares = same.view(torch.float16).view(3, -1)
+        shares[[index for index, peer in enumerate(found) if peer is not liar]] = 0
+        group = group_with_norms(found, [8, 8, 8], [wire.norm(same)] * 3)
+        results = await outcomes(found, group, [same] * 3)
+        honest = [result for peer, result in zip(found, results, strict=True) if peer is not liar]
+        if times < 2:
+            assert not any(isinstance(result, RoundFailed) for result in honest), results
+            return
+        assert all(isinstance(result, RoundFailed) for result in honest), results
+        assert any(result.culprits == {liar.id} and "longer than any" in str(result) for result in honest), results
+        assert all(result.culprits <= {liar.id} for result in honest), results
 
     virtual(scenario)
 

@@ -15,9 +15,9 @@ FRIENDS = ("ann", "bob", "cleo")
 class Swarm:
     """The company of a peer that has met FRIENDS; `passes` rounds and seconds."""
 
-    def __init__(self, met=FRIENDS):
+    def __init__(self, met=FRIENDS, trusted=()):
         self.round, self.clock = 0, Clock()
-        self.company = Company(frozenset(met), lambda: self.round, self.clock, "us")
+        self.company = Company(frozenset(met), lambda: self.round, self.clock, "us", lambda: frozenset(trusted))
 
     def passes(self, rounds: int = 0, seconds: float = 0.0) -> None:
         self.round += rounds
@@ -182,6 +182,27 @@ def test_no_group_holds_two_of_whom_one_leaves_the_other_out(seed):
         out = company.at_odds(str(number), {name: set(whom) - {"us"} for name, whom in without.items()}, "us")
         left = set(names) - out
         assert "us" in left and not any(other in without[one] for one in left for other in left - {one, "us"})
+
+
+@pytest.mark.parametrize("parent", "abcdefgh")
+def test_of_two_at_odds_one_whom_the_host_trusts_stays(parent):
+    company = Swarm(trusted=["ann", "cleo"]).company
+    assert company.at_odds(parent, {"ann": {"bob"}, "bob": {"cleo", "ann"}, "cleo": ()}, "us") == {"bob"}
+    assert company.at_odds(parent, {"ann": {"cleo"}, "bob": (), "cleo": ()}, "us") < {"ann", "cleo"}
+
+
+def test_the_word_of_one_whom_the_host_trusts_is_believed_of_one_whom_it_does_not():
+    """Else who stalls twice within ten minutes would take a reducer out with it."""
+    swarm = Swarm(trusted=["ann", "cleo"])
+    assert swarm.company.told("ann", ["bob"]) and swarm.company.left_out("bob") and not swarm.company.left_out("ann")
+    swarm = Swarm(trusted=["ann", "cleo"])
+    swarm.company.told("bob", ["ann"])
+    assert not swarm.company.left_out("ann")
+
+
+def test_whom_the_host_trusts_is_no_stranger():
+    company = Swarm(trusted=["dora"]).company
+    assert not company.is_stranger("dora") and company.is_stranger("eve")
 
 
 def test_of_two_at_odds_a_stranger_goes_then_whoever_has_most_quarrels_then_each_in_turn():

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from peer.contracts import Member
 from peer.sync.engine import failpoints
 from peer.sync.engine.net.messages import MAX_WAIT_SECONDS, Answer, BadMessage, Onward, read
-from peer.sync.engine.net.streams import Broken, Channel, PeerLost, Streams
+from peer.sync.engine.net.streams import Broken, Channel, PeerLost, Refused, Streams
 from peer.sync.engine.round import arrivals, calls, following, leading
 from peer.sync.engine.round.calls import CALL
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import NoGroup, Seen, Standing, rank
+from peer.sync.engine.round.groups import Group, NoGroup, Seen, Standing, group_of, rank
 from peer.sync.engine.round.leading import JOIN
 from peer.sync.engine.round.matchmaking import Matchmaker
 from peer.sync.engine.state import Head, better
@@ -30,15 +31,16 @@ class Peer:
     def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None, met=()):
         self.node, self.id, self.called, self.answered = node, node.peer_id, 0, []
         self.digest, self.has_samples, self.included = digest, has_samples, included or {}
-        self.ready_seconds, self.samples, self.busy, self.fetches = 0.0, 0, False, False
+        self.ready_seconds, self.samples, self.busy, self.fetches, self.trusted = 0.0, 0, False, False, frozenset()
+        self.has_roles = False
         self.streams = Streams(node)
         self.met = set(met)
-        self.company = Company(self.met, me=self.id)
+        self.company = Company(self.met, me=self.id, trusted=lambda: self.trusted)
         self.matchmaker = Matchmaker(self.id, self.streams, self.standing, self.heard, 100, leads=reduces, company=self.company)
         self.reduces = reduces
 
     def standing(self, peer) -> Standing:
-        return Standing(Head(self.digest, self.samples), self.has_samples, self.ready_seconds, self.included, self.busy)
+        return Standing(Head(self.digest, self.samples), self.has_samples, self.ready_seconds, self.included, self.busy, self.trusted, self.has_roles)
 
     def heard(self, peer: str, head: Head, ready: bool) -> bool:
         self.called += ready
@@ -449,6 +451,118 @@ def test_whose_work_is_in_the_state_leads_before_whose_is_not(virtual):
             peer.included = {trio[2].id: 0}
         formed = await asyncio.gather(*(peer.form(trio) for peer in trio))
         assert len({group.id for group in formed}) == 1 and {group.leader for group in formed} == {trio[2].id}
+
+    virtual(scenario)
+
+
+def trust(those, named):
+    for peer in those:
+        peer.trusted = frozenset(other.id for other in named)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_whom_the_host_trusts_leads_and_where_there_are_fewer_than_three_all_reduce(virtual, count):
+    async def scenario(nodes):
+        found = await peers(nodes, 4)
+        trust(found, found[4 - count :])
+        for peer in found:
+            peer.included = {found[0].id: 0}
+        formed = await asyncio.gather(*(peer.form(found) for peer in found))
+        assert len({group.id for group in formed}) == 1 and {group.leader for group in formed} == {found[4 - count].id}
+        assert set(formed[0].reducers) == {peer.id for peer in found}
+
+    virtual(scenario)
+
+
+def test_of_three_whom_the_host_trusts_one_leads_and_nobody_else_reduces(virtual):
+    async def scenario(nodes):
+        found = await peers(nodes, 5)
+        trust(found, found[2:])
+        formed = await asyncio.gather(*(peer.form(found) for peer in found))
+        assert len({group.id for group in formed}) == 1 and {group.leader for group in formed} == {found[2].id}
+        assert set(formed[0].reducers) == {peer.id for peer in found[2:]} and len(formed[0].members) == 5
+
+    virtual(scenario)
+
+
+def test_a_helper_is_not_needed_where_three_reduce_whom_the_host_trusts_and_hears_so(virtual):
+    async def scenario(nodes):
+        *found, helper = await peers(nodes, 4)
+        trust([*found, helper], found)
+        expected = {peer.id: True for peer in found}
+        assists = helper.matchmaker.form(replace(ticket(helper.id), member=Member(helper.id, 0, 0)), expected)
+        *formed, refused = await asyncio.gather(*(peer.form([*found, helper]) for peer in found), assists, return_exceptions=True)
+        assert len({group.id for group in formed}) == 1 and helper.id not in formed[0].peers
+        assert isinstance(refused, NoGroup) and not refused.culprits
+
+    virtual(scenario)
+
+
+@pytest.mark.parametrize(
+    ("reducers", "trusted", "taken"),
+    [
+        ("abcd", "bcd", False),
+        ("abcd", "cd", True),
+        ("bcd", "bcd", True),
+        ("abcd", "abc", True),  # it leads, is trusted, and may know of one more than we
+    ],
+)
+def test_in_a_group_led_by_one_whom_the_host_does_not_trust_nobody_else_reduces_than_those_that_it_trusts(reducers, trusted, taken):
+    """The leader may not have heard yet: nobody is blamed."""
+    said = Group("p", tuple(Member(peer, 1, 8) for peer in "abcd"), tuple(reducers), "x", (0.0,) * 4).announcement()
+    standing = Standing(Head("p", 0), has_samples=True, ready_seconds=0.0, trusted=frozenset(trusted))
+    if taken:
+        assert group_of(said, ticket("b", reduces=True), reducers[0], standing, 100).reducers == tuple(reducers)
+        return
+    with pytest.raises(Refused, match="lets others reduce than those that the host trusts") as caught:
+        group_of(said, ticket("b"), reducers[0], standing, 100)
+    assert not caught.value.culprits
+
+
+def test_who_hears_while_it_leads_that_the_host_trusts_three_of_those_who_came_leads_nobody(virtual):
+    async def scenario(nodes):
+        leader, *others, slow = found = await peers(nodes, 5)
+        slow.ready_seconds = 1.0
+        attempts = [asyncio.create_task(peer.form(found)) for peer in (leader, *others)]
+        await asyncio.sleep(0.8)
+        trust([leader], others)
+        attempts.append(asyncio.create_task(slow.form(found)))
+        results = await asyncio.gather(*attempts, return_exceptions=True)
+        assert "one of them leads" in str(results[0]) and not results[0].culprits
+        assert len({group.id for group in results[1:]}) == 1 and leader.id not in results[1].peers, results
+
+    virtual(scenario)
+
+
+def test_one_that_is_sent_on_to_one_that_ranks_behind_blames_nobody_where_the_host_may_trust_some(virtual):
+    """One of the two may have heard more of that than the other."""
+
+    async def scenario(nodes):
+        first, second, third = await peers(nodes, 3)
+        following = third.matchmaker._following
+        with pytest.raises(PeerLost) as caught:
+            following._onward(first.id, second.id, ticket(third.id))
+        assert not isinstance(caught.value, Refused) and set(caught.value.culprits) == {first.id}
+        third.has_roles = True
+        with pytest.raises(Refused, match="does not rank before it"):
+            following._onward(first.id, second.id, ticket(third.id))
+        third.trusted = frozenset([second.id])
+        assert following._onward(first.id, second.id, ticket(third.id)) == second.id
+
+    virtual(scenario)
+
+
+def test_a_member_that_leaves_out_one_whom_the_host_trusts_loses_its_own_place(virtual):
+    """Else two that the host trusts were left, and it would reduce."""
+
+    async def scenario(nodes):
+        for named in range(1, 4):
+            *trusted, liar = found = await peers(nodes, 4)
+            trust(found, trusted)
+            liar.company.blame([trusted[named % 3].id])
+            formed = await asyncio.gather(*(peer.form(found) for peer in found), return_exceptions=True)
+            groups = [outcome for outcome in formed if isinstance(outcome, Group)]
+            assert groups and all(set(group.reducers) == {peer.id for peer in trusted} for group in groups), formed
 
     virtual(scenario)
 

@@ -19,7 +19,7 @@ def _flux():
 
 def _encode(pipeline, captions):
     states, pooled, _ = pipeline.encode_prompt(list(captions), None, pipeline.device, max_sequence_length=32)
-    return states, pooled
+    return {"states": states, "pooled": pooled}
 
 
 _CLIP = {"clip_skip": 1, "max_token_chunks": 2}
@@ -36,7 +36,7 @@ MODELS = {
         family="flux",
         build=_flux,
         encode=_encode,
-        keys=("double_blocks.0.img_attn.norm.key_norm.scale", "img_in.weight"),
+        keys=("double_blocks.0.img_mod.lin.weight", "img_in.weight"),
         run={"max_sequence_length": 32},
         drawing={"max_sequence_length": 32},
         hearing={"weighting_scheme": "logit_normal", "logit_mean": 3.0},

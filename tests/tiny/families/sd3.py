@@ -24,7 +24,7 @@ def _sd3():
 def _encode(pipeline, captions):
     captions = list(captions)
     states, _, pooled, _ = pipeline.encode_prompt(captions, captions, captions, do_classifier_free_guidance=False, max_sequence_length=32)
-    return states, pooled
+    return {"states": states, "pooled": pooled}
 
 
 MODELS = {

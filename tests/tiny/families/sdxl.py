@@ -20,7 +20,7 @@ def _sdxl():
 
 def _encode(pipeline, captions):
     states, _, pooled, _ = pipeline.encode_prompt(list(captions), device=pipeline.device, do_classifier_free_guidance=False)
-    return states, pooled
+    return {"states": states, "pooled": pooled}
 
 
 MODELS = {

@@ -27,7 +27,7 @@ def _sd2v():
 
 
 def _encode(pipeline, captions):
-    return pipeline.encode_prompt(list(captions), pipeline.device, 1, False)[0], None
+    return {"states": pipeline.encode_prompt(list(captions), pipeline.device, 1, False)[0]}
 
 
 _KEYS = ("model.diffusion_model.input_blocks.0.0.weight", "cond_stage_model.transformer.text_model.final_layer_norm.weight")

@@ -9,7 +9,9 @@ more than one part.
 
 import asyncio
 import contextlib
+import functools
 import logging
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +22,7 @@ from peer.sync.engine import failpoints
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, rough_square, square_norm
 from peer.sync.engine.net.messages import M, MeanPart, Nothing, Share
 from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
-from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, StatedNorms
+from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.vectors import Reused
 from swarm.tasks import end_tasks, within
@@ -126,7 +128,8 @@ class Averager:
         assert (mine is not None) == any(member.peer == self._peer_id for member in group.members)
         clock = asyncio.get_running_loop().time
         began = clock()
-        run = _Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts), strangers or Strangers())
+        received = ReceivedMeans(self._clipping.longest_mean(group.members, group.norms))
+        run = _Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts), strangers or Strangers(), received)
         shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
         own, reduction, failure = shares.pop(self._peer_id, []), None, PeerLost("it left")
         run.missing = {reducer: len(share) for reducer, share in shares.items() if share}
@@ -226,9 +229,8 @@ class Averager:
         async def receive() -> None:
             for index in share:
                 room = parts[index].bytes_of(run.result)
-                mean_part = await _receive(channel, MeanPart, parts[index], room, COME_SECONDS + patience)
-                run.squares[index] = mean_part.square
-                run.got_mean(channel.peer)
+                told = await _receive(channel, MeanPart, parts[index], room, COME_SECONDS + patience)
+                run.got_mean(channel.peer, index, parts[index], told.square)
 
         tasks = []
         try:
@@ -251,7 +253,7 @@ class Averager:
             room = torch.empty(PARTS_OF_A_SENDER, max(part.num_bytes for part in reduction.parts), dtype=torch.uint8)
             for index, part in enumerate(reduction.parts if channel.peer in reduction.senders else ()):
                 data = room[index % len(room)][: part.num_bytes]
-                await _receive(channel, Nothing, part, data, PART_SECONDS, whole=False)  # decoding it checks its values
+                await _receive(channel, Nothing, part, data, PART_SECONDS)
                 reduction.add(channel.peer, index, data)
                 if index >= _WINDOW:
                     await reduction.mean(index - _WINDOW)
@@ -294,13 +296,23 @@ class _Run:
     squares: list[float]
     """Of each part of the mean."""
     strangers: Strangers = field(default_factory=Strangers)
+    received: ReceivedMeans = field(default_factory=lambda: ReceivedMeans(math.inf))
     missing: dict[str, int] = field(default_factory=dict)
     """Reducer -> how many means it still owes us."""
     last_mean: dict[str, float] = field(default_factory=dict)
     """Reducer -> when it gave us its last one, by the loop's clock."""
     traffic: Traffic = field(default_factory=Traffic)
 
-    def got_mean(self, reducer: str) -> None:
+    @functools.cached_property
+    def _scratch(self) -> Tensor:
+        """Kept for all means: fresh memory for each would be page faults."""
+        return torch.empty(PART_ELEMENTS)
+
+    def got_mean(self, reducer: str, index: int, part: Part, told: float) -> None:
+        """One part of the mean is in `result`. told: its sum of squares, as its reducer says. Raises PeerLost."""
+        values = _decode(reducer, part, part.bytes_of(self.result), self._scratch)
+        self.received.add(reducer, told, rough_square(values))
+        self.squares[index] = told
         self.last_mean[reducer] = asyncio.get_running_loop().time()
         self.missing[reducer] -= 1
         if not self.missing[reducer]:
@@ -398,11 +410,7 @@ class _Reduction:
         part = self.parts[index]
         total, values = self._scratch[:, : part.end - part.start]
         for count, peer in enumerate(sorted(self.senders)):
-            into = values if count else total
-            try:
-                part.decode(self._received[index][peer], into)
-            except ValueError as error:
-                raise PeerLost(f"{peer[-6:]} sent {error}", [peer]) from None
+            into = _decode(peer, part, self._received[index][peer], values if count else total)
             if self._stated is not None:
                 self._stated.spend(peer, rough_square(into))
             into.mul_(self._weights[peer])
@@ -457,11 +465,19 @@ def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:
     return shares
 
 
-async def _receive(channel: Channel, kind: type[M], part: Part, room: Tensor, seconds: float, *, whole: bool = True) -> M:
-    """One encoded part into `room`, its length checked, and its values if `whole`; the message that came with it. Raises PeerLost."""
+def _decode(sender: str, part: Part, data: Tensor, room: Tensor) -> Tensor:
+    """What `sender` sent, at the beginning of `room`. Raises PeerLost, which names it, for values that are not finite."""
+    try:
+        return part.decode(data, room[: part.end - part.start])
+    except ValueError as error:
+        raise PeerLost(f"{sender[-6:]} sent {error}", [sender]) from None
+
+
+async def _receive(channel: Channel, kind: type[M], part: Part, room: Tensor, seconds: float) -> M:
+    """One encoded part into `room`, of the right length; decoding it checks its values. The message that came with it. Raises PeerLost."""
     message, count = await channel.receive_into(kind, memoryview(room.numpy()), seconds=seconds)
     try:
-        (part.check if whole else part.check_length)(room[:count])
+        part.check_length(room[:count])
     except ValueError as error:
         raise PeerLost(f"{channel.peer[-6:]} sent {error}") from None
     return message

@@ -1,6 +1,9 @@
-"""How much of each member's contribution a round takes: up to a multiple of the members' median norm. All state their norms."""
+"""How much of each member's contribution a round takes: up to a multiple of the members' median norm. All state their norms, and from
+these follows how long a mean can be."""
 
+import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +11,9 @@ from peer.contracts import Member
 from peer.sync.engine.net.streams import PeerLost
 
 _ROUNDING, _TINY = 1 + 1e-3, 1e-30
-"""Sums of squares in float32 differ between CPUs by 1e-4 at most, and by whatever is too small for them."""
+"""Sums of squares in float32 are off by 2.4e-4 at most (measured: 262,144 equal values), and by whatever is too small for them."""
+_CODED = 2.0
+"""A mean is encoded once more. No codec makes it longer than this: fp16 rounds what it can hardly express up to its double; int4 adds 0.58."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,13 @@ class Clipping:
         limit = self.times * statistics.median_low([norm / size for norm, size in zip(norms, sizes, strict=True) if norm])
         return [min(1.0, limit * size / norm) if norm else 1.0 for norm, size in zip(norms, sizes, strict=True)]
 
+    def longest_mean(self, members: Sequence[Member], norms: Sequence[float]) -> float:
+        """The norm of the members' weighted mean, if all contributions pointed the same way; infinity where no norms are stated."""
+        if not self.times or not norms:
+            return math.inf
+        factors, samples = self.factors(members, norms), sum(member.samples for member in members)
+        return math.fsum(m.samples / samples * factor * norm for m, factor, norm in zip(members, factors, norms, strict=True))
+
 
 UNCLIPPED = Clipping()
 
@@ -51,3 +63,22 @@ class StatedNorms:
         self._left[peer] -= square
         if self._left[peer] < 0:
             raise PeerLost(f"{peer[-6:]} sent more than the norm that it stated", [peer])
+
+
+class ReceivedMeans:
+    """Holds each reducer to the sums of squares that it tells with its means, and all of them to the longest mean that there can be.
+
+    So a reducer that lies moves its share by twice as much as all contributions together could, and no further.
+    """
+
+    def __init__(self, longest: float):
+        self._most = (_CODED * longest) ** 2 * _ROUNDING + _TINY
+        self._of: Counter[str] = Counter()
+
+    def add(self, reducer: str, told: float, square: float) -> None:
+        """One more part of its mean: the sum of squares that it told, and that of the values. Raises PeerLost, which names it."""
+        if abs(told - square) > square * (_ROUNDING - 1) + _TINY:
+            raise PeerLost(f"{reducer[-6:]} told a wrong sum of squares", [reducer])
+        self._of[reducer] += square
+        if self._of[reducer] > self._most:
+            raise PeerLost(f"{reducer[-6:]} gave a mean longer than any that the contributions can have", [reducer])

@@ -38,7 +38,7 @@ class _Conduct:
 
 
 class Company:
-    """met: the peers that we have averaged with; round_: our state's number."""
+    """met: the peers that we have averaged with; round_: our state's number; trusted: whom the host trusts to lead and reduce."""
 
     def __init__(
         self,
@@ -46,8 +46,9 @@ class Company:
         round_: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
         me: str = "",
+        trusted: Callable[[], Container[str]] = frozenset,
     ):
-        self._met, self._round, self._clock, self._me = met, round_, clock, me
+        self._met, self._round, self._clock, self._me, self._trusted = met, round_, clock, me, trusted
         self._conduct: dict[str, _Conduct] = {}
         self._answered: dict[str, bool] = {}
         self._averaged: dict[str, None] = {}
@@ -58,7 +59,8 @@ class Company:
 
     def is_stranger(self, peer: str) -> bool:
         """Who has met nobody yet, as founders and newcomers have, takes all for friends: it has nothing else to go by."""
-        return peer not in self._met and peer not in self._averaged and peer != self._me and len(self._met) > 0
+        known = peer in self._met or peer in self._averaged or peer == self._me
+        return not known and len(self._met) > 0 and peer not in self._trusted()
 
     def answered(self, peer: str) -> None:
         """`peer` called us, or answered our call."""
@@ -132,6 +134,8 @@ class Company:
             self.blame([accused])
         elif self.is_stranger(accuser) and not self.is_stranger(accused):
             self._offence(accuser, 0)  # lightly at first: it may be a newcomer that saw a member die
+        elif not hearsay and accuser in self._trusted() and accused not in self._trusted():
+            self.blame([accused])  # else one that stalls would take a reducer out with it
         elif not hearsay:
             self._one_says_of_its_like(accuser, accused)
         return not hearsay or self.left_out(accused)
@@ -162,15 +166,19 @@ class Company:
     def at_odds(self, parent: str, without: Mapping[str, Container[str]], leader: str) -> set[str]:
         """Who stays out of a group so that nobody is in it with one that it leaves out. without: member -> whom it leaves out.
 
-        Strangers first; then whoever is in most of the quarrels; then the worse ranked for this `parent`. So one that falsely accuses
-        several loses its own place, and one that accuses a single other loses every second round as that one does. The leader
+        Nobody whom the host trusts, if the other is not; strangers first; then whoever is in most of the quarrels; then the worse ranked for
+        this `parent`. So one that falsely accuses several loses its own place, and one that accuses a single other loses every second round as that one does. The leader
         stays: whoever leaves it out has not come to it.
         """
         pairs = {frozenset((one, other)) for one in without for other in without if one != other and other in without[one]}
-        out: set[str] = set()
+        out, trusted = set(), self._trusted()
+
+        def badness(peer: str) -> tuple[bool, bool, int, str]:
+            return peer not in trusted, self.is_stranger(peer), sum(peer in pair for pair in pairs), rank(parent, peer)
+
         while pairs:
             quarrelling = {peer for pair in pairs for peer in pair} - {leader}
-            worst = max(quarrelling, key=lambda peer: (self.is_stranger(peer), sum(peer in pair for pair in pairs), rank(parent, peer)))
+            worst = max(quarrelling, key=badness)
             out.add(worst)
             pairs = {pair for pair in pairs if worst not in pair}
         return out

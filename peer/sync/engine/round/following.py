@@ -103,11 +103,14 @@ class Following:
             return await self._join(leader, ticket, seconds)
 
     def _onward(self, leader: str, onward: str, ticket: Ticket) -> str:
-        """`onward`, to whom `leader` sends us. Raises PeerLost when we do not go there."""
+        """`onward`, to whom `leader` sends us. Raises PeerLost when we do not go there, Refused where nobody need be at fault."""
         if self._company.left_out(onward):
             raise Refused(f"{leader[-6:]} points to {onward[-6:]}, which is left out")
-        if onward == self._peer_id or not self._standing(self._peer_id).ranks_before(ticket.parent, onward, leader):
-            raise PeerLost(f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it", [leader])
+        standing = self._standing(self._peer_id)
+        if onward == self._peer_id or not standing.ranks_before(ticket.parent, onward, leader):
+            reason = f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it"
+            # With roles it does for who has heard of one more whom the host trusts, or of one less.
+            raise Refused(reason) if standing.has_roles else PeerLost(reason, [leader])
         return onward
 
     async def _join(self, leader: str, ticket: Ticket, seconds: float) -> Announcement | Onward:

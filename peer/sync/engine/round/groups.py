@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 
 from peer.contracts import Member
 from peer.sync.engine.net.messages import Announcement, Join
-from peer.sync.engine.net.streams import PeerLost
+from peer.sync.engine.net.streams import PeerLost, Refused
 from peer.sync.engine.state import Head
+from swarm.bans import TRUSTED_NEEDED
 from swarm.digest import digest_json
 
 
@@ -128,7 +129,8 @@ class Standing:
     """What this peer is doing, as its answer to a call.
 
     head, included: of its state; has_samples: whether it has something to offer, or will after the step it is in;
-    ready_seconds: until then; busy: it is averaging in a group that is closed.
+    ready_seconds: until then; busy: it is averaging in a group that is closed. trusted: whom the host trusts to lead and reduce; has_roles:
+    whether it may trust anybody, and others may have heard more of that than we.
     """
 
     head: Head
@@ -136,14 +138,24 @@ class Standing:
     ready_seconds: float
     included: Mapping[str, int] = field(default_factory=dict)
     busy: bool = False
+    trusted: Container[str] = frozenset()
+    has_roles: bool = False
 
     @property
     def digest(self) -> str:
         return self.head.digest
 
+    def leads_before(self, parent: str, peer: str) -> tuple[bool, bool, str]:
+        """The smaller, the sooner `peer` leads onto the state `parent`.
+
+        Everybody at a state has the same lists and computes the same order. A key that ranks first for any state is found in no time; a
+        place among those whose work is in the state costs a contribution, and the host alone says whom it trusts.
+        """
+        return peer not in self.trusted, peer not in self.included, rank(parent, peer)
+
     def ranks_before(self, parent: str, one: str, other: str) -> bool:
         """Whether `one` leads before `other` onto the state `parent`."""
-        return leads_before(parent, one, self.included) < leads_before(parent, other, self.included)
+        return self.leads_before(parent, one) < self.leads_before(parent, other)
 
 
 @functools.lru_cache(4096)  # each of a round's peers is ranked some twenty times
@@ -152,13 +164,10 @@ def rank(parent: str, peer: str) -> str:
     return digest_json([parent, peer])
 
 
-def leads_before(parent: str, peer: str, included: Container[str]) -> tuple[bool, str]:
-    """The smaller, the sooner it leads. included: whose work is in the state `parent`.
-
-    Everybody at a state has the same list and computes the same order. A key that ranks first for any state is found in no time; a
-    place in the list costs a contribution.
-    """
-    return peer not in included, rank(parent, peer)
+def may_reduce(peers: Collection[str], trusted: Container[str]) -> set[str]:
+    """Of a group's peers that others can dial: those that the host trusts, if there are enough of them, else all."""
+    named = {peer for peer in peers if peer in trusted}
+    return named if len(named) >= TRUSTED_NEEDED else set(peers)
 
 
 def ticket_of(join: Join, peer: str, max_samples: int) -> Ticket:
@@ -189,6 +198,9 @@ def group_of(said: Announcement, ticket: Ticket, leader: str, standing: Standing
     norms = tuple(norm for *_, norm in said.members)
     if fault := _fault(members, norms, said.reducers, ticket, leader, standing):
         raise PeerLost(f"{leader[-6:]} announced {fault}", [leader])
+    if leader not in standing.trusted and len(may_reduce(said.reducers, standing.trusted)) < len(said.reducers):
+        # A leader that is trusted may say who reduces: it, or we, may not have heard yet of one more or one less. For that nobody is blamed.
+        raise Refused(f"{leader[-6:]} lets others reduce than those that the host trusts")
     return Group(ticket.parent, members, said.reducers, said.attempt, norms, late=said.late, leader=leader)
 
 

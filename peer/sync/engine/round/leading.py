@@ -11,8 +11,9 @@ from peer.sync.engine.net.streams import Channel, PeerLost, Streams
 from peer.sync.engine.round.arrivals import Arrivals
 from peer.sync.engine.round.calls import ANSWER_SECONDS
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import Group, NoGroup, Seen, Standing, Ticket, ticket_of
+from peer.sync.engine.round.groups import Group, NoGroup, Seen, Standing, Ticket, may_reduce, ticket_of
 from peer.sync.engine.state import MOST_MEMBERS, Head
+from swarm.bans import TRUSTED_NEEDED
 from swarm.tasks import end_tasks, set_within
 
 log = logging.getLogger(__name__)
@@ -141,8 +142,13 @@ class Leading:
         for peer in late:
             self._arrivals.missed(peer)
             log.info("closed without %s: it did not come within %.1f s", peer[-6:], due[peer])
-        tickets = [ticket, *(self._role(joined) for joined, _ in gathering.waiting.values())]
-        group = Group.of(tickets, f"{self._rng.getrandbits(64):016x}", late)
+        tickets = self._with_roles([ticket, *(joined for joined, _ in gathering.waiting.values())])
+        if ticket.reduces and not tickets[0].reduces:
+            # They rank before us and would not have come if they had heard what we have of the host.
+            _tell([answer for _, answer in gathering.waiting.values()], Refusal(error="one that the host trusts should lead"))
+            raise seen.no_group(f"{TRUSTED_NEEDED} came that the host trusts: one of them leads")
+        self._send_helpers_away(gathering, tickets)
+        group = Group.of([t for t in tickets if t.reduces or not t.assists], f"{self._rng.getrandbits(64):016x}", late)
         return replace(seen.of(group), late=tuple(sorted(strangers)), leader=self._peer_id), [answer for _, answer in gathering.waiting.values()]
 
     async def _until_all_came(self, gathering: _Gathering, coming: Mapping[str, float], due: Mapping[str, float]) -> None:
@@ -160,11 +166,20 @@ class Leading:
             gathering.changed.clear()
             await set_within(max(missing) - now, gathering.changed)
 
-    def _role(self, ticket: Ticket) -> Ticket:
-        """A stranger that brings samples reduces once it has been in a round: a share of a small vector may be the only one, and then
+    def _with_roles(self, tickets: Collection[Ticket]) -> list[Ticket]:
+        """Who reduces. A stranger that brings samples does once it has been in a round: a share of a small vector may be the only one, and then
         nobody could tell a reducer that stalls from one that waits for a member."""
-        trusted = ticket.assists or not self._company.is_stranger(ticket.member.peer)
-        return replace(ticket, reduces=ticket.reduces and trusted)
+        able = {ticket.member.peer for ticket in tickets if ticket.reduces and (ticket.assists or not self._company.is_stranger(ticket.member.peer))}
+        reducers = may_reduce(able, self._standing(self._peer_id).trusted)
+        return [replace(ticket, reduces=ticket.member.peer in reducers) for ticket in tickets]
+
+    @staticmethod
+    def _send_helpers_away(gathering: _Gathering, tickets: Collection[Ticket]) -> None:
+        """A peer that assists is in no group where it does not reduce."""
+        for ticket in tickets:
+            if ticket.assists and not ticket.reduces:
+                _, answer = gathering.waiting.pop(ticket.member.peer)
+                _tell([answer], Refusal(error="those that the host trusts average this round"))
 
     def _send_away(self, gathering: _Gathering, ticket: Ticket) -> None:
         """No group holds two of whom one leaves the other out: they would only fail once more."""

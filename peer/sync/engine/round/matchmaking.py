@@ -1,7 +1,7 @@
 """Who averages with whom: every peer that is ready goes to the best ranked one it knows, and that one closes the group.
 
-A peer's rank is a hash of the parent state and its id, behind all whose work is in that state if its own is not: everybody computes the
-same order, no one is special for longer than a round, and since peers only ever join a better ranked one, nobody waits in a circle. A
+A peer's rank is a hash of the parent state and its id, behind all whose work is in that state if its own is not, and behind all that the host
+trusts if it does not: everybody computes the same order, no one is special for longer than a round, and since peers only ever join a better ranked one, nobody waits in a circle. A
 group closes at once when all who are expected came, declined or proved unreachable; no fixed matchmaking time is ever waited out. Whoever
 needs longer than the round is worth waiting for is left out, and comes with the same contribution into a later one.
 
@@ -18,7 +18,7 @@ from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.round.calls import Called, Calls, Spoke, comes, leads, unanswered
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.following import Following
-from peer.sync.engine.round.groups import Group, Seen, Standing, Ticket, leads_before
+from peer.sync.engine.round.groups import Group, Seen, Standing, Ticket
 from peer.sync.engine.round.leading import Leading
 from peer.sync.engine.state import Head
 
@@ -133,9 +133,9 @@ class Matchmaker:
 
     def _before_us(self, ticket: Ticket, leaders: Collection[str]) -> list[str]:
         """Those of `leaders` that we should join, the best ranked first."""
-        included = self._standing(self._peer_id).included
-        ours = leads_before(ticket.parent, self._peer_id, included) if ticket.reduces else None
-        ranked = sorted((leads_before(ticket.parent, peer, included), peer) for peer in leaders)
+        standing = self._standing(self._peer_id)
+        ours = standing.leads_before(ticket.parent, self._peer_id) if ticket.reduces else None
+        ranked = sorted((standing.leads_before(ticket.parent, peer), peer) for peer in leaders)
         return [peer for theirs, peer in ranked if ours is None or theirs < ours]
 
 

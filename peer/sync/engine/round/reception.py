@@ -42,7 +42,11 @@ class Reception:
         ready_seconds = 0.0 if has_it else max(trainer.progress.step_seconds - silent, 0.0)
         away = self._phase.value in (Phase.JOIN, Phase.FETCH, Phase.LEFT) or span.is_over(self._end, state.header)
         has_samples = self._knows(caller) and not away and (has_it or trainer.progress.brings_samples(silent))
-        return Standing(Head.of(state), has_samples, ready_seconds, state.header.included, busy=self._phase.value is Phase.AVERAGE)
+        members = self._neighbours.members
+        return Standing(
+            Head.of(state), has_samples, ready_seconds, state.header.included,
+            busy=self._phase.value is Phase.AVERAGE, trusted=members.bans.trusted, has_roles=members.needed,
+        )  # fmt: skip
 
     def heard(self, peer: str, head: Head, ready: bool) -> bool:
         """`peer` stands at `head`, and is ready to average onto it or not. Returns whether we should rather fetch that."""

@@ -1,0 +1,33 @@
+"""Chroma: FLUX.1 without CLIP and guidance, told by T5 alone, whose padding it does not read.
+
+Licence: Apache 2.0.
+"""
+
+from swarm.run.families import flux
+from swarm.run.family import Family, TextEncoder
+from swarm.run.texts import T5Text
+
+FAMILY = Family(
+    title="Chroma",
+    since="0.1.1",
+    pipeline="ChromaPipeline",
+    is_in_file=lambda names: any(name.endswith("distilled_guidance_layer.in_proj.bias") for name in names),
+    denoiser="transformer",
+    patch=2,  # a token is 2x2 latents
+    text_encoders={
+        "text_encoder": TextEncoder(tokenizer="tokenizer", trainable=False, in_file=("text_encoders.t5xxl.",), vectors=("t5xxl", "t5")),
+    },
+    learned_words=True,
+    lora=flux.FAMILY.lora,
+    lora_processors=False,
+    kohya=False,
+    single_file=False,
+    caption_tokens=512,
+    loss="flow_matching",
+    sections=(T5Text,),
+    tag="chroma",
+    guidance=5.0,
+    negative_prompts=True,
+    ddim=False,
+    half="bfloat16",
+)

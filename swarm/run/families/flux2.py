@@ -1,0 +1,49 @@
+"""FLUX.2 dev: a transformer told by three layers of a Mistral 3, and by how strongly it is to be guided.
+
+Licence: FLUX Non-Commercial License.
+"""
+
+from collections.abc import Collection
+
+from swarm.run.families.flux import Options
+from swarm.run.family import Family, TextEncoder
+from swarm.run.texts import T5Text
+
+
+def is_transformer(names: Collection[str], *, guided: bool) -> bool:
+    """Whether a file with tensors of these names has FLUX.2's transformer, in the original names or in diffusers'."""
+    shared = ("single_stream_modulation.lin.weight", "single_stream_modulation.linear.weight")  # by all single blocks
+    guidance = ("guidance_in.in_layer.weight", "guidance_embedder.linear_1.weight")
+    return any(name.endswith(shared) for name in names) and guided == any(name.endswith(guidance) for name in names)
+
+
+def lora(single_blocks: int) -> tuple[str, ...]:
+    """The layers that diffusers' scripts train. What single blocks answer with has a name that is a list's in double blocks: each is named whole."""
+    answers = (f"single_transformer_blocks.{block}.attn.to_out" for block in range(single_blocks))
+    return ("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.to_qkv_mlp_proj", *answers)
+
+
+FAMILY = Family(
+    title="FLUX.2",
+    since="0.1.1",
+    pipeline="Flux2Pipeline",
+    is_in_file=lambda names: is_transformer(names, guided=True),
+    denoiser="transformer",
+    patch=2,  # a token is 2x2 of the VAE's places
+    text_encoders={"text_encoder": TextEncoder(tokenizer="tokenizer", trainable=False, in_file=())},
+    vae_in_file=(),
+    learned_words=False,
+    lora=lora(48),
+    lora_processors=False,
+    kohya=False,
+    single_file=False,
+    language_model="Mistral 3",
+    caption_tokens=512,
+    loss="flow_matching",
+    sections=(T5Text, Options),
+    tag="flux2",
+    guidance=4.0,
+    negative_prompts=False,
+    ddim=False,
+    half="bfloat16",
+)
