@@ -259,7 +259,7 @@ def test_a_folder_with_a_quantized_part_is_refused(tmp_path, tiny_family):
     folder = shutil.copytree(tiny_family("flux"), tmp_path / "model")
     config = folder / "transformer" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}))
-    with pytest.raises(UserError, match="transformer is quantized .quantization_config."):
+    with pytest.raises(UserError, match=r"transformer is quantized \(quantization_config\)"):
         flux.load(folder, CPU, RunConfig())
 
 
