@@ -94,6 +94,8 @@ class Model(Protocol):
     parts: dict[str, nn.Module]
     """Those of `facts.parts` that this model has."""
     resolution_multiple: int
+    drawn_with: Mapping[str, Any]
+    """Arguments of the pipeline's call that this very model wants, where nobody gives others."""
 
     def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = ()) -> None:
         """Move to `device`, in float32; what of parts not trained as a `whole` autocast computes with, in its `dtype`. Before a method attaches."""

@@ -70,8 +70,9 @@ def load(config: GenerateConfig) -> Any:
     given = loading.result_in(Path(config.model).expanduser())
     needs = loading.base_of(given)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    model = base(needs.run if needs else run_of(given, config), torch.device(device))
-    pipeline = model.pipeline
+    model = base(needs.run if needs else run_of(given, config), None)
+    pipeline, dtype = model.pipeline, torch.float32 if device == "cpu" else getattr(torch, model.facts.half)
+    model.cast(dtype)  # in memory: in float32, FLUX.2 dev (226 GB) and Qwen-Image (118) would fit no GPU
     if needs:
         loading.add_result(pipeline, given)
     names = [f"lora_{number}" for number in range(len(config.lora))]
@@ -86,7 +87,8 @@ def load(config: GenerateConfig) -> Any:
         from diffusers import DDIMScheduler
 
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
-    pipeline.to(device, dtype=torch.float32 if device == "cpu" else getattr(torch, model.facts.half))
+    model.cast(dtype)  # what was added
+    model.move(torch.device(device))
     return model
 
 
@@ -100,7 +102,7 @@ def run_of(given: Path, config: GenerateConfig) -> RunConfig:
 
 
 def base(run: RunConfig, device: Any) -> Any:
-    """The run's base model: a folder, a file or a Hub id."""
+    """The run's base model: a folder, a file or a Hub id. device None: on the CPU, as it is in its files."""
     from peer.models.diffusion.source import locate
     from peer.rooms import load_part
     from swarm.base_model import AUTO, family_of
@@ -130,7 +132,7 @@ def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:
             images = pipeline(
                 **told(model, [prompt] * len(numbers), config.negative_prompt),
                 num_inference_steps=config.steps,
-                **{model.facts.guided_by: model.facts.guidance if config.guidance is None else config.guidance},
+                **{model.facts.guided_by: model.facts.guidance, **model.drawn_with, **_guidance(model, config)},
                 height=config.size or None,
                 width=config.size or None,
                 generator=[torch.Generator().manual_seed(config.seed + number) for number in numbers],
@@ -152,10 +154,12 @@ def told(model: Any, prompts: Sequence[str], negative: str) -> dict[str, Any]:
 
 
 def _in(dtype: Any, value: Any) -> Any:
-    """Numbers in `dtype`, in a tensor or in a list of them, as some pipelines take texts; masks as they are."""
-    if isinstance(value, list):
-        return [_in(dtype, each) for each in value]
-    return value.to(dtype) if value.is_floating_point() else value
+    """In `dtype`, a tensor or a list of them, as some pipelines take texts."""
+    return [_in(dtype, each) for each in value] if isinstance(value, list) else value.to(dtype)
+
+
+def _guidance(model: Any, config: GenerateConfig) -> dict[str, float]:
+    return {} if config.guidance is None else {model.facts.guided_by: config.guidance}
 
 
 def slug(prompt: str) -> str:

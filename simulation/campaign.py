@@ -56,9 +56,11 @@ def mixed(seed: int) -> Scenario:
         min_peers=rng.choice([1, 1, 1, 2]),
         members=random.Random(f"{seed} members").random() < 0.3,
     )
+    if scenario.members and random.Random(f"{seed} trusted").random() < 0.3:
+        scenario = replace(scenario, trusted=min(scenario.peers, 3))
     if scenario.peers == 1:
         scenario = replace(scenario, min_peers=1)
-    special = random.Random(f"{seed} special").random()  # dice of its own, as "reducer" below: all other seeds play what they did before
+    special = random.Random(f"{seed} special").random()  # dice of its own, as "trusted" above and "reducer" below: all other seeds play what they did before
     if special < _WITH_CHUNKS:
         short = {"peers": min(scenario.peers, 4), "hours": 0.03, "fault_seconds": 15.0, "wire": rng.choice(("int8", "int4"))}
         return replace(scenario, chunks=2, faults=WITH_CHUNKS, min_peers=1, **short)
@@ -89,6 +91,7 @@ def played(seed: int) -> dict[str, Any]:
         "peers": scenario.peers,
         "assistants": scenario.assistants,
         "members": scenario.members,
+        "trusted": scenario.trusted,
         "lease_seconds": scenario.lease_seconds,
         "sync": scenario.sync,
         "wire": scenario.wire,

@@ -32,6 +32,7 @@ def command(scenario: Scenario) -> str:
     words += ["--total_samples", str(scenario.total_samples)] if scenario.total_samples else []
     words += ["--min_peers", str(scenario.min_peers)] if scenario.min_peers > 1 else []
     words += ["--members"] if scenario.members else []
+    words += ["--trusted", str(scenario.trusted)] if scenario.trusted else []
     words += ["--chunks", str(scenario.chunks)] if scenario.chunks > 1 else []
     words += ["--strangers", ",".join(scenario.strangers)] if scenario.strangers else []
     words += ["--sync", scenario.sync, "--wire", scenario.wire, *(["--overlap"] if scenario.overlap else [])]
@@ -107,6 +108,7 @@ class Shrinking:
         yield replace(self.scenario, overlap=False)
         yield replace(self.scenario, assistants=0)
         yield replace(self.scenario, strangers=())
+        yield replace(self.scenario, trusted=0)
         yield replace(self.scenario, members=False)
         yield replace(self.scenario, chunks=1)
         yield replace(self.scenario, sync="parameters")

@@ -26,6 +26,7 @@ from simulation.machine import Machine
 from simulation.network import Link, Network
 from simulation.records import Records
 from simulation.server import Dataset, Server
+from swarm.bans import sign_word
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from swarm.tasks import within
@@ -38,6 +39,7 @@ _CLIP = 1.5
 """The run's `--clip_members`. It clips one contribution in six; the usual 20 would clip none, and nothing would be checked."""
 _RECENT_ROUNDS = 12
 """Behind the newest state a peer may be by so many: it fetches while the others go on."""
+_TRUSTED_SECONDS = 30.0
 STRANGERS = (
     "made-up-state", "one-more-sample", "burnt-number", "long-header", "drip-donor", "slot-hog", "nan", "absent", "silent", "stalling-leader",
     "stalling-leaders", "invented-records", "record-flood", "false-copies", "wrong-tickets", "huge-norm",
@@ -76,6 +78,8 @@ class Scenario:
     """Where the run ends, unless the host puts the end off; 0: nowhere."""
     members: bool = False
     """Whether the run is for members: strangers are none."""
+    trusted: int = 0
+    """In a run for members, of the first peers: whom the host trusts to lead and reduce, from `_TRUSTED_SECONDS` on."""
     min_peers: int = 1
     """So many wait for each other before they start."""
     chunks: int = 1
@@ -151,6 +155,13 @@ class World:
         self._trace, self._lines = hashlib.blake2b(digest_size=16), deque(maxlen=_TRACE_LINES)
         self._last_commit = self._slowest = 0.0
         self._stopped = asyncio.Event()
+        if scenario.trusted:
+            self.later(_TRUSTED_SECONDS, self._trust)
+
+    def _trust(self) -> None:
+        key = self.server.dataset.key
+        named = self.machines[: self.scenario.trusted]
+        self.server.bans.hear([sign_word(key, self.run, machine.peer, trusted=True, clock=self.loop.time) for machine in named])
 
     def note(self, text: str) -> None:
         line = f"{self.loop.time():12.6f} {text}"

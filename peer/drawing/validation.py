@@ -58,6 +58,7 @@ class Validation:
         with torch.no_grad(), self.precision.autocast():
             return self.model.pipeline(
                 **self.model.prompt_arguments([prompt] * self.images),
+                **self.model.drawn_with,
                 num_inference_steps=self.denoising_steps,
                 height=self.side,
                 width=self.side,

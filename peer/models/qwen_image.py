@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,16 @@ from peer.models.diffusion.flow import FlowModel
 from peer.models.diffusion.noising import mean_square
 from peer.models.diffusion.prompts import between_layers, padded
 from swarm.run.families.qwen_image import FAMILY
+from swarm.run_config import RunConfig
 
 
 class QwenImage(FlowModel):
     facts = FAMILY
     arguments = MappingProxyType({"states": "prompt_embeds", "mask": "prompt_embeds_mask"})
+
+    def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
+        super().__init__(pipeline, device, run)
+        self.drawn_with = {"max_sequence_length": run.max_sequence_length}  # else the pipeline cuts texts at 512
 
     def framed(self, pixels: Tensor) -> Tensor:
         """(B, 3, 1, H, W): videos of one frame."""

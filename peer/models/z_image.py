@@ -26,6 +26,7 @@ class ZImage(FlowModel):
     def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
         super().__init__(pipeline, device, run)
         if pipeline.scheduler.config.shift == _SHIFT_OF_TURBO:
+            self.drawn_with = {FAMILY.guided_by: 0.0}
             log.warning(
                 "the scheduler of this %s shifts by 3, as Turbo's does, which was distilled to draw in eight steps. Training works against that: "
                 "the result wants more steps, and guidance. Train Z-Image itself; a LoRA of it is drawn with Turbo, too.",

@@ -132,7 +132,7 @@ def _draw(model: Model, prompt: str, numbers: Sequence[int], side: int, steps: i
     """Each as a PNG."""
     with torch.no_grad(), precision.autocast(), untouched(model, precision.device):
         generators = [torch.Generator().manual_seed(seed * 1_000_003 + number) for number in numbers]
-        told = model.prompt_arguments([prompt] * len(numbers))
+        told = {**model.prompt_arguments([prompt] * len(numbers)), **model.drawn_with}
         pictures = model.pipeline(**told, num_inference_steps=steps, height=side, width=side, generator=generators).images
     files = [io.BytesIO() for _ in pictures]
     for picture, file in zip(pictures, files, strict=True):

@@ -77,9 +77,9 @@ class Encoder:
             name: pad_sequence([rows[caption][name] for caption in captions], batch_first=True).to(self._lazy or device)
             for name in rows[captions[0]]
         }
-        limit = max(_LEAST_CAPTIONS, _TEXT_CACHE_BYTES // sum(states.nbytes for states in rows[captions[0]].values()))
-        while len(self._known) > limit:
-            self._known.popitem(last=False)
+        known = sum(map(_num_bytes, self._known.values()))
+        while known > _TEXT_CACHE_BYTES and len(self._known) > _LEAST_CAPTIONS:
+            known -= _num_bytes(self._known.popitem(last=False)[1])
         return stacked
 
     def _encode_trained(self, captions: Sequence[str], text: Text | None) -> Text:
@@ -96,3 +96,7 @@ class Encoder:
             return {}
         found = {caption: self._caches.texts.get(digest_bytes(caption.encode())) for caption in captions}
         return {caption: {name: states.to(device) for name, states in text.items()} for caption, text in found.items() if text}
+
+
+def _num_bytes(text: Text) -> int:
+    return sum(states.nbytes for states in text.values())

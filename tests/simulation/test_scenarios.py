@@ -175,21 +175,9 @@ def test_a_renewed_membership_comes_from_the_trainer_into_the_peers_record():
     assert len(shown) == 3 and shown == world.renewed
 
 
-class Trusting(World):
-    """From the begin on the host trusts the first three peers, and says so."""
-
-    def __init__(self, scenario):
-        super().__init__(scenario)
-        self.later(0.0, self.trust)
-
-    def trust(self):
-        key = self.server.dataset.key
-        self.server.bans.hear([sign_word(key, self.run, machine.peer, trusted=True, clock=self.loop.time) for machine in self.machines[:3]])
-
-
 def test_where_the_host_trusts_three_of_five_every_promise_holds_with_all_faults():
     """They die, are cut off and come back, as the others do: whoever is there goes on without them."""
-    assert_holds(Trusting(Scenario(seed=1, peers=5, hours=0.1, members=True)).play())
+    assert_holds(play(Scenario(seed=1, peers=5, hours=0.1, members=True, trusted=3)))
 
 
 def test_a_reducer_that_lies_is_found_out_by_the_length_of_its_means(monkeypatch):

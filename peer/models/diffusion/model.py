@@ -30,6 +30,9 @@ class DiffusionModel:
     arguments: Mapping[str, str] = MappingProxyType({"states": "prompt_embeds", "pooled": "pooled_prompt_embeds"})
     """What a text's tensors are called where the pipeline is called with them."""
 
+    drawn_with: Mapping[str, Any] = MappingProxyType({})
+    """Arguments of the pipeline's call that this very model wants, where nobody gives others."""
+
     def __init__(self, pipeline: Any, device: torch.device | None):
         """device None: left on the CPU as the pipeline is, until `place`."""
         self.pipeline, self.device = pipeline if device is None else pipeline.to(device), device or torch.device("cpu")
@@ -53,6 +56,16 @@ class DiffusionModel:
         model.read = read
         return model
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Hold all weights in `dtype`, to draw with. Buffers stay: rounded to bfloat16, a language model would read the 512th word 0.6 radians away."""
+        for part in self.parts.values():
+            for parameter in part.parameters():
+                parameter.data = parameter.data.to(dtype)
+
+    def move(self, device: torch.device) -> None:
+        self.pipeline.to(device)
+        self.device = device
+
     def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = ()) -> None:
         """Move to `device`. Of the parts that are not trained as a `whole`, the weights that autocast computes with are held in its `dtype`.
 
@@ -69,8 +82,7 @@ class DiffusionModel:
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     if tensor.is_floating_point():
                         tensor.data = tensor.data.to(torch.float32 if id(tensor) in exact else held)
-        self.pipeline.to(device)
-        self.device = device
+        self.move(device)
 
     def enable_gradient_checkpointing(self) -> None:
         """Of whatever may be trained: the denoiser and the text encoders, which honour it only in training mode."""

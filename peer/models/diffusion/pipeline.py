@@ -60,6 +60,7 @@ def _read_folder(kind: Any, family: Family, path: Path, **given: Any) -> Any:
 
     given: parts that are taken in place of the folder's own.
     """
+    _refuse_quantized(path, [name for name in family.parts if name not in given])
     files = [*(path / family.denoiser).glob("*.safetensors")]
     variant = _variant(files)
     dtypes = {part.name: _dtype_in(part, variant) for part in path.iterdir() if part.is_dir()}
@@ -73,6 +74,13 @@ def _read_folder(kind: Any, family: Family, path: Path, **given: Any) -> Any:
     if missing and family.denoiser not in given:
         raise ValueError(f"its denoiser lacks {len(missing)} tensors, such as {missing[0]}")
     return pipeline
+
+
+def _refuse_quantized(folder: Path, parts: Collection[str]) -> None:
+    """Raises UserError when the weights of a part are to be multiplied by others."""
+    for config in (folder / part / "config.json" for part in parts):
+        if config.is_file() and "quantization_config" in json.loads(config.read_text(encoding="utf-8")):
+            raise UserError(f"{config.parent} is quantized (quantization_config).", fix="Take the model's folder in bf16 or fp16.")
 
 
 def _left_out(folder: Path, family: Family) -> dict[str, None]:

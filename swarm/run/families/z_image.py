@@ -11,7 +11,7 @@ FAMILY = Family(
     title="Z-Image",
     since="0.1.1",
     pipeline="ZImagePipeline",
-    is_in_file=lambda names: any(name.endswith("noise_refiner.0.adaLN_modulation.0.weight") for name in names),
+    is_in_file=lambda names: any(name.removeprefix("model.diffusion_model.") == "noise_refiner.0.adaLN_modulation.0.weight" for name in names),
     denoiser="transformer",
     patch=2,
     text_encoders={"text_encoder": TextEncoder(tokenizer="tokenizer", trainable=False, in_file=())},

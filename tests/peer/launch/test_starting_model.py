@@ -255,6 +255,14 @@ def test_quantized_weights_are_refused(tiny_family, flux_file, name):
         flux.load(path, CPU, RunConfig(model_config=str(tiny_family("flux"))))
 
 
+def test_a_folder_with_a_quantized_part_is_refused(tmp_path, tiny_family):
+    folder = shutil.copytree(tiny_family("flux"), tmp_path / "model")
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}))
+    with pytest.raises(UserError, match=r"transformer is quantized \(quantization_config\)"):
+        flux.load(folder, CPU, RunConfig())
+
+
 def test_the_config_of_a_file_is_a_diffusers_folder(tmp_path):
     path = tmp_path / "flux.safetensors"
     save_file({"double_blocks.0.img_mod.lin.weight": torch.zeros(2)}, path)

@@ -91,6 +91,17 @@ def test_prompts_that_are_read_as_captions_are_guided_as_with_an_empty_negative_
     assert model.facts.guided_by == "true_cfg_scale"
 
 
+def test_a_text_that_is_longer_than_the_pipeline_usually_reads_is_drawn_whole(tiny_family):
+    run = RunConfig(max_sequence_length=600)
+    model = qwen_image.load(tiny_family("qwen_image"), CPU, run)
+    captions = [" ".join(["toy"] * 590 + ["cat"]), " ".join(["toy"] * 590 + ["dog"])]
+    assert model.encode_text(captions)["states"].shape[1] > 512
+    with torch.no_grad():
+        pictures = draw(model.pipeline, {**model.prompt_arguments(captions), **model.drawn_with})
+        short = draw(model.pipeline, model.prompt_arguments(captions))
+    assert not torch.equal(pictures, short)
+
+
 # -- folders and files
 
 

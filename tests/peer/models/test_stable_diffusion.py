@@ -65,6 +65,20 @@ def test_captions_that_repeat_are_encoded_once_and_few_are_kept(tiny_model, monk
     assert asked == [["a"], ["b"], ["c"], ["b"]]  # one by one: the others of a batch would change the last bits
 
 
+def test_however_unlike_texts_are_in_length_only_so_many_bytes_of_them_are_kept(monkeypatch):
+    """Of a family whose texts are as long as their captions; the first of each batch is the empty one."""
+    monkeypatch.setattr(encoding, "_TEXT_CACHE_BYTES", 10 * 4000)
+    monkeypatch.setattr(encoding, "_LEAST_CAPTIONS", 2)
+
+    def encode_text(captions):
+        return {"states": torch.zeros(len(captions), 1000 if any(captions) else 1, 1)}
+
+    encoder = Encoder(SimpleNamespace(encode_text=encode_text, encode_pixels=lambda pixels: torch.zeros(len(pixels), 2, 1, 1)))
+    for number in range(40):
+        encoder(batch(["", f"long {number}"]), torch.Generator())
+    assert sum(text["states"].nbytes for text in encoder._known.values()) <= 10 * 4000 and len(encoder._known) == 10
+
+
 def test_the_captions_of_a_small_dataset_are_kept_however_long_what_t5_says_of_them():
     asked, mib = [], 1 << 18
 

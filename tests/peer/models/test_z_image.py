@@ -69,8 +69,9 @@ def test_turbo_is_named_as_distilled(tmp_path, caplog, shift, turbo):
     pipeline = tiny.build("z_image")
     pipeline.register_modules(scheduler=FlowMatchEulerDiscreteScheduler(shift=shift))
     pipeline.save_pretrained(tmp_path / "model")
-    z_image.load(tmp_path / "model", CPU, RUN)
+    model = z_image.load(tmp_path / "model", CPU, RUN)
     assert ("was distilled to draw in eight steps" in caplog.text) == turbo
+    assert model.drawn_with == ({"guidance_scale": 0.0} if turbo else {})
 
 
 # -- text

@@ -468,6 +468,21 @@ def test_a_result_of_any_method_is_all_that_drawing_needs(tiny_family, tmp_path,
     assert drawn(tmp_path, "--model", tmp_path) == drawn(tmp_path, "--model", tmp_path / "model") != base
 
 
+@pytest.mark.parametrize("family", tiny.ONE_OF_EACH)
+def test_every_family_draws_in_half_precision_and_reads_places_in_full(tiny_family, family):
+    """As on a GPU. A language model turns its words by their places: rounded to bfloat16, the 512th would be turned 0.6 radians too far."""
+    model = generate.base(RunConfig(model=str(tiny_family(family))), None)
+    turns = [(name, buffer) for part in model.parts.values() for name, buffer in part.named_buffers() if name.endswith("inv_freq")]
+    model.cast(torch.bfloat16)
+    model.move(torch.device("cpu"))
+    with torch.no_grad():
+        told = generate.told(model, ["a toy"], "")
+        pictures = model.pipeline(**told, **model.drawn_with, num_inference_steps=2, height=16, width=16, output_type="pt").images
+    assert pictures.isfinite().all() and all(part.dtype is torch.bfloat16 for part in model.parts.values())
+    assert all(buffer.dtype is torch.float32 for _, buffer in turns)
+    assert bool(turns) == bool(model.facts.language_model)
+
+
 def test_a_result_is_drawn_with_prompts_read_and_noise_taken_as_in_its_training(tiny_family, tmp_path):
     Trained(tiny_family("sd"), "sd", tmp_path / "model", **LORA).written()
     Trained(tiny_family("sd"), "sd", tmp_path / "other" / "model", **LORA, clip_skip=1, prediction_type="v_prediction").written()

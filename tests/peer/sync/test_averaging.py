@@ -11,9 +11,10 @@ import torch
 from peer.contracts import Member
 from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, square_norm
 from peer.sync.engine.net.streams import PeerLost, Streams
-from peer.sync.engine.round import averaging
-from peer.sync.engine.round.averaging import REDUCE, Averager, RoundFailed, Strangers, _Reduction, _Run, share_out
+from peer.sync.engine.round import averaging, reduction
+from peer.sync.engine.round.averaging import REDUCE, Averager, RoundFailed, share_out
 from peer.sync.engine.round.groups import Group
+from peer.sync.engine.round.reduction import Reduction, Run, Strangers
 from tests.peer.sync.swarm_tools import ANYTHING, until
 
 
@@ -22,6 +23,13 @@ class Peer:
         self.node, self.id = node, node.peer_id
         self.streams = Streams(node)
         self.averager = kind(self.id, self.streams, wire)
+
+
+def bound(monkeypatch, **values):
+    """Other bounds than ours, in both rooms that keep them."""
+    for name, value in values.items():
+        for room in (averaging, reduction):
+            monkeypatch.setattr(room, name, value)
 
 
 async def peers(nodes, count, wire, last=Averager) -> list[Peer]:
@@ -282,8 +290,7 @@ STALLS = {
 
 @pytest.mark.parametrize("who", STALLS)
 def test_a_peer_that_stalls_fails_the_round_when_the_time_of_a_part_is_over(virtual, monkeypatch, who):
-    monkeypatch.setattr(averaging, "PART_SECONDS", 1.0)
-    monkeypatch.setattr(averaging, "COME_SECONDS", 3.0)
+    bound(monkeypatch, PART_SECONDS=1.0, COME_SECONDS=3.0)
 
     async def scenario(nodes):
         wire = Wire("fp16", 2 * 3 * PART_ELEMENTS)
@@ -301,9 +308,7 @@ def test_a_peer_that_stalls_fails_the_round_when_the_time_of_a_part_is_over(virt
 
 @pytest.mark.parametrize("who", [*STALLS, "an absent member"])
 def test_a_stranger_that_stalls_or_is_absent_has_less_time_than_a_peer_that_we_have_met(virtual, monkeypatch, who):
-    monkeypatch.setattr(averaging, "_SLOWEST_BYTES_PER_SECOND", 1e12)
-    monkeypatch.setattr(averaging, "PART_SECONDS", 300.0)
-    monkeypatch.setattr(averaging, "COME_SECONDS", 300.0)
+    bound(monkeypatch, SLOWEST_BYTES_PER_SECOND=1e12, PART_SECONDS=300.0, COME_SECONDS=300.0)
 
     async def scenario(nodes):
         wire = Wire("fp16", 3 * 3 * PART_ELEMENTS)
@@ -375,7 +380,7 @@ def test_a_reducer_that_is_cancelled_says_so_at_once(virtual, monkeypatch):
             await until(lambda: other.id in waiting._came)
             leaving.cancel()
             with pytest.raises(PeerLost, match="gave up: it left"):
-                await channel.receive(ANYTHING, max_payload=10**6, seconds=averaging.PART_SECONDS - 5)
+                await channel.receive(ANYTHING, max_payload=10**6, seconds=reduction.PART_SECONDS - 5)
         await asyncio.gather(leaving, return_exceptions=True)
         assert leaving.cancelled() and not one.averager._reductions
 
@@ -383,13 +388,13 @@ def test_a_reducer_that_is_cancelled_says_so_at_once(virtual, monkeypatch):
 
 
 def test_a_reduction_that_waits_in_vain_says_for_whom(monkeypatch):
-    monkeypatch.setattr(averaging, "PART_SECONDS", 0.01)
+    bound(monkeypatch, PART_SECONDS=0.01)
 
     async def scenario():
         wire = Wire("fp16", 2 * PART_ELEMENTS)
         group = Group("p", tuple(Member(name, 1, 1) for name in ("member-early", "member-late1", "member-late2")), ("member-early",), "x")
-        run = _Run(group, None, torch.empty(wire.num_bytes, dtype=torch.uint8), [0.0] * 2)
-        reduction = _Reduction(run, wire.parts, [0, 1], wire)
+        run = Run(group, None, torch.empty(wire.num_bytes, dtype=torch.uint8), [0.0] * 2)
+        reduction = Reduction(run, wire.parts, [0, 1], wire)
         reduction.add("member-early", 0, wire.parts[0].bytes_of(constants(wire, 1)[0]))
         for index in (0, 1):  # one part that cannot be had fails them all, with the first reason
             with pytest.raises(PeerLost, match="-late1, -late2 sent no part"):
@@ -426,7 +431,7 @@ def test_a_reducer_that_dies_fails_the_round_at_those_who_miss_something(virtual
 
 
 def test_a_member_that_never_comes_fails_the_round_soon(virtual, monkeypatch):
-    monkeypatch.setattr(averaging, "COME_SECONDS", 0.5)
+    bound(monkeypatch, COME_SECONDS=0.5)
 
     async def scenario(nodes):
         wire = Wire("fp16", 3 * PART_ELEMENTS)
@@ -490,7 +495,7 @@ def test_random_deaths_never_leave_two_results(virtual, seed, monkeypatch):
     """Twenty rounds of three, each with one member cancelled at a random moment: whoever finishes has the reference's bytes."""
     # Nobody need finish; the others need not wait long for one that was cancelled before it began.
     monkeypatch.setattr(averaging, "_KNOWN_SOON_SECONDS", 1.0)
-    monkeypatch.setattr(averaging, "COME_SECONDS", 1.0)
+    bound(monkeypatch, COME_SECONDS=1.0)
 
     async def scenario(nodes):
         rng, wire = random.Random(seed), Wire("fp16", 6 * PART_ELEMENTS)

@@ -9,9 +9,7 @@ more than one part.
 
 import asyncio
 import contextlib
-import functools
 import logging
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -19,25 +17,22 @@ import torch
 from torch import Tensor
 
 from peer.sync.engine import failpoints
-from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, add_up, rough_square, square_norm
+from peer.sync.engine.codec import Part, Wire, add_up
 from peer.sync.engine.net.messages import M, MeanPart, Nothing, Share
 from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
-from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
+from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans
 from peer.sync.engine.round.groups import Group
+from peer.sync.engine.round.reduction import COME_SECONDS, PART_SECONDS, SLOWEST_BYTES_PER_SECOND, Reduction, Run, Strangers, Traffic, names
 from peer.sync.engine.vectors import Reused
 from swarm.tasks import end_tasks, within
 
 log = logging.getLogger(__name__)
 
 REDUCE = "distributed-diffusion.reduce.3"
-PART_SECONDS = 30.0
 _WINDOW = 8
 PARTS_OF_A_SENDER = _WINDOW + 1
 """So many of a member's parts a reducer holds at most: those that wait for others', and one on its way."""
-_SLOWEST_BYTES_PER_SECOND = 125_000
 _KNOWN_SOON_SECONDS = 10.0
-COME_SECONDS = 15.0
-"""Every member has dialled every reducer by then, or it died after the group was closed and nobody need wait longer."""
 _REMEMBERED_FAILURES = 8
 _EXPLAINED_SECONDS = 1.0
 """Whoever gives up because of another says so within that, on the streams of its own share."""
@@ -71,31 +66,6 @@ class _Gone(PeerLost):
 
 
 @dataclass(frozen=True)
-class Strangers:
-    """Who in a group has less time than the others: `seconds` for its first word, and for each part, as far as its link may be
-    as slow as documented."""
-
-    peers: frozenset[str] = frozenset()
-    seconds: float = PART_SECONDS
-
-    def for_part(self, wire: Wire, reducers: int) -> float:
-        largest = max((part.num_bytes for part in wire.parts), default=0)
-        return min(self.seconds + largest * reducers / _SLOWEST_BYTES_PER_SECOND, PART_SECONDS)
-
-
-@dataclass
-class Traffic:
-    """Bytes that this peer sent and received, headers included, and the seconds from the group to the whole average.
-
-    `up` still grows while slower members take the last of our averages.
-    """
-
-    up: int = 0
-    down: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class Mean:
     """encoded: the weighted mean, (wire.num_bytes,) uint8. square_norm: the sum of squares of its decoded values, as the reducers
     worked it out; the same bits at every member, which no sum over a whole vector at each peer would be."""
@@ -112,7 +82,7 @@ class Averager:
         self._peer_id, self._streams, self._wire, self._clipping = peer_id, streams, wire, clipping
         self.memory = Reused(wire.num_bytes)
         """Of encoded means."""
-        self._reductions: dict[str, _Reduction] = {}
+        self._reductions: dict[str, Reduction] = {}
         self._failed: dict[str, PeerLost] = {}
         """Groups whose share we have given up, the last few: a member that dials us only now is told why."""
         self._announced = asyncio.Condition()
@@ -129,18 +99,18 @@ class Averager:
         clock = asyncio.get_running_loop().time
         began = clock()
         received = ReceivedMeans(self._clipping.longest_mean(group.members, group.norms))
-        run = _Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts), strangers or Strangers(), received)
+        run = Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts), strangers or Strangers(), received)
         shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
         own, reduction, failure = shares.pop(self._peer_id, []), None, PeerLost("it left")
         run.missing = {reducer: len(share) for reducer, share in shares.items() if share}
         tasks = exchanges = [asyncio.create_task(self._exchange(reducer, share, run)) for reducer, share in shares.items() if share]
         if own:
             parts = [self._wire.parts[index] for index in own]
-            reduction = self._reductions[group.id] = _Reduction(run, parts, own, self._wire, self._clipping)
+            reduction = self._reductions[group.id] = Reduction(run, parts, own, self._wire, self._clipping)
             jobs = self._reduce_own(reduction, run), reduction.fail_unless_all_come(), self._hurry_strangers(reduction, run)
             tasks = [*(asyncio.create_task(job) for job in jobs), *exchanges]
         try:
-            await _all(tasks, 60 + 2 * self._wire.num_bytes / _SLOWEST_BYTES_PER_SECOND)
+            await _all(tasks, 60 + 2 * self._wire.num_bytes / SLOWEST_BYTES_PER_SECOND)
             failure = None
         except (PeerLost, ValueError, asyncio.TimeoutError) as error:
             failure = await _explanation(self._as_lost(error, run, reduction), exchanges)
@@ -156,7 +126,7 @@ class Averager:
         run.traffic.seconds = clock() - began
         return Mean(run.result, add_up(run.squares), run.traffic)
 
-    def _as_lost(self, error: Exception, run: "_Run", reduction: "_Reduction | None") -> PeerLost:
+    def _as_lost(self, error: Exception, run: "Run", reduction: "Reduction | None") -> PeerLost:
         if isinstance(error, PeerLost):
             return error
         if isinstance(error, ValueError):
@@ -169,7 +139,7 @@ class Averager:
         culprits = set(failure.culprits) - {self._peer_id}
         return RoundFailed(str(failure), culprits, culprits if isinstance(failure, _Gone) else ())
 
-    def _give_up(self, group_id: str, reduction: "_Reduction", failure: PeerLost) -> None:
+    def _give_up(self, group_id: str, reduction: "Reduction", failure: PeerLost) -> None:
         """Tell all who take our share why there is none: what we were told or can only guess, as such."""
         lost = PeerLost(f"{self._peer_id[-6:]} gave up: {failure}", failure.culprits, hearsay=isinstance(failure, _Told | _Gone))
         reduction.fail(lost)
@@ -177,7 +147,7 @@ class Averager:
         while len(self._failed) > _REMEMBERED_FAILURES:
             del self._failed[next(iter(self._failed))]
 
-    async def _hurry_strangers(self, reduction: "_Reduction", run: "_Run") -> None:
+    async def _hurry_strangers(self, reduction: "Reduction", run: "Run") -> None:
         """When all members' parts of our own share were there, a reducer that we have not met has them as well: it gives its next mean
         soon, or fails the round. Raises PeerLost."""
         await reduction.whole()
@@ -185,10 +155,10 @@ class Averager:
         began, seconds = loop.time(), run.strangers.for_part(self._wire, len(run.group.reducers))
         while waited := {peer: max(run.last_mean.get(peer, 0.0), began) for peer in run.missing if peer in run.strangers.peers}:
             if slow := sorted(peer for peer, since in waited.items() if loop.time() >= since + seconds):
-                raise PeerLost(f"{_names(slow)} gave no mean for {seconds:.0f} s", slow)
+                raise PeerLost(f"{names(slow)} gave no mean for {seconds:.0f} s", slow)
             await asyncio.sleep(min(waited.values()) + seconds - loop.time())
 
-    async def _reduce_own(self, reduction: "_Reduction", run: "_Run") -> None:
+    async def _reduce_own(self, reduction: "Reduction", run: "Run") -> None:
         if run.mine is not None:
             reduction.came(self._peer_id)
         async with self._announced:
@@ -198,7 +168,7 @@ class Averager:
                 reduction.add(self._peer_id, index, part.bytes_of(run.mine))
             await reduction.mean(index)
 
-    async def _exchange(self, reducer: str, share: Sequence[int], run: "_Run") -> None:
+    async def _exchange(self, reducer: str, share: Sequence[int], run: "Run") -> None:
         """Send our part of a reducer's share to it, and take the averages back, both at once."""
         try:
             channel = await self._streams.open(reducer, REDUCE)
@@ -214,7 +184,7 @@ class Averager:
         except PeerLost as error:
             raise PeerLost(str(error), [reducer]) from None
 
-    async def _talk(self, channel: Channel, share: Sequence[int], run: "_Run") -> None:
+    async def _talk(self, channel: Channel, share: Sequence[int], run: "Run") -> None:
         parts = self._wire.parts
 
         async def send() -> None:
@@ -274,7 +244,7 @@ class Averager:
             if taking.cancelled() or taking.exception():
                 reduction.fail(_fell_out(channel.peer, reasons[0] if reasons else None))
 
-    async def _reduction(self, group_id: str) -> "_Reduction":
+    async def _reduction(self, group_id: str) -> "Reduction":
         # A member may hear of the group, and dial us, a moment before the leader's message reaches us.
         if group_id in self._failed:
             raise self._failed[group_id]
@@ -284,146 +254,6 @@ class Averager:
             return self._reductions[group_id]
         except (asyncio.TimeoutError, KeyError):
             raise PeerLost("unknown group") from None
-
-
-@dataclass
-class _Run:
-    """One average on its way: what goes in, and what has come of it so far."""
-
-    group: Group
-    mine: Tensor | None
-    result: Tensor
-    squares: list[float]
-    """Of each part of the mean."""
-    strangers: Strangers = field(default_factory=Strangers)
-    received: ReceivedMeans = field(default_factory=lambda: ReceivedMeans(math.inf))
-    missing: dict[str, int] = field(default_factory=dict)
-    """Reducer -> how many means it still owes us."""
-    last_mean: dict[str, float] = field(default_factory=dict)
-    """Reducer -> when it gave us its last one, by the loop's clock."""
-    traffic: Traffic = field(default_factory=Traffic)
-
-    @functools.cached_property
-    def _scratch(self) -> Tensor:
-        """Kept for all means: fresh memory for each would be page faults."""
-        return torch.empty(PART_ELEMENTS)
-
-    def got_mean(self, reducer: str, index: int, part: Part, told: float) -> None:
-        """One part of the mean is in `result`. told: its sum of squares, as its reducer says. Raises PeerLost."""
-        values = _decode(reducer, part, part.bytes_of(self.result), self._scratch)
-        self.received.add(reducer, told, rough_square(values))
-        self.squares[index] = told
-        self.last_mean[reducer] = asyncio.get_running_loop().time()
-        self.missing[reducer] -= 1
-        if not self.missing[reducer]:
-            del self.missing[reducer]
-
-    def count(self, channel: Channel) -> None:
-        self.traffic.up += channel.sent
-        self.traffic.down += channel.received
-
-
-class _Reduction:
-    """Our share within one group: parts come in from all members, each average is made once when its last part is there."""
-
-    def __init__(self, run: _Run, parts: Sequence[Part], indices: Sequence[int], wire: Wire, clipping: Clipping = UNCLIPPED):
-        self.run, self.parts, self._indices = run, parts, indices
-        self._strangers = run.strangers.peers
-        self._strangers_come_seconds = min(run.strangers.seconds, COME_SECONDS)
-        self._strangers_part_seconds = run.strangers.for_part(wire, len(run.group.reducers))
-        members = run.group.members
-        self.senders = {member.peer for member in members}
-        self._takers = self.senders | set(run.group.reducers)
-        self._came: set[str] = set()
-        self._all_came = asyncio.Event()
-        factors = clipping.factors(members, run.group.norms)
-        self._weights = {m.peer: m.samples / run.group.samples * factor for m, factor in zip(members, factors, strict=True)}
-        self._stated = StatedNorms(members, run.group.norms) if clipping.times and run.group.norms else None
-        # Kept for all parts: fresh memory for each would be page faults.
-        self._scratch = torch.empty(2, PART_ELEMENTS)
-        self._received: list[dict[str, Tensor]] = [{} for _ in parts]
-        self._means = [asyncio.get_running_loop().create_future() for _ in parts]
-
-    def came(self, peer: str) -> None:
-        """`peer` wants to send its parts and take the averages, which it may do once. Raises PeerLost."""
-        if peer not in self._takers:
-            raise PeerLost("not a member of this group")
-        if peer in self._came:
-            raise PeerLost("sending already")
-        self._came.add(peer)
-        if self._came >= self.senders:
-            self._all_came.set()
-
-    async def fail_unless_all_come(self) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        for seconds, awaited in ((self._strangers_come_seconds, self._strangers), (COME_SECONDS, self.senders)):
-            with contextlib.suppress(asyncio.TimeoutError):
-                return await within(began + seconds - loop.time(), self._all_came.wait())
-            if absent := sorted((self.senders & awaited) - self._came):
-                return self.fail(PeerLost(f"{_names(absent)} did not come", absent))
-
-    def add(self, peer: str, index: int, data: Tensor) -> None:
-        """One encoded part of one member, of the right length."""
-        if self._means[index].done():
-            return
-        self._received[index][peer] = data
-        if len(self._received[index]) == len(self.senders):
-            try:
-                self._means[index].set_result(self._average(index))
-            except PeerLost as error:
-                self.fail(error)
-            except ValueError as error:
-                self.fail(PeerLost(f"the average has {error}"))
-            self._received[index] = {}
-
-    async def mean(self, index: int) -> tuple[Tensor, float]:
-        """The encoded average of one part, and its sum of squares. Raises PeerLost when it cannot be had any more."""
-        future, loop = self._means[index], asyncio.get_running_loop()
-        began = loop.time()
-        for seconds, awaited in ((self._strangers_part_seconds, self._strangers), (PART_SECONDS, self.senders)):
-            if not future.done():
-                await asyncio.wait([future], timeout=began + seconds - loop.time())
-            # Of peers that we have met, a part may take longer, and a stranger's may be held up by nothing but that.
-            missing = sorted(self.senders - self._received[index].keys())
-            if not future.done() and awaited.issuperset(missing):
-                self.fail(PeerLost(f"{_names(missing)} sent no part for {seconds:g} s", missing))
-        return future.result()
-
-    async def whole(self) -> None:
-        """Wait until all parts are averaged, or none will be any more."""
-        await asyncio.wait(self._means)
-
-    def late(self) -> set[str]:
-        """Those whose parts are still missing."""
-        open_parts = [received for received, mean in zip(self._received, self._means, strict=True) if not mean.done()]
-        return {peer for received in open_parts for peer in self.senders - received.keys()}
-
-    def fail(self, lost: PeerLost) -> None:
-        for future in self._means:
-            if not future.done():
-                future.set_exception(lost)
-                future.exception()  # nobody need be waiting for it
-        self._received = [{} for _ in self.parts]
-
-    def _average(self, index: int) -> tuple[Tensor, float]:
-        part = self.parts[index]
-        total, values = self._scratch[:, : part.end - part.start]
-        for count, peer in enumerate(sorted(self.senders)):
-            into = _decode(peer, part, self._received[index][peer], values if count else total)
-            if self._stated is not None:
-                self._stated.spend(peer, rough_square(into))
-            into.mul_(self._weights[peer])
-            if count:
-                total.add_(into)
-        encoded = part.bytes_of(self.run.result)
-        if len(self.senders) == 1:  # as the one makes it that goes on alone with it: encoded anew, a block may get another scale
-            encoded.copy_(*self._received[index].values())
-        else:
-            part.encode(total, encoded)
-        # Decoding checks it: finite values may add up to more than a float holds.
-        square = self.run.squares[self._indices[index]] = square_norm(part.decode(encoded, values))
-        return encoded, square
 
 
 def _fell_out(peer: str, error: BaseException | None) -> PeerLost:
@@ -452,10 +282,6 @@ def _doubt(failure: PeerLost) -> int:
     return 1 if isinstance(failure, _Gone) else 0
 
 
-def _names(peers: Collection[str]) -> str:
-    return ", ".join(peer[-6:] for peer in peers)
-
-
 def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:
     """Which parts each reducer averages: consecutive ones, by integers that every peer repeats; as nearly equal in bytes as parts allow."""
     shares: list[list[int]] = [[] for _ in range(reducers)]
@@ -463,14 +289,6 @@ def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:
     for index, part in enumerate(parts):
         shares[(part.begin + part.stop) * reducers // (2 * total)].append(index)
     return shares
-
-
-def _decode(sender: str, part: Part, data: Tensor, room: Tensor) -> Tensor:
-    """What `sender` sent, at the beginning of `room`. Raises PeerLost, which names it, for values that are not finite."""
-    try:
-        return part.decode(data, room[: part.end - part.start])
-    except ValueError as error:
-        raise PeerLost(f"{sender[-6:]} sent {error}", [sender]) from None
 
 
 async def _receive(channel: Channel, kind: type[M], part: Part, room: Tensor, seconds: float) -> M:

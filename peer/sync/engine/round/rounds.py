@@ -18,7 +18,7 @@ from peer.sync.engine.net.messages import MOST_NAMED
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.outer import Strategy, advance
-from peer.sync.engine.round.averaging import Averager, Mean, RoundFailed, Strangers
+from peer.sync.engine.round.averaging import Averager, Mean, RoundFailed
 from peer.sync.engine.round.clipping import Clipping
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.groups import Group, NoGroup, Ticket
@@ -27,6 +27,7 @@ from peer.sync.engine.round.matchmaking import Matchmaker
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.patience import patience_seconds
 from peer.sync.engine.round.reception import Reception
+from peer.sync.engine.round.reduction import Strangers
 from peer.sync.engine.state import State
 from peer.sync.engine.trainer.trainer import Contribution
 from peer.sync.engine.vectors import SharedBuffer

@@ -7,9 +7,9 @@ from typing import Any
 from peer.sync.engine.cell import Cell, Phase
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.round import span
-from peer.sync.engine.round.averaging import Traffic
 from peer.sync.engine.round.catch_up import CatchUp
 from peer.sync.engine.round.heads import Heads
+from peer.sync.engine.round.reduction import Traffic
 from peer.sync.engine.round.rounds import Round
 from peer.sync.engine.state import State
 from peer.sync.engine.trainer.trainer import Trainer

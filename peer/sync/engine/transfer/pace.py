@@ -8,7 +8,7 @@ SLOWEST_BYTES_PER_SECOND = 26_000
 """What a download gets at least, from all its holders together: 0.2 Mbit/s. With somebody else to ask instead: from each of them."""
 FETCH_SECONDS = 120.0
 FETCH_BYTES_PER_SECOND = 125_000
-"""A state is fetched within FETCH_SECONDS and its bytes at this rate: 1 Mbit/s, without which no peer can average either (averaging.py)."""
+"""A state is fetched within FETCH_SECONDS and its bytes at this rate: 1 Mbit/s, without which no peer can average either (reduction.py)."""
 CONTESTED_BYTES_PER_SECOND = 1_250_000
 """The same rate while peers that have no part in the download offer another state: 10 Mbit/s, so that theirs has its turn."""
 

@@ -1,0 +1,202 @@
+"""Our share of a round: parts come in from all members, and each average is made once.
+
+Memory: `PARTS_OF_A_SENDER` (averaging.py) encoded parts of each sender, and two parts in float32.
+"""
+
+import asyncio
+import contextlib
+import functools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, rough_square, square_norm
+from peer.sync.engine.net.streams import Channel, PeerLost
+from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
+from peer.sync.engine.round.groups import Group
+from swarm.tasks import within
+
+PART_SECONDS = 30.0
+COME_SECONDS = 15.0
+"""Every member has dialled every reducer by then, or it died after the group was closed and nobody need wait longer."""
+SLOWEST_BYTES_PER_SECOND = 125_000
+
+
+@dataclass(frozen=True)
+class Strangers:
+    """Who in a group has less time than the others: `seconds` for its first word, and for each part, as far as its link may be
+    as slow as documented."""
+
+    peers: frozenset[str] = frozenset()
+    seconds: float = PART_SECONDS
+
+    def for_part(self, wire: Wire, reducers: int) -> float:
+        largest = max((part.num_bytes for part in wire.parts), default=0)
+        return min(self.seconds + largest * reducers / SLOWEST_BYTES_PER_SECOND, PART_SECONDS)
+
+
+@dataclass
+class Traffic:
+    """Bytes that this peer sent and received, headers included, and the seconds from the group to the whole average.
+
+    `up` still grows while slower members take the last of our averages.
+    """
+
+    up: int = 0
+    down: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Run:
+    """One average on its way: what goes in, and what has come of it so far."""
+
+    group: Group
+    mine: Tensor | None
+    result: Tensor
+    squares: list[float]
+    """Of each part of the mean."""
+    strangers: Strangers = field(default_factory=Strangers)
+    received: ReceivedMeans = field(default_factory=lambda: ReceivedMeans(math.inf))
+    missing: dict[str, int] = field(default_factory=dict)
+    """Reducer -> how many means it still owes us."""
+    last_mean: dict[str, float] = field(default_factory=dict)
+    """Reducer -> when it gave us its last one, by the loop's clock."""
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @functools.cached_property
+    def _scratch(self) -> Tensor:
+        """Kept for all means: fresh memory for each would be page faults."""
+        return torch.empty(PART_ELEMENTS)
+
+    def got_mean(self, reducer: str, index: int, part: Part, told: float) -> None:
+        """One part of the mean is in `result`. told: its sum of squares, as its reducer says. Raises PeerLost."""
+        values = decode(reducer, part, part.bytes_of(self.result), self._scratch)
+        self.received.add(reducer, told, rough_square(values))
+        self.squares[index] = told
+        self.last_mean[reducer] = asyncio.get_running_loop().time()
+        self.missing[reducer] -= 1
+        if not self.missing[reducer]:
+            del self.missing[reducer]
+
+    def count(self, channel: Channel) -> None:
+        self.traffic.up += channel.sent
+        self.traffic.down += channel.received
+
+
+class Reduction:
+    """Our share within one group: parts come in from all members, each average is made once when its last part is there."""
+
+    def __init__(self, run: Run, parts: Sequence[Part], indices: Sequence[int], wire: Wire, clipping: Clipping = UNCLIPPED):
+        self.run, self.parts, self._indices = run, parts, indices
+        self._strangers = run.strangers.peers
+        self._strangers_come_seconds = min(run.strangers.seconds, COME_SECONDS)
+        self._strangers_part_seconds = run.strangers.for_part(wire, len(run.group.reducers))
+        members = run.group.members
+        self.senders = {member.peer for member in members}
+        self._takers = self.senders | set(run.group.reducers)
+        self._came: set[str] = set()
+        self._all_came = asyncio.Event()
+        factors = clipping.factors(members, run.group.norms)
+        self._weights = {m.peer: m.samples / run.group.samples * factor for m, factor in zip(members, factors, strict=True)}
+        self._stated = StatedNorms(members, run.group.norms) if clipping.times and run.group.norms else None
+        # Kept for all parts: fresh memory for each would be page faults.
+        self._scratch = torch.empty(2, PART_ELEMENTS)
+        self._received: list[dict[str, Tensor]] = [{} for _ in parts]
+        self._means = [asyncio.get_running_loop().create_future() for _ in parts]
+
+    def came(self, peer: str) -> None:
+        """`peer` wants to send its parts and take the averages, which it may do once. Raises PeerLost."""
+        if peer not in self._takers:
+            raise PeerLost("not a member of this group")
+        if peer in self._came:
+            raise PeerLost("sending already")
+        self._came.add(peer)
+        if self._came >= self.senders:
+            self._all_came.set()
+
+    async def fail_unless_all_come(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for seconds, awaited in ((self._strangers_come_seconds, self._strangers), (COME_SECONDS, self.senders)):
+            with contextlib.suppress(asyncio.TimeoutError):
+                return await within(began + seconds - loop.time(), self._all_came.wait())
+            if absent := sorted((self.senders & awaited) - self._came):
+                return self.fail(PeerLost(f"{names(absent)} did not come", absent))
+
+    def add(self, peer: str, index: int, data: Tensor) -> None:
+        """One encoded part of one member, of the right length."""
+        if self._means[index].done():
+            return
+        self._received[index][peer] = data
+        if len(self._received[index]) == len(self.senders):
+            try:
+                self._means[index].set_result(self._average(index))
+            except PeerLost as error:
+                self.fail(error)
+            except ValueError as error:
+                self.fail(PeerLost(f"the average has {error}"))
+            self._received[index] = {}
+
+    async def mean(self, index: int) -> tuple[Tensor, float]:
+        """The encoded average of one part, and its sum of squares. Raises PeerLost when it cannot be had any more."""
+        future, loop = self._means[index], asyncio.get_running_loop()
+        began = loop.time()
+        for seconds, awaited in ((self._strangers_part_seconds, self._strangers), (PART_SECONDS, self.senders)):
+            if not future.done():
+                await asyncio.wait([future], timeout=began + seconds - loop.time())
+            # Of peers that we have met, a part may take longer, and a stranger's may be held up by nothing but that.
+            missing = sorted(self.senders - self._received[index].keys())
+            if not future.done() and awaited.issuperset(missing):
+                self.fail(PeerLost(f"{names(missing)} sent no part for {seconds:g} s", missing))
+        return future.result()
+
+    async def whole(self) -> None:
+        """Wait until all parts are averaged, or none will be any more."""
+        await asyncio.wait(self._means)
+
+    def late(self) -> set[str]:
+        """Those whose parts are still missing."""
+        open_parts = [received for received, mean in zip(self._received, self._means, strict=True) if not mean.done()]
+        return {peer for received in open_parts for peer in self.senders - received.keys()}
+
+    def fail(self, lost: PeerLost) -> None:
+        for future in self._means:
+            if not future.done():
+                future.set_exception(lost)
+                future.exception()  # nobody need be waiting for it
+        self._received = [{} for _ in self.parts]
+
+    def _average(self, index: int) -> tuple[Tensor, float]:
+        part = self.parts[index]
+        total, values = self._scratch[:, : part.end - part.start]
+        for count, peer in enumerate(sorted(self.senders)):
+            into = decode(peer, part, self._received[index][peer], values if count else total)
+            if self._stated is not None:
+                self._stated.spend(peer, rough_square(into))
+            into.mul_(self._weights[peer])
+            if count:
+                total.add_(into)
+        encoded = part.bytes_of(self.run.result)
+        if len(self.senders) == 1:  # as the one makes it that goes on alone with it: encoded anew, a block may get another scale
+            encoded.copy_(*self._received[index].values())
+        else:
+            part.encode(total, encoded)
+        # Decoding checks it: finite values may add up to more than a float holds.
+        square = self.run.squares[self._indices[index]] = square_norm(part.decode(encoded, values))
+        return encoded, square
+
+
+def decode(sender: str, part: Part, data: Tensor, room: Tensor) -> Tensor:
+    """What `sender` sent, at the beginning of `room`. Raises PeerLost, which names it, for values that are not finite."""
+    try:
+        return part.decode(data, room[: part.end - part.start])
+    except ValueError as error:
+        raise PeerLost(f"{sender[-6:]} sent {error}", [sender]) from None
+
+
+def names(peers: Collection[str]) -> str:
+    return ", ".join(peer[-6:] for peer in peers)
