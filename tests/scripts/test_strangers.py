@@ -57,7 +57,7 @@ def test_the_honest_peers_go_on_with_their_rounds_beside_a_stranger(record, row)
 @pytest.mark.swarm
 @pytest.mark.slow
 def test_what_only_a_member_could_do_costs_a_run_for_members_nothing(tmp_path):
-    """Without memberships both end the run: a loss that grows, replicas that split."""
+    """A stranger that contributes is not stopped otherwise."""
     record = siege_of(tmp_path, "--members", "--rows", "sign-flip,split-means,browser-post")
     assert record["holds"] and set(record["rounds_ratio"]) == {"sign-flip", "split-means"}, record
     assert min(record["rounds_ratio"].values()) >= 0.5, record
@@ -135,7 +135,8 @@ def test_the_verdict_forgives_only_what_is_left_to_memberships(tmp_path):
     assert not slow["holds"] and slow["rounds_ratio"] == {"nan": 0.5}
     ended = verdict("nan", (9, 10), ["replicas split"])
     assert not ended["holds"] and ended["ended"] == ["nan"]
-    assert verdict("wrong-means", (1, 10), ["loss 3"])["holds"]
+    assert verdict("sign-flip", (1, 10), ["loss 3"])["holds"]
+    assert verdict("wrong-means", (9, 10), ["loss 3"])["ended"] == ["wrong-means"]
     grown = verdict("junk-keys", (9, 10), figures={"grown_mib": 3000})
     assert not grown["holds"] and grown["beyond"] == {"junk-keys": 3000}
 
