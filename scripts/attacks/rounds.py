@@ -217,6 +217,8 @@ async def wrong_tickets(band: Band) -> None:
 async def _bring(guest: Guest, peer: str, after: float) -> None:
     rng, most = guest.band.rng, 2 * guest.band.target
     await asyncio.sleep(after)
+    if peer not in guest.honest:  # it has gone meanwhile
+        return
     ticket = {"parent": guest.honest[peer]["digest"], "number": rng.randrange(1, 2**30), "samples": most, "norm": 1.0, "reduces": False}
     wrong = rng.choice([{"samples": 0}, {"norm": -1.0}, {"samples": most + rng.randint(1, 2**40)}, {"number": 0}, {"reduces": True}, {"parent": "f" * 64}, {}])
     with contextlib.suppress(Gone):
