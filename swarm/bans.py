@@ -1,7 +1,7 @@
-"""Whom the host keeps out of its run, and why, and whom it trusts to lead and reduce: a union of words signed with the host's key.
+"""The host's words about peers, signed with its key: whom it bans from its run, with the reason, and whom it trusts to lead and reduce.
 
-For each peer the newest word counts: a ban, trust, or the end of either. So words can be repeated, come late and in any order, from anybody, and two machines
-that have the host's key agree as soon as each has heard the other's (docs/decisions/0016).
+For each peer the newest word counts: a ban, trust, or the end of either. So words can be repeated, and come late, in any order and from anybody. Two
+machines that have the host's key agree as soon as each has heard the other's (docs/decisions/0016).
 """
 
 import dataclasses

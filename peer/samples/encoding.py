@@ -72,7 +72,7 @@ class Encoder:
             for caption in fresh if self._caches.texts else ():
                 self._caches.texts.put(digest_bytes(caption.encode()), rows[caption])
         self._known.update(rows)
-        # Texts of some families are as long as their captions: the shorter ones end in zeros, of which the family's mask says that they are nothing.
+        # Texts of some families are as long as their captions. The shorter ones are padded with zeros, which the family's mask passes over.
         stacked = {
             name: pad_sequence([rows[caption][name] for caption in captions], batch_first=True).to(self._lazy or device)
             for name in rows[captions[0]]

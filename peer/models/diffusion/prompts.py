@@ -56,7 +56,7 @@ def rows(text: Text) -> list[Tensor]:
 
 
 def between_layers(encoder: Any, ids: Tensor, mask: Tensor, layers: Sequence[int]) -> Tensor:
-    """(B, T, layers * width): what a language model has after so many of its layers each, side by side. ids, mask: (B, T)."""
+    """(B, T, layers * width): a language model's hidden states after each of these layers, side by side. ids, mask: (B, T)."""
     told = {"input_ids": ids.to(encoder.device), "attention_mask": mask.to(encoder.device)}
     # Of the next tokens, which nobody reads, those after one place: all of them are 0.3 GB for each caption.
     found = encoder(**told, output_hidden_states=True, use_cache=False, logits_to_keep=1).hidden_states

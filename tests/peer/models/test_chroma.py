@@ -7,15 +7,14 @@ import torch
 from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
-from safetensors.torch import load_file
 
 from peer.contracts import LatentBatch
 from peer.launch.starting_model import complete, load_model
-from peer.methods import lora
 from peer.models import chroma
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import flux_file, tiny
+from tests.peer.models.test_families import lora_layers
 
 CPU = torch.device("cpu")
 RUN = RunConfig(max_sequence_length=32)
@@ -121,9 +120,7 @@ def test_a_file_is_the_transformer_and_the_rest_is_the_config_folders(tmp_path, 
 def test_a_loras_layers_have_names_that_comfyui_knows(tiny_family, tmp_path):
     """`transformer.` and the names that flux_to_diffusers has (comfy/utils.py at 09708ea; comfy/lora.py at 17358c8), which is asked for Chroma, too."""
     run = replace(RUN, method="lora", rank=2)
-    model, method = chroma.load(tiny_family("chroma"), CPU, run), lora.build(run)
-    method.export(model, method.attach(model), tmp_path)
-    layers = {key.removesuffix(".weight").rpartition(".lora_")[0] for key in load_file(tmp_path / "pytorch_lora_weights.safetensors")}
+    layers = lora_layers(chroma.load(tiny_family("chroma"), CPU, run), run, tmp_path)
     attention = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     double = {f"attn.{layer}" for layer in attention} | {f"{ff}.net.{layer}" for ff in ("ff", "ff_context") for layer in ("0.proj", "2")}
     assert layers == {f"transformer.transformer_blocks.0.{layer}" for layer in double} | {

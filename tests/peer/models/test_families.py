@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from safetensors.torch import load_file
 
 from peer.contracts import LatentBatch, PixelBatch
-from peer.methods import full
+from peer.methods import full, lora
 from peer.rooms import load_part, parts
 from peer.samples.encoding import Encoder
 from swarm.base_model import family_of
@@ -57,6 +58,13 @@ def draw(pipeline, prompt=None, **options):
     sizes = {"height": 16, "width": 16, "num_inference_steps": 3, "output_type": "np"}
     options |= {**tiny.drawing(pipeline), **({"prompt": ["a toy", "a cat"]} if prompt is None else prompt)}
     return torch.from_numpy(pipeline(generator=torch.Generator().manual_seed(3), **sizes, **options).images)
+
+
+def lora_layers(model, run, folder):
+    """The names of the layers in the file of a LoRA of `run`, as others' key maps have them."""
+    method = lora.build(run)
+    method.export(model, method.attach(model), folder)
+    return {name.removesuffix(".weight").rpartition(".lora_")[0] for name in load_file(folder / "pytorch_lora_weights.safetensors")}
 
 
 every_family = pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -8,16 +8,16 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from peer.contracts import LatentBatch
 from peer.launch.starting_model import complete, load_model
-from peer.methods import lora
 from peer.models import flux2, flux2_klein
 from swarm.digest import digest_model
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import flux2_file, tiny
+from tests.peer.models.test_families import lora_layers
 
 CPU = torch.device("cpu")
 BOTH = {"flux2": (flux2, Flux2Pipeline), "klein": (flux2_klein, Flux2KleinPipeline)}
@@ -183,8 +183,6 @@ def test_a_file_alone_or_one_that_lacks_tensors_is_refused(tmp_path, tiny_family
 def test_a_loras_layers_have_names_that_comfyui_knows(tiny_family, tmp_path, name):
     """`transformer.` and the names that flux_to_diffusers has (comfy/utils.py at 09708ea; comfy/lora.py at 17358c8): all that are trained are in it."""
     run = run_of(name, method="lora", rank=2)
-    model, method = BOTH[name][0].load(tiny_family(name), CPU, run), lora.build(run)
-    method.export(model, method.attach(model), tmp_path)
-    layers = {key.removesuffix(".weight").rpartition(".lora_")[0] for key in load_file(tmp_path / "pytorch_lora_weights.safetensors")}
+    layers = lora_layers(BOTH[name][0].load(tiny_family(name), CPU, run), run, tmp_path)
     double = {f"transformer.transformer_blocks.0.attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")}
     assert layers == double | {f"transformer.single_transformer_blocks.0.attn.{layer}" for layer in ("to_qkv_mlp_proj", "to_out")}

@@ -6,18 +6,17 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from peer import generate
 from peer.contracts import LatentBatch
 from peer.launch.starting_model import complete, load_model
-from peer.methods import lora
 from peer.models import qwen_image
 from swarm.errors import UserError
 from swarm.founding import resolution_multiple
 from swarm.run_config import RunConfig
 from tests import tiny
-from tests.peer.models.test_families import draw
+from tests.peer.models.test_families import draw, lora_layers
 
 CPU = torch.device("cpu")
 RUN = RunConfig(max_sequence_length=32)
@@ -137,9 +136,7 @@ def test_a_file_is_the_transformer_and_all_else_is_the_config_folders(tmp_path, 
 def test_a_loras_layers_have_names_that_comfyui_and_kohya_know(tiny_family, tmp_path):
     """`transformer.` and diffusers' names: model_lora_keys_unet in comfy/lora.py, and convert_from_diffusers of kohya's musubi-tuner."""
     run = replace(RUN, method="lora", rank=2)
-    model, method = qwen_image.load(tiny_family("qwen_image"), CPU, run), lora.build(run)
-    method.export(model, method.attach(model), tmp_path)
-    layers = {name.removesuffix(".weight").rpartition(".lora_")[0] for name in load_file(tmp_path / "pytorch_lora_weights.safetensors")}
+    layers = lora_layers(qwen_image.load(tiny_family("qwen_image"), CPU, run), run, tmp_path)
     assert layers == {
         f"transformer.transformer_blocks.{block}.attn.{layer}" for block in (0, 1) for layer in ("to_q", "to_k", "to_v", "to_out.0")
     }

@@ -7,11 +7,10 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from peer.contracts import LatentBatch
 from peer.launch.starting_model import complete, load_model
-from peer.methods import lora
 from peer.models import sd3
 from peer.results.forms.single_file import vae_name
 from swarm.digest import digest_model
@@ -19,6 +18,7 @@ from swarm.errors import UserError
 from swarm.run.families.sd3 import FAMILY
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.models.test_families import lora_layers
 
 CPU = torch.device("cpu")
 RUN = RunConfig(max_sequence_length=32)
@@ -218,9 +218,7 @@ def test_a_loras_layers_have_names_that_comfyui_knows(tiny_family, tmp_path):
     """`transformer.` and diffusers' names, `text_encoder.` for CLIP-L and `text_encoder_2.` for CLIP-G: mmdit_to_diffusers in comfy/utils.py and
     model_lora_keys_unet, model_lora_keys_clip in comfy/lora.py. Layers of the last block that answer for the text are in no file."""
     run = replace(RUN, method="lora", rank=2, train_text_encoder=True)
-    model, method = sd3.load(tiny_family("sd3"), CPU, run), lora.build(run)
-    method.export(model, method.attach(model), tmp_path)
-    layers = {name.removesuffix(".weight").rpartition(".lora_")[0] for name in load_file(tmp_path / "pytorch_lora_weights.safetensors")}
+    layers = lora_layers(sd3.load(tiny_family("sd3"), CPU, run), run, tmp_path)
     of_pictures, of_text = ("to_q", "to_k", "to_v", "to_out.0"), ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     known = {f"transformer.transformer_blocks.{block}.attn.{layer}" for block in (0, 1) for layer in (*of_pictures, *of_text)}
     known -= {"transformer.transformer_blocks.1.attn.to_add_out"}

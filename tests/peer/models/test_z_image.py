@@ -6,17 +6,17 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from peer.contracts import LatentBatch
 from peer.launch.starting_model import complete, load_model
-from peer.methods import lora
 from peer.models import z_image
 from peer.results.forms.single_file import vae_name
 from swarm.base_model import family_of
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.models.test_families import lora_layers
 
 CPU = torch.device("cpu")
 RUN = RunConfig(max_sequence_length=32)
@@ -148,8 +148,6 @@ def test_a_file_with_diffusers_own_names_is_read_too_and_one_alone_is_told_what_
 def test_a_loras_layers_have_names_that_comfyui_knows(tiny_family, tmp_path):
     """`transformer.` and diffusers' names: z_image_to_diffusers in comfy/utils.py and model_lora_keys_unet in comfy/lora.py."""
     run = replace(RUN, method="lora", rank=2)
-    model, method = z_image.load(tiny_family("z_image"), CPU, run), lora.build(run)
-    method.export(model, method.attach(model), tmp_path)
-    layers = {name.removesuffix(".weight").rpartition(".lora_")[0] for name in load_file(tmp_path / "pytorch_lora_weights.safetensors")}
+    layers = lora_layers(z_image.load(tiny_family("z_image"), CPU, run), run, tmp_path)
     blocks = ("layers.0", "layers.1", "noise_refiner.0", "context_refiner.0")
     assert layers == {f"transformer.{block}.attention.{layer}" for block in blocks for layer in ("to_q", "to_k", "to_v", "to_out.0")}

@@ -109,7 +109,7 @@ class Following:
         standing = self._standing(self._peer_id)
         if onward == self._peer_id or not standing.ranks_before(ticket.parent, onward, leader):
             reason = f"{leader[-6:]} points to {onward[-6:]}, which does not rank before it"
-            # With roles it does for who has heard of one more whom the host trusts, or of one less.
+            # Where the host trusts some, the leader may have heard of one more or one less than we: nobody is at fault.
             raise Refused(reason) if standing.has_roles else PeerLost(reason, [leader])
         return onward
 

@@ -1,8 +1,8 @@
 """Who averages with whom: every peer that is ready goes to the best ranked one it knows, and that one closes the group.
 
-A peer's rank is a hash of the parent state and its id, behind all whose work is in that state if its own is not, and behind all that the host
-trusts if it does not: everybody computes the same order, no one is special for longer than a round, and since peers only ever join a better ranked one, nobody waits in a circle. A
-group closes at once when all who are expected came, declined or proved unreachable; no fixed matchmaking time is ever waited out. Whoever
+Those that the host trusts rank first, then those whose work is in the parent state; among equals a hash of that state and the peer's id decides.
+Everybody computes the same order. No one else is special for longer than a round. Since peers only ever join a better ranked one, nobody waits in a
+circle. A group closes at once when all who are expected came, declined or proved unreachable; no fixed matchmaking time is ever waited out. Whoever
 needs longer than the round is worth waiting for is left out, and comes with the same contribution into a later one.
 
 The rooms: `calls.py` (who is ready), `following.py` (another one leads), `leading.py` (we lead).
