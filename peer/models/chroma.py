@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peer.contracts import LatentBatch, Text
 from peer.models.diffusion.flow import FlowModel
-from peer.models.diffusion.noising import mean_square
+from peer.models.diffusion.noising import sample_losses
 from peer.models.diffusion.prompts import written_out
 from swarm.run.families.chroma import FAMILY
 
@@ -32,7 +32,7 @@ class Chroma(FlowModel):
         return {"states": states.float(), "mask": read.float()}
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
-        """(B,) float32: mean squared error of the flow, weighted by --weighting_scheme."""
+        """(B,) float32: the error of the flow, weighted by --weighting_scheme."""
         latents, states = batch.latents, batch.text["states"]
         noised = self._flow(latents, rng)
         size, channels, height, width = latents.shape
@@ -52,7 +52,7 @@ class Chroma(FlowModel):
             return_dict=False,
         )[0]
         factor = self.vae_factor
-        return mean_square(self.pipeline._unpack_latents(answer, height * factor, width * factor, factor), noised)
+        return sample_losses(self.pipeline._unpack_latents(answer, height * factor, width * factor, factor), noised)
 
     def enable_gradient_checkpointing(self) -> None:
         super().enable_gradient_checkpointing()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from peer.contracts import LatentBatch, Text
 from peer.models.diffusion.flow import FlowModel
-from peer.models.diffusion.noising import mean_square
+from peer.models.diffusion.noising import sample_losses
 from peer.models.diffusion.prompts import t5_states, tokenize
 from swarm.run.families.flux import FAMILY
 
@@ -23,7 +23,7 @@ class Flux(FlowModel):
         return {"states": states.float(), "pooled": pipeline.text_encoder(ids).pooler_output.float()}
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
-        """(B,) float32: mean squared error of the flow, weighted by --weighting_scheme."""
+        """(B,) float32: the error of the flow, weighted by --weighting_scheme."""
         latents, states = batch.latents, batch.text["states"]
         noised = self._flow(latents, rng)
         size, channels, height, width = latents.shape
@@ -39,7 +39,7 @@ class Flux(FlowModel):
             return_dict=False,
         )[0]
         factor = self.vae_factor
-        return mean_square(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor), noised)
+        return sample_losses(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor), noised)
 
 
 load = Flux.load

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from peer.contracts import LatentBatch, Text
 from peer.models.diffusion.flow import FlowModel
-from peer.models.diffusion.noising import mean_square
+from peer.models.diffusion.noising import sample_losses
 from peer.models.diffusion.prompts import between_layers, padded
 from swarm.run.families.qwen_image import FAMILY
 from swarm.run_config import RunConfig
@@ -49,7 +49,7 @@ class QwenImage(FlowModel):
         return [block.attn.add_q_proj, block.attn.norm_added_q, block.attn.to_add_out, block.txt_mlp]
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
-        """(B,) float32: mean squared error of the flow, weighted by --weighting_scheme."""
+        """(B,) float32: the error of the flow, weighted by --weighting_scheme."""
         latents, mask = batch.latents, batch.text["mask"].bool()
         noised = self._flow(latents, rng)
         size, channels, height, width = latents.shape
@@ -62,7 +62,7 @@ class QwenImage(FlowModel):
             return_dict=False,
         )[0]
         factor = self.vae_factor
-        return mean_square(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor).squeeze(2), noised)
+        return sample_losses(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor).squeeze(2), noised)
 
 
 load = QwenImage.load

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from peer.contracts import LatentBatch, Text
 from peer.models.diffusion.flow import FlowModel
-from peer.models.diffusion.noising import mean_square
+from peer.models.diffusion.noising import sample_losses
 from peer.models.diffusion.prompts import hidden_states, t5_states, tokenize
 from swarm.run.families.sd3 import FAMILY
 
@@ -35,7 +35,7 @@ class SD3(FlowModel):
         return [module for module in (attention.add_q_proj, attention.norm_added_q) if module is not None]
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
-        """(B,) float32: mean squared error of the flow, weighted by --weighting_scheme and --precondition_outputs."""
+        """(B,) float32: the error of the flow, weighted by --weighting_scheme and --precondition_outputs."""
         noised = self._flow(batch.latents, rng)
         predicted = self.denoiser(
             hidden_states=noised.noisy,
@@ -44,7 +44,7 @@ class SD3(FlowModel):
             pooled_projections=batch.text["pooled"],
             return_dict=False,
         )[0]
-        loss = mean_square(predicted, noised)
+        loss = sample_losses(predicted, noised)
         # noisy - sigma * flow is a picture: it is off by sigma times what the flow is off by.
         return loss * self._flow.sigmas(noised.timesteps) ** 2 if self._run.precondition_outputs else loss
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peer.contracts import LatentBatch, Text
 from peer.models.diffusion.flow import FlowModel
-from peer.models.diffusion.noising import mean_square
+from peer.models.diffusion.noising import sample_losses
 from peer.models.diffusion.prompts import padded, rows
 from swarm.run.families.z_image import FAMILY
 from swarm.run_config import RunConfig
@@ -44,13 +44,13 @@ class ZImage(FlowModel):
         return padded([row[kept] for row, kept in zip(states, mask, strict=True)])
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
-        """(B,) float32: mean squared error of the flow, weighted by --weighting_scheme."""
+        """(B,) float32: the error of the flow, weighted by --weighting_scheme."""
         noised = self._flow(batch.latents, rng)
         # The transformer takes videos, and the share of the picture; it answers with the way from the noise to the picture.
         answers = self.denoiser(
             list(noised.noisy.unsqueeze(2)), 1 - self._flow.sigmas(noised.timesteps), rows(batch.text), return_dict=False
         )[0]
-        return mean_square(-torch.stack(answers).squeeze(2), noised)
+        return sample_losses(-torch.stack(answers).squeeze(2), noised)
 
     def _as_arguments(self, text: Text, prefix: str = "") -> dict[str, Any]:
         return {f"{prefix}prompt_embeds": rows(text)}

@@ -1,6 +1,6 @@
 """All options of a run, each declared by the part that it belongs to."""
 
-from swarm.run.core import Agreement, Optimizer, Pictures
+from swarm.run.core import Agreement, Distance, Optimizer, Pictures
 from swarm.run.family import families
 from swarm.run.loss import losses
 from swarm.run.method import methods
@@ -12,6 +12,7 @@ SECTIONS: tuple[type, ...] = tuple(
         [
             *(Agreement, Optimizer, Pictures),
             *(section for owner in _OWNERS for section in owner.sections),
+            Distance,
             *(loss.options for loss in losses().values()),
         ]
     )

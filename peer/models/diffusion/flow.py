@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peer.models.diffusion.distance import distance_of
 from peer.models.diffusion.model import DiffusionModel
 from peer.models.diffusion.noising import Noised, normal
 from swarm.founding import check_family
@@ -42,6 +43,7 @@ class Flow:
             timesteps=self._scheduler.timesteps[index].to(latents.device),
             target=noise - latents,
             weights=compute_loss_weighting_for_sd3(run.weighting_scheme, sigmas),
+            distance=distance_of(run, sigmas, lambda: ((1 - sigmas) / sigmas) ** 2),
         )
 
 

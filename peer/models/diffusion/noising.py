@@ -1,24 +1,31 @@
 """Noise, targets and weights of denoisers that were trained with DDPM's discrete steps."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from peer.models.diffusion.distance import distance_of
 from swarm.run.losses.denoising import check_noise
 from swarm.run_config import RunConfig
 
 
 @dataclass(frozen=True)
 class Noised:
-    """noisy: (B, C, h, w), what the denoiser sees; target: of the same shape, what it is to answer; timesteps, weights: (B,)."""
+    """noisy: (B, C, h, w), what the denoiser sees; target: of the same shape, what it is to answer; timesteps, weights: (B,).
+
+    distance: how much each number of target - answer counts.
+    """
 
     noisy: Tensor
     timesteps: Tensor
     target: Tensor
     weights: Tensor
+    distance: Callable[[Tensor], Tensor] = torch.square
 
 
 class Noising:
@@ -38,6 +45,8 @@ class Noising:
 
     def __call__(self, latents: Tensor, rng: torch.Generator) -> Noised:
         """Draw noise and a timestep for each of (B, C, h, w) latents; all of chance is from rng."""
+        from diffusers.training_utils import compute_snr
+
         scheduler, run = self._scheduler, self._run
         noise = normal(latents.shape, rng).to(latents.device)
         timesteps = self._timesteps(len(latents), rng).to(latents.device)
@@ -51,7 +60,8 @@ class Noising:
             "v_prediction": lambda: scheduler.get_velocity(latents, noise, timesteps),
             "sample": lambda: latents,
         }[self.prediction_type]()
-        return Noised(scheduler.add_noise(latents, seen, timesteps), timesteps, target, self.weights(timesteps))
+        distance = distance_of(run, timesteps / scheduler.config.num_train_timesteps, partial(compute_snr, scheduler, timesteps))
+        return Noised(scheduler.add_noise(latents, seen, timesteps), timesteps, target, self.weights(timesteps), distance)
 
     def _timesteps(self, count: int, rng: torch.Generator) -> Tensor:
         """(count,) int64: each as likely as any other, but for --timestep_bias_strategy."""
@@ -90,9 +100,9 @@ def normal(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=rng, device=rng.device)
 
 
-def mean_square(predicted: Tensor, noised: Noised) -> Tensor:
-    """(B,) float32: each sample's weighted mean squared error."""
-    return (predicted.float() - noised.target.float()).square().mean(dim=(1, 2, 3)) * noised.weights
+def sample_losses(predicted: Tensor, noised: Noised) -> Tensor:
+    """(B,) float32: each sample's weighted mean of --loss_type; the mean squared error by default."""
+    return noised.distance(predicted.float() - noised.target.float()).mean(dim=(1, 2, 3)) * noised.weights
 
 
 def changes(run: RunConfig) -> dict[str, Any]:

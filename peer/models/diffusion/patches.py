@@ -5,7 +5,7 @@ from torch import Tensor
 
 from peer.contracts import LatentBatch
 from peer.models.diffusion.flow import FlowModel
-from peer.models.diffusion.noising import mean_square
+from peer.models.diffusion.noising import sample_losses
 
 
 class PatchFlowModel(FlowModel):
@@ -17,7 +17,7 @@ class PatchFlowModel(FlowModel):
         return (patches(mean) - norm.running_mean.view(1, -1, 1, 1)) / deviation, patches(std) / deviation
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
-        """(B,) float32: mean squared error of the flow, weighted by --weighting_scheme."""
+        """(B,) float32: the error of the flow, weighted by --weighting_scheme."""
         noised, states, device = self._flow(batch.latents, rng), batch.text["states"], batch.latents.device
         answer = self.denoiser(
             hidden_states=self.pipeline._pack_latents(noised.noisy),
@@ -29,4 +29,4 @@ class PatchFlowModel(FlowModel):
             return_dict=False,
         )[0]
         # In one piece: a mean over a view in another order of memory has other last bits.
-        return mean_square(answer.transpose(1, 2).contiguous().view(batch.latents.shape), noised)
+        return sample_losses(answer.transpose(1, 2).contiguous().view(batch.latents.shape), noised)

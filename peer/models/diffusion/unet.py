@@ -7,7 +7,7 @@ from torch import Tensor
 
 from peer.contracts import LatentBatch
 from peer.models.diffusion.model import DiffusionModel
-from peer.models.diffusion.noising import Noising, mean_square, sampler
+from peer.models.diffusion.noising import Noising, sample_losses, sampler
 from swarm.errors import UserError
 from swarm.founding import check_family
 from swarm.run_config import RunConfig
@@ -32,10 +32,10 @@ class UNetModel(DiffusionModel):
         self.resolution_multiple = self.vae_factor * 2 ** (len(self.unet.config.block_out_channels) - 1)
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
-        """(B,) float32: mean squared error of the noise, the velocity or the picture, as the scheduler or the run says, weighted."""
+        """(B,) float32: the error of the noise, the velocity or the picture, as the scheduler or the run says, weighted."""
         noised = self.noising(batch.latents, rng)
         predicted = self.unet(noised.noisy, noised.timesteps, return_dict=False, **self.conditioning(batch))[0]
-        return mean_square(predicted, noised)
+        return sample_losses(predicted, noised)
 
     def conditioning(self, batch: LatentBatch) -> dict[str, Any]:
         """What the UNet is told of the batch, by the names of its forward."""

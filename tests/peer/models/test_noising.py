@@ -1,6 +1,7 @@
 """What the denoisers are to predict: noise, targets and weights against the formulas that diffusers' scripts have."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, FlowMatch
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
 from peer.contracts import LatentBatch
-from peer.models.diffusion.noising import Noising
+from peer.models.diffusion.flow import Flow
+from peer.models.diffusion.noising import Noising, sample_losses
 from peer.rooms import load_part
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -123,6 +125,49 @@ def test_min_snr_weighs_each_samples_loss(load):
     weights = weighted.noising.weights(torch.randint(0, 1000, (3,), generator=draw))
     assert weights.min() < 0.9
     torch.testing.assert_close(weighted.loss(batch(plain), rng()), plain.loss(batch(plain), rng()) * weights)
+
+
+THRESHOLDS = {  # kohya-ss/sd-scripts at 48d368fa, library/train_util.py: of huber_c 0.2, by timestep and the ratio of noise to picture
+    "constant": lambda timestep, ratio: torch.full_like(ratio, 0.2),
+    "exponential": lambda timestep, ratio: torch.exp(-(-math.log(0.2) / 1000) * timestep),
+    "snr": lambda timestep, ratio: 0.8 / (1 + ratio) ** 2 + 0.2,
+}
+
+
+@pytest.mark.parametrize("schedule", THRESHOLDS)
+@pytest.mark.parametrize("kind", ["huber", "smooth_l1"])
+@pytest.mark.parametrize("noise", ["ddpm", "flow"])
+def test_the_losses_that_forgive_are_kohyas(noise, kind, schedule):
+    run = RunConfig(loss_type=kind, huber_c=0.2, huber_schedule=schedule)
+    flow = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    noised = (Noising(tiny.ddpm(), run) if noise == "ddpm" else Flow(flow, run))(latents(), rng())
+    alphas = tiny.ddpm().alphas_cumprod[noised.timesteps.long()].double()
+    share = noised.timesteps.double() / 1000
+    ratio = ((1 - alphas) / alphas).sqrt() if noise == "ddpm" else share / (1 - share)
+    c = THRESHOLDS[schedule](noised.timesteps.double(), ratio).view(-1, 1, 1, 1)
+    answer = noised.target + torch.logspace(-4, 1, 256).view(4, 8, 8)
+    root = (torch.logspace(-4, 1, 256).view(1, 4, 8, 8).double().square() + c**2).sqrt() - c
+    expected = (2 * c * root if kind == "huber" else 2 * root).mean((1, 2, 3))
+    torch.testing.assert_close(sample_losses(answer, noised).double(), expected, rtol=1e-4, atol=0)
+
+
+def test_where_nothing_is_left_of_the_picture_a_huber_loss_has_the_threshold_that_the_run_says():
+    last = {"timestep_bias_strategy": "later", "timestep_bias_portion": 0.001, "timestep_bias_multiplier": 1e9}
+    noised = Noising(tiny.ddpm("v_prediction", zero_snr=True), RunConfig(loss_type="huber", **last))(latents(), rng())
+    off = torch.ones(3, 4, 8, 8, requires_grad=True)
+    assert noised.timesteps.tolist() == [999] * 3
+    torch.testing.assert_close(noised.distance(off).mean(), torch.tensor(0.2 * (1.01**0.5 - 0.1)))
+    noised.distance(0 * off).sum().backward()
+    assert off.grad.eq(0).all()  # an answer that is right asks for nothing, and its gradient is a number
+
+
+@pytest.mark.parametrize("family", tiny.ONE_OF_EACH)
+@torch.no_grad()
+def test_the_loss_of_every_family_hears_the_loss_type(load, family):
+    square, huber = load(family), load(family, loss_type="huber")
+    pixels = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    encoded = LatentBatch(square.encode_pixels(pixels).chunk(2, dim=1)[0], square.encode_text(["a toy", ""]))
+    assert (huber.loss(encoded, rng()) < 0.9 * square.loss(encoded, rng())).all()
 
 
 def test_offset_noise_is_the_same_in_all_of_a_channel_and_part_of_the_target():
