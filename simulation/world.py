@@ -189,7 +189,6 @@ class World:
             return self.checks.breach(f"a trainer ended with {error!r}", machine, error)
         self.note(f"{machine.short} trainer: ended: {error.message}")
         machine.kill()
-        machine.heeds(error)
         self.later(self.rng.uniform(5, 20), machine.boot)
 
     def last_known(self) -> dict[str, Any] | None:

@@ -211,9 +211,12 @@ def test_a_forged_head_is_named_and_discarded_and_the_run_goes_on(host, rng, cap
     assert cli(["heads", *work]) == 0
     line = capsys.readouterr().out.splitlines()[0]
     assert re.match(rf"head {forged[-1]} round=8 reported={samples} counted={samples} by {id_of('mallory')}$", line), line
-    assert cli(["discard", *work, forged[0]]) == 0
+    assert cli(["discard", *work, forged[0], "--reason", "nobody trained it"]) == 0
     until(lambda: not ask(host, "alice", "/v1/progress")["finished"])
     assert ask(host, "alice", "/v1/run")["head"]["digest"] == honest
+    (said,) = ask(host, "alice", "/v1/run")["bans"]
+    assert (said["about"], said["banned"], said["reason"]) == (forged[0], True, "nobody trained it")
+    assert ask(host, "alice", "/v1/progress")["banned"] == {}, "it is no peer"
     for _ in range(2):
         assert send(host, "bob", "bob", "/v1/leases", want_samples=1)[0] == 201
         again = report(host, "mallory", forged[1], forged[0], 3, count + 16, member("mallory", 2, 8))

@@ -153,7 +153,7 @@ async def assist(
     """Take part until the run's end or `stop`. final: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
     members = members or Members(run, wall=wall)
     node.admit(members)
-    store = StateStore(folder / "state", keep=_STORED)
+    store = StateStore(folder / "state", keep=_STORED, bans=members.bans)
     archive = Archive(folder / "settled", store, states_limit)
     strategy = load_strategy(f"peer.sync.{run.sync}:strategy", run)
     finding = asyncio.create_task(_stored_or_fetched(run, strategy, node, members, store, folder / "kind.json"))
@@ -259,7 +259,7 @@ async def _first_from_others(
     failures: collections.Counter[str] = collections.Counter()
     clock = asyncio.get_running_loop().time
     while True:
-        records = await _records(run, node)
+        records = await _records(run, node, members)
         peers = [record.peer_id for record in records]
         kind = await ask_kind(streams, [peer for peer in peers if peer in named]) or await ask_kind(streams, peers)
         alike = [record for record in records if kind is not None and record.schema == kind.schema]
@@ -274,14 +274,19 @@ async def _first_from_others(
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _records(run: RunConfig, node: SwarmNode) -> list[PeerRecord]:
+async def _records(run: RunConfig, node: SwarmNode, members: Members) -> list[PeerRecord]:
     try:
         found = await node.records(run.run_id)
     except Exception as error:  # a node that answers nothing: hivemind raises its own kinds
         log.debug("could not read the records: %r", error)
         return []
     return [
-        record for record in found.values() if record.config == run.digest and record.phase != LEAVING and record.peer_id != node.peer_id
+        record
+        for record in found.values()
+        if record.config == run.digest
+        and record.phase != LEAVING
+        and record.peer_id != node.peer_id
+        and not members.bans.discards(record.digest, record.parents)
     ]
 
 

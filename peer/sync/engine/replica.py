@@ -50,7 +50,7 @@ from peer.sync.engine.transfer.saving import Saver
 from peer.sync.engine.transfer.state_fetch import Replaying, StateFetch
 from swarm.dht import SwarmNode
 from swarm.end import End
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.members import Members
 from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
@@ -100,7 +100,7 @@ class Replica:
         rng: random.Random | None = None,
     ):
         self.node, self.assists, self.end, self.members = node, assists, end or End(run), members or Members(run, wall=wall)
-        self._rounds_path, self._clock, self._wall, self._rng = rounds_path, clock, wall, rng or random.SystemRandom()
+        self._discarded, self._rounds_path, self._clock, self._wall, self._rng = store.discarded, rounds_path, clock, wall, rng or random.SystemRandom()
         self.bell = Bell()
         self.state, self.phase = Cell(state, self.bell, clock), Cell(Phase.JOIN, self.bell, clock)
         self.trainer = Trainer(line, self.state, strategy, node.peer_id, self.bell, clock, last_number)
@@ -128,7 +128,11 @@ class Replica:
             run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
             clock=clock, rng=self._rng,
         )  # fmt: skip
-        self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end, store.discarded)
+        if last_known is not None and store.discarded.holds(last_known.digest):
+            last_known = None
+        self._beginning = Beginning(
+            run, last_known, last_holders, min_peers, clock, self.end, forsaken=store.forsaken or bool(store.discarded.names)
+        )  # fmt: skip
         # What is kept of our states, what is handed out, and what others see of us.
         self._finality = Finality(state)
         self._past = Past(streams, self.state, self._holders, self.trainer.final, read_rounds(rounds_path), clock)
@@ -226,6 +230,7 @@ class Replica:
         beside = (
             *self._presence.tasks(), self._saver.save_forever, self._means.keep_forever, self._donor.tidy_forever,
             self._rebase_trainer_forever, self._report_forever, self._ask_for_the_past_forever, self._ask_for_the_end_forever,
+            self._end_once_discarded,
         )  # fmt: skip
         tasks = [asyncio.create_task(job()) for job in (self.take_part, *beside)]
         try:
@@ -477,6 +482,16 @@ class Replica:
     async def _ask_for_the_past_forever(self) -> None:
         """Who fetches a state asks what made it further back than it says itself."""
         await self._past.ask_forever(lambda ready: self.bell.until(lambda: self.phase.value is not Phase.JOIN and ready()))
+
+    async def _end_once_discarded(self) -> None:
+        """Nobody goes on from a state that the host discards. A new start loads what was before it, or takes what the others have."""
+        while not self._discarded.holds(self.state.value.digest, self.state.value.header):
+            await asyncio.sleep(IDLE_SECONDS)
+        reason = self.members.bans.reason(self.state.value.digest)
+        raise UserError(
+            f"The host has discarded this peer's state {self.state.value.digest[:8]}, or one before it{': ' if reason else ''}{reason}.",
+            fix="Start again, as dd-peer does by itself: it goes on from what was before it.", code=ExitCode.FAILED,
+        )  # fmt: skip
 
     def _holders(self) -> list[str]:
         """The others, those first that stand on our state."""

@@ -6,7 +6,7 @@ Immutable: an outer step makes a new one. `samples` is hashed into it and only g
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,12 @@ class Header:
         if len(members) > MOST_MEMBERS or child.samples > MOST_COUNT:
             raise BadState(f"{len(members)} members and {child.samples} samples are more than a state may have")
         return _fitted(child)
+
+    def past(self) -> Iterator[str]:
+        """The ancestors that it names, the parent first: digests, and ELDER_CHARACTERS of those before ANCESTORS_KEPT."""
+        yield from self.parents
+        for at in range(0, len(self.elders), ELDER_CHARACTERS):
+            yield self.elders[at : at + ELDER_CHARACTERS]
 
     @property
     def num_bytes(self) -> int:

@@ -54,7 +54,7 @@ class Peer:
         self.may_train, self.offers, self.failures = True, [], []
         self.final_rounds, self.lands, self.texts, self.finished = [], [], [], False
         self.extensions = []
-        self.store = StateStore(self.folder / "state")
+        self.store = StateStore(self.folder / "state", bans=options["members"].bans if "members" in options else None)
         self.replica = Replica(
             run=run,
             state=self.base,

@@ -7,6 +7,7 @@ from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.averaging import Averager
 from peer.sync.engine.round.calls import CALL
 from peer.sync.engine.state import Head
+from peer.sync.engine.transfer.disk import StateStore
 from swarm.bans import Bans, sign_word
 from swarm.errors import ExitCode, UserError
 from swarm.members import Members, sign_membership
@@ -92,6 +93,54 @@ def test_where_three_take_part_whom_the_host_trusts_nobody_else_averages(virtual
         assert any(other.id in group.peers for group in full) and all(group.leader in named for group in full)
         assert not any(peer.replica.rounds.company.offences(another.id) for peer in found for another in found), "some heard of it before others"
         check_invariants(*found)
+
+    virtual(scenario)
+
+
+def test_who_stands_on_a_state_that_the_host_discards_ends_and_begins_again_from_what_was_before_it(virtual, tmp_path):
+    async def scenario(nodes):
+        key, run = HostKey(tmp_path / "host.key"), make_run()
+        told, other = found = await swarm_of(nodes, 2, run, key)
+        await until(lambda: min(peer.head.header.round for peer in found) > 3)
+        forged = told.head
+        told.replica.members.bans.hear([sign_word(key, run, forged.digest, banned=True, reason="it is forged")])
+        await until(lambda: all(peer.tasks[0].done() for peer in found))
+        for peer in found:
+            error = peer.tasks[0].exception()
+            assert isinstance(error, UserError) and error.code == ExitCode.FAILED and "host has discarded this peer's state" in error.message
+            await peer.node.close()
+        again = []
+        for peer in found:
+            bans = Bans(run, key.public, peer.replica.members.bans.words)
+            store = StateStore(peer.folder / "state", bans=bans)
+            stored = store.load(run.digest, forged.header.schema, forged.buffer.num_bytes, run.target_batch_size)
+            assert store.forsaken and (stored is None or stored.header.round < forged.header.round)
+            again.append(Peer(nodes, await nodes.node(), run, members=Members(run, bans), state=stored))
+            await again[-1].start(nodes)
+        await until(lambda: min(peer.head.header.round for peer in again) > forged.header.round + 10)
+        for peer in again:
+            assert not any(peer.store.discarded.holds(state.digest, state.header) for state in peer.lands)
+            assert not any(past.startswith(forged.digest[:12]) for past in peer.head.header.past())
+        check_invariants(*again)
+
+    virtual(scenario)
+
+
+def test_one_that_goes_on_from_a_discarded_state_all_the_same_is_no_neighbour(virtual, tmp_path):
+    """It runs another program, which does not end."""
+
+    async def scenario(nodes):
+        key, run = HostKey(tmp_path / "host.key"), make_run()
+        deaf = Peer(nodes, await nodes.node(), run)  # knows no host
+        await deaf.start(nodes)
+        await until(lambda: deaf.head.header.round > 2)
+        deaf.rate = 0  # its state stays
+        forged, told = deaf.head, Members(run, Bans(run, key.public))
+        told.bans.hear([sign_word(key, run, forged.digest, banned=True)])
+        honest = Peer(nodes, await nodes.node(), run, members=told)
+        await honest.start(nodes)
+        await until(lambda: honest.head.header.round > 2)
+        assert not honest.replica.neighbours.others() and forged.digest not in {state.digest for state in honest.lands}
 
     virtual(scenario)
 
