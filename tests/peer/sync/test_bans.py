@@ -100,7 +100,7 @@ def test_where_three_take_part_whom_the_host_trusts_nobody_else_averages(virtual
 def test_who_stands_on_a_state_that_the_host_discards_ends_and_begins_again_from_what_was_before_it(virtual, tmp_path):
     async def scenario(nodes):
         key, run = HostKey(tmp_path / "host.key"), make_run()
-        told, other = found = await swarm_of(nodes, 2, run, key)
+        told, _ = found = await swarm_of(nodes, 2, run, key)
         await until(lambda: min(peer.head.header.round for peer in found) > 3)
         forged = told.head
         told.replica.members.bans.hear([sign_word(key, run, forged.digest, banned=True, reason="it is forged")])
