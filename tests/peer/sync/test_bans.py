@@ -1,5 +1,7 @@
 """What the host's ban does among peers: one hears of it, all keep to it, and the banned one is told why."""
 
+import asyncio
+
 import pytest
 
 from peer.sync.engine.net.messages import Answer, Call
@@ -16,8 +18,11 @@ from tests.peer.sync.replicas import Peer, check_invariants, make_run
 from tests.peer.sync.swarm_tools import until
 
 
-async def swarm_of(nodes, count, run, key, **options) -> list[Peer]:
+async def swarm_of(nodes, count, run, key, halves=False, **options) -> list[Peer]:
+    """halves: neither half hears of the other before `nodes.heal()`."""
     at = [await nodes.node() for _ in range(count)]
+    if halves:
+        nodes.split(node.peer_id for node in at[: count // 2])
     members = [Members(run, Bans(run, key.public, rng=nodes.rng), sign_membership(key, run, node.peer_id)) for node in at]
     started = [Peer(nodes, node, run, members=each, **options) for node, each in zip(at, members, strict=True)]
     for peer in started:
@@ -122,6 +127,37 @@ def test_who_stands_on_a_state_that_the_host_discards_ends_and_begins_again_from
             assert not any(peer.store.discarded.holds(state.digest, state.header) for state in peer.lands)
             assert not any(past.startswith(forged.digest[:12]) for past in peer.head.header.past())
         check_invariants(*again)
+
+    virtual(scenario)
+
+
+def test_two_pairs_that_never_met_stay_apart_until_the_host_discards_one_branch(virtual, tmp_path):
+    async def scenario(nodes):
+        key, run = HostKey(tmp_path / "host.key"), make_run()
+        four = await swarm_of(nodes, 4, run, key, halves=True)
+        stays, leaves = four[:2], four[2:]
+        await until(lambda: min(peer.head.header.round for peer in four) > 3)
+        nodes.heal()
+        await asyncio.sleep(60)
+        assert all(len(peer.replica.neighbours.others()) == 3 for peer in four)
+        parted = leaves[0].lands[1].digest
+        assert not {parted[:12]} & {past[:12] for peer in stays for past in peer.head.header.past()}, "each pair has a branch of its own"
+        four[0].replica.members.bans.hear([sign_word(key, run, parted, banned=True)])
+        await until(lambda: all(peer.tasks[0].done() for peer in leaves))
+        again = []
+        for peer in leaves:
+            assert "has discarded" in str(peer.tasks[0].exception())
+            await peer.node.close()
+            bans = Bans(run, key.public, peer.replica.members.bans.words)
+            stored = StateStore(peer.folder / "state", bans=bans).load(
+                run.digest, peer.head.header.schema, peer.head.buffer.num_bytes, run.target_batch_size
+            )
+            assert stored is None, "all that it had descends from the discarded one"
+            again.append(Peer(nodes, await nodes.node(), run, members=Members(run, bans)))
+            await again[-1].start(nodes)
+        await until(lambda: {member.peer for member in stays[0].head.header.members} == {peer.id for peer in (*stays, *again)})
+        assert not any(peer.tasks[0].done() for peer in stays)
+        check_invariants(*stays, *again)
 
     virtual(scenario)
 
