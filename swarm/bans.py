@@ -125,6 +125,7 @@ class Bans:
     def _keep(self) -> None:
         if self._path is not None:
             try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_words(self._path, self.words)
             except OSError as error:
                 log.warning("the host's bans cannot be kept in %s: %s", self._path, error.strerror)

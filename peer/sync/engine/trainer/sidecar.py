@@ -212,7 +212,6 @@ def _replica(
     run = RunConfig.from_mapping(start.run, where="the trainer")
     state = State(read_header(start.header), start.state)
     clock = asyncio.get_running_loop().time
-    (folder / "state").mkdir(parents=True, exist_ok=True)
     bans = Bans(run, start.host_key, words_of(start.bans), path=folder / "state" / "bans.json", clock=clock, rng=rng)
     store = StateStore(folder / "state", bans=bans)
     stored = store.load(state.header.run, state.header.schema, start.state.num_bytes, run.target_batch_size)
