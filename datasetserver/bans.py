@@ -12,7 +12,7 @@ from pathlib import Path
 
 from datasetserver import orders, work_folder
 from swarm.arguments import ArgumentParser
-from swarm.bans import TRUSTED_NEEDED, Bans, is_state, read_words, sign_word, write_words
+from swarm.bans import STATE, TRUSTED_NEEDED, Bans, is_state, read_words, sign_word, write_words
 from swarm.errors import ExitCode, UserError
 from swarm.records import MAX_REASON, MOST_BANS, words
 from swarm.run_config import RunConfig
@@ -67,10 +67,10 @@ def say(
     """Put the word about a peer or a state into the file. Raises UserError when there is no room for it or the disk does not take it."""
     bans = _bans(work_dir, run)
     known = {word.about: word for word in bans.words}
-    if about not in known and len(known) >= MOST_BANS:
+    if about not in known and sum(word.banned or word.trusted for word in known.values()) >= MOST_BANS:
         raise UserError(
-            f"{MOST_BANS} peers and states are banned, trusted or discarded, or were.",
-            fix="Serve with --tokens, and remove those of who does harm.",
+            f"{MOST_BANS} peers and states are banned, trusted or discarded: there is room for no more.",
+            fix="Take back what is no longer needed (unban, distrust); with --tokens, remove those of who does harm.",
         )
     latest = known[about].at if about in known else 0
     reason = words(reason, MAX_REASON)
@@ -117,6 +117,8 @@ def _spoken_of(bans: Bans) -> set[str]:
 
 def _named(text: str, known: set[str]) -> str:
     """The peer that `text` names: an id, also one that never came, or the ending of one of those known. Raises UserError."""
+    if STATE.fullmatch(text):
+        raise UserError(f"'{text[:16]}...' is the digest of a state.", fix="Discard that: dd-datasetserver discard DIGEST.")
     found = sorted(peer for peer in known if peer == text or (len(text) >= _SHORTEST_ENDING and peer.endswith(text)))
     if text in found or (not found and 40 <= len(text) <= 64 and text.isalnum()):
         return text

@@ -11,10 +11,12 @@ from datasetserver import work_folder
 from datasetserver.bans import say
 from swarm.arguments import ArgumentParser
 from swarm.bans import STATE
+from swarm.digest import ELDER_CHARACTERS
 from swarm.errors import UserError
+from swarm.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from datasetserver.tree import State
+    from datasetserver.tree import State, StateTree
 
 VERBS = ("heads", "discard")
 _SHOWN, _REPORTERS = 20, 3
@@ -32,6 +34,7 @@ def main(argv: Sequence[str]) -> None:
     parser = ArgumentParser(f"dd-datasetserver {verb}", description=about[verb])
     if verb == "discard":
         parser.add_argument("digest", help="all 64 characters, as 'heads' shows it")
+        parser.add_argument("--yes", action="store_true", help="do it; without, only what would go is shown")
         parser.add_argument("--reason", default="", help="one line, which the peers on it read")
     work_folder.add_arguments(parser)
     args = parser.parse_args(argv[1:])
@@ -39,18 +42,28 @@ def main(argv: Sequence[str]) -> None:
     if verb == "heads":
         print("\n".join(lines(work_dir)))
         return
-    if not STATE.fullmatch(args.digest):
-        raise UserError(f"'{args.digest}' is no digest of a state.", fix="dd-datasetserver heads shows them.")
-    from datasetserver.ledger import look_into  # SQLite and the ledger's rules: the other commands need none of it
-
-    with look_into(work_dir) as (run, _):
-        say(work_dir, run, args.digest, banned=True, reason=args.reason)
-    print(f"state {args.digest[:16]} and what follows from it are forgotten; the server knows within a second, the peers within a minute")
+    run, tree = _ledger(work_dir)
+    gone = _gone(tree, args.digest)
+    what = f"state {args.digest} of round {gone[0].round} and what follows from it: {len(gone)} states, {max(s.samples for s in gone)} samples by their reports"
+    if not args.yes:
+        raise UserError(f"This would forget {what}, for good.", fix="Add --yes if that is what you want.")
+    say(work_dir, run, args.digest, banned=True, reason=args.reason)
+    print(f"forgotten is {what}")
+    print("the server knows within a second, the peers within a minute: those on it end, and dd-peer starts them again from what was before it")
 
 
 def lines(work_dir: Path) -> list[str]:
     """Raises UserError where there is no ledger."""
-    from datasetserver.ledger import look_into
+    _, tree = _ledger(work_dir)
+    tips, on_chain = tree.tips(), {state.digest for state in tree.chain()}
+    shown = [_line(state, next((s for s in tree.chain(state) if s.digest not in on_chain), None)) for state in tips[:_SHOWN]]
+    rest = [f"... and {len(tips) - _SHOWN} more"] if len(tips) > _SHOWN else []
+    return [*shown, *rest] or ["no state was reported yet"]
+
+
+def _ledger(work_dir: Path) -> "tuple[RunConfig, StateTree]":
+    """Raises UserError where there is none."""
+    from datasetserver.ledger import look_into  # SQLite and the ledger's rules: the other commands need none of it
     from datasetserver.tree import StateTree
 
     with look_into(work_dir) as (run, store):
@@ -58,10 +71,25 @@ def lines(work_dir: Path) -> list[str]:
         tree = StateTree(lambda pair: registered.get(pair, 0), 2 * run.target_batch_size)
         for state in store.states():
             tree.add(state)
-    tips, on_chain = tree.tips(), {state.digest for state in tree.chain()}
-    shown = [_line(state, next((s for s in tree.chain(state) if s.digest not in on_chain), None)) for state in tips[:_SHOWN]]
-    rest = [f"... and {len(tips) - _SHOWN} more"] if len(tips) > _SHOWN else []
-    return [*shown, *rest] or ["no state was reported yet"]
+    return run, tree
+
+
+def _gone(tree: "StateTree", digest: str) -> "list[State]":
+    """What goes with that state. Raises UserError where it is none, or where peers could take an honest one for it.
+
+    Of its ancestors of long ago a state has the first ELDER_CHARACTERS only, and a report may name any digest: one that begins as an honest
+    state's does would take that with it.
+    """
+    if not STATE.fullmatch(digest):
+        raise UserError(f"'{digest}' is no digest of a state.", fix="dd-datasetserver heads shows them.")
+    if not (gone := tree.following(digest)):
+        raise UserError(f"Nobody has reported a state {digest[:16]}...", fix="dd-datasetserver heads shows those that were.")
+    if twin := next((state for state in tree if state.digest != digest and state.digest.startswith(digest[:ELDER_CHARACTERS])), None):
+        raise UserError(
+            f"State {twin.digest} begins with the same {ELDER_CHARACTERS} digits, and would go with it: somebody reported one of them to that end.",
+            fix=f"Ban who reported the forged one: {', '.join(gone[0].reporters)}.",
+        )
+    return gone
 
 
 def _line(state: "State", branch: "State | None") -> str:

@@ -41,6 +41,7 @@ class Orders:
         self._looked, self._state, self._extended = float("-inf"), "running", 0
         self._bans, self._bans_read = work_dir / BANS, None
         self._banned: tuple[HostWord, ...] = ()
+        self._discarded: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
     def __call__(self) -> RunState:
@@ -55,7 +56,8 @@ class Orders:
     def discarded(self) -> frozenset[str]:
         """Digests of the states that are not to be taken, whoever reports them."""
         self._look_seldom()
-        return frozenset(word.about for word in self.banned() if word.banned and is_state(word))
+        self._look_seldom()
+        return self._discarded
 
     def banned(self) -> tuple[HostWord, ...]:
         """The host's words about peers and states; the same tuple while the file does not change."""
@@ -74,6 +76,7 @@ class Orders:
     def _look_for_banned(self) -> None:
         if (version := files.version(self._bans)) != self._bans_read:
             self._bans_read, self._banned = version, read_words(self._bans)
+            self._discarded = frozenset(word.about for word in self._banned if word.banned and is_state(word))
 
     def _look_for_extension(self) -> None:
         try:

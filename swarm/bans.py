@@ -189,4 +189,4 @@ def _age(word: HostWord) -> tuple[int, str]:
 
 def _digest(run: RunConfig, word: HostWord) -> str:
     said = {"run": run.digest, "about": word.about, "at": word.at, "banned": word.banned, "reason": word.reason}
-    return digest_json({**said, "trusted": True} if word.trusted else said)  # bans of before there was trust are still signed
+    return digest_json({**said, "trusted": True} if word.trusted else said)

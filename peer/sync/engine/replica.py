@@ -106,6 +106,8 @@ class Replica:
         self.trainer = Trainer(line, self.state, strategy, node.peer_id, self.bell, clock, last_number)
         # Who is there.
         self.met = Met(store.folder / "met.json", run.digest)
+        if store.forsaken and not state.header.round:
+            self.met.clear()  # those that stood with us there know nothing better: we come as a newcomer does
         company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id, lambda: self.members.bans.trusted)
         self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.members)
         # Which state is right, and how a better one comes here.
@@ -128,11 +130,8 @@ class Replica:
             run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
             clock=clock, rng=self._rng,
         )  # fmt: skip
-        if last_known is not None and store.discarded.holds(last_known.digest):
-            last_known = None
-        self._beginning = Beginning(
-            run, last_known, last_holders, min_peers, clock, self.end, forsaken=store.forsaken or bool(store.discarded.names)
-        )  # fmt: skip
+        forsaken = store.forsaken or bool(store.discarded.names)
+        self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end, store.discarded.holds, forsaken)
         # What is kept of our states, what is handed out, and what others see of us.
         self._finality = Finality(state)
         self._past = Past(streams, self.state, self._holders, self.trainer.final, read_rounds(rounds_path), clock)
@@ -485,12 +484,11 @@ class Replica:
 
     async def _end_once_discarded(self) -> None:
         """Nobody goes on from a state that the host discards. A new start loads what was before it, or takes what the others have."""
-        while not self._discarded.holds(self.state.value.digest, self.state.value.header):
+        while not (name := self._discarded.name_of(self.state.value.digest, self.state.value.header)):
             await asyncio.sleep(IDLE_SECONDS)
-        reason = self.members.bans.reason(self.state.value.digest)
         raise UserError(
-            f"The host has discarded this peer's state {self.state.value.digest[:8]}, or one before it{': ' if reason else ''}{reason}.",
-            fix="Start again, as dd-peer does by itself: it goes on from what was before it.", code=ExitCode.FAILED,
+            f"The host has discarded state {name[:16]}, on which this peer's is built: {self.members.bans.reason(name) or 'no reason given'}.",
+            fix="Start again, as dd-peer does by itself: it takes what the others have, or what is left on its disk.", code=ExitCode.FAILED,
         )  # fmt: skip
 
     def _holders(self) -> list[str]:

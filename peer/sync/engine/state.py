@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peer.contracts import CommittedRound, Member
 from peer.sync.engine.vectors import SharedBuffer
-from swarm.digest import canonical_json
+from swarm.digest import ELDER_CHARACTERS, canonical_json
 
 CHUNK_BYTES = 4 << 20
 HASH_BYTES = 32
@@ -24,8 +24,6 @@ ANCESTORS_KEPT = 8
 ELDERS_KEPT = 504
 """Older ancestors, by the first characters of their digests: with the others 512 rounds, 6 KB. A newcomer that took over round 27 and met
 two peers that had come back at round 10 went back to it: to tell an ancestor from a branch by eight names is not enough."""
-ELDER_CHARACTERS = 12
-"""Of a digest. Who finds another state with these 48 bits has one that nobody takes, since it counts as an ancestor."""
 MAX_HEADER_BYTES = 256 << 10
 """Of a header, packed. Some 370 members in every round fit with all their ancestors. The limits of a stream's messages and of those to
 the trainer follow from this one: a header above the one and below the other ended every process that took it over."""

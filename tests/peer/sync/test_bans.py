@@ -9,7 +9,6 @@ from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.averaging import Averager
 from peer.sync.engine.round.calls import CALL
 from peer.sync.engine.state import Head
-from peer.sync.engine.transfer.disk import StateStore
 from swarm.bans import Bans, sign_word
 from swarm.errors import ExitCode, UserError
 from swarm.members import Members, sign_membership
@@ -28,6 +27,14 @@ async def swarm_of(nodes, count, run, key, halves=False, **options) -> list[Peer
     for peer in started:
         await peer.start(nodes)
     return started
+
+
+async def begins_again(nodes, peer, key) -> Peer:
+    """As dd-peer starts it: with its identity, its folder, and the host's words in it."""
+    await peer.node.close()
+    bans = Bans(peer.run, key.public, peer.replica.members.bans.words)
+    node = await nodes.node(again=peer.node)
+    return await Peer(nodes, node, peer.run, members=Members(peer.run, bans), number=peer.number, resumes=True).start(nodes)
 
 
 def test_one_hears_that_a_peer_is_banned_all_keep_it_out_and_it_is_told_why(virtual, tmp_path):
@@ -112,16 +119,12 @@ def test_who_stands_on_a_state_that_the_host_discards_ends_and_begins_again_from
         await until(lambda: all(peer.tasks[0].done() for peer in found))
         for peer in found:
             error = peer.tasks[0].exception()
-            assert isinstance(error, UserError) and error.code == ExitCode.FAILED and "host has discarded this peer's state" in error.message
+            assert isinstance(error, UserError) and error.code == ExitCode.FAILED and f"has discarded state {forged.digest[:16]}" in error.message
             await peer.node.close()
-        again = []
-        for peer in found:
-            bans = Bans(run, key.public, peer.replica.members.bans.words)
-            store = StateStore(peer.folder / "state", bans=bans)
-            stored = store.load(run.digest, forged.header.schema, forged.buffer.num_bytes, run.target_batch_size)
-            assert store.forsaken and (stored is None or stored.header.round < forged.header.round)
-            again.append(Peer(nodes, await nodes.node(), run, members=Members(run, bans), state=stored))
-            await again[-1].start(nodes)
+        again = [await begins_again(nodes, peer, key) for peer in found]
+        for peer in again:
+            began = peer.replica.state.value.header.round
+            assert peer.store.forsaken and began < forged.header.round and bool(peer.replica.met) == (began > 0)
         await until(lambda: min(peer.head.header.round for peer in again) > forged.header.round + 10)
         for peer in again:
             assert not any(peer.store.discarded.holds(state.digest, state.header) for state in peer.lands)
@@ -144,17 +147,9 @@ def test_two_pairs_that_never_met_stay_apart_until_the_host_discards_one_branch(
         assert not {parted[:12]} & {past[:12] for peer in stays for past in peer.head.header.past()}, "each pair has a branch of its own"
         four[0].replica.members.bans.hear([sign_word(key, run, parted, banned=True)])
         await until(lambda: all(peer.tasks[0].done() for peer in leaves))
-        again = []
-        for peer in leaves:
-            assert "has discarded" in str(peer.tasks[0].exception())
-            await peer.node.close()
-            bans = Bans(run, key.public, peer.replica.members.bans.words)
-            stored = StateStore(peer.folder / "state", bans=bans).load(
-                run.digest, peer.head.header.schema, peer.head.buffer.num_bytes, run.target_batch_size
-            )
-            assert stored is None, "all that it had descends from the discarded one"
-            again.append(Peer(nodes, await nodes.node(), run, members=Members(run, bans)))
-            await again[-1].start(nodes)
+        assert all(f"has discarded state {parted[:16]}" in str(peer.tasks[0].exception()) for peer in leaves)
+        again = [await begins_again(nodes, peer, key) for peer in leaves]
+        assert all(peer.store.forsaken for peer in again) and not {peer.id for peer in leaves} - {peer.id for peer in again}
         await until(lambda: {member.peer for member in stays[0].head.header.members} == {peer.id for peer in (*stays, *again)})
         assert not any(peer.tasks[0].done() for peer in stays)
         check_invariants(*stays, *again)

@@ -22,7 +22,7 @@ class Beginning:
 
     min_peers: how many that train must be live at once, we included, before we start; what becomes of them later does not matter.
 
-    forsaken: whether we had a state that is discarded. The latest known one may descend from it, which nobody who is live may know: so we
+    discards: whether the state of a digest is discarded; nobody waits for it. forsaken: whether we had such a state. The latest known one may descend from it, which nobody who is live may know: so we
     wait for it no longer than if we had a state of our own.
     """
 
@@ -34,9 +34,10 @@ class Beginning:
         min_peers: int,
         clock: Callable[[], float] = time.monotonic,
         end: End | None = None,
+        discards: Callable[[str], bool] = lambda digest: False,
         forsaken: bool = False,
     ):
-        self._end, self._forsaken = end or End(run), forsaken
+        self._end, self._discards, self._forsaken = end or End(run), discards, forsaken
         self._run, self._known, self._clock = run, last_known, clock
         self._holders = ", ".join(peer[-6:] for peer in last_holders) or "unknown peers"
         self._min_peers, self._company = min_peers, min_peers <= 1
@@ -64,13 +65,15 @@ class Beginning:
         waited, known = self._clock() - self._began, self._known
         givers = [record for record in others if not better(head_of(record), ours) or counts(record.peer_id)]
         running = any(record.phase not in (JOINING, ASSIST) and record.round for record in givers)
-        lacks_known = known is not None and known.samples > 0 and better(known, ours) and not running
-        coming = fetching or (behind and waited < _JOIN_PATIENCE_SECONDS)
-        if lacks_known and not coming and waited >= RECORD_LIFE_SECONDS:
-            self._refuse_when_over(known)
-        if not self._in_company(others, news) or coming:
-            return False
+        lacks_known = known is not None and known.samples > 0 and better(known, ours) and not running and not self._discards(known.digest)
         holders = sorted(record.peer_id[-6:] for record in givers if record.round and better(head_of(record), ours))
+        coming = fetching or (behind and waited < _JOIN_PATIENCE_SECONDS) or (holders and not own_round)
+        if lacks_known and not coming and not self._forsaken and waited >= RECORD_LIFE_SECONDS:
+            self._refuse_when_over(known)
+        if not self._in_company(others, news):
+            return False
+        if fetching or (behind and waited < _JOIN_PATIENCE_SECONDS):
+            return False
         if not own_round and holders:
             news(f"waiting for the run's state, which this peer does not begin anew while others hold it: {', '.join(holders[:_NAMED])}")
             return False

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from peer.sync.engine.state import ELDER_CHARACTERS, Header
+from peer.sync.engine.state import Header
 from swarm import files
 from swarm.bans import Bans
 from swarm.errors import ExitCode, UserError
@@ -50,7 +50,14 @@ class Discarded:
         except (OSError, ValueError) as error:
             raise UserError(f"Cannot read {folder / _FILE}: {error}.", fix="Restore or delete it.", code=ExitCode.DISK) from None
 
+    def name_of(self, digest: str, header: Header | None = None) -> str:
+        """The name by which this state, or an ancestor that its header names, is discarded; '': it is not.
+
+        Of ancestors that are long ago a header has the first ELDER_CHARACTERS of the digest, so no more is compared.
+        """
+        names = (*self.names, *(self._bans.discarded if self._bans else ()))
+        past = (digest, *(header.past() if header else ())) if names else ()
+        return next((name for state in past for name in names if state.startswith(name[: len(state)])), "")
+
     def holds(self, digest: str, header: Header | None = None) -> bool:
-        """Whether this state, or an ancestor that its header names, is discarded. Of most ancestors it has ELDER_CHARACTERS of the digest."""
-        names = tuple(name[:ELDER_CHARACTERS] for name in (*self.names, *(self._bans.discarded if self._bans else ())))
-        return bool(names) and any(state.startswith(names) for state in (digest, *(header.past() if header else ())))
+        return bool(self.name_of(digest, header))

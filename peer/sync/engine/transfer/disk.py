@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from peer.sync.engine.net.messages import read_header
@@ -70,9 +71,18 @@ class StateStore:
             file.close()
         return None
 
-    def load(self, run: str, schema: str, num_bytes: int, target: int) -> State | None:
-        """The best state of this run that is whole; a damaged, foreign or forged one is passed over with a warning. target: samples of a round."""
-        for path in self._files():
+    def is_discarded(self, path: Path) -> bool:
+        """Of a state's file, here or elsewhere; of one that cannot be read nothing is known."""
+        try:
+            with contextlib.closing(ChunkFile(path)) as file:
+                return self.discarded.holds(file.first["digest"], read_header(file.first["header"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def load(self, run: str, schema: str, num_bytes: int, target: int, paths: Sequence[Path] = ()) -> State | None:
+        """The best state of this run that is whole; a damaged, foreign or forged one is passed over with a warning. target: samples of a
+        round. paths: of files elsewhere, the best first, in place of those here."""
+        for path in paths or self._files():
             try:
                 state = read_state(path, num_bytes)
                 state.header.check_bounds(target)
