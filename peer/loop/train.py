@@ -108,11 +108,12 @@ class Trainer:
             samples = len(work.keys) if loss is not None else 0
             self.trained += samples
             done = self._follow(self.sync.step(samples, loss))
+            group = self.optimizer.param_groups[0]
             self.progress.stepped(
                 step=self.step,
                 samples=samples,
                 loss=loss,
-                learning_rate=self.optimizer.param_groups[0]["lr"],
+                learning_rate=group["lr"] * group.get("d", 1.0),  # d: the rate that Prodigy found
                 round=self.sync.round,
                 committed=self.sync.samples,
                 peers=self.sync.peers,

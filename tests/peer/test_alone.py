@@ -147,6 +147,13 @@ def test_the_result_of_schedule_free_adamw_is_its_average_and_text_encoders_foll
     assert all(torch.equal(tensor, done.trainer.params[f"unet.{name}"]) for name, tensor in saved.items())
 
 
+def test_the_rate_that_is_shown_of_prodigy_is_the_one_that_it_found(start):
+    found = start(run=dataclasses.replace(RUN, optimizer="prodigy", learning_rate=0.5, lr_scheduler="constant", lr_warmup_samples=0), stop_after=2)
+    (group,) = found.trainer.optimizer.param_groups
+    group["d"] = group["d_max"] = 1e-3
+    assert found.run().rates == [pytest.approx(0.5 * group["d"])] * 2 and group["d"] >= 1e-3
+
+
 def test_a_checkpoint_that_is_asked_for_must_have_this_optimizers_state(start):
     start(stop_after=1).run()
     for options, its in (({"optimizer": "prodigy", "learning_rate": 1.0}, "Prodigy"), ({"train_text_encoder": True, "text_encoder_lr": 1e-4}, "AdamW 0.1")):

@@ -156,6 +156,15 @@ def test_the_packages_are_those_that_setup_asks_for():
     assert min(package for package in needed if package.startswith("bitsandbytes")) in always
 
 
+def test_the_page_says_of_each_what_the_table_does():
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    for name, facts in OPTIMIZERS.items():
+        state = ", ".join(f"{count:g}" for count in facts.state_bytes)
+        rate = "1" if facts.finds_rate else "M" if facts.of_method == 1 else f"M / {1 / facts.of_method:g}"
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` | {facts.title} | {state} | {rate} | ")]
+        assert f"`{facts.package}`" in row or not facts.package
+
+
 def test_an_old_torch_is_told_where_muon_is_not_there(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(UserError, match=r"Muon needs torch 2\.9 or later, and this is .*pip install --upgrade torch"):
