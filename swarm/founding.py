@@ -178,40 +178,47 @@ def check_schedule(run: RunConfig) -> None:
 
 
 def check_optimizer(run: RunConfig) -> None:
-    """Raise UserError for an optimizer that something else of the run would make another thing of than it is."""
-    facts, strategy, rates_of_parts = optimizer_named(run.optimizer), strategies()[run.sync], run.was_given("text_encoder_lr")
-    if strategy.optimizer and (run.optimizer not in (OPTIMIZER_AUTO, strategy.optimizer) or rates_of_parts):
-        raise UserError(
-            f"optimizer is {run.optimizer}" + (f" and text_encoder_lr {run.text_encoder_lr:g}" if rates_of_parts else "")
-            + f", but with --sync {run.sync} all peers take one step together, {strategy.optimizer}'s with one rate.",
-            fix=f"Remove {'--text_encoder_lr' if rates_of_parts else '--optimizer'}, or use another --sync.",
-        )  # fmt: skip
-    if facts.finds_rate and run.learning_rate < LEAST_FACTOR:
-        raise UserError(
+    """Raise UserError for an optimizer of which something else of the run would make another thing than it is."""
+    facts, strategy, texts = optimizer_named(run.optimizer), strategies()[run.sync], run.was_given("text_encoder_lr")
+    own, its_texts = f"optimizer is {run.optimizer}", f"text_encoder_lr is {run.text_encoder_lr:g}"
+    together = f"with --sync {run.sync} all peers take one step together, {strategy.optimizer}'s, with one rate"
+    refused = [
+        (
+            strategy.optimizer and run.optimizer not in (OPTIMIZER_AUTO, strategy.optimizer),
+            f"{own}, but {together}.", "Remove --optimizer, or use another --sync.",
+        ),
+        (strategy.optimizer and texts, f"{its_texts}, but {together}.", "Remove --text_encoder_lr, or use another --sync."),
+        (
+            facts.finds_rate and run.learning_rate < LEAST_FACTOR,
             f"learning_rate is {run.learning_rate:g}, but {facts.title} finds the rate itself and multiplies it by that.",
-            fix="Remove --learning_rate, or give a factor such as 0.5.",
-        )
-    if facts.finds_rate and rates_of_parts:
-        raise UserError(
-            f"text_encoder_lr is {run.text_encoder_lr:g}, but {facts.title} finds one rate for all that is trained.",
-            fix="Remove --text_encoder_lr, or use another --optimizer.",
-        )
-    if facts.averages and not strategy.mean_alone:
-        raise UserError(
-            f"optimizer is {run.optimizer}, whose weights are an average, but the outer optimizer of --sync {run.sync} would move that further than its mean.",
-            fix="Use --sync parameters, or another --optimizer.",
-        )
-    if facts.averages and run.lr_scheduler in FALLING:
-        raise UserError(
+            "Remove --learning_rate, or give a factor such as 0.5.",
+        ),
+        (
+            facts.finds_rate and texts,
+            f"{its_texts}, but {facts.title} finds one rate for all that is trained.", "Remove --text_encoder_lr, or use another --optimizer.",
+        ),
+        (
+            facts.averages and not strategy.mean_alone,
+            f"{own}, whose weights are an average, but --sync {run.sync} would move that further than the peers' mean.",
+            "Use --sync parameters, or another --optimizer.",
+        ),
+        (
+            facts.averages and run.lr_scheduler in FALLING,
             f"lr_scheduler is {run.lr_scheduler}, but {facts.title} averages its steps in place of a falling rate.",
-            fix="Use --lr_scheduler constant; a warm-up is of use.",
-        )
-    if facts.averages and not run.adam_beta1:
-        raise UserError(f"adam_beta1 is 0, with which {facts.title} trains at no average at all.", fix="Use more than 0; 0.9 is usual.")
-    if facts.matrices and method_named(run.method).learns_words:
-        raise UserError(
-            f"optimizer is {run.optimizer}, but the rows of a word are no matrix that maps anything.", fix="Use another --optimizer."
-        )
+            "Use --lr_scheduler constant; a warm-up is of use.",
+        ),
+        (
+            facts.averages and run.adam_beta1 == 0,
+            f"adam_beta1 is 0, and {facts.title} divides by it.", "Use more than 0; 0.9 is usual.",
+        ),
+        (
+            facts.matrices and method_named(run.method).learns_words,
+            f"{own}, which is for matrices that map vectors, and the rows of a word are none.", "Use another --optimizer.",
+        ),
+    ]  # fmt: skip
+    for found, message, fix in refused:
+        if found:
+            raise UserError(message, fix=fix)
 
 
 def check_sides(resolution: int, num_buckets: int, side_min: int, side_max: int) -> tuple[int, int]:
