@@ -80,6 +80,8 @@ class Run:
     batch: int
     """Of each peer."""
     settings: Mapping[str, Any]
+    wanted: float = WANTED
+    """The share of digits read right that counts."""
 
     @property
     def global_batch(self) -> int:
@@ -114,7 +116,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Learned:
-    """Where a run came to WANTED; None where it never did."""
+    """Where a run came to the share that was wanted; None where it never did."""
 
     run: Run
     samples: float | None
@@ -133,6 +135,7 @@ def main() -> None:
         choices=tuple(OPTIMIZERS),
         help="another one than AdamW, at its share of AdamW's rates: samples of small rounds alone",
     )
+    parser.add_argument("--wanted", type=float, default=WANTED, metavar="SHARE", help=f"the share of digits read right that counts [{WANTED}]")
     args = parser.parse_args()
     quickstart.quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
@@ -142,6 +145,7 @@ def main() -> None:
         runs = [run for repeat in range(args.repeats) for run in plan(args.full, repeat, args.only)]
         if args.optimizer:
             runs = [stepped_by(args.optimizer, run) for run in runs if run.global_batch == 64 and run.peers != 1]
+        runs = [replace(run, wanted=args.wanted) for run in runs]
         train(base, runs)
         learned = judge_all(base, runs)
     report(learned, exact)
@@ -239,7 +243,7 @@ def judge_all(base: Path, runs: Sequence[Run]) -> list[Learned]:
 
 
 def judge(base: Path, run: Run) -> Learned:
-    """Looks at the first peer's checkpoints until one has WANTED of the digits right; at every second one while that is far."""
+    """Looks at the first peer's checkpoints until one has enough of the digits right; at every second one while that is far."""
     import torch
 
     from peer.loop.train import load_result
@@ -262,10 +266,10 @@ def judge(base: Path, run: Run) -> Learned:
         share = read_right(model.pipeline, the_judge)
         seen.append((samples, (path / "manifest.json").stat().st_mtime, share))
         due = next_look(samples, share)
-        if share >= WANTED:
+        if share >= run.wanted:
             break
-    at = crossing([(samples, share) for samples, _, share in seen], WANTED)
-    when = crossing([(moment, share) for _, moment, share in seen], WANTED)
+    at = crossing([(samples, share) for samples, _, share in seen], run.wanted)
+    when = crossing([(moment, share) for _, moment, share in seen], run.wanted)
     began = min(results.read_lines(path)[0]["time"] for path in (base / slug(run)).glob("peer-*/metrics.jsonl"))
     return Learned(run, at, when and when - began, [(samples, share) for samples, _, share in seen])
 
