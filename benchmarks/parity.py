@@ -135,7 +135,9 @@ def main() -> None:
         choices=tuple(OPTIMIZERS),
         help="another one than AdamW, at its share of AdamW's rates: samples of small rounds alone",
     )
-    parser.add_argument("--wanted", type=float, default=WANTED, metavar="SHARE", help=f"the share of digits read right that counts [{WANTED}]")
+    parser.add_argument(
+        "--wanted", type=float, default=WANTED, metavar="SHARE", help=f"the share of digits read right that counts [{WANTED}]"
+    )
     args = parser.parse_args()
     quickstart.quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
