@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from operator import length_hint
 from pathlib import Path
@@ -29,7 +29,7 @@ from peer.loop.accounts import Accounts
 from peer.loop.all_ranks import RankedSync
 from peer.loop.ema import Ema
 from peer.loop.occasions import Occasion, Occasions, seldom
-from peer.loop.optim import build_optimizer
+from peer.loop.optim import build_optimizer, check_optimizer, told
 from peer.loop.rounding import RoundingOptimizer, innermost, keep_in_bf16
 from peer.loop.schedule import build_schedule
 from peer.loop.train import Trainer
@@ -138,7 +138,8 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     launch = with_end(launch, source)
     if launch.group.is_main:
         claim_output(launch)
-        check_disk(launch.output, launch.peer, sum(parameter.numel() for parameter in learner.params.values()))
+        trained = sum(parameter.numel() for parameter in learner.params.values())
+        check_disk(launch.output, launch.peer, trained, launch.run.optimizer)
     trainer, trackers = build_trainer(launch, learner, source, own_id)
     results = Results(method, trainer, launch.run, launch.peer)
     trainer.occasions = build_occasions(launch, trainer, results, trackers, own_id)
@@ -170,6 +171,7 @@ def admitted(launch: Launch) -> Launch:
 def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     """The model with what is trained of it, the same at all ranks, and the method that says what that is."""
     run, peer, device = launch.run, launch.peer, launch.device
+    check_optimizer(run, peer.weights, device)
     method = load_part("methods", run.method).build(run)
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
@@ -267,7 +269,7 @@ def claim_output(launch: Launch) -> None:
 def build_checkpoints(launch: Launch, optimizer: torch.optim.Optimizer) -> Checkpoints:
     """Marked with what their contents fit alone: moments fit their optimizer, places in the data fit these data."""
     run, peer = launch.run, launch.peer
-    fits = {"run": folder_id(run, peer), "data": peer.own_data_told, "weights": peer.weights, "optimizer": type(innermost(optimizer)).__name__}
+    fits = {"run": folder_id(run, peer), "data": peer.own_data_told, "weights": peer.weights, "optimizer": told(innermost(optimizer))}
     return Checkpoints(launch.output, peer.checkpoints_total_limit, fits)
 
 
@@ -334,6 +336,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         average=Ema(learner.params, peer.ema_decay) if peer.use_ema and group.is_main else None,
         noise_seed=noise_seed(run, own_id),
         trial=build_trial(launch, learner),
+        gradient_point=getattr(learner.optimizer, "gradient_point", nullcontext),
         boundary=learner.place.boundary,
         stepped=profiler.stepped,
     )

@@ -10,6 +10,7 @@ from swarm import run_identity
 from swarm.errors import UserError
 from swarm.options import build, check_keys, options
 from swarm.run.method import method_named, methods, owners, usual
+from swarm.run.optimizer import default_rate
 from swarm.run.sections import SECTIONS
 from swarm.run_defaults import DEFAULTS
 from swarm.run_identity import PLACES
@@ -41,7 +42,7 @@ class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
         method = method_named(self.method)
         resolved = dict(method.resolve(self))
         if self.learning_rate == 0:
-            resolved["learning_rate"] = method.learning_rate
+            resolved["learning_rate"] = default_rate(self.optimizer, method.learning_rate)
         for name, owners_of in owners().items():
             if self.method not in owners_of and getattr(self, name) == LEFT_OPEN.get(name, self):
                 resolved[name] = DEFAULTS[name]

@@ -13,6 +13,7 @@ from swarm.options import build, names_of
 from swarm.run.family import families, refused
 from swarm.run.loss import losses
 from swarm.run.method import methods, owners
+from swarm.run.optimizer import OPTIMIZERS
 from swarm.run.strategy import strategies
 from swarm.run_config import SECTIONS, RunConfig
 from swarm.run_defaults import DEFAULTS
@@ -87,6 +88,18 @@ def test_nothing_is_decided_by_a_parts_name_outside_its_own_files(name, homes):
     assert all(path.is_file() for path in mine)
     theirs = set((ROOT / "swarm/run/families").glob("*.py")) if name in losses() else set()  # a family says by which loss it is trained
     others = [path for path in FILES if path not in mine | theirs and path.name != FROZEN]
+    assert not [f"{path.relative_to(ROOT)}:{line}" for path in others for line in said(path).get(name, ())]
+
+
+OPTIMIZERS_TABLE = {ROOT / path for path in ("swarm/run/optimizer.py", "peer/loop/optim.py")}
+SAY_AN_OPTIMIZER = {ROOT / path for path in ("swarm/run/core.py", "swarm/run/strategies/gradients.py")}
+"""What a flag of old stands for, and whose step a strategy takes."""
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nothing_is_decided_by_an_optimizers_name_outside_the_table_and_its_builder(name):
+    assert all(name in said(path) for path in OPTIMIZERS_TABLE)
+    others = [path for path in FILES if path not in OPTIMIZERS_TABLE | SAY_AN_OPTIMIZER and path.name != FROZEN]
     assert not [f"{path.relative_to(ROOT)}:{line}" for path in others for line in said(path).get(name, ())]
 
 

@@ -2,9 +2,11 @@
 
 
 from swarm import choices
+from swarm.choices import FALLING
 from swarm.errors import UserError
 from swarm.options import option, options
 from swarm.run.method import methods, usual
+from swarm.run.optimizer import OPTIMIZERS, reading
 from swarm.run.strategy import usual as usual_strategy
 
 
@@ -14,6 +16,11 @@ def _asks() -> str:
 
 def _rates() -> str:
     return ", ".join(f"{method.learning_rate:.0e}".replace("e-0", "e-") + f" for {name}" for name, method in methods().items())
+
+
+def _own_rates() -> str:
+    shares = [f"a {1 / facts.of_method:g}th of it for {name}" for name, facts in OPTIMIZERS.items() if facts.of_method != 1]
+    return ", ".join([*shares, *(f"1 for {name}, as a factor of the rate that it finds" for name, facts in OPTIMIZERS.items() if facts.finds_rate)])
 
 
 @options
@@ -62,24 +69,27 @@ class Optimizer:
 
     optimizer: str = option(
         "auto",
-        "Local optimizer; auto: 8-bit AdamW on a GPU, fused AdamW on a CPU; adafactor: the least memory.",
-        choices=("auto", "adamw", "adamw8bit", "adafactor"),
+        "Local optimizer, its state each peer's own; auto: 8-bit AdamW on a GPU, fused AdamW on a CPU; adafactor: the least memory.",
+        choices=tuple(choices.LOCAL_OPTIMIZERS),
         switches={"use_8bit_adam": "adamw8bit"},
         section="the optimizer",
     )
     learning_rate: float = option(
-        0.0, f"Peak learning rate of the local optimizer; 0: the method's own, {_rates()}.", aliases=("lr",), found_out=True
+        0.0, f"Peak learning rate of the local optimizer; 0: the method's own, {_rates()}; {_own_rates()}.", aliases=("lr",), found_out=True
     )
     lr_scheduler: str = option(
         "constant", "Schedule over committed samples, as diffusers' get_scheduler has it.", choices=tuple(choices.LR_SCHEDULERS)
     )
     lr_warmup_samples: int = option(0, "Samples of the swarm over which the learning rate rises from 0.", ge=0)
+    lr_min_ratio: float = option(
+        0.0, "A falling schedule ends at this share of its peak, not at 0.", lt=1, only_with={"lr_scheduler": FALLING}, since="0.1.1", unsaid=0.0
+    )
     lr_num_cycles: int = option(1, "Hard restarts of --lr_scheduler cosine_with_restarts.", ge=1)
     lr_power: float = option(1.0, "Power of --lr_scheduler polynomial.")
-    adam_beta1: float = option(0.9, "AdamW's first decay.", lt=1)
-    adam_beta2: float = option(0.999, "AdamW's second decay.", lt=1)
+    adam_beta1: float = option(0.9, "AdamW's first decay.", lt=1, only_with={"optimizer": reading("adam_beta1")})
+    adam_beta2: float = option(0.999, "AdamW's second decay.", lt=1, only_with={"optimizer": reading("adam_beta2")})
     adam_weight_decay: float = option(1e-2, "The optimizer's decoupled weight decay.")
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon.", founding={"gt": 0})
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon.", founding={"gt": 0}, only_with={"optimizer": reading("adam_epsilon")})
     max_grad_norm: float = option(1.0, "Clip each step's gradient to this norm, with --sync gradients the round's; 0: never.")
 
     def check(self) -> None:

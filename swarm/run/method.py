@@ -19,6 +19,11 @@ class TextEncoders:
         "Train the CLIP text encoders too, all that the family has; a T5 stays as it is, as in diffusers' scripts.",
         section="the method",
     )
+    text_encoder_lr: float = option(
+        0.0,
+        "Peak learning rate of the text encoders that are trained; 0: the same as the rest's.",
+        lt=10, only_with={"train_text_encoder": (True,)}, since="0.1.1", unsaid=0.0,
+    )
 
 
 def _nothing(run: Any) -> Mapping[str, Any]:

@@ -188,6 +188,13 @@ def test_a_lora_that_begins_now_begins_otherwise_than_those_of_version_0_1_0_and
     assert not begun.differing({"lora_init": "auto"}) and begun.differing({"lora_init": "gaussian"})
 
 
+def test_an_optimizer_that_is_new_and_a_rate_of_a_part_need_the_version_that_has_them():
+    for options in ({"optimizer": "prodigy"}, {"train_text_encoder": True, "text_encoder_lr": 1e-6}, {"lr_scheduler": "cosine", "lr_min_ratio": 0.1}):
+        assert RunConfig(clip_members=0.0, **options).to_mapping()["needs_version"] == "0.1.1"
+    assert RunConfig(clip_members=0.0, optimizer="adafactor").to_mapping()["needs_version"] == "0.1.0"
+    assert RunConfig(optimizer="prodigy").learning_rate == 1 and RunConfig(optimizer="lion8bit", method="lora").learning_rate == pytest.approx(2e-5)
+
+
 def test_one_and_one_point_zero_are_the_same():
     assert RunConfig(lr_power=2).digest == RunConfig(lr_power=2.0).digest != RunConfig(lr_power=2.5).digest
     assert RunConfig(noise_offset=-0.0).digest == RunConfig().digest
