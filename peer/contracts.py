@@ -136,6 +136,10 @@ class Method(Protocol):
         """The names of the parts all of whose weights are trained: they are never held in less than float32 before `attach`."""
         ...
 
+    def measure(self, model: Model) -> None:
+        """Take from the weights as they were published what must not depend on how this peer holds them. Before `model.place`."""
+        ...
+
     def attach(self, model: Model) -> Params:
         """Choose the tensors to train (float32, requires_grad), freeze all else, put the model in its training mode."""
         ...

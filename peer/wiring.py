@@ -177,6 +177,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
     by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
+    method.measure(model)
     model.place(device, None if by_itself else precision.dtype, method.whole(model))
     prior = prepare(model, run, peer, precision, launch.group, launch.stopping) if peer.with_prior_preservation else None
     if peer.gradient_checkpointing:

@@ -156,6 +156,8 @@ def check_family(family: str, run: RunConfig) -> None:
     for name, reason in refused(facts).items() if facts else ():
         if run.was_given(name):
             raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
+    if facts:
+        method_named(run.method).check_with(run, facts)
 
 
 def takes(family: Family, method: str) -> bool:

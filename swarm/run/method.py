@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from swarm.options import names_of, option, options
+from swarm.run.family import Family
 from swarm.run.rooms import modules
 
 
@@ -26,6 +27,10 @@ def _nothing(run: Any) -> Mapping[str, Any]:
 
 
 def _no_check(run: Any) -> None:
+    return None
+
+
+def _fits_all(run: Any, family: Family) -> None:
     return None
 
 
@@ -51,6 +56,8 @@ class Method:
     """What its options stand for that were left to the program, in a run of this method."""
     check: Callable[[Any], None] = _no_check
     """Raises UserError for options that no peer could train with, in a run of this method."""
+    check_with: Callable[[Any, Family], None] = _fits_all
+    """Raises UserError for options that a model of the family cannot have, in a run of this method."""
     learns_words: bool = False
     """Whether its result is a word, which not every family's pipeline reads."""
     whole: bool = False

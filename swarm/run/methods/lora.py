@@ -1,10 +1,19 @@
-"""Two narrow matrices beside each of the attention's linear layers."""
+"""Two narrow matrices beside each of the chosen layers."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from swarm.options import option, options
+from swarm.errors import UserError
+from swarm.options import nearest, option, options
+from swarm.run.family import Family, family_named
 from swarm.run.method import Method, TextEncoders
+
+CHOICES = {
+    "attention": lambda layers: layers.attention,
+    "attention+ff": lambda layers: (*layers.attention, *layers.feed_forward),
+    "all-linear": lambda layers: (*layers.attention, *layers.feed_forward, *layers.linear),
+    "all-linear+conv": lambda layers: layers.all,
+}
 
 
 @options
@@ -22,16 +31,68 @@ class Options:
         since="0.1.1",
         unsaid="uniform",
     )
+    use_dora: bool = option(
+        False,
+        "Train the length of each output's weights by itself, as in DoRA (arXiv:2402.09353): more like a full fine-tune at small ranks, and slower.",
+        since="0.1.1",
+        unsaid=False,
+    )
+    lora_targets: str = option(
+        "auto",
+        f"The layers: {', '.join(CHOICES)}, or the ends of their names, such as to_q,to_k. The run keeps the names, not the word. "
+        "auto: those that diffusers' scripts take.",
+        found_out=True,
+        since="0.1.1",
+        unsaid="",
+    )
+    lora_dropout: float = option(0.0, "Share of a layer's inputs that its matrices do not see in a step.", lt=1, since="0.1.1", unsaid=0.0)
+
+
+def targets(run: Any, family: Family) -> tuple[str, ...]:
+    """The ends of the names of the layers that are trained. Raises UserError for a choice that the family does not have."""
+    chosen = run.lora_targets
+    if chosen not in ("", "auto", *CHOICES):
+        return tuple(dict.fromkeys(chosen.replace(",", " ").split()))
+    parts = family.trained(run.train_text_encoder)
+    if chosen == "all-linear+conv" and not family.layers.convolutions:
+        raise UserError(f"lora_targets is {chosen}, but {family.name} has no convolutions.", fix="Use all-linear.")
+    pick = CHOICES.get(chosen, CHOICES["attention"])
+    usual = family.lora if chosen not in CHOICES else ()
+    return tuple(
+        dict.fromkeys(name for part, layers in parts.items() for name in (usual if part == family.denoiser and usual else pick(layers)))
+    )
 
 
 def _resolve(run: Any) -> Mapping[str, Any]:
-    return {"lora_init": "gaussian"} if run.lora_init == "auto" else {}
+    family = family_named(run.family)
+    return {
+        **({"lora_init": "gaussian"} if run.lora_init == "auto" else {}),
+        **({"lora_targets": " ".join(targets(run, family))} if family and run.lora_targets else {}),
+    }
+
+
+def _check_with(run: Any, family: Family) -> None:
+    """Raises UserError for layers that the family's parts do not have."""
+    names, parts = targets(run, family), family.trained(run.train_text_encoder)
+    known = {name for layers in parts.values() for name in layers.all}
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"lora_targets names '{name}', and no layer that is trained of {family.name} ends so.{nearest(name, known)}",
+                fix=f"Use {', '.join(CHOICES)}, or some of {' '.join(sorted(known))}.",
+            )
+    for part, layers in parts.items():
+        if not {*names} & {*layers.all}:
+            raise UserError(
+                f"lora_targets names no layer of the {part}, which is to be trained.", fix=f"Add some of {' '.join(layers.all)}."
+            )
 
 
 def _loading(pipeline: str, base: str, run: Any) -> str:
+    others = "  # ComfyUI passes over a DoRA's lengths: give it the whole model (dd-export --format single_file)" if run.use_dora else ""
     return (
         f'from diffusers import {pipeline}\n\npipeline = {pipeline}.from_pretrained("{base}")\n'
-        'pipeline.load_lora_weights("THIS_FOLDER")'
+        f'pipeline.load_lora_weights("THIS_FOLDER"){others}'
     )
 
 
@@ -40,6 +101,7 @@ METHOD = Method(
     learning_rate=1e-4,
     sections=(TextEncoders, Options),
     resolve=_resolve,
+    check_with=_check_with,
     adapter=True,
     kind="LoRA weights",
     tags=("diffusers-training", "lora"),

@@ -22,10 +22,14 @@ METHODS = {
     "lora with text encoder": {"rank": 2, "train_text_encoder": True},
     "textual_inversion": {**WORD, "num_vectors": 2},
 }
+WAYS = {
+    "lora with dora": {"rank": 2, "lora_alpha": 4.0, "use_dora": True, "train_text_encoder": True, "lora_targets": "all-linear+conv"},
+}
+"""Of a method, tried on one family."""
 
 
 def run_of(name, model, **options):
-    return RunConfig(method=name.split()[0], model=str(model), resolution=16, **METHODS[name] | options)
+    return RunConfig(method=name.split()[0], model=str(model), resolution=16, **(METHODS | WAYS)[name] | options)
 
 
 def attached(run):
@@ -54,7 +58,10 @@ def test_every_method_of_the_room_is_tried():
     assert set(parts("methods")) == {name.split()[0] for name in METHODS}
 
 
-@pytest.fixture(params=[(family, name) for family in tiny.ONE_OF_EACH for name in METHODS if tiny.takes(family, name)], ids=" ".join)
+PAIRS = [(family, name) for family in tiny.ONE_OF_EACH for name in METHODS if tiny.takes(family, name)] + [("sd", name) for name in WAYS]
+
+
+@pytest.fixture(params=PAIRS, ids=" ".join)
 def pair(request):
     return request.param
 
