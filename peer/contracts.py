@@ -136,8 +136,11 @@ class Method(Protocol):
         """The names of the parts all of whose weights are trained: they are never held in less than float32 before `attach`."""
         ...
 
-    def measure(self, model: Model) -> None:
-        """Take from the weights as they were published what must not depend on how this peer holds them. Before `model.place`."""
+    def begin(self, model: Model) -> None:
+        """Read what training begins with: of the weights as they were published, before `model.place`, and of the run's files. Raises UserError.
+
+        Whoever fills in a state later, to export or draw it, leaves this out.
+        """
         ...
 
     def attach(self, model: Model) -> Params:

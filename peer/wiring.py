@@ -58,6 +58,7 @@ from swarm.founding import check_resolution
 from swarm.members import Members
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
+from swarm.run_identity import PLACES
 
 log = logging.getLogger(__name__)
 
@@ -170,14 +171,15 @@ def admitted(launch: Launch) -> Launch:
 def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     """The model with what is trained of it, the same at all ranks, and the method that says what that is."""
     run, peer, device = launch.run, launch.peer, launch.device
-    method = load_part("methods", run.method).build(run)
+    here = {name: launch.given[name] for name in PLACES if launch.given.get(name)}
+    method = load_part("methods", run.method).build(dataclasses.replace(run, **here))
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
     in_bf16 = peer.weights == "bf16"
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
     by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
-    method.measure(model)
+    method.begin(model)
     model.place(device, None if by_itself else precision.dtype, method.whole(model))
     prior = prepare(model, run, peer, precision, launch.group, launch.stopping) if peer.with_prior_preservation else None
     if peer.gradient_checkpointing:

@@ -48,6 +48,11 @@ def with_defaults(run: RunConfig, given: Collection[str] = ()) -> RunConfig:
     return replace(run, **{name: value for name, value in usual if name not in given and not run.was_given(name)})
 
 
+def with_beginning(run: RunConfig, given: Collection[str] = ()) -> RunConfig:
+    """The run with what its method reads of the files that it begins with. Raises UserError."""
+    return replace(run, **method_named(run.method).found(run, given))
+
+
 def check_digest(run: RunConfig, found: str) -> None:
     """found: of the model's weights. Raises UserError when the run says another."""
     if run.model_digest not in ("", found):

@@ -8,6 +8,7 @@ OUR_NAMES = {
     "network_dim": "rank",
     "network_alpha": "lora_alpha",
     "network_module": "method",
+    "network_weights": "lora_weights",
     "network_dropout": "lora_dropout",
     "unet_lr": "learning_rate",
     "optimizer_type": "optimizer",
@@ -51,6 +52,7 @@ OUR_NAMES = {
     "model_family": "family",
     "model_type": "method",
     "lora_rank": "rank",
+    "init_lora": "lora_weights",
     "offset_noise": "noise_offset",
     "caption_dropout_probability": "proportion_empty_prompts",
     "tokenizer_max_length": "max_sequence_length",
@@ -60,6 +62,7 @@ OUR_NAMES = {
     "tracker_run_name": "run_name",
     "flux_lora_target": "lora_targets",
     # OneTrainer
+    "lora_model_name": "lora_weights",
     "layer_filter": "lora_targets",
     "dropout_probability": "lora_dropout",
     "base_model_name": "model",

@@ -64,6 +64,8 @@ WRONG = {
     "lora_init": [("zero", LORA), ("gaussian",)],
     "lora_targets": [("to_kk", LORA), ("fc1", LORA), ("to_q", LORA | {"train_text_encoder": True}), ("attention",)],
     "use_dora": [("perhaps", LORA), ("True",)],
+    "lora_weights": [("/nowhere", LORA), ("file.safetensors",)],
+    "lora_weights_digest": [("0" * 64, LORA), ("0" * 64,)],
     "lora_dropout": [("1", LORA), ("-0.1", LORA), ("0.1",)],
     "placeholder_token": [("two words",), ("", {"method": "textual_inversion"})],
     "initializer_token": [("two words", WORD), ("toy",)],

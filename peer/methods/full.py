@@ -20,7 +20,7 @@ class Full:
     def whole(self, model: Model) -> list[str]:
         return trained_parts(model, train_text_encoder=self._run.train_text_encoder)
 
-    def measure(self, model: Model) -> None:
+    def begin(self, model: Model) -> None:
         return None
 
     def attach(self, model: Model) -> Params:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from peer.contracts import Model, Params
+from peer.methods.shared.lora_file import fill, read_lora
 from peer.methods.shared.parts import freeze, plain, trained_parts
 from swarm.digest import seed_of
 from swarm.run.methods.lora import targets
@@ -35,11 +36,19 @@ class Lora:
         self._run = run
         self._lengths: dict[str, Tensor] | None = None
         """Of a DoRA, by the layers' names: each output's, (outputs,) float32."""
+        self._given: dict[str, Tensor] | None = None
+        """Of the LoRA that the run begins with, by the parameters' names."""
 
     def whole(self, model: Model) -> tuple[str, ...]:
         return ()
 
-    def measure(self, model: Model) -> None:
+    def begin(self, model: Model) -> None:
+        """Measure the lengths of a DoRA, and read the LoRA that the run begins with."""
+        self._measure(model)
+        if self._run.lora_weights:
+            self._given = read_lora(self._run, model)
+
+    def _measure(self, model: Model) -> None:
         ends = targets(self._run, model.facts) if self._run.use_dora else ()
         parts = {name: model.parts[name] for name in self._names(model)}
         layers = {f"{name}.{plain(key)}": part.get_submodule(key) for name, part in parts.items() for key in _layers(part, ends)}
@@ -51,7 +60,7 @@ class Lora:
         logging.getLogger("peft").setLevel(logging.ERROR)
         freeze(model)
         if self._lengths is None:
-            self.measure(model)
+            self._measure(model)
         params: Params = {}
         for name in self._names(model):
             config = LoraConfig(
@@ -71,6 +80,8 @@ class Lora:
                 parameter.data.copy_(self._lengths[key.split(_LENGTH)[0]].view_as(parameter))
             else:
                 _initialise(key, parameter, self._run)
+        if self._given is not None:
+            fill(params, self._given, self._alpha / self._run.rank)
         return params
 
     def export(self, model: Model, params: Params, folder: Path) -> None:

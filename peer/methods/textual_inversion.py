@@ -37,7 +37,7 @@ class TextualInversion:
     def whole(self, model: Model) -> tuple[str, ...]:
         return ()
 
-    def measure(self, model: Model) -> None:
+    def begin(self, model: Model) -> None:
         return None
 
     def attach(self, model: Model) -> Params:

@@ -1,7 +1,7 @@
 """Facts about training methods: whoever needs one asks here, and names no method."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -23,6 +23,10 @@ class TextEncoders:
 
 
 def _nothing(run: Any) -> Mapping[str, Any]:
+    return {}
+
+
+def _found_nothing(run: Any, given: Collection[str]) -> Mapping[str, Any]:
     return {}
 
 
@@ -54,6 +58,8 @@ class Method:
     """The option that asks for it with --method auto."""
     resolve: Callable[[Any], Mapping[str, Any]] = _nothing
     """What its options stand for that were left to the program, in a run of this method."""
+    found: Callable[[Any, Collection[str]], Mapping[str, Any]] = _found_nothing
+    """What the founder reads from files that the run begins with, the names of the options that were given beside it. Raises UserError."""
     check: Callable[[Any], None] = _no_check
     """Raises UserError for options that no peer could train with, in a run of this method."""
     check_with: Callable[[Any, Family], None] = _fits_all
