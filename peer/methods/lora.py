@@ -3,20 +3,19 @@
 The layers are peft's, under the names it gives them; the result is what diffusers' `load_lora_weights` reads.
 """
 
-import logging
-import math
 import re
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from peer.contracts import Model, Params
+from peer.methods.shared.adapters import add_adapters, layers, shown, uniform
 from peer.methods.shared.lora_file import fill, read_lora
-from peer.methods.shared.parts import freeze, plain, trained_parts
+from peer.methods.shared.parts import plain, trained_parts
 from swarm.digest import seed_of
-from swarm.run.methods.lora import targets
+from swarm.run.adapters import targets
 from swarm.run_config import RunConfig
 
 _ATTENTION = re.compile(r"\.(to_q|to_k|to_v|to_out)(?:\.0)?\.lora\.")
@@ -51,31 +50,19 @@ class Lora:
     def _measure(self, model: Model) -> None:
         ends = targets(self._run, model.facts) if self._run.use_dora else ()
         parts = {name: model.parts[name] for name in self._names(model)}
-        layers = {f"{name}.{plain(key)}": part.get_submodule(key) for name, part in parts.items() for key in _layers(part, ends)}
-        self._lengths = {name: _lengths(layer.weight) for name, layer in layers.items()}
+        found = {f"{name}.{plain(key)}": part.get_submodule(key) for name, part in parts.items() for key in layers(part, ends)}
+        self._lengths = {name: _lengths(layer.weight) for name, layer in found.items()}
 
     def attach(self, model: Model) -> Params:
         from peft import LoraConfig
 
-        logging.getLogger("peft").setLevel(logging.ERROR)
-        freeze(model)
         if self._lengths is None:
             self._measure(model)
-        params: Params = {}
-        for name in self._names(model):
-            config = LoraConfig(
-                r=self._run.rank,
-                lora_alpha=self._alpha,
-                lora_dropout=self._run.lora_dropout,
-                use_dora=self._run.use_dora,
-                target_modules=_layers(model.parts[name], targets(self._run, model.facts)),
-            )
-            with torch.random.fork_rng(devices=[]):  # peft draws weights, which are drawn again below
-                model.parts[name].add_adapter(config)
-            model.parts[name].train()
-            params.update((f"{name}.{plain(key)}", p) for key, p in model.parts[name].named_parameters() if p.requires_grad)
+        config = partial(
+            LoraConfig, r=self._run.rank, lora_alpha=self._alpha, lora_dropout=self._run.lora_dropout, use_dora=self._run.use_dora
+        )
+        params = add_adapters(model, self._names(model), targets(self._run, model.facts), config)
         for key, parameter in params.items():
-            parameter.data = parameter.data.float()
             if _LENGTH in key:
                 parameter.data.copy_(self._lengths[key.split(_LENGTH)[0]].view_as(parameter))
             else:
@@ -91,12 +78,12 @@ class Lora:
         options = {}
         for name in self._names(model):
             part = model.parts[name]
-            layers = _scaled(get_peft_model_state_dict(part), self._alpha / self._run.rank)
+            tensors = _scaled(get_peft_model_state_dict(part), self._alpha / self._run.rank)
             if name != model.facts.denoiser:
-                layers = _with_text_model(layers)
+                tensors = _with_text_model(tensors)
             elif model.facts.lora_processors:
-                layers = _with_processors(layers)
-            options[f"{name}_lora_layers"] = layers
+                tensors = _with_processors(tensors)
+            options[f"{name}_lora_layers"] = tensors
             options[f"{name}_lora_adapter_metadata"] = _shown(part.peft_config["default"])
         type(model.pipeline).save_lora_weights(folder, **options)
 
@@ -106,12 +93,6 @@ class Lora:
 
     def _names(self, model: Model) -> list[str]:
         return trained_parts(model, train_text_encoder=self._run.train_text_encoder)
-
-
-def _layers(part: nn.Module, ends: Sequence[str]) -> list[str]:
-    """The part's linear layers and convolutions whose names end so: all within its blocks, since an end is never the whole name."""
-    found = [(name, module) for name, module in part.named_modules() if name.endswith(tuple(f".{end}" for end in ends))]
-    return [name for name, module in found if isinstance(module, nn.Linear | nn.Conv2d)]
 
 
 def _lengths(weight: Tensor) -> Tensor:
@@ -140,8 +121,7 @@ def _initialise(name: str, parameter: nn.Parameter, run: RunConfig) -> None:
     if run.lora_init == "gaussian":
         parameter.copy_(_normal(parameter.shape, rng) / run.rank)
         return
-    drawn = torch.randint(-(2**23), 2**23, parameter.shape, generator=rng)
-    parameter.copy_(drawn.float() * 2.0**-23 * (1 / math.sqrt(parameter[0].numel())))
+    parameter.copy_(uniform(parameter.shape, rng))
 
 
 def _normal(shape: torch.Size, rng: torch.Generator) -> Tensor:
@@ -174,5 +154,5 @@ def _with_processors(layers: dict[str, Tensor]) -> dict[str, Tensor]:
 def _shown(config: object) -> dict:
     """peft's configuration as diffusers writes it into the file, of layers that have their scale in them: without the sets, which JSON lacks,
     paths of this machine, and dropout: diffusers puts layers onto a model without a word that they are only to be drawn with."""
-    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    return {**values, "lora_alpha": values["r"], "lora_dropout": 0.0, "base_model_name_or_path": None}
+    values = shown(config)
+    return {**values, "lora_alpha": values["r"], "lora_dropout": 0.0}

@@ -98,7 +98,7 @@ def test_what_is_left_open_is_decided_when_the_run_is_made(values, method, rate)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rank": 8}, r"rank is for --method lora, but this run's method is full\. Add --method lora"),
+        ({"rank": 8}, r"rank is for --method loha or lokr or lora, but this run's method is full\. Add --method"),
         ({"method": "lora", "placeholder_token": "<cat>"}, "placeholder_token is for --method textual_inversion"),
         ({"learnable_property": "style"}, "learnable_property is for --method textual_inversion"),
         ({"method": "lora", "rank": 0}, r"rank is 0\. Use 1 or more"),

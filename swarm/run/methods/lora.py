@@ -7,27 +7,19 @@ from typing import Any
 
 from swarm.digest import digest_bytes, read_header
 from swarm.errors import UserError
-from swarm.options import nearest, option, options
-from swarm.run.family import Family, family_named
+from swarm.options import option, options
+from swarm.run import adapters
 from swarm.run.method import Method, TextEncoders
 
 FILE = "pytorch_lora_weights.safetensors"
 """diffusers' name for it in a folder."""
 _DOWN = re.compile(r"lora_A\.|lora_down\.|lora\.down\.|lora_linear_layer\.down\.")
-CHOICES = {
-    "attention": lambda layers: layers.attention,
-    "attention+ff": lambda layers: (*layers.attention, *layers.feed_forward),
-    "all-linear": lambda layers: (*layers.attention, *layers.feed_forward, *layers.linear),
-    "all-linear+conv": lambda layers: layers.all,
-}
 
 
 @options
 class Options:
     """Of a LoRA."""
 
-    rank: int = option(4, "Rank of the two matrices of each layer.", ge=1, section="the method lora")
-    lora_alpha: float = option(0.0, "What the layers add is scaled by lora_alpha / rank; 0: the rank, so by 1.")
     lora_init: str = option(
         "auto",
         "How the first matrix of each layer begins. gaussian: N(0, 1 / rank²), as in diffusers' scripts; uniform: within 1 / sqrt(inputs), "
@@ -36,20 +28,13 @@ class Options:
         found_out=True,
         since="0.1.1",
         unsaid="uniform",
+        section="the method lora",
     )
     use_dora: bool = option(
         False,
         "Train the length of each output's weights by itself, as in DoRA (arXiv:2402.09353): more like a full fine-tune at small ranks, and slower.",
         since="0.1.1",
         unsaid=False,
-    )
-    lora_targets: str = option(
-        "auto",
-        f"The layers: {', '.join(CHOICES)}, or the ends of their names, such as to_q,to_k. The run keeps the names, not the word. "
-        "auto: those that diffusers' scripts take.",
-        found_out=True,
-        since="0.1.1",
-        unsaid="",
     )
     lora_weights: str = option(
         "",
@@ -59,21 +44,6 @@ class Options:
     )
     lora_weights_digest: str = option("", "Digest of that file; worked out by the founder.", since="0.1.1", unsaid="")
     lora_dropout: float = option(0.0, "Share of a layer's inputs that its matrices do not see in a step.", lt=1, since="0.1.1", unsaid=0.0)
-
-
-def targets(run: Any, family: Family) -> tuple[str, ...]:
-    """The ends of the names of the layers that are trained. Raises UserError for a choice that the family does not have."""
-    chosen = run.lora_targets
-    if chosen not in ("", "auto", *CHOICES):
-        return tuple(dict.fromkeys(chosen.replace(",", " ").split()))
-    parts = family.trained(run.train_text_encoder)
-    if chosen == "all-linear+conv" and not family.layers.convolutions:
-        raise UserError(f"lora_targets is {chosen}, but {family.name} has no convolutions.", fix="Use all-linear.")
-    pick = CHOICES.get(chosen, CHOICES["attention"])
-    usual = family.lora if chosen not in CHOICES else ()
-    return tuple(
-        dict.fromkeys(name for part, layers in parts.items() for name in (usual if part == family.denoiser and usual else pick(layers)))
-    )
 
 
 def file_of(place: str) -> Path:
@@ -110,28 +80,7 @@ def _found(run: Any, given: Collection[str]) -> Mapping[str, Any]:
 
 
 def _resolve(run: Any) -> Mapping[str, Any]:
-    family = family_named(run.family)
-    return {
-        **({"lora_init": "gaussian"} if run.lora_init == "auto" else {}),
-        **({"lora_targets": " ".join(targets(run, family))} if family and run.lora_targets else {}),
-    }
-
-
-def _check_with(run: Any, family: Family) -> None:
-    """Raises UserError for layers that the family's parts do not have."""
-    names, parts = targets(run, family), family.trained(run.train_text_encoder)
-    known = {name for layers in parts.values() for name in layers.all}
-    for name in names:
-        if name not in known:
-            raise UserError(
-                f"lora_targets names '{name}', and no layer that is trained of {family.name} ends so.{nearest(name, known)}",
-                fix=f"Use {', '.join(CHOICES)}, or some of {' '.join(sorted(known))}.",
-            )
-    for part, layers in parts.items():
-        if not {*names} & {*layers.all}:
-            raise UserError(
-                f"lora_targets names no layer of the {part}, which is to be trained.", fix=f"Add some of {' '.join(layers.all)}."
-            )
+    return {**adapters.resolve(run), **({"lora_init": "gaussian"} if run.lora_init == "auto" else {})}
 
 
 def _loading(pipeline: str, base: str, run: Any) -> str:
@@ -145,10 +94,10 @@ def _loading(pipeline: str, base: str, run: Any) -> str:
 METHOD = Method(
     since="0.1.0",
     learning_rate=1e-4,
-    sections=(TextEncoders, Options),
+    sections=(TextEncoders, adapters.Options, Options),
     resolve=_resolve,
     found=_found,
-    check_with=_check_with,
+    check_with=adapters.check_with,
     adapter=True,
     kind="LoRA weights",
     tags=("diffusers-training", "lora"),

@@ -9,6 +9,7 @@ import functools
 
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 
 from peer import finetune
@@ -122,9 +123,11 @@ WAYS = {
     "attention+ff": ("--lora_targets", "attention+ff"),
     "all-linear": ("--lora_targets", "all-linear"),
     "dora": ("--use_dora",),
+    "loha": ("--method", "loha"),
+    "lokr": ("--method", "lokr"),
     "all-linear+conv, dropout": ("--lora_targets", "all-linear+conv", "--lora_dropout", "0.1"),
 }
-"""Of a LoRA, tried on one family."""
+"""Of a LoRA and its like, tried on one family."""
 
 
 @pytest.mark.parametrize(("family", "way"), [*((family, "") for family in tiny.FAMILIES), *(("sd", way) for way in WAYS)])
@@ -135,7 +138,10 @@ def test_lora_gives_a_word_another_colour(taught, family, tmp_path, way):
     result = train(base, data, tmp_path / "out", *flags)
     pipeline = plain(family, base)
     before = judge(family, pipeline, "dog", "cat")
-    pipeline.load_lora_weights(result)
+    if way in ("loha", "lokr"):
+        PeftModel.from_pretrained(pipeline.unet, result, subfolder="unet")
+    else:
+        pipeline.load_lora_weights(result)
     assert judge(family, pipeline, "dog", "cat") < 0.9 * before
 
 
@@ -165,7 +171,7 @@ def load_words(family, pipeline, result):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_these_checks_fail_when_the_optimizer_does_nothing(random, tmp_path, monkeypatch, family):
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_, **__: None)
-    for way in ("", *(("dora", "all-linear+conv, dropout") if family == "sd" else ())):
+    for way in ("", *(("dora", "loha", "lokr", "all-linear+conv, dropout") if family == "sd" else ())):
         (tmp_path / f"lora {way}").mkdir()
         with pytest.raises(AssertionError, match=r"< \(0\.9 \*"):
             test_lora_gives_a_word_another_colour(random, family, tmp_path / f"lora {way}", way)

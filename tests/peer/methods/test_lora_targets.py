@@ -6,8 +6,8 @@ from torch import nn
 
 from swarm.errors import UserError
 from swarm.founding import check_family
+from swarm.run.adapters import CHOICES
 from swarm.run.family import families
-from swarm.run.methods.lora import CHOICES
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.peer.methods.test_methods import attached, losses, run_of
