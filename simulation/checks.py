@@ -370,7 +370,8 @@ class Checks:
             self.breach(f"samples of {epoch}:{shard} are in two states: leased to others than one peer and a second one that may have what is late")
 
     def ledger_agrees(self, book: Book, recent: Sequence[str], gone: Collection[str]) -> str:
-        """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register.
+        """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register, or
+        report the round.
 
         A head that died with all who held it stays the ledger's until those who began again have trained more than it counts.
         """
@@ -379,10 +380,10 @@ class Checks:
             return ""
         if head is None or head.digest not in recent:
             return f"the ledger's head is {head.digest[:8] if head else 'none'}, the swarm's {next(iter(recent), '')[:8]}"
-        unsaid = 0
+        unsaid, reported = 0, {state.digest for state in book.tree}
         for digest in self.lineage(head.digest):
             for peer, number, samples in self.commits[digest].members:
-                if (peer, number) not in book._contributions:
+                if digest not in reported or (peer, number) not in book._contributions:
                     if peer not in gone:
                         return f"contribution {number} of {peer[-6:]} in {digest[:8]} is not in the ledger"
                     unsaid += samples

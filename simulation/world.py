@@ -360,7 +360,8 @@ class World:
         return all(machine.over for machine in self.machines)
 
     async def _all_end(self) -> None:
-        """The same where a run ends: all end by themselves, on its last state or on one from before its end was put off. Who comes later is told so."""
+        """The same where a run ends: all end by themselves, on its last state or on one from before its end was put off, but for those
+        that stay apart. Who comes later is told so."""
         began, patience = self.loop.time(), self.scenario.calm_seconds
         while not self._is_over():
             await self._look()
@@ -370,8 +371,12 @@ class World:
         lineage = self.checks.lineage(tip)
         for machine in self.machines:
             commit = self.checks.commits.get(self.checks.stands(machine))
-            if commit is None or commit.samples < self.run.total_samples or commit.digest not in lineage:
+            if commit is not None and commit.digest not in lineage and self._apart_by_rule(machine, lineage):
+                self.apart += 1
+            elif commit is None or commit.samples < self.run.total_samples or commit.digest not in lineage:
                 self.checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
+        if self.apart:
+            return
         if differs := self.checks.ledger_agrees(self.server.book, lineage, {machine.peer for machine in self.gone} | self.strangers):
             self.checks.breach(f"ledger and states differ at the run's end: {differs}")
         self.checks.whole_ledger(self.server.book)

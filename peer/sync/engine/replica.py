@@ -128,7 +128,7 @@ class Replica:
             run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
             clock=clock, rng=self._rng,
         )  # fmt: skip
-        self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end)
+        self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end, store.discarded)
         # What is kept of our states, what is handed out, and what others see of us.
         self._finality = Finality(state)
         self._past = Past(streams, self.state, self._holders, self.trainer.final, read_rounds(rounds_path), clock)

@@ -4,6 +4,7 @@ import time
 
 from peer.sync.engine.round.beginning import Beginning
 from peer.sync.engine.state import Head
+from peer.sync.engine.transfer.discarded import Discarded, discard
 from peer.sync.engine.transfer.promises import Promises
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
@@ -42,10 +43,10 @@ AHEAD = record("holder", samples=5, round=1, digest="a" * 64, phase="train")
 class Newcomer:
     """One that began with the base, or with a state of its own."""
 
-    def __init__(self, own_round=0, known: Head | None = None):
+    def __init__(self, own_round=0, known: Head | None = None, discarded: Discarded | None = None):
         self.clock, self.said, self.own_round = Clock(), [], own_round
         self.promises = Promises(self.clock)
-        self.beginning = Beginning(RunConfig(model="x"), known, (), 1, self.clock)
+        self.beginning = Beginning(RunConfig(model="x"), known, (), 1, self.clock, discarded=discarded)
 
     def may(self, *others, fetching=False, behind=False) -> bool:
         return self.beginning.may_start(
@@ -106,3 +107,14 @@ def test_a_liar_does_not_pass_for_the_run_that_the_host_knows_of():
     newcomer.promises.asked(["holder"])
     newcomer.clock.now = 600.0
     assert not newcomer.may(AHEAD) and "waiting for one who has that state" in newcomer.said[-1]
+
+
+def test_whoever_discarded_the_latest_state_does_not_wait_for_it(tmp_path):
+    """Seed 880038: the host named round 1 as forged, and while the server still told of it, all stood at the base and waited for its holders."""
+    discard(tmp_path, ["e" * 64])
+    forged, later = Head("e" * 64, 19), Head("f" * 64, 32)
+    assert not Newcomer(known=forged).may() and Newcomer(known=forged, discarded=Discarded(tmp_path)).may()
+    newcomer = Newcomer(known=later, discarded=Discarded(tmp_path))  # which may descend from it, or not
+    assert not newcomer.may() and "waiting for one who has that state" in newcomer.said[-1]
+    newcomer.clock.now = 120.0
+    assert newcomer.may() and newcomer.said[-1].endswith("going on from 0")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 
 from peer.sync.engine.round.heads import head_of
 from peer.sync.engine.state import Head, better
+from peer.sync.engine.transfer.discarded import Discarded
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.records import ASSIST, JOINING, RECORD_LIFE_SECONDS, PeerRecord
@@ -13,7 +14,7 @@ from swarm.run_config import RunConfig
 _JOIN_PATIENCE_SECONDS = 60.0
 """For so long a founder, and a peer with a state of its own, wait for a better state that somebody signs. Then they start from theirs."""
 _HOLDER_PATIENCE_SECONDS = 120.0
-"""A peer that has a state of its own waits so long for the holder of a later one that nobody live has."""
+"""A peer that has a state of its own, or discarded it, waits so long for the holder of a later one that nobody live has."""
 _NAMED = 8
 
 
@@ -21,6 +22,9 @@ class Beginning:
     """last_known: the latest state that the server or the DHT knew of when we came; last_holders: the peers that had it.
 
     min_peers: how many that train must be live at once, we included, before we start; what becomes of them later does not matter.
+
+    discarded: states that are never taken over. The latest known one is not waited for if it is one of them. Whether it descends from one
+    may be known to nobody who is live: so who discards states waits for it no longer than a peer that has a state of its own.
     """
 
     def __init__(
@@ -31,9 +35,12 @@ class Beginning:
         min_peers: int,
         clock: Callable[[], float] = time.monotonic,
         end: End | None = None,
+        discarded: Discarded | None = None,
     ):
         self._end = end or End(run)
-        self._run, self._known, self._clock = run, last_known, clock
+        self._discards = discarded is not None and bool(discarded.names)
+        forged = last_known is not None and discarded is not None and discarded.holds(last_known.digest, last_known.parents)
+        self._run, self._known, self._clock = run, None if forged else last_known, clock
         self._holders = ", ".join(peer[-6:] for peer in last_holders) or "unknown peers"
         self._min_peers, self._company = min_peers, min_peers <= 1
         self._began = clock()
@@ -71,7 +78,7 @@ class Beginning:
         running = any(record.phase not in (JOINING, ASSIST) and record.round for record in others)
         if known is None or not known.samples or not better(known, ours) or running:
             return True
-        if own_round and waited >= _HOLDER_PATIENCE_SECONDS:
+        if (own_round or self._discards) and waited >= _HOLDER_PATIENCE_SECONDS:
             news(f"nobody has brought the state {known.digest[:8]} at {known.samples} samples; going on from {ours.samples}")
             return True
         if 0 < self._end.total <= known.samples and waited >= RECORD_LIFE_SECONDS:
