@@ -12,7 +12,7 @@ from peer.results import loading
 from swarm.errors import UserError
 from tests import tiny
 from tests.peer.methods.test_lora_targets import in_blocks
-from tests.peer.results.test_results import LORA, Trained, layers_of, picture, plain, real_blocks
+from tests.peer.results.test_results import LORA, Trained, drawn, layers_of, picture, plain, real_blocks
 
 DORA = {**LORA, "use_dora": True, "lora_targets": "all-linear+conv"}
 PRODUCTS = {
@@ -110,6 +110,13 @@ def test_peft_and_comfyui_have_the_weights_of_a_product_and_dd_export_merges_it(
     np.testing.assert_allclose(picture(base), wanted, atol=1e-4)
     export.main(["--state", str(tmp_path), "--out", str(tmp_path / "whole")])
     np.testing.assert_allclose(picture(plain(tmp_path / "whole")), wanted, atol=1e-4)
+
+
+def test_dd_generate_draws_with_a_product(tiny_family, tmp_path):
+    Trained(tiny_family("sd"), "sd", tmp_path / "model", **PRODUCTS["lokr"]).written()
+    export.main(["--state", str(tmp_path), "--out", str(tmp_path / "whole")])
+    pictures = [drawn(tmp_path, "--model", place) for place in (tmp_path, tmp_path / "whole", tiny_family("sd"))]
+    assert pictures[0] == pictures[1] != pictures[2]
 
 
 def test_a_product_that_does_not_fit_or_has_no_base_model_is_one_line(tiny_family, tmp_path):
