@@ -46,7 +46,8 @@ def _as_it_began(stored: RunConfig, values: Mapping[str, Any], run: RunConfig) -
     Only what the host says is compared: since the run began this program may have got new options, or other defaults.
     """
     said = {name: getattr(run, name) for name in values if not (name == "dataset_digest" and not values[name])}
-    stored.refuse_another({**said, "model_digest": run.model_digest, "lora_weights_digest": run.lora_weights_digest})
+    found = ["model_digest", *(["lora_weights_digest"] if "lora_weights" in values else [])]
+    stored.refuse_another({**said, **{name: getattr(run, name) for name in found}})
     return replace(stored, **{name: getattr(run, name) for name in PLACES if name in values})
 
 

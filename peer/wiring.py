@@ -172,6 +172,8 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     """The model with what is trained of it, the same at all ranks, and the method that says what that is."""
     run, peer, device = launch.run, launch.peer, launch.device
     here = {name: launch.given[name] for name in PLACES if launch.given.get(name)}
+    if here.get("lora_weights") and not run.lora_weights_digest:
+        raise UserError("This run does not begin with a LoRA.", fix="Leave out --lora_weights, or found a run of your own with it.")
     method = load_part("methods", run.method).build(dataclasses.replace(run, **here))
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
@@ -261,7 +263,7 @@ def claim_output(launch: Launch) -> None:
     """Before anything of the run is written, its folder is that of no other run; it says which run it is of, which is all that `dd-export` needs."""
     joined, peer = launch.joined, launch.peer
     owner = Owner(id=folder_id(joined.run, peer), name=joined.run.run_name, alone=not peer.swarming, about=joined.about())
-    needed = (joined.run.model, launch.given.get("model", ""), peer.train_data_dir, peer.class_data_dir)
+    needed = (*(value for name in PLACES for value in (getattr(joined.run, name), launch.given.get(name, ""))), peer.train_data_dir, peer.class_data_dir)
     claim(
         launch.output, owner, wanted=peer.resume_from_checkpoint, used=[Path(place) for place in needed if place and Path(place).exists()]
     )

@@ -105,7 +105,7 @@ def check_values(run: RunConfig) -> None:
     """Raise UserError for values that no peer can use. Runs that have begun with one are read as they are: some peer may make do with it."""
     if not run.run_name or len(run.run_name) > _LONGEST_NAME or not run.run_name.isprintable():
         raise UserError(f"run_name has {len(run.run_name)} characters.", fix=f"Use 1 to {_LONGEST_NAME} printable ones.")
-    for name in ("model_digest", "dataset_digest"):
+    for name in ("model_digest", "dataset_digest", "lora_weights_digest"):
         if getattr(run, name) and not re.fullmatch("[0-9a-f]{64}", getattr(run, name)):
             raise UserError(f"{name} is '{getattr(run, name)[:80]}'.", fix="Use 64 digits and small letters a to f, or leave it out.")
     idle = {name for other, facts in strategies().items() if other != run.sync for section in facts.sections for name in names_of(section)}

@@ -39,6 +39,8 @@ def read_lora(run: RunConfig, model: Model) -> dict[str, Tensor]:
         name = _name(key)
         scale = scales.get(key.split(".")[0], 1.0) if ".lora_B." in name else 1.0
         given[name] = tensor.float() * scale if scale != 1 else tensor.float()
+        if not given[name].isfinite().all():
+            raise _unfit(path, f"{key} has numbers that are not finite")
     return given
 
 
@@ -62,9 +64,10 @@ def _there(run: RunConfig) -> Path:
     """Raises UserError when the file is not here, or is not the run's."""
     try:
         path = file_of(run.lora_weights)
-    except UserError:
-        path = None
-    if path is None or run.lora_weights_digest not in ("", digest_bytes(path.read_bytes())):
+        is_its = digest_bytes(path.read_bytes()) == run.lora_weights_digest
+    except (UserError, OSError, ValueError, RuntimeError):  # a place may be anything
+        path, is_its = None, False
+    if not is_its:
         raise UserError(
             f"The run begins with the LoRA {run.lora_weights}, and {'there is none' if path is None else 'that file is another'} here.",
             fix="Ask the host for it, and give it with --lora_weights FILE.",
@@ -98,6 +101,8 @@ def _scales(header: Mapping[str, str]) -> dict[str, float]:
     said = json.loads(header.get("lora_adapter_metadata", "{}"))
     if any(value for name, value in said.items() if name.endswith(("alpha_pattern", "rank_pattern"))):
         raise UserError("The LoRA of --lora_weights has layers of several ranks or alphas.", fix="Give one whose layers have the same.")
+    if any(value for name, value in said.items() if name.endswith("use_rslora")):
+        raise UserError("The LoRA of --lora_weights is scaled by the root of its rank (rslora).", fix="Give one that is scaled by the rank.")
     return {name.split(".")[0]: said[name] / said[name.replace("lora_alpha", "r")] for name in said if name.endswith(".lora_alpha")}
 
 

@@ -17,6 +17,9 @@ from swarm.run.adapters import targets
 from swarm.run_config import RunConfig
 
 
+_ZERO = ("hada_w2_b", "lokr_w1")
+
+
 class Products:
     """On the denoiser, and with `--train_text_encoder` on the CLIP text encoders."""
 
@@ -32,11 +35,13 @@ class Products:
 
     @torch.no_grad()
     def attach(self, model: Model) -> Params:
-        """What peft begins with zeros stays so, and with that the base model as it is; all else is drawn, the same bits at every peer."""
+        """One matrix of each product is 0, so that training starts from the base model; all else is drawn, the same bits at every peer."""
         config = partial(self._config, r=self._run.rank, alpha=self._alpha)
         params = add_adapters(model, self._names(model), targets(self._run, model.facts), config)
         for key, parameter in params.items():
-            if parameter.any():
+            if key.split(".")[-2] in _ZERO:  # by name: peft has several ways to begin, and a release may choose another
+                parameter.zero_()
+            else:
                 parameter.copy_(uniform(parameter.shape, torch.Generator().manual_seed(seed_of(self._run.seed, key))))
         return params
 

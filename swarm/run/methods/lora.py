@@ -64,7 +64,7 @@ def _found(run: Any, given: Collection[str]) -> Mapping[str, Any]:
     if not run.lora_weights:
         return {}
     path = file_of(run.lora_weights)
-    ranks = {tensor["shape"][0] for name, tensor in read_header(path).items() if _DOWN.search(name)}
+    ranks = {(*tensor["shape"], 0)[0] for name, tensor in read_header(path).items() if _DOWN.search(name)} - {0}
     if len(ranks) != 1:
         raise UserError(f"lora_weights is {path}, which has layers of {len(ranks)} ranks.", fix="Give a LoRA whose layers are of one rank.")
     (rank,) = ranks

@@ -101,9 +101,12 @@ def test_what_does_not_fit_is_refused_in_one_line(written, tiny_family, tmp_path
         "other": kohya | {"lora_unet_x.hada_w1_a": torch.ones(1)},
         "ranks": kohya | {"lora_unet_x.lora_down.weight": torch.ones(7, 7)},
         "nothing": {"x": torch.ones(1)},
+        "scalar": {"lora_unet_x.lora_down.weight": torch.ones(())},
+        "infinite": kohya | {next(name for name in kohya if "lora_up" in name): torch.full((32, 2), torch.inf)},
     }
     for name, tensors in files.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
+    save_file(load_file(sd.folder / FILE), tmp_path / "root.safetensors", {"lora_adapter_metadata": '{"unet.use_rslora": true}'})
     (tmp_path / "broken.safetensors").write_bytes(b"no")
     texts = {"train_text_encoder": True}
     wrong = {
@@ -120,6 +123,9 @@ def test_what_does_not_fit_is_refused_in_one_line(written, tiny_family, tmp_path
         r"other\.safetensors does not load as a LoRA of this model": (tmp_path / "other.safetensors", texts),
         r"has layers of 2 ranks": (tmp_path / "ranks.safetensors", texts),
         r"has layers of 0 ranks": (tmp_path / "nothing.safetensors", texts),
+        r"scalar.* has layers of 0 ranks": (tmp_path / "scalar.safetensors", texts),
+        r"infinite\.safetensors does not load .* numbers that are not finite": (tmp_path / "infinite.safetensors", texts),
+        r"is scaled by the root of its rank": (tmp_path / "root.safetensors", texts),
         r"broken\.safetensors": (tmp_path / "broken.safetensors", texts),
         r"which the run does not train|of another shape": (written("sdxl").folder, texts),
     }
@@ -127,6 +133,18 @@ def test_what_does_not_fit_is_refused_in_one_line(written, tiny_family, tmp_path
         with pytest.raises(UserError) as caught:
             begun(base, file, **options)
         assert re.search(message, str(caught.value)) and "\n" not in str(caught.value), (message, str(caught.value))
+
+
+def test_a_place_is_anybodys_word_and_only_the_file_of_the_runs_digest_counts(written, tiny_family):
+    """A record of a run in the DHT says where its LoRA lies, and no id covers that."""
+    _, _, run = begun(tiny_family("sd"), written("sd").folder, train_text_encoder=True)
+    model = load_model(run, {}, CPU)
+    for place in ("", "~nobody-of-that-name/x.safetensors", "x" * 5000 + ".safetensors", "\0.safetensors", str(written("sdxl").folder)):
+        with pytest.raises(UserError, match="Ask the host for it, and give it with --lora_weights FILE"):
+            Lora(dataclasses.replace(run, lora_weights=place)).begin(model)
+    bare = Lora(dataclasses.replace(run, lora_weights_digest=""))
+    bare.begin(model)
+    assert bare._given is None, "the run does not begin with one, wherever one lies"
 
 
 def test_the_files_digest_belongs_to_the_run_and_its_place_does_not(written, tiny_family, tmp_path):
