@@ -58,6 +58,7 @@ from swarm.founding import check_resolution
 from swarm.members import Members
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
+from swarm.run_identity import PLACES
 
 log = logging.getLogger(__name__)
 
@@ -172,13 +173,17 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     """The model with what is trained of it, the same at all ranks, and the method that says what that is."""
     run, peer, device = launch.run, launch.peer, launch.device
     check_optimizer(run, peer.weights, device)
-    method = load_part("methods", run.method).build(run)
+    here = {name: launch.given[name] for name in PLACES if launch.given.get(name)}
+    if here.get("lora_weights") and not run.lora_weights_digest:
+        raise UserError("This run does not begin with a LoRA.", fix="Leave out --lora_weights, or found a run of your own with it.")
+    method = load_part("methods", run.method).build(dataclasses.replace(run, **here))
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
     in_bf16 = peer.weights == "bf16"
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
     by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
+    method.begin(model)
     model.place(device, None if by_itself else precision.dtype, method.whole(model))
     prior = prepare(model, run, peer, precision, launch.group, launch.stopping) if peer.with_prior_preservation else None
     if peer.gradient_checkpointing:
@@ -260,7 +265,7 @@ def claim_output(launch: Launch) -> None:
     """Before anything of the run is written, its folder is that of no other run; it says which run it is of, which is all that `dd-export` needs."""
     joined, peer = launch.joined, launch.peer
     owner = Owner(id=folder_id(joined.run, peer), name=joined.run.run_name, alone=not peer.swarming, about=joined.about())
-    needed = (joined.run.model, launch.given.get("model", ""), peer.train_data_dir, peer.class_data_dir)
+    needed = (*(value for name in PLACES for value in (getattr(joined.run, name), launch.given.get(name, ""))), peer.train_data_dir, peer.class_data_dir)
     claim(
         launch.output, owner, wanted=peer.resume_from_checkpoint, used=[Path(place) for place in needed if place and Path(place).exists()]
     )

@@ -53,6 +53,11 @@ def with_defaults(run: RunConfig, given: Collection[str] = ()) -> RunConfig:
     return replace(run, **{name: value for name, value in usual if name not in given and not run.was_given(name)})
 
 
+def with_beginning(run: RunConfig, given: Collection[str] = ()) -> RunConfig:
+    """The run with what its method reads of the files that it begins with. Raises UserError."""
+    return replace(run, **method_named(run.method).found(run, given))
+
+
 def check_digest(run: RunConfig, found: str) -> None:
     """found: of the model's weights. Raises UserError when the run says another."""
     if run.model_digest not in ("", found):
@@ -105,7 +110,7 @@ def check_values(run: RunConfig) -> None:
     """Raise UserError for values that no peer can use. Runs that have begun with one are read as they are: some peer may make do with it."""
     if not run.run_name or len(run.run_name) > _LONGEST_NAME or not run.run_name.isprintable():
         raise UserError(f"run_name has {len(run.run_name)} characters.", fix=f"Use 1 to {_LONGEST_NAME} printable ones.")
-    for name in ("model_digest", "dataset_digest"):
+    for name in ("model_digest", "dataset_digest", "lora_weights_digest"):
         if getattr(run, name) and not re.fullmatch("[0-9a-f]{64}", getattr(run, name)):
             raise UserError(f"{name} is '{getattr(run, name)[:80]}'.", fix="Use 64 digits and small letters a to f, or leave it out.")
     idle = {name for other, facts in strategies().items() if other != run.sync for section in facts.sections for name in names_of(section)}
@@ -162,6 +167,8 @@ def check_family(family: str, run: RunConfig) -> None:
     for name, reason in refused(facts).items() if facts else ():
         if run.was_given(name):
             raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
+    if facts:
+        method_named(run.method).check_with(run, facts)
 
 
 def takes(family: Family, method: str) -> bool:

@@ -8,6 +8,8 @@ OUR_NAMES = {
     "network_dim": "rank",
     "network_alpha": "lora_alpha",
     "network_module": "method",
+    "network_weights": "lora_weights",
+    "network_dropout": "lora_dropout",
     "unet_lr": "learning_rate",
     "optimizer_type": "optimizer",
     "lr_scheduler_num_cycles": "lr_num_cycles",
@@ -46,10 +48,12 @@ OUR_NAMES = {
     # diffusers' examples
     "instance_data_dir": "train_data_dir",
     "validation_epochs": "validation_steps",
+    "lora_layers": "lora_targets",
     # SimpleTuner
     "model_family": "family",
     "model_type": "method",
     "lora_rank": "rank",
+    "init_lora": "lora_weights",
     "offset_noise": "noise_offset",
     "caption_dropout_probability": "proportion_empty_prompts",
     "tokenizer_max_length": "max_sequence_length",
@@ -57,7 +61,11 @@ OUR_NAMES = {
     "validation_num_inference_steps": "validation_inference_steps",
     "user_prompt_library": "validation_prompts",
     "tracker_run_name": "run_name",
+    "flux_lora_target": "lora_targets",
     # OneTrainer
+    "lora_model_name": "lora_weights",
+    "layer_filter": "lora_targets",
+    "dropout_probability": "lora_dropout",
     "base_model_name": "model",
     "training_method": "method",
     "output_model_destination": "output_dir",

@@ -111,5 +111,14 @@ class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
     def differing(self, said: Mapping[str, Any]) -> list[str]:
         """Which of the options in `said` this run has otherwise; the model's places do not count, nor what is left to the program."""
         left_open = {name for name, value in LEFT_OPEN.items() if said.get(name) == value}
-        return [name for name, value in said.items() if name not in {*PLACES, *left_open} and value != getattr(self, name)]
+        return [name for name, value in said.items() if name not in {*PLACES, *left_open} and self._meant(name, value) != getattr(self, name)]
+
+    def _meant(self, name: str, value: Any) -> Any:
+        """What the value of an option stands for in this run: some words are kept as what they mean in it."""
+        if value == getattr(self, name):
+            return value
+        try:
+            return getattr(dataclasses.replace(self, **{name: value}), name)
+        except UserError:  # no run like this one could have it
+            return value
 

@@ -150,7 +150,7 @@ def test_init_writes_over_nothing_unasked(tmp_path, capsys):
     [
         (["--resolution", "4"], "resolution is 4"),
         (["--sync", "parameter"], "Did you mean 'parameters'"),
-        (["--rank", "8"], "rank is for --method lora"),
+        (["--rank", "8"], "rank is for --method loha or lokr or lora"),
         (["--dataset", "pictures", "--host", "0.0.0.0"], "nothing says whom"),
         (["--dataset", "pictures", "--port", "99999"], "port is 99999"),
     ],

@@ -55,6 +55,7 @@ CONFIGURATIONS = {
         "rank": 64,
         "lora_alpha": 32.0,
         "lora_init": "uniform",
+        "lora_targets": "",
         "wire": "int4",
         "family": "flux",
         "guidance_scale": 1.0,
@@ -213,7 +214,7 @@ def test_an_option_that_is_new_and_a_default_that_has_changed_change_no_run(name
 
 def test_a_run_of_a_newer_program_that_uses_nothing_new_is_everybodys():
     with newer_program():
-        newer = Newer(method="lora", lora_init="uniform", clip_members=0.0)
+        newer = Newer(method="lora", lora_init="uniform", lora_targets="", clip_members=0.0)
         sent, digest = newer.to_mapping(), newer.digest
     assert sent["needs_version"] == "0.1.0" and sent["values"]["rank"] == 8
     run = RunConfig.from_mapping(sent, where="there")
