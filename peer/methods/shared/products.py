@@ -16,7 +16,6 @@ from swarm.digest import seed_of
 from swarm.run.adapters import targets
 from swarm.run_config import RunConfig
 
-
 _ZERO = ("hada_w2_b", "lokr_w1")
 
 
