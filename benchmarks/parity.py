@@ -16,6 +16,9 @@ Judged afterwards, so that judging takes no time from training, from one peer's 
 in 10 steps each; between two looks the line is straight. Two seeds may differ by a fifth (docs/log.md): a ratio from one repeat is a rough one.
 Without `--full` two peers only, some 12 minutes. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its
 last line, one JSON object; its figures are of the medians over the repeats.
+
+With `--optimizer` two peers of 32 and one machine of 64 train with another one than AdamW, at its share of AdamW's rates (swarm/run/optimizer.py).
+One that averages its steps is judged as it is, without `--use_ema`.
 """
 
 import argparse
@@ -28,7 +31,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from benchmarks import common  # noqa: E402
 from scripts.demo import quickstart, results, swarm_run  # noqa: E402
 from scripts.demo import report as pictures  # noqa: E402
 from scripts.demo.display import Display  # noqa: E402
+from swarm.run.optimizer import OPTIMIZERS, default_rate  # noqa: E402
 
 WANTED, NEAR = 0.95, 0.8
 EVERY, NEVER = 1024, 1_000_000_000
@@ -76,6 +80,8 @@ class Run:
     batch: int
     """Of each peer."""
     settings: Mapping[str, Any]
+    wanted: float = WANTED
+    """The share of digits read right that counts."""
 
     @property
     def global_batch(self) -> int:
@@ -96,7 +102,12 @@ class Run:
 
     def flags(self) -> tuple[str, ...]:
         """Of every peer: by itself each would write a checkpoint after each round, which here is a second."""
-        return "--use_ema", "--ema_decay", str(math.exp(-self.step / AVERAGED)), "--checkpointing_steps", str(NEVER)
+        averaged = (
+            ()
+            if OPTIMIZERS[self.settings.get("optimizer", "adamw")].averages
+            else ("--use_ema", "--ema_decay", str(math.exp(-self.step / AVERAGED)))
+        )
+        return *averaged, "--checkpointing_steps", str(NEVER)
 
     def saving(self) -> tuple[str, ...]:
         """Of the peer whose checkpoints are judged."""
@@ -105,7 +116,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Learned:
-    """Where a run came to WANTED; None where it never did."""
+    """Where a run came to the share that was wanted; None where it never did."""
 
     run: Run
     samples: float | None
@@ -119,13 +130,24 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="four peers, too: about half an hour")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="train everything N times, each time with another seed [1]")
     parser.add_argument("--only", choices=tuple(SWARMS), help="these rounds alone; speedup is of the small ones")
+    parser.add_argument(
+        "--optimizer",
+        choices=tuple(OPTIMIZERS),
+        help="another one than AdamW, at its share of AdamW's rates: samples of small rounds alone",
+    )
+    parser.add_argument(
+        "--wanted", type=float, default=WANTED, metavar="SHARE", help=f"the share of digits read right that counts [{WANTED}]"
+    )
     args = parser.parse_args()
     quickstart.quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         base = Path(folder)
-        exact = {str(peers): gradients(peers, base / f"gradients-{peers}") for peers in (2, 4)}
+        exact = {str(peers): gradients(peers, base / f"gradients-{peers}") for peers in (2, 4) if not args.optimizer}
         quickstart.prepare(base)
         runs = [run for repeat in range(args.repeats) for run in plan(args.full, repeat, args.only)]
+        if args.optimizer:
+            runs = [stepped_by(args.optimizer, run) for run in runs if run.global_batch == 64 and run.peers != 1]
+        runs = [replace(run, wanted=args.wanted) for run in runs]
         train(base, runs)
         learned = judge_all(base, runs)
     report(learned, exact)
@@ -146,6 +168,14 @@ def plan(full: bool, repeat: int = 0, only: str | None = None) -> Iterator[Run]:
     for batch in sorted(batches):
         for rate in LEARNING_RATES[batch]:
             yield run_of(f"one machine, batch {batch}, rate {rate:g}", 0, batch, seed, learning_rate=rate, target_batch_size=EVERY)
+
+
+def stepped_by(optimizer: str, run: Run) -> Run:
+    facts, settings = OPTIMIZERS[optimizer], {**run.settings, "optimizer": optimizer}
+    settings["learning_rate"] = default_rate(optimizer, settings["learning_rate"])
+    if "adam_beta2" not in facts.reads:
+        del settings["adam_beta2"]
+    return replace(run, settings=settings)
 
 
 def run_of(name: str, peers: int, batch: int, seed: int, **settings: Any) -> Run:
@@ -215,7 +245,7 @@ def judge_all(base: Path, runs: Sequence[Run]) -> list[Learned]:
 
 
 def judge(base: Path, run: Run) -> Learned:
-    """Looks at the first peer's checkpoints until one has WANTED of the digits right; at every second one while that is far."""
+    """Looks at the first peer's checkpoints until one has enough of the digits right; at every second one while that is far."""
     import torch
 
     from peer.loop.train import load_result
@@ -238,10 +268,10 @@ def judge(base: Path, run: Run) -> Learned:
         share = read_right(model.pipeline, the_judge)
         seen.append((samples, (path / "manifest.json").stat().st_mtime, share))
         due = next_look(samples, share)
-        if share >= WANTED:
+        if share >= run.wanted:
             break
-    at = crossing([(samples, share) for samples, _, share in seen], WANTED)
-    when = crossing([(moment, share) for _, moment, share in seen], WANTED)
+    at = crossing([(samples, share) for samples, _, share in seen], run.wanted)
+    when = crossing([(moment, share) for _, moment, share in seen], run.wanted)
     began = min(results.read_lines(path)[0]["time"] for path in (base / slug(run)).glob("peer-*/metrics.jsonl"))
     return Learned(run, at, when and when - began, [(samples, share) for samples, _, share in seen])
 

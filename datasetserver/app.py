@@ -15,9 +15,10 @@ from datasetserver.addresses import is_this_machine, visible_maddrs
 from datasetserver.book import Book
 from datasetserver.downloads import get_blob, get_manifest, get_state
 from datasetserver.founding import acceptable_run
-from datasetserver.gate import Gate, caller, holds_token, sender
+from datasetserver.gate import Gate, caller, holder_of, holds_token, sender
 from datasetserver.live import get_asset, get_events, get_history, get_page, get_picture, get_pictures, put_picture
 from datasetserver.metrics import CONTENT_TYPE
+from datasetserver.newcomers import MOST_OF_AN_OWNER
 from datasetserver.openapi import Endpoint, describe
 from datasetserver.refused import Refused
 from datasetserver.service import SERVICE, Service, for_run, head_of, progress_of, with_run
@@ -157,7 +158,8 @@ async def post_renew(request: web.Request) -> web.Response:
 
 async def post_member(request: web.Request) -> web.Response:
     service, asked = await for_run(request, protocol.MemberRequest)
-    service.newcomers.let_in(await _told(request, asked.peer, lambda book: book.owner_of(asked.peer)), asked.peer)
+    owner = await _told(request, asked.peer, lambda book: book.owner_of(asked.peer))
+    service.newcomers.let_in(owner, asked.peer, holder_of(request).peers or MOST_OF_AN_OWNER)
     membership = sign_membership(service.key, service.run, asked.peer, service.wall)
     return answers.answer(protocol.MemberAnswer(until=membership.until, signature=membership.signature), status=201)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from datasetserver import orders, work_folder
 from swarm.arguments import ArgumentParser
-from swarm.bans import TRUSTED_NEEDED, Bans, read_words, sign_word, write_words
+from swarm.bans import STATE, TRUSTED_NEEDED, Bans, is_state, read_words, sign_word, write_words
 from swarm.errors import ExitCode, UserError
 from swarm.records import MAX_REASON, MOST_BANS, words
 from swarm.run_config import RunConfig
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     if verb == "members":
         print("\n".join(_lines(samples, tokens, bans)))
         return
-    peer = _named(args.peer, {*samples, *tokens, *(word.peer for word in bans.words)})
+    peer = _named(args.peer, {*samples, *tokens, *_spoken_of(bans)})
     if verb in ("trust", "distrust") and bans.reason(peer):
         raise UserError(f"{peer} is banned: {bans.reason(peer)}.", fix=f"Let it in first: dd-datasetserver unban {peer[-_SHORTEST_ENDING:]}")
     if verb == "trust" and not run.members_of:
@@ -62,17 +62,20 @@ def main(argv: Sequence[str]) -> None:
 
 
 def say(
-    work_dir: Path, run: RunConfig, peer: str, *, banned: bool, trusted: bool = False, reason: str = "", clock: Callable[[], float] = time.time
+    work_dir: Path, run: RunConfig, about: str, *, banned: bool, trusted: bool = False, reason: str = "", clock: Callable[[], float] = time.time
 ) -> None:
-    """Put the word into the file. Raises UserError when there is no room for it or the disk does not take it."""
+    """Put the word about a peer or a state into the file. Raises UserError when there is no room for it or the disk does not take it."""
     bans = _bans(work_dir, run)
-    known = {word.peer: word for word in bans.words}
-    if peer not in known and len(known) >= MOST_BANS:
-        raise UserError(f"{MOST_BANS} peers are banned or trusted, or were.", fix="Serve with --tokens, and remove those of who does harm.")
-    latest = known[peer].at if peer in known else 0
+    known = {word.about: word for word in bans.words}
+    if about not in known and sum(word.banned or word.trusted for word in known.values()) >= MOST_BANS:
+        raise UserError(
+            f"{MOST_BANS} peers and states are banned, trusted or discarded: there is room for no more.",
+            fix="Take back what is no longer needed (unban, distrust); with --tokens, remove those of who does harm.",
+        )
+    latest = known[about].at if about in known else 0
     reason = words(reason, MAX_REASON)
     word = sign_word(
-        HostKey(work_dir / work_folder.HOST_KEY, missing="refuse"), run, peer, banned=banned, trusted=trusted, reason=reason,
+        HostKey(work_dir / work_folder.HOST_KEY, missing="refuse"), run, about, banned=banned, trusted=trusted, reason=reason,
         clock=lambda: max(clock(), (latest + 1) / 1000),  # a clock that was put back
     )  # fmt: skip
     bans.hear([word])
@@ -99,7 +102,7 @@ def _ledger(work_dir: Path) -> tuple[RunConfig, Counter[str], dict[str, str]]:
 
 
 def _lines(samples: Counter[str], tokens: dict[str, str], bans: Bans) -> list[str]:
-    peers = sorted({*samples, *tokens, *(word.peer for word in bans.words)}, key=lambda peer: (-samples[peer], peer))
+    peers = sorted({*samples, *tokens, *_spoken_of(bans)}, key=lambda peer: (-samples[peer], peer))
     lines = []
     for peer in peers:
         token, reason = tokens.get(peer, ""), bans.reason(peer)
@@ -108,8 +111,14 @@ def _lines(samples: Counter[str], tokens: dict[str, str], bans: Bans) -> list[st
     return lines or ["no peer has come yet"]
 
 
+def _spoken_of(bans: Bans) -> set[str]:
+    return {word.about for word in bans.words if not is_state(word)}
+
+
 def _named(text: str, known: set[str]) -> str:
     """The peer that `text` names: an id, also one that never came, or the ending of one of those known. Raises UserError."""
+    if STATE.fullmatch(text):
+        raise UserError(f"'{text[:16]}...' is the digest of a state.", fix="Discard that: dd-datasetserver discard DIGEST.")
     found = sorted(peer for peer in known if peer == text or (len(text) >= _SHORTEST_ENDING and peer.endswith(text)))
     if text in found or (not found and 40 <= len(text) <= 64 and text.isalnum()):
         return text

@@ -419,7 +419,7 @@ class Book:
         if len(self._discarded) < _MOST_DISCARDED:
             self._never_take(state.digest)  # so that what follows it is refused, too
         message = f"The host has discarded state {state.digest[:16]}, or one before it."
-        raise Refused(409, "discarded", message, "Go on from a state of before: remove the newer ones from --output_dir, and start again.")
+        raise Refused(409, "discarded", message, "Start again: dd-peer goes on from what was before it.")
 
     def _discard(self) -> None:
         """Do what the host ordered since: forget states that it names, and all that descend from them."""

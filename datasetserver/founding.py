@@ -11,7 +11,7 @@ from datasetserver.work_folder import HOST_KEY
 from swarm.base_model import AUTO, not_found
 from swarm.digest import canonical_json, digest_model
 from swarm.errors import UserError
-from swarm.founding import check_digest, check_founding, check_model, with_defaults, with_family, with_noise
+from swarm.founding import check_digest, check_founding, check_model, with_beginning, with_defaults, with_family, with_noise
 from swarm.options import build
 from swarm.protocol import MAX_RUN_BYTES
 from swarm.run_config import RunConfig
@@ -30,7 +30,7 @@ def run_to_serve(values: Mapping[str, Any], stored: RunConfig | None) -> RunConf
             stored.refuse_differences(values)
         return stored
     run, source = _with_model(build(RunConfig, values))
-    run = with_defaults(run, values)
+    run = with_beginning(with_defaults(run, values), values)
     if stored:
         return _as_it_began(stored, values, run)
     if source:
@@ -46,7 +46,8 @@ def _as_it_began(stored: RunConfig, values: Mapping[str, Any], run: RunConfig) -
     Only what the host says is compared: since the run began this program may have got new options, or other defaults.
     """
     said = {name: getattr(run, name) for name in values if not (name == "dataset_digest" and not values[name])}
-    stored.refuse_another({**said, "model_digest": run.model_digest})
+    found = ["model_digest", *(["lora_weights_digest"] if "lora_weights" in values else [])]
+    stored.refuse_another({**said, **{name: getattr(run, name) for name in found}})
     return replace(stored, **{name: getattr(run, name) for name in PLACES if name in values})
 
 

@@ -16,7 +16,7 @@ from datasetserver.openapi import Endpoint
 from datasetserver.origins import Names
 from datasetserver.owners import Sender
 from datasetserver.refused import Refused
-from datasetserver.tokens import Tokens
+from datasetserver.tokens import Holder, Tokens
 from swarm import protocol
 
 log = logging.getLogger(__name__)
@@ -83,10 +83,15 @@ def holds_token(request: web.Request) -> bool:
 
 def sender(request: web.Request, tokens: Tokens | None) -> Sender:
     """For the ledger: who speaks, on whose account."""
-    return Sender(request.get(_HOLDER, ""), tokens.holders() if tokens else (), subject(caller(request)))
+    return Sender(holder_of(request).name, tokens.names() if tokens else (), subject(caller(request)))
 
 
-def _holder(request: web.Request, tokens: Tokens) -> str:
+def holder_of(request: web.Request) -> Holder:
+    """Whose token the caller showed; of no name where none is asked for."""
+    return request.get(_HOLDER, Holder(""))
+
+
+def _holder(request: web.Request, tokens: Tokens) -> Holder:
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
         fix = "Ask the host for a token, and give it as DD_TOKEN or --token."

@@ -1,14 +1,22 @@
 """`dd-datasetserver heads` and `discard`: what the ledger knows of a run's newest states, and how the host names a forged one.
 
-Whether a server runs on the ledger or not: it is only read here, and an order is a file that the server looks for.
+Whether a server runs on the ledger or not: it is only read here. Discarding is one of the host's signed words, in a file that the server looks for.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from datasetserver import orders, work_folder
+from datasetserver import work_folder
+from datasetserver.bans import say
 from swarm.arguments import ArgumentParser
+from swarm.bans import STATE
+from swarm.digest import ELDER_CHARACTERS
 from swarm.errors import UserError
+from swarm.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from datasetserver.tree import State, StateTree
 
 VERBS = ("heads", "discard")
 _SHOWN, _REPORTERS = 20, 3
@@ -18,27 +26,43 @@ def main(argv: Sequence[str]) -> None:
     """`dd-datasetserver heads|discard`. Raises UserError."""
     verb = argv[0]
     about = {
-        "heads": "List the states that no other follows, the head first, with what their reports say and what the ledger counts in them.",
-        "discard": "Forget a state and all that follows from it, and take neither again: the run goes on from the best of the others.",
+        "heads": "List the states that no other follows, the head first, with what their reports say and what the ledger counts in them. "
+        "branch= is the first state that is not the head's ancestor.",
+        "discard": "Forget a state and all that follows from it, for good: the server does, and within a minute every peer that stands on it "
+        "starts again from what was before it. It undoes a forged state, and brings a swarm together that has split: discard the smaller branch.",
     }
     parser = ArgumentParser(f"dd-datasetserver {verb}", description=about[verb])
     if verb == "discard":
         parser.add_argument("digest", help="all 64 characters, as 'heads' shows it")
+        parser.add_argument("--yes", action="store_true", help="do it; without, only what would go is shown")
+        parser.add_argument("--reason", default="", help="one line, which the peers on it read")
     work_folder.add_arguments(parser)
     args = parser.parse_args(argv[1:])
     work_dir = work_folder.given(args)
     if verb == "heads":
         print("\n".join(lines(work_dir)))
         return
-    if not (work_dir / work_folder.LEDGER).exists():
-        raise UserError(f"No run has begun in {work_dir}.", fix="Give --dataset or --work_dir as to the server.")
-    orders.discard(work_dir, args.digest)
-    print(f"state {args.digest[:16]} and what follows from it are forgotten, within a second where a server runs")
-    print("a peer that has it on its disk goes on once the newer files in its --output_dir/state are removed")
+    run, tree = _ledger(work_dir)
+    gone = _gone(tree, args.digest)
+    what = f"state {args.digest} of round {gone[0].round} and what follows from it: {len(gone)} states, {max(s.samples for s in gone)} samples by their reports"
+    if not args.yes:
+        raise UserError(f"This would forget {what}, for good.", fix="Add --yes if that is what you want.")
+    say(work_dir, run, args.digest, banned=True, reason=args.reason)
+    print(f"forgotten is {what}")
+    print("the server knows within a second, the peers within a minute: those on it end, and dd-peer starts them again from what was before it")
 
 
 def lines(work_dir: Path) -> list[str]:
     """Raises UserError where there is no ledger."""
+    _, tree = _ledger(work_dir)
+    tips, on_chain = tree.tips(), {state.digest for state in tree.chain()}
+    shown = [_line(state, next((s for s in tree.chain(state) if s.digest not in on_chain), None)) for state in tips[:_SHOWN]]
+    rest = [f"... and {len(tips) - _SHOWN} more"] if len(tips) > _SHOWN else []
+    return [*shown, *rest] or ["no state was reported yet"]
+
+
+def _ledger(work_dir: Path) -> "tuple[RunConfig, StateTree]":
+    """Raises UserError where there is none."""
     from datasetserver.ledger import look_into  # SQLite and the ledger's rules: the other commands need none of it
     from datasetserver.tree import StateTree
 
@@ -47,13 +71,30 @@ def lines(work_dir: Path) -> list[str]:
         tree = StateTree(lambda pair: registered.get(pair, 0), 2 * run.target_batch_size)
         for state in store.states():
             tree.add(state)
-    tips = tree.tips()
-    shown = [_line(state, "head" if state is tree.head else "    ") for state in tips[:_SHOWN]]
-    rest = [f"... and {len(tips) - _SHOWN} more"] if len(tips) > _SHOWN else []
-    return [*shown, *rest] or ["no state was reported yet"]
+    return run, tree
 
 
-def _line(state, mark: str) -> str:
+def _gone(tree: "StateTree", digest: str) -> "list[State]":
+    """What goes with that state. Raises UserError where it is none, or where peers could take an honest one for it.
+
+    Of its ancestors of long ago a state has the first ELDER_CHARACTERS only, and a report may name any digest: one that begins as an honest
+    state's does would take that with it.
+    """
+    if not STATE.fullmatch(digest):
+        raise UserError(f"'{digest}' is no digest of a state.", fix="dd-datasetserver heads shows them.")
+    if not (gone := tree.following(digest)):
+        raise UserError(f"Nobody has reported a state {digest[:16]}...", fix="dd-datasetserver heads shows those that were.")
+    if twin := next((state for state in tree if state.digest != digest and state.digest.startswith(digest[:ELDER_CHARACTERS])), None):
+        raise UserError(
+            f"State {twin.digest} begins with the same {ELDER_CHARACTERS} digits, and would go with it: somebody reported one of them to that end.",
+            fix=f"Ban who reported the forged one: {', '.join(gone[0].reporters)}.",
+        )
+    return gone
+
+
+def _line(state: "State", branch: "State | None") -> str:
+    """branch: where its chain leaves the head's; None: it is the head."""
     names = ", ".join(state.reporters[:_REPORTERS]) + (", ..." if len(state.reporters) > _REPORTERS else "")
     gaps = f" gaps={state.gaps}" if state.gaps else ""
-    return f"{mark} {state.digest} round={state.round} reported={state.samples} counted={state.counted}{gaps} by {names}"
+    mark, parted = ("    ", f" branch={branch.digest}") if branch else ("head", "")
+    return f"{mark} {state.digest} round={state.round} reported={state.samples} counted={state.counted}{gaps}{parted} by {names}"

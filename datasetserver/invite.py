@@ -20,6 +20,9 @@ from swarm.listening import is_loopback
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
+_PEERS = 4
+"""A check and a machine or two, of which one was set up anew. A friend who votes with 64 identities is none."""
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -59,6 +62,7 @@ def main(argv: Sequence[str]) -> None:
     """`dd-datasetserver invite NAME`. Raises UserError."""
     parser = ArgumentParser("dd-datasetserver invite", description="Print the line that a volunteer pastes to join the run.")
     parser.add_argument("name", help="whom it is for; the token's name, by which it is taken back")
+    parser.add_argument("--peers", type=tokens.of_peers, default=_PEERS, metavar="N", help=f"in a run for members, how many peers with this line may be members at once [{_PEERS}]")
     parser.add_argument("--public_url", default="", metavar="URL", help="under which the volunteer reaches the server, if it does not know")
     work_folder.add_arguments(parser)
     args = parser.parse_args(argv)
@@ -67,9 +71,9 @@ def main(argv: Sequence[str]) -> None:
     url = args.public_url or serving.url
     _refuse_nowhere(url)
     key = HostKey(work_dir / HOST_KEY, missing="refuse")
-    token = tokens.add(Path(serving.tokens), args.name) if serving.tokens else ""
+    token = tokens.add(Path(serving.tokens), args.name, args.peers) if serving.tokens else ""
     print(line(url, key.public, token))
-    for remark in _remarks(args.name, url, serving.tokens, _run(work_dir)):
+    for remark in _remarks(args.name, args.peers, url, serving.tokens, _run(work_dir)):
         print(remark, file=sys.stderr)
 
 
@@ -89,12 +93,14 @@ def _refuse_nowhere(url: str) -> None:
         )
 
 
-def _remarks(name: str, url: str, token_file: str, run: RunConfig | None) -> list[str]:
+def _remarks(name: str, peers: int, url: str, token_file: str, run: RunConfig | None) -> list[str]:
     remarks, is_local = [], is_loopback(urlsplit(url).hostname or "")
     if token_file:
         remarks.append(
             f"This line is a secret: it holds the token of '{name}', shown once. Send it to {name} alone, by a way nobody else reads."
         )
+        if peers and run and run.members_of:
+            remarks.append(f"Up to {peers} peers with it are members at once (--peers); each new --output_dir and each --check is one, for two days.")
         remarks.append(f"To take it back: dd-datasetserver token remove {name} --tokens {shlex.quote(token_file)}")
         if url.startswith("http:") and not is_local:
             remarks.append("The token will travel unencrypted: with --tls_cert and --tls_key the server speaks https.")

@@ -21,15 +21,16 @@ class Newcomers:
         self._let_in: dict[tuple[str, str], float] = {}
         self._of: Counter[str] = Counter()
 
-    def let_in(self, owner: str, peer: str) -> None:
-        """Count `peer`; owner: as `Owners` names it. Raises Refused: 403 for one peer too many, 503 when there is no room."""
+    def let_in(self, owner: str, peer: str, most: int = MOST_OF_AN_OWNER) -> None:
+        """Count `peer`; owner: as `Owners` names it; most: of its peers. Raises Refused: 403 for one peer too many, 503 when there is no room."""
         self._sweep()
         if self._let_in.pop((owner, peer), None) is not None:
             self._let_in[owner, peer] = self._clock()
             return
-        if self._of[owner] >= MOST_OF_AN_OWNER:
-            message = f"One owner has {MOST_OF_AN_OWNER} peers in this run, and no more are let in."
-            raise Refused(403, "too_many_members", message, "Come back two days after one of them has left, or with another token.")
+        if self._of[owner] >= most:
+            message = f"One owner has {most} peer{'s' if most > 1 else ''} in this run, and no more are let in."
+            fix = "Start with the --output_dir of before, come back two days after a peer has left, or ask the host for another line."
+            raise Refused(403, "too_many_members", message, fix)
         if len(self._let_in) >= self._most:
             raise Refused(503, "busy", "The server has let in as many peers as it has room for.", "Try again later.")
         self._let_in[owner, peer] = self._clock()

@@ -1,11 +1,10 @@
-"""What the host orders of the run that it serves: pause, resume, end, extend, discard, ban.
+"""What the host orders of the run that it serves: pause, resume, end, extend; and what it says of peers and states: ban, trust, discard.
 
-An order is a word or a number in a file of the work folder, which nobody else can write. A running server reads the file once a second,
+An order is a word, a number or a list of signed words in a file of the work folder, which nobody else can write. A running server reads the file once a second,
 and every server reads it when it starts, so that no order is lost with a server.
 """
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,19 +13,18 @@ from pathlib import Path
 from datasetserver import work_folder
 from swarm import files
 from swarm.arguments import ArgumentParser
-from swarm.bans import read_words
+from swarm.bans import is_state, read_words
 from swarm.end import refuse_extension
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import RunState
-from swarm.records import BanWord
+from swarm.records import HostWord
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 BANS = "run_bans.json"
-_FILE, _EXTENSION, _DISCARDED = "run_state", "run_extension", "run_discarded"
+_FILE, _EXTENSION = "run_state", "run_extension"
 _STATES: dict[str, RunState] = {"pause": "paused", "resume": "running", "end": "ended"}
 VERBS = (*_STATES, "extend")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _MEANING = {
     "paused": "peers get no more samples, and wait; what they trained is still counted",
     "running": "peers get samples",
@@ -41,9 +39,9 @@ class Orders:
         self._path, self._clock = work_dir / _FILE, clock
         self._extension = work_dir / _EXTENSION
         self._looked, self._state, self._extended = float("-inf"), "running", 0
-        self._discarded: frozenset[str] = frozenset()
         self._bans, self._bans_read = work_dir / BANS, None
-        self._banned: tuple[BanWord, ...] = ()
+        self._banned: tuple[HostWord, ...] = ()
+        self._discarded: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
     def __call__(self) -> RunState:
@@ -58,10 +56,11 @@ class Orders:
     def discarded(self) -> frozenset[str]:
         """Digests of the states that are not to be taken, whoever reports them."""
         self._look_seldom()
+        self._look_seldom()
         return self._discarded
 
-    def banned(self) -> tuple[BanWord, ...]:
-        """The host's words about peers; the same tuple while the file does not change."""
+    def banned(self) -> tuple[HostWord, ...]:
+        """The host's words about peers and states; the same tuple while the file does not change."""
         self._look_seldom()
         return self._banned
 
@@ -72,22 +71,12 @@ class Orders:
                 self._looked = now
                 self._look()
                 self._look_for_extension()
-                self._look_for_discarded()
                 self._look_for_banned()
 
     def _look_for_banned(self) -> None:
         if (version := files.version(self._bans)) != self._bans_read:
             self._bans_read, self._banned = version, read_words(self._bans)
-
-    def _look_for_discarded(self) -> None:
-        try:
-            discarded = discarded_in(self._extension.parent)
-        except UserError as error:
-            log.error("%s No further state is discarded.", error)
-            return
-        for digest in sorted(discarded - self._discarded):
-            log.info("the host's order: state %s is discarded, and what follows from it", digest)
-        self._discarded = discarded
+            self._discarded = frozenset(word.about for word in self._banned if word.banned and is_state(word))
 
     def _look_for_extension(self) -> None:
         try:
@@ -127,27 +116,6 @@ def extension_in(work_dir: Path) -> int:
     if not text.isdecimal() or len(text) > 16:
         raise UserError(f"{path} says no number of samples.", fix="Give the order again: dd-datasetserver extend.")
     return int(text)
-
-
-def discarded_in(work_dir: Path) -> frozenset[str]:
-    """The digests that the host has discarded there. Raises UserError for a file that says something else."""
-    path = work_dir / _DISCARDED
-    try:
-        lines = path.read_text(encoding="ascii").split()
-    except FileNotFoundError:
-        return frozenset()
-    except (OSError, UnicodeDecodeError) as error:
-        lines = [repr(error)]
-    if not all(_DIGEST.fullmatch(line) for line in lines):
-        raise UserError(f"{path} has a line that is no digest.", fix="Remove that line.")
-    return frozenset(lines)
-
-
-def discard(work_dir: Path, digest: str) -> None:
-    """Order that a state is forgotten, and what follows from it. Raises UserError when it cannot."""
-    if not _DIGEST.fullmatch(digest):
-        raise UserError(f"'{digest}' is no digest of a state.", fix="dd-datasetserver heads shows them.")
-    _write(work_dir, _DISCARDED, "\n".join(sorted({*discarded_in(work_dir), digest})))
 
 
 def extend(work_dir: Path, total_samples: int) -> None:

@@ -33,7 +33,7 @@ from swarm.figures import mean_loss
 from swarm.page.history import History
 from swarm.page.watch import Watch
 from swarm.protocol import BANNED
-from swarm.records import BanWord
+from swarm.records import HostWord
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
@@ -70,11 +70,11 @@ class Service:
     """UNIX seconds."""
     extended: Callable[[], int] = lambda: 0
     """To how many samples the host lets the run go on; 0: to its own total."""
-    banned: Callable[[], Sequence[BanWord]] = lambda: ()
+    banned: Callable[[], Sequence[HostWord]] = lambda: ()
     """The host's words about peers, as of the last second."""
     _end: End | None = field(default=None, init=False)
     _bans: Bans | None = field(default=None, init=False)
-    _words: Sequence[BanWord] = field(default=(), init=False)
+    _words: Sequence[HostWord] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self.shards = {shard.digest: shard for shard in self.data.manifest.shards}
@@ -163,7 +163,7 @@ async def progress_of(service: Service) -> protocol.Progress:
         samples_per_second=sum(peer.samples_per_second for peer in peers),
         loss=mean_loss((peer.loss, peer.samples_per_second) for peer in peers),
         peers=peers,
-        banned={word.peer: service.bans.reason(word.peer) for word in service.bans.words if word.banned},
+        banned={peer: service.bans.reason(peer) for peer in sorted(service.bans.peers())},
         dataset_samples=service.data.manifest.total,
         checkpoint=service.states.newest(),
         server_time=service.wall(),

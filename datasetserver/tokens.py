@@ -1,4 +1,5 @@
-"""Who may use a server: a file of names, each with the digest of a token that was shown once. `dd-datasetserver token add NAME`.
+"""Who may use a server: a file of names, each with the digest of a token that was shown once, and how many peers it lets in.
+`dd-datasetserver token add NAME`.
 
 A token is 256 random bits, so that one fast hash keeps it as safe as a slow one would: nobody can try them all, and every request
 pays for the hash. It does not say which peer may do what: whoever holds one may do all that a peer does, in the name of peers whose keys
@@ -14,6 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasetserver.refused import Refused
@@ -26,8 +28,17 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """A running server looks this often whether the file has changed: a token that is removed opens nothing after that."""
 _FILE = "tokens.txt"
+_MOST_PEERS = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_LINE = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})")
+_LINE = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})(?: ([1-9][0-9]?))?")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Whom a token was given to. peers: how many of his may be members of a run at once; 0: as many as any owner's (newcomers.py)."""
+
+    name: str
+    peers: int = 0
 
 
 class Tokens:
@@ -39,22 +50,22 @@ class Tokens:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic):
         self._path, self._clock = path, clock
-        self._names: dict[str, str] | None
+        self._holders: dict[str, Holder] | None
         self._seen = files.version(path)  # first: what changes while it is read is read again
-        self._names, self._looked = _read(path), clock()
+        self._holders, self._looked = _read(path), clock()
 
-    def holder(self, token: str) -> str | None:
-        """The name that `token` was given to; None when it is none of ours. Raises Refused (503) while the file cannot be read."""
+    def holder(self, token: str) -> Holder | None:
+        """Whom `token` was given to; None when it is none of ours. Raises Refused (503) while the file cannot be read."""
         self._look()
-        if self._names is None:
+        if self._holders is None:
             fix = "Try again; the host must mend the file of tokens."
             raise Refused(503, "tokens_unavailable", "The server cannot tell who may use it.", fix)
         digest = _digest(token)
-        return next((name for known, name in self._names.items() if secrets.compare_digest(known, digest)), None)
+        return next((holder for known, holder in self._holders.items() if secrets.compare_digest(known, digest)), None)
 
-    def holders(self) -> Collection[str]:
-        """The names of all tokens there are, as of the last request."""
-        return set(self._names.values()) if self._names else ()
+    def names(self) -> Collection[str]:
+        """Of all tokens there are, as of the last request."""
+        return {holder.name for holder in (self._holders or {}).values()}
 
     def _look(self) -> None:
         if self._clock() - self._looked < LOOK_SECONDS:
@@ -64,26 +75,26 @@ class Tokens:
             return
         self._seen = version
         try:
-            self._names = _read(self._path)
-            log.info("read tokens=%d file=%s", len(self._names), self._path)
+            self._holders = _read(self._path)
+            log.info("read tokens=%d file=%s", len(self._holders), self._path)
         except UserError as error:
-            self._names = None
+            self._holders = None
             log.error("nobody is let in: %s", error)
 
 
-def add(path: Path, name: str) -> str:
-    """Make a token for `name`, keep its digest, and return it. Raises UserError."""
+def add(path: Path, name: str, peers: int = 0) -> str:
+    """Make a token for `name`, keep its digest, and return it. peers: as in `Holder`. Raises UserError."""
     if not _NAME.fullmatch(name):
         raise UserError(f"'{name}' is no name for a token.", fix="Use up to 64 letters, digits, dots, dashes and underscores.")
     token = _draw()
     with _locked(path):
-        names = _read(path) if path.exists() else {}
-        if name in names.values():
+        holders = _read(path) if path.exists() else {}
+        if any(holder.name == name for holder in holders.values()):
             raise UserError(
                 f"{path} has a token for '{name}' already.",
                 fix=f"Choose another name, or take it back first: dd-datasetserver token remove {name}.",
             )
-        _write(path, {**names, _digest(token): name})
+        _write(path, {**holders, _digest(token): Holder(name, peers)})
     return token
 
 
@@ -97,15 +108,23 @@ def _draw(draw: Callable[[int], str] = secrets.token_urlsafe) -> str:
 def remove(path: Path, name: str) -> None:
     """Forget the token of `name`. Raises UserError."""
     with _locked(path):
-        names = _read(path)
-        if name not in names.values():
+        holders = _read(path)
+        left = {digest: holder for digest, holder in holders.items() if holder.name != name}
+        if len(left) == len(holders):
             raise UserError(f"{path} has no token for '{name}'.", fix="dd-datasetserver token list shows who has one.")
-        _write(path, {digest: other for digest, other in names.items() if other != name})
+        _write(path, left)
 
 
 def names(path: Path) -> list[str]:
     """Who has a token, sorted. Raises UserError."""
-    return sorted(_read(path).values())
+    return sorted(holder.name for holder in _read(path).values())
+
+
+def of_peers(text: str) -> int:
+    """`--peers`. Raises ValueError."""
+    if not text.isdecimal() or int(text) > _MOST_PEERS:
+        raise ValueError(text)
+    return int(text)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -117,10 +136,12 @@ def main(argv: Sequence[str]) -> None:
         sub = actions.add_parser(action, help=about, description=about)
         if action != "list":
             sub.add_argument("name", help="whom it is for")
+        if action == "add":
+            sub.add_argument("--peers", type=of_peers, default=0, metavar="N", help="in a run for members, how many peers of it may be members at once; 0: as many as of any owner [0]")
         sub.add_argument("--tokens", type=Path, default=Path(_FILE), metavar="FILE", help=f"the file that the server is given [{_FILE}]")
     args = parser.parse_args(argv)
     if args.action == "add":
-        print(add(args.tokens, args.name))
+        print(add(args.tokens, args.name, args.peers))
         print(f"This is the token of '{args.name}'. It is shown once; a peer takes it as DD_TOKEN or --token.", file=sys.stderr)
         print(f"{args.tokens} keeps its digest: start the server with --tokens {args.tokens}", file=sys.stderr)
     elif args.action == "remove":
@@ -134,8 +155,8 @@ def _digest(token: str) -> str:
     return digest_bytes(token.encode(errors="surrogatepass"))
 
 
-def _read(path: Path) -> dict[str, str]:
-    """Names by the digests of their tokens. Raises UserError."""
+def _read(path: Path) -> dict[str, Holder]:
+    """Holders by the digests of their tokens. Raises UserError."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except FileNotFoundError:
@@ -145,12 +166,13 @@ def _read(path: Path) -> dict[str, str]:
     matches = [_LINE.fullmatch(line) for line in lines]
     if None in matches:
         raise UserError(f"Line {matches.index(None) + 1} of {path} is no token.", fix="Check --tokens, or remove that line.")
-    return {match[2]: match[1] for match in matches if match}
+    return {match[2]: Holder(match[1], int(match[3] or 0)) for match in matches if match}
 
 
-def _write(path: Path, names: dict[str, str]) -> None:
+def _write(path: Path, holders: dict[str, Holder]) -> None:
     """Replace the file at once, for its owner's eyes only."""
-    files.replace(path, "".join(f"{name} {digest}\n" for digest, name in names.items()).encode("ascii"), mode=0o600)
+    lines = (f"{holder.name} {digest}{f' {holder.peers}' if holder.peers else ''}\n" for digest, holder in holders.items())
+    files.replace(path, "".join(lines).encode("ascii"), mode=0o600)
 
 
 @contextlib.contextmanager

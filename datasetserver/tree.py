@@ -82,9 +82,13 @@ class StateTree:
         for digest in self._having.get(pair, ()):
             self._count_from(self._states[digest])
 
+    def following(self, digest: str) -> list[State]:
+        """The state, and all that descend from it; none where it is unknown."""
+        return list(self._descendants(digest, self._children)) if digest in self._states else []
+
     def remove(self, digest: str) -> tuple[list[State], list[State]]:
         """Forget a state and all that descend from it; returns them, and those that were only taken to descend from them."""
-        gone = list(self._descendants(digest, self._children)) if digest in self._states else []
+        gone = self.following(digest)
         orphans = [orphan for state in gone for orphan in self._bridged.get(state.digest, ())]
         for state in gone:
             self._forget(state)

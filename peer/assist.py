@@ -21,6 +21,7 @@ from peer.drawing.artist import Artist
 from peer.figures.audience import show
 from peer.launch.joining import Joined
 from peer.launch.membership import kept
+from peer.launch.resolving import known_hosts
 from peer.launch.stopping import Stop
 from peer.machine.device import describe_hardware
 from peer.results.output_folder import Owner, claim, lock
@@ -96,7 +97,7 @@ def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, 
 def _assist_in(folder: Path, peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, Any], stop: Stop) -> int:
     with ExitStack() as closing:
         with stop.before_it_begins():
-            joined, known = _run(folder / "run.json", resolve)
+            joined, known = _run(folder / "run.json", resolve, known_hosts(peer).key_of)
             members = _members(folder, peer, joined, closing)
         discard(folder / "state", peer.discard_state)
         asyncio.run(_until_stopped(peer, given, folder, joined, known, members, stop, Life.of_process()))
@@ -116,7 +117,7 @@ def _members(folder: Path, peer: PeerConfig, joined: Joined, closing: ExitStack)
     return kept(joined, peer, Bans(joined.run, joined.host_key, joined.bans, path=folder / "bans.json"), closing)
 
 
-def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
+def _run(path: Path, resolve: Callable[[], Joined], key_of: Callable[[str], str]) -> tuple[Joined, bool]:
     """The run, and whether this peer was in it before: then it goes on alone when all the others are away."""
     try:
         joined = resolve()
@@ -125,7 +126,8 @@ def _run(path: Path, resolve: Callable[[], Joined]) -> tuple[Joined, bool]:
             raise
         log.warning("going on with the run known from before: %s", error)
         saved = json.loads(path.read_text(encoding="utf-8"))
-        return Joined(RunConfig.from_mapping(saved["run"], where=str(path)), saved["server_url"], tuple(saved["peers"])), True
+        run = RunConfig.from_mapping(saved["run"], where=str(path))
+        return Joined(run, saved["server_url"], tuple(saved["peers"]), host_key=key_of(run.run_id)), True
     about = joined.about()
     return joined, claim(path.parent, Owner(id=joined.run.run_id, name=joined.run.run_name, alone=False, about=about))
 

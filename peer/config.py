@@ -43,7 +43,8 @@ class PeerConfig:
         None, "Open no port: others cannot dial this peer, it dials them. auto: exactly when those it asks cannot dial it."
     )
     discard_state: tuple[str, ...] = option(
-        (), "Digests of forged states, or their first 8 digits or more: they, and all that descend from them, are never used again."
+        (), "Digests of forged states, or their first 8 digits or more: they, and all that descend from them, are never used again. "
+        "What the host discards, this peer hears by itself."
     )
     max_upload_mbit: float = option(0.0, "Send at most so many million bits a second to other peers; 0: as fast as the link takes it.", lt=1e6)
 

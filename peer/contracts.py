@@ -136,6 +136,13 @@ class Method(Protocol):
         """The names of the parts all of whose weights are trained: they are never held in less than float32 before `attach`."""
         ...
 
+    def begin(self, model: Model) -> None:
+        """Read what training begins with: of the weights as they were published, before `model.place`, and of the run's files. Raises UserError.
+
+        Whoever fills in a state later, to export or draw it, leaves this out.
+        """
+        ...
+
     def attach(self, model: Model) -> Params:
         """Choose the tensors to train (float32, requires_grad), freeze all else, put the model in its training mode."""
         ...

@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from operator import length_hint
 from pathlib import Path
@@ -29,7 +29,7 @@ from peer.loop.accounts import Accounts
 from peer.loop.all_ranks import RankedSync
 from peer.loop.ema import Ema
 from peer.loop.occasions import Occasion, Occasions, seldom
-from peer.loop.optim import build_optimizer
+from peer.loop.optim import build_optimizer, check_optimizer, told
 from peer.loop.rounding import RoundingOptimizer, innermost, keep_in_bf16
 from peer.loop.schedule import build_schedule
 from peer.loop.train import Trainer
@@ -58,6 +58,7 @@ from swarm.founding import check_resolution
 from swarm.members import Members
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
+from swarm.run_identity import PLACES
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,8 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     launch = with_end(launch, source)
     if launch.group.is_main:
         claim_output(launch)
-        check_disk(launch.output, launch.peer, sum(parameter.numel() for parameter in learner.params.values()))
+        trained = sum(parameter.numel() for parameter in learner.params.values())
+        check_disk(launch.output, launch.peer, trained, launch.run.optimizer)
     trainer, trackers = build_trainer(launch, learner, source, own_id)
     results = Results(method, trainer, launch.run, launch.peer)
     trainer.occasions = build_occasions(launch, trainer, results, trackers, own_id)
@@ -170,13 +172,18 @@ def admitted(launch: Launch) -> Launch:
 def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     """The model with what is trained of it, the same at all ranks, and the method that says what that is."""
     run, peer, device = launch.run, launch.peer, launch.device
-    method = load_part("methods", run.method).build(run)
+    check_optimizer(run, peer.weights, device)
+    here = {name: launch.given[name] for name in PLACES if launch.given.get(name)}
+    if here.get("lora_weights") and not run.lora_weights_digest:
+        raise UserError("This run does not begin with a LoRA.", fix="Leave out --lora_weights, or found a run of your own with it.")
+    method = load_part("methods", run.method).build(dataclasses.replace(run, **here))
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
     in_bf16 = peer.weights == "bf16"
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
     by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
+    method.begin(model)
     model.place(device, None if by_itself else precision.dtype, method.whole(model))
     prior = prepare(model, run, peer, precision, launch.group, launch.stopping) if peer.with_prior_preservation else None
     if peer.gradient_checkpointing:
@@ -258,7 +265,7 @@ def claim_output(launch: Launch) -> None:
     """Before anything of the run is written, its folder is that of no other run; it says which run it is of, which is all that `dd-export` needs."""
     joined, peer = launch.joined, launch.peer
     owner = Owner(id=folder_id(joined.run, peer), name=joined.run.run_name, alone=not peer.swarming, about=joined.about())
-    needed = (joined.run.model, launch.given.get("model", ""), peer.train_data_dir, peer.class_data_dir)
+    needed = (*(value for name in PLACES for value in (getattr(joined.run, name), launch.given.get(name, ""))), peer.train_data_dir, peer.class_data_dir)
     claim(
         launch.output, owner, wanted=peer.resume_from_checkpoint, used=[Path(place) for place in needed if place and Path(place).exists()]
     )
@@ -267,7 +274,7 @@ def claim_output(launch: Launch) -> None:
 def build_checkpoints(launch: Launch, optimizer: torch.optim.Optimizer) -> Checkpoints:
     """Marked with what their contents fit alone: moments fit their optimizer, places in the data fit these data."""
     run, peer = launch.run, launch.peer
-    fits = {"run": folder_id(run, peer), "data": peer.own_data_told, "weights": peer.weights, "optimizer": type(innermost(optimizer)).__name__}
+    fits = {"run": folder_id(run, peer), "data": peer.own_data_told, "weights": peer.weights, "optimizer": told(innermost(optimizer))}
     return Checkpoints(launch.output, peer.checkpoints_total_limit, fits)
 
 
@@ -334,6 +341,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         average=Ema(learner.params, peer.ema_decay) if peer.use_ema and group.is_main else None,
         noise_seed=noise_seed(run, own_id),
         trial=build_trial(launch, learner),
+        gradient_point=getattr(learner.optimizer, "gradient_point", nullcontext),
         boundary=learner.place.boundary,
         stepped=profiler.stepped,
     )

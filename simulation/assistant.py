@@ -13,7 +13,6 @@ from peer.data.client.transport import Refusal, Transport
 from peer.sync.engine.assistant import assist
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.state import Head
-from peer.sync.engine.transfer.discarded import discard
 from simulation.machine import Machine, Process
 from simulation.network import Link
 from simulation.server import URL, Session, SimKey
@@ -71,7 +70,6 @@ class Assistant(Machine):
         try:
             await asyncio.sleep(world.rng.uniform(1.0, 3.0))  # to load its modules
             node = await self._join(process)
-            discard(self.disk.root() / "state", world.server.orders.forged)
             reporting, last = process.spawn(self._report(rng)), self.known or {}
             await assist(
                 run=world.run, node=node, folder=self.disk.root(), stop=asyncio.Event(), final=self._hear, states_limit=_STATES_KEPT,
@@ -88,7 +86,6 @@ class Assistant(Machine):
         except (UserError, PeerLost) as error:
             world.note(f"{self.short} assistant: ended: {error}")
             self.kill()
-            self.heeds(error)
             world.later(_AGAIN_SECONDS, self.boot)
         except Exception as error:
             world.checks.breach(f"an assistant ended with {error!r}", self, error)

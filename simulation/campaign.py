@@ -2,7 +2,9 @@
 
 import json
 import multiprocessing
+import os
 import random
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,7 @@ from peer.sync.engine.failpoints import FAILPOINTS
 from simulation.faults import FAULTS
 from simulation.shrink import promise
 from simulation.world import STRANGERS, Scenario, play
+from swarm.lifeline import die_with_parent
 
 RARE = ("rot", "discard", "relief", "guests")
 """In worlds of their own: everywhere, they would leave the other faults too few rounds to strike."""
@@ -118,7 +121,8 @@ def campaign(path: Path, first: int, seeds: int, rounds: int, processes: int) ->
     done, made = {line["seed"] for line in known}, sum(line["rounds"] for line in known)
     numbers = (seed for seed in range(first, first + (1 << 40)) if seed not in done)
     while len(done) < seeds or made < rounds:
-        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        mortal = {"initializer": die_with_parent, "initargs": (signal.SIGKILL, os.getpid())}
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), **mortal) as pool:
             running: set[Future] = {pool.submit(played, next(numbers)) for _ in range(processes)}
             left = _WORLDS_OF_A_PROCESS * processes
             while running:

@@ -205,7 +205,7 @@ async def disk(world: "World", machine: "Machine", strike: Strike) -> None:
 
 
 async def rot(world: "World", machine: "Machine", strike: Strike) -> None:
-    """A machine is killed, and comes back with a damaged file: its newest state, a round's mean, or its list of peers met or of states discarded."""
+    """A machine is killed, and comes back with a damaged file: its newest state, a round's mean, its list of peers met or the host's words."""
     world.struck(strike, machine)
     machine.kill()
     found = [path for path in sorted(machine.disk.names) if path.endswith(strike.values["what"])]
@@ -217,16 +217,10 @@ async def rot(world: "World", machine: "Machine", strike: Strike) -> None:
 
 
 async def discard(world: "World", machine: None, strike: Strike) -> None:
-    """The host names the newest state as forged. One owner after the other stops, discards it, and starts again from what was before it."""
-    if not (forged := world.tip()):
-        return
-    world.struck(strike)
-    world.server.orders.forged += (forged,)
-    for one in world.live:
-        if one.alive:
-            one.kill()
-            await _for(world, strike.values["seconds"])
-            one.boot()
+    """The host names the newest state as forged. Whoever stands on it ends as it hears of that, and is started again."""
+    if forged := world.tip():
+        world.struck(strike)
+        world.server.discard(forged)
 
 
 async def extend(world: "World", machine: None, strike: Strike) -> None:
@@ -421,10 +415,10 @@ FAULTS = {
     "rot": Fault(
         rot,
         {"what": str, "how": str, "seconds": float},
-        {"what": _of(".state", ".state", ".mean", "/met.json", "/discarded"), "how": _of("bit", "line", "end"), "seconds": _of(1.0, 10.0)},
+        {"what": _of(".state", ".state", ".mean", "/met.json", "/bans.json"), "how": _of("bit", "line", "end"), "seconds": _of(1.0, 10.0)},
         as_rare=4.0,
     ),
-    "discard": Fault(discard, {"seconds": float}, {"seconds": _of(0.2, 2.0)}, hits_a_peer=False, as_rare=12.0),
+    "discard": Fault(discard, hits_a_peer=False, as_rare=12.0),
     "extend": Fault(extend, {"rounds": int}, {"rounds": _of(1, 4)}, hits_a_peer=False, as_rare=2.0),
     "guests": Fault(
         guests, {"peers": int, "seconds": float}, {"peers": _of(1, 3, 6), "seconds": _of(20.0, 60.0)}, hits_a_peer=False, as_rare=4.0

@@ -257,10 +257,11 @@ class Machine:
         return End(self.world.run, self.world.server.end.host_key, self.world.server.end.extension)
 
     def members(self) -> Members:
-        """The run's members as a peer that starts knows them: its own membership, which the server gives to all."""
+        """The run's members as a peer that starts knows them: its own membership, which the server gives to all, and the host's words."""
         run, key = self.world.run, self.world.server.dataset.key
         own = sign_membership(key, run, self.peer, self.wall) if run.members_of else None
-        return Members(run, Bans(run, key.public), own, self.wall)
+        words = () if self.world.server.away else self.world.server.bans.words
+        return Members(run, Bans(run, key.public, words), own, self.wall)
 
     def met(self) -> list[str]:
         """The peers that it has averaged with, by its disk."""
@@ -269,11 +270,6 @@ class Machine:
             return json.loads(path.read_text())["peers"]
         except (FileNotFoundError, ValueError):
             return []
-
-    def heeds(self, error: BaseException) -> None:
-        """Its owner does what the error asks for: the list of discarded states that is damaged is written anew from the host's."""
-        if isinstance(error, UserError) and error.fix.startswith("Restore or delete it"):
-            self.disk.names.pop("/state/discarded")
 
     # ------------------------------------------------------------- power
 
@@ -392,7 +388,7 @@ class Machine:
             run=self.world.run,
             peer=PeerConfig(
                 client_mode=self.link.behind_nat, peers=(), output_dir=self.short, overlap=self.world.scenario.overlap,
-                min_peers=self.world.scenario.min_peers, discard_state=self.world.server.orders.forged,
+                min_peers=self.world.scenario.min_peers,
             ),
             params=params,
             output_dir=self.disk.root(),

@@ -30,7 +30,7 @@ from datasetserver.service import SERVICE, head_of
 from datasetserver.signed import Signatures
 from simulation.disk import Disk
 from simulation.loop import OWNER
-from swarm.bans import Bans
+from swarm.bans import Bans, sign_word
 from swarm.digest import canonical_json, digest_bytes
 from swarm.end import End, sign_extension
 from swarm.protocol import Manifest, Shard
@@ -135,7 +135,8 @@ class _Orders:
     """As `orders.Orders`."""
 
     def __init__(self) -> None:
-        self.state, self.total, self.forged = "running", 0, ()
+        self.state, self.total = "running", 0
+        self.forged: tuple[str, ...] = ()
 
     def __call__(self) -> str:
         return self.state
@@ -182,6 +183,11 @@ class Server:
             url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall,
         )  # fmt: skip
         self.full(False)
+
+    def discard(self, digest: str) -> None:
+        """As `dd-datasetserver discard` does."""
+        self.orders.forged += (digest,)
+        self.bans.hear([sign_word(self.dataset.key, self.run, digest, banned=True, clock=self._world.loop.time)])
 
     def extension(self) -> dict[str, Any] | None:
         """As `service.Service.extension`."""

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 _COME_AFTER_SECONDS = 30.0
-"""So long the honest peers have to meet each other: what newcomers believe is another matter."""
+"""So long the honest peers have at least to meet each other: what newcomers believe is another matter."""
 _PATIENCE_SECONDS = 3600.0
 
 
 async def attack(world: "World", row: str) -> None:
     """For as long as the world lives."""
     await asyncio.sleep(_COME_AFTER_SECONDS)
+    while world.scenario.peers > 1 and not all(machine.met() for machine in world.machines[: world.scenario.peers]):
+        await asyncio.sleep(1)  # who has met nobody yet believes whoever comes first
     band = SimBand(world, random.Random(f"{world.scenario.seed} {row}"))
     function = getattr(importlib.import_module(f"scripts.attacks.{ROWS[row].module}"), row.replace("-", "_"))
     process = Process(SimpleNamespace(short=row, world=world), "stranger")

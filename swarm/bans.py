@@ -1,6 +1,6 @@
-"""The host's words about peers, signed with its key: whom it bans from its run, with the reason, and whom it trusts to lead and reduce.
+"""The host's words, signed with its key: whom it bans from its run, with the reason, whom it trusts to lead and reduce, and which states it discards.
 
-For each peer the newest word counts: a ban, trust, or the end of either. So words can be repeated, and come late, in any order and from anybody. Two
+For each peer, and each state, the newest word counts: a ban, trust, or the end of either. So words can be repeated, and come late, in any order and from anybody. Two
 machines that have the host's key agree as soon as each has heard the other's (docs/decisions/0016).
 """
 
@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from pydantic import TypeAdapter
 from swarm import files
 from swarm.budget import Budget
 from swarm.digest import digest_json
-from swarm.records import MOST_BANS, BanWord
+from swarm.records import MOST_BANS, HostWord
 from swarm.run_config import RunConfig
 from swarm.signing import BadSignature, HostKey, check_signature
 
@@ -28,7 +29,8 @@ _CHECKS_PER_SECOND = 10.0
 _MOST_REFUSED = 4096
 TRUSTED_NEEDED = 3
 """Where so many of a round's peers are trusted, nobody else averages. With two, one that is away would leave a single one to average everything."""
-_WORDS: TypeAdapter[tuple[BanWord, ...]] = TypeAdapter(tuple[BanWord, ...])
+STATE = re.compile("[0-9a-f]{64}")
+_WORDS: TypeAdapter[tuple[HostWord, ...]] = TypeAdapter(tuple[HostWord, ...])
 
 
 class Bans:
@@ -39,7 +41,7 @@ class Bans:
         self,
         run: RunConfig,
         host_key: str = "",
-        words: Iterable[BanWord] = (),
+        words: Iterable[HostWord] = (),
         *,
         path: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -47,9 +49,9 @@ class Bans:
     ):
         self._run, self._host_key, self._path, self._rng = run, host_key or run.members_of, path, rng or random.Random()
         self._checks = Budget(_CHECKS_PER_SECOND, 2 * MOST_BANS, clock)
-        self._newest: dict[str, BanWord] = {}
-        self._trusted: frozenset[str] = frozenset()
-        self._refused: dict[BanWord, None] = {}
+        self._newest: dict[str, HostWord] = {}
+        self._trusted = self._discarded = frozenset[str]()
+        self._refused: dict[HostWord, None] = {}
         """Words that are not the host's: one signature costs 0.2 ms, and a stranger can repeat it with every record."""
         self.version = 0
         """Grows with each word that is news."""
@@ -63,44 +65,54 @@ class Bans:
         return self._trusted
 
     @property
-    def words(self) -> tuple[BanWord, ...]:
+    def discarded(self) -> frozenset[str]:
+        """Digests of the states that the host discards: nobody stands on them, or on what descends from them (docs/decisions/0020)."""
+        return self._discarded
+
+    def discards(self, digest: str, ancestors: Iterable[str]) -> bool:
+        """Whether a state, or one of these ancestors of it, is discarded."""
+        return not self._discarded.isdisjoint((digest, *ancestors))
+
+    @property
+    def words(self) -> tuple[HostWord, ...]:
         """Those in force, the newest first."""
         return tuple(sorted(self._newest.values(), key=_age, reverse=True))
 
     def reason(self, peer: str) -> str:
-        """Why `peer` is banned; '' when it is not."""
+        """Why `peer` is banned, or a state discarded; '' when it is not."""
         word = self._newest.get(peer)
         return (word.reason or "no reason given") if word and word.banned else ""
 
     def peers(self) -> set[str]:
         """Those that are banned."""
-        return {word.peer for word in list(self._newest.values()) if word.banned}
+        return {word.about for word in list(self._newest.values()) if word.banned and not is_state(word)}
 
-    def some(self, most: int) -> tuple[BanWord, ...]:
+    def some(self, most: int) -> tuple[HostWord, ...]:
         """Words to hand on: others ones each time, so that all of them come round."""
         return tuple(self._rng.sample(list(self._newest.values()), min(most, len(self._newest))))
 
-    def hear(self, words: Iterable[BanWord], *, rumoured: bool = False) -> bool:
+    def hear(self, words: Iterable[HostWord], *, rumoured: bool = False) -> bool:
         """Take over what is the host's and newer than what we knew; whether anything was. rumoured: by a record that anybody could sign."""
         before = self.version
         for word in words:
             if self._is_news(word) and (self._checks.take() or not rumoured) and self._is_signed(word):
-                self._newest[word.peer] = word
+                self._newest[word.about] = word
                 self.version += 1
-                log.info("the host %s %s%s", _does(word), word.peer, f": {word.reason}" if word.reason else "")
+                log.info("the host %s %s%s", _does(word), word.about, f": {word.reason}" if word.reason else "")
         while len(self._newest) > MOST_BANS:
-            del self._newest[min(self._newest.values(), key=lambda word: (word.banned or word.trusted, *_age(word))).peer]
+            del self._newest[min(self._newest.values(), key=lambda word: (word.banned or word.trusted, *_age(word))).about]
         if self.version > before:
             if self._run.members_of:  # all peers know whose word counts; else one that does not would wait to lead, and nobody would come
-                self._trusted = frozenset(word.peer for word in self._newest.values() if word.trusted and not word.banned)
+                self._trusted = frozenset(word.about for word in self._newest.values() if word.trusted and not word.banned)
+            self._discarded = frozenset(word.about for word in self._newest.values() if word.banned and is_state(word))
             self._keep()
         return self.version > before
 
-    def _is_news(self, word: BanWord) -> bool:
-        known = self._newest.get(word.peer)
+    def _is_news(self, word: HostWord) -> bool:
+        known = self._newest.get(word.about)
         return bool(self._host_key) and word not in self._refused and (known is None or _age(word) > _age(known))
 
-    def _is_signed(self, word: BanWord) -> bool:
+    def _is_signed(self, word: HostWord) -> bool:
         try:
             check_signature("ban", _digest(self._run, word), word.signature, self._host_key)
         except BadSignature:
@@ -113,6 +125,7 @@ class Bans:
     def _keep(self) -> None:
         if self._path is not None:
             try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_words(self._path, self.words)
             except OSError as error:
                 log.warning("the host's bans cannot be kept in %s: %s", self._path, error.strerror)
@@ -121,29 +134,29 @@ class Bans:
 def sign_word(
     key: HostKey,
     run: RunConfig,
-    peer: str,
+    about: str,
     *,
     banned: bool = False,
     trusted: bool = False,
     reason: str = "",
     clock: Callable[[], float] = time.time,
-) -> BanWord:
-    """The host's word that `peer` is banned from `run`, or trusted in it, or neither any more."""
-    word = BanWord(peer=peer, at=int(clock() * 1000), banned=banned, trusted=trusted, reason=reason, signature="")
+) -> HostWord:
+    """The host's word that a peer is banned from `run`, or trusted in it, or neither any more; or that a state is discarded (`banned`)."""
+    word = HostWord(about=about, at=int(clock() * 1000), banned=banned, trusted=trusted, reason=reason, signature="")
     return dataclasses.replace(word, signature=key.sign("ban", _digest(run, word)))
 
 
-def words_of(values: Any) -> tuple[BanWord, ...]:
+def words_of(values: Any) -> tuple[HostWord, ...]:
     """From what `said` made of them. Raises ValueError."""
     return _WORDS.validate_python(values)
 
 
-def said(words: Iterable[BanWord]) -> list[dict[str, Any]]:
+def said(words: Iterable[HostWord]) -> list[dict[str, Any]]:
     """As another process or a file is told of them."""
     return [dict(vars(word)) for word in words]
 
 
-def read_words(path: Path) -> tuple[BanWord, ...]:
+def read_words(path: Path) -> tuple[HostWord, ...]:
     """Those kept in a file; none where there is none, or where it is damaged: whoever has them says them again."""
     try:
         return words_of(json.loads(path.read_text(encoding="utf-8")))
@@ -154,19 +167,26 @@ def read_words(path: Path) -> tuple[BanWord, ...]:
         return ()
 
 
-def write_words(path: Path, words: Iterable[BanWord]) -> None:
+def write_words(path: Path, words: Iterable[HostWord]) -> None:
     """Raises OSError."""
     files.replace(path, (json.dumps(said(words), indent=1) + "\n").encode())
 
 
-def _does(word: BanWord) -> str:
+def is_state(word: HostWord) -> bool:
+    """Whether the word is about a state; else it is about a peer."""
+    return STATE.fullmatch(word.about) is not None
+
+
+def _does(word: HostWord) -> str:
+    if is_state(word):
+        return "discards state" if word.banned else "takes back what it said of state"
     return "bans" if word.banned else "trusts" if word.trusted else "neither bans nor trusts"
 
 
-def _age(word: BanWord) -> tuple[int, str]:
+def _age(word: HostWord) -> tuple[int, str]:
     return word.at, word.signature  # of two words of one millisecond all take the same
 
 
-def _digest(run: RunConfig, word: BanWord) -> str:
-    said = {"run": run.digest, "peer": word.peer, "at": word.at, "banned": word.banned, "reason": word.reason}
-    return digest_json({**said, "trusted": True} if word.trusted else said)  # bans of before there was trust are still signed
+def _digest(run: RunConfig, word: HostWord) -> str:
+    said = {"run": run.digest, "about": word.about, "at": word.at, "banned": word.banned, "reason": word.reason}
+    return digest_json({**said, "trusted": True} if word.trusted else said)

@@ -6,11 +6,13 @@ found before the run is signed and not by the first peer. Tests compare these ta
 
 from swarm.run.family import families
 from swarm.run.method import methods
+from swarm.run.optimizer import AUTO, OPTIMIZERS
 from swarm.run.strategy import strategies
 
 FAMILIES = {name: family.since for name, family in families().items()}
 METHODS = {name: method.since for name, method in methods().items()}
 SYNCS = {name: strategy.since for name, strategy in strategies().items()}
+LOCAL_OPTIMIZERS = {AUTO: "0.1.0", **{name: facts.since for name, facts in OPTIMIZERS.items()}}
 LR_SCHEDULERS = {
     "linear": "0.1.0",
     "cosine": "0.1.0",
@@ -19,6 +21,8 @@ LR_SCHEDULERS = {
     "constant": "0.1.0",
     "constant_with_warmup": "0.1.0",
 }
+FALLING = tuple(name for name in LR_SCHEDULERS if not name.startswith("constant"))
+"""Schedules that fall towards the run's end."""
 
-SINCE = {"family": FAMILIES, "method": METHODS, "sync": SYNCS, "lr_scheduler": LR_SCHEDULERS}
+SINCE = {"family": FAMILIES, "method": METHODS, "sync": SYNCS, "optimizer": LOCAL_OPTIMIZERS, "lr_scheduler": LR_SCHEDULERS}
 """By option."""

@@ -10,6 +10,9 @@ from blake3 import blake3
 from swarm.errors import UserError
 from swarm.run.family import family_of_pipeline, known_parts
 
+ELDER_CHARACTERS = 12
+"""Of a state's digest, where it is told of as an ancestor of long ago. Who finds another state with these 48 bits has one that nobody takes,
+since it counts as an ancestor."""
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 

@@ -8,16 +8,21 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from swarm.base_model import AUTO, family_of
+from swarm.choices import FALLING
 from swarm.errors import UserError
 from swarm.options import names_of
 from swarm.run.family import Family, families, family_named, refused
 from swarm.run.loss import losses
 from swarm.run.losses.denoising import check_noise
 from swarm.run.method import method_named, methods
+from swarm.run.optimizer import AUTO as OPTIMIZER_AUTO
+from swarm.run.optimizer import optimizer_named
 from swarm.run.strategy import strategies
 from swarm.run_config import RunConfig
 
 _LONGEST_NAME = 200
+LEAST_FACTOR = 0.05
+"""Of a rate that the optimizer finds: below, it must be a rate for AdamW."""
 _MOST_OF_ALL = 2**40
 """Of whole numbers: ledgers count in 64 bits, and generators take seeds of 64, into which more than the run's goes."""
 
@@ -46,6 +51,11 @@ def with_defaults(run: RunConfig, given: Collection[str] = ()) -> RunConfig:
     family = family_named(run.family)
     usual = family.defaults.items() if family else ()
     return replace(run, **{name: value for name, value in usual if name not in given and not run.was_given(name)})
+
+
+def with_beginning(run: RunConfig, given: Collection[str] = ()) -> RunConfig:
+    """The run with what its method reads of the files that it begins with. Raises UserError."""
+    return replace(run, **method_named(run.method).found(run, given))
 
 
 def check_digest(run: RunConfig, found: str) -> None:
@@ -100,7 +110,7 @@ def check_values(run: RunConfig) -> None:
     """Raise UserError for values that no peer can use. Runs that have begun with one are read as they are: some peer may make do with it."""
     if not run.run_name or len(run.run_name) > _LONGEST_NAME or not run.run_name.isprintable():
         raise UserError(f"run_name has {len(run.run_name)} characters.", fix=f"Use 1 to {_LONGEST_NAME} printable ones.")
-    for name in ("model_digest", "dataset_digest"):
+    for name in ("model_digest", "dataset_digest", "lora_weights_digest"):
         if getattr(run, name) and not re.fullmatch("[0-9a-f]{64}", getattr(run, name)):
             raise UserError(f"{name} is '{getattr(run, name)[:80]}'.", fix="Use 64 digits and small letters a to f, or leave it out.")
     idle = {name for other, facts in strategies().items() if other != run.sync for section in facts.sections for name in names_of(section)}
@@ -120,6 +130,7 @@ def check_founding(run: RunConfig) -> None:
     check_values(run)
     check_noise(run.rescale_betas_zero_snr, run.prediction_type)
     check_schedule(run)
+    check_optimizer(run)
     check_sides(run.resolution, run.num_buckets, run.bucket_side_min, run.bucket_side_max)
     check_family(run.family, run)
     check_idle(run)
@@ -156,6 +167,8 @@ def check_family(family: str, run: RunConfig) -> None:
     for name, reason in refused(facts).items() if facts else ():
         if run.was_given(name):
             raise UserError(f"{name} is {getattr(run, name)}, but {family} {reason}.", fix=f"Remove --{name}.")
+    if facts:
+        method_named(run.method).check_with(run, facts)
 
 
 def takes(family: Family, method: str) -> bool:
@@ -165,10 +178,54 @@ def takes(family: Family, method: str) -> bool:
 
 def check_schedule(run: RunConfig) -> None:
     """Raise UserError for a learning rate that falls towards an end which the run does not have."""
-    if not run.total_samples and not run.lr_scheduler.startswith("constant"):
+    if not run.total_samples and run.lr_scheduler in FALLING:
         raise UserError(
             f"lr_scheduler '{run.lr_scheduler}' must know where the run ends.", fix="Give --max_train_steps or --total_samples."
         )
+
+
+def check_optimizer(run: RunConfig) -> None:
+    """Raise UserError for an optimizer of which something else of the run would make another thing than it is."""
+    facts, strategy, texts = optimizer_named(run.optimizer), strategies()[run.sync], run.was_given("text_encoder_lr")
+    own, its_texts = f"optimizer is {run.optimizer}", f"text_encoder_lr is {run.text_encoder_lr:g}"
+    together = f"with --sync {run.sync} all peers take one step together, {strategy.optimizer}'s, with one rate"
+    refused = [
+        (
+            strategy.optimizer and run.optimizer not in (OPTIMIZER_AUTO, strategy.optimizer),
+            f"{own}, but {together}.", "Remove --optimizer, or use another --sync.",
+        ),
+        (strategy.optimizer and texts, f"{its_texts}, but {together}.", "Remove --text_encoder_lr, or use another --sync."),
+        (
+            facts.finds_rate and run.learning_rate < LEAST_FACTOR,
+            f"learning_rate is {run.learning_rate:g}, but {facts.title} finds the rate itself and multiplies it by that.",
+            "Remove --learning_rate, or give a factor such as 0.5.",
+        ),
+        (
+            facts.finds_rate and texts,
+            f"{its_texts}, but {facts.title} finds one rate for all that is trained.", "Remove --text_encoder_lr, or use another --optimizer.",
+        ),
+        (
+            facts.averages and not strategy.mean_alone,
+            f"{own}, whose weights are an average, but --sync {run.sync} would move that further than the peers' mean.",
+            "Use --sync parameters, or another --optimizer.",
+        ),
+        (
+            facts.averages and run.lr_scheduler in FALLING,
+            f"lr_scheduler is {run.lr_scheduler}, but {facts.title} averages its steps in place of a falling rate.",
+            "Use --lr_scheduler constant; a warm-up is of use.",
+        ),
+        (
+            facts.averages and run.adam_beta1 == 0,
+            f"adam_beta1 is 0, and {facts.title} divides by it.", "Use more than 0; 0.9 is usual.",
+        ),
+        (
+            facts.matrices and method_named(run.method).learns_words,
+            f"{own}, which is for matrices that map vectors, and the rows of a word are none.", "Use another --optimizer.",
+        ),
+    ]  # fmt: skip
+    for found, message, fix in refused:
+        if found:
+            raise UserError(message, fix=fix)
 
 
 def check_sides(resolution: int, num_buckets: int, side_min: int, side_max: int) -> tuple[int, int]:

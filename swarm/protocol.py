@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_validator
 
-from swarm.records import MOST_BANS, BanWord
+from swarm.records import MOST_BANS, HostWord
 
 PROTOCOL_VERSION = 2
 BANS_TOLD = 16  # with every renewal, the newest: so that each word is told to somebody who hands it on
@@ -163,7 +163,7 @@ class RunAnswer(Message):
     host_key: Digest
     signature: Signature
     extension: Extension | None = None
-    bans: Annotated[list[BanWord], Field(max_length=MOST_BANS)] = []
+    bans: Annotated[list[HostWord], Field(max_length=MOST_BANS)] = []
     """The host's words about peers; see `swarm.bans`."""
     version: str = ""
     """Of the server's program."""
@@ -255,7 +255,7 @@ class RenewAnswer(Message):
     renew_every: Number
     state: RunState = "running"
     extension: Extension | None = None
-    bans: Annotated[list[BanWord], Field(max_length=BANS_TOLD)] = []
+    bans: Annotated[list[HostWord], Field(max_length=BANS_TOLD)] = []
     """The newest of them."""
 
 

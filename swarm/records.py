@@ -55,10 +55,13 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BanWord:
-    """The host's word that a peer is banned, or trusted, or neither any more: see `swarm.bans`. at: UNIX milliseconds."""
+class HostWord:
+    """The host's word that a peer is banned, or trusted, or neither any more, or that a state is discarded: see `swarm.bans`.
 
-    peer: Text
+    about: the peer's id, or the state's digest. at: UNIX milliseconds.
+    """
+
+    about: Text
     at: Count
     banned: Annotated[bool, Field(strict=True)]
     reason: Annotated[_Line, Field(max_length=MAX_REASON)]
@@ -108,7 +111,7 @@ class PeerRecord:
     client_mode: Annotated[bool, Field(strict=True)] = False
     maddrs: Annotated[tuple[Annotated[_Line, Field(max_length=256)], ...], Field(max_length=6)] = ()
     time: Annotated[Number, Field(ge=0, le=1e11)] = 0.0
-    bans: Annotated[tuple[BanWord, ...], Field(max_length=BANS_PER_RECORD)] = ()
+    bans: Annotated[tuple[HostWord, ...], Field(max_length=BANS_PER_RECORD)] = ()
     """Some of the host's words, others each time: so all of them come round."""
     membership: Membership | None = None
     """Its owner's, in a run for members."""

@@ -10,6 +10,7 @@ from swarm import run_identity
 from swarm.errors import UserError
 from swarm.options import build, check_keys, options
 from swarm.run.method import method_named, methods, owners, usual
+from swarm.run.optimizer import default_rate
 from swarm.run.sections import SECTIONS
 from swarm.run_defaults import DEFAULTS
 from swarm.run_identity import PLACES
@@ -41,7 +42,7 @@ class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
         method = method_named(self.method)
         resolved = dict(method.resolve(self))
         if self.learning_rate == 0:
-            resolved["learning_rate"] = method.learning_rate
+            resolved["learning_rate"] = default_rate(self.optimizer, method.learning_rate)
         for name, owners_of in owners().items():
             if self.method not in owners_of and getattr(self, name) == LEFT_OPEN.get(name, self):
                 resolved[name] = DEFAULTS[name]
@@ -110,5 +111,14 @@ class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
     def differing(self, said: Mapping[str, Any]) -> list[str]:
         """Which of the options in `said` this run has otherwise; the model's places do not count, nor what is left to the program."""
         left_open = {name for name, value in LEFT_OPEN.items() if said.get(name) == value}
-        return [name for name, value in said.items() if name not in {*PLACES, *left_open} and value != getattr(self, name)]
+        return [name for name, value in said.items() if name not in {*PLACES, *left_open} and self._meant(name, value) != getattr(self, name)]
+
+    def _meant(self, name: str, value: Any) -> Any:
+        """What the value of an option stands for in this run: some words are kept as what they mean in it."""
+        if value == getattr(self, name):
+            return value
+        try:
+            return getattr(dataclasses.replace(self, **{name: value}), name)
+        except UserError:  # no run like this one could have it
+            return value
 

@@ -20,8 +20,8 @@ from swarm.errors import UserError
 from swarm.version import VERSION, is_version, order
 
 SCHEMA = 2
-PLACES = ("model", "model_config")
-"""Where a peer has the base model: one on its disk, another one on the Hub. Sent, but no part of what the run is."""
+PLACES = ("model", "model_config", "lora_weights")
+"""Where a peer has the base model, and the LoRA that the run begins with: one on its disk, another one on the Hub. Sent, but no part of what the run is."""
 _KEYS = {"schema", "needs_version", "values"}
 _EXACT = 2**53
 _UPDATE = "Update: pip install --upgrade distributed-diffusion, or git pull; then start again."

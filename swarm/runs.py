@@ -13,6 +13,7 @@ from typing import Any
 from swarm.errors import ExitCode, UserError
 from swarm.records import RunRecord
 from swarm.run_config import RunConfig
+from swarm.run_identity import PLACES
 
 _MOST_URLS, _MOST_RUNS = 3, 16
 _MOST_NAMED = 5
@@ -103,6 +104,8 @@ def _found(told: Sequence[tuple[str, RunRecord, RunConfig]], named: Collection[s
         record, run = max(vouched, key=lambda pair: (pair[0].head or {"samples": 0})["samples"])
         return FoundRun(run, record, hearsay)
     # Where the base model lies is no part of the id. Its weights are checked by a digest, so a false place costs a download.
-    places = collections.Counter((run.model, run.model_config) for _, _, run in told)
-    ((most, _),) = places.most_common(1)
-    return FoundRun(next(run for _, _, run in told if (run.model, run.model_config) == most), None, hearsay)
+    def places(run: RunConfig) -> tuple[str, ...]:
+        return tuple(getattr(run, name) for name in PLACES)
+
+    ((most, _),) = collections.Counter(places(run) for _, _, run in told).most_common(1)
+    return FoundRun(next(run for _, _, run in told if places(run) == most), None, hearsay)

@@ -13,6 +13,7 @@ from swarm.options import build, names_of
 from swarm.run.family import families, refused
 from swarm.run.loss import losses
 from swarm.run.method import methods, owners
+from swarm.run.optimizer import OPTIMIZERS
 from swarm.run.strategy import strategies
 from swarm.run_config import SECTIONS, RunConfig
 from swarm.run_defaults import DEFAULTS
@@ -90,6 +91,18 @@ def test_nothing_is_decided_by_a_parts_name_outside_its_own_files(name, homes):
     assert not [f"{path.relative_to(ROOT)}:{line}" for path in others for line in said(path).get(name, ())]
 
 
+OPTIMIZERS_TABLE = {ROOT / path for path in ("swarm/run/optimizer.py", "peer/loop/optim.py")}
+SAY_AN_OPTIMIZER = {ROOT / path for path in ("swarm/run/core.py", "swarm/run/strategies/gradients.py")}
+"""What a flag of old stands for, and whose step a strategy takes."""
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nothing_is_decided_by_an_optimizers_name_outside_the_table_and_its_builder(name):
+    assert all(name in said(path) for path in OPTIMIZERS_TABLE)
+    others = [path for path in FILES if path not in OPTIMIZERS_TABLE | SAY_AN_OPTIMIZER and path.name != FROZEN]
+    assert not [f"{path.relative_to(ROOT)}:{line}" for path in others for line in said(path).get(name, ())]
+
+
 def test_a_runs_strategy_is_compared_with_no_name():
     wrong, names = [], {*families(), *methods(), *strategies()}
     for path in FILES:
@@ -153,7 +166,7 @@ def test_a_method_that_a_family_cannot_have_is_refused_where_the_run_is_founded_
         monkeypatch.setitem(families(), family, dataclasses.replace(facts, learned_words=False))
         values = {"family": family, **asked_for(name)}
         for read in (build, lambda cls, said: cls.from_mapping(said, where="here")):
-            with pytest.raises(UserError, match=rf"^method is {name}, but {family} has no learned words.*Use --method full or lora"):
+            with pytest.raises(UserError, match=rf"^method is {name}, but {family} has no learned words.*Use --method full or loha or lokr or lora"):
                 check_founding(read(RunConfig, values))
 
 

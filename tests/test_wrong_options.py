@@ -20,6 +20,7 @@ from swarm.run_config import RunConfig
 from tests import tiny
 
 LORA, WORD = {"method": "lora"}, {"placeholder_token": "<dicoo>", "initializer_token": "toy"}
+TEXTS = {"train_text_encoder": True}
 ENDLESS = {"lr_scheduler": "cosine"}
 WRONG = {
     "run_name": [("",), ("a\nb",), ("a" * 201,)],
@@ -36,16 +37,17 @@ WRONG = {
     "members_of": [("beef",), ("0" * 64,)],
     "total_samples": [("-1",), (str(10**30),), ("many",)],
     "target_batch_size": [("0",), (str(10**30),)],
-    "optimizer": [("lion",)],
-    "learning_rate": [("10",), ("-1",)],
-    "lr_scheduler": [("cosine",), ("step",)],
+    "optimizer": [("lion",), ("adafactor", {"sync": "gradients"}), ("adamw_schedulefree", {"sync": "diloco"}), ("muon", WORD)],
+    "learning_rate": [("10",), ("-1",), ("1e-4", {"optimizer": "prodigy"})],
+    "lr_scheduler": [("cosine",), ("step",), ("cosine", {"optimizer": "adamw_schedulefree", "total_samples": 9})],
+    "lr_min_ratio": [("1", {"lr_scheduler": "cosine", "total_samples": 9}), ("0.1",), ("0.1", {"lr_scheduler": "constant_with_warmup"})],
     "lr_warmup_samples": [("-1",)],
     "lr_num_cycles": [("0",)],
     "lr_power": [("-1",)],
-    "adam_beta1": [("1",)],
-    "adam_beta2": [("1.5",)],
+    "adam_beta1": [("1",), ("0", {"optimizer": "adamw_schedulefree"}), ("0.8", {"optimizer": "came"})],
+    "adam_beta2": [("1.5",), ("0.99", {"optimizer": "lion8bit"})],
     "adam_weight_decay": [("-0.1",)],
-    "adam_epsilon": [("0",), ("inf",)],
+    "adam_epsilon": [("0",), ("inf",), ("1e-6", {"optimizer": "adafactor"})],
     "max_grad_norm": [("-1",)],
     "resolution": [("4",), ("510",), ("524288",)],
     "center_crop": [("middle",)],
@@ -59,9 +61,18 @@ WRONG = {
     "bucket_side_max": [("-1",), ("256", {"num_buckets": 4})],
     "image_interpolation_mode": [("cubic",)],
     "train_text_encoder": [("True", WORD)],
+    "text_encoder_lr": [
+        ("10", TEXTS), ("-1", TEXTS), ("1e-5",), ("1e-5", WORD), ("1e-5", {**TEXTS, "sync": "gradients"}),
+        ("1e-5", {**TEXTS, "optimizer": "prodigy"}),
+    ],
     "rank": [("0", LORA), ("8",)],
     "lora_alpha": [("-1", LORA), ("8",)],
     "lora_init": [("zero", LORA), ("gaussian",)],
+    "lora_targets": [("to_kk", LORA), ("fc1", LORA), ("to_q", LORA | {"train_text_encoder": True}), ("attention",)],
+    "use_dora": [("perhaps", LORA), ("True",)],
+    "lora_weights": [("/nowhere", LORA), ("file.safetensors",)],
+    "lora_weights_digest": [("0" * 64, LORA), ("0" * 64,)],
+    "lora_dropout": [("1", LORA), ("-0.1", LORA), ("0.1",)],
     "placeholder_token": [("two words",), ("", {"method": "textual_inversion"})],
     "initializer_token": [("two words", WORD), ("toy",)],
     "learnable_property": [("colour", WORD), ("style",)],

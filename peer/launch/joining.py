@@ -13,7 +13,7 @@ from peer.launch.lengths import of_founder, of_joiner
 from swarm.errors import ExitCode, UserError
 from swarm.founding import check_founding
 from swarm.options import build
-from swarm.records import BanWord
+from swarm.records import HostWord
 from swarm.run_config import RunConfig
 from swarm.runs import FoundRun
 
@@ -31,7 +31,7 @@ class Joined:
     host_key: str = ""
     """The host's, as far as it is known: whose orders about the run's end count."""
     extension: Mapping[str, Any] | None = None
-    bans: tuple[BanWord, ...] = ()
+    bans: tuple[HostWord, ...] = ()
 
     def about(self) -> dict[str, Any]:
         """What an output folder keeps of it, for the programs that find the folder later."""

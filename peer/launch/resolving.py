@@ -13,7 +13,7 @@ from peer.launch.lengths import of_founder
 from peer.launch.starting_model import complete
 from swarm.clock import check_clock, clock_error
 from swarm.errors import ExitCode, UserError
-from swarm.founding import check_idle
+from swarm.founding import check_idle, check_optimizer
 from swarm.options import build
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
@@ -49,6 +49,7 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
         )
     if peer.resume_from_checkpoint in ("auto", "none"):  # else it goes on as it began
         check_idle(run)
+        check_optimizer(run)
     return Joined(complete(run, given=given))
 
 

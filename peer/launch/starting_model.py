@@ -10,7 +10,7 @@ from peer.rooms import load_part
 from swarm.base_model import AUTO, family_of
 from swarm.digest import digest_model
 from swarm.errors import UserError
-from swarm.founding import check_digest, check_model, with_defaults, with_family, with_noise
+from swarm.founding import check_digest, check_model, with_beginning, with_defaults, with_family, with_noise
 from swarm.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def complete(run: RunConfig, *, given: Collection[str] = (), digest: bool = Fals
     left_open, run = run.family == AUTO, with_family(run, source)
     if left_open:
         log.info("the model %s is of family=%s", run.model, run.family)
-    run = with_defaults(run, given)
+    run = with_beginning(with_defaults(run, given), given)
     check_model(run, source)
     if not digest:
         return run

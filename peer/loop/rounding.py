@@ -34,9 +34,9 @@ def keep_in_bf16(params: Params) -> None:
 class RoundingOptimizer:
     """An optimizer of bf16 parameters that computes and keeps its state in float32. The same bits for the same seed and step."""
 
-    def __init__(self, inner: torch.optim.Optimizer, seed: str):
+    def __init__(self, inner: Any, seed: str):
+        """inner: steps each tensor by itself."""
         self._inner, self._seed, self._steps = inner, seed, 0
-        (self._group,) = inner.param_groups
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -48,26 +48,31 @@ class RoundingOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Chunk by chunk, so that little is float32 at a time."""
-        parameters = self._group["params"]
-        rng = torch.Generator(parameters[0].device)
+        groups = self.param_groups
+        whole = [group["params"] for group in groups]
+        rng = torch.Generator(whole[0][0].device)
         rng.manual_seed(seed_of(self._seed, self._steps))
         self._steps += 1
         try:
-            for chunk in _chunks(parameters):
-                self._group["params"] = chunk
-                with _in_float32(chunk, rng):
-                    self._inner.step()
+            for group in groups:
+                group["params"] = []
+            for group, parameters in zip(groups, whole, strict=True):
+                for chunk in _chunks(parameters):
+                    group["params"] = chunk
+                    with _in_float32(chunk, rng):
+                        self._inner.step()
+                group["params"] = []
         finally:
-            self._group["params"] = parameters
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps, "inner": self._inner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
-        with _in_float32(self._group["params"]):  # an optimizer loads its state in its parameters' dtype
+        with _in_float32([parameter for group in self.param_groups for parameter in group["params"]]):  # a state is loaded in their dtype
             self._inner.load_state_dict(dict(state["inner"]))
-        (self._group,) = self._inner.param_groups
 
 
 @contextmanager
@@ -98,6 +103,6 @@ def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield [parameter for parameter, _ in chunk]
 
 
-def innermost(optimizer: Any) -> torch.optim.Optimizer:
+def innermost(optimizer: Any) -> Any:
     """The optimizer that computes: the one within a RoundingOptimizer, or itself."""
     return optimizer._inner if isinstance(optimizer, RoundingOptimizer) else optimizer

@@ -12,7 +12,8 @@ def build_schedule(run: RunConfig) -> Callable[[int], float]:
     """Maps samples in the committed state to the learning rate of the round that is being trained now.
 
     The schedule is read at the middle of that round: at its start a warm-up would waste the first round with a rate of 0,
-    at its end a decay would waste the last one. Raises UserError for one that needs an end which the run does not have.
+    at its end a decay would waste the last one. What falls after the warm-up ends at --lr_min_ratio of the peak, in the same shape.
+    Raises UserError for a schedule that needs an end which the run does not have.
     """
     check_schedule(run)
     if run.lr_scheduler == "constant" and not run.lr_warmup_samples:
@@ -36,6 +37,7 @@ def build_schedule(run: RunConfig) -> Callable[[int], float]:
         middle = samples + run.target_batch_size // 2
         if run.total_samples:
             middle = min(middle, (samples + run.total_samples) // 2) if samples < run.total_samples else run.total_samples
-        return run.learning_rate * factor(middle)
+        risen = run.lr_min_ratio if middle >= run.lr_warmup_samples else 0.0
+        return run.learning_rate * (risen + (1 - risen) * factor(middle))
 
     return learning_rate

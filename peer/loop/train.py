@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,8 @@ class Trainer:
     """Whether a global step is a committed round, as in a swarm, or an optimizer step of ours."""
     resting: Callable[[], bool] = lambda: False
     """Whether this machine's owner wants it for himself for a while."""
+    gradient_point: Callable[[], AbstractContextManager] = nullcontext
+    """Within it, the parameters are where the optimizer wants gradients taken: schedule-free AdamW's are elsewhere than its result."""
     trial: Callable[[Callable[[], object] | None], bool] | None = None
     """Tries a faster way to compute on this rank's first micro-batch (None: it has none); False: to be called again at the next step."""
     alive: Callable[[str], None] = lambda doing: None
@@ -105,11 +108,12 @@ class Trainer:
             samples = len(work.keys) if loss is not None else 0
             self.trained += samples
             done = self._follow(self.sync.step(samples, loss))
+            group = self.optimizer.param_groups[0]
             self.progress.stepped(
                 step=self.step,
                 samples=samples,
                 loss=loss,
-                learning_rate=self.optimizer.param_groups[0]["lr"],
+                learning_rate=group["lr"] * group.get("d", 1.0),  # d: the rate that Prodigy found
                 round=self.sync.round,
                 committed=self.sync.samples,
                 peers=self.sync.peers,
@@ -141,6 +145,10 @@ class Trainer:
         self.accounts.unusable(work.bad)
         if not work.keys:
             return None
+        with self.gradient_point():
+            return self._learn(work)
+
+    def _learn(self, work: "Work") -> float | None:
         loss, norm = self._accumulate(work)
         if not math.isfinite(loss):
             self.optimizer.zero_grad()
@@ -197,7 +205,7 @@ class Trainer:
     def _use_gradients(self, samples: int, norm: Tensor) -> bool:
         """Hand the step's gradients, of that norm, to the strategy, or step the optimizer; False when they are not finite and nothing was changed."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(self.sync.samples)
+            group["lr"] = self.learning_rate(self.sync.samples) * group.get("share", 1.0)
         finite, norm_of_mean = bool(norm.isfinite()), norm / self._scaler.get_scale() / samples
         self._scaler.unscale_(self.optimizer)
         if finite and self.sync.before_step():

@@ -9,6 +9,7 @@ from peer.config import PeerConfig
 from peer.results.checkpoint import Checkpoints
 from swarm.advice import size
 from swarm.errors import ExitCode, UserError
+from swarm.run.optimizer import AUTO, optimizer_named
 
 log = logging.getLogger(__name__)
 
@@ -16,22 +17,28 @@ SPARE_BYTES = 64 << 20
 """Left free on top of everything: other programs write, too."""
 
 
-def check_disk(folder: Path, peer: PeerConfig, parameters: int) -> None:
+def check_disk(folder: Path, peer: PeerConfig, parameters: int, optimizer: str = AUTO) -> None:
     """Warn where the disk will be full before the end. Raises UserError where not even the least fits. parameters: how many are trained."""
     there = len(Checkpoints(folder, peer.checkpoints_total_limit).paths())
-    kept = {"checkpoints": peer.checkpoints_total_limit, "there": there, "average": peer.use_ema, "swarming": peer.swarming}
+    kept = {
+        "checkpoints": peer.checkpoints_total_limit,
+        "there": there,
+        "average": peer.use_ema,
+        "swarming": peer.swarming,
+        "optimizer": optimizer,
+    }
     fits, told = check_space(folder, needed_bytes(4 * parameters, **kept))
     if not fits:
         log.warning("%s", told)
 
 
-def needed_bytes(trained: int, *, checkpoints: int, there: int, average: bool, swarming: bool) -> dict[str, float]:
+def needed_bytes(trained: int, *, checkpoints: int, there: int, average: bool, swarming: bool, optimizer: str = AUTO) -> dict[str, float]:
     """Bytes by what they are for. trained: of the trained tensors in float32; checkpoints: how many are kept, of which `there` are there.
 
-    A checkpoint has the weights, two moments of each (AdamW; an 8-bit optimizer has less) and the average where one is kept. A swarm's
+    A checkpoint has the weights, the optimizer's state (AdamW's: two moments of each) and the average where one is kept. A swarm's
     states are weights and momentum, two of them and one that is being written; beside them lie the last two rounds' means.
     """
-    checkpoint = trained * (3 + average)
+    checkpoint = trained * (1 + max(optimizer_named(optimizer).state_bytes) / 4 + average)
     return {
         "a checkpoint beside the last one": checkpoint,
         "further checkpoints": checkpoint * max(checkpoints - there, 0),

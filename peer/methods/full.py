@@ -20,6 +20,9 @@ class Full:
     def whole(self, model: Model) -> list[str]:
         return trained_parts(model, train_text_encoder=self._run.train_text_encoder)
 
+    def begin(self, model: Model) -> None:
+        return None
+
     def attach(self, model: Model) -> Params:
         freeze(model)
         names = self.whole(model)

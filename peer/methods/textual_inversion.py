@@ -37,6 +37,9 @@ class TextualInversion:
     def whole(self, model: Model) -> tuple[str, ...]:
         return ()
 
+    def begin(self, model: Model) -> None:
+        return None
+
     def attach(self, model: Model) -> Params:
         """Raises UserError when the placeholder is known already, or the initializer is not one token."""
         freeze(model)

@@ -105,6 +105,12 @@ class Checkpoints:
                 f"The checkpoint {found[0]} is of the run {theirs}, not of '{run.run_name}' ({run.run_id}).",
                 fix="Remove --resume_from_checkpoint; what was learned goes on as the --model of a new run.",
             )
+        its = of(found[0]).get("optimizer") if found else None
+        if its and its != self._of.get("optimizer", its):
+            raise UserError(
+                f"The checkpoint {found[0]} has the state of {its}, and this start has {self._of['optimizer']}.",
+                fix="Start with the --optimizer and --text_encoder_lr that it was made with; or remove --resume_from_checkpoint.",
+            )
         return found
 
     def load_own(self) -> tuple[Path, dict[str, Any]] | None:

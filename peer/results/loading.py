@@ -13,6 +13,8 @@ from swarm.run.family import family_of_pipeline
 from swarm.run.method import method_named
 
 LORA = "pytorch_lora_weights.safetensors"
+PRODUCTS = "*/adapter_config.json"
+"""Of adapters that diffusers does not read: peft's form, a folder for each part."""
 EMBEDDINGS = ("learned_embeds.safetensors", "learned_embeds.bin")
 
 
@@ -23,7 +25,7 @@ def result_in(path: Path) -> Path:
 
 
 def is_result(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("model_index.json", LORA, *EMBEDDINGS))
+    return any((folder / name).is_file() for name in ("model_index.json", LORA, *EMBEDDINGS)) or any(folder.glob(PRODUCTS))
 
 
 def base_of(folder: Path) -> Result | None:
@@ -33,26 +35,31 @@ def base_of(folder: Path) -> Result | None:
     about = read_result(folder)
     if about is None or not about.run.model:
         raise UserError(
-            f"{folder} does not say what its base model is.", fix=f"Give the base model with --model, and this folder with {_flag(folder)}."
+            f"{folder} does not say what its base model is.", fix=_elsewhere(folder)
         )
     try:
         locate(about.run.model)
     except UserError as error:
         raise UserError(
             f"The base model of {folder} is not there: {error.message}",
-            fix=f"Give the base model with --model, and this folder with {_flag(folder)}.",
+            fix=_elsewhere(folder),
             code=error.code,
         ) from None
     return about
 
 
-def _flag(folder: Path) -> str:
-    return "--lora" if (folder / LORA).is_file() else "--embedding"
+def _elsewhere(folder: Path) -> str:
+    """What to do where the base model is not known."""
+    if any(folder.glob(PRODUCTS)):
+        return "Make one model of both by dd-export with --state, --model BASE and --out."
+    return f"Give the base model with --model, and this folder with {'--lora' if (folder / LORA).is_file() else '--embedding'}."
 
 
 def add_result(pipeline: Any, folder: Path) -> None:
-    """Put a LoRA's or an embedding's folder onto its base model's pipeline."""
-    if (folder / LORA).is_file():
+    """Put what training left in a folder onto its base model's pipeline; what diffusers itself does not read is merged into the weights."""
+    if any(folder.glob(PRODUCTS)):
+        _merge_products(pipeline, folder)
+    elif (folder / LORA).is_file():
         add_lora(pipeline, folder)
     else:
         add_embedding(pipeline, folder)
@@ -73,6 +80,19 @@ def add_lora(pipeline: Any, source: Path, name: str = "default") -> None:
         raise UserError(
             f"{source} does not load as a LoRA of this model: {first_line(error)}", fix="Check that it was made for it."
         ) from error
+
+
+def _merge_products(pipeline: Any, folder: Path) -> None:
+    from peft import PeftModel
+
+    for place in sorted(folder.glob(PRODUCTS)):
+        name = place.parent.name
+        try:
+            setattr(pipeline, name, PeftModel.from_pretrained(getattr(pipeline, name), place.parent).merge_and_unload())
+        except Exception as error:  # whatever peft and safetensors raise
+            raise UserError(
+                f"{place.parent} does not load as an adapter of this model: {first_line(error)}", fix="Check that it was made for it."
+            ) from error
 
 
 def _layers(pipeline: Any) -> int:

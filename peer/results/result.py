@@ -38,9 +38,7 @@ class Result:
 
     @classmethod
     def of(cls, run: RunConfig, **values: Any) -> "Result":
-        places = {
-            name: str(Path(place).resolve()) for name in ("model", "model_config") if Path(place := getattr(run, name)).exists() and place
-        }
+        places = {name: str(Path(place).resolve()) for name in PLACES if Path(place := getattr(run, name)).exists() and place}
         return cls(run=dataclasses.replace(run, **places), **values)
 
     @property

@@ -1,4 +1,4 @@
-"""What no part of a run owns: what is trained, how much of it, the local optimizer, pictures and captions."""
+"""What no part of a run owns: what is trained, how much of it, the local optimizer, the loss of all families, pictures and captions."""
 
 
 from swarm import choices
@@ -95,6 +95,36 @@ class Optimizer:
     def check(self) -> None:
         if not 0 < self.learning_rate < 10:
             raise UserError(f"learning_rate is {self.learning_rate}.", fix="Use a value in (0, 10); 5e-6 suits a full fine-tune.")
+
+
+@options
+class Distance:
+    """How far an answer is from its target."""
+
+    loss_type: str = option(
+        "l2",
+        "What a difference between answer and target counts: its square, or by huber or smooth_l1 less where it is larger than --huber_c.",
+        choices=("l2", "huber", "smooth_l1"),
+        section="the loss of all families",
+        since="0.1.1",
+        unsaid="l2",
+    )
+    huber_c: float = option(
+        0.1,
+        "Differences above this count less; with a --huber_schedule at the noisiest timestep.",
+        gt=0,
+        only_with={"loss_type": ("huber", "smooth_l1")},
+        since="0.1.1",
+        unsaid=0.1,
+    )
+    huber_schedule: str = option(
+        "snr",
+        "--huber_c at all timesteps (constant), or from 1 without noise down to it: as huber_c ** share of the timesteps, or by signal-to-noise ratio.",
+        choices=("constant", "exponential", "snr"),
+        only_with={"loss_type": ("huber", "smooth_l1")},
+        since="0.1.1",
+        unsaid="snr",
+    )
 
 
 @options

@@ -21,6 +21,31 @@ def _by_levels(config: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The layers in a part's blocks, by the ends of their names; of each name only linear layers and 2-D convolutions are meant."""
+
+    attention: tuple[str, ...]
+    feed_forward: tuple[str, ...]
+    linear: tuple[str, ...] = ()
+    """The blocks' other linear layers; a 1x1 convolution at the beginning or end of a transformer is one."""
+    convolutions: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.attention, *self.feed_forward, *self.linear, *self.convolutions)
+
+
+CLIP_LAYERS = Layers(attention=("q_proj", "k_proj", "v_proj", "out_proj"), feed_forward=("fc1", "fc2"))
+UNET_LAYERS = Layers(
+    attention=("to_k", "to_q", "to_v", "to_out.0"),
+    feed_forward=("ff.net.0.proj", "ff.net.2"),
+    linear=("proj_in", "proj_out", "time_emb_proj"),
+    convolutions=("conv1", "conv2", "conv_shortcut", "downsamplers.0.conv", "upsamplers.0.conv"),
+)
+"""diffusers' names."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextEncoder:
     """One of a pipeline's text encoders."""
 
@@ -32,8 +57,8 @@ class TextEncoder:
     """How its tensors' names begin in single files; (): it is never taken from one."""
     optional: bool = False
     """Whether the pipeline draws without it, too: model_index.json then has null for it."""
-    lora: tuple[str, ...] = ()
-    """Its layers that a LoRA takes."""
+    layers: Layers | None = None
+    """Those of a trainable one."""
     layers_above: int | None = None
     """Layers above the one that is read without --clip_skip; None: its layers are not chosen."""
     vectors: tuple[str, ...] = ()
@@ -66,8 +91,10 @@ class Family:
     vae_in_file: tuple[str, ...] = ("first_stage_model.", "vae.")
     learned_words: bool
     """Whether diffusers' pipeline reads words that were learned: its class is a TextualInversionLoaderMixin."""
-    lora: tuple[str, ...]
-    """The denoiser's layers that a LoRA takes, as diffusers' scripts have them."""
+    layers: Layers
+    """The denoiser's."""
+    lora: tuple[str, ...] = ()
+    """Those that a LoRA takes where nobody chooses, as in diffusers' scripts; (): the attention. Runs of before --lora_targets have these: they stay."""
     lora_processors: bool
     """Whether a LoRA's file names the denoiser's layers by attention processors, which is what ComfyUI's list has for UNets."""
     kohya: bool
@@ -118,6 +145,11 @@ class Family:
     def trains_texts(self) -> bool:
         """Whether a fine-tune may train any of its text encoders."""
         return any(encoder.trainable for encoder in self.text_encoders.values())
+
+    def trained(self, texts: bool) -> dict[str, Layers]:
+        """The layers of the parts that are trained; texts: those of the text encoders, too."""
+        encoders = {name: encoder.layers for name, encoder in self.text_encoders.items() if texts and encoder.layers}
+        return {self.denoiser: self.layers, **encoders}
 
     @property
     def in_file(self) -> dict[str, tuple[str, ...]]:

@@ -1,12 +1,13 @@
 """Facts about training methods: whoever needs one asks here, and names no method."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from swarm.options import names_of, option, options
+from swarm.run.family import Family
 from swarm.run.rooms import modules
 
 
@@ -19,13 +20,26 @@ class TextEncoders:
         "Train the CLIP text encoders too, all that the family has; a T5 stays as it is, as in diffusers' scripts.",
         section="the method",
     )
+    text_encoder_lr: float = option(
+        0.0,
+        "Peak learning rate of the text encoders that are trained; 0: the same as the rest's.",
+        lt=10, only_with={"train_text_encoder": (True,)}, since="0.1.1", unsaid=0.0,
+    )
 
 
 def _nothing(run: Any) -> Mapping[str, Any]:
     return {}
 
 
+def _found_nothing(run: Any, given: Collection[str]) -> Mapping[str, Any]:
+    return {}
+
+
 def _no_check(run: Any) -> None:
+    return None
+
+
+def _fits_all(run: Any, family: Family) -> None:
     return None
 
 
@@ -49,8 +63,12 @@ class Method:
     """The option that asks for it with --method auto."""
     resolve: Callable[[Any], Mapping[str, Any]] = _nothing
     """What its options stand for that were left to the program, in a run of this method."""
+    found: Callable[[Any, Collection[str]], Mapping[str, Any]] = _found_nothing
+    """What the founder reads from files that the run begins with, the names of the options that were given beside it. Raises UserError."""
     check: Callable[[Any], None] = _no_check
     """Raises UserError for options that no peer could train with, in a run of this method."""
+    check_with: Callable[[Any, Family], None] = _fits_all
+    """Raises UserError for options that a model of the family cannot have, in a run of this method."""
     learns_words: bool = False
     """Whether its result is a word, which not every family's pipeline reads."""
     whole: bool = False

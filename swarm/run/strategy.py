@@ -13,6 +13,10 @@ class Strategy:
     swarms: bool = True
     """Whether there is a swarm at all."""
     usual: bool = False
+    optimizer: str = ""
+    """The one whose step it takes itself, for all peers at once; '': each peer steps with its own."""
+    mean_alone: bool = True
+    """Whether a round moves the parameters by the mean of what the members moved them, and by nothing else."""
     sections: tuple[type, ...] = ()
     """The options that it has."""
 

@@ -211,9 +211,14 @@ def test_a_forged_head_is_named_and_discarded_and_the_run_goes_on(host, rng, cap
     assert cli(["heads", *work]) == 0
     line = capsys.readouterr().out.splitlines()[0]
     assert re.match(rf"head {forged[-1]} round=8 reported={samples} counted={samples} by {id_of('mallory')}$", line), line
-    assert cli(["discard", *work, forged[0]]) == 0
+    assert cli(["discard", *work, forged[0]]) == 2
+    assert f"forget state {forged[0]} of round 2 and what follows from it: 7 states, {samples} samples" in capsys.readouterr().err
+    assert cli(["discard", *work, forged[0], "--yes", "--reason", "nobody trained it"]) == 0
     until(lambda: not ask(host, "alice", "/v1/progress")["finished"])
     assert ask(host, "alice", "/v1/run")["head"]["digest"] == honest
+    (said,) = ask(host, "alice", "/v1/run")["bans"]
+    assert (said["about"], said["banned"], said["reason"]) == (forged[0], True, "nobody trained it")
+    assert ask(host, "alice", "/v1/progress")["banned"] == {}, "it is no peer"
     for _ in range(2):
         assert send(host, "bob", "bob", "/v1/leases", want_samples=1)[0] == 201
         again = report(host, "mallory", forged[1], forged[0], 3, count + 16, member("mallory", 2, 8))
@@ -226,7 +231,8 @@ def test_a_forged_head_is_named_and_discarded_and_the_run_goes_on(host, rng, cap
     assert host.stop() == 0
     capsys.readouterr()
     assert cli(["heads", *work]) == 0 and capsys.readouterr().out.startswith(f"head {honest} ")
-    assert cli(["discard", *work, "no digest"]) == 2 and "no digest of a state" in capsys.readouterr().err
+    assert cli(["discard", *work, "no digest", "--yes"]) == 2 and "no digest of a state" in capsys.readouterr().err
+    assert cli(["discard", *work, "0" * 64, "--yes"]) == 2 and "Nobody has reported" in capsys.readouterr().err
     assert cli(["heads", "--work_dir", str(host.tokens_file)]) == 2
     assert cli(["discard", "--work_dir", str(host.tokens_file.parent), forged[0]]) == 2
 

@@ -35,7 +35,7 @@ def test_a_banned_peer_is_refused_with_the_reason_until_the_host_lets_it_in_agai
     renewed = json.loads(call(host, f"/v1/leases/{bob.lease_id}/renew", envelope(host, "bob"))[2])
     answer = get_run(host)
     held = Bans(RunConfig.from_mapping(answer.run, where="server"), answer.host_key, answer.bans)
-    assert held.peers() == {id_of("alice")} and [word["peer"] for word in renewed["bans"]] == [id_of("alice")]
+    assert held.peers() == {id_of("alice")} and [word["about"] for word in renewed["bans"]] == [id_of("alice")]
     capsys.readouterr()
     assert cli(["members", *data]) == 0
     assert capsys.readouterr().out.splitlines() == [f"{id_of('alice')} samples={len(keys_of(granted))} BANNED: copies others' work"]

@@ -37,8 +37,18 @@ def test_an_invitation_is_one_line_with_address_key_and_a_token_that_opens_the_s
     words = shlex.split(out)
     assert words[0].startswith("DD_TOKEN=") and words[1:4] == ["dd-peer", "--datasetserver", "https://run.example:9090"]
     assert words[4:6] == ["--host_key", host_key]
-    assert tokens.Tokens(file).holder(words[0].removeprefix("DD_TOKEN=")) == "alice"
+    assert tokens.Tokens(file).holder(words[0].removeprefix("DD_TOKEN=")) == tokens.Holder("alice", 4)
     assert "docs/joining.md begins with" in err and "secret" in err and "token remove alice" in err and "unencrypted" not in err
+
+
+@pytest.mark.parametrize(("peers", "holder"), [("0", 0), ("3", 3)])
+def test_a_line_may_be_for_several_peers(tmp_path, capsys, host_key, peers, holder):
+    file = tmp_path / "tokens.txt"
+    Serving("https://run.example:9090", str(file)).write(tmp_path)
+    token = shlex.split(invite(capsys, "alice", "--peers", peers, "--work_dir", tmp_path)[1])[0].removeprefix("DD_TOKEN=")
+    assert tokens.Tokens(file).holder(token) == tokens.Holder("alice", holder)
+    for wrong in ("-1", "many", "65"):
+        assert invite(capsys, "bob", "--peers", wrong, "--work_dir", tmp_path)[0] == 2
 
 
 def test_nobody_is_invited_twice_under_one_name(tmp_path, capsys, host_key):
@@ -140,7 +150,7 @@ def test_init_writes_over_nothing_unasked(tmp_path, capsys):
     [
         (["--resolution", "4"], "resolution is 4"),
         (["--sync", "parameter"], "Did you mean 'parameters'"),
-        (["--rank", "8"], "rank is for --method lora"),
+        (["--rank", "8"], "rank is for --method loha or lokr or lora"),
         (["--dataset", "pictures", "--host", "0.0.0.0"], "nothing says whom"),
         (["--dataset", "pictures", "--port", "99999"], "port is 99999"),
     ],

@@ -35,7 +35,7 @@ class Clock:
 
 
 def test_a_server_with_tokens_founds_a_run_for_members_and_lets_in_who_holds_one(tmp_path):
-    token, other = (add(tmp_path / "tokens", name) for name in ("alice", "bob"))
+    token, other = (add(tmp_path / "tokens", name, peers) for name, peers in (("alice", 1), ("bob", 0)))
     host = Host(tmp_path, "--tokens", str(tmp_path / "tokens")).start()
     answer = fetch_run(host.url, token=token)
     run = RunConfig.from_mapping(answer.run, where="server")
@@ -45,6 +45,10 @@ def test_a_server_with_tokens_founds_a_run_for_members_and_lets_in_who_holds_one
     with pytest.raises(UserError) as raised:
         ask_membership(host.url, run, signer(id_of("carol")))
     assert raised.value.code == ExitCode.AUTH
+    with pytest.raises(UserError, match="One owner has 1 peer in this run") as raised:
+        ask_membership(host.url, run, signer(id_of("dave")), token=token)
+    assert raised.value.code == ExitCode.AUTH
+    assert is_signed(run, id_of("alice"), ask_membership(host.url, run, signer(id_of("alice")), token=token))
     with pytest.raises(UserError, match="came with another token") as raised:
         ask_membership(host.url, run, signer(id_of("alice")), token=other)
     assert raised.value.code == ExitCode.AUTH

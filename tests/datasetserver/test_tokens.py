@@ -8,7 +8,7 @@ import pytest
 
 from datasetserver.__main__ import cli
 from datasetserver.refused import Refused
-from datasetserver.tokens import LOOK_SECONDS, Tokens, _draw, add, names, remove
+from datasetserver.tokens import LOOK_SECONDS, Holder, Tokens, _draw, add, names, remove
 from swarm.errors import ExitCode, UserError
 
 
@@ -25,7 +25,7 @@ def test_a_token_is_shown_once_and_only_its_digest_is_kept(tmp_path):
     assert len(token) >= 43 and token not in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     tokens = Tokens(file)
-    assert tokens.holder(token) == "alice"
+    assert tokens.holder(token) == Holder("alice")
     for wrong in ("", token[:-1], token + "x", token.swapcase(), file.read_text().split()[1], "\udc80", "x" * 100_000):
         assert tokens.holder(wrong) is None
 
@@ -42,10 +42,10 @@ def test_a_running_server_sees_tokens_come_and_go_and_lets_nobody_in_while_the_f
     bob = add(file, "bob")
     assert tokens.holder(bob) is None, "not looked yet"
     clock.now += LOOK_SECONDS
-    assert tokens.holder(bob) == "bob"
+    assert tokens.holder(bob) == Holder("bob")
     remove(file, "alice")
     clock.now += LOOK_SECONDS
-    assert (tokens.holder(alice), tokens.holder(bob)) == (None, "bob")
+    assert (tokens.holder(alice), tokens.holder(bob)) == (None, Holder("bob"))
     kept = file.read_bytes()
     for wrong in (b"bob\n", b"\xff\n", None):
         file.unlink() if wrong is None else file.write_bytes(wrong)
@@ -57,7 +57,7 @@ def test_a_running_server_sees_tokens_come_and_go_and_lets_nobody_in_while_the_f
         caplog.clear()
     file.write_bytes(kept)
     clock.now += LOOK_SECONDS
-    assert tokens.holder(bob) == "bob"
+    assert tokens.holder(bob) == Holder("bob")
 
 
 def test_two_that_add_at_once_both_stay(tmp_path):
@@ -65,7 +65,7 @@ def test_two_that_add_at_once_both_stay(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda number: add(file, f"peer{number}"), range(24)))
     tokens = Tokens(file)
-    assert [tokens.holder(token) for token in made] == [f"peer{number}" for number in range(24)]
+    assert [tokens.holder(token) for token in made] == [Holder(f"peer{number}") for number in range(24)]
     assert os.listdir(tmp_path) == ["tokens"]
 
 
@@ -91,7 +91,7 @@ def test_the_program_adds_lists_and_removes(tmp_path, capsys):
     file = str(tmp_path / "tokens")
     assert cli(["token", "add", "alice", "--tokens", file]) == 0
     token, hint = capsys.readouterr()
-    assert Tokens(tmp_path / "tokens").holder(token.strip()) == "alice" and "DD_TOKEN" in hint
+    assert Tokens(tmp_path / "tokens").holder(token.strip()) == Holder("alice") and "DD_TOKEN" in hint
     assert cli(["token", "list", "--tokens", file]) == 0
     assert capsys.readouterr().out == "alice\n"
     assert cli(["token", "remove", "alice", "--tokens", file]) == 0

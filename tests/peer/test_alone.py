@@ -108,7 +108,8 @@ def test_two_runs_with_the_same_seed_are_equal_to_the_bit(start):
     [
         {"optimizer": "adamw", "use_ema": True, "random_flip": True},
         {"optimizer": "adamw8bit", "lr_scheduler": "linear"},
-        {"optimizer": "adafactor", "weights": "bf16", "use_ema": True, "lr_scheduler": "polynomial"},
+        {"optimizer": "adafactor", "weights": "bf16", "use_ema": True, "lr_scheduler": "polynomial", "lr_min_ratio": 0.1},
+        {"optimizer": "adamw_schedulefree", "lr_scheduler": "constant", "train_text_encoder": True, "text_encoder_lr": 1e-4},
     ],
     ids=lambda options: options["optimizer"],
 )
@@ -128,6 +129,36 @@ def test_a_run_stopped_after_every_single_step_equals_an_uninterrupted_one_to_th
     if "use_ema" in options:
         with part.trainer.average.applied(), whole.trainer.average.applied():
             assert torch.equal(flat(part.trainer.params), flat(whole.trainer.params))
+
+
+def test_the_result_of_schedule_free_adamw_is_its_average_and_text_encoders_follow_their_own_rate(start, tmp_path):
+    options = {"optimizer": "adamw_schedulefree", "lr_scheduler": "constant", "train_text_encoder": True, "text_encoder_lr": 2e-4}
+    done = start(run=dataclasses.replace(RUN, total_samples=24, lr_warmup_samples=0, **options))
+    points = []
+    losses = done.trainer._losses
+    done.trainer._losses = lambda *batch: points.append(flat(done.trainer.params)) or losses(*batch)
+    done.run()
+    assert done.trainer.step == 6 and not torch.equal(points[-1], flat(done.trainer.params))
+    rest, texts = done.trainer.optimizer.param_groups
+    assert done.rates[-1] == rest["lr"] == 1e-3 and texts["lr"] == pytest.approx(2e-4)
+    done.results.export(tmp_path / "result")
+    (file,) = (tmp_path / "result" / "unet").glob("*.safetensors")
+    saved = load_file(file)
+    assert all(torch.equal(tensor, done.trainer.params[f"unet.{name}"]) for name, tensor in saved.items())
+
+
+def test_the_rate_that_is_shown_of_prodigy_is_the_one_that_it_found(start):
+    found = start(run=dataclasses.replace(RUN, optimizer="prodigy", learning_rate=0.5, lr_scheduler="constant", lr_warmup_samples=0), stop_after=2)
+    (group,) = found.trainer.optimizer.param_groups
+    group["d"] = group["d_max"] = 1e-3
+    assert found.run().rates == [pytest.approx(0.5 * group["d"])] * 2 and group["d"] >= 1e-3
+
+
+def test_a_checkpoint_that_is_asked_for_must_have_this_optimizers_state(start):
+    start(stop_after=1).run()
+    for options, its in (({"optimizer": "prodigy", "learning_rate": 1.0}, "Prodigy"), ({"train_text_encoder": True, "text_encoder_lr": 1e-4}, "AdamW 0.1")):
+        with pytest.raises(UserError, match=rf"has the state of AdamW, and this start has {its}\. Start with the --optimizer"):
+            start(run=dataclasses.replace(RUN, **options), resume_from_checkpoint="latest")
 
 
 def test_a_run_that_was_killed_in_the_middle_of_an_accumulation_goes_on_from_the_step_before_to_the_bit(start):
@@ -371,6 +402,8 @@ def assert_learned_alike(one, other, before, likeness):
         ("sdxl", {"optimizer": "adamw"}, "fp32"),
         ("sdxl", {"optimizer": "adamw8bit"}, "fp32"),
         ("sdxl", {"optimizer": "adafactor"}, "bf16"),
+        ("sdxl", {"optimizer": "adamw_schedulefree", "lr_scheduler": "constant"}, "fp32"),
+        ("sdxl", {"optimizer": "muon"}, "bf16"),
         ("sdxl", {"method": "lora", "rank": 2}, "fp32"),
         ("sd", {"clip_skip": 1}, "fp32"),
     ],

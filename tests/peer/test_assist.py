@@ -1,6 +1,7 @@
 """`dd-peer --assist` as a program, and what it tells a real dataset server. What it does in a swarm: tests/peer/sync/test_assistant.py."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -63,12 +64,16 @@ def test_the_run_known_from_before_is_gone_on_with_when_nobody_answers(tmp_path,
     def nobody():
         raise UserError("nobody answers", fix="wait", code=ExitCode.NETWORK)
 
+    def key_of(run_id):
+        return f"the key of {run_id}"
+
     path = tmp_path / "run.json"
     with pytest.raises(UserError, match="nobody answers"):
-        assist._run(path, nobody)
+        assist._run(path, nobody, key_of)
     joined = Joined(RunConfig(model="x", target_batch_size=64), "http://host", ("/ip4/1.2.3.4/tcp/5/p2p/x",))
-    assert assist._run(path, lambda: joined) == (joined, False)
-    assert assist._run(path, nobody) == (joined, True)
+    assert assist._run(path, lambda: joined, key_of) == (joined, False)
+    again = dataclasses.replace(joined, host_key=f"the key of {joined.run.run_id}")  # whose words count while it is away, too
+    assert assist._run(path, nobody, key_of) == (again, True)
     assert "going on with the run known from before: nobody answers" in caplog.text
 
 

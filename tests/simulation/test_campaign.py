@@ -1,9 +1,14 @@
 """A campaign goes on where it was interrupted, and counts what struck."""
 
 import json
+import subprocess
+import sys
+
+import psutil
 
 from simulation.campaign import KINDS, RARE, campaign, mixed, read, summary
 from simulation.world import STRANGERS
+from tests.datasetserver.hosting import until
 
 
 def line(seed, breach="", **struck):
@@ -28,6 +33,16 @@ def test_a_campaign_goes_on_where_it_was_interrupted(tmp_path):
     assert [line["seed"] for line in made] == [8] and made[0]["rounds"] > 0
     assert [line["seed"] for line in read(path)] == [7, 8]
     assert not list(campaign(path, 7, seeds=2, rounds=0, processes=1))
+
+
+def test_a_campaign_that_is_killed_leaves_no_process(tmp_path):
+    command = [sys.executable, "-m", "simulation", "--campaign", str(tmp_path / "campaign.jsonl"), "--processes", "1"]
+    campaign = psutil.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    until(lambda: any("spawn_main" in " ".join(child.cmdline()) for child in campaign.children()), 60)
+    children = campaign.children()
+    campaign.kill()
+    _, alive = psutil.wait_procs([campaign, *children], timeout=60)
+    assert not alive
 
 
 def test_a_summary_counts_what_struck_and_names_what_did_so_seldom():

@@ -55,6 +55,14 @@ def test_a_ban_cannot_be_made_trust_nor_trust_be_given_by_others(key, tmp_path):
     assert not held.hear([dataclasses.replace(ban, trusted=True), sign_word(stranger, run, "a", trusted=True)]) and not held.trusted
 
 
+def test_a_discarded_state_is_no_banned_peer(key):
+    state, other = "a" * 64, "b" * 64
+    held = Bans(RUN, key.public, [word(key, state, 1, reason="forged"), word(key, other, 1), word(key, "c", 1)])
+    assert held.discarded == {state, other} and held.peers() == {"c"} and held.reason(state) == "forged"
+    assert held.discards(state, ()) and held.discards("d" * 64, ["e" * 64, other]) and not held.discards("d" * 64, ["e" * 64])
+    assert held.hear([word(key, other, 2, banned=False)]) and held.discarded == {state}
+
+
 def test_two_words_of_one_millisecond_are_one_for_all(key):
     one, other = word(key, "a", 1, reason="one"), word(key, "a", 1, banned=False)
     held = [Bans(RUN, key.public, order) for order in ([one, other], [other, one])]
@@ -67,7 +75,7 @@ def test_a_word_that_the_host_did_not_sign_is_passed_over_and_looked_at_once(key
         word(stranger, "a", 2),
         word(key, "a", 2, run=dataclasses.replace(RUN, seed=RUN.seed + 1)),
         dataclasses.replace(good, at=5000),
-        dataclasses.replace(good, peer="b"),
+        dataclasses.replace(good, about="b"),
         dataclasses.replace(good, banned=False, at=2000),
         dataclasses.replace(good, reason="other", at=2000),
         dataclasses.replace(good, signature="", at=2000),
@@ -113,7 +121,7 @@ def test_only_so_many_words_are_kept_bans_before_their_ends_and_the_newest(key, 
 def test_words_to_hand_on_all_come_round(key):
     held = Bans(RUN, key.public, [word(key, name, 1) for name in "abcde"], rng=random.Random(1))
     handed = [held.some(2) for _ in range(30)]
-    assert all(len(some) == 2 for some in handed) and {each.peer for some in handed for each in some} == set("abcde")
+    assert all(len(some) == 2 for some in handed) and {each.about for some in handed for each in some} == set("abcde")
     assert Bans(RUN, key.public).some(2) == ()
 
 
@@ -121,9 +129,9 @@ def test_words_are_kept_and_a_damaged_file_is_passed_over(key, tmp_path, caplog)
     path = tmp_path / "bans.json"
     Bans(RUN, key.public, path=path).hear([word(key, "a", 1, reason="spam")])
     assert Bans(RUN, key.public, path=path).reason("a") == "spam"
-    path.write_text('[{"peer": "a"}]')
+    path.write_text('[{"about": "a"}]')
     assert read_words(path) == () and "cannot be read" in caplog.text
-    assert Bans(RUN, key.public, path=tmp_path / "nowhere" / "bans.json").hear([word(key, "a", 1)]), "a disk that takes nothing stops nobody"
+    assert Bans(RUN, key.public, path=path / "bans.json").hear([word(key, "a", 1)]), "a disk that takes nothing stops nobody"
     assert "cannot be kept" in caplog.text
     forged = dataclasses.replace(word(key, "b", 1), reason="changed on the disk")
     write_words(path, [forged])

@@ -5,10 +5,11 @@ import pytest
 from swarm.errors import UserError
 from swarm.run.method import owners
 from swarm.run_config import RunConfig
+from swarm.run_identity import PLACES
 
 
 def test_every_field_but_the_models_place_changes_the_digest():
-    runs = {method: RunConfig(model="a", method=method) for method in ("full", "lora")}
+    runs = {method: RunConfig(model="a", method=method) for method in ("full", "loha", "lora")}
     runs["textual_inversion"] = RunConfig(model="a", placeholder_token="<cat>", initializer_token="cat")
     owner = {name: names[0] for name, names in owners().items()}
     others = {
@@ -24,7 +25,13 @@ def test_every_field_but_the_models_place_changes_the_digest():
         value = getattr(run, field.name)
         choices = [choice for choice in field.metadata["choices"] or () if choice not in (value, "auto")]
         changed = dataclasses.replace(run, **{field.name: choices[0] if choices else others[type(value)](value)})
-        assert (changed.digest != run.digest) == (field.name not in ("model", "model_config")), field.name
+        assert (changed.digest != run.digest) == (field.name not in PLACES), field.name
+
+
+def test_a_word_that_stands_for_what_the_run_keeps_is_no_difference():
+    run = RunConfig(family="flux", method="lora", lora_targets="attention", train_text_encoder=True)
+    assert "to_k" in run.lora_targets and not run.differing({"lora_targets": "attention"})
+    assert run.differing({"lora_targets": "attention+ff"}) == run.differing({"lora_targets": "all-linear+conv"}) == ["lora_targets"]
 
 
 def test_it_survives_the_way_over_a_network():
@@ -97,7 +104,7 @@ def test_what_is_left_open_is_decided_when_the_run_is_made(values, method, rate)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rank": 8}, r"rank is for --method lora, but this run's method is full\. Add --method lora"),
+        ({"rank": 8}, r"rank is for --method loha or lokr or lora, but this run's method is full\. Add --method"),
         ({"method": "lora", "placeholder_token": "<cat>"}, "placeholder_token is for --method textual_inversion"),
         ({"learnable_property": "style"}, "learnable_property is for --method textual_inversion"),
         ({"method": "lora", "rank": 0}, r"rank is 0\. Use 1 or more"),
@@ -105,7 +112,7 @@ def test_what_is_left_open_is_decided_when_the_run_is_made(values, method, rate)
         ({"placeholder_token": "a cat", "initializer_token": "cat"}, "placeholder_token is 'a cat', but must be one word"),
         ({"method": "textual_inversion", "initializer_token": "cat"}, "placeholder_token is ''"),
         ({"placeholder_token": "<cat>", "initializer_token": "cat", "num_vectors": 0}, "num_vectors is 0"),
-        ({"placeholder_token": "<cat>", "initializer_token": "cat", "train_text_encoder": True}, "train_text_encoder is for --method full or lora"),
+        ({"placeholder_token": "<cat>", "initializer_token": "cat", "train_text_encoder": True}, "train_text_encoder is for --method full or loha or lokr or lora"),
     ],
 )
 def test_what_the_method_cannot_use_is_refused(values, message):

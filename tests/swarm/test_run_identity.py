@@ -55,6 +55,7 @@ CONFIGURATIONS = {
         "rank": 64,
         "lora_alpha": 32.0,
         "lora_init": "uniform",
+        "lora_targets": "",
         "wire": "int4",
         "family": "flux",
         "guidance_scale": 1.0,
@@ -188,6 +189,13 @@ def test_a_lora_that_begins_now_begins_otherwise_than_those_of_version_0_1_0_and
     assert not begun.differing({"lora_init": "auto"}) and begun.differing({"lora_init": "gaussian"})
 
 
+def test_an_optimizer_that_is_new_and_a_rate_of_a_part_need_the_version_that_has_them():
+    for options in ({"optimizer": "prodigy"}, {"train_text_encoder": True, "text_encoder_lr": 1e-6}, {"lr_scheduler": "cosine", "lr_min_ratio": 0.1}):
+        assert RunConfig(clip_members=0.0, **options).to_mapping()["needs_version"] == "0.1.1"
+    assert RunConfig(clip_members=0.0, optimizer="adafactor").to_mapping()["needs_version"] == "0.1.0"
+    assert RunConfig(optimizer="prodigy").learning_rate == 1 and RunConfig(optimizer="lion8bit", method="lora").learning_rate == pytest.approx(2e-5)
+
+
 def test_one_and_one_point_zero_are_the_same():
     assert RunConfig(lr_power=2).digest == RunConfig(lr_power=2.0).digest != RunConfig(lr_power=2.5).digest
     assert RunConfig(noise_offset=-0.0).digest == RunConfig().digest
@@ -206,7 +214,7 @@ def test_an_option_that_is_new_and_a_default_that_has_changed_change_no_run(name
 
 def test_a_run_of_a_newer_program_that_uses_nothing_new_is_everybodys():
     with newer_program():
-        newer = Newer(method="lora", lora_init="uniform", clip_members=0.0)
+        newer = Newer(method="lora", lora_init="uniform", lora_targets="", clip_members=0.0)
         sent, digest = newer.to_mapping(), newer.digest
     assert sent["needs_version"] == "0.1.0" and sent["values"]["rank"] == 8
     run = RunConfig.from_mapping(sent, where="there")

@@ -37,6 +37,11 @@ def write_lora_kohya(result: Path, path: Path, dtype: torch.dtype = torch.float3
         raise UserError(
             f"A {' or '.join(others)} LoRA is not written in kohya's form.", fix="Use --format lora_diffusers, which ComfyUI, Forge and others read as it is."
         )
+    if any("lora_magnitude_vector" in name for name in tensors):
+        raise UserError(
+            "A DoRA is not written in kohya's form: ComfyUI would divide by other lengths than it was trained with, and draw something else.",
+            fix="Use --format single_file, with the DoRA in the model's weights, or --format diffusers.",
+        )
     kohya = convert_state_dict_to_kohya(_as_peft(tensors))
     alphas = json.loads(header.get("lora_adapter_metadata", "{}"))
     for name in kohya:

@@ -24,6 +24,7 @@ from peer.sync.engine.replica import Replica
 from peer.sync.engine.round.heads import most_signed
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State
 from peer.sync.engine.trainer.messages import Done, Failed, Final, Message, News, Progress, Rebase
+from peer.sync.engine.transfer.discarded import Discarded
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.transfer.download import Download
 from peer.sync.engine.transfer.kind import Kind, ask_kind
@@ -88,10 +89,21 @@ class Archive:
     """
 
     def __init__(self, folder: Path, store: StateStore, limit: int):
+        """What was discarded since goes: it would be taken for the newest."""
         self.folder, self._store, self._limit = folder, store, limit
         self._wanted: collections.deque[CommittedRound] = collections.deque(maxlen=_WANTED)
         with self._or_say_why():
             folder.mkdir(parents=True, exist_ok=True)
+            for path in self._files():
+                if store.is_discarded(path):
+                    log.warning("removed %s: it is discarded", path.name)
+                    path.unlink()
+
+    def newest(self) -> Path | None:
+        return max(self._files(), default=None)
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob("round-*.state"))
 
     def keep(self, final_rounds: Sequence[CommittedRound] = ()) -> None:
         """Keep these, and those wanted before, as far as they are on disk by now. Raises UserError (disk).
@@ -110,7 +122,7 @@ class Archive:
                 if not target.exists():
                     files.link(source, target)
                     log.info("kept round=%d samples=%d file=%s", final.round, final.samples, target)
-            for old in sorted(self.folder.glob("round-*.state"))[: -self._limit if self._limit else 0]:
+            for old in self._files()[: -self._limit if self._limit else 0]:
                 old.unlink(missing_ok=True)
 
     async def keep_forever(self) -> None:
@@ -153,10 +165,10 @@ async def assist(
     """Take part until the run's end or `stop`. final: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
     members = members or Members(run, wall=wall)
     node.admit(members)
-    store = StateStore(folder / "state", keep=_STORED)
+    store = StateStore(folder / "state", keep=_STORED, bans=members.bans)
     archive = Archive(folder / "settled", store, states_limit)
     strategy = load_strategy(f"peer.sync.{run.sync}:strategy", run)
-    finding = asyncio.create_task(_stored_or_fetched(run, strategy, node, members, store, folder / "kind.json"))
+    finding = asyncio.create_task(_stored_or_fetched(run, strategy, node, members, store, folder / "kind.json", archive))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -195,15 +207,18 @@ async def _tell_forever(replica: Replica, seen: Callable[[dict[str, Any]], None]
 
 
 async def _stored_or_fetched(
-    run: RunConfig, strategy: Strategy, node: SwarmNode, members: Members, store: StateStore, path: Path
+    run: RunConfig, strategy: Strategy, node: SwarmNode, members: Members, store: StateStore, path: Path, archive: Archive
 ) -> tuple[Kind, list[State]]:
     """What a state looks like, and one to begin with; in a list, so that nobody holds its memory for as long as the process lives."""
     kind = Kind.read(path)
     if kind is not None:
         _check_memory(run, strategy, kind)
-    state = store.load(run.digest, kind.schema, kind.num_bytes(strategy.slots), run.target_batch_size) if kind is not None else None
+    kept = (run.digest, kind.schema, kind.num_bytes(strategy.slots), run.target_batch_size) if kind is not None else None
+    state = store.load(*kept) if kept else None
+    if state is None and kept and store.forsaken and (settled := archive.newest()):
+        state = store.load(*kept, paths=[settled])  # all that were newer are discarded: nobody else may have one of before
     if state is None:
-        kind, state = await _first_from_others(run, strategy, node, members)
+        kind, state = await _first_from_others(run, strategy, node, members, discarded=store.discarded)
         try:
             kind.write(path)
         except OSError as error:
@@ -253,13 +268,14 @@ async def _first_from_others(
     spare_memory: bool = True,
     named: Collection[str] = (),
     known: str = "",
+    discarded: Discarded | None = None,
 ) -> tuple[Kind, State]:
     """The best state of a run that this peer knows nothing of; waits until somebody is there who has one, and says so: `waiting`."""
     streams, told = Streams(node, members=members), -_TOLD_EVERY_SECONDS
     failures: collections.Counter[str] = collections.Counter()
     clock = asyncio.get_running_loop().time
     while True:
-        records = await _records(run, node)
+        records = await _records(run, node, members)
         peers = [record.peer_id for record in records]
         kind = await ask_kind(streams, [peer for peer in peers if peer in named]) or await ask_kind(streams, peers)
         alike = [record for record in records if kind is not None and record.schema == kind.schema]
@@ -267,21 +283,26 @@ async def _first_from_others(
             if spare_memory:
                 _check_memory(run, strategy, kind)
             with contextlib.suppress(PeerLost, BadState):
-                return kind, await _fetch(streams, run, kind, strategy, alike, failures, named, known)
+                return kind, await _fetch(streams, run, kind, strategy, alike, failures, named, known, discarded)
         if clock() - told >= _TOLD_EVERY_SECONDS:
             told = clock()
             log.info("%s", waiting)
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _records(run: RunConfig, node: SwarmNode) -> list[PeerRecord]:
+async def _records(run: RunConfig, node: SwarmNode, members: Members) -> list[PeerRecord]:
     try:
         found = await node.records(run.run_id)
     except Exception as error:  # a node that answers nothing: hivemind raises its own kinds
         log.debug("could not read the records: %r", error)
         return []
     return [
-        record for record in found.values() if record.config == run.digest and record.phase != LEAVING and record.peer_id != node.peer_id
+        record
+        for record in found.values()
+        if record.config == run.digest
+        and record.phase != LEAVING
+        and record.peer_id != node.peer_id
+        and not members.bans.discards(record.digest, record.parents)
     ]
 
 
@@ -294,6 +315,7 @@ async def _fetch(
     failures: collections.Counter[str],
     named: Collection[str] = (),
     known: str = "",
+    discarded: Discarded | None = None,
 ) -> State:
     """The first of `_choices` that its holders give; who failed us least comes first (`failures`, which this adds to).
 
@@ -309,6 +331,8 @@ async def _fetch(
         try:
             state = await _download(streams, digest, holders, like, fetch_seconds(num_bytes, contested=len(choices) > 1))
             state.header.check_bounds(run.target_batch_size)
+            if discarded is not None and discarded.holds(state.digest, state.header):
+                raise BadState(f"the state {digest[:8]} descends from one that is discarded")
             return state
         except (PeerLost, BadState) as error:
             failures.update(holders)

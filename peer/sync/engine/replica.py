@@ -50,7 +50,7 @@ from peer.sync.engine.transfer.saving import Saver
 from peer.sync.engine.transfer.state_fetch import Replaying, StateFetch
 from swarm.dht import SwarmNode
 from swarm.end import End
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.members import Members
 from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
@@ -100,12 +100,14 @@ class Replica:
         rng: random.Random | None = None,
     ):
         self.node, self.assists, self.end, self.members = node, assists, end or End(run), members or Members(run, wall=wall)
-        self._rounds_path, self._clock, self._wall, self._rng = rounds_path, clock, wall, rng or random.SystemRandom()
+        self._discarded, self._rounds_path, self._clock, self._wall, self._rng = store.discarded, rounds_path, clock, wall, rng or random.SystemRandom()
         self.bell = Bell()
         self.state, self.phase = Cell(state, self.bell, clock), Cell(Phase.JOIN, self.bell, clock)
         self.trainer = Trainer(line, self.state, strategy, node.peer_id, self.bell, clock, last_number)
         # Who is there.
         self.met = Met(store.folder / "met.json", run.digest)
+        if store.forsaken and not state.header.round:
+            self.met.clear()  # those that stood with us there know nothing better: we come as a newcomer does
         company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id, lambda: self.members.bans.trusted)
         self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.members)
         # Which state is right, and how a better one comes here.
@@ -128,7 +130,8 @@ class Replica:
             run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
             clock=clock, rng=self._rng,
         )  # fmt: skip
-        self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end, store.discarded)
+        forsaken = store.forsaken or bool(store.discarded.names)
+        self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end, store.discarded.holds, forsaken)
         # What is kept of our states, what is handed out, and what others see of us.
         self._finality = Finality(state)
         self._past = Past(streams, self.state, self._holders, self.trainer.final, read_rounds(rounds_path), clock)
@@ -226,6 +229,7 @@ class Replica:
         beside = (
             *self._presence.tasks(), self._saver.save_forever, self._means.keep_forever, self._donor.tidy_forever,
             self._rebase_trainer_forever, self._report_forever, self._ask_for_the_past_forever, self._ask_for_the_end_forever,
+            self._end_once_discarded,
         )  # fmt: skip
         tasks = [asyncio.create_task(job()) for job in (self.take_part, *beside)]
         try:
@@ -477,6 +481,15 @@ class Replica:
     async def _ask_for_the_past_forever(self) -> None:
         """Who fetches a state asks what made it further back than it says itself."""
         await self._past.ask_forever(lambda ready: self.bell.until(lambda: self.phase.value is not Phase.JOIN and ready()))
+
+    async def _end_once_discarded(self) -> None:
+        """Nobody goes on from a state that the host discards. A new start loads what was before it, or takes what the others have."""
+        while not (name := self._discarded.name_of(self.state.value.digest, self.state.value.header)):
+            await asyncio.sleep(IDLE_SECONDS)
+        raise UserError(
+            f"The host has discarded state {name[:16]}, on which this peer's is built: {self.members.bans.reason(name) or 'no reason given'}.",
+            fix="Start again, as dd-peer does by itself: it takes what the others have, or what is left on its disk.", code=ExitCode.FAILED,
+        )  # fmt: skip
 
     def _holders(self) -> list[str]:
         """The others, those first that stand on our state."""

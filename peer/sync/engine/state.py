@@ -6,7 +6,7 @@ Immutable: an outer step makes a new one. `samples` is hashed into it and only g
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peer.contracts import CommittedRound, Member
 from peer.sync.engine.vectors import SharedBuffer
-from swarm.digest import canonical_json
+from swarm.digest import ELDER_CHARACTERS, canonical_json
 
 CHUNK_BYTES = 4 << 20
 HASH_BYTES = 32
@@ -24,8 +24,6 @@ ANCESTORS_KEPT = 8
 ELDERS_KEPT = 504
 """Older ancestors, by the first characters of their digests: with the others 512 rounds, 6 KB. A newcomer that took over round 27 and met
 two peers that had come back at round 10 went back to it: to tell an ancestor from a branch by eight names is not enough."""
-ELDER_CHARACTERS = 12
-"""Of a digest. Who finds another state with these 48 bits has one that nobody takes, since it counts as an ancestor."""
 MAX_HEADER_BYTES = 256 << 10
 """Of a header, packed. Some 370 members in every round fit with all their ancestors. The limits of a stream's messages and of those to
 the trainer follow from this one: a header above the one and below the other ended every process that took it over."""
@@ -83,6 +81,12 @@ class Header:
         if len(members) > MOST_MEMBERS or child.samples > MOST_COUNT:
             raise BadState(f"{len(members)} members and {child.samples} samples are more than a state may have")
         return _fitted(child)
+
+    def past(self) -> Iterator[str]:
+        """The ancestors that it names, the parent first: digests, and ELDER_CHARACTERS of those before ANCESTORS_KEPT."""
+        yield from self.parents
+        for at in range(0, len(self.elders), ELDER_CHARACTERS):
+            yield self.elders[at : at + ELDER_CHARACTERS]
 
     @property
     def num_bytes(self) -> int:

@@ -19,6 +19,7 @@ from swarm import advice
 from swarm.clock import REFUSED_SECONDS, words
 from swarm.errors import ExitCode, UserError
 from swarm.run.method import method_named
+from swarm.run.optimizer import AUTO, optimizer_named
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 
@@ -176,9 +177,9 @@ class Machine:
             raise UserError(f"{folder} cannot be written in.", fix="Choose another --output_dir.", code=ExitCode.DISK)
         weights = _fp32_bytes(self.model) if self.model else 0
         trained = weights if self.joined is None or method_named(self.joined.run.method).whole else min(weights, 100_000_000)
-        checkpoints = peer.checkpoints_total_limit
+        checkpoints, optimizer = peer.checkpoints_total_limit, self.joined.run.optimizer if self.joined else AUTO
         there = len(Checkpoints(Path(peer.output_dir), checkpoints).paths())
-        needed = needed_bytes(trained, checkpoints=checkpoints, there=there, average=peer.use_ema, swarming=True)
+        needed = needed_bytes(trained, checkpoints=checkpoints, there=there, average=peer.use_ema, swarming=True, optimizer=optimizer)
         kinds = 1 if peer.own_data else 1 + peer.cache_latents + peer.cache_text
         fits, told = check_space(folder, needed | {"caches": kinds * peer.cache_gib * 2**30})
         if not fits:
@@ -212,8 +213,8 @@ class Machine:
         on_host = any(parameter.is_cpu for parameter in learner.params.values())
         needs = host_bytes(load_strategy(f"peer.sync.{run.sync}:strategy", run), wire, params_on_host=on_host)
         trained = sum(parameter.numel() for parameter in learner.params.values())
-        # Gradients and AdamW's two moments of what is trained on a CPU come with the first step.
-        needs |= {"gradients and optimizer": 12.0 * trained} if on_host else {}
+        # Gradients and the optimizer's state of what is trained on a CPU come with the first step.
+        needs |= {"gradients and optimizer": (4 + max(optimizer_named(run.optimizer).state_bytes)) * trained} if on_host else {}
         free = available_bytes()
         check_memory(needs, free)
         self.learner = learner

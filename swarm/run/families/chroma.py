@@ -3,6 +3,8 @@
 Licence: Apache 2.0.
 """
 
+from dataclasses import replace
+
 from swarm.run.families import flux
 from swarm.run.family import Family, TextEncoder
 from swarm.run.texts import T5Text
@@ -19,6 +21,7 @@ FAMILY = Family(
     },
     learned_words=True,
     lora=flux.FAMILY.lora,
+    layers=replace(flux.FAMILY.layers, linear=()),  # what modulates its blocks is computed before them
     lora_processors=False,
     kohya=False,
     single_file=False,

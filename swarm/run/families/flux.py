@@ -1,9 +1,14 @@
 """FLUX.1: a transformer told by T5, and by CLIP's embedding of the whole caption."""
 
-
 from swarm.options import option, options
-from swarm.run.family import Family, TextEncoder
+from swarm.run.family import CLIP_LAYERS, Family, Layers, TextEncoder
 from swarm.run.texts import T5Text
+
+_ATTENTION = (
+    *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
+)
+_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
 
 @options
@@ -29,7 +34,7 @@ FAMILY = Family(
             tokenizer="tokenizer",
             trainable=True,
             in_file=("text_encoders.clip_l.",),
-            lora=("q_proj", "k_proj", "v_proj", "out_proj"),
+            layers=CLIP_LAYERS,
             vectors=("clip_l",),
         ),
         "text_encoder_2": TextEncoder(
@@ -40,10 +45,11 @@ FAMILY = Family(
         ),
     },
     learned_words=True,
-    lora=(
-        *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
-        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    lora=(*_ATTENTION, *_FEED_FORWARD),
+    layers=Layers(
+        attention=_ATTENTION,
+        feed_forward=(*_FEED_FORWARD, "proj_mlp", "proj_out"),
+        linear=("norm1.linear", "norm1_context.linear", "norm.linear"),
     ),
     lora_processors=False,
     kohya=False,

@@ -6,7 +6,7 @@ Licence: FLUX Non-Commercial License.
 from collections.abc import Collection
 
 from swarm.run.families.flux import Options
-from swarm.run.family import Family, TextEncoder
+from swarm.run.family import Family, Layers, TextEncoder
 from swarm.run.texts import T5Text
 
 
@@ -17,10 +17,12 @@ def is_transformer(names: Collection[str], *, guided: bool) -> bool:
     return any(name.endswith(shared) for name in names) and guided == any(name.endswith(guidance) for name in names)
 
 
-def lora(single_blocks: int) -> tuple[str, ...]:
-    """The layers that diffusers' scripts train. What single blocks answer with has a name that is a list's in double blocks: each is named whole."""
-    answers = (f"single_transformer_blocks.{block}.attn.to_out" for block in range(single_blocks))
-    return ("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.to_qkv_mlp_proj", *answers)
+LORA = ("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.to_qkv_mlp_proj", "attn.to_out")
+"""The layers that diffusers' scripts train. `attn.to_out` is a single block's: in double blocks it is no layer, but a list of one."""
+LAYERS = Layers(
+    attention=(*LORA, "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
+    feed_forward=("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
+)
 
 
 FAMILY = Family(
@@ -33,7 +35,8 @@ FAMILY = Family(
     text_encoders={"text_encoder": TextEncoder(tokenizer="tokenizer", trainable=False, in_file=())},
     vae_in_file=(),
     learned_words=False,
-    lora=lora(48),
+    lora=LORA,
+    layers=LAYERS,
     lora_processors=False,
     kohya=False,
     single_file=False,

@@ -3,7 +3,7 @@
 Licence: 4B Apache 2.0; 9B FLUX Non-Commercial License.
 """
 
-from swarm.run.families.flux2 import is_transformer, lora
+from swarm.run.families.flux2 import LAYERS, LORA, is_transformer
 from swarm.run.family import Family, TextEncoder
 from swarm.run.texts import T5Text
 
@@ -17,7 +17,8 @@ FAMILY = Family(
     text_encoders={"text_encoder": TextEncoder(tokenizer="tokenizer", trainable=False, in_file=())},
     vae_in_file=(),
     learned_words=False,
-    lora=lora(24),
+    lora=LORA,
+    layers=LAYERS,
     lora_processors=False,
     kohya=False,
     single_file=False,

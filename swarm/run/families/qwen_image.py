@@ -3,7 +3,7 @@
 Also the later Qwen-Image-2512, which has the same parts; not Qwen-Image-2.1, nor those that edit pictures. Licence: Apache 2.0.
 """
 
-from swarm.run.family import Family, TextEncoder
+from swarm.run.family import Family, Layers, TextEncoder
 from swarm.run.texts import T5Text
 
 _PREFIX = "model.diffusion_model."
@@ -20,6 +20,11 @@ FAMILY = Family(
     vae_in_file=(),
     learned_words=False,
     lora=("to_k", "to_q", "to_v", "to_out.0"),
+    layers=Layers(
+        attention=("to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"),
+        feed_forward=("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+        linear=("img_mod.1", "txt_mod.1"),
+    ),
     lora_processors=False,
     kohya=False,
     single_file=False,

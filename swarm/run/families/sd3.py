@@ -4,10 +4,13 @@ Licence: Stability AI Community License, which asks for more above one million d
 """
 
 from swarm.options import option, options
-from swarm.run.family import Family, TextEncoder
+from swarm.run.family import CLIP_LAYERS, Family, Layers, TextEncoder
 from swarm.run.texts import T5Text
 
-_CLIP_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj")
+_ATTENTION = (
+    *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
+)
 
 
 @options
@@ -31,14 +34,16 @@ FAMILY = Family(
     denoiser="transformer",
     patch=2,
     text_encoders={
-        "text_encoder": TextEncoder(tokenizer="tokenizer", trainable=True, in_file=("text_encoders.clip_l.",), lora=_CLIP_LAYERS),
-        "text_encoder_2": TextEncoder(tokenizer="tokenizer_2", trainable=True, in_file=("text_encoders.clip_g.",), lora=_CLIP_LAYERS),
+        "text_encoder": TextEncoder(tokenizer="tokenizer", trainable=True, in_file=("text_encoders.clip_l.",), layers=CLIP_LAYERS),
+        "text_encoder_2": TextEncoder(tokenizer="tokenizer_2", trainable=True, in_file=("text_encoders.clip_g.",), layers=CLIP_LAYERS),
         "text_encoder_3": TextEncoder(tokenizer="tokenizer_3", trainable=False, in_file=("text_encoders.t5xxl.",), optional=True),
     },
     learned_words=False,
-    lora=(
-        *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
+    lora=_ATTENTION,
+    layers=Layers(
+        attention=(*_ATTENTION, "attn2.to_k", "attn2.to_q", "attn2.to_v", "attn2.to_out.0"),  # the latter in 3.5 medium
+        feed_forward=("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+        linear=("norm1.linear", "norm1_context.linear"),
     ),
     lora_processors=False,
     kohya=False,

@@ -1,9 +1,7 @@
 """Stable Diffusion XL: a UNet told by OpenAI's CLIP and by OpenCLIP's larger one."""
 
-from swarm.run.family import CLIP, OPEN_CLIP, Family, TextEncoder
+from swarm.run.family import CLIP, CLIP_LAYERS, OPEN_CLIP, UNET_LAYERS, Family, TextEncoder
 from swarm.run.texts import ClipText
-
-_CLIP_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 FAMILY = Family(
     title="SDXL",
@@ -17,7 +15,7 @@ FAMILY = Family(
             trainable=True,
             layers_above=1,
             in_file=("conditioner.embedders.0.",),
-            lora=_CLIP_LAYERS,
+            layers=CLIP_LAYERS,
             vectors=("clip_l",),
             layouts={CLIP: "conditioner.embedders.0.transformer.text_model."},
         ),
@@ -26,13 +24,13 @@ FAMILY = Family(
             trainable=True,
             layers_above=1,
             in_file=("conditioner.embedders.1.",),
-            lora=_CLIP_LAYERS,
+            layers=CLIP_LAYERS,
             vectors=("clip_g",),
             layouts={OPEN_CLIP: "conditioner.embedders.1.model."},
         ),
     },
     learned_words=True,
-    lora=("to_k", "to_q", "to_v", "to_out.0"),
+    layers=UNET_LAYERS,
     lora_processors=True,
     kohya=True,
     single_file=True,

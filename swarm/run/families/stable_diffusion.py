@@ -1,6 +1,6 @@
 """Stable Diffusion 1.x and 2.x: a UNet told by one text encoder, OpenAI's CLIP in 1.x and OpenCLIP's in 2.x."""
 
-from swarm.run.family import CLIP, OPEN_CLIP, Family, TextEncoder
+from swarm.run.family import CLIP, CLIP_LAYERS, OPEN_CLIP, UNET_LAYERS, Family, TextEncoder
 from swarm.run.texts import ClipText
 
 FAMILY = Family(
@@ -16,12 +16,12 @@ FAMILY = Family(
             trainable=True,
             layers_above=0,
             in_file=("cond_stage_model.",),
-            lora=("q_proj", "k_proj", "v_proj", "out_proj"),
+            layers=CLIP_LAYERS,
             layouts={CLIP: "cond_stage_model.transformer.text_model.", OPEN_CLIP: "cond_stage_model.model."},
         ),
     },
     learned_words=True,
-    lora=("to_k", "to_q", "to_v", "to_out.0"),
+    layers=UNET_LAYERS,
     lora_processors=True,
     kohya=True,
     single_file=True,

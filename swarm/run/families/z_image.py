@@ -4,7 +4,7 @@ Turbo is distilled to eight steps without guidance. It has the parts and the los
 Licence: Apache 2.0.
 """
 
-from swarm.run.family import Family, TextEncoder
+from swarm.run.family import Family, Layers, TextEncoder
 from swarm.run.texts import T5Text
 
 FAMILY = Family(
@@ -18,7 +18,11 @@ FAMILY = Family(
     vae_in_file=(),  # diffusers reads the transformer of a file alone: that takes all tensors, the VAE's among them, for its own
     learned_words=False,
     # The attention of all blocks, those that refine the caption and the noise included: its layers end alike.
-    lora=("to_k", "to_q", "to_v", "to_out.0"),
+    layers=Layers(
+        attention=("to_k", "to_q", "to_v", "to_out.0"),
+        feed_forward=("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+        linear=("adaLN_modulation.0",),
+    ),
     lora_processors=False,
     kohya=False,
     single_file=False,

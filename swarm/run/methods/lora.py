@@ -1,18 +1,25 @@
-"""Two narrow matrices beside each of the attention's linear layers."""
+"""Two narrow matrices beside each of the chosen layers."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
+from swarm.digest import digest_bytes, read_header
+from swarm.errors import UserError
 from swarm.options import option, options
+from swarm.run import adapters
 from swarm.run.method import Method, TextEncoders
+
+FILE = "pytorch_lora_weights.safetensors"
+"""diffusers' name for it in a folder."""
+_DOWN = re.compile(r"lora_A\.|lora_down\.|lora\.down\.|lora_linear_layer\.down\.")
 
 
 @options
 class Options:
     """Of a LoRA."""
 
-    rank: int = option(4, "Rank of the two matrices of each layer.", ge=1, section="the method lora")
-    lora_alpha: float = option(0.0, "What the layers add is scaled by lora_alpha / rank; 0: the rank, so by 1.")
     lora_init: str = option(
         "auto",
         "How the first matrix of each layer begins. gaussian: N(0, 1 / rank²), as in diffusers' scripts; uniform: within 1 / sqrt(inputs), "
@@ -21,25 +28,76 @@ class Options:
         found_out=True,
         since="0.1.1",
         unsaid="uniform",
+        section="the method lora",
     )
+    use_dora: bool = option(
+        False,
+        "Train the length of each output's weights by itself, as in DoRA (arXiv:2402.09353): more like a full fine-tune at small ranks, and slower.",
+        since="0.1.1",
+        unsaid=False,
+    )
+    lora_weights: str = option(
+        "",
+        "Begin with this LoRA: a .safetensors file in diffusers' or kohya's form, or the folder of one. It has the run's layers; its rank is the run's.",
+        since="0.1.1",
+        unsaid="",
+    )
+    lora_weights_digest: str = option("", "Digest of that file; worked out by the founder.", since="0.1.1", unsaid="")
+    lora_dropout: float = option(0.0, "Share of a layer's inputs that its matrices do not see in a step.", lt=1, since="0.1.1", unsaid=0.0)
+
+
+def file_of(place: str) -> Path:
+    """The file of a LoRA, named itself or by its folder. Raises UserError when there is none."""
+    path = Path(place).expanduser()
+    path = path / FILE if path.is_dir() else path
+    if path.suffix != ".safetensors" or not path.is_file():
+        raise UserError(
+            f"lora_weights is {place}, and there is no such LoRA.", fix="Give a .safetensors file, or the folder that diffusers wrote."
+        )
+    return path
+
+
+def _found(run: Any, given: Collection[str]) -> Mapping[str, Any]:
+    """Rank and digest of the LoRA that the run begins with. Raises UserError for a file that is none, or of another rank than was given."""
+    if not run.lora_weights and run.lora_weights_digest:
+        raise UserError("lora_weights_digest says nothing without lora_weights.", fix="Add --lora_weights, or remove it.")
+    if not run.lora_weights:
+        return {}
+    path = file_of(run.lora_weights)
+    ranks = {(*tensor["shape"], 0)[0] for name, tensor in read_header(path).items() if _DOWN.search(name)} - {0}
+    if len(ranks) != 1:
+        raise UserError(f"lora_weights is {path}, which has layers of {len(ranks)} ranks.", fix="Give a LoRA whose layers are of one rank.")
+    (rank,) = ranks
+    if "rank" in given and run.rank != rank:
+        raise UserError(f"rank is {run.rank}, but {path} has {rank}.", fix="Remove --rank: it is read from the file.")
+    digest = digest_bytes(path.read_bytes())
+    if run.lora_weights_digest not in ("", digest):
+        raise UserError(
+            f"lora_weights_digest is {run.lora_weights_digest[:16]}, but {path} has {digest[:16]}.",
+            fix="Give the LoRA that the run began with.",
+        )
+    return {"rank": rank, "lora_weights_digest": digest}
 
 
 def _resolve(run: Any) -> Mapping[str, Any]:
-    return {"lora_init": "gaussian"} if run.lora_init == "auto" else {}
+    return {**adapters.resolve(run), **({"lora_init": "gaussian"} if run.lora_init == "auto" else {})}
 
 
 def _loading(pipeline: str, base: str, run: Any) -> str:
+    others = "  # ComfyUI passes over a DoRA's lengths: give it the whole model (dd-export --format single_file)" if run.use_dora else ""
     return (
         f'from diffusers import {pipeline}\n\npipeline = {pipeline}.from_pretrained("{base}")\n'
-        'pipeline.load_lora_weights("THIS_FOLDER")'
+        f'pipeline.load_lora_weights("THIS_FOLDER"){others}'
     )
 
 
 METHOD = Method(
     since="0.1.0",
     learning_rate=1e-4,
-    sections=(TextEncoders, Options),
+    sections=(TextEncoders, adapters.Options, Options),
     resolve=_resolve,
+    found=_found,
+    check_with=adapters.check_with,
     adapter=True,
     kind="LoRA weights",
     tags=("diffusers-training", "lora"),

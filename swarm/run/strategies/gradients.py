@@ -2,4 +2,4 @@
 
 from swarm.run.strategy import Strategy
 
-STRATEGY = Strategy(since="0.1.0")
+STRATEGY = Strategy(since="0.1.0", optimizer="adamw")

@@ -113,6 +113,15 @@ def test_a_schedules_own_options_reach_diffusers(name, own, options):
     assert rate(300) != build_schedule(dataclasses.replace(run, lr_num_cycles=1, lr_power=1.0))(300)
 
 
+def test_a_falling_rate_ends_at_its_least_and_a_warm_up_begins_at_0():
+    run = RunConfig(lr_scheduler="cosine", lr_warmup_samples=200, total_samples=1000, target_batch_size=2, learning_rate=0.5)
+    plain, least = build_schedule(run), build_schedule(dataclasses.replace(run, lr_min_ratio=0.2))
+    for samples in range(0, 1001, 2):
+        expected = plain(samples) if samples < 199 else 0.1 + 0.8 * plain(samples)
+        assert least(samples) == pytest.approx(expected, rel=1e-9)
+    assert least(0) < 0.01 and least(200) == pytest.approx(0.5, rel=1e-3) and least(1000) == pytest.approx(0.1, rel=1e-6)
+
+
 def test_without_an_end_only_a_constant_rate_makes_sense():
     assert build_schedule(RunConfig(learning_rate=0.5))(10**9) == 0.5
     with pytest.raises(UserError, match=r"must know where the run ends\. Give --max_train_steps or --total_samples"):

@@ -26,6 +26,8 @@ def test_what_a_run_writes_is_counted_by_what_it_is_for():
     }  # fmt: skip
     alone = needed_bytes(4 * GB, checkpoints=2, there=5, average=True, swarming=False)
     assert list(alone.values()) == [16 * GB, 0, 0, 4 * GB]
+    sizes = [next(iter(needed_bytes(4 * GB, checkpoints=1, there=0, average=False, swarming=False, optimizer=name).values())) / GB for name in ("lion8bit", "prodigy")]
+    assert sizes == [5, 20]
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_training(tmp_path, free):

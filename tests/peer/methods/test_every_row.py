@@ -9,6 +9,7 @@ import functools
 
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 
 from peer import finetune
@@ -117,14 +118,30 @@ def test_full_teaches_the_model_what_captions_mean(taught, random, family):
     assert after < 0.9 * judge(family, plain(family, taught(family)), "cat", "photo")
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_lora_gives_a_word_another_colour(taught, family, tmp_path):
+WAYS = {
+    "attention": ("--lora_targets", "attention"),
+    "attention+ff": ("--lora_targets", "attention+ff"),
+    "all-linear": ("--lora_targets", "all-linear"),
+    "dora": ("--use_dora",),
+    "loha": ("--method", "loha"),
+    "lokr": ("--method", "lokr"),
+    "all-linear+conv, dropout": ("--lora_targets", "all-linear+conv", "--lora_dropout", "0.1"),
+}
+"""Of a LoRA and its like, tried on one family."""
+
+
+@pytest.mark.parametrize(("family", "way"), [*((family, "") for family in tiny.FAMILIES), *(("sd", way) for way in WAYS)])
+def test_lora_gives_a_word_another_colour(taught, family, tmp_path, way):
     base = taught(family)
     data = write_colours(tmp_path / "data", ["dog"], called="cat")
-    result = train(base, data, tmp_path / "out", "--method", "lora", "--learning_rate", "1e-2", "--max_train_steps", 30, *run_flags(family))
+    flags = ("--method", "lora", "--learning_rate", "1e-2", "--max_train_steps", 30, *run_flags(family), *WAYS.get(way, ()))
+    result = train(base, data, tmp_path / "out", *flags)
     pipeline = plain(family, base)
     before = judge(family, pipeline, "dog", "cat")
-    pipeline.load_lora_weights(result)
+    if way in ("loha", "lokr"):
+        PeftModel.from_pretrained(pipeline.unet, result, subfolder="unet")
+    else:
+        pipeline.load_lora_weights(result)
     assert judge(family, pipeline, "dog", "cat") < 0.9 * before
 
 
@@ -154,9 +171,10 @@ def load_words(family, pipeline, result):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_these_checks_fail_when_the_optimizer_does_nothing(random, tmp_path, monkeypatch, family):
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_, **__: None)
-    (tmp_path / "lora").mkdir()
-    with pytest.raises(AssertionError, match=r"< \(0\.9 \*"):
-        test_lora_gives_a_word_another_colour(random, family, tmp_path / "lora")
+    for way in ("", *(("dora", "loha", "lokr", "all-linear+conv, dropout") if family == "sd" else ())):
+        (tmp_path / f"lora {way}").mkdir()
+        with pytest.raises(AssertionError, match=r"< \(0\.9 \*"):
+            test_lora_gives_a_word_another_colour(random, family, tmp_path / f"lora {way}", way)
     if tiny.takes(family, "textual_inversion"):
         (tmp_path / "word").mkdir()
         with pytest.raises(AssertionError, match=r"< \(0\.9 \*"):

@@ -428,6 +428,7 @@ def test_a_base_model_elsewhere_can_be_named(tiny_family, tmp_path):
     [
         ({"method": "full"}, ["StableDiffusionPipeline.from_pretrained", "a full fine-tune of"]),
         (LORA, ["load_lora_weights", "- lora\n"]),
+        (LORA | {"use_dora": True}, ["load_lora_weights", "dd-export --format single_file"]),
         (WORD, ["load_textual_inversion", "a photo of <dicoo>", "- textual_inversion\n"]),
     ],
 )

@@ -42,8 +42,10 @@ class Peer:
         strategy=None,
         size: int = SIZE,
         number: int = 0,
+        resumes: bool = False,
         **options,
     ):
+        """resumes: from the states in its folder."""
         self.folder = nodes.folder / node.peer_id
         self.node, self.run, self.rate = node, run, rate
         self.id = node.peer_id
@@ -54,10 +56,11 @@ class Peer:
         self.may_train, self.offers, self.failures = True, [], []
         self.final_rounds, self.lands, self.texts, self.finished = [], [], [], False
         self.extensions = []
-        self.store = StateStore(self.folder / "state")
+        self.store = StateStore(self.folder / "state", bans=options["members"].bans if "members" in options else None)
+        kept = run.digest, self.base.header.schema, self.base.buffer.num_bytes, run.target_batch_size
         self.replica = Replica(
             run=run,
-            state=self.base,
+            state=(resumes and self.store.load(*kept)) or self.base,
             wire=Wire(run.wire, size),
             strategy=strategy or Parameters(),
             node=node,

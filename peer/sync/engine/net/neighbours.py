@@ -173,6 +173,7 @@ class Neighbours:
             if peer != self._node.peer_id
             and record.config == self._run.digest
             and not self.members.refusal(peer)
+            and not self.members.bans.discards(record.digest, record.parents)
             and record.phase != LEAVING
             and record.waiting_samples <= 2 * self._run.target_batch_size
         ]

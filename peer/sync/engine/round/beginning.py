@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection
 
 from peer.sync.engine.round.heads import head_of
 from peer.sync.engine.state import Head, better
-from peer.sync.engine.transfer.discarded import Discarded
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.records import ASSIST, JOINING, RECORD_LIFE_SECONDS, PeerRecord
@@ -23,8 +22,8 @@ class Beginning:
 
     min_peers: how many that train must be live at once, we included, before we start; what becomes of them later does not matter.
 
-    discarded: states that are never taken over. The latest known one is not waited for if it is one of them. Whether it descends from one
-    may be known to nobody who is live: so who discards states waits for it no longer than a peer that has a state of its own.
+    discards: whether the state of a digest is discarded; nobody waits for it. forsaken: whether we had such a state. The latest known one may descend from it, which nobody who is live may know: so we
+    wait for it no longer than if we had a state of our own.
     """
 
     def __init__(
@@ -35,12 +34,11 @@ class Beginning:
         min_peers: int,
         clock: Callable[[], float] = time.monotonic,
         end: End | None = None,
-        discarded: Discarded | None = None,
+        discards: Callable[[str], bool] = lambda digest: False,
+        forsaken: bool = False,
     ):
-        self._end = end or End(run)
-        self._discards = discarded is not None and bool(discarded.names)
-        forged = last_known is not None and discarded is not None and discarded.holds(last_known.digest, last_known.parents)
-        self._run, self._known, self._clock = run, None if forged else last_known, clock
+        self._end, self._discards, self._forsaken = end or End(run), discards, forsaken
+        self._run, self._known, self._clock = run, last_known, clock
         self._holders = ", ".join(peer[-6:] for peer in last_holders) or "unknown peers"
         self._min_peers, self._company = min_peers, min_peers <= 1
         self._began = clock()
@@ -64,34 +62,39 @@ class Beginning:
 
         behind: whether another state is right (heads.py). counts: whether a peer that signs a later one may still give it to us (promises.py).
         """
+        waited, known = self._clock() - self._began, self._known
+        givers = [record for record in others if not better(head_of(record), ours) or counts(record.peer_id)]
+        running = any(record.phase not in (JOINING, ASSIST) and record.round for record in givers)
+        lacks_known = known is not None and known.samples > 0 and better(known, ours) and not running and not self._discards(known.digest)
+        holders = sorted(record.peer_id[-6:] for record in givers if record.round and better(head_of(record), ours))
+        coming = fetching or (behind and waited < _JOIN_PATIENCE_SECONDS) or (holders and not own_round)
+        if lacks_known and not coming and not self._forsaken and waited >= RECORD_LIFE_SECONDS:
+            self._refuse_when_over(known)
         if not self._in_company(others, news):
             return False
-        waited = self._clock() - self._began
         if fetching or (behind and waited < _JOIN_PATIENCE_SECONDS):
             return False
-        others = [record for record in others if not better(head_of(record), ours) or counts(record.peer_id)]
-        holders = sorted(record.peer_id[-6:] for record in others if record.round and better(head_of(record), ours))
         if not own_round and holders:
             news(f"waiting for the run's state, which this peer does not begin anew while others hold it: {', '.join(holders[:_NAMED])}")
             return False
-        known = self._known
-        running = any(record.phase not in (JOINING, ASSIST) and record.round for record in others)
-        if known is None or not known.samples or not better(known, ours) or running:
+        if not lacks_known:
             return True
-        if (own_round or self._discards) and waited >= _HOLDER_PATIENCE_SECONDS:
+        if (own_round or self._forsaken) and waited >= _HOLDER_PATIENCE_SECONDS:
             news(f"nobody has brought the state {known.digest[:8]} at {known.samples} samples; going on from {ours.samples}")
             return True
-        if 0 < self._end.total <= known.samples and waited >= RECORD_LIFE_SECONDS:
-            raise UserError(
-                f"The run '{self._run.run_name}' is over: all {known.samples} samples are in its last state, and no peer is left.",
-                fix=f"Ask the host for the result, or one of the peers that had it: {self._holders}.",
-                code=ExitCode.FAILED,
-            )
         news(
             f"the run is at {known.samples} samples (state {known.digest[:8]}), this peer at {ours.samples}; "
             f"waiting for one who has that state: {self._holders}"
         )
         return False
+
+    def _refuse_when_over(self, known: Head) -> None:
+        if 0 < self._end.total <= known.samples:
+            raise UserError(
+                f"The run '{self._run.run_name}' is over: all {known.samples} samples are in its last state, and no peer is left.",
+                fix=f"Ask the host for the result, or one of the peers that had it: {self._holders}.",
+                code=ExitCode.FAILED,
+            )
 
     def _in_company(self, others: Collection[PeerRecord], news: Callable[[str], None]) -> bool:
         live = 1 + sum(record.phase != ASSIST for record in others)

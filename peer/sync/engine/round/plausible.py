@@ -32,8 +32,8 @@ class Plausible:
 
     def refusal(self, head: Head, header: Header) -> str:
         """Why a state with this header is not to be taken over as `head`; empty: nothing is against it."""
-        if self._discarded.holds(head.digest, header.parents):
-            return "it is, or descends from, a state that was discarded here (--discard_state)"
+        if self._discarded.holds(head.digest, header):
+            return "it is, or descends from, a state that the host or --discard_state has discarded"
         try:
             header.check_bounds(self._target)
         except BadState as error:

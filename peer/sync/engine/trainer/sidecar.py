@@ -211,13 +211,14 @@ def _replica(
 ) -> Replica:
     run = RunConfig.from_mapping(start.run, where="the trainer")
     state = State(read_header(start.header), start.state)
-    store = StateStore(folder / "state")
+    clock = asyncio.get_running_loop().time
+    bans = Bans(run, start.host_key, words_of(start.bans), path=folder / "state" / "bans.json", clock=clock, rng=rng)
+    store = StateStore(folder / "state", bans=bans)
     stored = store.load(state.header.run, state.header.schema, start.state.num_bytes, run.target_batch_size)
     if stored is not None and better(Head.of(stored), Head.of(state)):
         log.info("going on from round=%d state=%s on disk", stored.header.round, stored.digest[:8])
         state = stored
-    known, clock = start.last_known, asyncio.get_running_loop().time
-    bans = Bans(run, start.host_key, words_of(start.bans), path=store.folder / "bans.json", clock=clock, rng=rng)
+    known = start.last_known
     return Replica(
         run=run,
         state=state,

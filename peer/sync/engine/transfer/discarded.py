@@ -1,11 +1,13 @@
-"""States that this machine's owner has named as forged: they, and all that descend from them, are neither loaded nor taken over."""
+"""States that this machine's owner or the run's host has named as forged: they, and all that descend from them, are neither loaded nor taken over."""
 
 import logging
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 
+from peer.sync.engine.state import Header
 from swarm import files
+from swarm.bans import Bans
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
@@ -35,9 +37,10 @@ def discard(folder: Path, digests: Collection[str]) -> None:
 
 
 class Discarded:
-    """What `discard` named in this folder of states."""
+    """What `discard` named in this folder of states, and what the host says."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, bans: Bans | None = None):
+        self._bans = bans
         try:
             self.names = set((folder / _FILE).read_text(encoding="ascii").split())
             if not all(map(_NAME.fullmatch, self.names)):  # one digit, left of a name, would discard every sixteenth state
@@ -47,6 +50,14 @@ class Discarded:
         except (OSError, ValueError) as error:
             raise UserError(f"Cannot read {folder / _FILE}: {error}.", fix="Restore or delete it.", code=ExitCode.DISK) from None
 
-    def holds(self, digest: str, ancestors: Iterable[str]) -> bool:
-        """Whether this state, or one of its last ancestors, is discarded."""
-        return bool(self.names) and any(state.startswith(tuple(self.names)) for state in (digest, *ancestors))
+    def name_of(self, digest: str, header: Header | None = None) -> str:
+        """The name by which this state, or an ancestor that its header names, is discarded; '': it is not.
+
+        Of ancestors that are long ago a header has the first ELDER_CHARACTERS of the digest, so no more is compared.
+        """
+        names = (*self.names, *(self._bans.discarded if self._bans else ()))
+        past = (digest, *(header.past() if header else ())) if names else ()
+        return next((name for state in past for name in names if state.startswith(name[: len(state)])), "")
+
+    def holds(self, digest: str, header: Header | None = None) -> bool:
+        return bool(self.name_of(digest, header))

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from peer.sync.engine.net.messages import read_header
@@ -11,6 +12,7 @@ from peer.sync.engine.transfer.chunk_file import ChunkFile
 from peer.sync.engine.transfer.discarded import Discarded
 from peer.sync.engine.vectors import SharedBuffer
 from swarm import files
+from swarm.bans import Bans
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
@@ -19,11 +21,13 @@ log = logging.getLogger(__name__)
 class StateStore:
     """The best `keep` states under `folder`, a chunk file each: its line is the header and the digest, its bytes are the tensors'.
 
-    Raises UserError (disk) when the folder cannot be made.
+    bans: the host's words, which may discard states. Raises UserError (disk) when the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, keep: int = 2):
+    def __init__(self, folder: Path, keep: int = 2, bans: Bans | None = None):
         self.folder, self.keep = folder, keep
+        self.forsaken = False
+        """Whether a state was passed over because it is discarded."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for torn in folder.glob("*.tmp"):
@@ -32,7 +36,7 @@ class StateStore:
             raise UserError(
                 f"Cannot keep states in {folder}: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK
             ) from None
-        self.discarded = Discarded(folder)
+        self.discarded = Discarded(folder, bans)
 
     def save(self, state: State) -> Path:
         """Write `state` durably, then delete all but the last `keep`. Raises UserError (disk) and leaves what was there."""
@@ -67,16 +71,26 @@ class StateStore:
             file.close()
         return None
 
-    def load(self, run: str, schema: str, num_bytes: int, target: int) -> State | None:
-        """The best state of this run that is whole; a damaged, foreign or forged one is passed over with a warning. target: samples of a round."""
-        for path in self._files():
+    def is_discarded(self, path: Path) -> bool:
+        """Of a state's file, here or elsewhere; of one that cannot be read nothing is known."""
+        try:
+            with contextlib.closing(ChunkFile(path)) as file:
+                return self.discarded.holds(file.first["digest"], read_header(file.first["header"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def load(self, run: str, schema: str, num_bytes: int, target: int, paths: Sequence[Path] = ()) -> State | None:
+        """The best state of this run that is whole; a damaged, foreign or forged one is passed over with a warning. target: samples of a
+        round. paths: of files elsewhere, the best first, in place of those here."""
+        for path in paths or self._files():
             try:
                 state = read_state(path, num_bytes)
                 state.header.check_bounds(target)
             except (OSError, BadState) as error:
                 log.warning("passed over %s: %s", path.name, error)
                 continue
-            if self.discarded.holds(state.digest, state.header.parents):
+            if self.discarded.holds(state.digest, state.header):
+                self.forsaken = True
                 log.warning("passed over %s: it is discarded", path.name)
                 continue
             if (state.header.run, state.header.schema) == (run, schema):

@@ -1,0 +1,46 @@
+"""What adapters have in common: peft's layers beside those of the model."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peer.contracts import Model, Params
+from peer.methods.shared.parts import freeze, plain
+
+
+def layers(part: nn.Module, ends: Sequence[str]) -> list[str]:
+    """The part's linear layers and convolutions whose names end so: all within its blocks, since an end is never the whole name."""
+    found = [(name, module) for name, module in part.named_modules() if name.endswith(tuple(f".{end}" for end in ends))]
+    return [name for name, module in found if isinstance(module, nn.Linear | nn.Conv2d)]
+
+
+def add_adapters(model: Model, names: Sequence[str], ends: Sequence[str], config: Callable[..., Any]) -> Params:
+    """Put peft's layers of a `config` beside those of the named parts that `ends` chooses; their parameters, float32, as peft drew them."""
+    logging.getLogger("peft").setLevel(logging.ERROR)
+    freeze(model)
+    params: Params = {}
+    for name in names:
+        part = model.parts[name]
+        with torch.random.fork_rng(devices=[]):
+            part.add_adapter(config(target_modules=layers(part, ends)))
+        part.train()
+        params.update((f"{name}.{plain(key)}", parameter) for key, parameter in part.named_parameters() if parameter.requires_grad)
+    for parameter in params.values():
+        parameter.data = parameter.data.float()
+    return params
+
+
+def uniform(shape: torch.Size, rng: torch.Generator) -> Tensor:
+    """Equally distributed within 1 / sqrt(inputs), by whole numbers that are rounded once: the same bits on every machine."""
+    drawn = torch.randint(-(2**23), 2**23, shape, generator=rng)
+    return drawn.float() * 2.0**-23 * (1 / math.sqrt(math.prod(shape[1:])))
+
+
+def shown(config: Any) -> dict[str, Any]:
+    """peft's configuration for others: without the sets, which JSON lacks, and paths of this machine."""
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    return {**values, "base_model_name_or_path": None}

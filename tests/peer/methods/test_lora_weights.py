@@ -1,0 +1,181 @@
+"""Runs that begin with a LoRA that others wrote (`--lora_weights`): the same strength in every form, equal bits at every peer, unfit files refused."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from datasetserver.founding import run_to_serve
+from peer import export
+from peer.launch.starting_model import complete, load_model
+from peer.methods.lora import Lora
+from peer.results.loading import LORA as FILE
+from swarm.errors import UserError
+from swarm.options import build
+from swarm.run_config import RunConfig
+from tests import tiny
+from tests.peer.results.test_results import CPU, LORA, Trained, picture, plain
+from tests.peer.test_alone import RUN, flat, start  # noqa: F401
+
+
+def begun(base, file, **options):
+    """A model as a peer has it that begins with a LoRA, and what is trained of it."""
+    said = {"model": str(base), "resolution": 16, "method": "lora", "lora_weights": str(file), **options}
+    run = complete(build(RunConfig, said), given=said)
+    model, method = load_model(run, {}, CPU), Lora(run)
+    method.begin(model)
+    return model, method.attach(model), run
+
+
+@pytest.fixture(scope="module")
+def written(tiny_family, tmp_path_factory):
+    """`written("sd")`: the folder of a LoRA on all that its family trains, with kohya's form beside it where it has one."""
+    made = {}
+
+    def write(family, **options):
+        key = (family, *options)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            text = tiny.takes(family, "lora with text encoder")
+            done = Trained(tiny_family(family), family, folder / "model", train_text_encoder=text, **LORA | options).written()
+            if family in ("sd", "sdxl") and not options:
+                export.main(["--state", str(folder), "--format", "lora_kohya", "--out", str(folder / "kohya.safetensors")])
+            made[key] = done
+        return made[key]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*((family, "model") for family in ("sd", "sdxl", "flux", "sd3", "flux2")), ("sd", "kohya.safetensors"), ("sdxl", "kohya.safetensors")],
+)
+def test_a_run_begins_as_strong_as_the_file_was_whatever_its_own_alpha(written, tiny_family, family, form):
+    done = written(family)
+    text = tiny.takes(family, "lora with text encoder")
+    model, params, run = begun(tiny_family(family), done.folder.parent / form, train_text_encoder=text, lora_alpha=1.0)
+    assert params.keys() == done.params.keys() and run.rank == 2
+    for name, parameter in params.items():
+        torch.testing.assert_close(parameter, done.params[name] * 3 if "lora_B" in name else done.params[name])  # alpha was 3, and is 1
+    np.testing.assert_allclose(picture(model.pipeline), picture(done.model.pipeline), atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_targets": "all-linear+conv"}], ids=str)
+def test_wider_loras_and_doras_go_on_too(written, tiny_family, options):
+    done = written("sd", **options)
+    model, _, _ = begun(tiny_family("sd"), done.folder, train_text_encoder=True, **options)
+    np.testing.assert_allclose(picture(model.pipeline), picture(done.model.pipeline), atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["kohya", "header"])
+def test_an_alpha_that_is_not_the_rank_is_read_as_diffusers_reads_it(written, tiny_family, tmp_path, form):
+    done, file = written("sd"), tmp_path / "file.safetensors"
+    if form == "kohya":
+        tensors = load_file(done.folder.parent / "kohya.safetensors")
+        save_file({name: tensor * 3 if name.endswith("alpha") else tensor for name, tensor in tensors.items()}, file)
+    else:
+        tensors = load_file(done.folder / FILE)
+        save_file(
+            tensors,
+            file,
+            {"lora_adapter_metadata": '{"unet.r": 2, "unet.lora_alpha": 6, "text_encoder.r": 2, "text_encoder.lora_alpha": 6}'},
+        )
+    model, _, _ = begun(tiny_family("sd"), file, train_text_encoder=True)
+    pipeline = plain(tiny_family("sd"))
+    if form == "kohya":  # a header like this one lacks what peft needs to load it
+        pipeline.load_lora_weights(tmp_path, weight_name=file.name)
+    else:
+        pipeline.load_lora_weights(done.folder)
+        pipeline.set_adapters(["default_0"], [3.0])
+    np.testing.assert_allclose(picture(model.pipeline), picture(pipeline), atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused_in_one_line(written, tiny_family, tmp_path):
+    sd, base = written("sd"), tiny_family("sd")
+    kohya = load_file(sd.folder.parent / "kohya.safetensors")
+    files = {
+        "dora": kohya | {"lora_unet_x.dora_scale": torch.ones(1)},
+        "other": kohya | {"lora_unet_x.hada_w1_a": torch.ones(1)},
+        "ranks": kohya | {"lora_unet_x.lora_down.weight": torch.ones(7, 7)},
+        "nothing": {"x": torch.ones(1)},
+        "scalar": {"lora_unet_x.lora_down.weight": torch.ones(())},
+        "infinite": kohya | {next(name for name in kohya if "lora_up" in name): torch.full((32, 2), torch.inf)},
+    }
+    for name, tensors in files.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    save_file(load_file(sd.folder / FILE), tmp_path / "root.safetensors", {"lora_adapter_metadata": '{"unet.use_rslora": true}'})
+    (tmp_path / "broken.safetensors").write_bytes(b"no")
+    texts = {"train_text_encoder": True}
+    wrong = {
+        r"and there is no such LoRA\. Give a \.safetensors file": ("/nowhere", texts),
+        r"has text_encoder\.\S+, which the run does not train, and 15 more\. Choose its layers with --lora_targets, --train_text_encoder": (
+            sd.folder,
+            {},
+        ),
+        r"lacks text_encoder\S+fc1\S+, which the run trains, and \d+ more": (sd.folder, texts | {"lora_targets": "attention+ff"}),
+        r"lacks \S*lora_magnitude_vector\S*, which the run trains": (sd.folder, texts | {"use_dora": True}),
+        r"has \S*lora_magnitude_vector\S*, which the run does not train": (written("sd", use_dora=True).folder, texts),
+        r"^rank is 4, but .*safetensors has 2\. Remove --rank": (sd.folder, texts | {"rank": 4}),
+        r"is a DoRA in kohya's form": (tmp_path / "dora.safetensors", texts),
+        r"other\.safetensors does not load as a LoRA of this model": (tmp_path / "other.safetensors", texts),
+        r"has layers of 2 ranks": (tmp_path / "ranks.safetensors", texts),
+        r"has layers of 0 ranks": (tmp_path / "nothing.safetensors", texts),
+        r"scalar.* has layers of 0 ranks": (tmp_path / "scalar.safetensors", texts),
+        r"infinite\.safetensors does not load .* numbers that are not finite": (tmp_path / "infinite.safetensors", texts),
+        r"is scaled by the root of its rank": (tmp_path / "root.safetensors", texts),
+        r"broken\.safetensors": (tmp_path / "broken.safetensors", texts),
+        r"which the run does not train|of another shape": (written("sdxl").folder, texts),
+    }
+    for message, (file, options) in wrong.items():
+        with pytest.raises(UserError) as caught:
+            begun(base, file, **options)
+        assert re.search(message, str(caught.value)) and "\n" not in str(caught.value), (message, str(caught.value))
+
+
+def test_a_place_is_anybodys_word_and_only_the_file_of_the_runs_digest_counts(written, tiny_family):
+    """A record of a run in the DHT says where its LoRA lies, and no id covers that."""
+    _, _, run = begun(tiny_family("sd"), written("sd").folder, train_text_encoder=True)
+    model = load_model(run, {}, CPU)
+    for place in ("", "~nobody-of-that-name/x.safetensors", "x" * 5000 + ".safetensors", "\0.safetensors", str(written("sdxl").folder)):
+        with pytest.raises(UserError, match="Ask the host for it, and give it with --lora_weights FILE"):
+            Lora(dataclasses.replace(run, lora_weights=place)).begin(model)
+    bare = Lora(dataclasses.replace(run, lora_weights_digest=""))
+    bare.begin(model)
+    assert bare._given is None, "the run does not begin with one, wherever one lies"
+
+
+def test_the_files_digest_belongs_to_the_run_and_its_place_does_not(written, tiny_family, tmp_path):
+    done = written("sd")
+    said = {
+        "model": str(tiny_family("sd")),
+        "resolution": 16,
+        "method": "lora",
+        "lora_weights": str(done.folder),
+        "train_text_encoder": True,
+    }
+    run = run_to_serve(said, None)
+    elsewhere = tmp_path / "copy.safetensors"
+    elsewhere.write_bytes((done.folder / FILE).read_bytes())
+    assert run_to_serve(said | {"lora_weights": str(elsewhere)}, run).digest == run.digest and run.rank == 2
+    assert run.digest != run_to_serve({name: value for name, value in said.items() if name != "lora_weights"} | {"rank": 2}, None).digest
+    save_file(load_file(elsewhere), elsewhere, {"another": "header"})
+    with pytest.raises(UserError, match=r"lora_weights_digest was "):
+        run_to_serve(said | {"lora_weights": str(elsewhere)}, run)
+    with pytest.raises(UserError, match=r"^lora_weights_digest is "):
+        run_to_serve(said | {"lora_weights": str(elsewhere), "lora_weights_digest": run.lora_weights_digest}, None)
+    for place, message in ((str(elsewhere), "that file is another here"), ("/nowhere", "there is none here")):
+        with pytest.raises(UserError, match=rf"^The run begins with the LoRA .*, and {message}\. Ask the host"):
+            Lora(dataclasses.replace(run, lora_weights=place)).begin(load_model(run, {}, CPU))
+
+
+def test_a_peer_trains_on_from_the_file_however_it_holds_the_model(written, tiny_family, start):  # noqa: F811
+    done = written("sd")
+    said = {"method": "lora", "model": str(tiny_family("sd")), "lora_weights": str(done.folder), "train_text_encoder": True}
+    run = complete(dataclasses.replace(RUN, **said))
+    exact, rough = (start(name, run=run, mixed_precision=name).trainer for name in ("no", "bf16"))
+    assert torch.equal(flat(exact.params), flat(rough.params)) and any(
+        parameter.any() for name, parameter in exact.params.items() if "lora_B" in name
+    )
