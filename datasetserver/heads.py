@@ -27,15 +27,15 @@ def main(argv: Sequence[str]) -> None:
     verb = argv[0]
     about = {
         "heads": "List the states that no other follows, the head first, with what their reports say and what the ledger counts in them. "
-        "branch= is the first state that is not the head's ancestor.",
-        "discard": "Forget a state and all that follows from it, for good: the server does, and within a minute every peer that stands on it "
-        "starts again from what was before it. It undoes a forged state, and brings a swarm together that has split: discard the smaller branch.",
+        "branch= is the oldest of its ancestors that the head does not descend from.",
+        "discard": "Forget a state and all that follows from it, for good. Within a minute each peer that stands on it ends, and dd-peer starts it "
+        "again from an earlier state. It undoes a forged state. It also brings a swarm together that has split: give it the branch= of heads.",
     }
     parser = ArgumentParser(f"dd-datasetserver {verb}", description=about[verb])
     if verb == "discard":
         parser.add_argument("digest", help="all 64 characters, as 'heads' shows it")
         parser.add_argument("--yes", action="store_true", help="do it; without, only what would go is shown")
-        parser.add_argument("--reason", default="", help="one line, which the peers on it read")
+        parser.add_argument("--reason", default="", help="one line, shown to the peers that end")
     work_folder.add_arguments(parser)
     args = parser.parse_args(argv[1:])
     work_dir = work_folder.given(args)
@@ -44,11 +44,15 @@ def main(argv: Sequence[str]) -> None:
         return
     run, tree = _ledger(work_dir)
     gone = _gone(tree, args.digest)
-    what = f"state {args.digest} of round {gone[0].round} and what follows from it: {len(gone)} states, {max(s.samples for s in gone)} samples by their reports"
+    before = gone[0].samples - gone[0].own_samples
+    what = (
+        f"state {args.digest} of round {gone[0].round} and what follows from it: {len(gone)} states, which by their reports add "
+        f"{max(state.samples for state in gone) - before} samples to {before}"
+    )
     if not args.yes:
         raise UserError(f"This would forget {what}, for good.", fix="Add --yes if that is what you want.")
     say(work_dir, run, args.digest, banned=True, reason=args.reason)
-    print(f"forgotten is {what}")
+    print(f"forgot {what}")
     print("the server knows within a second, the peers within a minute: those on it end, and dd-peer starts them again from what was before it")
 
 
@@ -87,14 +91,17 @@ def _gone(tree: "StateTree", digest: str) -> "list[State]":
     if twin := next((state for state in tree if state.digest != digest and state.digest.startswith(digest[:ELDER_CHARACTERS])), None):
         raise UserError(
             f"State {twin.digest} begins with the same {ELDER_CHARACTERS} digits, and would go with it: somebody reported one of them to that end.",
-            fix=f"Ban who reported the forged one: {', '.join(gone[0].reporters)}.",
+            fix=f"Find out which is real, and ban who reported the other: {_names(gone[0])} this one, {_names(twin)} that.",
         )
     return gone
 
 
 def _line(state: "State", branch: "State | None") -> str:
     """branch: where its chain leaves the head's; None: it is the head."""
-    names = ", ".join(state.reporters[:_REPORTERS]) + (", ..." if len(state.reporters) > _REPORTERS else "")
     gaps = f" gaps={state.gaps}" if state.gaps else ""
     mark, parted = ("    ", f" branch={branch.digest}") if branch else ("head", "")
-    return f"{mark} {state.digest} round={state.round} reported={state.samples} counted={state.counted}{gaps}{parted} by {names}"
+    return f"{mark} {state.digest} round={state.round} reported={state.samples} counted={state.counted}{gaps}{parted} by {_names(state)}"
+
+
+def _names(state: "State") -> str:
+    return ", ".join(state.reporters[:_REPORTERS]) + (", ..." if len(state.reporters) > _REPORTERS else "")

@@ -17,7 +17,7 @@ from swarm.run.losses.denoising import check_noise
 from swarm.run.method import method_named, methods
 from swarm.run.optimizer import AUTO as OPTIMIZER_AUTO
 from swarm.run.optimizer import optimizer_named
-from swarm.run.strategy import strategies
+from swarm.run.strategy import strategies, swarms
 from swarm.run_config import RunConfig
 
 _LONGEST_NAME = 200
@@ -203,6 +203,11 @@ def check_optimizer(run: RunConfig) -> None:
         (
             facts.finds_rate and texts,
             f"{its_texts}, but {facts.title} finds one rate for all that is trained.", "Remove --text_encoder_lr, or use another --optimizer.",
+        ),
+        (
+            facts.finds_rate and run.clip_members and swarms(run.sync),
+            f"{own}, and clip_members {run.clip_members:g}: a newcomer's {facts.title} begins with a rate of nearly 0, and all others would be cut to it.",
+            "Add --clip_members 0, or use another --optimizer.",
         ),
         (
             facts.averages and not strategy.mean_alone,

@@ -37,7 +37,7 @@ WRONG = {
     "members_of": [("beef",), ("0" * 64,)],
     "total_samples": [("-1",), (str(10**30),), ("many",)],
     "target_batch_size": [("0",), (str(10**30),)],
-    "optimizer": [("lion",), ("adafactor", {"sync": "gradients"}), ("adamw_schedulefree", {"sync": "diloco"}), ("muon", WORD)],
+    "optimizer": [("lion",), ("adafactor", {"sync": "gradients"}), ("adamw_schedulefree", {"sync": "diloco"}), ("muon", WORD), ("prodigy",)],
     "learning_rate": [("10",), ("-1",), ("1e-4", {"optimizer": "prodigy"})],
     "lr_scheduler": [("cosine",), ("step",), ("cosine", {"optimizer": "adamw_schedulefree", "total_samples": 9})],
     "lr_min_ratio": [("1", {"lr_scheduler": "cosine", "total_samples": 9}), ("0.1",), ("0.1", {"lr_scheduler": "constant_with_warmup"})],

@@ -49,7 +49,7 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
         )
     if peer.resume_from_checkpoint in ("auto", "none"):  # else it goes on as it began
         check_idle(run)
-        check_optimizer(run)
+    check_optimizer(run)
     return Joined(complete(run, given=given))
 
 

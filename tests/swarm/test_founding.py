@@ -60,6 +60,7 @@ def test_a_misspelt_name_is_one_line_with_the_right_one(option, wrong, right):
         ({"optimizer": "adamw_schedulefree", "adam_beta1": 0.0}, "adam_beta1 is 0, and schedule-free AdamW"),
         ({"optimizer": "prodigy", "learning_rate": 1e-4}, "learning_rate is 0.0001, but Prodigy finds the rate itself"),
         ({"optimizer": "prodigy", "train_text_encoder": True, "text_encoder_lr": 1e-5}, "text_encoder_lr is 1e-05, but Prodigy finds one rate"),
+        ({"optimizer": "prodigy"}, "optimizer is prodigy, and clip_members 20: a newcomer's Prodigy begins with a rate of nearly 0"),
         ({"optimizer": "muon", "placeholder_token": "<x>", "initializer_token": "x"}, "optimizer is muon, which is for matrices"),
         ({"optimizer": "lion8bit", "adam_beta2": 0.9}, "adam_beta2 is 0.9, but says nothing without --optimizer auto or adamw or "),
         (
@@ -79,7 +80,8 @@ def test_what_peers_can_train_is_not_refused():
         {"lr_scheduler": "cosine", "total_samples": 9, "lr_min_ratio": 0.1},
         {"sync": "gradients", "optimizer": "adamw"},
         {"optimizer": "adamw_schedulefree", "lr_scheduler": "constant_with_warmup", "lr_warmup_samples": 9},
-        {"optimizer": "prodigy", "learning_rate": 0.5, "sync": "diloco"},
+        {"optimizer": "prodigy", "learning_rate": 0.5, "sync": "diloco", "clip_members": 0.0},
+        {"optimizer": "prodigy", "sync": "none"},
         {"bucket_side_min": 640},
         {"family": "flux", "guidance_scale": 1.0},
     ):
