@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from datasetserver.newcomers import MOST_OF_AN_OWNER
 from datasetserver.refused import Refused
 from swarm import files
 from swarm.arguments import ArgumentParser
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """A running server looks this often whether the file has changed: a token that is removed opens nothing after that."""
 _FILE = "tokens.txt"
-_MOST_PEERS = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LINE = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})(?: ([1-9][0-9]?))?")
 
@@ -122,7 +122,7 @@ def names(path: Path) -> list[str]:
 
 def of_peers(text: str) -> int:
     """`--peers`. Raises ValueError."""
-    if not text.isdecimal() or int(text) > _MOST_PEERS:
+    if not text.isdecimal() or int(text) > MOST_OF_AN_OWNER:
         raise ValueError(text)
     return int(text)
 

@@ -29,7 +29,7 @@ from peer.loop.accounts import Accounts
 from peer.loop.all_ranks import RankedSync
 from peer.loop.ema import Ema
 from peer.loop.occasions import Occasion, Occasions, seldom
-from peer.loop.optim import build_optimizer, check_optimizer, told
+from peer.loop.optim import build_optimizer, check_here, told
 from peer.loop.rounding import RoundingOptimizer, innermost, keep_in_bf16
 from peer.loop.schedule import build_schedule
 from peer.loop.train import Trainer
@@ -172,7 +172,7 @@ def admitted(launch: Launch) -> Launch:
 def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     """The model with what is trained of it, the same at all ranks, and the method that says what that is."""
     run, peer, device = launch.run, launch.peer, launch.device
-    check_optimizer(run, peer.weights, device)
+    check_here(run, peer.weights, device)
     here = {name: launch.given[name] for name in PLACES if launch.given.get(name)}
     if here.get("lora_weights") and not run.lora_weights_digest:
         raise UserError("This run does not begin with a LoRA.", fix="Leave out --lora_weights, or found a run of your own with it.")

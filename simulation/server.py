@@ -134,9 +134,8 @@ class _Ledger:
 class _Orders:
     """As `orders.Orders`."""
 
-    def __init__(self) -> None:
-        self.state, self.total = "running", 0
-        self.forged: tuple[str, ...] = ()
+    def __init__(self, bans: Bans) -> None:
+        self.state, self.total, self._bans = "running", 0, bans
 
     def __call__(self) -> str:
         return self.state
@@ -144,8 +143,8 @@ class _Orders:
     def extended(self) -> int:
         return self.total
 
-    def discarded(self) -> tuple[str, ...]:
-        return self.forged
+    def discarded(self) -> frozenset[str]:
+        return self._bans.discarded
 
 
 class Server:
@@ -155,8 +154,8 @@ class Server:
         self._world, self._rng, self.run, self.dataset = world, random.Random(world.rng.getrandbits(64)), run, dataset
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         periods = dict.fromkeys(("lease_seconds", "grace_seconds", "copy_seconds"), lease_seconds)
-        self.orders, self.config = _Orders(), ServerConfig(dataset="shards", **periods)
         self.bans = Bans(run, dataset.key.public)
+        self.orders, self.config = _Orders(self.bans), ServerConfig(dataset="shards", **periods)
         self.slow_seconds = self.lost = 0.0
         self.end = End(run, dataset.key.public)
         self.requests = 0
@@ -186,7 +185,6 @@ class Server:
 
     def discard(self, digest: str) -> None:
         """As `dd-datasetserver discard` does."""
-        self.orders.forged += (digest,)
         self.bans.hear([sign_word(self.dataset.key, self.run, digest, banned=True, clock=self._world.loop.time)])
 
     def extension(self) -> dict[str, Any] | None:

@@ -372,12 +372,13 @@ class World:
         lineage = self.checks.lineage(tip)
         for machine in self.machines:
             commit = self.checks.commits.get(self.checks.stands(machine))
-            if commit is not None and commit.digest not in lineage and self._apart_by_rule(machine, lineage):
+            ended = commit is not None and commit.samples >= self.run.total_samples
+            if ended and commit.digest not in lineage and self._apart_by_rule(machine, lineage):
                 self.apart += 1
-            elif commit is None or commit.samples < self.run.total_samples or commit.digest not in lineage:
+            elif not ended or commit.digest not in lineage:
                 self.checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
         if self.apart:
-            return
+            return self.checks.whole_ledger(self.server.book)
         if differs := self.checks.ledger_agrees(self.server.book, lineage, {machine.peer for machine in self.gone} | self.strangers):
             self.checks.breach(f"ledger and states differ at the run's end: {differs}")
         self.checks.whole_ledger(self.server.book)

@@ -1,4 +1,4 @@
-"""The host's words, signed with its key: whom it bans from its run, with the reason, whom it trusts to lead and reduce, and which states it discards.
+"""The host's words, signed with its key. It bans peers from its run and says why, trusts peers to lead and reduce, and discards states.
 
 For each peer, and each state, the newest word counts: a ban, trust, or the end of either. So words can be repeated, and come late, in any order and from anybody. Two
 machines that have the host's key agree as soon as each has heard the other's (docs/decisions/0016).

@@ -185,7 +185,7 @@ def check_schedule(run: RunConfig) -> None:
 
 
 def check_optimizer(run: RunConfig) -> None:
-    """Raise UserError for an optimizer of which something else of the run would make another thing than it is."""
+    """Raise UserError for an optimizer that does not work with the rest of the run."""
     facts, strategy, texts = optimizer_named(run.optimizer), strategies()[run.sync], run.was_given("text_encoder_lr")
     own, its_texts = f"optimizer is {run.optimizer}", f"text_encoder_lr is {run.text_encoder_lr:g}"
     together = f"with --sync {run.sync} all peers take one step together, {strategy.optimizer}'s, with one rate"

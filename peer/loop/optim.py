@@ -21,7 +21,7 @@ def kind_of(run: RunConfig, device: torch.device) -> str:
     return run.optimizer if run.optimizer != AUTO else ("adamw8bit" if device.type == "cuda" else "adamw")
 
 
-def check_optimizer(run: RunConfig, weights: str, device: torch.device) -> None:
+def check_here(run: RunConfig, weights: str, device: torch.device) -> None:
     """Raise UserError where this machine cannot step with the run's optimizer; asked before a model is loaded. weights: --weights."""
     facts = OPTIMIZERS[kind_of(run, device)]
     if device.type == "xla" and not facts.on_xla:
@@ -46,12 +46,12 @@ def _is_there(wanted: Requirement) -> bool:
 
 
 def build_optimizer(run: RunConfig, params: Params, device: torch.device) -> Any:
-    """What the run wants, for float32 `params`. Raises as `check_optimizer`.
+    """What the run wants, for float32 `params`. Raises as `check_here`.
 
     A group of parameters whose rate is not the schedule's has its `share` of that. On a CPU 8-bit Adam is right to 1 % and needs a
     quarter of the memory, but takes about 30 times as long.
     """
-    check_optimizer(run, "fp32", device)
+    check_here(run, "fp32", device)
     return _BUILDERS[kind_of(run, device)](run, params, device)
 
 
@@ -89,8 +89,8 @@ def _adafactor(run: RunConfig, params: Params, device: torch.device) -> torch.op
 
 
 def _prodigy(run: RunConfig, params: Params, device: torch.device) -> torch.optim.Optimizer:
-    """With what its page recommends for diffusion models. It finds its rate from how far gradients point back to where this peer began;
-    that bounds the distance to the optimum from there whoever moved the parameters since, so a round's mean does not spoil it."""
+    """With what its page recommends for diffusion models. It finds its rate from how far gradients point back to where this peer began.
+    That bounds the distance from there to the optimum. Who moved the parameters since does not matter, so a round's mean does not spoil it."""
     from prodigyopt import Prodigy
 
     with redirect_stdout(io.StringIO()):  # it prints that weight decay is decoupled

@@ -107,7 +107,7 @@ def test_what_the_host_discards_is_in_no_later_state(then):
     world = World(Scenario(4, peers=3, hours=0.04, assistants=1, strikes=parse_strikes(f"discard@60/0{then}")))
     outcome = world.play()
     assert_holds(outcome)
-    (forged,) = world.server.orders.forged
+    (forged,) = world.server.bans.discarded
     assert forged not in world.checks.lineage(world.tip()) and world.server.book.tree.get(forged) is None
 
 

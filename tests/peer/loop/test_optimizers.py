@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from peer.loop import optim
-from peer.loop.optim import build_optimizer, check_optimizer, told
+from peer.loop.optim import build_optimizer, check_here, told
 from peer.loop.rounding import RoundingOptimizer, keep_in_bf16
 from peer.results.checkpoint import Checkpoints
 from peer.rooms import load_part
@@ -128,8 +128,8 @@ def test_with_bf16_weights_it_steps_every_group_of_parameters_in_the_mean_as_far
 @pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if not facts.by_tensor])
 def test_one_that_steps_all_at_once_refuses_bf16_weights(name):
     with pytest.raises(UserError, match=r"--weights bf16 steps some at a time.*Remove --weights"):
-        check_optimizer(run_with(name), "bf16", CPU)
-    check_optimizer(run_with(name), "fp32", CPU)
+        check_here(run_with(name), "bf16", CPU)
+    check_here(run_with(name), "fp32", CPU)
 
 
 @pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if facts.package])
@@ -142,7 +142,7 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_the_command_that_ins
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(UserError) as caught:
-        check_optimizer(run_with(name), "fp32", CPU)
+        check_here(run_with(name), "fp32", CPU)
     assert f"pip install '{OPTIMIZERS[name].package}'" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -168,7 +168,7 @@ def test_the_page_says_of_each_what_the_table_does():
 def test_an_old_torch_is_told_where_muon_is_not_there(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(UserError, match=r"Muon needs torch 2\.9 or later, and this is .*pip install --upgrade torch"):
-        check_optimizer(run_with("muon"), "fp32", CPU)
+        check_here(run_with("muon"), "fp32", CPU)
 
 
 def test_muon_steps_matrices_and_adamw_convolutions_vectors_and_embeddings():
@@ -199,7 +199,7 @@ def test_text_encoders_have_a_rate_of_their_own():
     assert told(optimizer) == "AdamW 0.1" and told(build_optimizer(run_with("adamw"), params, CPU)) == "AdamW"
 
 
-# -- in a swarm: what the strategies do to parameters of which an optimizer's state tells something
+# -- in a swarm: strategies move the parameters, and some optimizers keep where these were
 
 
 class Peer(Replica):

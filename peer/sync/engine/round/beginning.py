@@ -13,7 +13,7 @@ from swarm.run_config import RunConfig
 _JOIN_PATIENCE_SECONDS = 60.0
 """For so long a founder, and a peer with a state of its own, wait for a better state that somebody signs. Then they start from theirs."""
 _HOLDER_PATIENCE_SECONDS = 120.0
-"""A peer that has a state of its own, or discarded it, waits so long for the holder of a later one that nobody live has."""
+"""If no live peer has the latest known state, a peer that has a state of its own, or had one that is discarded, waits so long for its holder."""
 _NAMED = 8
 
 
