@@ -3,6 +3,8 @@
 import asyncio
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from peer.sync.engine.net.messages import Answer, Call
 from peer.sync.engine.net.streams import PeerLost
@@ -15,6 +17,14 @@ from swarm.members import Members, sign_membership
 from swarm.signing import HostKey
 from tests.peer.sync.replicas import Peer, check_invariants, make_run
 from tests.peer.sync.swarm_tools import until
+
+
+@pytest.fixture(autouse=True)
+def host_key(tmp_path):
+    """The same in every run: a run for members draws its ids, and with them all chance, from its host's key."""
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (tmp_path / "host.key").write_bytes(Ed25519PrivateKey.from_private_bytes(bytes(range(32))).private_bytes(*pem))
+    (tmp_path / "host.key").chmod(0o600)
 
 
 async def swarm_of(nodes, count, run, key, halves=False, **options) -> list[Peer]:
