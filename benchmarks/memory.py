@@ -1,10 +1,11 @@
 """How much memory averaging takes, against what is counted before it starts; and whether it grows with the rounds.
 
-    .venv/bin/python benchmarks/memory.py            two peers, 50 M parameters, three ways to average; then 200 rounds with failures: some eight minutes
+    .venv/bin/python benchmarks/memory.py            two peers, 50 M parameters, four ways to average; then 200 rounds with failures: some ten minutes
     .venv/bin/python benchmarks/memory.py --full     200 M parameters, 1,000 rounds
+    .venv/bin/python benchmarks/memory.py --only parameters/fp16/disk --num_parameters 860000000       one way alone, without those rounds
 
 Compute is a sleep (`benchmarks.sleeper`), all else is real. Memory is that of a peer's processes, trainer, sidecar and p2pd, without
-the pages of libraries, of which each has fewer the more programs run here. From its peak is taken what the same peer has with almost no
+the pages of files: of libraries each has fewer the more programs run here, and of a state on disk the kernel has them back when it wants. From its peak is taken what the same peer has with almost no
 parameters, and the parameters themselves, which are there without averaging too.
 
 For the growth a third peer joins, and is killed with all its processes in every tenth round: the rounds that it leaves fail at first.
@@ -16,6 +17,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ import psutil
 from benchmarks.common import ROOT, print_result, print_table, wait
 from benchmarks.sleeper import toy_params
 from peer.rooms import load_part, parts
+from peer.sync.engine.buffers import DISK, MEMORY
 from peer.sync.engine.codec import WIRES, Wire
 from peer.sync.engine.memory import SIDECAR_BYTES, host_bytes
 from peer.sync.engine.vectors import Schema
@@ -41,7 +44,7 @@ from swarm.errors import UserError, run_program
 from swarm.run_config import RunConfig
 
 _EXAMPLES = {"SD 1.5 UNet": 859_520_964, "with its text encoder": 982_581_252}
-WAYS = (("parameters", "fp16"), ("parameters", "int8"), ("diloco", "int8"))
+WAYS = (("parameters", "fp16", MEMORY), ("parameters", "int8", MEMORY), ("diloco", "int8", MEMORY), ("parameters", "fp16", DISK))
 FEW = 100_000
 ROUNDS = 5
 _LOOK_SECONDS = 0.05
@@ -98,6 +101,18 @@ class Peer:
         path = self.folder / "rounds.jsonl"
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
+    def round_seconds(self) -> list[float]:
+        """Of each round, from a contribution's freezing to the trainer's standing on the new state."""
+        frozen, found = None, []
+        for line in (self.folder / "work.jsonl").read_text().splitlines():
+            event = json.loads(line)
+            if event["event"] == "frozen":
+                frozen = event["time"]
+            elif event["event"] == "round" and frozen is not None:
+                found.append(event["time"] - frozen)
+                frozen = None
+        return found
+
     def address(self) -> str:
         return wait("an address", lambda: _ADDRESS.search(self.log), [self], _WAIT_SECONDS).group(1)
 
@@ -121,26 +136,32 @@ def swarm(folder: Path, num_parameters: int, *options: str) -> Iterator[list[Pee
             peer.kill()
 
 
-def measure(folder: Path, sync: str, wire: str, num_parameters: int) -> dict[str, Any]:
-    """The peak of a peer over ROUNDS rounds of two, less that of one with few parameters."""
+def measure(folder: Path, sync: str, wire: str, state_on: str, num_parameters: int, rounds: int = ROUNDS) -> dict[str, Any]:
+    """The peak of a peer over so many rounds of two, less that of one with few parameters."""
     run = RunConfig(model="sleeper", sync=sync, wire=wire)
     options = ("--sync", sync, "--wire", wire, "--samples_per_second", "20", "--target_batch_size", str(40 + num_parameters // 1_000_000))
+    options += ("--state_on", state_on)
     peaks = {}
     for count in (FEW, num_parameters):
-        with swarm(folder / f"{sync}-{wire}-{count}", count, *options) as peers:
-            wait("the last round", lambda both=peers: averaged(both[0]) >= ROUNDS and averaged(both[1]) >= ROUNDS, peers, _WAIT_SECONDS)
+        with swarm(folder / f"{sync}-{wire}-{state_on}-{count}", count, *options) as peers:
+            seconds = _WAIT_SECONDS + 2e-6 * count
+            wait("the last round", lambda both=peers: averaged(both[0]) >= rounds and averaged(both[1]) >= rounds, peers, seconds)
             peaks[count] = max(peer.peak for peer in peers)
+            seconds = statistics.median(seconds for peer in peers for seconds in peer.round_seconds())
     schema = Schema.of(toy_params(num_parameters))
-    counted = sum(host_bytes(load_part("sync", sync).strategy(run), Wire.of(wire, schema)).values())
+    counted = sum(host_bytes(load_part("sync", sync).strategy(run), Wire.of(wire, schema), state_on=state_on).values())
     taken = peaks[num_parameters] - peaks[FEW] - 4 * schema.size
     return {
         "sync": sync,
         "wire": wire,
+        "state on": state_on,
         "parameters": schema.size,
         "counted bytes/parameter": counted / schema.size,
         "measured bytes/parameter": taken / schema.size,
         "measured/counted": taken / counted,
         "with few parameters MB": peaks[FEW] / 1e6,
+        "all but the parameters GB": (taken + peaks[FEW]) / 1e9,
+        "seconds/round": seconds,
     }
 
 
@@ -184,7 +205,7 @@ def grow(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def table() -> str:
-    """docs/memory.md's table, in Markdown."""
+    """docs/hardware.md's table, in Markdown."""
     head = ["`--sync`", "`--wire`", "bytes per parameter", *_EXAMPLES]
     lines = [head, ["---"] * len(head)]
     for name in parts("sync"):
@@ -202,22 +223,25 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="200 M parameters and 1,000 rounds")
     parser.add_argument("--num_parameters", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=0, help="of the part that looks for growth")
-    parser.add_argument("--counted", action="store_true", help="print docs/memory.md's table only")
+    parser.add_argument("--rounds", type=int, default=0, help="of the part that looks for growth, or of --only")
+    parser.add_argument("--only", choices=["/".join(way) for way in WAYS], help="measure this way alone")
+    parser.add_argument("--counted", action="store_true", help="print docs/hardware.md's table only")
     flags = parser.parse_args(argv)
     if flags.counted:
         return print(table())
     num_parameters = flags.num_parameters or (200_000_000 if flags.full else 50_000_000)
     with tempfile.TemporaryDirectory(prefix="dd-memory-") as name:
-        rows = [measure(Path(name), sync, wire, num_parameters) for sync, wire in WAYS]
+        if flags.only:
+            return print_result(measure(Path(name), *flags.only.split("/"), num_parameters, flags.rounds or ROUNDS))
+        rows = [measure(Path(name), *way, num_parameters) for way in WAYS]
         print_table(rows)
         print()
         growth = grow(Path(name) / "growth", flags.rounds or (1000 if flags.full else 200))
         print_table([growth])
     print_result(
         {
-            "bytes_per_parameter": {f"{row['sync']}/{row['wire']}": row["measured bytes/parameter"] for row in rows},
-            "measured_over_counted": max(row["measured/counted"] for row in rows),
+            "bytes_per_parameter": {f"{row['sync']}/{row['wire']}/{row['state on']}": row["measured bytes/parameter"] for row in rows},
+            "measured_over_counted": max(row["measured/counted"] for row in rows if row["state on"] == MEMORY),
             "growth_kb_per_round": growth["growth kB/round"],
             "growth": growth,
         }

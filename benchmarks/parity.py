@@ -13,12 +13,12 @@
 What is judged is what a run would export: a moving average of the weights (`--use_ema`) over about 2,048 samples, the one machine's as well
 as the swarm's. A state at a constant learning rate is noise about it that a swarm averages away at its end, and one machine never.
 Judged afterwards, so that judging takes no time from training, from one peer's checkpoints of about every 1,024 samples: 200 digits, drawn
-in 10 steps each; between two looks the line is straight. Two seeds may differ by a fifth (docs/log.md): a ratio from one repeat is a rough one.
-Without `--full` two peers only, some 12 minutes. Four peers share two cores here: of them only samples count. Run it alone. Prints a table and, as its
-last line, one JSON object; its figures are of the medians over the repeats.
+in 10 steps each; between two looks the line is straight. Two seeds may differ by a fifth (benchmarks/records/log.md): a ratio from one
+repeat is a rough one. Without `--full` two peers only, some 12 minutes. Four peers share two cores here: of them only samples count. Run it
+alone. Prints a table and, as its last line, one JSON object; its figures are of the medians over the repeats.
 
 With `--optimizer` two peers of 32 and one machine of 64 train with another one than AdamW, at its share of AdamW's rates (swarm/run/optimizer.py).
-One that averages its steps is judged as it is, without `--use_ema`.
+One that averages its steps is judged as it is, without `--use_ema`. Those that learn more slowly need a larger `--total` to come to 95 %.
 """
 
 import argparse
@@ -53,7 +53,7 @@ PER_DIGIT, DRAWING_STEPS = 20, 10
 SMALL_ROUNDS = ({2: 32, 4: 16}, {"target_batch_size": 448, "learning_rate": 6e-3})
 HOME_ROUNDS = ({2: 128, 4: 64}, {"target_batch_size": 2048, "learning_rate": 8e-3})
 """Each peer's batch, by the number of peers, and the run. With small rounds two are there soonest; 2,048 samples a round are what a home
-line carries (wan.py), and a run of some twenty rounds needs large batches. The best simulated so far (docs/log.md)."""
+line carries (wan.py), and a run of some twenty rounds needs large batches. The best simulated so far (benchmarks/records/log.md)."""
 SWARMS = {
     "small-rounds": ("parameters", *SMALL_ROUNDS),
     "parameters": ("parameters", *HOME_ROUNDS),
@@ -82,6 +82,8 @@ class Run:
     settings: Mapping[str, Any]
     wanted: float = WANTED
     """The share of digits read right that counts."""
+    longest: int = 0
+    """Samples that it takes at most; 0: what TOTALS says."""
 
     @property
     def global_batch(self) -> int:
@@ -89,7 +91,7 @@ class Run:
 
     @property
     def total(self) -> int:
-        return TOTALS[self.global_batch]
+        return self.longest or TOTALS[self.global_batch]
 
     @property
     def round(self) -> int:
@@ -138,6 +140,9 @@ def main() -> None:
     parser.add_argument(
         "--wanted", type=float, default=WANTED, metavar="SHARE", help=f"the share of digits read right that counts [{WANTED}]"
     )
+    parser.add_argument(
+        "--total", type=int, default=0, metavar="SAMPLES", help="train each run on so many samples [as many as AdamW needs, and some]"
+    )
     args = parser.parse_args()
     quickstart.quiet_libraries()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
@@ -147,7 +152,7 @@ def main() -> None:
         runs = [run for repeat in range(args.repeats) for run in plan(args.full, repeat, args.only)]
         if args.optimizer:
             runs = [stepped_by(args.optimizer, run) for run in runs if run.global_batch == 64 and run.peers != 1]
-        runs = [replace(run, wanted=args.wanted) for run in runs]
+        runs = [replace(run, wanted=args.wanted, longest=args.total) for run in runs]
         train(base, runs)
         learned = judge_all(base, runs)
     report(learned, exact)
@@ -259,7 +264,7 @@ def judge(base: Path, run: Run) -> Learned:
     config = RunConfig()
     model = stable_diffusion.load(base / "base", torch.device("cpu"), config)
     params = full.build(config).attach(model)
-    the_judge, seen, due = Judge.from_real_digits(), [], run.total * 5 // 8
+    the_judge, seen, due = Judge.from_real_digits(), [], TOTALS[run.global_batch] * 5 // 8
     for path in checkpoint.Checkpoints(base / slug(run) / "peer-1", 1000).paths():
         samples = checkpoint.about(path)["samples"]
         if samples < due:

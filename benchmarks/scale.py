@@ -13,7 +13,7 @@ round takes ROUND_SECONDS at every size, so what grows is what peers cost each o
     messages        on our own streams, per peer and round (payload in KiB)
     memory MiB      of sidecar and p2pd per peer, shared pages once
 
-docs/scale.md goes on from these figures to 1,000 peers. Last line: JSON with a row per number of peers under `peers`.
+docs/internals.md goes on from these figures to 1,000 peers. Last line: JSON with a row per number of peers under `peers`.
 """
 
 import argparse

@@ -27,11 +27,14 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters  # noqa: E402
 
 from benchmarks import parity  # noqa: E402
-from peer.contracts import LatentBatch  # noqa: E402
+from peer.contracts import LatentBatch, Member  # noqa: E402
 from peer.loop.schedule import build_schedule  # noqa: E402
 from peer.models import stable_diffusion  # noqa: E402
 from peer.sync.diloco import DiLoCo  # noqa: E402
+from peer.sync.engine.codec import PART_ELEMENTS  # noqa: E402
 from peer.sync.engine.outer import RoundInfo  # noqa: E402
+from peer.sync.engine.round.centering import centre, even_shares, products  # noqa: E402
+from peer.sync.engine.round.clipping import Clipping  # noqa: E402
 from peer.sync.parameters import Parameters  # noqa: E402
 from scripts.demo import digits, quickstart, tiny_model  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
@@ -49,6 +52,10 @@ def main() -> None:
     parser.add_argument("--outer_rate", type=float, default=0.7)
     parser.add_argument("--outer_momentum", type=float, default=0.9)
     parser.add_argument("--round", type=int, default=2048)
+    parser.add_argument("--averaging", choices=("mean", "centered"), default="mean")
+    parser.add_argument("--clip", type=float, default=20.0, help="--clip_members")
+    parser.add_argument("--liar", type=float, default=1.0, help="the last peer contributes what it learned times this: -1 the opposite, -20 as far as the clip lets it")
+    parser.add_argument("--mislabelled", action="store_true", help="the last peer learns every digit as another one")
     parser.add_argument("--moments", action="store_true", help="average AdamW's moments, too: not in the product")
     parser.add_argument("--ema", type=float, default=0, help="judge a running mean of the states over about so many samples; 0: the states")
     parser.add_argument("--look_from", type=int, default=8192)
@@ -90,7 +97,11 @@ class Swarm:
         self._pupils = [school.pupil() for _ in range(args.peers)]
         betas = (0.9, args.beta2)
         self._optimizers = [torch.optim.AdamW(one.parameters(), lr=args.rate, betas=betas, fused=True) for one in self._pupils]
-        self._lessons = school.lessons(args.batch, torch.Generator().manual_seed(seed))
+        lessons = school.lessons(args.batch, torch.Generator().manual_seed(seed))
+        self._lessons = [lessons] * args.peers
+        if args.mislabelled:
+            self._lessons[-1] = school.lessons(args.batch, torch.Generator().manual_seed(-seed), shift=3)
+        self._clipping = Clipping(args.clip)
         self._rate = build_schedule(
             RunConfig(
                 learning_rate=args.rate, lr_warmup_samples=args.warmup, target_batch_size=args.round,
@@ -107,12 +118,14 @@ class Swarm:
         """Each replica's local steps, then the outer step; one machine (`none`) goes on where it is."""
         args, anchor, before = self._args, self.vectors[0], self.samples
         steps = max(1, round(args.round / args.peers / args.batch))
-        for pupil, optimizer in zip(self._pupils, self._optimizers, strict=True):
+        for pupil, optimizer, lessons in zip(self._pupils, self._optimizers, self._lessons, strict=True):
             optimizer.param_groups[0]["lr"] = self._rate(before)
             for _ in range(steps):
-                self._school.teach(pupil, optimizer, next(self._lessons))
+                self._school.teach(pupil, optimizer, next(lessons))
         self.samples, self._number = before + steps * args.batch * args.peers, self._number + 1
-        mean = sum(vector(pupil) - anchor for pupil in self._pupils) / args.peers
+        learned = torch.stack([vector(pupil) - anchor for pupil in self._pupils])
+        learned[-1] *= args.liar
+        mean = self._average(learned, steps * args.batch)
         self.vectors = self._outer.outer_step(self.vectors, mean, RoundInfo(self._number, before, float(mean.norm())))
         for pupil in self._pupils:
             vector_to_parameters(self.vectors[0].clone(), pupil.parameters())
@@ -121,6 +134,16 @@ class Swarm:
         self.judged = self.judged * keep + self.vectors[0] * (1 - keep)
         if args.moments:
             average_moments(self._optimizers)
+
+
+    def _average(self, learned: Tensor, samples: int) -> Tensor:
+        """As the product's reducers do, each with a part. learned: (peers, size), in place."""
+        members = [Member(str(number), 1, samples) for number in range(len(learned))]
+        learned *= torch.tensor(self._clipping.factors(members, learned.norm(dim=1).tolist()))[:, None]
+        shares = even_shares([samples] * len(learned)) if self._args.averaging == "centered" else None
+        if shares is None:
+            return learned.mean(0)
+        return torch.cat([torch.mv(part.T, centre(shares, products(part)).float()) for part in learned.split(PART_ELEMENTS, dim=1)])
 
 
 def average_moments(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -165,15 +188,15 @@ class School:
     def pupil(self) -> nn.Module:
         return copy.deepcopy(self.fresh).train()
 
-    def lessons(self, batch: int, rng: torch.Generator, ucg: float = 0.1) -> Iterator[tuple[LatentBatch, torch.Generator]]:
-        """Batches for ever, each picture once an epoch."""
+    def lessons(self, batch: int, rng: torch.Generator, ucg: float = 0.1, shift: int = 0) -> Iterator[tuple[LatentBatch, torch.Generator]]:
+        """Batches for ever, each picture once an epoch; shift: so many digits further each is said to be than it is."""
         order = torch.empty(0, dtype=torch.long)
         while True:
             if len(order) < batch:
                 order = torch.cat([order, torch.randperm(len(self.labels), generator=rng)])
             some, order = order[:batch], order[batch:]
             latents = self.mean[some] + self.std[some] * torch.randn(self.mean[some].shape, generator=rng)
-            asked = torch.where(torch.rand(batch, generator=rng) < ucg, 10, self.labels[some])
+            asked = torch.where(torch.rand(batch, generator=rng) < ucg, 10, (self.labels[some] + shift) % 10)
             yield LatentBatch(latents, {"states": self.text[asked]}), rng
 
     @torch.enable_grad()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasetserver import bans, heads, invite, orders, template, tokens
+from datasetserver import bans, heads, invite, orders, successor, template, tokens
 from datasetserver.config import ServerConfig
 from datasetserver.work_folder import HOST_KEY, LEDGER
 from swarm.arguments import ArgumentParser
@@ -14,11 +14,12 @@ from swarm.errors import UserError, run_program
 from swarm.options import build, parse_flags, read_toml
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
+from swarm.subsets import folders_of
 
 _COMMANDS = (
     "Commands: init writes a run.toml to fill in; invite NAME prints what a volunteer pastes; pause, resume, end and extend say what becomes of "
     "a run; heads lists its newest states and discard forgets a forged one; members lists its peers, ban keeps one out and unban lets it in "
-    "again, trust names those that average for all and distrust ends that; token add, remove and list say who may use the server. Each has --help."
+    "again, trust names those that average for all and distrust ends that; token add, remove and list say who may use the server; successor writes a spare for the host's key. Each has --help."
 )
 
 
@@ -33,6 +34,8 @@ def _main(argv: Sequence[str]) -> None:
         return tokens.main(argv[1:])
     if list(argv[:1]) == ["invite"]:
         return invite.main(argv[1:])
+    if list(argv[:1]) == ["successor"]:
+        return successor.main(argv[1:])
     if list(argv[:1]) == ["init"]:
         return template.main(argv[1:])
     if argv and argv[0] in heads.VERBS:
@@ -54,8 +57,9 @@ def _main(argv: Sequence[str]) -> None:
     setup_logging(debug=config.debug, log_format=config.log_format)
     collect_seldom()
     work_dir = config.work_folder()
-    if config.dataset and not Path(config.dataset).is_dir():
-        raise UserError(f"There is no folder {config.dataset}.", fix="Check --dataset.")
+    for folder in folders_of(Path(config.dataset)) if config.dataset else ():
+        if not folder.is_dir():
+            raise UserError(f"There is no folder {folder}.", fix="Check --dataset.")
     if config.dry_run:
         run = run_to_serve(run_values, stored_run(work_dir / LEDGER))
         _ingest(work_dir, config, run)
@@ -94,20 +98,28 @@ def _ingest(work_dir: Path, config: ServerConfig, run: RunConfig | None):
     from datasetserver.ledger import epochs_begun
     from datasetserver.report import report, size
 
-    source = config.source()
+    masks, begun = bool(run and run.masked_loss), epochs_begun(work_dir / LEDGER)
+    source = config.source(masks)
     if source is None:
+        if masks and begun is None:
+            raise UserError("masked_loss is True, and nothing says whether what is ready has masks.", fix="Add --dataset DIR or --dataset_name.")
         data = ingested(work_dir)
         if data is None:
             raise UserError(f"No dataset is ready in {work_dir}.", fix="Add --dataset DIR or --dataset_name.")
+        _refuse_none_held_out(run, data)
         print(f"dataset in {work_dir}: {size(data)}", flush=True)
         return data
-    begun = epochs_begun(work_dir / LEDGER)
     data = ingest(
         source,
         work_dir,
         shard_samples=config.shard_samples,
         workers=None if config.ingest_workers < 0 else config.ingest_workers,
-        policy=Policy("empty" if config.missing_captions == "none" else config.missing_captions, config.duplicates),
+        policy=Policy(
+            "empty" if config.missing_captions == "none" else config.missing_captions,
+            config.duplicates,
+            masks,
+            run.validation_split if run else 0.0,
+        ),
         dry=config.dry_run,
         grow_from=(begun or 0) if config.grow else None,
         frozen=begun is not None,
@@ -115,9 +127,19 @@ def _ingest(work_dir: Path, config: ServerConfig, run: RunConfig | None):
         # disable=None: no bar where nobody sees it
         show=lambda samples, count: tqdm(samples, total=count, desc="checking pictures", unit="", disable=None),
     )
-    for line in report(source, data, None if config.dry_run else work_dir):
+    if begun is None:
+        _refuse_none_held_out(run, data)  # pictures that were prepared without a run, and have only grown since
+    for line in report(source, data, None if config.dry_run else work_dir, masks):
         print(line, flush=True)
     return data
+
+
+def _refuse_none_held_out(run: RunConfig | None, data: Any) -> None:
+    if run and run.validation_split and not data.manifest.held_out:
+        raise UserError(
+            f"validation_split is {run.validation_split:g}, and no picture of what is ready is held out.",
+            fix="Add --dataset DIR or --dataset_name, and another --work_dir.",
+        )
 
 
 if __name__ == "__main__":

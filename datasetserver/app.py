@@ -27,6 +27,7 @@ from swarm import protocol
 from swarm.digest import canonical_json, digest_json
 from swarm.errors import UserError
 from swarm.members import sign_membership
+from swarm.receipts import sign_receipt
 from swarm.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -117,6 +118,12 @@ async def put_run(request: web.Request) -> web.Response:
     service, asked = request.app[SERVICE], await answers.read(request, protocol.FoundRequest)
     run = acceptable_run(asked.run, service.data.first, service.key.public if service.for_members else "")
     new = service.run is None
+    if new and run.masked_loss:
+        said = "masked_loss is True, but the pictures here were checked without a run, and have no masks."
+        raise Refused(400, "bad_run", said, "Found the run at its server: dd-datasetserver --model MODEL --masked_loss.")
+    if new and run.validation_split and not service.data.manifest.held_out:
+        said = f"validation_split is {run.validation_split:g}, but the pictures here were checked without a run, and none is held out."
+        raise Refused(400, "bad_run", said, "Found the run at its server: dd-datasetserver --model MODEL --validation_split SHARE.")
     if new:  # no await from here to `begin`: of two founders at once, one is first
         try:
             service.begin(run)
@@ -172,14 +179,18 @@ async def post_release(request: web.Request) -> web.Response:
 
 
 async def post_contribution(request: web.Request) -> web.Response:
-    _, asked = await for_run(request, protocol.ContributionRequest)
+    service, asked = await for_run(request, protocol.ContributionRequest)
 
-    def operation(book: Book) -> protocol.ContributionAnswer:
+    def operation(book: Book) -> tuple[protocol.ContributionAnswer, bool]:
         contribution = book.contribute(asked.peer, asked.number, asked.keys, offered=asked.offered)
         counts = {"registered": contribution.samples, "repeated": contribution.repeated}
-        return protocol.ContributionAnswer(**counts, counted=contribution.counted)
+        return protocol.ContributionAnswer(**counts, counted=contribution.counted), bool(contribution.vouched)
 
-    return answers.answer(await _told(request, asked.peer, operation))
+    answer, vouched = await _told(request, asked.peer, operation)
+    if vouched:
+        receipt = sign_receipt(service.key, service.run, asked.peer, asked.number, answer.registered + answer.repeated)
+        answer = answer.model_copy(update={"receipt": receipt})
+    return answers.answer(answer)
 
 
 async def post_round(request: web.Request) -> web.Response:

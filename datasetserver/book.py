@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
-from datasetserver.holdings import Holdings
+from datasetserver.holdings import Allowance, Holdings
 from datasetserver.lineage import Lineage
 from datasetserver.owners import Owners, Sender
 from datasetserver.refused import Refused
@@ -22,7 +22,7 @@ from datasetserver.store import Store
 from datasetserver.tree import State, StateTree, spare
 from swarm.protocol import MAX_KEYS, NO_LEASE, RunState
 
-MOST_LEASED = 2 * MAX_KEYS
+ANY_HOLDS = Allowance(2 * MAX_KEYS, 2 * MAX_KEYS)
 """A peer that trains holds what one contribution may have, and what it leased ahead; one that holds more trains nothing."""
 _MOST_REPORTERS = 64
 _MOST_SPARE_MEMBERS = 1 << 16
@@ -42,8 +42,9 @@ class Grant:
 class Book:
     """The ledger's state in memory, read from `db`, and written to it by `save`.
 
-    shards: number of samples per shard. generations: see `ShardEpochs`. most_leased: see `Holdings`. most_of_one: samples of one member that a
-    state may have, 0: any number. copy_seconds: after which the rest of an epoch goes to a second peer; 0: never.
+    shards: number of samples per shard. generations: see `ShardEpochs`. allowance: see `Holdings`. vouches: whether contributions get
+    receipts. most_of_one: samples of one member that a state may have, 0: any number. copy_seconds: after which the rest of an epoch goes to a
+    second peer; 0: never.
     order: the host's. extended: to how many samples the host lets the run go on; 0: to total_samples. discarded: digests of states that the
     host names as forged.
     clock: seconds, monotonic. names: for leases, which nobody can guess. Every method but `sweep` may raise Refused, and then has changed nothing.
@@ -60,7 +61,8 @@ class Book:
         extended: Callable[[], int] = lambda: 0,
         lease_seconds: float = 60.0,
         grace_seconds: float = 60.0,
-        most_leased: int = MOST_LEASED,
+        allowance: Allowance = ANY_HOLDS,
+        vouches: bool = False,
         most_of_one: int = 0,
         copy_seconds: float = 0.0,
         order: Callable[[], RunState] = lambda: "running",
@@ -71,7 +73,8 @@ class Book:
         self._store, self._shards, self._seed, self._total, self._clock = Store(db, shards), shards, seed, total_samples, clock
         self._generations = generations
         self.lease_seconds, self.grace_seconds = lease_seconds, grace_seconds
-        self._most_leased, self._copy_seconds, self._order, self._extended = most_leased, copy_seconds, order, extended
+        self._copy_seconds, self._order, self._extended = copy_seconds, order, extended
+        self._holdings, self._vouches = Holdings(allowance), vouches
         self._to_discard = discarded
         self._seen: dict[str, float] = {}
         self._names = names or _unguessable()
@@ -94,14 +97,14 @@ class Book:
         return self._owners.of(peer)
 
     def lease(self, peer: str, want_samples: int) -> Grant:
-        """Grant `peer` the next shard epochs with at least `want_samples` samples together, no barrier between epochs.
+        """Grant `peer` the next shard epochs with at least `want_samples` samples together, or as many as it may hold; no barrier between epochs.
 
         Shard epochs that others gave up go first; then copies of those that others are late with, of which the first to register has the
         samples; then new ones.
         """
         self.sweep()
         self._refuse_when_over()
-        self._holdings.refuse_more(self._owners, peer, self._by_peer)
+        want_samples = min(want_samples, self._holdings.room(self._owners, peer, self._by_peer))
         lease = Lease(next(self._names), peer, self._clock() + self.lease_seconds, self._clock())
         for item, mask in chain(self.shard_epochs.returned(), self._late(peer), self.shard_epochs.ahead()):
             lease.shard_epochs[item.uid] = mask
@@ -165,7 +168,9 @@ class Book:
                 self._refuse_foreign(peer, uid, mask)
         last = self._begun + 1  # counted once: what one request asks for does not begin an epoch
         shard_epochs = {uid: own for uid, mask in masks.items() if uid[0] <= last and (own := mask & self._open_to(peer, uid))}
-        contribution = Contribution(peer, number, shard_epochs, repeated=size(masks) - size(shard_epochs))
+        vouched = self._vouches and not offered and self._may_come(peer, number) and self._holdings.may_vouch(self._owners, peer, size(masks), self._by_peer)
+        owner = self._owners.of(peer) if vouched else ""
+        contribution = Contribution(peer, number, shard_epochs, repeated=size(masks) - size(shard_epochs), vouched=owner)
         self._contributions[peer, number] = contribution
         self._store.add_contribution(contribution)
         for uid, mask in masks.items():
@@ -175,6 +180,7 @@ class Book:
         self._await(contribution)
         if (peer, number) in self._lineage.included:
             self._count(contribution)
+        self._note_receipt(contribution)
         before = self.tree.head
         self.tree.count_again((peer, number))
         self._follow_head(before)
@@ -349,6 +355,14 @@ class Book:
             self.shard_epochs.free(item)
         return freed.bit_count()
 
+    def _note_receipt(self, contribution: Contribution) -> None:
+        if contribution.vouched and not contribution.counted and self._may_come(contribution.peer, contribution.number):
+            self._holdings.vouch(contribution.vouched, contribution.peer, contribution.number, contribution.samples + contribution.repeated)
+
+    def _may_come(self, peer: str, number: int) -> bool:
+        """Whether a state may still take it: none takes an earlier one than the peer's last."""
+        return number > self._lineage.last.get(peer, 0)
+
     def _await(self, contribution: Contribution) -> None:
         self._pending.add((contribution.peer, contribution.number))
         self._holdings.pending[contribution.peer] += contribution.samples
@@ -374,6 +388,7 @@ class Book:
                 self._withdraw(self._contributions[pair])
             self._include(set(state.contributions()) - self._lineage.included)
             self._lineage.extend(state)
+            self._holdings.settle(state.contributions())
 
     def _include(self, pairs: set[tuple[str, int]]) -> None:
         for pair in sorted(pairs & self._contributions.keys()):
@@ -392,6 +407,7 @@ class Book:
             return self._rebuild()
         for state in self.tree.chain():
             self._include(set(state.contributions()) - before)
+        self._holdings.settle(self._lineage.last.items() | (self._lineage.included - before))
 
     def _registered(self, pair: tuple[str, int]) -> int:
         contribution = self._contributions.get(pair)
@@ -452,7 +468,7 @@ class Book:
         now = self._clock()
         self.shard_epochs = ShardEpochs(self._shards, self._seed, self._generations)
         self._by_peer: Counter[str] = Counter()
-        self._holdings = Holdings(self._most_leased)
+        self._holdings = Holdings(self._holdings.allowance)
         for lease in self._leases.values():
             self._holdings.lease(lease.peer, lease.samples)
             for uid in lease.shard_epochs:
@@ -466,6 +482,8 @@ class Book:
                 self.shard_epochs[uid].pending |= mask if contribution.live else 0
         for state in self.tree.chain():
             self._include(set(state.contributions()))
+        for contribution in self._contributions.values():
+            self._note_receipt(contribution)
         for peer in {lease.peer for lease in self._leases.values()} | {peer for peer, _ in self._pending}:
             self._seen.setdefault(peer, now)
         self._next_expiry = now

@@ -14,7 +14,11 @@ class ServerConfig:
     """This server (the host's own choice)."""
 
     dataset: str = option(
-        "", "Folder of pictures with a .txt or .caption beside each or a metadata file, of WebDataset tars, or of both.", section="the dataset"
+        "",
+        "Folder of pictures with a .txt or .caption beside each or a metadata file, of WebDataset tars, or of both; or a .toml file that names several, "
+        "as kohya's --dataset_config does.",
+        aliases=("dataset_config",),
+        section="the dataset",
     )
     dataset_name: str = option(
         "", "Instead of --dataset: a dataset of the Hugging Face Hub, or a folder that `datasets` can load; streamed."
@@ -117,14 +121,17 @@ class ServerConfig:
         """Whether runs that begin here are for members."""
         return self.members == "yes" or (self.members == "auto" and bool(self.tokens))
 
-    def source(self) -> Source | None:
-        """Where the samples come from; None for what is ready in the work folder."""
+    def source(self, masks: bool) -> Source | None:
+        """Where the samples come from; None for what is ready in the work folder. masks: whether the run has a use for them."""
         if self.dataset_name:
             columns = self.image_column, self.caption_column
             return Hub(
                 self.dataset_name, self.dataset_config_name, self.dataset_split, self.dataset_revision, *columns, self.max_train_samples
             )
-        return Folder(Path(self.dataset), self.caption_column) if self.dataset else None
+        if not self.dataset:
+            return None
+        shards = (self.work_folder().resolve(),)  # which are no pictures of it, wherever they lie
+        return Folder(Path(self.dataset), self.caption_column, masks, without=shards)
 
     def work_folder(self) -> Path:
         folder = Path(self.dataset or self.dataset_name.replace("/", "--")).resolve()

@@ -58,7 +58,7 @@ class Gate:
             self._warned = True
             log.warning(
                 "a program on this machine asks for %s without X-Forwarded-For: if it is a proxy, all its callers count as this machine, and "
-                "have no limits. Let it set that header (docs/hosting.md)", named[:100],
+                "have no limits. Let it set that header (docs/host.md)", named[:100],
             )  # fmt: skip
 
     def _guards(self, endpoint: Endpoint | None) -> bool:

@@ -1,7 +1,7 @@
 """What peers hold and have registered and not seen in a final state yet, and how much of it one owner's peers may."""
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from datasetserver.owners import Owners
@@ -10,29 +10,47 @@ from swarm.protocol import MAX_KEYS
 
 MOST_LEASES = 4096
 """Of one owner. A peer renews each of its leases every 20 s, and asks 50 times a second at most: it has no more than 1,000."""
-_FEW, _MANY = 20_000, 2 * MAX_KEYS
 
 
-def most_leased(target_batch_size: int) -> int:
-    """What the peers of one owner need at most: 64 rounds' worth, and where rounds are small, ten seconds of a hundred fast peers.
+@dataclass(frozen=True)
+class Allowance:
+    """How many samples the peers of one owner may hold by leases, and how many may have a receipt while they are in no state.
 
-    Never more than the samples of two contributions of the largest kind.
+    first: as long as nothing of theirs is settled; one more for each sample that was counted for them; never more than `most`.
     """
-    return min(max(64 * target_batch_size, _FEW), _MANY)
+
+    first: int
+    most: int
+
+    @classmethod
+    def of(cls, target_batch_size: int) -> "Allowance":
+        """first: four rounds' worth. A peer that is alone closes no round with less than one, and stops at two. most: 64.
+
+        Where rounds are small: 5,000 (ten seconds of a peer that trains 500 a second) and 20,000. Never more than the samples of two
+        contributions of the largest kind.
+        """
+        return cls(*(min(max(rounds * target_batch_size, few), 2 * MAX_KEYS) for rounds, few in ((4, 5_000), (64, 20_000))))
+
+    def samples(self, counted: int) -> int:
+        return min(self.first + counted, self.most)
 
 
 @dataclass
 class Holdings:
     """Samples leased, number of leases, and samples pending, by peer.
 
-    most_leased: samples that the peers of one owner may hold by leases, beyond which they get none. They may have as many more in
-    contributions that are in no state yet, and as many again as were counted for them: after an outage some never will be.
+    allowance: beyond it the peers of one owner get no samples, but for a shard each. They may have as many more in contributions that are in no
+    state yet, and as many again as were counted for them: after an outage some never will be.
+    vouched: by owner the samples of contributions that got a receipt and may still come into a state, withdrawn or not; receipts: by peer and number
+    the owner at that time, and the samples.
     """
 
-    most_leased: int
+    allowance: Allowance
     leased: Counter[str] = field(default_factory=Counter)
     leases: Counter[str] = field(default_factory=Counter)
     pending: Counter[str] = field(default_factory=Counter)
+    vouched: Counter[str] = field(default_factory=Counter)
+    receipts: defaultdict[str, dict[int, tuple[str, int]]] = field(default_factory=lambda: defaultdict(dict))
 
     def lease(self, peer: str, samples: int) -> None:
         self.leased[peer] += samples
@@ -44,10 +62,39 @@ class Holdings:
         if not self.leases[peer]:
             del self.leased[peer], self.leases[peer]
 
-    def refuse_more(self, owners: Owners, peer: str, counted: Mapping[str, int]) -> None:
-        """Raises Refused (429) when the peers of the owner of `peer` hold enough."""
+    def room(self, owners: Owners, peer: str, counted: Mapping[str, int]) -> int:
+        """How many samples more the peers of the owner of `peer` may lease. Raises Refused (429) when they hold enough.
+
+        A peer that holds none may lease at least 1, so that each of an owner's many peers has a shard. That ends at the most that any owner may hold.
+        """
         leased, leases = owners.total(peer, self.leased.__getitem__), owners.total(peer, self.leases.__getitem__)
         pending, final = owners.total(peer, self.pending.__getitem__), owners.total(peer, lambda name: counted.get(name, 0))
-        if leased >= self.most_leased or leases >= MOST_LEASES or leased + pending >= 2 * self.most_leased + final:
-            message = f"{owners.of(peer)} holds {leased} samples by {leases} leases, and {pending} that wait for their round."
+
+        def left(allowed: int) -> int:
+            return min(allowed - leased, 2 * allowed + final - leased - pending)
+
+        allowed = self.allowance.samples(final)
+        room = left(allowed)
+        if room <= 0 and not self.leased[peer]:
+            room = min(left(self.allowance.most), 1)
+        if room <= 0 or leases >= MOST_LEASES:
+            message = f"{owners.of(peer)} holds {leased} samples by {leases} leases, of {allowed}, and {pending} that wait for their round."
             raise Refused(429, "too_many_leased", message, "Register or release some of them, and ask again.")
+        return room
+
+    def may_vouch(self, owners: Owners, peer: str, samples: int, counted: Mapping[str, int]) -> bool:
+        """Whether `samples` more keep the owner's receipts that wait for a state within its allowance."""
+        return self.vouched[owners.of(peer)] + samples <= self.allowance.samples(owners.total(peer, lambda name: counted.get(name, 0)))
+
+    def vouch(self, owner: str, peer: str, number: int, samples: int) -> None:
+        """A receipt was given. The owner answers for it, also when another speaks for `peer` later."""
+        if number not in self.receipts[peer]:
+            self.receipts[peer][number] = owner, samples
+            self.vouched[owner] += samples
+
+    def settle(self, contributions: Iterable[tuple[str, int]]) -> None:
+        """They are in the head's chain: no state takes an earlier one of the same peer any more."""
+        for peer, number in contributions:
+            for passed in [one for one in self.receipts.get(peer, ()) if one <= number]:
+                owner, samples = self.receipts[peer].pop(passed)
+                self.vouched[owner] -= samples

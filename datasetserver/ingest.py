@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,8 @@ from datasetserver.sources import Folder, Source, picture_of
 from swarm import files
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
-from swarm.picture_folder import nothing_in
+from swarm.held_out import MOST_HELD_OUT, rank_of, unfit
+from swarm.picture_folder import Pair, nothing_in
 from swarm.protocol import Generation, Manifest, Shard
 from swarm.run.family import families
 
@@ -72,10 +73,19 @@ class Ingested:
 
 @dataclass(frozen=True)
 class Policy:
-    """missing_captions: 'reject', or 'empty' to train those pictures without words. duplicates: 'keep' or 'drop'; found in any case."""
+    """missing_captions: 'reject', or 'empty' to train those pictures without words. duplicates: 'keep' or 'drop'; found in any case.
+
+    masks: transparency says where the loss counts, and is kept. held_out: the share of the pictures that nobody trains on.
+    """
 
     missing_captions: str = "reject"
     duplicates: str = "keep"
+    masks: bool = False
+    held_out: float = 0.0
+
+    def told(self) -> dict[str, Any]:
+        """Without masks and held-out pictures as before there were any."""
+        return {name: value for name, value in asdict(self).items() if name not in ("masks", "held_out") or value}
 
 
 def ingest(
@@ -104,7 +114,7 @@ def ingest(
     listing = source.list()
 
     def identity_with(samples: int) -> str:
-        return digest_json([_FORMAT, samples, SHARD_BYTES, asdict(policy), listing.identity])
+        return digest_json([_FORMAT, samples, SHARD_BYTES, policy.told(), listing.identity])
 
     identity = identity_with(shard_samples)
     old = None if dry and grow_from is None else ingested(work_dir)
@@ -127,20 +137,34 @@ def ingest(
     pairs = (pair for pair in listing.pairs if picture_of(pair.name) not in names)
     if policy.missing_captions == "empty":
         pairs = (replace(pair, empty_ok=True) for pair in pairs)
+    if policy.masks:
+        pairs = (replace(pair, masked=True) for pair in pairs)
+    aside: dict[str, Pair] = {}
+    if policy.held_out and not grown:  # what is held out stays so for the run's life
+        pairs = _without(pairs, policy.held_out, aside)
     with contextlib.ExitStack() as closing:
         keeper = _NoKeeper() if dry else closing.enter_context(Keeper(work_dir, identity))
+        writer = _NoKeeper() if dry else Writer(work_dir)
         batches = Batches(shard_samples, policy, keeper.done, resolution, len(grown.manifest.shards) if grown else 0, known)
         count = None if listing.count is None else max(0, listing.count - len(names))
         rest = islice(pairs, batches.taken, None)
         for pair, result in show(load_all(rest, workers, listing.count), count):
             batches.add(pair.name, result, keeper)
         batches.end(keeper)
+        held_out = Batches(shard_samples, policy, (), resolution, 0, known + batches.samples)
+        for pair, result in load_all(aside.values(), workers, len(aside)):
+            held_out.add(pair.name, result, writer)
+        held_out.end(writer)
+    for each in ("rejected", "duplicates", "changed", "notes", "samples"):
+        getattr(batches, each).extend(getattr(held_out, each))
     rejected = sorted(listing.faults + batches.rejected)
     if not batches.shards and not grown:
         if not dry:
             _write_table(work_dir / "rejected.csv", ["file", "reason"], rejected)
         raise nothing_in(source, rejected)
-    manifest = _grown(grown.manifest, batches.shards, grow_from or 0) if grown else Manifest.of(batches.shards)
+    if policy.held_out and not grown and not held_out.shards:
+        raise unfit(policy.held_out, 0, sum(shard.samples for shard in batches.shards))
+    manifest = _grown(grown.manifest, batches.shards, grow_from or 0) if grown else Manifest.of(batches.shards, held_out=held_out.shards)
     data = canonical_json(manifest.model_dump())
     digest = digest_bytes(data)
     result = Ingested(manifest, digest, grown.first if grown else digest, identity, rejected, True, batches.duplicates, batches.changed, batches.notes)
@@ -155,6 +179,16 @@ def ingest(
     return result
 
 
+def _without(pairs: Iterable[Pair], share: float, aside: dict[str, Pair]) -> Iterator[Pair]:
+    """The pairs that are trained; of each picture that is held out, one is put `aside`, by its picture's name."""
+    for pair in pairs:
+        picture = picture_of(pair.name)
+        if rank_of(picture) < share and len(aside) < MOST_HELD_OUT:
+            aside[picture] = replace(pair, name=picture)
+        elif picture not in aside:
+            yield pair
+
+
 def ingested(work_dir: Path) -> Ingested | None:
     """The dataset that is ready in `work_dir`; None when there is none, or not all of it."""
     try:
@@ -163,7 +197,7 @@ def ingested(work_dir: Path) -> Ingested | None:
         if known["manifest"] != digest:
             return None
         manifest = _parse(data)
-        if not all(shard_path(work_dir, shard.digest).stat().st_size == shard.bytes for shard in manifest.shards):
+        if not all(shard_path(work_dir, shard.digest).stat().st_size == shard.bytes for shard in [*manifest.shards, *manifest.held_out]):
             return None
         return Ingested(manifest, digest, known["first"], known["source"], [], fresh=False, format=known.get("format", 0))
     except (OSError, ValueError, ValidationError, KeyError, TypeError):
@@ -193,7 +227,8 @@ def _grown(old: Manifest, new: Sequence[Shard], from_epoch: int) -> Manifest:
     if not new:
         return old
     begins = max(from_epoch, old.generations[-1].from_epoch)
-    return Manifest.of([*old.shards, *new], [*old.generations, Generation(from_epoch=begins, shards=len(old.shards) + len(new))])
+    generations = [*old.generations, Generation(from_epoch=begins, shards=len(old.shards) + len(new))]
+    return Manifest.of([*old.shards, *new], generations, old.held_out)
 
 
 def _write_result(work_dir: Path, result: Ingested, manifest: bytes, samples: Sequence[tuple[str, str]]) -> None:
@@ -277,7 +312,7 @@ class Batches:
         self._bytes = 0
         self._news: dict[str, Any] = {"rejected": [], "duplicates": [], "changed": [], "notes": [], "samples": [], "taken": 0}
 
-    def add(self, name: str, result: Sample | str, keeper: "Keeper") -> None:
+    def add(self, name: str, result: Sample | str, keeper: "Writer") -> None:
         """The next pair's sample, or why it has none."""
         if not isinstance(result, str):
             result = self._unless_dropped(name, result)
@@ -317,17 +352,20 @@ class Batches:
         if picture_of(name) == name:
             self._news[table].append((name, what))
 
-    def _cut(self, keeper: "Keeper") -> None:
+    def _cut(self, keeper: "Writer") -> None:
         shard, data = make_shard(self._first_index + len(self.shards), self._samples)
         self.shards.append(shard)
         self._take_over(self._news)
         keeper.keep(shard, data, self._news)
         self._clear()
 
-    def end(self, keeper: "Keeper") -> None:
+    def end(self, keeper: "Writer") -> None:
         if self._samples:
             self._cut(keeper)
         self.rejected += self._news["rejected"]
+
+
+MASK = "a mask"
 
 
 def notes_on(sample: Sample, resolution: int) -> list[str]:
@@ -337,6 +375,8 @@ def notes_on(sample: Sample, resolution: int) -> list[str]:
         notes.append(f"a caption of more than {CLIP_TOKENS} tokens: {_CUTS_CAPTIONS} do not read its end")
     if min(sample.picture.width, sample.picture.height) < resolution:
         notes.append(f"a side shorter than {resolution} pixels: enlarged")
+    if sample.picture.masked:
+        notes.append(MASK)
     return notes
 
 
@@ -352,12 +392,24 @@ class _NoKeeper:
         pass
 
 
-class Keeper:
-    """Writes shards, and a journal of them by which an ingest that was cut off goes on. `done`: its entries so far, oldest first."""
+class Writer:
+    """Writes shards."""
+
+    def __init__(self, work_dir: Path):
+        self._folder = work_dir / "shards"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def keep(self, shard: Shard, data: bytes, news: Mapping[str, Any]) -> None:
+        """Raises UserError when the disk is full."""
+        _replace(self._folder / f"{shard.digest}.tar", data)
+
+
+class Keeper(Writer):
+    """And a journal of them by which an ingest that was cut off goes on. `done`: its entries so far, oldest first."""
 
     def __init__(self, work_dir: Path, source: str):
-        self._folder, self._path = work_dir / "shards", work_dir / _JOURNAL
-        self._folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(work_dir)
+        self._path = work_dir / _JOURNAL
         self.done = self._read(source)
         head = [{"source": source}, *self.done]
         _replace(self._path, b"".join(json.dumps(entry).encode() + b"\n" for entry in head))
@@ -387,8 +439,7 @@ class Keeper:
         return entries
 
     def keep(self, shard: Shard, data: bytes, news: Mapping[str, Any]) -> None:
-        """Raises UserError when the disk is full."""
-        _replace(self._folder / f"{shard.digest}.tar", data)
+        super().keep(shard, data, news)
         try:
             self._file.write(json.dumps({"shard": shard.model_dump(), **news}).encode() + b"\n")
             self._file.flush()
@@ -408,11 +459,12 @@ def make_shard(index: int, samples: Sequence[Sample]) -> tuple[Shard, bytes]:
             key = f"{index:06d}_{number:06d}"
             _add(tar, f"{key}.jpg", sample.picture.data)
             _add(tar, f"{key}.txt", "\n".join(sample.captions).encode())
-    data, pictures = out.getvalue(), [sample.picture for sample in samples]
+    data, pictures, weights = out.getvalue(), [sample.picture for sample in samples], [sample.weight for sample in samples]
     columns = {
         "widths": [picture.width for picture in pictures],
         "heights": [picture.height for picture in pictures],
         "image_bytes": [len(picture.data) for picture in pictures],
+        "weights": weights if any(weight != 1 for weight in weights) else [],
     }
     return Shard(index=index, digest=digest_bytes(data), bytes=len(data), samples=len(samples), **columns), data
 
@@ -444,7 +496,7 @@ def _write_table(path: Path, head: list[str], rows: Sequence[tuple[str, str]], e
 
 
 def _forget_others(folder: Path, manifest: Manifest) -> None:
-    ours = {shard.digest for shard in manifest.shards}
+    ours = {shard.digest for shard in [*manifest.shards, *manifest.held_out]}
     for path in folder.glob("*.tar*"):
         if path.name.split(".")[0] not in ours or path.suffix == ".part":
             path.unlink(missing_ok=True)

@@ -110,6 +110,6 @@ def _remarks(name: str, peers: int, url: str, token_file: str, run: RunConfig | 
         remarks.append(f"{url} is this machine alone: for peers elsewhere start the server with --host 0.0.0.0 and --public_url.")
     if run and Path(run.model).exists():
         remarks.append(f"The model {run.model} is on this machine: volunteers need its weights, too, and add --model FOLDER.")
-    remarks.append("It works where this project is installed and .venv activated: docs/joining.md begins with the two lines for that.")
+    remarks.append("It works where this project is installed and .venv activated: docs/join.md begins with the two lines for that.")
     remarks.append("With --check in place of --datasetserver the line only says what works between that machine and the run.")
     return remarks

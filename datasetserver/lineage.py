@@ -6,7 +6,8 @@ from datasetserver.tree import Contribution, State, StateTree
 
 
 class Lineage:
-    """included: all contributions of the head's chain. Read again by `read`, or made longer by `extend` when a child follows the head."""
+    """included: all contributions of the head's chain. last: the number of each peer's last one, as far back as every state of the chain was
+    reported. Read again by `read`, or made longer by `extend` when a child follows the head."""
 
     def __init__(self, tree: StateTree):
         self._tree = tree
@@ -14,18 +15,18 @@ class Lineage:
 
     def read(self) -> None:
         self.included: set[Contribution] = set()
-        self._last: dict[str, int] = {}
+        self.last: dict[str, int] = {}
         self._whole, known = True, ""
         for state in self._tree.chain():
             if state.parent != known if known else state.round != 1:
-                self._last, self._whole = {}, False
+                self.last, self._whole = {}, False
             self.included |= set(state.contributions())
-            self._last |= dict(state.contributions())
+            self.last |= dict(state.contributions())
             known = state.digest
 
     def extend(self, head: State) -> None:
         """The head has a child, which is the new head."""
-        self._last |= dict(head.contributions())
+        self.last |= dict(head.contributions())
         self.included |= set(head.contributions())
 
     def passed(self, head: State, pending: Iterable[Contribution]) -> list[Contribution]:
@@ -36,4 +37,4 @@ class Lineage:
         """
         now = dict(head.contributions())
         earlier = sorted(pair for pair in pending if pair[1] < now.get(pair[0], 0))
-        return [(peer, number) for peer, number in earlier if self._last.get(peer, 0 if self._whole else number) < number]
+        return [(peer, number) for peer, number in earlier if self.last.get(peer, 0 if self._whole else number) < number]

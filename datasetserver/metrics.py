@@ -26,6 +26,7 @@ _OF_THE_RUN = {
     "waiting_samples": "Samples trained for the next round.",
     "samples_per_second": "Samples that all peers train a second.",
     "loss": "Mean loss of the peers, weighted by their speed.",
+    "validation_loss": "Loss of held-out pictures in the latest state that a peer measured.",
     "a100s": "A100s that would train as many pixels a second.",
     "utilisation": "Share of the training peers' time that they do not lose to rounds.",
     "eta_seconds": "Seconds to the run's end at this speed.",

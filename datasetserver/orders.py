@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> None:
     """`dd-datasetserver pause|resume|end|extend`, the server running or not. Raises UserError."""
     verb = argv[0]
     state = _STATES.get(verb)
-    about = f"The run is {state}: {_MEANING[state]}." if state else "The run goes on beyond its total_samples; see docs/hosting.md."
+    about = f"The run is {state}: {_MEANING[state]}." if state else "The run goes on beyond its total_samples; see docs/host.md."
     parser = ArgumentParser(f"dd-datasetserver {verb}", description=about)
     if not state:
         parser.add_argument("--total_samples", type=int, required=True, metavar="N", help="where it shall end, counted from its beginning")

@@ -5,21 +5,23 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from datasetserver.ingest import Ingested
+from datasetserver.ingest import MASK, Ingested
 
 _LISTED = 20  # rejected files shown on the terminal; all are in rejected.csv
 
 
 def size(data: Ingested) -> str:
-    return f"{counted(data.manifest.total, 'sample')} in {counted(len(data.manifest.shards), 'shard')}"
+    held_out = sum(shard.samples for shard in data.manifest.held_out)
+    beside = f", and {counted(held_out, 'picture')} held out" if held_out else ""
+    return f"{counted(data.manifest.total, 'sample')} in {counted(len(data.manifest.shards), 'shard')}{beside}"
 
 
 def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def report(source: object, data: Ingested, tables: Path | None) -> Iterator[str]:
-    """Lines for the terminal. tables: the folder with the whole lists; None where none were written."""
+def report(source: object, data: Ingested, tables: Path | None, masks: bool = False) -> Iterator[str]:
+    """Lines for the terminal. tables: the folder with the whole lists; None where none were written. masks: whether the run has a use for them."""
     how = "checked" if data.fresh else "unchanged"
     yield f"dataset {source}: {size(data)} ({how}), {counted(len(data.rejected), 'file')} left out"
     if data.older:
@@ -29,6 +31,8 @@ def report(source: object, data: Ingested, tables: Path | None) -> Iterator[str]
     if len(data.rejected) > _LISTED:
         rest = f"; all of them are in {tables / 'rejected.csv'}" if tables else ""
         yield f"  ... and {len(data.rejected) - _LISTED} more{rest}"
+    if masks and data.fresh and MASK not in (note for _, note in data.notes):
+        yield "  no picture that was checked has a mask: --masked_loss changes nothing there; see docs/host.md"
     for note, number in Counter(note for _, note in data.notes).items():
         yield f"  {counted(number, 'picture')} with {note}{_see(tables, 'notes.csv')}"
     if data.duplicates:

@@ -20,7 +20,7 @@ from datasetserver import connections
 from datasetserver.app import make_app
 from datasetserver.book import Book
 from datasetserver.config import ServerConfig
-from datasetserver.holdings import most_leased
+from datasetserver.holdings import Allowance
 from datasetserver.ingest import Ingested
 from datasetserver.invite import Serving
 from datasetserver.ledger import Ledger
@@ -83,7 +83,8 @@ def make_book(
         lease_seconds=config.lease_seconds,
         grace_seconds=config.grace_seconds,
         copy_seconds=config.copy_seconds,
-        most_leased=most_leased(run.target_batch_size),
+        allowance=Allowance.of(run.target_batch_size),
+        vouches=bool(run.members_of),
         most_of_one=2 * run.target_batch_size,
         order=orders,
         extended=orders.extended,

@@ -77,7 +77,7 @@ class Service:
     _words: Sequence[HostWord] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        self.shards = {shard.digest: shard for shard in self.data.manifest.shards}
+        self.shards = {shard.digest: shard for shard in [*self.data.manifest.shards, *self.data.manifest.held_out]}
         self.manifest_bytes = manifest_path(self.work_dir).stat().st_size
         self.gallery = Gallery(self.work_dir / "gallery")
         self.watch = Watch(partial(_look, self), History(self.work_dir / HISTORY), pictures=lambda: self.gallery.version)

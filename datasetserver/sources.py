@@ -13,7 +13,8 @@ from swarm.captions import CAPTION_COLUMNS, Captions, Faults
 from swarm.dataset_rows import HubDataset
 from swarm.digest import digest_bytes
 from swarm.picture_file import BadSample
-from swarm.picture_folder import Pair, Piece, list_folder
+from swarm.picture_folder import Pair, Piece
+from swarm.subsets import list_dataset
 
 WINDOW_ROWS = 1024
 WINDOW_BYTES = 256 << 20
@@ -41,17 +42,23 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Folder:
-    """Pictures and captions below a folder. column: of metadata files, with the captions."""
+    """Pictures and captions below a folder, or below those that a TOML file names.
+
+    column: of metadata files, with the captions. masks, without: see `list_dataset`.
+    """
 
     path: Path
     column: str = CAPTION_COLUMNS[0]
+    masks: bool = False
+    without: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         return str(self.path)
 
     def list(self) -> Listing:
         faults: Faults = []
-        pairs = [replace(pair, name=name) for pair in list_folder(self.path, faults, self.column) for name in _repeated(pair)]
+        listed = list_dataset(self.path, faults, self.column, self.masks, self.without)
+        pairs = [replace(pair, name=name) for pair in listed for name in _repeated(pair)]
         pairs.sort(key=lambda pair: pair.name)
         tars = sorted({pair.image.path for pair in pairs if isinstance(pair.image, Piece)})
         identity = [[_fingerprint(pair) for pair in pairs], [_version(tar) for tar in tars]]
@@ -105,7 +112,9 @@ def _in_random_order(pairs: Sequence[Pair]) -> list[Pair]:
 
 def _fingerprint(pair: Pair) -> list:
     """Changes with the pair's files; names as bytes, since a file's name may be no text."""
-    return [os.fsencode(pair.name).hex(), _print_of(pair.image), _print_of(pair.caption), pair.spare]
+    said = [os.fsencode(pair.name).hex(), _print_of(pair.image), _print_of(pair.caption), pair.spare]
+    said += [_print_of(pair.mask)] if pair.mask else []
+    return said + (list(pair.around) if any(pair.around) else []) + ([pair.weight] if pair.weight != 1 else [])
 
 
 def _print_of(what: Path | Piece | bytes | Captions | None) -> Any:

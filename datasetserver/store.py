@@ -18,6 +18,7 @@ CREATE TABLE IF NOT EXISTS lease (id TEXT, peer TEXT, epoch INT, shard INT, samp
 CREATE TABLE IF NOT EXISTS contribution (peer TEXT, number INT, live INT, repeated INT, PRIMARY KEY (peer, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS contribution_unit
     (peer TEXT, number INT, epoch INT, shard INT, samples BLOB, PRIMARY KEY (peer, number, epoch, shard)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS vouched (peer TEXT, number INT, owner TEXT, PRIMARY KEY (peer, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS state (digest TEXT PRIMARY KEY, parent TEXT, round INT, samples INT, members TEXT, reporters TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS bridge (digest TEXT PRIMARY KEY, ancestor TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS discarded (digest TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -29,6 +30,7 @@ _KEYS = {
     "lease": (0, 2, 3),
     "contribution": (0, 1),
     "contribution_unit": (0, 1, 2, 3),
+    "vouched": (0, 1),
     "state": (0,),
     "bridge": (0,),
     "discarded": (0,),
@@ -88,8 +90,9 @@ class Store:
     # -- contributions
 
     def contributions(self) -> Iterator[Contribution]:
+        vouched = {(peer, number): owner for peer, number, owner in self._db.execute("SELECT peer, number, owner FROM vouched")}
         contributions = {
-            (peer, number): Contribution(peer, number, {}, live=bool(live), repeated=repeated)
+            (peer, number): Contribution(peer, number, {}, live=bool(live), repeated=repeated, vouched=vouched.get((peer, number), ""))
             for peer, number, live, repeated in self._db.execute("SELECT peer, number, live, repeated FROM contribution")
         }
         for peer, number, epoch, shard, samples in self._db.execute("SELECT peer, number, epoch, shard, samples FROM contribution_unit"):
@@ -98,6 +101,8 @@ class Store:
 
     def add_contribution(self, contribution: Contribution) -> None:
         self.set_contribution(contribution)
+        if contribution.vouched:
+            self._put("vouched", contribution.peer, contribution.number, contribution.vouched)
         for uid, mask in contribution.shard_epochs.items():
             self._put("contribution_unit", contribution.peer, contribution.number, *uid, self._pack(uid, mask))
 

@@ -39,7 +39,7 @@ def text(given: Mapping[str, Any]) -> str:
     parts = [
         "# A run, and the server that hosts it: dd-datasetserver --config run.toml",
         "# Take away the # before what you set; the rest keeps the value shown. Flags win over this file.",
-        "# What it means in full: docs/hosting.md and docs/options.md.",
+        "# What it means in full: docs/host.md and docs/options.md.",
         "",
         "# ---- choose these first",
         *_entries([_field(name) for name in _CHOOSE], given),

@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import contextlib
-import json
 import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from peer.contracts import CommittedRound
 from peer.data.dataset_server import report_round
 from peer.drawing.artist import Artist
 from peer.figures.audience import show
-from peer.launch.joining import Joined
+from peer.launch.joining import Joined, from_before
 from peer.launch.membership import kept
 from peer.launch.resolving import known_hosts
 from peer.launch.stopping import Stop
@@ -31,7 +30,7 @@ from peer.sync.engine.state import Head
 from peer.sync.engine.transfer.discarded import discard
 from swarm.bans import Bans
 from swarm.dht import Identity, SwarmNode
-from swarm.end import End
+from swarm.end import EXTENSION_FILE, End
 from swarm.errors import ExitCode, UserError
 from swarm.life import TRAINING, Life
 from swarm.logs import setup_logging
@@ -39,7 +38,6 @@ from swarm.members import Members
 from swarm.peer_key import PeerKey
 from swarm.records import ASSIST
 from swarm.run.strategy import swarms
-from swarm.run_config import RunConfig
 from swarm.signed_request import Signer
 from swarm.tasks import end_tasks
 
@@ -125,9 +123,7 @@ def _run(path: Path, resolve: Callable[[], Joined], key_of: Callable[[str], str]
         if error.code != ExitCode.NETWORK or not path.exists():
             raise
         log.warning("going on with the run known from before: %s", error)
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        run = RunConfig.from_mapping(saved["run"], where=str(path))
-        return Joined(run, saved["server_url"], tuple(saved["peers"]), host_key=key_of(run.run_id)), True
+        return from_before(path.parent, key_of), True
     about = joined.about()
     return joined, claim(path.parent, Owner(id=joined.run.run_id, name=joined.run.run_name, alone=False, about=about))
 
@@ -185,7 +181,7 @@ async def _assist(
     reports = Reports(joined, PeerKey.read(peer.identity_file), peer.token if joined.server_url == peer.datasetserver else "")
     reporting = asyncio.create_task(reports.deliver_forever())
     drawing = asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())
-    last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension)
+    last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension, folder / EXTENSION_FILE)
     try:
         show(peer, joined.run, node.peer_id, known.values, lambda: end.total, shown)
         for maddr in await node.maddrs():
@@ -198,6 +194,7 @@ async def _assist(
             final=reports.add,
             seen=known.hear,
             states_limit=peer.states_total_limit,
+            state_on=peer.state_on,
             server_url=joined.server_url,
             name=peer.peer_name,
             hardware=describe_hardware(torch.device("cpu")),

@@ -65,6 +65,27 @@ class PeerConfig:
         "How this machine keeps what it trains; bf16: half the memory, rounded by chance so that no small update is lost.",
         choices=("fp32", "bf16"),
     )
+    base_precision: str = option(
+        "auto",
+        "How this machine keeps the denoiser's weights where they are not trained: 8 bits (fp8, int8) or 4 (nf4), off by 2.5, 0.4 and 9 %; auto: as "
+        "--mixed_precision computes, exactly.",
+        choices=("auto", "fp8", "int8", "nf4"),
+    )
+    state_on: str = option(
+        "memory",
+        "Where the swarm's copies of what is trained lie; disk: in files without names in --output_dir, for machines with little memory. "
+        "Rounds then take longer.",
+        choices=("memory", "disk"),
+    )
+    fused_step: bool = option(
+        False,
+        "Step each tensor as soon as its gradient is there, so that one tensor's gradient is held in place of all; the run needs --clip_grad tensor or none.",
+        aliases=("fused_backward_pass",),
+    )
+    offload: bool = option(
+        False,
+        "Text encoders, VAE and denoiser are on the GPU in turns, the others wait in RAM; 64 samples are encoded at a time. Not tried on a GPU yet.",
+    )
     overlap: bool = option(False, "Train on while a contribution is averaged: no waiting, but what is learned meanwhile is a little stale.")
     gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
     max_train_steps: int = option(0, "End the run after so many global steps: another way to say --total_samples.", lt=2**40)
@@ -82,19 +103,19 @@ class PeerConfig:
     )
 
     device: str = option(
-        "auto", "auto, cpu, cuda, cuda:N, or xla: all TPU chips of this host, by PyTorch/XLA (docs/tpu.md).", section="this machine"
+        "auto", "auto, cpu, cuda, cuda:N, or xla: all TPU chips of this host, by PyTorch/XLA (docs/hardware.md).", section="this machine"
     )
     num_threads: int = option(0, "Threads of torch on a CPU; 0: the cores divided by the local ranks.")
     compile: bool = option(
         False,
-        "Compile the denoiser (torch.compile), if its gradients of the first batch are right; see docs/devices.md.",
+        "Compile the denoiser (torch.compile), if its gradients of the first batch are right; see docs/hardware.md.",
         aliases=("torch_compile",),
     )
     channels_last: bool = option(False, "Have the convolutions compute with channels last in memory.")
     ipex: bool = option(False, "On a CPU with PyTorch 2.8: use the kernels of Intel's extension for PyTorch, which has come to its end.")
     dataloader_num_workers: int = option(0, "Processes that decode pictures; 0: in the training process.")
     loader_prefetch_size: int = option(1, "With --dataloader_num_workers: local steps that are read and decoded ahead.", lt=2**31)
-    device_prefetch_size: int = option(0, "Of these, how many are moved to the GPU or to the XLA devices ahead.", lt=2**31)
+    device_prefetch_size: int = option(0, "Of these, how many are moved to the GPU or to the XLA devices ahead; nothing with --offload.", lt=2**31)
     cache_dir: str = option("", "Where shards, latents and texts are kept; default: inside --output_dir.")
     cache_gib: float = option(20.0, "Limit in GiB of each of these three.")
     cache_latents: bool = option(
@@ -108,8 +129,9 @@ class PeerConfig:
 
     train_data_dir: str = option(
         "",
-        "Folder of pictures, each with a .txt or .caption beside it, or described in a metadata.jsonl or metadata.csv; folders in it, too.",
-        aliases=("dataset",),
+        "Folder of pictures, each with a .txt or .caption beside it, or described in a metadata.jsonl or metadata.csv; folders in it, too. "
+        "Or a .toml file that names several folders, as kohya's --dataset_config does.",
+        aliases=("dataset", "dataset_config"),
         section="pictures of its own",
     )
     dataset_name: str = option(
@@ -176,7 +198,11 @@ class PeerConfig:
     )
     num_validation_images: int = option(4, "Pictures of each prompt, always from the same seeds.", aliases=("image_log_amount",), ge=1)
     validation_steps: int = option(
-        0, "Draw every so many global steps; 0: every round of a swarm, alone every 100 steps.", aliases=("image_log_steps",), lt=2**40
+        0,
+        "Draw every so many global steps, and measure the held-out loss (--validation_split); 0: every round of a swarm, alone every 100 steps. The "
+        "held-out loss then takes at most 1 % of the time.",
+        aliases=("image_log_steps",),
+        lt=2**40,
     )
     validation_inference_steps: int = option(25, "Denoising steps of these pictures.", aliases=("image_log_inference_steps",), ge=1)
     report_to: str = option(
@@ -235,8 +261,40 @@ class PeerConfig:
             raise UserError(
                 f"--weights bf16 cannot be computed with in --mixed_precision {self.mixed_precision}.", fix="Use --mixed_precision bf16."
             )
+        self._check_base()
+        self._check_fused()
+        self._check_offload()
         if self.compile and self.ipex:
             raise UserError("--compile and --ipex each replace what computes.", fix="Remove one of them.")
+
+    def _check_offload(self) -> None:
+        if not self.offload:
+            return
+        if self.device in ("cpu", "xla"):
+            raise UserError(f"offload makes room on a GPU, and --device is {self.device}.", fix="Remove --offload.")
+        if self.compile or self.ipex:
+            raise UserError(f"--offload was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them.")
+
+    def _check_base(self) -> None:
+        if self.base_precision == "auto":
+            return
+        if self.compile or self.ipex:
+            raise UserError(
+                f"--base_precision {self.base_precision} was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them."
+            )
+        if self.save_as_full_pipeline:
+            raise UserError(
+                "save_as_full_pipeline writes the whole model, of which --base_precision has other weights here.", fix="Remove one of them."
+            )
+
+    def _check_fused(self) -> None:
+        if self.fused_step and self.gradient_accumulation_steps > 1:
+            raise UserError(
+                f"--fused_step keeps no gradient, and gradient_accumulation_steps is {self.gradient_accumulation_steps}.",
+                fix="Remove one of them; in a swarm --target_batch_size is what a round adds up.",
+            )
+        if self.fused_step and (self.compile or self.ipex):
+            raise UserError(f"--fused_step was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them.")
 
     def _check_shown(self) -> None:
         if len(self.peer_name) > MAX_NAME or not self.peer_name.isprintable():
@@ -288,7 +346,10 @@ class PeerConfig:
                 "with_prior_preservation is for pictures that this peer brings: a server's samples are every peer's, and of no one class.",
                 fix="Give --train_data_dir, or put the pictures of the class into the server's dataset.",
             )
-        if self.train_data_dir and Path(self.class_data_dir).resolve().is_relative_to(Path(self.train_data_dir).resolve()):
+        from swarm.subsets import folders_of  # imports Pillow, which few starts need here
+
+        trained = folders_of(Path(self.train_data_dir)) if self.train_data_dir else []
+        if any(Path(self.class_data_dir).resolve().is_relative_to(folder.resolve()) for folder in trained):
             raise UserError("class_data_dir lies in train_data_dir, whose folders are all trained.", fix="Put it elsewhere.")
 
     @property

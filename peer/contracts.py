@@ -5,6 +5,7 @@ checkpoints and exporters share; none of them knows the family or the method.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,13 @@ from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
 
 Params = dict[str, nn.Parameter]
+"""By the part's name, a dot, and the name within it."""
+
+
+def parts_of(params: Params) -> set[str]:
+    """The names of the model's parts in which something is trained: a parameter's name begins with its part's."""
+    return {name.split(".")[0] for name in params}
+
 
 Text = dict[str, Tensor]
 """What a denoiser is told of B captions: float32 tensors whose first dimension is B, under names that the family chooses.
@@ -40,11 +48,15 @@ class Sample:
     """Or several captions, one of which is taken by chance."""
     number: int = 0
     """The how-many-th it was drawn, which the pool says (peer/samples/buckets.py)."""
+    mask: bytes = b""
+    """An encoded picture of where the loss counts; empty where `image` itself says so, or nothing does."""
+    weight: float = 1.0
+    """What its loss is multiplied with."""
 
     @classmethod
-    def of(cls, key: str, image: bytes, captions: Sequence[str]) -> "Sample":
+    def of(cls, key: str, image: bytes, captions: Sequence[str], mask: bytes = b"", weight: float = 1.0) -> "Sample":
         """captions: at least one."""
-        return cls(key, image, captions[0] if len(captions) == 1 else captions)
+        return cls(key, image, captions[0] if len(captions) == 1 else captions, mask=mask, weight=weight)
 
     @classmethod
     def bad(cls, key: str) -> "Sample":
@@ -64,9 +76,13 @@ class PixelBatch:
     weights: Tensor | None = None
     """(B,) float32, what each picture's loss is multiplied with; None: 1."""
     latents: Mapping[int, Tensor] = field(default_factory=dict)
-    """What a cache knew of some pictures, by their place in the batch: (2C, h, w), as `Model.encode_pixels` has it."""
+    """What is known of some pictures, by their place in the batch: (2C, h, w), as `Model.encode_pixels` has it."""
+    text: Text | None = None
+    """What the text encoders said of the captions, where that is known, on the host."""
     names: Sequence[str] = ()
     """Under which a cache is to keep the latents of the B pictures; empty without one."""
+    masks: Sequence[Tensor] = ()
+    """B masks, (1, H, W) or of the latents' size, float32 in [0, 1]: how much each place counts in the loss; empty: all places count as 1."""
     keys: Sequence[str] = ()
     """Of the samples among the B pictures, in their order; pictures of the class come after them and have none here."""
     bad: Sequence[str] = ()
@@ -77,11 +93,12 @@ class PixelBatch:
 
 @dataclass(frozen=True)
 class LatentBatch:
-    """latents: (B, C, h, w) float32, one draw for each picture in the denoiser's scale; text and geometry: of the same B."""
+    """latents: (B, C, h, w) float32, one draw for each picture in the denoiser's scale; text, geometry and mask, (B, 1, h, w): of the same B."""
 
     latents: Tensor
     text: Text
     geometry: Tensor | None = None
+    mask: Tensor | None = None
 
 
 class Model(Protocol):
@@ -97,8 +114,19 @@ class Model(Protocol):
     drawn_with: Mapping[str, Any]
     """Arguments of the pipeline's call that this very model wants, where nobody gives others."""
 
-    def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = ()) -> None:
-        """Move to `device`, in float32; what of parts not trained as a `whole` autocast computes with, in its `dtype`. Before a method attaches."""
+    def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = (), *, waiting: bool = False) -> None:
+        """Move to `device`, in float32; what of parts not trained as a `whole` autocast computes with, in its `dtype`. Before a method attaches.
+
+        waiting: the parts are to compute on `device`, and wait where they are for their turns (peer/machine/turns.py).
+        """
+        ...
+
+    def pack(self, precision: str, device: torch.device) -> None:
+        """Hold the weights of the denoiser's blocks in fewer bits, on `device`: --base_precision. Before `place`, of a denoiser that is not trained."""
+        ...
+
+    def unpacked(self) -> AbstractContextManager[None]:
+        """Within it, what `pack` holds in fewer bits is computed with as it was before. Raises UserError where it cannot be read again."""
         ...
 
     def encode_pixels(self, pixels: Tensor) -> Tensor:
@@ -200,6 +228,8 @@ class SyncContext:
     output_dir: Path
     server_url: str = ""
     initial_peers: tuple[str, ...] = ()
+    known: bool = False
+    """Whether this peer was in the run before, and goes on although nobody may answer."""
     end: End | None = None
     """Where the run ends, which its host may put off; None: at its total_samples."""
     members: Members | None = None
@@ -230,12 +260,24 @@ class Sync(Protocol):
 
     def step(self, samples: int, loss: float | None = None) -> SyncReport: ...
 
+    def registered(self, number: int, receipt: str) -> None:
+        """The host's receipt for contribution `number`, which was just frozen (`swarm.receipts`): it goes where that goes."""
+        ...
+
     def withdraw(self, number: int) -> SyncReport:
         """The source refused contribution `number`, which was just frozen (LeaseLost): never offer it, take its work out of the parameters."""
         ...
 
+    def undo(self) -> SyncReport:
+        """The optimizer's step broke off half-way: take out of the parameters what no contribution holds, where others know what was before."""
+        ...
+
     def rest(self, resting: bool) -> None:
         """This machine's owner wants it back for a while: average what we have; `step(0)` meanwhile. Until told otherwise."""
+        ...
+
+    def measured(self, loss: float) -> None:
+        """The loss of held-out pictures in the state of `round`, for others to see."""
         ...
 
     def leave(self, *, hurry: bool) -> SyncReport:
@@ -282,6 +324,8 @@ class SourceContext:
     cache_gib: float = 20.0
     batch_samples: int = 1
     """Samples of one local step of all ranks: how many are asked for at a time."""
+    window_samples: int = 0
+    """Taken at a time by all ranks, where the frozen parts encode so many ahead of the steps; 0: those of a step."""
     epochs: int | None = None
     """Passes over the data; None: until the run ends."""
 
@@ -306,8 +350,12 @@ class Source(Protocol):
         """Samples until the data or the run ends; blocks while the source has none, and wakes up when closed."""
         ...
 
-    def register(self, number: int, keys: Sequence[str]) -> None:
-        """Contribution `number`, about to be offered, holds exactly these samples. Raises LeaseLost."""
+    def held_out(self) -> Sequence[Sample] | None:
+        """What --validation_split holds out, the same each time and never yielded; None: not here yet, ask again."""
+        ...
+
+    def register(self, number: int, keys: Sequence[str]) -> str:
+        """Contribution `number`, about to be offered, holds exactly these samples: its receipt, '' without one. Raises LeaseLost."""
         ...
 
     def report_final(self, committed_round: CommittedRound) -> None:

@@ -24,6 +24,7 @@ from peer.results.checkpoint import Checkpoints, about, replacing
 from peer.results.forms.embedding import write_embedding
 from peer.results.forms.lora import write_lora_diffusers, write_lora_kohya
 from peer.results.forms.single_file import write_single_file
+from peer.results.header import header
 from peer.results.result import Result, read_result, tidy, write_result
 from peer.rooms import load_part
 from peer.sync.engine.outer import load_strategy
@@ -60,7 +61,7 @@ class ExportConfig:
     format: str = option(
         "diffusers",
         "diffusers: the whole pipeline's folder, a LoRA merged; single_file: that in one .safetensors as A1111 and ComfyUI read it; "
-        "lora_diffusers (ComfyUI, Forge), lora_kohya (A1111, kohya's scripts, ComfyUI, Forge), embedding: what was trained alone, in one file.",
+        "lora_diffusers (ComfyUI, Forge), lora_kohya (kohya's scripts, A1111, ComfyUI, Forge), embedding: what was trained alone, in one file.",
         choices=_FORMATS,
     )
     dtype: str = option("fp32", "Precision of the numbers in a file; folders are fp32.", choices=tuple(_DTYPES))
@@ -118,7 +119,8 @@ def write(result: Path, config: ExportConfig, out: Path) -> None:
         if config.format == "single_file":
             if kept and (why := method_named(kept.run.method).in_one_file):
                 raise UserError(why, fix="Use --format embedding, beside the base model's own file.")
-            write_single_file(_whole(result, kept, config).pipeline, part, dtype)
+            model = _whole(result, kept, config)
+            write_single_file(model.pipeline, part, dtype, header(model, kept, out.stem, whole=True))
         elif config.format == "embedding":
             write_embedding(result, part, kept.run.family if kept else "", dtype)
         else:

@@ -1,4 +1,4 @@
-"""`dd-peer`: keeps a trainer alive. Its flags are the trainer's; docs/running.md says what it does when."""
+"""`dd-peer`: keeps a trainer alive. Its flags are the trainer's; docs/operate.md says what it does when."""
 
 import contextlib
 import logging
@@ -71,7 +71,7 @@ class Supervisor:
             end = self._live()
             if self._asked is not None:
                 return _status(end.code) if self._told and not _as_asked(end) else ExitCode.OK
-            less = smaller(*self._batch)
+            less = smaller(*self._batch, fused=self._peer.fused_step)
             verdict = self._policy.after(end, can_shrink=less is not None and not self._peer.assist)
             if verdict.pause is None:
                 if end.code:
@@ -88,8 +88,9 @@ class Supervisor:
             before, self._batch = self._batch, less
             log.warning(
                 "out of memory: the micro-batch is now %d instead of %d, and gradients are accumulated over %d instead of %d: "
-                "a step keeps its samples. To keep it so: --train_batch_size %d --gradient_accumulation_steps %d",
-                self._batch[0], before[0], self._batch[1], before[1], *self._batch,
+                "a step %s. To keep it so: --train_batch_size %d --gradient_accumulation_steps %d",
+                self._batch[0], before[0], self._batch[1], before[1],
+                "has fewer samples, since --fused_step accumulates nothing" if self._peer.fused_step else "keeps its samples", *self._batch,
             )  # fmt: skip
         log.warning("the trainer ended: %s. Starting it again in %.0f s (%s; Ctrl-C ends it)", end, verdict.pause, verdict.why)
 

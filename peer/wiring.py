@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from operator import length_hint
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from peer.config import PeerConfig
-from peer.contracts import LatentBatch, Method, Model, Params, PixelBatch, Source, SourceContext, Sync, SyncContext
+from peer.contracts import LatentBatch, Method, Model, Params, PixelBatch, Source, SourceContext, Sync, SyncContext, parts_of
 from peer.drawing.gallery import Showing
+from peer.drawing.held_out import HeldOut
 from peer.drawing.validation import Validation
 from peer.figures.audience import show
 from peer.figures.metrics import Progress
@@ -27,7 +28,9 @@ from peer.launch.resolving import known_hosts, token_for
 from peer.launch.starting_model import load_model
 from peer.loop.accounts import Accounts
 from peer.loop.all_ranks import RankedSync
+from peer.loop.clipping import Clip
 from peer.loop.ema import Ema
+from peer.loop.fused import FusedStep, check_fused
 from peer.loop.occasions import Occasion, Occasions, seldom
 from peer.loop.optim import build_optimizer, check_here, told
 from peer.loop.rounding import RoundingOptimizer, innermost, keep_in_bf16
@@ -36,10 +39,12 @@ from peer.loop.train import Trainer
 from peer.machine.compiling import Compiled
 from peer.machine.device import Precision, RankGroup, choose_precision, use_channels_last
 from peer.machine.disk_space import check_disk
+from peer.machine.first_gradient import FirstGradient
 from peer.machine.ipex import Ipex, check_ipex
 from peer.machine.placing import Placing, placing
 from peer.machine.profiling import Profiler, profile_folder
 from peer.machine.trial_of_speed import Trial
+from peer.machine.turns import Turns, takes_turns
 from peer.results.checkpoint import Checkpoints
 from peer.results.output_folder import Owner, claim, folder_id, lock
 from peer.results.writer import Results
@@ -49,16 +54,18 @@ from peer.samples.caches import Caches, open_caches
 from peer.samples.class_pictures import ClassPictures, check_prior, prepare
 from peer.samples.decoding import Decoder
 from peer.samples.encoding import Encoder
-from peer.samples.feed import Feed
+from peer.samples.feed import Feed, window_steps
 from peer.volunteer.resting import Resting
 from swarm.bans import Bans
-from swarm.end import End
+from swarm.end import EXTENSION_FILE, End
 from swarm.errors import ExitCode, UserError
 from swarm.founding import check_resolution
 from swarm.members import Members
+from swarm.run.method import method_named
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 from swarm.run_identity import PLACES
+from swarm.subsets import folders_of
 
 log = logging.getLogger(__name__)
 
@@ -85,13 +92,19 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.end is None:
-            object.__setattr__(self, "end", End(self.joined.run, self.joined.host_key, self.joined.extension))
+            kept = Path(self.peer.output_dir) / EXTENSION_FILE if self.peer.swarming else None
+            object.__setattr__(self, "end", End(self.joined.run, self.joined.host_key, self.joined.extension, kept))
         if self.bans is None:
             object.__setattr__(self, "bans", Bans(self.joined.run, self.joined.host_key, self.joined.bans))
 
     @property
     def run(self) -> RunConfig:
         return self.joined.run
+
+    @property
+    def run_here(self) -> RunConfig:
+        """The run with this peer's places where it gave some: those of the host say nothing on another machine."""
+        return dataclasses.replace(self.run, **{name: self.given[name] for name in PLACES if self.given.get(name)})
 
     @property
     def output(self) -> Path:
@@ -118,6 +131,8 @@ class Learner:
     optimizer: torch.optim.Optimizer
     precision: Precision
     place: Placing
+    ahead: Callable[[Sequence[PixelBatch]], list[PixelBatch]] | None = None
+    """Asks the frozen parts about a window of batches; None: they are asked at each step."""
     caches: Caches = field(default_factory=Caches)
     prior: ClassPictures | None = None
 
@@ -126,6 +141,7 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     """The trainer with all its parts, resumed where there is what to resume, and what writes its result. Raises UserError."""
     check_step(launch.peer, launch.run, launch.group.world)
     check_prior(launch.peer, launch.run)
+    check_held_out(launch)
     if launch.device.type == "xla":
         importlib.import_module("peer.machine.xla").check_options(launch.peer)
     if launch.peer.ipex:
@@ -135,17 +151,30 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     own_id = launch.group.broadcast_object(peer_id(launch) if launch.group.is_main else None)
     launch = admitted(launch)
     learner, method = build_learner(launch, own_id)
-    source = build_source(launch, own_id)
+    step = local_step_samples(launch.peer, launch.group.world)
+    source = build_source(launch, own_id, step * window_steps(step // launch.group.world) if learner.ahead else 0)
     launch = with_end(launch, source)
     if launch.group.is_main:
         claim_output(launch)
         trained = sum(parameter.numel() for parameter in learner.params.values())
         check_disk(launch.output, launch.peer, trained, launch.run.optimizer)
     trainer, trackers = build_trainer(launch, learner, source, own_id)
-    results = Results(method, trainer, launch.run, launch.peer)
-    trainer.occasions = build_occasions(launch, trainer, results, trackers, own_id)
+    results = Results(method, trainer, launch.run_here, launch.peer)
+    trainer.occasions = build_occasions(launch, trainer, results, trackers, own_id, source)
     resume(trainer, launch)
     return trainer, results
+
+
+def check_held_out(launch: Launch) -> None:
+    """Raises UserError where the pictures that --validation_split holds out would be trained; asked before a model is loaded."""
+    share, peer = launch.run.validation_split, launch.peer
+    if share and peer.source == "huggingface":
+        raise UserError(
+            f"validation_split is {share:g}, and no row of --dataset_name can be held out: it is streamed.",
+            fix="Give --train_data_dir, or take the rows from a dataset server (dd-datasetserver --dataset_name).",
+        )
+    if share and launch.device.type == "xla":
+        log.warning("validation_split=%g: this peer measures nothing, since that was not tried on XLA's devices", share)
 
 
 def peer_id(launch: Launch) -> str:
@@ -173,10 +202,14 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     """The model with what is trained of it, the same at all ranks, and the method that says what that is."""
     run, peer, device = launch.run, launch.peer, launch.device
     check_here(run, peer.weights, device)
-    here = {name: launch.given[name] for name in PLACES if launch.given.get(name)}
-    if here.get("lora_weights") and not run.lora_weights_digest:
+    check_base(peer, run, device)
+    check_fused(peer, run, device, launch.group.world)
+    turned = takes_turns(peer.offload, device)
+    windows = any(launch.group.gather(turned))  # all ranks draw alike; one with turns draws a window
+    if launch.given.get("lora_weights") and not run.lora_weights_digest:
         raise UserError("This run does not begin with a LoRA.", fix="Leave out --lora_weights, or found a run of your own with it.")
-    method = load_part("methods", run.method).build(dataclasses.replace(run, **here))
+    method_named(run.method).check_files(launch.run_here)
+    method = load_part("methods", run.method).build(launch.run_here)
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
     in_bf16 = peer.weights == "bf16"
@@ -184,22 +217,36 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
     by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
     method.begin(model)
-    model.place(device, None if by_itself else precision.dtype, method.whole(model))
+    if peer.base_precision != "auto":
+        model.pack(peer.base_precision, device)
+    turns = Turns(model, device) if turned else None
+    model.place(device, None if by_itself else precision.dtype, method.whole(model), waiting=turned)
     prior = prepare(model, run, peer, precision, launch.group, launch.stopping) if peer.with_prior_preservation else None
     if peer.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     if peer.channels_last:
         log.info("channels_last=%s", ",".join(use_channels_last(model.parts)))
     params = method.attach(model)
+    if turns:
+        turns.keep(params)
     launch.group.broadcast_(list(params.values()))
     kept = {"latents": peer.cache_latents, "texts": peer.cache_text}
     with precision.autocast():
-        caches = open_caches(model, run, precision.dtype, launch.cache_folder, int(peer.cache_gib * 2**30), **kept)
+        caches = open_caches(
+            model, run, precision.dtype, launch.cache_folder, int(peer.cache_gib * 2**30), **kept, trained=(trained := parts_of(params))
+        )
     optimizer = build_optimizer(run, params, device)
     place = placing(device, peer.train_batch_size * (2 if peer.with_prior_preservation else 1))
+    encoder = Encoder(model, caches, place.lazy)
+
+    def ahead(batches: Sequence[PixelBatch]) -> list[PixelBatch]:
+        with precision.autocast():
+            return encoder.ahead(batches, precision.rng_device, texts=not trained & model.facts.text_encoders.keys())
+
     learner = Learner(
         model=model,
-        encode=place.latents(Encoder(model, caches, place.lazy)),
+        encode=place.latents(encoder),
+        ahead=ahead if windows else None,
         params=params,
         optimizer=RoundingOptimizer(optimizer, noise_seed(run, own_id)) if in_bf16 else optimizer,
         precision=precision,
@@ -208,6 +255,17 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
         prior=prior,
     )
     return learner, method
+
+
+def check_base(peer: PeerConfig, run: RunConfig, device: torch.device) -> None:
+    """Raises UserError where --base_precision has nothing to hold in fewer bits, or was not tried; asked before a model is loaded."""
+    if peer.base_precision != "auto" and method_named(run.method).whole:
+        raise UserError(
+            f"--base_precision {peer.base_precision} is for weights that nobody trains, and --method {run.method} trains all of the denoiser's.",
+            fix="Remove it; --weights bf16 takes less memory there.",
+        )
+    if peer.base_precision != "auto" and device.type == "xla":
+        raise UserError("--base_precision was not tried on XLA's devices.", fix="Remove it.")
 
 
 def build_trial(launch: Launch, learner: Learner) -> Trial | None:
@@ -222,7 +280,7 @@ def noise_seed(run: RunConfig, own_id: str) -> str:
     return f"{run.seed}:{own_id}"
 
 
-def build_source(launch: Launch, own_id: str) -> Source | None:
+def build_source(launch: Launch, own_id: str, window_samples: int = 0) -> Source | None:
     """Rank 0's source of samples: this peer's own when it brings one, else the dataset server; None on other ranks."""
     if not launch.group.is_main:
         return None
@@ -241,6 +299,7 @@ def build_source(launch: Launch, own_id: str) -> Source | None:
         cache_dir=launch.cache_folder,
         cache_gib=peer.cache_gib,
         batch_samples=max(local_step_samples(peer, launch.group.world), peer.lease_samples // 2),  # a source asks for two at a time
+        window_samples=window_samples,
         epochs=None if joined.run.total_samples or peer.swarming else peer.num_train_epochs,
     )
     source = load_part("data", peer.source).build(context)
@@ -265,7 +324,8 @@ def claim_output(launch: Launch) -> None:
     """Before anything of the run is written, its folder is that of no other run; it says which run it is of, which is all that `dd-export` needs."""
     joined, peer = launch.joined, launch.peer
     owner = Owner(id=folder_id(joined.run, peer), name=joined.run.run_name, alone=not peer.swarming, about=joined.about())
-    needed = (*(value for name in PLACES for value in (getattr(joined.run, name), launch.given.get(name, ""))), peer.train_data_dir, peer.class_data_dir)
+    own = [peer.train_data_dir, *map(str, folders_of(Path(peer.train_data_dir)))] if peer.train_data_dir else []
+    needed = (*(value for name in PLACES for value in (getattr(joined.run, name), launch.given.get(name, ""))), *own, peer.class_data_dir)
     claim(
         launch.output, owner, wanted=peer.resume_from_checkpoint, used=[Path(place) for place in needed if place and Path(place).exists()]
     )
@@ -313,19 +373,22 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         bucket_info=peer.output_bucket_info and group.is_main,
         ahead_steps=peer.loader_prefetch_size,
         placed_steps=peer.device_prefetch_size,
-        place=learner.place.pixels,
+        place=(lambda batch: batch) if learner.ahead else learner.place.pixels,
+        encode=learner.ahead,
         beside=learner.prior and learner.prior.beside,
     )
     closing.callback(feed.close)
     profiler = Profiler(peer.profile_duration if group.is_main else 0, profile_folder(launch.output), launch.device)
     closing.callback(profiler.close)
+    clip = Clip(run.clip_norm, by_tensor=run.clip_grad == "tensor")
     trainer = Trainer(
         model=learner.model,
         encode=learner.encode,
         params=learner.params,
         optimizer=learner.optimizer,
         learning_rate=build_schedule(run),
-        max_grad_norm=run.max_grad_norm,
+        clip=clip,
+        fused=FusedStep(learner.params, learner.optimizer, clip) if peer.fused_step else None,
         precision=learner.precision,
         sync=RankedSync(sync, group, learner.params, moves=swarms(run.sync)),
         feed=feed,
@@ -341,6 +404,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         average=Ema(learner.params, peer.ema_decay) if peer.use_ema and group.is_main else None,
         noise_seed=noise_seed(run, own_id),
         trial=build_trial(launch, learner),
+        compare=FirstGradient(learner.model, learner.params, peer.base_precision) if peer.base_precision != "auto" and group.is_main else None,
         gradient_point=getattr(learner.optimizer, "gradient_point", nullcontext),
         boundary=learner.place.boundary,
         stepped=profiler.stepped,
@@ -360,6 +424,7 @@ def build_sync(launch: Launch, params: Params) -> Sync | None:
         output_dir=launch.output,
         server_url=joined.server_url,
         initial_peers=joined.initial_peers,
+        known=joined.known,
         end=launch.end if swarms(joined.run.sync) else None,
         members=launch.members,
         last_known=joined.last_known,
@@ -376,7 +441,9 @@ def build_trackers(launch: Launch) -> Trackers:
     return Trackers(report_to, launch.output / peer.logging_dir, peer.tracker_project_name, dataclasses.asdict(launch.run))
 
 
-def build_occasions(launch: Launch, trainer: Trainer, results: Results, trackers: Trackers, own_id: str) -> Occasions:
+def build_occasions(
+    launch: Launch, trainer: Trainer, results: Results, trackers: Trackers, own_id: str, source: Source | None
+) -> Occasions:
     """What is done every so many global steps: the running mean first, because what follows uses it."""
     run, peer, average = launch.run, launch.peer, trainer.average
     validation = Validation(
@@ -394,14 +461,33 @@ def build_occasions(launch: Launch, trainer: Trainer, results: Results, trackers
         share=build_showing(launch, trainer, own_id),
     )
 
+    def measured(loss: float) -> None:
+        trainer.sync.measured(loss)
+        trainer.progress.measured(trainer.step, loss)
+
+    measure = HeldOut(
+        model=trainer.model,
+        group=launch.group,
+        precision=trainer.precision,
+        run=run,
+        samples=source.held_out if source else tuple,
+        weights=nullcontext if peer.use_ema and peer.swarming else results.weights,  # what is told the others is of the state
+        show=measured,
+    ).measure
+
     def checkpoint(step: int) -> None:
         trainer.checkpoint()
 
     every = Every.of(peer, run, launch.group.world)
+    if launch.device.type == "xla":
+        every = dataclasses.replace(every, held_out=0)
+    if every.held_out_share:
+        measure = seldom(measure, every.held_out_share, agree=launch.group.broadcast_object)
     return Occasions(
         [
             *([Occasion(1, average.follow)] if average else []),
             Occasion(every.validation, validation.draw),
+            Occasion(every.held_out, measure),
             Occasion(peer.save_steps, results.save),
             Occasion(every.checkpoint, seldom(checkpoint, every.checkpoint_share) if every.checkpoint_share else checkpoint, at_end=False),
         ]

@@ -47,8 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     world.add_argument("--min_peers", type=int, default=1, help="so many peers wait for each other before they start (default: 1)")
     world.add_argument("--members", action="store_true", help="a run for members: strangers are none")
     world.add_argument("--trusted", type=int, default=0, help="in a run for members, so many of the peers are trusted to average (default: 0)")
+    world.add_argument("--averaging", default="mean", choices=("mean", "centered"), help="the run's (default: mean)")
     world.add_argument("--chunks", type=int, default=1, help="of a state, 4 MiB each: two cost seven times the CPU time (default: 1)")
-    world.add_argument("--strangers", default="", help="who comes and means harm: 'all', or rows of scripts/strangers (docs/simulation.md)")
+    world.add_argument("--strangers", default="", help="who comes and means harm: 'all', or rows of scripts/strangers (docs/internals.md)")
     world.add_argument("--hours", type=float, default=1.0, help="virtual hours with faults; then all must commit within 10 minutes (default: 1)")
     world.add_argument("--rounds", type=int, default=0, help="end the faults after so many rounds")
     world.add_argument("--faults", default="all", help=f"all, or some of: {', '.join((*FAULTS, 'nat'))}; or none (default: all, but for the rare)")
@@ -101,7 +102,7 @@ def _scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "
         sync=options.sync, wire=options.wire, overlap=options.overlap, strikes=strikes, step_seconds=steps,
         assistants=options.assistants, lease_seconds=options.lease_seconds, strangers=strangers,
         total_samples=options.total_samples, min_peers=options.min_peers, members=options.members, trusted=options.trusted,
-        chunks=options.chunks,
+        averaging=options.averaging, chunks=options.chunks,
     )  # fmt: skip
 
 

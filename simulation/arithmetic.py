@@ -13,6 +13,7 @@ from torch import Tensor
 
 from peer.sync.engine.codec import Wire, add_up, square_norm
 from peer.sync.engine.outer import RoundInfo, Strategy
+from peer.sync.engine.round.centering import centre, even_shares, products
 from peer.sync.engine.state import Header, hash_chunks, mean_digest
 from peer.sync.engine.trainer.local_work import REBASED_ANCESTORS
 
@@ -24,17 +25,22 @@ _CODEC_ERROR = {"fp32": 1e-6, "fp16": 2e-3, "int8": 2e-2, "int4": 0.3}
 
 
 class Arithmetic:
-    """Of one run. clip: its `clip_members`; checked: states whose bits were compared; clipped: contributions that counted less for that."""
+    """Of one run. clip: its `clip_members`; centered: whether its averaging is; checked: states whose bits were compared; clipped: contributions that counted less for that."""
 
-    def __init__(self, wire: Wire, strategy: Strategy, clip: float = 0.0):
-        self._wire, self._strategy, self._clip, self.checked, self.clipped = wire, strategy, clip, 0, 0
+    def __init__(self, wire: Wire, strategy: Strategy, clip: float = 0.0, centered: bool = False):
+        self._wire, self._strategy, self._clip, self._centered, self.checked, self.clipped = wire, strategy, clip, centered, 0, 0
         self._states: OrderedDict[str, Tensor] = OrderedDict()
         self._offers: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+        self._proved: set[tuple[str, int]] = set()
+        self.lessened = 0
+        """Contributions that counted as fewer samples than they said, since others had a receipt and they had none."""
 
-    def offered(self, peer: str, number: int, encoded: Tensor) -> None:
+    def offered(self, peer: str, number: int, encoded: Tensor, receipt: str = "") -> None:
         self._offers[peer, number] = encoded.clone()
+        if receipt:
+            self._proved.add((peer, number))
         if len(self._offers) > _OFFERS_KEPT:
-            self._offers.popitem(last=False)
+            self._proved.discard(self._offers.popitem(last=False)[0])
 
     def rebased(self, digest: str, header: Header, data: Tensor) -> str:
         """A trainer is told of a state: why it is not what its round makes of its parent; empty: it is, or that cannot be known."""
@@ -48,14 +54,22 @@ class Arithmetic:
         if not header.round or parent is None or any(offer is None for offer in offers):
             return ""
         self.checked += 1
-        total = sum(member.samples for member in header.members)
-        factors = self._factors(offers, [member.samples if self._strategy.steps_locally else 1 for member in header.members])
+        weights = self._weights([(member.samples, (member.peer, member.number) in self._proved) for member in header.members])
+        self.lessened += sum(weight < member.samples for weight, member in zip(weights, header.members, strict=True)) if len(offers) > 1 else 0
+        factors = self._factors(offers, [weight if self._strategy.steps_locally else 1 for weight in weights])
         self.clipped += sum(factor < 1 for factor in factors)
-        weights = [member.samples / total * factor for member, factor in zip(header.members, factors, strict=True)]  # in the order of their ids
-        mean = self._mean(offers, weights) if len(offers) > 1 else offers[0]  # alone, a peer's bytes are the mean
+        mean = self._average(offers, factors, weights) if len(offers) > 1 else offers[0]  # alone, its bytes are the mean
         vectors, named = self._outer(parent, mean, header)
         right = torch.equal(vectors.view(torch.uint8), data) and header.mean in ("", named)
         return "" if right else f"the state {digest[:8]} is not its parent's after the weighted mean of its members"
+
+    @staticmethod
+    def _weights(said: list[tuple[int, bool]]) -> list[int]:
+        """said: of each member its samples, and whether the host says so too. Who has no receipt counts no more than the
+        lower median of who has, or of all."""
+        proved, every = sorted(samples for samples, receipt in said if receipt), sorted(samples for samples, _ in said)
+        most = max(proved[(len(proved) - 1) // 2], every[(len(every) - 1) // 2]) if proved else every[-1]
+        return [samples if receipt else min(samples, most) for samples, receipt in said]
 
     def _factors(self, offers: list[Tensor], sizes: list[int]) -> list[float]:
         """What each counts of itself: none goes beyond `clip` times the lower median of all norms, each for its size."""
@@ -64,8 +78,16 @@ class Arithmetic:
         limit = self._clip * ranked[(len(ranked) - 1) // 2] if ranked else 0.0
         return [1.0 if not self._clip or norm <= limit * size else limit * size / norm for norm, size in zip(norms, sizes, strict=True)]
 
-    def _mean(self, offers: list[Tensor], weights: list[float]) -> Tensor:
-        vectors = [self._wire.decode(offer) * weight for offer, weight in zip(offers, weights, strict=True)]
+    def _average(self, offers: list[Tensor], factors: list[float], samples: list[int]) -> Tensor:
+        """offers: in the order of their members' ids."""
+        vectors = [self._wire.decode(offer) for offer in offers]
+        shares = even_shares(samples) if self._centered else None
+        if shares is not None:
+            clipped = torch.stack([vector * factor for vector, factor in zip(vectors, factors, strict=True)])
+            parts = [clipped[:, part.start : part.end] for part in self._wire.parts]
+            return self._wire.encode(torch.cat([torch.mv(part.T, centre(shares, products(part)).float()) for part in parts]))
+        weights = [count / sum(samples) * factor for count, factor in zip(samples, factors, strict=True)]
+        vectors = [vector * weight for vector, weight in zip(vectors, weights, strict=True)]
         total = vectors[0]
         for vector in vectors[1:]:
             total = total + vector
@@ -128,6 +150,10 @@ class Learned:
     def withdrew(self) -> None:
         self._moved(-self._frozen.values)
         self._frozen = None
+
+    def undone(self) -> None:
+        """What no contribution holds is gone."""
+        self._moved((self._frozen.values if self._frozen else 0.0) - self.ahead)
 
     def check(self, digest: str, frozen: tuple[int, Tensor] | None) -> str:
         """The trainer stands on the state `digest`: why its parameters are not that and what it learned since; empty: they are.

@@ -23,7 +23,7 @@ RARE = ("rot", "discard", "relief", "guests")
 """In worlds of their own: everywhere, they would leave the other faults too few rounds to strike."""
 KINDS = (*(name for name in FAULTS if name not in ("extend", *RARE)), "nat")
 WITH_STRANGERS = ("reset", "slow", "clock", "answers", "ledger")
-"""Faults that leave those alive whom one has met: among strangers alone nobody knows whom to believe (docs/protocol.md, R5)."""
+"""Faults that leave those alive whom one has met: among strangers alone nobody knows whom to believe (docs/internals.md, R5)."""
 WITH_AN_END = ("extend", "reset", "slow", "clock", "pause")
 """Faults that leave the peers, and what they have to say, to the end of a run. Who is away for longer than the others linger misses it."""
 WITH_RELIEF = ("relief", "clock", "slow")
@@ -61,6 +61,8 @@ def mixed(seed: int) -> Scenario:
     )
     if scenario.members and random.Random(f"{seed} trusted").random() < 0.3:
         scenario = replace(scenario, trusted=min(scenario.peers, 3))
+    if random.Random(f"{seed} averaging").random() < 0.3:
+        scenario = replace(scenario, averaging="centered")
     if scenario.peers == 1:
         scenario = replace(scenario, min_peers=1)
     special = random.Random(f"{seed} special").random()  # dice of its own, as "trusted" above and "reducer" below: all other seeds play what they did before
@@ -95,6 +97,7 @@ def played(seed: int) -> dict[str, Any]:
         "assistants": scenario.assistants,
         "members": scenario.members,
         "trusted": scenario.trusted,
+        "averaging": scenario.averaging,
         "lease_seconds": scenario.lease_seconds,
         "sync": scenario.sync,
         "wire": scenario.wire,

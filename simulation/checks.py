@@ -1,4 +1,4 @@
-"""What must hold whatever happens (docs/protocol.md), checked at the moment when something is said, adopted or reported."""
+"""What must hold whatever happens (docs/internals.md), checked at the moment when something is said, adopted or reported."""
 
 import json
 from collections import Counter
@@ -177,7 +177,7 @@ class Checks:
             if self._offers.setdefault((machine.peer, values["number"]), content) != content:
                 self.breach(f"the bytes of contribution {values['number']} changed", machine)
             if self.arithmetic is not None:
-                self.arithmetic.offered(machine.peer, values["number"], buffers[0].bytes())
+                self.arithmetic.offered(machine.peer, values["number"], buffers[0].bytes(), values["receipt"])
 
     def told(self, machine: "Machine", kind: str, values: dict[str, Any], buffers: list[SharedBuffer]) -> None:
         """By the sidecar."""

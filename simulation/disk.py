@@ -16,17 +16,17 @@ from swarm import files
 
 
 class _Inode:
-    __slots__ = ("data", "synced")
+    __slots__ = ("data", "made", "synced")
 
-    def __init__(self, data: bytes = b"", synced: bytes | None = None):
-        self.data, self.synced = data, synced
+    def __init__(self, data: bytes = b"", synced: bytes | None = None, made: float = 0.0):
+        self.data, self.synced, self.made = data, synced, made
 
 
 class Disk:
     """names: path -> file, as the processes see it; `_durable`: as it is after a power cut."""
 
-    def __init__(self, rng: random.Random):
-        self._rng = rng
+    def __init__(self, rng: random.Random, wall: Callable[[], float] = lambda: 0.0):
+        self._rng, self.wall = rng, wall
         self.names: dict[str, _Inode] = {}
         self._durable: dict[str, _Inode] = {}
         self.full = False
@@ -56,7 +56,7 @@ class Disk:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._did(partial(self._put_back, path, self.names.get(path)))
-        inode = self.names[path] = _Inode()
+        inode = self.names[path] = _Inode(made=self.wall())
         return inode
 
     def rename(self, source: str, target: str) -> None:
@@ -244,7 +244,8 @@ class SimPath:
         return self._path in self.disk.names
 
     def stat(self) -> SimpleNamespace:
-        return SimpleNamespace(st_size=len(self.disk.existing(self._path).data), st_mtime=0.0)
+        inode = self.disk.existing(self._path)
+        return SimpleNamespace(st_size=len(inode.data), st_mtime=inode.made)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Beside a peer's own folder, one that has something in it is there already."""

@@ -12,7 +12,7 @@ import json
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -217,7 +217,7 @@ class Machine:
     def __init__(self, world: "World", peer: str, number: int, link: Link, *, step_seconds: float, batch: int, skew: float):
         self.world, self.peer, self.number, self.link = world, peer, number, link
         self.step_seconds, self.batch, self.skew, self.slowness = step_seconds, batch, skew, 1.0
-        self.disk = Disk(random.Random(world.rng.getrandbits(64)))
+        self.disk = Disk(random.Random(world.rng.getrandbits(64)), self.wall)
         self.trainer: Process | None = None
         self.sidecar: Process | None = None
         self.thread: LockStepThread | None = None
@@ -406,6 +406,10 @@ class Machine:
         done = self._follow(sync, accounts, sync.catch_up())
         while not done and not self.leaves and (keys := source.draw(self.batch)):
             self._sleep(self.step_seconds * self.slowness * self.world.rng.uniform(0.9, 1.1))
+            if self.world.scenario.broken_steps and self._random.random() < self.world.scenario.broken_steps:
+                self._break_off(sync, params, next(gradients), accounts, keys)
+                done = self._follow(sync, accounts, sync.step(0))
+                continue
             self._step(sync, params, next(gradients), len(keys))
             accounts.trained(keys)
             done = self._follow(sync, accounts, sync.step(len(keys), 1.0))
@@ -433,6 +437,15 @@ class Machine:
         else:
             self.taken.stepped(sync._work.state.digest, samples)
 
+    def _break_off(self, sync: SwarmSync, params: dict[str, nn.Parameter], gradient: Tensor, accounts: Accounts, keys: Sequence[str]) -> None:
+        """A step that has moved one of the tensors when it is given up, as one that steps them one by one may (--fused_step)."""
+        first = next(iter(params.values()))
+        first.data.sub_(gradient[: first.numel()])
+        accounts.lost(keys)
+        report = sync.undo()
+        self.learned.undone()
+        self._take(sync, accounts, report)
+
     def _follow(self, sync: SwarmSync, accounts: Accounts, report: SyncReport) -> bool:
         report = self._take(sync, accounts, report)
         while report.wait or report.frozen is not None:
@@ -448,7 +461,10 @@ class Machine:
             self._look(sync)
             if self.learned is None and (wrong := self.taken.check(sync._work.state.digest, sync._work.frozen.samples)):
                 self.world.checks.breach(wrong, self)
-            if not accounts.register(report.frozen):
+            receipt = accounts.register(report.frozen)
+            if receipt:
+                sync.registered(report.frozen, receipt)
+            if receipt is None:
                 accounts.apply(report)
                 report = sync.withdraw(report.frozen)
                 if self.learned is not None:

@@ -32,6 +32,7 @@ def command(scenario: Scenario) -> str:
     words += ["--total_samples", str(scenario.total_samples)] if scenario.total_samples else []
     words += ["--min_peers", str(scenario.min_peers)] if scenario.min_peers > 1 else []
     words += ["--members"] if scenario.members else []
+    words += ["--averaging", scenario.averaging] if scenario.averaging != "mean" else []
     words += ["--trusted", str(scenario.trusted)] if scenario.trusted else []
     words += ["--chunks", str(scenario.chunks)] if scenario.chunks > 1 else []
     words += ["--strangers", ",".join(scenario.strangers)] if scenario.strangers else []

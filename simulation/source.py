@@ -61,9 +61,9 @@ class Source:
         self.drawn += count
         return keys
 
-    def register(self, number: int, keys: Sequence[str]) -> None:
+    def register(self, number: int, keys: Sequence[str]) -> str:
         self._machine.world.checks.registers(self._machine, number, keys)
-        self._server.register(number, keys)
+        return self._server.register(number, keys)
 
     def report_final(self, committed_round: CommittedRound) -> None:
         self._server.report_final(committed_round)

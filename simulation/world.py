@@ -66,6 +66,8 @@ class Scenario:
     sync: str = "parameters"
     wire: str = "int8"
     overlap: bool = False
+    broken_steps: float = 0.0
+    """The share of steps that break off half-way, where peers step locally."""
     target_per_peer: int = 4
     strikes: tuple[Strike, ...] | None = None
     step_seconds: tuple[float, ...] = ()
@@ -80,6 +82,7 @@ class Scenario:
     """Where the run ends, unless the host puts the end off; 0: nowhere."""
     members: bool = False
     """Whether the run is for members: strangers are none."""
+    averaging: str = "mean"
     trusted: int = 0
     """In a run for members, of the first peers: whom the host trusts to lead and reduce, from `_TRUSTED_SECONDS` on."""
     min_peers: int = 1
@@ -139,12 +142,12 @@ class World:
         dataset = Dataset(scenario.seed)
         self.run = RunConfig(
             model="x", sync=scenario.sync, wire=scenario.wire, total_samples=scenario.total_samples, target_batch_size=scenario.target_per_peer * scenario.peers,
-            dataset_digest=dataset.digest, members_of=dataset.key.public if scenario.members else "", clip_members=_CLIP,
+            dataset_digest=dataset.digest, members_of=dataset.key.public if scenario.members else "", clip_members=_CLIP, averaging=scenario.averaging,
         )  # fmt: skip
         self.server = Server(self, self.run, dataset, scenario.lease_seconds)
         self.strategy = load_strategy(f"peer.sync.{scenario.sync}:strategy", self.run)
         self.wire = Wire(scenario.wire, scenario.elements, BIG_ELEMENTS // 2)
-        self.checks.arithmetic = Arithmetic(self.wire, self.strategy, self.run.clip_members)
+        self.checks.arithmetic = Arithmetic(self.wire, self.strategy, self.run.clip_members, self.run.averaging == "centered")
         self.machines: list[Machine] = []
         self.faults_done: Counter[str] = Counter()
         self.failpoints = Failpoints(self)
@@ -395,7 +398,7 @@ class World:
         return commit.round if commit else 0
 
     def _apart_by_rule(self, machine: Machine, recent: list[str]) -> bool:
-        """Whether it stays on its branch because of whom it has met there: two groups that never met stay apart (docs/protocol.md)."""
+        """Whether it stays on its branch because of whom it has met there: two groups that never met stay apart (docs/internals.md)."""
         met = set(machine.met())
         here = sum(other.peer in met for other in self.machines if self.checks.stands(other) not in recent)
         there = sum(other.peer in met for other in self.machines if self.checks.stands(other) in recent)

@@ -1,6 +1,6 @@
 """What averaging costs on a link, and how large a round must be to be worth it: arithmetic only.
 
-`python -m swarm.advice` prints the README's table.
+`python -m swarm.advice` prints the table of docs/host.md.
 """
 
 import math
@@ -83,7 +83,7 @@ def measured(traffic: Traffic, seconds: float, samples_per_second: float, lost: 
 
 
 def table() -> str:
-    """The README's table, in Markdown."""
+    """The table of docs/host.md, in Markdown."""
     head = ["what is trained", "`--wire`", "a round sends", *(f"at {mbit:,} Mbit/s" for mbit in LINKS_MBIT)]
     lines = [head, ["---"] * len(head)]
     for name, parameters in _PARAMETERS.items():

@@ -14,7 +14,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 MOST_OF_A_KEY, BYTES_OF_A_KEY = 512, 1 << 20
-"""Of a run's peers, each of which takes 1.7 kB. An answer of more than 4 MiB would not travel (docs/scale.md)."""
+"""Of a run's peers, each of which takes 1.7 kB. An answer of more than 4 MiB would not travel (docs/internals.md)."""
 MOST_OF_AN_OWNER = 4
 """Keys under which one peer has a record: its run's and that of all runs, and those of a run that it left within 10 minutes."""
 MOST_OTHER_KEYS, BYTES_OF_OTHER_KEYS = 64, 4 << 20

@@ -79,6 +79,14 @@ def read_header(path: Path) -> dict[str, Any]:
         return _read_header(path, file)
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a .safetensors file says of itself, whose header `read_header` has read."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        said = json.loads(file.read(length)).get("__metadata__")
+    return said if isinstance(said, dict) else {}
+
+
 def _weights(part: Path) -> list[Path]:
     """A part's files in the order of their names; those of a precision variant (a second dot in the name) only where it has no others."""
     files = sorted(part.glob("*.safetensors"))

@@ -5,14 +5,20 @@ an order of the host, signed with its key for this run. The largest signed one c
 and nobody can make a run shorter with an old one (docs/decisions/0008).
 """
 
+import json
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from swarm import files
 from swarm.digest import digest_json
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from swarm.signing import BadSignature, HostKey, check_signature
 
+log = logging.getLogger(__name__)
+EXTENSION_FILE = "extension.json"
 _MOST = 1 << 53
 _LAST_ROUND_STRETCH = 1.25
 """The run's last round may be so much larger than the target, so that no tiny one is left over."""
@@ -21,11 +27,14 @@ _LAST_ROUND_STRETCH = 1.25
 class End:
     """host_key: whose extensions count; '': those of the host whose members the run is for, if any.
 
-    extension: the one in force, to be handed on: {total_samples, host_key, signature}."""
+    extension: the one in force, to be handed on: {total_samples, host_key, signature}; path: where it is kept, for a start when nobody is there to tell it; None: nowhere.
+    """
 
-    def __init__(self, run: RunConfig, host_key: str = "", extension: Mapping[str, Any] | None = None):
-        self._run, self.host_key = run, host_key or run.members_of
+    def __init__(self, run: RunConfig, host_key: str = "", extension: Mapping[str, Any] | None = None, path: Path | None = None):
+        self._run, self.host_key, self._path = run, host_key or run.members_of, None
         self.total, self.extension = run.total_samples, None
+        self.extend(_kept(path) if path else None)
+        self._path = path
         self.extend(extension)
 
     @property
@@ -45,7 +54,20 @@ class End:
         except (KeyError, TypeError, BadSignature):
             return False
         self.total, self.extension = total, {"total_samples": total, "host_key": self.host_key, "signature": signature}
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)  # of a peer that starts for the first time
+                files.replace(self._path, json.dumps(self.extension).encode())
+            except OSError as error:
+                log.warning("%s is not kept, so a start without the server may end the run too soon: %s", self._path, error.strerror)
         return True
+
+
+def _kept(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def sign_extension(key: HostKey, run: RunConfig, total_samples: int) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class UserError(Exception):
         self.message, self.fix, self.code = message, fix, code
 
 
+class Unanswered(UserError):
+    """Nobody answers: whoever was asked may be back later."""
+
+
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -53,7 +57,7 @@ def of_machine(error: BaseException) -> UserError | None:
     short = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
     if short or (isinstance(error, OSError) and error.errno == errno.ENOMEM) or "RESOURCE_EXHAUSTED" in text:
         first = (text.strip().splitlines() or ["of the host"])[0][:300]
-        fix = "Use a smaller --train_batch_size and more --gradient_accumulation_steps, --gradient_checkpointing, or --weights bf16."
+        fix = "Use a smaller --train_batch_size and more --gradient_accumulation_steps, --gradient_checkpointing, --weights bf16, or on a GPU --offload."
         return UserError(f"Out of memory: {first}", fix=fix, code=ExitCode.MEMORY)
     return None
 

@@ -6,6 +6,7 @@ One place for the page, dd-monitor, dd-status and /metrics, so that they cannot 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from swarm.end import round_samples
@@ -39,6 +40,10 @@ class Figures:
     received_bytes: int
     transfer_seconds: float
     """Of that round, at the slowest peer."""
+    validation_loss: float | None
+    """Of held-out pictures: the median of what the live peers measured in the latest state that any of them did."""
+    validation_round: int | None
+    """After which that state came."""
 
 
 def figures(seen: Mapping[str, Any]) -> Figures:
@@ -47,6 +52,7 @@ def figures(seen: Mapping[str, Any]) -> Figures:
     training = [peer for peer in peers if peer["phase"] not in _NOT_TRAINING]
     utilisation = 1 - sum(peer["share_lost"] for peer in training) / len(training) if training else None
     left = total - seen["samples"]
+    validation_round, validation_loss = _validation(peers, seen["round"])
     target = max(round_samples(total, seen["samples"], seen["target_batch_size"]), 0)
     effective = speed * (utilisation or 0.0)
     return Figures(
@@ -62,7 +68,23 @@ def figures(seen: Mapping[str, Any]) -> Figures:
         sent_bytes=sum(peer["sent_bytes"] for peer in peers),
         received_bytes=sum(peer["received_bytes"] for peer in peers),
         transfer_seconds=max((peer["transfer_seconds"] for peer in peers), default=0.0),
+        validation_loss=validation_loss,
+        validation_round=validation_round,
     )
+
+
+_ROUNDS_TOLD = 20
+"""A peer measures for 1 % of its time, so seldom two in the same round; of the last alone one liar would say all."""
+
+
+def _validation(peers: Iterable[Mapping[str, Any]], latest: int) -> tuple[int | None, float | None]:
+    """(round, loss): of the last round that was measured, and the median of each peer's newest within the ROUNDS_TOLD before it.
+
+    latest: the run's round, beyond which nobody can have measured.
+    """
+    told = [(peer["validation_round"], peer["validation_loss"]) for peer in peers if peer.get("validation_loss") is not None]
+    last = max((round for round, _ in told if round <= latest), default=None)
+    return last, median(loss for round, loss in told if last - _ROUNDS_TOLD <= round <= last) if last is not None else None
 
 
 def mean_loss(told: Iterable[tuple[float | None, float]]) -> float | None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import unicodedata
 from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from swarm.run.strategy import strategies, swarms
 from swarm.run_config import RunConfig
 
 _LONGEST_NAME = 200
+_NOT_IN_A_LINE = ("Cc", "Zl", "Zp", "Cs")
+"""Unicode's categories of control characters, of ends of lines and paragraphs, and of halves of characters."""
 LEAST_FACTOR = 0.05
 """Of a rate that the optimizer finds: below, it must be a rate for AdamW."""
 _MOST_OF_ALL = 2**40
@@ -110,6 +113,9 @@ def check_values(run: RunConfig) -> None:
     """Raise UserError for values that no peer can use. Runs that have begun with one are read as they are: some peer may make do with it."""
     if not run.run_name or len(run.run_name) > _LONGEST_NAME or not run.run_name.isprintable():
         raise UserError(f"run_name has {len(run.run_name)} characters.", fix=f"Use 1 to {_LONGEST_NAME} printable ones.")
+    for name in ("caption_prefix", "caption_suffix"):
+        if any(unicodedata.category(char) in _NOT_IN_A_LINE for char in getattr(run, name)):
+            raise UserError(f"{name} is {getattr(run, name)[:80]!r}.", fix="Use one line without control characters.")
     for name in ("model_digest", "dataset_digest", "lora_weights_digest"):
         if getattr(run, name) and not re.fullmatch("[0-9a-f]{64}", getattr(run, name)):
             raise UserError(f"{name} is '{getattr(run, name)[:80]}'.", fix="Use 64 digits and small letters a to f, or leave it out.")
@@ -145,6 +151,16 @@ def check_idle(run: RunConfig) -> None:
                 raise UserError(
                     f"{field.name} is {getattr(run, field.name)}, but says nothing without {needed}.", fix=f"Add {needed}, or remove --{field.name}."
                 )
+    if run.keep_tokens and not (run.shuffle_tags or run.caption_tag_dropout_rate):
+        needed = "--shuffle_tags or --caption_tag_dropout_rate"
+        raise UserError(
+            f"keep_tokens is {run.keep_tokens}, but says nothing without {needed}.", fix=f"Add {needed}, or remove --keep_tokens."
+        )
+    if run.was_given("multires_noise_discount") and not run.multires_noise_iterations:
+        raise UserError(
+            f"multires_noise_discount is {run.multires_noise_discount:g}, but says nothing without --multires_noise_iterations.",
+            fix="Add --multires_noise_iterations 6, or remove --multires_noise_discount.",
+        )
     if run.model_config and not run.model.endswith(".safetensors"):
         raise UserError(
             f"model_config is {run.model_config[:80]}, but {run.model} is read with its own.", fix="Remove --model_config: it is for a .safetensors --model."
@@ -195,6 +211,14 @@ def check_optimizer(run: RunConfig) -> None:
             f"{own}, but {together}.", "Remove --optimizer, or use another --sync.",
         ),
         (strategy.optimizer and texts, f"{its_texts}, but {together}.", "Remove --text_encoder_lr, or use another --sync."),
+        (
+            strategy.optimizer and run.clip_grad == "tensor",
+            f"clip_grad is tensor, but {together}, whose gradient is clipped as a whole.", "Remove --clip_grad, or use another --sync.",
+        ),
+        (
+            run.clip_grad == "tensor" and not run.max_grad_norm,
+            "clip_grad is tensor, but max_grad_norm is 0: nothing is clipped.", "Remove --max_grad_norm, or use --clip_grad none.",
+        ),
         (
             facts.finds_rate and run.learning_rate < LEAST_FACTOR,
             f"learning_rate is {run.learning_rate:g}, but {facts.title} finds the rate itself and multiplies it by that.",

@@ -1,6 +1,7 @@
 """A picture's bytes, whoever reads them: the formats, how large one may be, which way is up, and what is RGB of it. One rule for hosts and peers."""
 
 import io
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -70,7 +71,7 @@ def is_deep_grey(image: Image.Image) -> bool:
     return image.mode.startswith("I")
 
 
-def upright_rgb(image: Image.Image, orientation: int) -> Image.Image:
+def upright_rgb(image: Image.Image, orientation: int, behind: str = "white") -> Image.Image:
     """Transparent pixels hide arbitrary colours; what people see in a browser is white behind. 16-bit greys keep their upper byte."""
     if is_deep_grey(image):  # Pillow's own conversion would make white of all that is 255 and more
         import numpy as np
@@ -78,6 +79,39 @@ def upright_rgb(image: Image.Image, orientation: int) -> Image.Image:
         image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype("uint8"))
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = Image.alpha_composite(Image.new("RGBA", image.size, behind), image)
     rgb = image.convert("RGB")
     return rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb
+
+
+def has_mask(image: Image.Image) -> bool:
+    """Whether its transparency can be read as a mask."""
+    return image.has_transparency_data and not is_deep_grey(image)
+
+
+def upright_rgba(image: Image.Image, orientation: int) -> Image.Image:
+    """Of a picture that has a mask: with it as the alpha channel, and the colours that it hides as they are."""
+    rgba = image.convert("RGBA")
+    return rgba.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgba
+
+
+def with_mask(data: bytes, mask: bytes) -> bytes:
+    """A PNG of the picture in `data`, upright, with the picture in `mask` as its alpha channel. Raises BadSample."""
+    with opened(data) as image:
+        picture = upright_rgb(image, orientation_of(image, data))
+    picture.putalpha(upright_mask(mask, picture.size))
+    out = io.BytesIO()
+    picture.save(out, "PNG", compress_level=1, compress_type=zlib.Z_RLE)  # as small as level 4 in a third of the time
+    return out.getvalue()
+
+
+def upright_mask(mask: bytes, size: tuple[int, int]) -> Image.Image:
+    """The picture in `mask` in greys, upright; what is transparent in it is black. size: of the upright picture that it is for. Raises BadSample."""
+    try:
+        with opened(mask) as image:
+            alpha = upright_rgb(image, orientation_of(image, mask), behind="black").convert("L")
+    except BadSample as reason:
+        raise BadSample(f"its mask {reason}") from None
+    if alpha.size != size:
+        raise BadSample("its mask has {}x{} pixels, and the picture {}x{}".format(*alpha.size, *size))
+    return alpha

@@ -7,19 +7,20 @@ the WebDataset tars there are pictures, too. Pictures are not opened here, and c
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarm.captions import CAPTION_COLUMNS, METADATA, Captions, Faults, Row, one_line, read_metadata
 from swarm.errors import UserError
-from swarm.picture_file import BadSample
+from swarm.picture_file import BadSample, with_mask
 from swarm.protocol import MAX_CAPTION_BYTES
 from swarm.tars import members
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 MAX_FILE_BYTES = 256 << 20
 _CAPTION_SUFFIXES = (".txt", ".caption")
+_MASK_SUFFIX = ".mask.png"
 _PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _OTHER_PICTURES = (".gif", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl")
 _NAMED_FAULTS = 5
@@ -41,7 +42,9 @@ class Pair:
     """A picture and its captions, not yet looked at; `name` is its path within the dataset.
 
     caption: itself, or several, of which chance takes one, or where it is; None where there is none. spare: instead of one that is missing or
-    empty; '' for none. empty_ok: it may be empty or missing in the end. repeats: how often the picture comes in an epoch.
+    empty; '' for none. empty_ok: it may be empty or missing in the end. repeats: how often the picture comes in an epoch. mask: a picture of where
+    the loss counts. masked: its transparency is such a mask. around: what comes before and after each of its captions.
+    weight: what its loss is multiplied with.
     """
 
     name: str
@@ -50,10 +53,20 @@ class Pair:
     spare: str = ""
     empty_ok: bool = False
     repeats: int = 1
+    mask: Path | Piece | None = None
+    masked: bool = False
+    around: tuple[str, str] = ("", "")
+    weight: float = 1.0
 
     def read(self) -> bytes:
-        """The picture's bytes. Raises BadSample."""
-        return _read(self.image, MAX_FILE_BYTES, "larger than")
+        """The picture's bytes; where it has a mask of its own, a PNG with that as its alpha channel. Raises BadSample."""
+        data, mask = self.parts()
+        return with_mask(data, mask) if mask else data
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """The bytes of the picture, and of the mask that it has beside it; b'' for none. Raises BadSample."""
+        mask = _read(self.mask, MAX_FILE_BYTES, "its mask is larger than") if self.mask else b""
+        return _read(self.image, MAX_FILE_BYTES, "larger than"), mask
 
     def captions(self) -> Captions:
         """At least one, each of one line, together no longer than a shard's caption may be. Raises BadSample."""
@@ -61,23 +74,29 @@ class Pair:
         captions = tuple(filter(None, map(one_line, texts))) or tuple(filter(None, [one_line(self.spare)]))
         if not captions and not self.empty_ok:
             raise BadSample("no caption: there is no .txt or .caption file of that name" if self.caption is None else "caption is empty")
+        if any(self.around):
+            before, after = map(one_line, self.around)
+            captions = tuple(" ".join(filter(None, (before, caption, after))) for caption in captions or ("",))
         if len("\n".join(captions).encode()) > MAX_CAPTION_BYTES:
             raise BadSample(f"caption is longer than {MAX_CAPTION_BYTES >> 10} KiB")
         return captions or ("",)
 
 
-def list_folder(folder: Path, faults: Faults, column: str = CAPTION_COLUMNS[0]) -> list[Pair]:
+def list_folder(
+    folder: Path, faults: Faults, column: str = CAPTION_COLUMNS[0], masks: bool = False, without: Collection[Path] = ()
+) -> list[Pair]:
     """The pictures below `folder`, also those in its tars, by name; hidden files, and folders that are hidden or links, are left out.
 
     column: of metadata files, with the captions. faults: gets what is no picture: links that lead out of the folder, lines of metadata files
     that cannot be used or name no picture, captions without a picture, pictures of other formats, and what is wrong with tars.
+    masks: X.mask.png beside a picture X is its mask, and no picture. without: folders below `folder` that are left out, with links followed.
     Raises UserError when the folder is missing or has no picture.
     """
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.", fix="Give a folder of pictures with a .txt beside each as --dataset.")
     pairs: list[Pair] = []
     rows: dict[str, Row] = {}
-    for place, names in _walk(folder):
+    for place, names in _walk(folder, without):
         taken = [name for name in names if not _is_ours(name) or _may_be_read(folder, place / name, faults)]
         for name in METADATA:
             if name in taken and (place / name).is_file():  # reading a pipe would wait for ever
@@ -94,9 +113,19 @@ def list_folder(folder: Path, faults: Faults, column: str = CAPTION_COLUMNS[0]) 
         faults += [(_name(folder, place / name), "a caption, but no picture of that name") for name in lonely]
     pairs = [replace(pair, caption=rows.pop(pair.name).captions or pair.caption) if pair.name in rows else pair for pair in pairs]
     faults += [(row.where, f"there is no picture {name}") for name, row in rows.items()]
+    pairs = _masked(pairs, faults) if masks else [replace(pair, mask=None) if pair.mask else pair for pair in pairs]
     if not pairs:
         raise nothing_in(folder, faults)
     return sorted(pairs, key=lambda pair: pair.name)
+
+
+def _masked(pairs: Sequence[Pair], faults: Faults) -> list[Pair]:
+    """The pictures, those in tars as they are, and others with their masks."""
+    masks = {pair.name[: -len(_MASK_SUFFIX)]: pair for pair in pairs if pair.name.lower().endswith(_MASK_SUFFIX)}
+    pictures = {pair.name: pair for pair in pairs if not pair.name.lower().endswith(_MASK_SUFFIX)}
+    stems = {name: os.path.splitext(name)[0] for name in pictures}
+    faults += [(masks[stem].name, "a mask, but no picture of that name") for stem in sorted(masks.keys() - set(stems.values()))]
+    return [replace(pair, mask=masks[stems[name]].image) if stems[name] in masks else pair for name, pair in pictures.items()]
 
 
 def nothing_in(source: object, faults: Sequence[tuple[str, str]]) -> UserError:
@@ -117,10 +146,12 @@ def _name(folder: Path, path: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+def _walk(folder: Path, without: Collection[Path]) -> Iterator[tuple[Path, list[str]]]:
     """Each folder with its files, those above before those in them."""
+    real = folder.resolve() if without else folder  # links within are not followed
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        below = real / os.path.relpath(root, folder)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and below / name not in without)
         yield Path(root), sorted(name for name in files if not name.startswith("."))
 
 
@@ -189,7 +220,7 @@ def _pairs_of_group(key: str, group: dict[str, Piece]) -> Iterator[Pair]:
     caption = next((group[suffix] for suffix in _CAPTION_SUFFIXES if suffix in group), None)
     for suffix in IMAGE_SUFFIXES:
         if suffix in group:
-            yield Pair(key + suffix, group[suffix], caption)
+            yield Pair(key + suffix, group[suffix], caption, mask=group.get(_MASK_SUFFIX))
 
 
 def _pieces(path: Path, name: str, faults: Faults) -> Iterator[tuple[str, Piece]]:

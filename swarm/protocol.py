@@ -9,9 +9,11 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from blake3 import blake3
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_serializer, model_validator
 
+from swarm.held_out import MOST_HELD_OUT
 from swarm.records import MOST_BANS, HostWord
+from swarm.signing import SIGNATURE
 
 PROTOCOL_VERSION = 2
 BANS_TOLD = 16  # with every renewal, the newest: so that each word is told to somebody who hands it on
@@ -29,7 +31,7 @@ MAX_RUN_BYTES = 2048  # a run's configuration as JSON: with its head it must fit
 _MAX_COUNT = 2**53  # exact in every JSON reader
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Signature = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{128})?$")]
+Signature = Annotated[str, StringConstraints(pattern=rf"^({SIGNATURE})?$")]
 RunId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 LeaseId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 PeerId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -78,10 +80,17 @@ class Shard(Message):
     heights: Column
     image_bytes: Column
     """Of the encoded picture."""
+    weights: Annotated[list[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]], Field(max_length=MAX_SHARD_SAMPLES)] = []
+    """What each sample's loss is multiplied with; empty: 1."""
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump: Any) -> dict[str, Any]:
+        """Without `weights` where all are 1: a shard of before is said as it was."""
+        return {name: value for name, value in dump(self).items() if value or name != "weights"}
 
     @model_validator(mode="after")
     def _whole(self) -> "Shard":
-        if {len(self.widths), len(self.heights), len(self.image_bytes)} != {self.samples}:
+        if {len(self.widths), len(self.heights), len(self.image_bytes), len(self.weights) or self.samples} != {self.samples}:
             raise ValueError("a column has not one number per sample")
         return self
 
@@ -104,6 +113,13 @@ class Manifest(Message):
     generations: Annotated[list[Generation], Field(min_length=1, max_length=MAX_GENERATIONS)]
     total: Positive
     shards: Annotated[list[Shard], Field(min_length=1, max_length=MAX_SHARDS)]
+    held_out: Annotated[list[Shard], Field(max_length=MOST_HELD_OUT)] = []
+    """Of pictures that nobody trains on (--validation_split); they are in no epoch, and `total` leaves them out."""
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump: Any) -> dict[str, Any]:
+        """Without `held_out` where there is none: a dataset of before keeps its digest."""
+        return {name: value for name, value in dump(self).items() if value or name != "held_out"}
 
     @model_validator(mode="after")
     def _whole(self) -> "Manifest":
@@ -116,17 +132,19 @@ class Manifest(Message):
             raise ValueError("the shards' indices must count from 0")
         if self.total != sum(shard.samples for shard in self.shards):
             raise ValueError("total must be the samples of all shards")
+        if sum(shard.samples for shard in self.held_out) > MOST_HELD_OUT:
+            raise ValueError(f"more than {MOST_HELD_OUT} samples are held out")
         return self
 
     @classmethod
-    def of(cls, shards: "Sequence[Shard]", generations: "Sequence[Generation]" = ()) -> "Manifest":
+    def of(cls, shards: "Sequence[Shard]", generations: "Sequence[Generation]" = (), held_out: "Sequence[Shard]" = ()) -> "Manifest":
         """The manifest of these shards; without generations, all of them from the beginning."""
         generations = list(generations) or [Generation(from_epoch=0, shards=len(shards))]
-        return cls(generations=generations, total=sum(shard.samples for shard in shards), shards=list(shards))
+        return cls(generations=generations, total=sum(shard.samples for shard in shards), shards=list(shards), held_out=list(held_out))
 
     def first(self) -> "Manifest":
         """The manifest of the first generation."""
-        return Manifest.of(self.shards[: self.generations[0].shards])
+        return Manifest.of(self.shards[: self.generations[0].shards], held_out=self.held_out)
 
 
 class Head(Message):
@@ -194,6 +212,9 @@ class PeerInfo(Message):
     waiting_samples: Count = 0
     samples_per_second: Number = 0.0
     loss: Number | None = None
+    validation_loss: Number | None = None
+    """Of held-out pictures, in the state after `validation_round`."""
+    validation_round: Count = 0
     sent_bytes: Count = 0
     received_bytes: Count = 0
     transfer_seconds: Number = 0.0
@@ -298,11 +319,15 @@ class ContributionRequest(Message):
 
 
 class ContributionAnswer(Message):
-    """registered: samples that count once the contribution is final; repeated: those that others hold, and that do not."""
+    """registered: samples that count once the contribution is final; repeated: those that others hold, and that do not.
+
+    receipt: the host's signature for all of them, where the peer held a lease for each; see `swarm.receipts`.
+    """
 
     registered: Count
     repeated: Count = 0
     counted: bool
+    receipt: Signature | None = None
 
 
 class RoundMember(Message):

@@ -13,6 +13,7 @@ import msgpack
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from swarm.signing import MOST_SIGNATURE
 from swarm.unpacking import fault, unpack
 
 RECORD_LIFE_SECONDS = 20.0
@@ -25,8 +26,8 @@ MAX_SAMPLES_PER_SECOND = 1e6
 MAX_NAME, MAX_HARDWARE, MAX_NOTE, MAX_REASON = 32, 64, 160, 120
 """Characters of what a peer says of itself in words, and a host of a peer."""
 MOST_BANS, BANS_PER_RECORD = 256, 2
-"""Words of a host about peers, of 330 bytes, and 700 at most: kept by everybody, and in one record beside its 1.6 kB. A host with more to keep out wants
-tokens."""
+"""Words of a host about peers, of 330 bytes, and 900 at most (long reasons, signed by a successor): kept by everybody, and two in one record beside
+its 1.6 kB. A host with more to keep out wants tokens."""
 JOINING, TRAIN, CATCHING_UP, AVERAGING, PAUSED, DONE = "joining", "train", "catching_up", "averaging", "paused", "done"
 ASSIST = "assist"
 """The phase of a peer that trains nothing: it reduces, leads and hands out states for those who do."""
@@ -46,10 +47,12 @@ def _printable(text: str) -> str:
     return text
 
 
-_Line = Annotated[str, Field(strict=True), AfterValidator(_printable)]
-"""Its users bound its length, in characters."""
-Text = Annotated[_Line, Field(max_length=64)]
+_LINE = AfterValidator(_printable)
+"""Behind the bound of its length: before it, pydantic calls two functions of Python for each string, and a record has some twenty."""
+Text = Annotated[str, Field(strict=True, max_length=64), _LINE]
 """A peer's id, a digest or another name."""
+Signature = Annotated[str, Field(strict=True, max_length=MOST_SIGNATURE), _LINE]
+"""Of the host's key: see `swarm.signing`."""
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
@@ -64,8 +67,8 @@ class HostWord:
     about: Text
     at: Count
     banned: Annotated[bool, Field(strict=True)]
-    reason: Annotated[_Line, Field(max_length=MAX_REASON)]
-    signature: Annotated[_Line, Field(max_length=128)]
+    reason: Annotated[str, Field(strict=True, max_length=MAX_REASON), _LINE]
+    signature: Signature
     trusted: Annotated[bool, Field(strict=True)] = False
 
 
@@ -74,7 +77,7 @@ class Membership:
     """The host's word that a peer, which is named where this stands, may take part: see `swarm.members`. until: UNIX seconds."""
 
     until: Count
-    signature: Annotated[_Line, Field(max_length=128)]
+    signature: Signature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ class PeerRecord:
 
     digest, parents: its state's digest and those of the state's last ancestors, the parent first. samples: all samples ever averaged into
     that state. backers: live peers whom this one has met, and that stand with it, itself included. waiting_samples: trained since, in no
-    state yet. sent_bytes, received_bytes, transfer_seconds: of its last averaged round. share_lost: of its time, in which it waited for
+    state yet. validation_loss: of held-out pictures, in the state after validation_round. sent_bytes, received_bytes, transfer_seconds: of its last averaged round. share_lost: of its time, in which it waited for
     rounds. phase: one of PHASES. name: what its owner calls it, if anything. note: what it is waiting for, or what failed and why; ''
     while all is well.
     """
@@ -99,17 +102,19 @@ class PeerRecord:
     waiting_samples: Count = 0
     samples_per_second: Annotated[Number, Field(ge=0, le=MAX_SAMPLES_PER_SECOND)] = 0.0
     loss: Annotated[Number, Field(ge=-1e9, le=1e9)] | None = None
+    validation_loss: Annotated[Number, Field(ge=-1e9, le=1e9)] | None = None
+    validation_round: Count = 0
     phase: Phase = TRAIN
-    name: Annotated[_Line, Field(max_length=MAX_NAME)] = ""
-    hardware: Annotated[_Line, Field(max_length=MAX_HARDWARE)] = ""
-    note: Annotated[_Line, Field(max_length=MAX_NOTE)] = ""
+    name: Annotated[str, Field(strict=True, max_length=MAX_NAME), _LINE] = ""
+    hardware: Annotated[str, Field(strict=True, max_length=MAX_HARDWARE), _LINE] = ""
+    note: Annotated[str, Field(strict=True, max_length=MAX_NOTE), _LINE] = ""
     group_size: Count = 0
     sent_bytes: Count = 0
     received_bytes: Count = 0
     transfer_seconds: Annotated[Number, Field(ge=0, le=1e6)] = 0.0
     share_lost: Annotated[Number, Field(ge=0, le=1)] = 0.0
     client_mode: Annotated[bool, Field(strict=True)] = False
-    maddrs: Annotated[tuple[Annotated[_Line, Field(max_length=256)], ...], Field(max_length=6)] = ()
+    maddrs: Annotated[tuple[Annotated[str, Field(strict=True, max_length=256), _LINE], ...], Field(max_length=6)] = ()
     time: Annotated[Number, Field(ge=0, le=1e11)] = 0.0
     bans: Annotated[tuple[HostWord, ...], Field(max_length=BANS_PER_RECORD)] = ()
     """Some of the host's words, others each time: so all of them come round."""
@@ -146,7 +151,7 @@ class SignedExtension(TypedDict):
 
     total_samples: Count
     host_key: Text
-    signature: Annotated[_Line, Field(max_length=128)]
+    signature: Signature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +163,7 @@ class RunRecord:
 
     run_id: Text
     run: dict[str, Any]
-    server_url: Annotated[_Line, Field(max_length=512)] = ""
+    server_url: Annotated[str, Field(strict=True, max_length=512), _LINE] = ""
     head: LastState | None = None
     extension: SignedExtension | None = None
 

@@ -71,6 +71,8 @@ def _run(seen: Mapping[str, Any], known: Figures) -> RenderableType:
     used = f"; {known.utilisation:.0%} of the time in training" if known.utilisation is not None else ""
     rows.add_row("speed", f"{seen['samples_per_second']:,.1f} samples/s{used}")
     rows.add_row("loss", "-" if seen["loss"] is None else f"{seen['loss']:.4f}")
+    if known.validation_loss is not None:
+        rows.add_row("validation", f"{known.validation_loss:.4f} after round {known.validation_round}: the loss of held-out pictures")
     if seen["ledger"]:
         ledger = seen["ledger"]
         words = f"{ledger['leased']:,} leased, {ledger['pending']:,} waiting"

@@ -2,9 +2,13 @@
 
 Not signed, because it changes all the time and nothing is decided by it alone: addresses, the newest state, leases (whose shards must be
 in the signed manifest). Not promised: that the host is who it says; a peer compares the key with the one it was given or saw first.
+
+The host may sign a *successor*: a spare key, kept elsewhere, that speaks for it once its own is lost. A successor's signature carries that
+endorsement, so everybody who knows the host's key can check it, and the key that peers know stays the same (docs/decisions/0024).
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +21,13 @@ from swarm.errors import ExitCode, UserError
 
 SIGNATURE_HEADER = "X-Host-Signature"
 """Of the answer to GET /v1/manifest; the run's is in its answer itself."""
-What = Literal["run", "manifest", "extension", "ban", "member"]
+What = Literal["run", "manifest", "extension", "ban", "member", "successor", "receipt"]
+_KEY, _SIGNATURE = 64, 128
+MOST_SIGNATURE = _SIGNATURE + _KEY + _SIGNATURE
+"""Digits of a signature: a successor's is followed by its public key and the host's signature for that."""
+SIGNATURE = rf"[0-9a-f]{{{_SIGNATURE}}}([0-9a-f]{{{_KEY + _SIGNATURE}}})?"
+_SUCCESSOR = re.compile(rf"successor of ([0-9a-f]{{{_KEY}}}): ([0-9a-f]{{{_SIGNATURE}}})\n")
+"""The first line of a successor's file: whose it is, and the endorsement. The key itself follows, as PEM."""
 
 
 class BadSignature(Exception):
@@ -25,7 +35,8 @@ class BadSignature(Exception):
 
 
 class HostKey:
-    """An Ed25519 key in a file that only its owner can read. `public`: 64 hex digits; `is_new`: in no file yet.
+    """An Ed25519 key in a file that only its owner can read. `public`: 64 hex digits, by which peers know the host: of a successor's file those
+    of the key that it stands in for. `is_new`: in no file yet.
 
     missing: what is done without a file: "make" writes a new key, "draw" holds a new key that `keep` writes, "refuse" raises.
     Raises UserError when the file is no key, or cannot be read or written.
@@ -40,10 +51,10 @@ class HostKey:
                     f"There is no host key {path}.",
                     fix="Restore it; where no run has begun, the server makes a new one when it starts.",
                 )
-            self._key = Ed25519PrivateKey.generate() if self.is_new else _read_key(path)
+            self._key, self.public, self._endorsed = (Ed25519PrivateKey.generate(), "", "") if self.is_new else _read_key(path)
         except OSError as error:
             raise _unusable(path, error) from None
-        self.public = self._key.public_key().public_bytes_raw().hex()
+        self.public = self.public or _public(self._key)
         if missing == "make":
             self.keep()
 
@@ -51,24 +62,43 @@ class HostKey:
         """Write a new key into its file; nothing to do for one that was read. Raises UserError (disk)."""
         if not self.is_new:
             return
-        pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         try:
-            files.replace(self._path, self._key.private_bytes(*pem), mode=0o600)
+            files.replace(self._path, _pem(self._key), mode=0o600)
         except OSError as error:
             raise _unusable(self._path, error) from None
         self.is_new = False
 
     def sign(self, what: What, digest: str) -> str:
-        """128 hex digits for `digest` in the role of `what`."""
-        return self._key.sign(_statement(what, digest)).hex()
+        """128 hex digits for `digest` in the role of `what`; 320 where a successor signs."""
+        return self._key.sign(_statement(what, digest)).hex() + self._endorsed
+
+    def write_successor(self, path: Path) -> None:
+        """Write a new key to `path` that may sign in this one's place. Raises UserError, also when something is there or this is a successor itself."""
+        if self._endorsed:
+            raise UserError(
+                f"{self._path} is a successor itself, and cannot name another.",
+                fix="Take another spare that the lost key signed, or keep copies of this one.",
+            )
+        if path.exists() or path.is_symlink():
+            raise UserError(f"{path} exists.", fix="Name a file that does not: a key that is overwritten is lost.")
+        key = Ed25519PrivateKey.generate()
+        line = f"successor of {self.public}: {self.sign('successor', _public(key))}\n"
+        try:
+            files.replace(path, line.encode() + _pem(key), mode=0o600)
+        except OSError as error:
+            raise _unusable(path, error) from None
 
 
 def check_signature(what: What, digest: str, signature: str, public: str) -> None:
-    """Raises BadSignature unless the key `public` has signed `digest` in the role of `what`."""
+    """Raises BadSignature unless the key `public`, or a successor that it has signed, has signed `digest` in the role of `what`."""
     if not signature:
         raise BadSignature("it is not signed")
     try:
-        Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(signature), _statement(what, digest))
+        signer = public
+        if len(signature) == MOST_SIGNATURE:
+            signature, signer, endorsement = signature[:_SIGNATURE], signature[_SIGNATURE:-_SIGNATURE], signature[-_SIGNATURE:]
+            _verify(public, endorsement, _statement("successor", signer))
+        _verify(signer, signature, _statement(what, digest))
     except (InvalidSignature, ValueError):
         raise BadSignature(f"its signature is not that of the key {public[:16]}") from None
 
@@ -124,15 +154,39 @@ def _statement(what: What, digest: str) -> bytes:
     return f"distributed-diffusion {what} {digest}".encode()
 
 
-def _read_key(path: Path) -> Ed25519PrivateKey:
-    """Raises OSError, and UserError when it is none."""
+def _verify(public: str, signature: str, statement: bytes) -> None:
+    """Raises InvalidSignature, and ValueError where `public` is no key."""
+    Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(signature), statement)
+
+
+def _public(key: Ed25519PrivateKey) -> str:
+    return key.public_key().public_bytes_raw().hex()
+
+
+def _pem(key: Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def _read_key(path: Path) -> tuple[Ed25519PrivateKey, str, str]:
+    """The key; of a successor whose it is, and what follows its signatures, else '' twice. Raises OSError, and UserError when it is none."""
+    content = path.read_bytes()
+    line, host, endorsed = _SUCCESSOR.match(content.decode("latin-1")), "", ""
     try:
-        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        key = serialization.load_pem_private_key(content[line.end() if line else 0 :], password=None)
     except (ValueError, TypeError):
         key = None
     if not isinstance(key, Ed25519PrivateKey):
         raise UserError(f"{path} is no Ed25519 key.", fix="Restore it: peers know the run by it. Without it, move it away.")
-    return key
+    if line:
+        host, endorsement = line.groups()
+        try:
+            check_signature("successor", _public(key), endorsement, host)
+        except BadSignature:
+            raise UserError(
+                f"{path} says that it is a successor of {host[:16]}, which has not signed it.", fix="Restore the file."
+            ) from None
+        endorsed = _public(key) + endorsement
+    return key, host, endorsed
 
 
 def _unusable(path: Path, error: OSError) -> UserError:

@@ -1,6 +1,9 @@
 """What many tests share: a tiny real model, a folder of captioned pictures, one thread of torch and no network."""
 
+import collections
+import contextlib
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -69,6 +72,28 @@ def loggers_as_before():
     root.handlers[:] = handlers
     for logger, level in zip((root, *ours), levels, strict=True):  # ranks other than 0 are told to say errors only
         logger.setLevel(level)
+
+
+_MANY_FILES, _MOST_FILES = 300, 900  # `select` takes none from 1,024 on
+_THRESHOLDS = gc.get_threshold()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files_closed():
+    """A worker runs thousands of tests, and what some leave open for the collector would add up.
+
+    It comes by seldom once a server's program has run in this process, and never to what training or a simulated world has frozen.
+    """
+    yield
+    gc.set_threshold(*_THRESHOLDS)
+    if len(os.listdir("/proc/self/fd")) > _MANY_FILES:
+        gc.unfreeze()
+        gc.collect()
+    left = collections.Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the list itself
+            left[os.readlink(f"/proc/self/fd/{number}").partition(":")[0]] += 1
+    assert left.total() <= _MOST_FILES, f"open files: {left.most_common(10)}"
 
 
 @pytest.fixture(scope="session")

@@ -77,8 +77,11 @@ class NattedNetwork:
         nats = {name: Nat(f"11.0.0.{10 + number}") for number, name in enumerate(self._names) if name != "public"}
         by_device = {device: name for name, device in self._devices.items()}
         public = self._devices["public"]
+        waiting = select.poll()
+        for device in (self._stop, *by_device):
+            waiting.register(device, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self._stop, *by_device], [], [])
+            ready = [device for device, _ in waiting.poll()]
             if self._stop in ready:
                 return
             for device in ready:

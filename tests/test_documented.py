@@ -17,17 +17,29 @@ from datasetserver.metrics import Metrics
 from peer.figures.metrics import METRICS
 from peer.figures.prometheus import PREFIX, registry
 from swarm.errors import STOPPED_AT_ONCE, ExitCode
+from swarm.protocol import BANNED
+from swarm.signed_request import CLOCK_DIFFERS
 from swarm.status import summarize
 from tests.swarm.test_status import a_peer, a_run
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-DASHBOARD = json.loads((DOCS / "grafana" / "dashboard.json").read_text(encoding="utf-8"))
+DASHBOARD = json.loads((ROOT / "scripts" / "deploy" / "grafana" / "dashboard.json").read_text(encoding="utf-8"))
+EXIT_CODES, FIGURES, TROUBLE = "### Exit codes", "## Names of the figures", "## Troubleshooting"
+"""Headings of docs/operate.md."""
 
 
 def page(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
+
+
+def section(name: str, heading: str) -> str:
+    """What a page says below a heading, up to the next one of its level or above."""
+    level = len(heading) - len(heading.lstrip("#"))
+    _, found, rest = page(name).partition(f"\n{heading}\n")
+    assert found, f"{name} has no heading '{heading}'"
+    return re.split(rf"^#{{1,{level}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 # -- endpoints
@@ -43,6 +55,15 @@ def test_every_endpoint_is_in_the_page_of_the_http_interface_and_no_other():
         assert methods and paths, f"neither method nor path in {row}"
         documented |= {(method, path) for method in methods for path in paths}
     assert documented == code
+
+
+def test_every_error_code_is_in_the_page_of_the_http_interface_and_no_other():
+    written = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "datasetserver").glob("*.py"))
+    code = set(re.findall(r"(?:Refused|RefusedWith|error)\(\s*(?:\d{3}|status),\s*\"([a-z_]+)\"", written))
+    code |= {BANNED, CLOCK_DIFFERS, "not_found", "method_not_allowed"}  # the last two: aiohttp's own
+    table = page("http.md").partition("## Errors")[2].partition("\n## ")[0]
+    rows = [row.split("|")[2] for row in table.splitlines() if re.match(r"\| \d", row)]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == code
 
 
 # -- metrics
@@ -64,15 +85,16 @@ def peer_metrics() -> set[str]:
     return exposed(generate_latest(registry(lambda: {metric.name: 1 for metric in METRICS}, {"run": "x"})))
 
 
-def test_every_metric_is_in_the_page_about_watching_and_no_other():
-    documented = set(re.findall(r"`(dd_\w*[a-z0-9])`", page("watching.md")))
+def test_every_metric_is_in_the_page_about_operating_and_no_other():
+    documented = set(re.findall(r"`(dd_\w*[a-z0-9])`", section("operate.md", FIGURES)))
     ours = {name for name in server_metrics() | peer_metrics() if name.startswith("dd_") and not name.endswith("_created")}
     bare = {re.sub(r"_(bucket|sum|count)$", "", name) if name.startswith("dd_http_seconds") else name for name in ours}
     assert documented == bare
 
 
-def test_the_page_about_watching_gives_each_figure_its_one_name():
-    rows = {cells[1].strip(" `"): cells for cells in (row.split("|") for row in page("watching.md").splitlines() if row.startswith("| `"))}
+def test_the_page_about_operating_gives_each_figure_its_one_name():
+    lines = [row for row in section("operate.md", FIGURES).splitlines() if row.startswith("| `")]
+    rows = {cells[1].strip(" `"): cells for cells in (row.split("|") for row in lines)}
     for metric in METRICS:
         *_, prometheus, meaning, _ = rows[metric.name]
         assert prometheus.strip(" `") == PREFIX + metric.name + ("_total" if metric.counts else "") and meaning.strip() == metric.help
@@ -120,16 +142,20 @@ def test_the_dashboards_panels_have_a_place_and_a_source_each():
 # -- exit codes
 
 
-def test_every_exit_code_is_in_the_readmes_table_and_no_other():
-    table = re.search(r"\| code \| meaning \|\n\|[-|]+\|\n((?:\|.*\n)+)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    codes = [int(code) for row in table[1].splitlines() for code in row.split("|")[1].split(",")]
-    assert sorted(codes) == sorted([*map(int, ExitCode), STOPPED_AT_ONCE])
+def exit_codes() -> dict[int, tuple[str, str]]:
+    """What a code means, and what dd-peer does about it."""
+    table = re.search(r"\| code \| meaning \| `dd-peer` \|\n\|[-|]+\|\n((?:\|.*\n)+)", section("operate.md", EXIT_CODES))
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].splitlines()]
+    assert len({int(code) for code, _, _ in rows}) == len(rows)
+    return {int(code): (meaning, action) for code, meaning, action in rows}
 
 
-def test_what_dd_peer_does_about_each_exit_code_is_said():
-    rows = [row.split("|")[1] for row in page("running.md").splitlines() if row.startswith("|")]
-    said = {int(number) for row in rows for number in re.findall(r"(?<![\w.])\d(?=:|,)", row)}
-    assert said == {*map(int, ExitCode)} - {0}
+def test_every_exit_code_is_in_the_table_and_no_other():
+    assert sorted(exit_codes()) == sorted([*map(int, ExitCode), STOPPED_AT_ONCE])
+
+
+def test_what_each_exit_code_means_and_what_dd_peer_does_about_it_is_said():
+    assert [code for code, said in exit_codes().items() if not all(said)] == []
 
 
 # -- programs
@@ -186,7 +212,7 @@ def is_said(line: str, texts: set[str]) -> bool:
 
 
 def test_every_line_in_the_page_about_trouble_is_one_that_the_code_says():
-    quoted = [re.match(r"\| `(.*?)`", row)[1] for row in page("troubleshooting.md").splitlines() if row.startswith("| `")]
+    quoted = [re.match(r"\| `(.*?)`", row)[1] for row in section("operate.md", TROUBLE).splitlines() if row.startswith("| `")]
     texts = said_by_the_code()
     assert len(quoted) == len(set(quoted)) > 40
     assert [line for line in quoted if not is_said(line, texts)] == []  # change the page with the code

@@ -1,4 +1,4 @@
-"""The rules of dependency in docs/architecture.md, read from the code itself."""
+"""The rules of dependency in docs/internals.md, read from the code itself."""
 
 import ast
 import functools
@@ -36,7 +36,7 @@ HOMES = {  # a library: the files and folders that may import it
     "transformers": ("peer/models/", "peer/methods/", "peer/export.py", "peer/results/", "peer/loop/optim.py"),
     "peft": ("peer/methods/", "peer/results/"),
     "aiohttp": ("datasetserver/", "peer/data/client/", "swarm/page/"),
-    "bitsandbytes": ("peer/loop/optim.py",),
+    "bitsandbytes": ("peer/loop/optim.py", "peer/models/diffusion/packed.py"),
     "wandb": ("peer/figures/trackers.py",),
     "PIL": ("swarm/picture_file.py", "peer/samples/pictures.py", "datasetserver/"),
 }
@@ -45,6 +45,8 @@ HOMES = {  # a library: the files and folders that may import it
 # What the loop is handed: it knows the parts' classes by name, for type checkers only, and makes none of them.
 HANDED_TO_THE_LOOP = (
     "peer.loop.accounts.Accounts",
+    "peer.loop.clipping.Clip",
+    "peer.loop.fused.FusedStep",
     "peer.machine.device.Precision",
     "peer.machine.device.RankGroup",
     "peer.loop.ema.Ema",

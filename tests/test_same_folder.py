@@ -8,12 +8,12 @@ from peer.results.checkpoint import Checkpoints, of
 from peer.results.output_folder import owner_of
 from swarm.digest import digest_model
 from tests.conftest import ROOT
-from tests.test_swarm import RUN, TWO, Peer, swarm  # noqa: F401
+from tests.test_swarm import RUN, TWO, Cold, Peer, swarm  # noqa: F401
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-class Supervised(Peer):
+class Supervised(Cold):
     """A peer under `dd-peer`."""
 
     program, cwd = ("-m", "peer.supervise"), ROOT

@@ -25,6 +25,7 @@ from swarm.digest import digest_model
 from tests import tiny
 from tests.conftest import ROOT
 from tests.datasetserver.hosting import Host
+from tests.warm import Warm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -41,17 +42,17 @@ TWO, THREE = ("--min_peers", "2"), ("--min_peers", "3")
 
 
 class Peer:
-    """A peer process in a session of its own, its log in a file."""
+    """A peer process in a session of its own, its log in a file. How the program itself starts is shown by `Cold` and `AsWritten`."""
 
     program, cwd = (FINETUNE,), "/"
 
     def __init__(self, folder: Path, *flags):
         self.folder, self.log, self.tree = folder, folder.with_suffix(".log"), set()
-        command = [sys.executable, *self.program, "--output_dir", folder, "--train_batch_size", BATCH, *LOCAL, *flags]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [str(part) for part in command], cwd=self.cwd, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+        command = [*self.program, "--output_dir", folder, "--train_batch_size", BATCH, *LOCAL, *flags]
+        self.process = self.begin([str(part) for part in command])
+
+    def begin(self, command: list[str]) -> Warm | subprocess.Popen:
+        return Warm(command, self.cwd, self.log)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -97,6 +98,15 @@ class Peer:
             assert time.monotonic() < deadline, f"did not end:\n{self.text()}"
             time.sleep(0.2)
         return self.process.returncode
+
+
+class Cold(Peer):
+    """A peer that this Python (`sys.executable`) starts as people do."""
+
+    def begin(self, command: list[str]) -> subprocess.Popen:
+        command = [sys.executable, *command]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, cwd=self.cwd, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 class Sleeper(Peer):
@@ -205,7 +215,7 @@ def address(peer: Peer) -> str:
 
 
 def test_peers_of_unlike_precision_that_know_only_the_url_train_one_model(swarm):
-    host = swarm.host("--total_samples", "1024")
+    host = swarm.host("--total_samples", "1024", "--validation_split", "0.1")
     kinds = {
         "single": ("--mixed_precision", "no", "--log_format", "json"),
         "autocast": ("--mixed_precision", "bf16"),
@@ -225,7 +235,8 @@ def test_peers_of_unlike_precision_that_know_only_the_url_train_one_model(swarm)
     events = [json.loads(line) for line in single.text().splitlines()]  # of trainer and sidecar
     assert {"averaged", "finished"} <= {event["event"] for event in events} and {event["peer"] for event in events} == {"single"}
     figures = read_lines(autocast.folder / "metrics.jsonl")[-1]
-    assert {"loss", "live_peers", "round_target", "sent_bytes", "share_lost"} <= figures.keys() <= {"time", *NAMES}
+    assert {"loss", "validation_loss", "live_peers", "round_target", "sent_bytes", "share_lost"} <= figures.keys() <= {"time", *NAMES}
+    assert progress(host)["dataset_samples"] == 37 and all("pictures=3" in peer.text() for peer in (autocast, kept)), "3 of 40 are held out"
     swarm.wait("complete ledger", lambda: counted(host) == single.rounds()[-1]["samples"])
 
     assert digest_model(single.folder / "model") == digest_model(autocast.folder / "model")

@@ -33,6 +33,7 @@ WRONG = {
     "outer_learning_rate": [("-1",), ("nan",), ("0", {"sync": "diloco"})],
     "outer_momentum": [("1",), ("inf",)],
     "dataset_digest": [("beef",)],
+    "averaging": [("median",)],
     "clip_members": [("-1",), ("0.5",), ("nan",), ("inf",)],
     "members_of": [("beef",), ("0" * 64,)],
     "total_samples": [("-1",), (str(10**30),), ("many",)],
@@ -48,7 +49,8 @@ WRONG = {
     "adam_beta2": [("1.5",), ("0.99", {"optimizer": "lion8bit"})],
     "adam_weight_decay": [("-0.1",)],
     "adam_epsilon": [("0",), ("inf",), ("1e-6", {"optimizer": "adafactor"})],
-    "max_grad_norm": [("-1",)],
+    "max_grad_norm": [("-1",), ("0.5", {"clip_grad": "none"})],
+    "clip_grad": [("value",), ("tensor", {"sync": "gradients"}), ("tensor", {"max_grad_norm": 0})],
     "resolution": [("4",), ("510",), ("524288",)],
     "center_crop": [("middle",)],
     "random_flip": [("left",)],
@@ -56,6 +58,10 @@ WRONG = {
     "seed": [(str(2**64),), ("x",)],
     "shuffle_tags": [("yes please",)],
     "keep_tokens": [("-1",), ("1",), ("1", {"shuffle_tags": False})],
+    "caption_tag_dropout_rate": [("1.1",), ("-0.1",), ("0.1", WORD)],
+    "caption_prefix": [("a\nb",), ("a\u2028b",), ("a\x00b",), ("a\udcffb",)],
+    "caption_suffix": [("a\tb",)],
+    "enable_wildcard": [("{",)],
     "num_buckets": [("-1",)],
     "bucket_side_min": [("-1",), ("640", {"num_buckets": 4})],
     "bucket_side_max": [("-1",), ("256", {"num_buckets": 4})],
@@ -73,7 +79,7 @@ WRONG = {
     "lora_weights": [("/nowhere", LORA), ("file.safetensors",)],
     "lora_weights_digest": [("0" * 64, LORA), ("0" * 64,)],
     "lora_dropout": [("1", LORA), ("-0.1", LORA), ("0.1",)],
-    "placeholder_token": [("two words",), ("", {"method": "textual_inversion"})],
+    "placeholder_token": [("two words",), ("", {"method": "textual_inversion"}), ("<a,b>", {**WORD, "shuffle_tags": True})],
     "initializer_token": [("two words", WORD), ("toy",)],
     "learnable_property": [("colour", WORD), ("style",)],
     "num_vectors": [("0", WORD), ("76", WORD), ("2",)],
@@ -83,15 +89,20 @@ WRONG = {
     "loss_type": [("l1",)],
     "huber_c": [("0", {"loss_type": "huber"}), ("nan", {"loss_type": "huber"}), ("0.2",)],
     "huber_schedule": [("linear", {"loss_type": "smooth_l1"}), ("constant",)],
+    "masked_loss": [("perhaps",)],
+    "validation_split": [("1",), ("-0.1",)],
     "prediction_type": [("flow",)],
     "rescale_betas_zero_snr": [("True",), ("maybe",)],
     "snr_gamma": [("-1",)],
     "noise_offset": [("nan",)],
+    "multires_noise_iterations": [("-1",), ("1000",)],
+    "multires_noise_discount": [("1.5", {"multires_noise_iterations": 6}), ("0.5",)],
     "input_perturbation": [("-0.1",)],
     "weighting_scheme": [("cosmap",), ("sigma",)],
     "logit_mean": [("inf",)],
     "logit_std": [("-1",)],
     "mode_scale": [("2",)],
+    "timestep_shift": [("3",), ("-1",), ("nan",)],
     "guidance_scale": [("7",)],
     "timestep_bias_strategy": [("middle",)],
     "timestep_bias_multiplier": [("0", {"timestep_bias_strategy": "later"}), ("-1",), ("2",)],
@@ -142,7 +153,7 @@ def test_a_wrong_value_is_one_line_where_the_run_is_founded(given, tmp_path, nam
 def test_an_option_that_says_nothing_is_refused_alone_too_unless_a_run_goes_on_with_it(given, tmp_path):
     run = given("keep_tokens", "1", {})
     alone = PeerConfig(train_data_dir="pictures", output_dir=str(tmp_path))
-    with pytest.raises(UserError, match=r"^keep_tokens is 1, but says nothing without --shuffle_tags\."):
+    with pytest.raises(UserError, match=r"^keep_tokens is 1, but says nothing without --shuffle_tags or --caption_tag_dropout_rate\."):
         resolve_run(alone, run)
     assert resolve_run(dataclasses.replace(alone, resume_from_checkpoint="latest"), run).run.keep_tokens == 1
     assert resolve_run(alone, run | {"shuffle_tags": True}).run.keep_tokens == 1

@@ -57,6 +57,7 @@ def build(context: SourceContext) -> "DatasetServer":
         cache_dir=context.cache_dir,
         cache_bytes=int(context.cache_gib * 2**30),
         batch_samples=context.batch_samples,
+        window_samples=context.window_samples,
         known_hosts=context.known_hosts,
         end=context.end,
         bans=context.bans,
@@ -88,6 +89,7 @@ class DatasetServer:
         cache_dir: Path,
         cache_bytes: int,
         batch_samples: int,
+        window_samples: int = 0,
         known_hosts: KnownHosts | None = None,
         end: End | None = None,
         bans: Bans | None = None,
@@ -101,16 +103,20 @@ class DatasetServer:
         self._background = background or Background()
         self._run, self._peer_id, self._end = run, key.peer_id, end or End(run)
         self._bans = bans or Bans(run)
-        self._work, self._rows = Work(batch_samples, clock, self._background.condition()), rows
+        self._work, self._rows = Work(batch_samples, clock, self._background.condition(), window_samples), rows
         self._cache = ShardCache(cache_dir, cache_bytes, pinned=self._work.pinned)
         self._transport = Transport(
             url, token, signer=Signer(key, wall), clock=clock, session=session, uniform=uniform, found_away=lambda: self._outbox.keep_rounds()
         )
-        self._shards, self._seen = SignedShards(run, known_hosts), Seen()
-        unsaid = Unsaid(cache_dir / f"unsaid-{run.run_id}-{key.peer_id}.jsonl")
+        name = f"{run.run_id}-{key.peer_id}"
+        self._shards = SignedShards(run, known_hosts, cache_dir / f"manifest-{name}.json")
+        self._seen = Seen(cache_dir / f"seen-{name}.json" if known_hosts is not None else None)
+        self._seen.pass_over(len(self._shards.of_epoch(self._seen.epoch)) if self._seen.epoch >= 0 else 0)
+        unsaid = Unsaid(cache_dir / f"unsaid-{name}.jsonl")
         self._outbox = Outbox(unsaid, news=self._post, result=self._background.result)
         self._renew_every = 20.0
         self._stop, self._hungry, self._must_renew, self._mail, self._short = (asyncio.Event() for _ in range(5))
+        self._held_out: Sequence[Sample] | None = None
         self._started = False
 
     # -- for the training thread
@@ -125,10 +131,15 @@ class DatasetServer:
                 self._wake(self._hungry)
             if self._work.short():
                 self._wake(self._short)
-            yield Sample(key, image, caption)
+            yield Sample(key, image, caption, weight=self._shards.weight_of(key))
 
-    def register(self, number: int, keys: Sequence[str]) -> None:
-        """Tell the server what contribution `number` holds; goes on without its answer when it is away for some seconds.
+    def held_out(self) -> Sequence[Sample] | None:
+        """Fetched once, from the start on; nobody waits for it."""
+        self._start()
+        return self._held_out
+
+    def register(self, number: int, keys: Sequence[str]) -> str:
+        """Tell the server what contribution `number` holds; goes on without its answer, and its receipt, when it is away for some seconds.
 
         Raises LeaseLost when the server says that samples of it are not ours.
         """
@@ -137,10 +148,12 @@ class DatasetServer:
         letter = self._outbox.put(CONTRIBUTIONS, self._envelope(number=number, keys=list(keys), **offered))
         patience = 0.0 if self._transport.away_seconds() > REGISTER_SECONDS else REGISTER_SECONDS
         try:
-            if not self._outbox.answered(letter, patience):
-                log.warning("the dataset server is away; contribution %d of %d samples will be registered later", number, len(keys))
+            receipt = self._outbox.answered(letter, patience)
         except Refusal as refusal:
             raise LeaseLost(number, str(refusal)) from None
+        if receipt is None:
+            log.warning("the dataset server is away; contribution %d of %d samples will be registered later", number, len(keys))
+        return receipt or ""
 
     def report_final(self, committed_round: CommittedRound) -> None:
         waits = len(self._outbox) > 0
@@ -222,7 +235,7 @@ class DatasetServer:
 
     async def _talk(self) -> None:
         async with self._transport:
-            work = (self._feed, self._renew, self._deliver, self._bridge)
+            work = [self._feed, self._renew, self._deliver, self._bridge, *([self._fetch_held_out] if self._run.validation_split else [])]
             tasks = [asyncio.create_task(self._guard(part)) for part in work]
             await self._stop.wait()
             for task in tasks:
@@ -266,8 +279,11 @@ class DatasetServer:
             self._must_renew.set()
         self._renew_every = answer.renew_every
         await self._shards.check(self._transport, answer.shard_epochs)
+        before = self._seen.epoch
         for shard in answer.shard_epochs:
             self._seen.lease(shard)
+        if self._seen.epoch > before:
+            await asyncio.to_thread(self._seen.keep)
         lease = Lease(answer.lease_id)
         shard_epochs = [ShardEpoch(lease, shard, self._order_of(shard)) for shard in answer.shard_epochs]
         if not self._work.add(lease, shard_epochs):  # granted while we were leaving
@@ -293,6 +309,18 @@ class DatasetServer:
         if path:
             self._work.ready(item, path)
 
+    async def _fetch_held_out(self) -> None:
+        samples: list[Sample] = []
+        try:
+            for shard in await self._shards.held_out(self._transport):
+                path = await fetch(self._transport, self._cache, shard.digest, shard.bytes, lambda: True)
+                rows = await asyncio.to_thread(self._rows, path, shard.samples)
+                samples += [Sample(f"held out:{shard.index}:{number}", *row) for number, row in enumerate(rows)]
+        except (Corrupt, Refusal) as fault:
+            log.error("%s; this peer measures no held-out loss", fault)
+            samples = []
+        self._held_out = samples
+
     async def _bridge(self) -> None:
         """While the server stays away and what was leased is done, train what is on the disk."""
         chosen: Iterator[protocol.LeasedShard] | None = None
@@ -313,6 +341,7 @@ class DatasetServer:
         shard = next(chosen, None)
         if shard is None:
             return False
+        await asyncio.to_thread(self._seen.keep)
         path = await asyncio.to_thread(self._cache.get, shard.digest)
         if path:
             log.info("the dataset server is still away: training shard %d of epoch %d from the disk", shard.shard, shard.epoch)

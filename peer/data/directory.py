@@ -20,8 +20,10 @@ from swarm import files
 from swarm.captions import CAPTION_COLUMNS, Faults
 from swarm.digest import digest_bytes, digest_json
 from swarm.errors import UserError
-from swarm.picture_file import BadSample, opened
-from swarm.picture_folder import Pair, Piece, list_folder, listed, nothing_in
+from swarm.held_out import held_out
+from swarm.picture_file import BadSample, has_mask, opened, orientation_of, turned, upright_mask
+from swarm.picture_folder import Pair, Piece, listed, nothing_in
+from swarm.subsets import list_dataset
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,10 @@ class Rules:
     repeats: int = 1
     max_samples: int = 0
     seed: int = 0
+    masks: bool = False
+    validation_split: float = 0.0
+    joining: bool = False
+    """The run's split is another's choice: where it chooses no picture of this folder, or all of them, nothing is held out here."""
 
 
 def build(context: SourceContext) -> "Directory":
@@ -42,7 +48,17 @@ def build(context: SourceContext) -> "Directory":
     if context.folder is None:
         raise UserError("No pictures were given.", fix="Give --train_data_dir a folder of pictures with a .txt beside each.")
     run, peer = context.run, context.peer
-    rules = Rules(peer.caption_column, context.bare_caption, peer.repeats, peer.max_train_samples, run.seed)
+    joining = peer.swarming and not peer.found
+    rules = Rules(
+        peer.caption_column,
+        context.bare_caption,
+        peer.repeats,
+        peer.max_train_samples,
+        run.seed,
+        run.masked_loss,
+        run.validation_split,
+        joining,
+    )
     return Directory(context.folder, rules, context.cache_dir, epochs=context.epochs)
 
 
@@ -56,12 +72,24 @@ class Directory:
         """cache_dir: where it is kept which pictures need not be decoded at the next start."""
         self._folder, self._seed, self._epochs = folder, rules.seed, epochs
         self._pairs = {_as_text(pair.name): pair for pair in good_pairs(folder, rules, cache_dir)}
-        self._places = [(name, again) for name, pair in self._pairs.items() for again in range(pair.repeats)]
+        self._held_out = self._choose(rules)
+        own = self._pairs.keys() - self._held_out
+        self._places = [(name, again) for name, pair in self._pairs.items() if name in own for again in range(pair.repeats)]
         self._digest = digest_json(self._places)
         self._epoch = self._position = 0
         self._shuffled, self._shuffled_for = self._places, -1
         self._again: deque[str] = deque()
         self._closed = False
+
+    def _choose(self, rules: Rules) -> list[str]:
+        """Names of the pictures that are held out. Raises UserError where the split fits no folder like this one, and we chose it."""
+        try:
+            return held_out(self._pairs, rules.validation_split)
+        except UserError as error:
+            if not rules.joining:
+                raise
+            log.warning("%s This peer measures no held-out loss.", error)
+            return []
 
     def __len__(self) -> int:
         """Samples of one epoch."""
@@ -96,13 +124,18 @@ class Directory:
         name = key.partition(":")[2]
         try:
             pair = self._pairs[name]
-            return Sample.of(key, pair.read(), pair.caption)
+            image, mask = pair.parts()
+            return Sample.of(key, image, pair.caption, mask, pair.weight)
         except (KeyError, BadSample) as error:
             log.warning("cannot read %s: %s", name, error)
             return Sample.bad(key)
 
-    def register(self, number: int, keys: Sequence[str]) -> None:
+    def held_out(self) -> Sequence[Sample] | None:
+        return [self._read(f"held out:{name}") for name in self._held_out]
+
+    def register(self, number: int, keys: Sequence[str]) -> str:
         """Nobody but this peer trains on the folder, so there is nobody to tell."""
+        return ""
 
     def report_final(self, committed_round: CommittedRound) -> None:
         """No ledger to tell."""
@@ -134,6 +167,8 @@ class Directory:
 class Whole:
     """The pictures of a folder that an earlier start decoded to their end, by name, size and time of change: those are not decoded again.
 
+    Kept beside that: whether they have a mask.
+
     What is broken is not kept: it is looked at anew, as another release of Pillow may read it.
     """
 
@@ -149,9 +184,12 @@ class Whole:
     def check(self, pair: Pair) -> None:
         """Raises BadSample for a picture that cannot be read to its end."""
         stamp = _stamp(pair)  # before it is read: what is written meanwhile is decoded at the next start
-        if self._before.get(pair.name) != stamp:
-            _decode(pair)
-        self._now[pair.name] = stamp
+        known = self._before.get(pair.name)
+        self._now[pair.name] = known if known in ([*stamp, 0], [*stamp, 1]) else [*stamp, int(_decode(pair))]
+
+    def masks(self, pairs: Sequence[Pair]) -> int:
+        """How many of the pictures, all of them checked, have a mask."""
+        return sum(self._now[pair.name][-1] for pair in pairs)
 
     def keep(self) -> None:
         if self._now == self._before:
@@ -170,7 +208,7 @@ def good_pairs(folder: Path, rules: Rules, cache_dir: Path) -> list[Pair]:
     Raises UserError when the folder is missing or holds no good picture.
     """
     faults: Faults = []
-    pairs, whole = list_folder(folder, faults, rules.caption_column), Whole(folder, cache_dir)
+    pairs, whole = list_dataset(folder, faults, rules.caption_column, rules.masks), Whole(folder, cache_dir)
     with ThreadPoolExecutor() as pool:  # PIL decodes outside the interpreter lock
         results = list(pool.map(lambda pair: _examined(pair, rules, whole), pairs))
     whole.keep()
@@ -184,6 +222,14 @@ def good_pairs(folder: Path, rules: Rules, cache_dir: Path) -> list[Pair]:
         # As in diffusers: a subset that the seed decides, not the first by name.
         chosen = set(random.Random(f"subset:{rules.seed}").sample(range(len(good)), rules.max_samples))
         good = [pair for i, pair in enumerate(good) if i in chosen]
+    if rules.masks:
+        masks = whole.masks(good)
+        log.log(
+            logging.INFO if masks else logging.WARNING,
+            "masks=%d of pictures=%d; those without one are learned as a whole",
+            masks,
+            len(good),
+        )
     return good
 
 
@@ -199,20 +245,28 @@ def _examined(pair: Pair, rules: Rules, whole: Whole) -> Pair | BadSample:
 
 
 def _stamp(pair: Pair) -> list[int]:
-    """Changes with the picture's bytes. Raises BadSample."""
-    piece = pair.image if isinstance(pair.image, Piece) else None
-    try:
-        about = os.stat(piece.path if piece else pair.image)
-    except OSError as error:
-        raise BadSample(f"cannot be read: {error.strerror}") from None
-    return [about.st_size, about.st_mtime_ns, *([piece.offset, piece.size] if piece else [])]
+    """Changes with the picture's bytes, and with its mask's. Raises BadSample."""
+    stamp: list[int] = []
+    for place in (pair.image, *([pair.mask] if pair.mask else [])):
+        piece = place if isinstance(place, Piece) else None
+        try:
+            about = os.stat(piece.path if piece else place)
+        except OSError as error:
+            raise BadSample(f"cannot be read: {error.strerror}") from None
+        stamp += [about.st_size, about.st_mtime_ns, *([piece.offset, piece.size] if piece else [])]
+    return stamp
 
 
-def _decode(pair: Pair) -> None:
-    """Raises BadSample."""
-    with opened(pair.read()) as image:
+def _decode(pair: Pair) -> bool:
+    """Whether the picture has a mask. Raises BadSample."""
+    data, mask = pair.parts()
+    with opened(data) as image:
+        size, own = turned(image.size, orientation_of(image, data)), has_mask(image)
         image.draft("RGB", (64, 64))  # a JPEG is then read to its end, but only an eighth of it computed
         image.load()
+    if mask:
+        upright_mask(mask, size)
+    return own or bool(mask)
 
 
 def _as_text(name: str) -> str:

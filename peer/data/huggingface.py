@@ -7,6 +7,7 @@ that another one has, in any epoch, and all three together have all rows; withou
 Peers that come and go and shall still train every row exactly once take it from a dataset server (`dd-datasetserver --dataset_name`).
 """
 
+import contextlib
 import logging
 import random
 from collections import deque
@@ -16,7 +17,7 @@ from typing import Any
 from peer.contracts import CommittedRound, Sample, SourceContext
 from swarm.dataset_rows import HubDataset
 from swarm.errors import UserError
-from swarm.picture_file import BadSample
+from swarm.picture_file import BadSample, has_mask, opened
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def build(context: SourceContext) -> "HuggingFace":
     dataset = HubDataset(peer.dataset_name, peer.dataset_config_name, peer.dataset_split, **columns, max_samples=peer.max_train_samples)
     if peer.swarming and part == (0, 1):
         log.info("streaming all of %s in an order of this peer's own; peers with --dataset_part 1/N to N/N never share a row", dataset)
-    return HuggingFace(dataset, part, seed=f"{run.seed}:{context.peer_id}", prompt=context.bare_caption, epochs=context.epochs)
+    return HuggingFace(dataset, part, seed=f"{run.seed}:{context.peer_id}", prompt=context.bare_caption, epochs=context.epochs, masks=run.masked_loss)
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -47,8 +48,11 @@ def parse_part(text: str) -> tuple[int, int]:
 class HuggingFace:
     """The source; see the module. A sample's key is `epoch:file:window:row`, which says where it is found again."""
 
-    def __init__(self, dataset: HubDataset, part: tuple[int, int], *, seed: str, prompt: str | None, epochs: int | None):
-        """part: (index, count), this peer's share. prompt: the caption of pictures that have none; None: they are left out."""
+    def __init__(self, dataset: HubDataset, part: tuple[int, int], *, seed: str, prompt: str | None, epochs: int | None, masks: bool = False):
+        """part: (index, count), this peer's share. prompt: the caption of pictures that have none; None: they are left out.
+
+        masks: whether the run has a use for them: then the first rows' are counted.
+        """
         self._dataset, self._seed, self._epochs = dataset, seed, epochs
         self._bare = {"spare": prompt or "", "empty_ok": prompt is not None}
         with dataset.told():
@@ -61,6 +65,7 @@ class HuggingFace:
         self._spare: tuple[str, list[Sample]] = ("", [])
         self._again: deque[str] = deque()
         self._any = self._closed = False
+        self._counts_masks = masks
 
     def __length_hint__(self) -> int:
         """Samples of one epoch; 0 when the dataset does not say."""
@@ -129,6 +134,9 @@ class HuggingFace:
                     self._starts[f"{file}:{window + 1}"] = data.state_dict()
                     self._going = (file, window + 1), data, rows
                     break
+        if self._counts_masks and samples:
+            self._counts_masks = False
+            _tell_masks(samples)
         return samples
 
     def _rows_from(self, file: int, window: int) -> tuple[Any, Iterator[dict[str, Any]]]:
@@ -150,8 +158,13 @@ class HuggingFace:
             log.warning("row %s: %s", key, reason)
             return Sample.bad(key)
 
-    def register(self, number: int, keys: Sequence[str]) -> None:
+    def held_out(self) -> Sequence[Sample] | None:
+        """None are: where --validation_split says otherwise, `peer.wiring` refuses."""
+        return []
+
+    def register(self, number: int, keys: Sequence[str]) -> str:
         """There is nobody to tell: which rows are whose is said by --dataset_part."""
+        return ""
 
     def report_final(self, committed_round: CommittedRound) -> None:
         """No ledger to tell."""
@@ -176,6 +189,16 @@ class HuggingFace:
 
     def close(self) -> None:
         self._closed = True
+
+
+def _tell_masks(samples: Sequence[Sample]) -> None:
+    """As a folder's are told; a stream's end is far away."""
+    found = []
+    for sample in samples:
+        with contextlib.suppress(BadSample), opened(sample.image) as image:
+            found.append(has_mask(image))
+    level, masks = logging.INFO if any(found) else logging.WARNING, sum(found)
+    log.log(level, "masks=%d of pictures=%d, the first of the stream; those without one are learned as a whole", masks, len(found))
 
 
 def _split(rows: Any, dataset: HubDataset, part: tuple[int, int]) -> tuple[Callable[[int], Any], int, int]:

@@ -79,6 +79,7 @@ def draw(order: Order) -> None:
     from peer.launch.launcher import Rank, said_threads
     from peer.launch.starting_model import load_model
     from peer.machine.device import RankGroup, choose_device, choose_precision
+    from peer.machine.turns import Turns, takes_turns
     from peer.models.diffusion.source import locate
     from peer.rooms import load_part
 
@@ -93,8 +94,14 @@ def draw(order: Order) -> None:
     check_resolution(run, model.resolution_multiple)
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision(peer.mixed_precision, device, computing)
-    model.place(device, precision.dtype, method.whole(model))
-    header = fill(method.attach(model), order.state, run).header
+    turned = takes_turns(peer.offload, device)
+    model.place(device, precision.dtype, method.whole(model), waiting=turned)
+    params = method.attach(model)
+    header = fill(params, order.state, run).header
+    if turned:
+        for parameter in params.values():  # a new word is in no part, so that no turn brings it
+            parameter.data = parameter.data.to(device)
+        Turns(model, device)
     with sending(order) as showing:
         Validation(
             model=model,

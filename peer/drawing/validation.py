@@ -85,17 +85,26 @@ def untouched(model: Model, device: torch.device) -> Iterator[None]:
     from diffusers import DDIMScheduler
 
     pipeline = model.pipeline
-    modes = {module: module.training for part in model.parts.values() for module in part.modules()}
     scheduler = pipeline.scheduler
     kind = DDIMScheduler if DDIMScheduler in getattr(scheduler, "compatibles", ()) else type(scheduler)
     pipeline.scheduler = kind.from_config(scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
+    try:
+        with evaluated(model, device):
+            yield
+    finally:
+        pipeline.scheduler = scheduler
+
+
+@contextmanager
+def evaluated(model: Model, device: torch.device) -> Iterator[None]:
+    """Within the block no layer is in its training mode; afterwards each is in its own, and random numbers go on where they were."""
+    modes = {module: module.training for part in model.parts.values() for module in part.modules()}
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for part in model.parts.values():
                 part.eval()
             yield
     finally:
-        pipeline.scheduler = scheduler
         for module, training in modes.items():
             module.training = training

@@ -24,6 +24,7 @@ METRICS = (
     Metric("step", "Local steps, those before a resume included."),
     Metric("samples", "Samples that this process trained and that counted.", counts=True),
     Metric("loss", "Mean loss per sample over the last steps."),
+    Metric("validation_loss", "Mean loss of the held-out pictures, as it was measured last."),
     Metric("learning_rate", "Learning rate of the local optimizer."),
     Metric("samples_per_second", "Samples that this peer trains a second, over the last steps."),
     Metric("round", "Round of the state that this peer holds."),
@@ -42,7 +43,7 @@ METRICS = (
 )
 """What metrics.jsonl, tensorboard and wandb call by this name, and Prometheus with `dd_peer_` before it, and `_total` after what counts.
 
-From `live_peers` on they are of a swarm, and missing alone. docs/watching.md explains them.
+From `live_peers` on they are of a swarm, and missing alone. docs/operate.md explains them.
 """
 NAMES = tuple(metric.name for metric in METRICS)
 
@@ -97,19 +98,29 @@ class Progress:
         if self._steps % self._every_steps == 0:
             self._write(step)
 
+    def measured(self, step: int, loss: float) -> None:
+        """The held-out loss: a line of its own, and in those that follow."""
+        if self._file is not None:
+            self._known = {**self._known, "step": step, "validation_loss": loss}
+            self._line(step)
+
     def _write(self, step: int) -> None:
-        assert self._file is not None
         now = self._clock()
         speed = round(self._window_samples / max(now - self._window_began, 1e-9), 2)
         loss = self._window_loss / self._window_samples if self._window_samples else None
         self._known = {**self._known, "loss": loss, "samples_per_second": speed}
+        self._line(step)
+        self._say(now, step, loss, speed)
+        self._window_samples, self._window_loss, self._window_began = 0, 0.0, now
+
+    def _line(self, step: int) -> None:
+        """What is known, in metrics.jsonl and at the trackers."""
+        assert self._file is not None
         known = self.values()
         line = {name: known[name] for name in NAMES if name in known}
         self._file.write(json.dumps({"time": round(time.time(), 3)} | line) + "\n")
         self._file.flush()
         self._tell(step, {name: value for name, value in line.items() if name != "step"})
-        self._say(now, step, loss, speed)
-        self._window_samples, self._window_loss, self._window_began = 0, 0.0, now
 
     def _say(self, now: float, step: int, loss: float | None, speed: float) -> None:
         if self._quiet or now - self._said < self._every_seconds:

@@ -113,6 +113,8 @@ def _figures(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"{values['samples_per_second']:,.1f} samples/s"
     if values.get("loss") is not None:
         yield f"loss {values['loss']:.4f}"
+    if values.get("validation_loss") is not None:
+        yield f"validation {values['validation_loss']:.4f}"
     if values.get("live_peers") is not None:
         yield f"{values['live_peers']:,} peers"
     if values.get("step") is not None:

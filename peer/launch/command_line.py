@@ -21,7 +21,7 @@ _EXAMPLES = """examples:
   %(prog)s --model MODEL --train_data_dir PICTURES          train alone
   %(prog)s --model MODEL --train_data_dir PICTURES --found  found a run without a host
   dd-peer --check http://HOST:9090                          say what works between here and the run, and end
-docs/options.md has all options as a page, docs/joining.md and docs/running.md what to do with them."""
+docs/options.md has all options as a page, docs/join.md and docs/operate.md what to do with them."""
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[PeerConfig, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Which run this peer takes part in, and what it needs to know to do so: asked of the server, of the DHT, or founded here."""
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from peer.config import PeerConfig
 from peer.launch.begun import as_it_began
 from peer.launch.lengths import of_founder, of_joiner
-from swarm.errors import ExitCode, UserError
+from swarm.errors import ExitCode, Unanswered, UserError
 from swarm.founding import check_founding
 from swarm.options import build
 from swarm.records import HostWord
@@ -32,10 +33,19 @@ class Joined:
     """The host's, as far as it is known: whose orders about the run's end count."""
     extension: Mapping[str, Any] | None = None
     bans: tuple[HostWord, ...] = ()
+    known: bool = False
+    """Whether this is what was known when this peer started last: nobody has confirmed it."""
 
     def about(self) -> dict[str, Any]:
         """What an output folder keeps of it, for the programs that find the folder later."""
         return {"run": self.run.to_mapping(), "server_url": self.server_url, "peers": list(self.initial_peers)}
+
+
+def from_before(folder: Path, key_of: Callable[[str], str]) -> Joined:
+    """The run that an output folder is of, as it was known when this peer started last. Raises OSError, ValueError and more where none is."""
+    saved = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    run = RunConfig.from_mapping(saved["run"], where=str(folder))
+    return Joined(run, saved["server_url"], tuple(saved["peers"]), host_key=key_of(run.run_id), known=True)
 
 
 def join(
@@ -55,7 +65,10 @@ def join(
     Raises UserError when nobody answers, when `given` disagrees with the run, or when there is no run and this peer may not found one.
     """
     if peer.datasetserver:
-        joined = _from_server(peer, given, ask_server) or _founded_at_server(peer, given, found_at_server, complete)
+        try:
+            joined = _from_server(peer, given, ask_server) or _founded_at_server(peer, given, found_at_server, complete)
+        except Unanswered as error:
+            joined = _without_server(peer, given, known_key, error)
     elif peer.peers:
         joined = _from_dht(peer, given, ask_server, known_key) or _founded(peer, given, complete)
     else:
@@ -80,6 +93,19 @@ def _from_server(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callabl
         fix="Start the first peer with --found (or --hivemind True) and --model, and without --run_id; or give the server a --run.",
         code=ExitCode.NETWORK,
     )
+
+
+def _without_server(peer: PeerConfig, given: Mapping[str, Any], known_key: Callable[[str], str], error: Unanswered) -> Joined:
+    """What the server said when this peer started last; whoever asked it then goes on while it is away. Raises `error` where it said nothing."""
+    try:
+        joined = from_before(Path(peer.output_dir), known_key)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+        raise error from None
+    if peer.dry_run or joined.server_url != peer.datasetserver or peer.run_id not in ("", joined.run.run_id):
+        raise error
+    joined.run.refuse_differences(of_joiner(given, peer, joined.run))
+    log.warning("going on with the run known from before: %s", error)
+    return dataclasses.replace(joined, initial_peers=tuple(dict.fromkeys([*peer.peers, *joined.initial_peers])))
 
 
 def _founded_at_server(

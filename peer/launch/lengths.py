@@ -17,7 +17,9 @@ from swarm.run_config import RunConfig
 log = logging.getLogger(__name__)
 
 _VALIDATION_STEPS = 100
-"""Alone and without --validation_steps, pictures are drawn every so many steps."""
+"""Alone and without --validation_steps, pictures are drawn and the held-out loss is measured every so many steps."""
+_HELD_OUT_SHARE = 0.01
+"""Without --validation_steps, measuring the held-out loss takes this share of each peer's time at most."""
 _CHECKPOINT_SAMPLES = 10_000
 """Alone and without --checkpointing_steps, a checkpoint is saved every so many samples."""
 _CHECKPOINT_SHARE = 0.01
@@ -52,18 +54,23 @@ class Every:
     """After how many global steps this peer does what it does now and then; 0: never."""
 
     validation: int
+    held_out: int
+    held_out_share: float
+    """Of the time that the held-out loss may take at most; 0: as much as it takes."""
     checkpoint: int
     checkpoint_share: float
     """Of the time that checkpoints may take at most; 0: as much as they take."""
 
     @classmethod
     def of(cls, peer: PeerConfig, run: RunConfig, world: int) -> "Every":
-        drawn = (peer.validation_steps or (1 if peer.swarming else _VALIDATION_STEPS)) if peer.validation_prompts else 0
+        every = peer.validation_steps or (1 if peer.swarming else _VALIDATION_STEPS)
+        drawn, held_out = every if peer.validation_prompts else 0, every if run.validation_split else 0
+        seen = drawn, held_out, _HELD_OUT_SHARE if held_out and not peer.validation_steps else 0
         if peer.checkpointing_steps:
-            return cls(drawn, peer.checkpointing_steps, 0)
+            return cls(*seen, peer.checkpointing_steps, 0)
         if peer.swarming:
-            return cls(drawn, 1, _CHECKPOINT_SHARE)
-        return cls(drawn, max(1, _CHECKPOINT_SAMPLES // local_step_samples(peer, world)), 0)
+            return cls(*seen, 1, _CHECKPOINT_SHARE)
+        return cls(*seen, max(1, _CHECKPOINT_SAMPLES // local_step_samples(peer, world)), 0)
 
 
 def of_epochs(run: RunConfig, peer: PeerConfig, samples: int) -> RunConfig:

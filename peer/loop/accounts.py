@@ -35,21 +35,23 @@ class Accounts:
             self._source.give_back(keys)
 
     def set_aside(self, keys: Sequence[str]) -> None:
-        """They made the loss infinite: not now again, perhaps later; given back when this peer leaves."""
+        """They made the loss or a gradient infinite: not now again, perhaps later; given back when this peer leaves."""
         self._aside.extend(keys)
 
-    def register(self, number: int) -> bool:
-        """All samples still open are in contribution `number`; False when the source refuses it, because others may train them too."""
+    def register(self, number: int) -> str | None:
+        """All samples still open are in contribution `number`: its receipt, '' without one.
+
+        None when the source refuses it, because others may train them too.
+        """
         if self._source is None:
-            return True
+            return ""
         self._contributions[number], self._open = self._open, []
         try:
-            self._source.register(number, self._contributions[number])
+            return self._source.register(number, self._contributions[number])
         except LeaseLost as loss:
             log.warning("withdrawing contribution=%d because %s", number, loss)
             self.lost(self._take(number))
-            return False
-        return True
+            return None
 
     def apply(self, report: SyncReport) -> None:
         """Do with our samples what became of their contributions."""

@@ -30,12 +30,23 @@ class RankedSync:
     def step(self, samples: int, loss: float | None = None) -> SyncReport:
         return self._mirror(lambda: self._inner.step(samples, loss))
 
+    def registered(self, number: int, receipt: str) -> None:
+        if self._inner:
+            self._inner.registered(number, receipt)
+
     def withdraw(self, number: int) -> SyncReport:
         return self._mirror(lambda: self._inner.withdraw(number), moved=True)
+
+    def undo(self) -> SyncReport:
+        return self._mirror(lambda: self._inner.undo(), moved=True)
 
     def rest(self, resting: bool) -> None:
         if self._inner:
             self._inner.rest(resting)
+
+    def measured(self, loss: float) -> None:
+        if self._inner:
+            self._inner.measured(loss)
 
     def leave(self, *, hurry: bool) -> SyncReport:
         return self._mirror(lambda: self._inner.leave(hurry=hurry))

@@ -34,14 +34,22 @@ class Occasions:
                 occasion.do(step)
 
 
-def seldom(do: Callable[[int], None], share: float, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:
-    """`do`, but left out where it would take more than `share` of the time, going by how long it last took."""
+def seldom(
+    do: Callable[[int], None],
+    share: float,
+    clock: Callable[[], float] = time.monotonic,
+    agree: Callable[[bool], bool] = lambda due: due,
+) -> Callable[[int], None]:
+    """`do`, but left out where it would take more than `share` of the time, going by how long it last took.
+
+    agree: for what all ranks do together: rank 0's word.
+    """
     not_before = -math.inf
 
     def done(step: int) -> None:
         nonlocal not_before
         began = clock()
-        if began >= not_before:
+        if agree(began >= not_before):
             do(step)
             not_before = began + (clock() - began) / share
 

@@ -47,10 +47,10 @@ class RoundingOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Chunk by chunk, so that little is float32 at a time."""
+        """Chunk by chunk, so that little is float32 at a time. A step of some of the parameters draws numbers of its own."""
         groups = self.param_groups
         whole = [group["params"] for group in groups]
-        rng = torch.Generator(whole[0][0].device)
+        rng = torch.Generator(next(parameter for parameters in whole for parameter in parameters).device)
         rng.manual_seed(seed_of(self._seed, self._steps))
         self._steps += 1
         try:

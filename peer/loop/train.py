@@ -19,7 +19,9 @@ from swarm.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from peer.figures.metrics import Progress
     from peer.loop.accounts import Accounts
+    from peer.loop.clipping import Clip
     from peer.loop.ema import Ema
+    from peer.loop.fused import FusedStep
     from peer.loop.occasions import Occasions
     from peer.machine.device import Precision, RankGroup
     from peer.samples.feed import Feed, Work
@@ -46,7 +48,9 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     """From samples in the committed state."""
-    max_grad_norm: float
+    clip: "Clip"
+    fused: "FusedStep | None" = None
+    """What steps each tensor as its gradient comes, if not all are stepped together."""
     precision: "Precision"
     sync: Sync
     feed: "Feed"
@@ -66,6 +70,8 @@ class Trainer:
     """Within it, the parameters are where the optimizer wants gradients taken: schedule-free AdamW's are elsewhere than its result."""
     trial: Callable[[Callable[[], object] | None], bool] | None = None
     """Tries a faster way to compute on this rank's first micro-batch (None: it has none); False: to be called again at the next step."""
+    compare: Callable[[Callable[[], Tensor]], bool] | None = None
+    """Asked for this rank's first micro-batch, with what computes the sum of its losses; False: to be asked again at the next step."""
     alive: Callable[[str], None] = lambda doing: None
     """Told what is being done now, for whoever watches whether anything is."""
     boundary: Callable[[], None] = lambda: None
@@ -82,6 +88,8 @@ class Trainer:
     trained: int = 0
     """Samples of this peer's counted steps."""
     _bad_steps: int = 0
+    _broke_off: bool = False
+    """Whether steps that broke off took samples back since this peer's last contribution."""
     _scaler: torch.amp.GradScaler = field(init=False)
     _unread: Sequence[Tensor] = field(init=False)
     """Those of `params` that no loss depends on: their gradients are 0, and all that an optimizer would do is to decay them."""
@@ -149,23 +157,39 @@ class Trainer:
             return self._learn(work)
 
     def _learn(self, work: "Work") -> float | None:
-        loss, norm = self._accumulate(work)
+        if self.compare and work.batches and self.compare(lambda: self._scaler.scale(self._losses(work.batches[0], work.first).sum())):
+            self.compare = None
+        loss, use_gradients = self._prepare_by_tensor(work) if self.fused else self._prepare(work)
         if not math.isfinite(loss):
             self.optimizer.zero_grad()
             self.accounts.set_aside(work.keys)
             return self._count_bad(f"the loss is {loss}")
-        if not self._use_gradients(len(work.keys), norm):
-            self.accounts.lost(work.keys)
-            seeking = self._scaler.is_enabled() and self._scaler.get_scale() > _LEAST_SCALE  # each such step halves it
-            return None if seeking else self._count_bad("a gradient is not finite")
-        self._bad_steps = 0
+        if not use_gradients():
+            if self._scaler.is_enabled() and self._scaler.get_scale() > _LEAST_SCALE:  # it seeks its scale: each such step halves it
+                self.accounts.lost(work.keys)
+                return None
+            self.accounts.set_aside(work.keys)  # as they would break off the next step that they are in
+            return self._count_bad("a gradient is not finite")
+        if not self._broke_off:  # else a picture that breaks each tenth step off would undo all others for ever
+            self._bad_steps = 0
         self.accounts.trained(work.keys)
         return loss
+
+    def _prepare(self, work: "Work") -> tuple[float, Callable[[], bool]]:
+        """The mean of this step's losses, whose gradients are there; and what uses these, False when they are not finite and nothing was changed."""
+        loss, norms = self._accumulate(work)
+        return loss, partial(self._use_gradients, len(work.keys), norms)
+
+    def _prepare_by_tensor(self, work: "Work") -> tuple[float, Callable[[], bool]]:
+        """As `_prepare`, of one micro-batch whose gradients are made when they are used."""
+        (pixels,) = work.batches
+        losses = self._losses(pixels, work.first)
+        return losses.detach().sum().item() / len(work.keys), partial(self._step_by_tensor, losses, len(work.keys))
 
     def _accumulate(self, work: "Work") -> tuple[float, Tensor]:
         """Add the gradient of the SUM of this step's losses, over all ranks, to the parameters' `.grad`.
 
-        Returns the losses' mean, and the whole gradient's norm, () float32 on the CPU.
+        Returns the losses' mean, and the gradients' norms, float32 on the CPU, as `clip` wants them.
         """
         if self.trial and self.trial(partial(self._backward, work.batches[0], work.first) if work.batches else None):
             self.trial = None
@@ -181,11 +205,11 @@ class Trainer:
         if self.group.world > 1:
             self.boundary()  # the other ranks' sums are added on the host
         self.group.sum_([total, *gradients])
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norms = self.clip.norms(gradients)
         self.boundary()
-        # Both at once: each question to a device waits for it.
-        loss, norm = torch.stack([total, norm.float()]).cpu()
-        return loss.item() / len(work.keys), norm
+        # All at once: each question to a device waits for it.
+        told = torch.cat([total[None], norms]).cpu()
+        return told[0].item() / len(work.keys), told[1:]
 
     def _backward(self, pixels: PixelBatch, number: int) -> Tensor:
         """Add the gradient of the sum of a micro-batch's losses; returns these, (B,)."""
@@ -202,16 +226,13 @@ class Trainer:
             losses = self.model.loss(self.encode(pixels, rng), rng)
         return losses if pixels.weights is None else losses * pixels.weights.to(losses.device)
 
-    def _use_gradients(self, samples: int, norm: Tensor) -> bool:
-        """Hand the step's gradients, of that norm, to the strategy, or step the optimizer; False when they are not finite and nothing was changed."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(self.sync.samples) * group.get("share", 1.0)
-        finite, norm_of_mean = bool(norm.isfinite()), norm / self._scaler.get_scale() / samples
+    def _use_gradients(self, samples: int, norms: Tensor) -> bool:
+        """Hand the step's gradients, of these norms, to the strategy, or step the optimizer; False when they are not finite and nothing was changed."""
+        self._set_rates()
+        finite, norms_of_mean = bool(norms.isfinite().all()), norms / self._scaler.get_scale() / samples
         self._scaler.unscale_(self.optimizer)
         if finite and self.sync.before_step():
-            clip = max((norm_of_mean.item() + 1e-6) / self.max_grad_norm, 1.0) if self.max_grad_norm else 1.0  # 1e-6: as torch has it
-            # To the mean and within the norm at once: each pass over the gradients takes 2 to 3 % of a CPU's step.
-            torch._foreach_div_([parameter.grad for parameter in self.params.values()], samples * clip)
+            self.clip.average_([parameter.grad for parameter in self.params.values()], samples, norms_of_mean)
             for parameter in self._unread:
                 parameter.grad = None  # passed over
             self._scaler.step(self.optimizer)
@@ -222,12 +243,36 @@ class Trainer:
         self.boundary()
         return finite
 
+    def _step_by_tensor(self, losses: Tensor, samples: int) -> bool:
+        """As `_use_gradients`, with the gradients of the sum of `losses`, which this makes.
+
+        Where one is not finite after others were used, a swarm's parameters go back to what others know of them.
+        """
+        self._set_rates()
+        stepped = self.fused.backward(losses.sum(), samples, self._unread)
+        self.boundary()
+        if stepped.broken and stepped.tensors:
+            log.warning(
+                "step=%d broke off after %d tensors; its samples are set aside, and in a swarm those of no contribution yet are trained again",
+                self.step,
+                stepped.tensors,
+            )
+            self._broke_off = self.averages
+            self._take(self.sync.undo())
+        return not stepped.broken
+
+    def _set_rates(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.sync.samples) * group.get("share", 1.0)
+
     def _count_bad(self, what: str) -> None:
         self._bad_steps += 1
         log.warning("skipped step=%d because %s", self.step, what)
         if self._bad_steps >= MAX_BAD_STEPS:
             raise UserError(
-                f"{MAX_BAD_STEPS} steps in a row failed: {what}.",
+                f"{MAX_BAD_STEPS} steps failed before a contribution was whole: {what}."
+                if self._broke_off
+                else f"{MAX_BAD_STEPS} steps in a row failed: {what}.",
                 fix="Lower --learning_rate, try --mixed_precision bf16 or no, and look at the pictures of the last lines.",
                 code=ExitCode.FAILED,
             )
@@ -266,9 +311,15 @@ class Trainer:
 
     def _take(self, report: SyncReport) -> SyncReport:
         """Tell the source what became of our samples; a contribution that it refuses is withdrawn, and the answer to that returned."""
-        if report.frozen is not None and not self.group.broadcast_object(self.accounts.register(report.frozen)):
-            self.accounts.apply(report)
-            report = self.sync.withdraw(report.frozen)
+        if report.frozen is not None:
+            receipt = self.group.broadcast_object(self.accounts.register(report.frozen))
+            if receipt is None:
+                self.accounts.apply(report)
+                report = self.sync.withdraw(report.frozen)
+            else:
+                self._broke_off, self._bad_steps = False, 0
+                if receipt:
+                    self.sync.registered(report.frozen, receipt)
         self.accounts.apply(report)
         return report
 

@@ -25,6 +25,7 @@ def check_disk(folder: Path, peer: PeerConfig, parameters: int, optimizer: str =
         "there": there,
         "average": peer.use_ema,
         "swarming": peer.swarming,
+        "on_disk": peer.swarming and peer.state_on == "disk",
         "optimizer": optimizer,
     }
     fits, told = check_space(folder, needed_bytes(4 * parameters, **kept))
@@ -32,17 +33,21 @@ def check_disk(folder: Path, peer: PeerConfig, parameters: int, optimizer: str =
         log.warning("%s", told)
 
 
-def needed_bytes(trained: int, *, checkpoints: int, there: int, average: bool, swarming: bool, optimizer: str = AUTO) -> dict[str, float]:
+def needed_bytes(
+    trained: int, *, checkpoints: int, there: int, average: bool, swarming: bool, optimizer: str = AUTO, on_disk: bool = False
+) -> dict[str, float]:
     """Bytes by what they are for. trained: of the trained tensors in float32; checkpoints: how many are kept, of which `there` are there.
 
     A checkpoint has the weights, the optimizer's state (AdamW's: two moments of each) and the average where one is kept. A swarm's
-    states are weights and momentum, two of them and one that is being written; beside them lie the last two rounds' means.
+    states are weights and momentum, two of them and one that is being written; beside them lie the last two rounds' means. Older states
+    are kept only where there is room besides. on_disk: whether two more states, a contribution and a mean lie here too (`--state_on disk`).
     """
     checkpoint = trained * (1 + max(optimizer_named(optimizer).state_bytes) / 4 + average)
     return {
         "a checkpoint beside the last one": checkpoint,
         "further checkpoints": checkpoint * max(checkpoints - there, 0),
         "the swarm's states": (3 * 2 + 2) * trained * swarming,
+        **({"what --state_on disk takes": (2 * 2 + 2) * trained} if on_disk else {}),
         "the result": trained,
     }
 

@@ -36,7 +36,7 @@ def open_devices(rank: Rank, environ: Any = os.environ) -> torch.device:
     if (hosts := runtime.process_count()) > 1:
         raise UserError(
             f"This process was given the chips of {hosts} hosts, and can feed those of one.",
-            fix="Set TPU_PROCESS_BOUNDS and the ranks' variables as docs/tpu.md has them: the hosts are then ranks of one peer.",
+            fix="Set TPU_PROCESS_BOUNDS and the ranks' variables as docs/hardware.md has them: the hosts are then ranks of one peer.",
         )
     if folder := environ.get("CACHE_DIR"):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,8 @@ class Spread:
         def spread(batch: PixelBatch, rng: torch.Generator) -> LatentBatch:
             found = encode(batch, rng)
             geometry = None if found.geometry is None else self._put(found.geometry)
-            return LatentBatch(self._put(found.latents), {name: self._put(states) for name, states in found.text.items()}, geometry)
+            mask = None if found.mask is None else self._put(found.mask)
+            return LatentBatch(self._put(found.latents), {name: self._put(states) for name, states in found.text.items()}, geometry, mask)
 
         return spread
 
@@ -127,6 +128,7 @@ def filled(batch: PixelBatch, rows: int) -> PixelBatch:
         "weights": torch.cat([weights, torch.zeros(more)]),
         "geometry": None if batch.geometry is None else _repeated(batch.geometry, more),
         "names": [*batch.names, *batch.names[:1] * more],
+        "masks": [*batch.masks, *batch.masks[:1] * more],
     }
     if 0 in batch.latents:
         filled["latents"] = {**batch.latents, **{own + i: batch.latents[0] for i in range(more)}}
@@ -154,5 +156,5 @@ def _torch_xla(name: str = "") -> Any:
     except ImportError as error:  # also what its library says that finds no symbols in another release of torch
         raise UserError(
             f"--device xla needs PyTorch/XLA, which does not load here ({str(error).splitlines()[0][:120]}).",
-            fix="Install the extra [xla] into an environment of its own (docs/tpu.md); its torch is 2.9.",
+            fix="Install the extra [xla] into an environment of its own (docs/hardware.md); its torch is 2.9.",
         ) from None

@@ -26,9 +26,9 @@ class Chroma(FlowModel):
         tokenizer, encoder = self.pipeline.tokenizer, self.pipeline.text_encoder
         length = min(self._run.max_sequence_length, tokenizer.model_max_length)
         captions = written_out(self.pipeline, tokenizer, captions)
-        tokens = tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt").to(encoder.device)
+        tokens = tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt").to(self.device)
         states = encoder(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
-        read = torch.arange(length, device=encoder.device) <= tokens.attention_mask.sum(1, keepdim=True)
+        read = torch.arange(length, device=self.device) <= tokens.attention_mask.sum(1, keepdim=True)
         return {"states": states.float(), "mask": read.float()}
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
@@ -52,7 +52,7 @@ class Chroma(FlowModel):
             return_dict=False,
         )[0]
         factor = self.vae_factor
-        return sample_losses(self.pipeline._unpack_latents(answer, height * factor, width * factor, factor), noised)
+        return sample_losses(self.pipeline._unpack_latents(answer, height * factor, width * factor, factor), noised, batch.mask)
 
     def enable_gradient_checkpointing(self) -> None:
         super().enable_gradient_checkpointing()

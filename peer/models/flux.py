@@ -19,7 +19,7 @@ class Flux(FlowModel):
         """{"states": (B, T, width of T5), "pooled": (B, width of CLIP)}, float32."""
         pipeline = self.pipeline
         ids = tokenize(pipeline, pipeline.tokenizer, captions)[:, 0].to(self.device)
-        states = t5_states(pipeline, pipeline.tokenizer_2, pipeline.text_encoder_2, captions, self._run.max_sequence_length)
+        states = t5_states(pipeline, pipeline.tokenizer_2, pipeline.text_encoder_2, captions, self._run.max_sequence_length, self.device)
         return {"states": states.float(), "pooled": pipeline.text_encoder(ids).pooler_output.float()}
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
@@ -39,7 +39,7 @@ class Flux(FlowModel):
             return_dict=False,
         )[0]
         factor = self.vae_factor
-        return sample_losses(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor), noised)
+        return sample_losses(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor), noised, batch.mask)
 
 
 load = Flux.load

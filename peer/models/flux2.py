@@ -29,7 +29,7 @@ class Flux2(PatchFlowModel):
             truncation=True,
             max_length=min(self._run.max_sequence_length, tokenizer.model_max_length),
         )
-        return {"states": between_layers(self.pipeline.text_encoder, tokens["input_ids"], tokens["attention_mask"], LAYERS).float()}
+        return {"states": between_layers(self.pipeline.text_encoder, tokens["input_ids"], tokens["attention_mask"], LAYERS, self.device).float()}
 
 
 def _message(role: str, text: str) -> dict:

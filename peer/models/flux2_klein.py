@@ -41,7 +41,7 @@ class Klein(PatchFlowModel):
         ]
         length = min(self._run.max_sequence_length, tokenizer.model_max_length)
         tokens = tokenizer(chats, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-        return {"states": between_layers(self.pipeline.text_encoder, tokens.input_ids, tokens.attention_mask, LAYERS).float()}
+        return {"states": between_layers(self.pipeline.text_encoder, tokens.input_ids, tokens.attention_mask, LAYERS, self.device).float()}
 
 
 load = Klein.load

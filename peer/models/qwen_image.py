@@ -39,7 +39,7 @@ class QwenImage(FlowModel):
         told = [pipeline.prompt_template_encode.format(caption) for caption in captions]
         length = self._run.max_sequence_length + question
         read = pipeline.tokenizer(told, padding=True, max_length=length, truncation=True, return_tensors="pt")
-        states = between_layers(pipeline.text_encoder, read.input_ids, read.attention_mask, [-1]).float()
+        states = between_layers(pipeline.text_encoder, read.input_ids, read.attention_mask, [-1], self.device).float()
         kept = read.attention_mask.bool().to(states.device)
         return padded([row[mask][question:] for row, mask in zip(states, kept, strict=True)])
 
@@ -62,7 +62,7 @@ class QwenImage(FlowModel):
             return_dict=False,
         )[0]
         factor = self.vae_factor
-        return sample_losses(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor).squeeze(2), noised)
+        return sample_losses(self.pipeline._unpack_latents(packed, height * factor, width * factor, factor).squeeze(2), noised, batch.mask)
 
 
 load = QwenImage.load

@@ -26,7 +26,7 @@ class SD3(FlowModel):
         if pipeline.text_encoder_3 is None:
             t5 = states.new_zeros(len(captions), length, width)
         else:
-            t5 = t5_states(pipeline, pipeline.tokenizer_3, pipeline.text_encoder_3, captions, length).float()
+            t5 = t5_states(pipeline, pipeline.tokenizer_3, pipeline.text_encoder_3, captions, length, self.device).float()
         return {"states": torch.cat([pad(states, (0, width - states.shape[-1])), t5], dim=1), "pooled": pooled}
 
     def unread(self) -> Sequence[nn.Module]:
@@ -44,7 +44,7 @@ class SD3(FlowModel):
             pooled_projections=batch.text["pooled"],
             return_dict=False,
         )[0]
-        loss = sample_losses(predicted, noised)
+        loss = sample_losses(predicted, noised, batch.mask)
         # noisy - sigma * flow is a picture: it is off by sigma times what the flow is off by.
         return loss * self._flow.sigmas(noised.timesteps) ** 2 if self._run.precondition_outputs else loss
 

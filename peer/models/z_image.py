@@ -50,7 +50,7 @@ class ZImage(FlowModel):
         answers = self.denoiser(
             list(noised.noisy.unsqueeze(2)), 1 - self._flow.sigmas(noised.timesteps), rows(batch.text), return_dict=False
         )[0]
-        return sample_losses(-torch.stack(answers).squeeze(2), noised)
+        return sample_losses(-torch.stack(answers).squeeze(2), noised, batch.mask)
 
     def _as_arguments(self, text: Text, prefix: str = "") -> dict[str, Any]:
         return {f"{prefix}prompt_embeds": rows(text)}

@@ -18,7 +18,7 @@ def write_card(folder: Path, about: "Result") -> None:
     header = ModelCardData(
         library_name="diffusers",
         base_model=about.base_on_hub or None,
-        instance_prompt=run.placeholder_token or None,
+        instance_prompt=run.placeholder_token or run.caption_prefix or None,
         tags=[family.tag if family else "diffusers", "text-to-image", "diffusers", *method_named(run.method).tags],
     )
     (folder / "README.md").write_text(f"---\n{header.to_yaml()}\n---\n{_description(about)}", encoding="utf-8")
@@ -26,7 +26,7 @@ def write_card(folder: Path, about: "Result") -> None:
 
 def _description(about: "Result") -> str:
     run = about.run
-    base = about.base_on_hub or Path(run.model).name or "a local model"
+    base = about.base_name
     kind = method_named(run.method).kind
     facts = {
         "base model": base,

@@ -14,6 +14,7 @@ from typing import Any
 from peer.contracts import Method, Model, Params
 from peer.results.card import write_card
 from peer.results.checkpoint import replacing
+from peer.results.header import header, say
 from swarm import files
 from swarm.errors import ExitCode, UserError
 from swarm.run.method import method_named, methods
@@ -46,6 +47,11 @@ class Result:
         """The base model's id, '' when it is a folder or file."""
         return "" if Path(self.run.model).is_absolute() or self.run.model.startswith((".", "~")) else self.run.model
 
+    @property
+    def base_name(self) -> str:
+        """What the base model is called, for people: no path."""
+        return self.base_on_hub or Path(self.run.model).name or "a local model"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
@@ -61,6 +67,7 @@ def write_result(method: Method, model: Model, params: Params, target: Path, abo
     """Write the result; the one before stays until the new one is whole. Raises UserError when the disk is full."""
     with replacing(target) as folder:
         method.export(model, params, folder)
+        say(folder, header(model, about))
         if method_named(about.run.method).has_forms:
             if form.full_pipeline:
                 method.complete(model, params)

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,18 @@ class Caches:
 
 
 def open_caches(
-    model: Model, run: RunConfig, dtype: torch.dtype | None, folder: Path, limit_bytes: int, *, latents: bool, texts: bool
+    model: Model,
+    run: RunConfig,
+    dtype: torch.dtype | None,
+    folder: Path,
+    limit_bytes: int,
+    *,
+    latents: bool,
+    texts: bool,
+    trained: Collection[str] = (),
 ) -> Caches:
-    """dtype: autocast's; limit_bytes: of each. Raises UserError where texts are trained, or the folder cannot be written."""
-    if texts and any(states.requires_grad for states in model.encode_text([""]).values()):
+    """dtype: autocast's; limit_bytes: of each; trained: the parts in which something is. Raises UserError where texts are trained, or the folder cannot be written."""
+    if texts and {*trained} & {*model.facts.text_encoders}:
         raise UserError(
             "--cache_text keeps what the text encoder says, but it is trained here and says something else after each step.",
             fix="Remove --cache_text; or --train_text_encoder.",
@@ -132,10 +140,11 @@ def open_caches(
     )
 
 
-def latents_name(image: bytes, frame: Frame) -> str:
+def latents_name(image: bytes, frame: Frame, mask: bytes = b"") -> str:
     """What a picture's latents depend on, besides the VAE. A crop that is not of the centre is the content's, see `content_seed`."""
     crop = "center" if frame.center_crop else frame.seed
     said = [blake3(image).hexdigest(), frame.width, frame.height, crop, frame.mirrored, frame.interpolation]
+    said += ["masked", blake3(mask).hexdigest()] if mask else ["masked"] if frame.masked else []
     return digest_json(said + read_otherwise(image))  # named only where there is any: what was kept of all other pictures before is found again
 
 

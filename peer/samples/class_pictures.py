@@ -2,12 +2,14 @@
 model itself draws it, so that learning one dog does not turn all dogs into it.
 """
 
+import functools
 import io
 import logging
 import random
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,6 +62,11 @@ def prepare(
 ) -> ClassPictures | None:
     """Rank 0's pictures of the class that accompany this peer's own, those that are missing drawn with the base model; None on other ranks."""
     folder, count = Path(peer.class_data_dir), peer.num_class_images
+    if peer.base_precision != "auto" and group.broadcast_object(bool(_missing(folder, count)) if group.is_main else None):
+        raise UserError(
+            f"{folder} lacks pictures of the class, and with --base_precision {peer.base_precision} they would be drawn with weights that are off.",
+            fix=f"Give a --class_data_dir that holds {count}, or start once without --base_precision.",
+        )
     sizes = {"count": count, "batch": peer.train_batch_size, "side": run.resolution, "denoising_steps": peer.validation_inference_steps}
     draw_class_pictures(model, folder, peer.class_prompt, seed=run.seed, precision=precision, group=group, stopping=stopping, **sizes)
     return ClassPictures(folder, peer.class_prompt, count=count, seed=run.seed) if group.is_main else None
@@ -87,13 +94,19 @@ def draw_class_pictures(
     missing = group.broadcast_object(_missing(folder, count) if group.is_main else None)
     if missing and group.is_main:
         log.info("drawing %d pictures of '%s' into %s", len(missing), prompt, folder)
+
+    @functools.cache
+    def told(pictures: int) -> dict[str, Any]:
+        """What the text encoders say of the prompt, asked once: --offload would bring them for each batch."""
+        return {**model.prompt_arguments([prompt] * pictures), **model.drawn_with}
+
     for first in _progress(range(0, len(missing), batch * group.world), group):
         if group.broadcast_object(stopping()):
             log.info("stopped before all pictures of the class were drawn; the next start draws the rest")
             raise SystemExit(ExitCode.OK)
         # Shares of equal length: a rank that waits for more than ten minutes for the others takes them for lost.
         own = missing[first : first + batch * group.world][group.rank :: group.world]
-        drawn = group.gather([*zip(own, _draw(model, prompt, own, side, denoising_steps, seed, precision), strict=True)] if own else [])
+        drawn = group.gather([*zip(own, _draw(model, told, own, side, denoising_steps, seed, precision), strict=True)] if own else [])
         for number, picture in chain.from_iterable(drawn) if group.is_main else ():
             _write(folder / _name(number), picture)
 
@@ -128,12 +141,13 @@ def _name(number: int) -> str:
     return f"class-{number:05}.png"
 
 
-def _draw(model: Model, prompt: str, numbers: Sequence[int], side: int, steps: int, seed: int, precision: Precision) -> list[bytes]:
-    """Each as a PNG."""
+def _draw(
+    model: Model, told: Callable[[int], dict[str, Any]], numbers: Sequence[int], side: int, steps: int, seed: int, precision: Precision
+) -> list[bytes]:
+    """Each as a PNG. told: the pipeline's arguments that say what so many pictures show."""
     with torch.no_grad(), precision.autocast(), untouched(model, precision.device):
         generators = [torch.Generator().manual_seed(seed * 1_000_003 + number) for number in numbers]
-        told = {**model.prompt_arguments([prompt] * len(numbers)), **model.drawn_with}
-        pictures = model.pipeline(**told, num_inference_steps=steps, height=side, width=side, generator=generators).images
+        pictures = model.pipeline(**told(len(numbers)), num_inference_steps=steps, height=side, width=side, generator=generators).images
     files = [io.BytesIO() for _ in pictures]
     for picture, file in zip(pictures, files, strict=True):
         picture.save(file, "PNG")

@@ -7,6 +7,7 @@ differently in each.
 import logging
 import multiprocessing
 import random
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 
@@ -41,7 +42,8 @@ class Decoder:
         size: (width, height) of all pictures; None: the run's square. beside: pictures of the class that accompany the samples.
         """
         everything = [*samples, *beside]
-        jobs = [(sample.image, self._frame(sample, size or (self._run.resolution,) * 2)) for sample in everything]
+        size = size or (self._run.resolution,) * 2
+        jobs = [(sample.image, self._frame(sample, size, own=place < len(samples)), sample.mask) for place, sample in enumerate(everything)]
         names = [latents_name(*job) for job in jobs] if self._latents else []
         kept = [self._latents.get(name) if self._latents else None for name in names] or [None] * len(jobs)
         if not self.num_workers or all(kept):
@@ -82,18 +84,24 @@ class Decoder:
             to_pixels(decoded) if decoded else None,
             [self._caption(samples[place], place < own) for place in good],
             torch.stack([torch.tensor(each.geometry) if isinstance(each, Framed) else each["geometry"] for each in found]),
-            None if self._class_weight is None else torch.tensor([1.0 if place < own else self._class_weight for place in good]),
+            self._weights([samples[place].weight if place < own else self._class_weight for place in good]),
             latents={place: each["latents"] for place, each in enumerate(found) if not isinstance(each, Framed)},
             names=tuple(names[place] for place in good) if names else (),
+            masks=tuple(map(_mask, found)) if self._run.masked_loss else (),
             **became,
         )
 
-    def _frame(self, sample: Sample, size: tuple[int, int]) -> Frame:
+    def _weights(self, weights: Sequence[float | None]) -> torch.Tensor | None:
+        """None where all are 1 in every batch: with pictures of a class a batch may be without one by chance."""
+        return None if self._class_weight is None and all(weight == 1 for weight in weights) else torch.tensor(weights)
+
+    def _frame(self, sample: Sample, size: tuple[int, int], own: bool = True) -> Frame:
+        """own: whether it is no picture of the class: those are learned as a whole."""
         run, (width, height) = self._run, size
         mirrored = run.random_flip and random.Random(f"flip:{run.seed}:{sample.key}").random() < 0.5
         # A crop that differs from epoch to epoch would be found in no cache.
         seed = content_seed(run.seed, sample.image) if self._latents else f"{run.seed}:{sample.key}"
-        return Frame(width, height, run.center_crop, seed, mirrored, run.image_interpolation_mode)
+        return Frame(width, height, run.center_crop, seed, mirrored, run.image_interpolation_mode, run.masked_loss and own)
 
     def finish(self, started: "Future[PixelBatch] | PixelBatch") -> PixelBatch:
         """The batch, once it is there; samples that are no pictures are warned of and counted."""
@@ -118,26 +126,57 @@ def to_pixels(pictures: Sequence[np.ndarray]) -> torch.Tensor:
     return stacked.permute(0, 3, 1, 2).contiguous().float().div_(127.5).sub_(1)
 
 
-def choose_caption(key: str, caption: str | Sequence[str], run: RunConfig) -> str:
-    """The caption to train sample `key` with: one of several, what the method says, its tags in another order; '' where it is dropped.
+def _mask(found: Framed | Tensors) -> torch.Tensor:
+    """(1, height, width) float32 in [0, 1]; of the latents' size where a cache kept it."""
+    if not isinstance(found, Framed):
+        return found["mask"] if "mask" in found else torch.ones(1, *found["latents"].shape[-2:])
+    if found.mask is None:
+        return torch.ones(1, *found.pixels.shape[:2])
+    return torch.from_numpy(found.mask.astype(np.float32) / 255)[None]
 
-    Dropping teaches the model to draw unguided.
+
+def choose_caption(key: str, caption: str | Sequence[str], run: RunConfig) -> str:
+    """The caption to train sample `key` with: one of several, between prefix and suffix, its wildcards drawn, its tags shuffled and dropped.
+
+    A method may say another one instead, between prefix and suffix, too. '' where the caption is dropped, which teaches the model to draw unguided.
     """
     if not isinstance(caption, str):
         caption = _chance("choice", key, run).choice(caption) if caption else ""
+    parts = run.caption_prefix, caption, run.caption_suffix
+    if run.enable_wildcard:
+        drawing = _chance("wildcard", key, run)
+        parts = tuple(_drawn(part, drawing) for part in parts)
+    before, _, after = parts
+    caption = _joined(*parts)
     own = method_named(run.method).caption(caption, run, lambda what: _chance(what, key, run))
     if own is not None:
-        return own
-    if _chance("caption", key, run).random() < run.ucg:
+        caption = own if own == caption else _joined(before, own, after)
+    elif _chance("caption", key, run).random() < run.ucg:
         return ""
-    return _shuffled(key, caption, run) if run.shuffle_tags else caption
+    return _tagged(key, caption, run) if run.shuffle_tags or run.caption_tag_dropout_rate else caption
 
 
-def _shuffled(key: str, caption: str, run: RunConfig) -> str:
+def _joined(*parts: str) -> str:
+    return " ".join(part.strip() for part in parts if part.strip())
+
+
+def _drawn(caption: str, rng: random.Random) -> str:
+    """kohya's wildcards: {a|b} is a or b; {{ and }} are single braces; a brace without its other half stays."""
+
+    def said(match: re.Match[str]) -> str:
+        return match[0][0] if match[1] is None else rng.choice(match[1].split("|"))
+
+    return re.sub(r"\{\{|\}\}|\{([^{}]+)\}", said, caption)
+
+
+def _tagged(key: str, caption: str, run: RunConfig) -> str:
+    """kohya's order: tags are shuffled, then each of them is dropped or not; the first --keep_tokens are left alone."""
     tags = [tag.strip() for tag in caption.split(",") if tag.strip()]
     rest = tags[run.keep_tokens :]
-    _chance("tags", key, run).shuffle(rest)
-    return ", ".join(tags[: run.keep_tokens] + rest)
+    if run.shuffle_tags:
+        _chance("tags", key, run).shuffle(rest)
+    dropping = _chance("dropped tags", key, run)
+    return ", ".join(tags[: run.keep_tokens] + [tag for tag in rest if dropping.random() >= run.caption_tag_dropout_rate])
 
 
 def _chance(what: str, key: str, run: RunConfig) -> random.Random:

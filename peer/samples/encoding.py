@@ -1,5 +1,6 @@
 """From pixels and captions to what the denoiser is trained on. Nothing that is frozen is computed twice while it is at hand."""
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -35,30 +36,50 @@ class Encoder:
         home = rng.device  # where what is known waits
         mean, std = self._encode_pixels(batch, home).chunk(2, dim=1)
         noise = torch.randn(mean.shape, generator=rng, device=rng.device).to(mean.device)
-        return LatentBatch(mean + std * noise, self._encode_text(batch.captions, home), batch.geometry)
+        mask = torch.stack([_shrunk(mask, mean) for mask in batch.masks]) if batch.masks else None
+        known = {name: states.to(home) for name, states in (batch.text or {}).items()}
+        return LatentBatch(mean + std * noise, known or self._encode_text(batch.captions, home, home), batch.geometry, mask)
+
+    @torch.no_grad()
+    def ahead(self, batches: Sequence[PixelBatch], device: torch.device, *, texts: bool) -> list[PixelBatch]:
+        """The batches with all that the frozen parts say of them, on the host: each part is asked of all batches before the next one is.
+
+        device: the model's. texts: whether the text encoders are frozen. What is then trained has the bits that it would have without.
+        """
+        host = torch.device("cpu")
+        told = [self._encode_text(batch.captions, device, host) if texts else None for batch in batches]
+        seen = [self._encode_pixels(batch, host).to(host) for batch in batches]
+        return [
+            dataclasses.replace(batch, pixels=None, latents=dict(enumerate(rows)), text=text)
+            for batch, rows, text in zip(batches, seen, told, strict=True)
+        ]
 
     def _encode_pixels(self, batch: PixelBatch, device: torch.device) -> Tensor:
-        """(B, 2C, h, w): of the cache where it knew, encoded where not, which it then keeps."""
-        if not batch.names:
+        """(B, 2C, h, w): what is known of them, and encoded what is not, which the cache then keeps."""
+        if not (batch.names or batch.latents):
             return self._model.encode_pixels(batch.pixels)
-        assert self._caches.latents is not None
         rows = dict(batch.latents)
         fresh = iter(batch.pixels if batch.pixels is not None else ())
         for place, name in enumerate(batch.names):
             if place in rows:
                 continue
+            assert self._caches.latents is not None
             # One by one: in a batch its last bits would depend on which others were not found, and so on when the run was resumed.
             (rows[place],) = self._model.encode_pixels(next(fresh)[None]).to(device)
             geometry = {} if batch.geometry is None else {"geometry": batch.geometry[place]}
-            self._caches.latents.put(name, {"latents": rows[place], **geometry})
-        return torch.stack([rows[place].to(device) for place in range(len(batch.names))]).to(self._lazy or device)
+            mask = {"mask": _shrunk(batch.masks[place], rows[place])} if batch.masks else {}
+            self._caches.latents.put(name, {"latents": rows[place], **geometry, **mask})
+        return torch.stack([rows[place].to(device) for place in range(len(batch.captions))]).to(self._lazy or device)
 
-    def _encode_text(self, captions: Sequence[str], device: torch.device) -> Text:
-        """The text encoders' answer; from memory or disk for captions that were encoded before, unless something in the encoders is trained."""
+    def _encode_text(self, captions: Sequence[str], device: torch.device, home: torch.device) -> Text:
+        """The text encoders' answer; from memory or disk for captions that were encoded before, unless something in the encoders is trained.
+
+        device: the model's. home: where the answer is to be, and what is known waits.
+        """
         if self._lazy and self._caches.texts is None:
             return self._model.encode_text(captions)
         rows = {caption: self._known.pop(caption) for caption in set(captions) if caption in self._known}
-        rows.update(self._kept(set(captions) - rows.keys(), device))
+        rows.update(self._kept(set(captions) - rows.keys(), home))
         fresh = sorted(set(captions) - rows.keys())
         if fresh:
             # One by one where it costs nothing, or only once: as above.
@@ -67,14 +88,14 @@ class Encoder:
                 text = self._model.encode_text(group)
                 if any(states.requires_grad for states in text.values()):
                     return self._encode_trained(captions, text if group == fresh else None)
-                text = {name: states.to(device) for name, states in text.items()}
+                text = {name: states.to(home) for name, states in text.items()}
                 rows.update((caption, {name: states[i] for name, states in text.items()}) for i, caption in enumerate(group))
             for caption in fresh if self._caches.texts else ():
                 self._caches.texts.put(digest_bytes(caption.encode()), rows[caption])
         self._known.update(rows)
         # Texts of some families are as long as their captions. The shorter ones are padded with zeros, which the family's mask passes over.
         stacked = {
-            name: pad_sequence([rows[caption][name] for caption in captions], batch_first=True).to(self._lazy or device)
+            name: pad_sequence([rows[caption][name] for caption in captions], batch_first=True).to(self._lazy or home)
             for name in rows[captions[0]]
         }
         known = sum(map(_num_bytes, self._known.values()))
@@ -96,6 +117,11 @@ class Encoder:
             return {}
         found = {caption: self._caches.texts.get(digest_bytes(caption.encode())) for caption in captions}
         return {caption: {name: states.to(device) for name, states in text.items()} for caption, text in found.items() if text}
+
+
+def _shrunk(mask: Tensor, latents: Tensor) -> Tensor:
+    """(1, h, w) of a mask (1, H, W): for each place of the latents, on their device, the mean of the pixels that it stands for."""
+    return torch.nn.functional.interpolate(mask[None], latents.shape[-2:], mode="area")[0].to(latents.device)
 
 
 def _num_bytes(text: Text) -> int:

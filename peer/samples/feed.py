@@ -24,6 +24,15 @@ _PATIENCE_SECONDS = 1.0
 ranks hear from rank 0 as often: a group takes a rank without a word for 10 minutes for lost."""
 _AHEAD_SECONDS = 0.05
 _QUIET_SECONDS = 1.0
+_QUIET_WAITS = 10
+"""Of _PATIENCE_SECONDS, in which no sample came: what is then there of a window is trained."""
+WINDOW_SAMPLES = 64
+"""Of this rank, which are encoded at once. Their pixels are 0.8 GB at 1,024 px, and 64 of klein 9B's texts 1.6; a part's turn on a GPU begins once for all of them."""
+
+
+def window_steps(step_samples: int) -> int:
+    """Local steps of so many samples that are encoded at once, at least one."""
+    return max(1, WINDOW_SAMPLES // step_samples)
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,8 @@ class Prepared:
     started: "Sequence[Future[PixelBatch] | PixelBatch]"
     decoded: list[PixelBatch] | None = None
     """Decoded and placed on the device."""
+    encoded: bool = False
+    """Whether the frozen parts were asked about it ahead."""
 
     @property
     def ready(self) -> bool:
@@ -74,12 +85,14 @@ class Feed:
         ahead_steps: int = 1,
         placed_steps: int = 0,
         place: Callable[[PixelBatch], PixelBatch] = lambda batch: batch,
+        encode: Callable[[Sequence[PixelBatch]], Sequence[PixelBatch]] | None = None,
         beside: Callable[[Sequence[Sample]], tuple[Sample, ...]] | None = None,
     ):
         """source: rank 0's, None elsewhere; batch_samples: of one micro-batch; accumulation: micro-batches per step and rank.
 
         bucket_info: log which buckets there are, and at the end what was in each. ahead_steps: drawn and decoded ahead, where there are
         decoding processes; placed_steps: of these, as many as are ready are placed ahead. place: brings a batch where it is trained.
+        encode: asks the frozen parts about the batches of WINDOW_SAMPLES at once, before the first of them is handed out; None: nobody does.
         beside: rank 0's, of the samples that it draws those that accompany them.
         """
         self._source = source
@@ -89,7 +102,10 @@ class Feed:
         self._drawer = _Drawer(source, batch_samples * self._per_step) if source is not None else None
         self._ahead_steps = ahead_steps if decoder.num_workers else 0
         self._placed_steps, self._place, self._beside = placed_steps, place, beside
+        self._encode, self._window_steps = encode, window_steps(batch_samples * accumulation)
         self._prepared: deque[Prepared] = deque()
+        self._quiet = self._came = 0
+        """Rank 0's: how many times in a row it waited while no sample came, and how many samples had come by then."""
         if bucket_info:
             log.info("buckets %s", " ".join(f"{width}x{height}" for width, height in buckets.sizes))
 
@@ -97,14 +113,19 @@ class Feed:
         while True:
             if self._prepared and self._group.broadcast_object(self._stopping()):
                 return
-            if not self._prepared:
+            if not self._prepared or self._filling():
                 drawn = self._draw(wait=True) if self._drawer else []
                 if self._group.broadcast_object(drawn is None):
                     yield None
                     continue
-                if (first := self._shared(drawn)) is None:
+                if more := self._shared(drawn):
+                    self._prepared.append(more)
+                elif not self._prepared:
                     return
-                self._prepared.append(first)
+                if self._encode:
+                    continue
+            if self._encode and not self._prepared[0].encoded:
+                self._encode_window()
             work = self._finish(self._prepared.popleft())
             self._read_ahead()
             yield work
@@ -120,6 +141,24 @@ class Feed:
             if not prepared.ready:
                 break
             self._decode(prepared)
+
+    def _filling(self) -> bool:
+        """Whether a window is begun and more steps of it are to be waited for. All ranks call it."""
+        if not self._encode or self._prepared[0].encoded or len(self._prepared) >= self._window_steps:
+            return False
+        return self._group.broadcast_object(self._drawer is not None and self._more_comes())
+
+    def _more_comes(self) -> bool:
+        assert self._drawer is not None
+        return not self._stopping() and self._quiet < _QUIET_WAITS and not (self._drawer.ended and not self._pool.held())
+
+    def _encode_window(self) -> None:
+        """Decode the steps that are drawn, and have all of them encoded."""
+        batches = [batch for prepared in self._prepared for batch in self._decode(prepared)]
+        encoded = iter(self._encode([batch for batch in batches if batch.captions]))
+        for prepared in self._prepared:
+            prepared.decoded = [next(encoded) if batch.captions else batch for batch in self._decode(prepared)]
+            prepared.started, prepared.encoded = (), True  # with them go the pixels
 
     def _ahead(self) -> list[Sample]:
         """What was drawn and not handed out, in the order of the draws. Rank 0 only."""
@@ -184,7 +223,10 @@ class Feed:
             elif not wait:
                 return []
             elif time.monotonic() > until:
+                self._quiet = self._quiet + 1 if self._drawer.came == self._came else 0
+                self._came = self._drawer.came
                 return None
+        self._quiet = 0
         return self._pool.take(self._per_step)
 
     def _shares(self, drawn: Sequence[MicroBatch]) -> list[list[MicroBatch] | None]:
@@ -232,6 +274,8 @@ class _Drawer:
         self._requests: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._asked = self._ready = self.ended = False
+        self.came = 0
+        """Samples so far."""
         self._thread = threading.Thread(target=self._run, name="source", daemon=True)
         self._thread.start()
 
@@ -246,6 +290,7 @@ class _Drawer:
                         break
                     with self._passing:
                         self._hand.append(sample)
+                    self.came += 1
                 self._answers.put(None)
         except BaseException as error:
             self._answers.put(error)

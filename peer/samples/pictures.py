@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from swarm.lifeline import die_with_parent
-from swarm.picture_file import BadSample, is_deep_grey, opened, orientation_of, turned, upright_rgb
+from swarm.picture_file import BadSample, has_mask, is_deep_grey, opened, orientation_of, turned, upright_mask, upright_rgb, upright_rgba
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Frame:
     """Where a crop that is not of the centre lies, whoever decodes and whenever."""
     mirrored: bool = False
     interpolation: str = "lanczos"
+    masked: bool = False
+    """Whether transparency says where the loss counts; else what is transparent is white."""
 
 
 @dataclass(frozen=True)
@@ -31,36 +33,48 @@ class Framed:
     pixels: np.ndarray
     geometry: tuple[int, ...]
     """The upright picture's height and width; top and left of the crop in the resized (and mirrored) picture; the crop's height and width."""
+    mask: np.ndarray | None = None
+    """(height, width) uint8, 255 where the loss counts; None: everywhere."""
 
 
-def try_decode(data: bytes, frame: Frame) -> "Framed | BadSample":
+def try_decode(data: bytes, frame: Frame, mask: bytes = b"") -> "Framed | BadSample":
     """`decode`, or why it could not be done: an answer that travels between processes."""
     try:
-        return decode(data, frame)
+        return decode(data, frame, mask)
     except BadSample as error:
         return error
 
 
-def decode(data: bytes, frame: Frame) -> Framed:
-    """The picture in its frame. Raises BadSample."""
+def decode(data: bytes, frame: Frame, mask: bytes = b"") -> Framed:
+    """The picture in its frame. mask: a picture of where the loss counts, in place of its own transparency. Raises BadSample."""
     rng, target = random.Random(frame.seed), (frame.width, frame.height)
     with opened(data) as image:
         orientation = orientation_of(image, data)
         original = turned(image.size, orientation)
         image.draft("RGB", turned(target, orientation))  # decodes a large JPEG at a half, quarter or eighth that still covers
-        picture = upright_rgb(image, orientation)
-    scale = max(side / length for side, length in zip(target, picture.size, strict=True))
+        own = frame.masked and not mask and has_mask(image)
+        layers = _picture_and_mask(image, orientation) if own else [upright_rgb(image, orientation)]
+    size = layers[0].size
+    if mask:
+        layers.append(upright_mask(mask, original).resize(size, Image.Resampling.BOX))
+    scale = max(side / length for side, length in zip(target, size, strict=True))
     if scale != 1:
-        size = tuple(max(side, round(length * scale)) for side, length in zip(target, picture.size, strict=True))
-        picture = picture.resize(size, Image.Resampling[frame.interpolation.upper()])
-    space = [length - side for side, length in zip(target, picture.size, strict=True)]
+        size = tuple(max(side, round(length * scale)) for side, length in zip(target, size, strict=True))
+        layers = [layer.resize(size, Image.Resampling[frame.interpolation.upper()]) for layer in layers]
+    space = [length - side for side, length in zip(target, size, strict=True)]
     left, top = (length // 2 if frame.center_crop else rng.randint(0, length) for length in space)
     if space != [0, 0]:
-        picture = picture.crop((left, top, left + frame.width, top + frame.height))
-    pixels = np.asarray(picture)
+        layers = [layer.crop((left, top, left + frame.width, top + frame.height)) for layer in layers]
+    found = [np.asarray(layer) for layer in layers]
     if frame.mirrored:
-        pixels, left = pixels[:, ::-1], space[0] - left
-    return Framed(pixels, (original[1], original[0], top, left, frame.height, frame.width))
+        found, left = [layer[:, ::-1] for layer in found], space[0] - left
+    return Framed(found[0], (original[1], original[0], top, left, frame.height, frame.width), *found[1:])
+
+
+def _picture_and_mask(image: Image.Image, orientation: int) -> list[Image.Image]:
+    """Apart: resized as one picture, what the mask hides would become black."""
+    rgba = upright_rgba(image, orientation)
+    return [rgba.convert("RGB"), rgba.getchannel("A")]
 
 
 def size_of(data: bytes) -> tuple[int, int] | None:

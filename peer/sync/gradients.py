@@ -29,7 +29,7 @@ class Gradients:
     def outer_step(self, vectors: list[Tensor], mean: Tensor, info: RoundInfo) -> list[Tensor]:
         run, (anchor, first, second) = self._run, vectors
         rate = agreed(self._learning_rate(info.samples))
-        gradient = mean * clip_coefficient(info.norm, run.max_grad_norm)
+        gradient = mean * clip_coefficient(info.norm, run.clip_norm)
         first = (first * run.adam_beta1).add_(gradient * (1 - run.adam_beta1))
         second = (second * run.adam_beta2).add_((gradient * gradient).mul_(1 - run.adam_beta2))
         scale = math.sqrt(bias_correction(run.adam_beta2, info.number))

@@ -48,12 +48,22 @@ class NoSync:
         self._waiting, self._frozen = 0, None
         return SyncReport(final=(number,), done=bool(self.total) and self.samples >= self.total)
 
+    def registered(self, number: int, receipt: str) -> None:
+        """There is nobody to show it to."""
+
     def withdraw(self, number: int) -> SyncReport:
         """Nobody else's state can count these samples twice, so the work stays; the next step commits it."""
         return SyncReport(wait=True)
 
+    def undo(self) -> SyncReport:
+        """Alone nobody knows what was before: what was stepped stays, as `withdraw` leaves it."""
+        return SyncReport()
+
     def rest(self, resting: bool) -> None:
         """There is nobody to offer anything to."""
+
+    def measured(self, loss: float) -> None:
+        """There is nobody to be told."""
 
     def leave(self, *, hurry: bool) -> SyncReport:
         """The samples waiting are done: their work is in the checkpoint that follows.

@@ -20,7 +20,7 @@ FLAG = "--purge"
 _PART = r"(\.[\d.-]+\.part)?"
 """What a kill leaves of a file that was being written."""
 _FILES = (
-    r"(contribution_number|identity\.key|identity\.ports|kind\.json|known_hosts\.json|memberships\.json|bans\.json|metrics\.jsonl|peer_state|peers_met\.json"
+    r"(contribution_number|extension\.json|identity\.key|identity\.ports|kind\.json|known_hosts\.json|memberships\.json|bans\.json|metrics\.jsonl|peer_state|peers_met\.json"
     rf"|rounds(\.1)?\.jsonl|run\.json){_PART}|peers_met\.tmp|in_use\.lock"
 )
 _HEX = "[0-9a-f]"
@@ -28,7 +28,7 @@ _FOLDERS = {
     "state": rf"(samples-\d{{16}}-round-\d{{8}}-{_HEX}{{12}}\.(state|tmp)|means/{_HEX}{{32}}\.(mean|tmp)|(met\.json|bans\.json|discarded){_PART})",
     "settled": rf"round-\d{{8}}-samples-\d{{10}}-{_HEX}{{12}}\.state",
     "cache": rf"(shards/{_HEX}{{64}}\.tar(\.part)?|(latents|texts)/{_HEX}{{32}}/{_HEX}{{2}}/{_HEX}+\.safetensors{_PART}"
-    rf"|unsaid-{_HEX}{{16}}-[\w.-]+\.jsonl{_PART}|pictures-{_HEX}{{16}}\.json{_PART})",
+    rf"|unsaid-{_HEX}{{16}}-[\w.-]+\.jsonl{_PART}|(manifest|seen)-{_HEX}{{16}}-[\w.-]+\.json{_PART}|pictures-{_HEX}{{16}}\.json{_PART})",
     "supervised": r"(life|lock|stacks-\d+)",
     "logs": r"(.+/)?events\.out\.tfevents\..+",
 }

@@ -90,10 +90,10 @@ class Policy:
         return min(FIRST_PAUSE_SECONDS * 2.0 ** min(self._failures - 1, 20), longest) * self._rng.uniform(0.5, 1.5)
 
 
-def smaller(batch: int, accumulation: int) -> tuple[int, int] | None:
+def smaller(batch: int, accumulation: int, *, fused: bool = False) -> tuple[int, int] | None:
     """Micro-batch and accumulation of the same step with at most half as much at once; None when one sample is too much.
 
-    6 x 2 becomes 3 x 4, and 9 x 1 becomes 3 x 3: a step keeps its samples exactly.
+    6 x 2 becomes 3 x 4, and 9 x 1 becomes 3 x 3: a step keeps its samples exactly. fused: nothing can be accumulated, and it has fewer.
     """
     less = next((size for size in range(batch // 2, 0, -1) if batch % size == 0), None)
-    return None if less is None else (less, accumulation * (batch // less))
+    return None if less is None else (less, accumulation * (1 if fused else batch // less))

@@ -5,13 +5,14 @@ Each stands in the records on the state that the honest peers are on, comes when
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from peer.sync.engine.codec import Part, Wire
+from peer.sync.engine.codec import Part, Wire, rough_square
 from peer.sync.engine.round.averaging import share_out
 from scripts.attacks.band import Band
 from scripts.attacks.wire import CALL, JOIN, KIND, REDUCE, Frames, Gone, Record, Stranger, newest
@@ -97,7 +98,7 @@ async def learn_wire(band: Band, stranger: Stranger, honest: list[str]) -> Wire:
 
 def group_id(parent: str, group: Record) -> str:
     members, norms = [member[:3] for member in group["members"]], [member[3] for member in group["members"]]
-    return digest_json([parent, members, group["reducers"], group["attempt"], norms])
+    return digest_json([parent, members, group["reducers"], group["attempt"], norms, [bool(receipt) for receipt in group["receipts"]]])
 
 
 # ------------------------------------------------------------------ contributors
@@ -105,23 +106,27 @@ def group_id(parent: str, group: Record) -> str:
 Contributes = Callable[[Guest, Frames, list[Part]], Awaitable[None]]
 
 
-async def _contribute(band: Band, sends: Contributes | None) -> None:
-    """Join every round as a member that nobody can dial, so that no rank ever makes us lead. sends: None: never goes to the reducers."""
+def _at_random(guest: Guest) -> Record:
+    """Up to two rounds' samples, and a norm that is less than what `_garbage` sends, or more."""
+    return {"samples": guest.band.rng.randint(1, 2 * guest.band.target), "norm": guest.band.rng.choice([1.0, 1e12])}
+
+
+async def _contribute(band: Band, sends: Contributes | None, states: Callable[[Guest], Record] = _at_random) -> None:
+    """Join every round as a member that nobody can dial, so that no rank ever makes us lead. sends: None: never goes to the reducers;
+    states: the samples and the norm of what we bring."""
     (stranger,) = await band.come()
     guest = Guest(band, stranger, comes=lambda guest, peer, parent: {}, client_mode=True)
     await guest.settle_in()
     seen = asyncio.create_task(guest.be_seen())
     band.arrived()
     try:
-        number = band.rng.randrange(1, 2**30)
+        number = band.rng.randrange(1, 5_000)  # a higher one comes into no state
         while True:
             await guest.called.wait()
             guest.called.clear()
             number += band.rng.randint(1, 5)
             with contextlib.suppress(Gone):
-                samples = band.rng.randint(1, 2 * band.target)
-                norm = band.rng.choice([1.0, 1e12])  # less than what `_garbage` sends, or more
-                request = {"parent": guest.onto, "number": number, "samples": samples, "norm": norm, "reduces": False}
+                request = {"parent": guest.onto, "number": number, "reduces": False, **states(guest)}
                 group = await guest.join(request)
                 if sends:
                     await _to_reducers(guest, request["parent"], group, sends)
@@ -173,6 +178,37 @@ async def _garbage(guest: Guest, frames: Frames, parts: list[Part]) -> None:
         means[part.start] = _decoded(part, data)
 
 
+def _all_it_may(guest: Guest) -> Record:
+    norm = math.sqrt(sum(rough_square(_turned(guest, part)) for part in guest.wire.parts))
+    return {"samples": 2 * guest.band.target, "norm": norm}
+
+
+def _turned(guest: Guest, part: Part) -> Tensor:
+    """20 times the opposite of the last mean, as it comes out at the other end; zeros before there was one."""
+    values = guest.memory.get(part.start, torch.zeros(part.end - part.start)) * -20
+    return part.decode(part.encode(values))
+
+
+async def _opposite(guest: Guest, frames: Frames, parts: list[Part]) -> None:
+    for part in parts:
+        await frames.send({}, _bytes(part.encode(_turned(guest, part))))
+    # Remembered once all have what was stated for it.
+    means = {part.start: _decoded(part, (await frames.receive(40))[1]) for part in parts}
+    guest.memory |= means
+
+
+def _more_than_it_did(guest: Guest) -> Record:
+    rng = guest.band.rng
+    return {"samples": 2 * guest.band.target, "norm": 0.0, "receipt": rng.choice(["", rng.randbytes(64).hex()])}
+
+
+async def _zeros(guest: Guest, frames: Frames, parts: list[Part]) -> None:
+    for part in parts:
+        await frames.send({}, _bytes(part.encode(torch.zeros(part.end - part.start))))
+    for _ in parts:
+        await frames.receive(40)
+
+
 async def _not_finite(guest: Guest, frames: Frames, parts: list[Part]) -> None:
     for part in parts:
         await frames.send({}, b"\xff" * part.num_bytes)  # a NaN in every format of ours that has one
@@ -185,6 +221,14 @@ async def _nothing(guest: Guest, frames: Frames, parts: list[Part]) -> None:
 
 async def sign_flip(band: Band) -> None:
     await _contribute(band, _garbage)
+
+
+async def opposite(band: Band) -> None:
+    await _contribute(band, _opposite, _all_it_may)
+
+
+async def over_claimed(band: Band) -> None:
+    await _contribute(band, _zeros, _more_than_it_did)
 
 
 async def nan(band: Band) -> None:
@@ -219,8 +263,8 @@ async def _bring(guest: Guest, peer: str, after: float) -> None:
     await asyncio.sleep(after)
     if peer not in guest.honest:  # it has gone meanwhile
         return
-    ticket = {"parent": guest.honest[peer]["digest"], "number": rng.randrange(1, 2**30), "samples": most, "norm": 1.0, "reduces": False}
-    wrong = rng.choice([{"samples": 0}, {"norm": -1.0}, {"samples": most + rng.randint(1, 2**40)}, {"number": 0}, {"reduces": True}, {"parent": "f" * 64}, {}])
+    ticket = {"parent": guest.honest[peer]["digest"], "number": rng.randrange(1, 5_000), "samples": most, "norm": 1.0, "reduces": False}
+    wrong = rng.choice([{"samples": 0}, {"norm": -1.0}, {"samples": most + rng.randint(1, 2**40)}, {"number": 0}, {"number": 2**40}, {"reduces": True}, {"parent": "f" * 64}, {}])
     with contextlib.suppress(Gone):
         frames = await guest.stranger.open(peer, JOIN)
         with contextlib.closing(frames):

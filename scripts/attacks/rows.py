@@ -6,7 +6,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Row:
     """module: where its attack is, a function of the row's name. kind: what it is tried on: a swarm's rounds, a newcomer to a swarm, a
-    server, or one program. members: whether only memberships will end it. heavy: it costs the machine so much that what runs beside it
+    server, or one program. members: whether only memberships, or a centered average, will end it. heavy: it costs the machine so much that what runs beside it
     is slowed too. strategy: of the swarm. bound: the most that the row's own figure may be, where it has one. grown_mib: of all peers of
     the swarm, beyond what the undisturbed one's grew."""
 
@@ -27,6 +27,13 @@ _ALL = (
     Row("burnt-number", "states", "signs such a child in which the other peers' contribution numbers are next to 2^53"),
     Row("long-header", "states", "signs such a child whose header is 120 to 250 kB long"),
     Row("sign-flip", "rounds", "contributes the last mean turned round x10, or full-range values", members=True),
+    Row("opposite", "rounds", "claims two rounds' samples, states its norm truly, and contributes the last mean turned round x20", members=True),
+    Row(
+        "over-claimed",
+        "rounds",
+        "in a run without receipts: claims two rounds' samples, now and then with a forged receipt, and contributes nothing but zeros",
+        members=True,
+    ),
     Row("wrong-means", "rounds", "assists without samples and sends everybody one wrong mean"),
     Row("split-means", "rounds", "assists without samples and sends each member another wrong mean"),
     Row("huge-norm", "rounds", "assists and sends square norms of 1e280 to 1e301", strategy="gradients"),
@@ -57,6 +64,7 @@ _ALL = (
     Row("export-votes", "states", "outvotes dd-export with one real and six invented keys", kind="export"),
     Row("unknown-parent", "server", "with a token: reports a state of an unknown parent with up to 2^53 samples", kind="ledger"),
     Row("stolen-peer-id", "server", "with a token: takes another peer's numbers and withdraws its work", kind="ledger"),
+    Row("unearned-receipts", "server", "with a token: asks for receipts of samples that it did not lease, twice, or gave back", kind="ledger"),
     Row(
         "lease-hog", "server", "with a token: leases all that it can for 20 invented peers", kind="ledger", figure="progress_ms", bound=100
     ),

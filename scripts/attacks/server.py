@@ -108,6 +108,30 @@ async def stolen_peer_id(band: Band) -> None:
     _tell(succeeded=taken > 0, how=f"{taken} of {len(said)} requests in others' names were taken; " + "; ".join(said[-2:]))
 
 
+async def unearned_receipts(band: Band) -> None:
+    """A receipt is for samples that its peer leased: each of these requests is for others."""
+    http, key = Http(band.url, band.token), Key()
+    mine = {"run_id": await _run_id(http), "peer": key.peer_id}
+
+    async def receipt(number: int, keys: list[str], **more: Any) -> str:
+        _, answer = await http.ask("/v1/contributions", {**mine, "number": number, "keys": keys, **more}, key=key)
+        return answer.get("receipt") or ""
+
+    _, leased = await http.ask("/v1/leases", {**mine, "want_samples": 8}, key=key)
+    shard = leased["shard_epochs"][0]
+    own = [f"{shard['epoch']}:{shard['shard']}:{i}" for i in range(shard["samples"]) if i not in shard["skip"]]
+    others = [name for name in await _every_key(http) if name not in own]
+    earned = await receipt(1, own)
+    asked = [(1, own + others[:8]), (2, own), (3, own[:1]), (4, others[:8]), (5, own + others[:8])]
+    unearned = [await receipt(number, keys) for number, keys in asked]
+    for offered in (True, False):
+        unearned.append(await receipt(6, others[:8], **({"offered": True} if offered else {})))
+    await http.ask(f"/v1/leases/{'0' * 32}/release", {**mine, "keys": own}, key=key)
+    unearned += [await receipt(number, own) for number in (1, 7)]
+    given = sum(map(bool, unearned))
+    _tell(succeeded=given > 0 or not earned, how=f"{given} of {len(unearned)} were given; the earned one {'was' if earned else 'was NOT'}")
+
+
 async def _every_key(http: Http) -> list[str]:
     """Names of all samples up to the epoch that is being trained, from what every member may read."""
     _, run = await http.ask("/v1/run")

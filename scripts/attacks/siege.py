@@ -3,6 +3,8 @@
     ./scripts/strangers                        every row, in about 20 minutes
     ./scripts/strangers --rows nan,long-header [--seconds 60] [--pairs 1]
     ./scripts/strangers --members              the same on runs for members, which the stranger is none of
+    ./scripts/strangers --peers 4 --averaging centered --rows opposite,sign-flip
+                                               one of five that lies in an open run, where it is as good as a member
     ./scripts/strangers --list                 the rows, and what each stranger does
 
 What is measured. A row's stranger is a process of its own that knows one peer's address (or a server's URL; rows that say so: and has a
@@ -66,8 +68,9 @@ Say = Callable[[str], None]
 class Siege:
     """Waves of rows, and what became of them."""
 
-    def __init__(self, folder: Path, *, seconds: float, peers: int, seed: int, say: Say, members: bool = False):
-        self._folder, self._seconds, self._peers, self._seed, self._say, self._members = folder, seconds, peers, seed, say, members
+    def __init__(self, folder: Path, *, seconds: float, peers: int, seed: int, say: Say, members: bool = False, averaging: str = "mean"):
+        self._folder, self._seconds, self._peers, self._seed, self._say = folder, seconds, peers, seed, say
+        self._members, self._kind = members, {"members": members, "averaging": averaging}
         self.pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """By row: rounds with, and without."""
         self.reasons: dict[str, list[str]] = defaultdict(list)
@@ -79,8 +82,8 @@ class Siege:
     def wave(self, number: int, pair: int, rows: Sequence[Row]) -> None:
         """These rows at once, beside a swarm that nobody comes to."""
         place = self._folder / f"wave-{number}"
-        swarms = [Swarm(place / row.id, self._peers, row, self._seed + pair, members=self._members) for row in rows]
-        control = Swarm(place / "control", self._peers, members=self._members)
+        swarms = [Swarm(place / row.id, self._peers, row, self._seed + pair, **self._kind) for row in rows]
+        control = Swarm(place / "control", self._peers, **self._kind)
         everybody = [control, *swarms]
         try:
             self._until("averages together", everybody, lambda swarm: swarm.tend(), START_SECONDS)
@@ -121,7 +124,7 @@ class Siege:
             self.pairs[row.id].append((with_, without))
         reasons = swarm.reasons(end, control.loss(swarm.began), without > 0)
         self.reasons[row.id] += reasons
-        self.figures[row.id] |= swarm.figures(end, control.grown_mib())
+        self.figures[row.id] |= swarm.figures(end, control.grown_mib()) | {"loss": swarm.loss(swarm.began), "loss_without": control.loss(swarm.began)}
         self._say(_line(row, f"{with_:5.1f} of {without:5.1f} rounds", reasons, self.figures[row.id]))
 
     def _give_up(self, row: Row, why: str) -> None:
@@ -143,10 +146,10 @@ class Siege:
         ratios = {row: statistics.median(_ratio(*pair) for pair in pairs) for row, pairs in self.pairs.items()}
         ended = [row for row, reasons in self.reasons.items() if reasons]
         beyond = {row: self.figures[row][ROWS[row].figure] for row in self.figures if _is_beyond(ROWS[row], self.figures[row])}
-        excused = {row.id for row in ROWS.values() if row.members and not self._members}
+        excused = {row.id for row in ROWS.values() if row.members and not self._members and self._kind["averaging"] == "mean"}
         slow = [row for row, ratio in ratios.items() if ratio < RATIO and row not in excused]
         return {
-            "members": self._members,
+            **self._kind,
             "rounds_ratio": {row: round(ratio, 3) for row, ratio in ratios.items()},
             "ended": ended,
             "beyond": beyond,
@@ -212,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # all that was started is ended on the way out
     began = time.monotonic()
     with work_folder(args.keep) as folder:
-        siege = Siege(folder, seconds=args.seconds, peers=args.peers, seed=args.seed, say=say, members=args.members)
+        siege = Siege(folder, seconds=args.seconds, peers=args.peers, seed=args.seed, say=say, members=args.members, averaging=args.averaging)
         try:
             for pair in range(pairs):
                 for number, some in enumerate(waves):
@@ -244,6 +247,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--at_once", type=int, default=0, help="swarms at a time [5 per core]")
     parser.add_argument("--peers", type=int, default=2, help="honest peers of a swarm [2]")
     parser.add_argument("--members", action="store_true", help="runs for members, of which the stranger is none; rows that need no server's word")
+    parser.add_argument("--averaging", choices=("mean", "centered"), default="mean", help="the runs' [mean]")
     parser.add_argument("--seed", type=int, default=0)
     add_record_arguments(parser)
     return parser.parse_args(argv)

@@ -30,9 +30,9 @@ def last_word(program: Program) -> str:
 
 
 class Toy:
-    def __init__(self, folder: Path, strategy: str, *peers: str, members: bool = False):
+    def __init__(self, folder: Path, strategy: str, *peers: str, members: bool = False, averaging: str = "mean"):
         self.name, self.folder = folder.name, folder
-        peers += (f"--host_key={folder.parent / 'host.key'}",) if members else ()
+        peers += (f"--averaging={averaging}", *((f"--host_key={folder.parent / 'host.key'}",) if members else ()))
         command = [sys.executable, "-m", "scripts.attacks.toy", str(folder), strategy, *peers]
         self.program = Program(self.name, command, folder.with_suffix(".log"), {}, ROOT)
 
@@ -59,10 +59,12 @@ class Toy:
 
 
 class Swarm:
-    """Honest peers that average before anybody comes; `row`: what then comes, None: nobody. members: whether the run is for members."""
+    """Honest peers that average before anybody comes; `row`: what then comes, None: nobody. members: whether the run is for members; averaging: the run's."""
 
-    def __init__(self, folder: Path, peers: int, row: Row | None = None, seed: int = 0, *, members: bool = False):
-        self.row, self.seed, self._folder, self._count, self._members = row, seed, folder, peers, members
+    def __init__(
+        self, folder: Path, peers: int, row: Row | None = None, seed: int = 0, *, members: bool = False, averaging: str = "mean"
+    ):
+        self.row, self.seed, self._folder, self._count, self._members, self._averaging = row, seed, folder, peers, members, averaging
         self.name = row.id if row else "control"
         self._strategy = row.strategy if row else "parameters"
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +79,7 @@ class Swarm:
         self._memory = self._listens_since = 0.0
 
     def _toy(self, name: str, *peers: str) -> Toy:
-        return Toy(self._folder / name, self._strategy, *peers, members=self._members)
+        return Toy(self._folder / name, self._strategy, *peers, members=self._members, averaging=self._averaging)
 
     # ---------------------------------------------------------------- life
 

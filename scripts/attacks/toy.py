@@ -2,7 +2,7 @@
 
 A trainer, its sidecar and a p2pd, as everywhere; the model is one vector that follows a target, which moves round once in two minutes, so
 that parameters that were overwritten, or do not move any more, show as a loss. Prints it every two seconds. Lives until it is killed.
---host_key=FILE: the run is for members, and this peer has its membership from whoever made that key.
+--host_key=FILE: the run is for members, and this peer has its membership from whoever made that key. --averaging=NAME: the run's.
 """
 
 import importlib
@@ -31,18 +31,17 @@ _ROWS = 1500
 """Of 100 elements: a state of 0.6 MB travels in three pieces."""
 
 
-def run_config(strategy: str, members_of: str = "") -> RunConfig:
+def run_config(strategy: str, members_of: str = "", averaging: str = "mean") -> RunConfig:
     # An end, far away: a made-up state that is said to be beyond it would be the last. Betas: with the usual ones `gradients` follows the
     # target with a loss of 0.1 to 0.4, so nobody could tell a model that does not move any more (1); with these of 0.002.
     return RunConfig(
         model="toy", sync=strategy, target_batch_size=TARGET, total_samples=10**9, learning_rate=0.1, adam_beta1=0.5, adam_beta2=0.9,
-        adam_weight_decay=0.0, members_of=members_of,
+        adam_weight_decay=0.0, members_of=members_of, averaging=averaging,
     )  # fmt: skip
 
 
-def build(out: Path, strategy: str, peers: list[str], host_key: HostKey | None) -> tuple[dict[str, nn.Parameter], Sync]:
+def build(out: Path, run: RunConfig, peers: list[str], host_key: HostKey | None) -> tuple[dict[str, nn.Parameter], Sync]:
     params = {"w": nn.Parameter(torch.zeros(_ROWS, 100)), "b": nn.Parameter(torch.zeros(7))}
-    run = run_config(strategy, host_key.public if host_key else "")
     config = PeerConfig(output_dir=str(out), host_maddrs=("/ip4/127.0.0.1/tcp/0",))
     members = Members(run)
     if host_key:
@@ -50,7 +49,7 @@ def build(out: Path, strategy: str, peers: list[str], host_key: HostKey | None) 
         identity.close()
         members.own = sign_membership(host_key, run, identity.peer_id)
     context = SyncContext(run=run, peer=config, params=params, output_dir=out, initial_peers=tuple(peers), members=members)
-    return params, importlib.import_module(f"peer.sync.{strategy}").build(context)
+    return params, importlib.import_module(f"peer.sync.{run.sync}").build(context)
 
 
 class Toy:
@@ -88,8 +87,9 @@ def main() -> None:
     out, strategy, *peers = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
     setup_logging(name=Path(out).name)
     host_key = HostKey(Path(options["host_key"])) if "host_key" in options else None
-    params, sync = build(Path(out), strategy, peers, host_key)
-    print(json.dumps({"event": "run", "run_id": run_config(strategy, host_key.public if host_key else "").run_id}), flush=True)
+    run = run_config(strategy, host_key.public if host_key else "", options.get("averaging", "mean"))
+    params, sync = build(Path(out), run, peers, host_key)
+    print(json.dumps({"event": "run", "run_id": run.run_id}), flush=True)
     toy, report = Toy(params), sync.catch_up()
     while not report.done:
         while report.wait or report.frozen is not None:

@@ -24,7 +24,6 @@ from swarm.lifeline import adopt_orphans
 ROOT = Path(__file__).resolve().parents[2]
 JOIN_AFTER_ROUND = 2
 START_SECONDS = 300
-STALL_SECONDS = 300
 LEAVE_SECONDS = 60
 
 
@@ -49,6 +48,8 @@ class Plan:
     """Besides, of the first peer alone."""
     core_each: bool = False
     """Every peer has one core, with all its processes."""
+    stall_seconds: float = 300.0
+    """Without a round for so long, the run has failed."""
 
 
 @dataclass
@@ -183,8 +184,10 @@ class SwarmRun:
             self._stir()
         if self.plan.strangers and not self._strangers and self._round:
             self._let_strangers_come()
-        if now - self._advanced > STALL_SECONDS:
-            raise UserError(f"No round was committed for {STALL_SECONDS} s.", fix=f"See the logs in {self.plan.folder / 'logs'}.")
+        if now - self._advanced > self.plan.stall_seconds:
+            raise UserError(
+                f"No round was committed for {self.plan.stall_seconds:.0f} s.", fix=f"See the logs in {self.plan.folder / 'logs'}."
+            )
 
     def _stir(self) -> None:
         """The harder story: a peer comes late, and once it has taken part in a round the first one is killed."""
@@ -209,7 +212,9 @@ class SwarmRun:
         self.story.strangers_at_round = self._round
         for row in self.plan.strangers:
             command = [sys.executable, "-m", "scripts.attacks.stranger", row, str(folder / "strangers" / row), "--address", address]
-            self._strangers.append(Program(row, [*command, "--seconds", "86400"], folder / "logs" / f"{row}.log", {"OMP_NUM_THREADS": "1"}, ROOT))
+            self._strangers.append(
+                Program(row, [*command, "--seconds", "86400"], folder / "logs" / f"{row}.log", {"OMP_NUM_THREADS": "1"}, ROOT)
+            )
             self.display.say(f"a stranger comes who knows the address of peer-1, and {ROWS[row].does}")
 
     def _send_strangers_away(self) -> None:

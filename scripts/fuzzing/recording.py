@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 
 from peer.sync.engine.net import streams
+from peer.sync.engine.net.messages import HEAD, HEADER, JOIN_ANSWER, KIND_OF_STATE
 from simulation import server
 from simulation.records import Records
 from simulation.world import Scenario, World
@@ -16,6 +17,7 @@ from swarm.bans import sign_word
 from swarm.members import MEMBERSHIP
 
 _FAULTS = ("kill", "partition", "reset", "server", "answers", "nat", "sidecar")
+_WITHOUT_NAME = {"membership": MEMBERSHIP, "answer to join": JOIN_ANSWER, "kind of state": KIND_OF_STATE, "head": HEAD, "header": HEADER}
 _KEPT = 64
 """Of one kind. What is said later displaces what was said first with a falling chance: all of a world is heard alike."""
 
@@ -58,7 +60,7 @@ class Recording:
             yield
 
     def _message(self, read: Callable, kind: Any, values: Any) -> Any:
-        name = "membership" if kind is MEMBERSHIP else getattr(kind, "__name__", "answer to join")
+        name = next((name for name, known in _WITHOUT_NAME.items() if kind is known), None) or kind.__name__
         self._keep(self.messages, name, (kind, msgpack.packb(values)))
         return read(kind, values)
 

@@ -1,4 +1,4 @@
-"""The changes that `scripts/mutants` makes: each breaks one promise of docs/protocol.md, at one place.
+"""The changes that `scripts/mutants` makes: each breaks one promise of docs/internals.md, at one place.
 
 To add one: a name, what it breaks in a sentence, the text that is there and the text to put in its place. The text must stand at exactly one
 place of the files under `under`, so that it is found also where a file was moved, and missed as soon as the line is another one.
@@ -111,7 +111,7 @@ MUTATIONS = (
         "        elif follows(new.digest, new.header, old.digest, self._strategy):\n            self._move(old, new)\n",
         "        elif follows(new.digest, new.header, old.digest, self._strategy):\n            pass\n",
     ),
-    # Races that were mended once (git log, docs/log.md), put back.
+    # Races that were mended once (git log, benchmarks/records/log.md), put back.
     Mutation(
         "final_by_another_branch",
         "3391f4e: a contribution counts as done when a state of another branch with a higher round is final",
@@ -151,21 +151,28 @@ MUTATIONS = (
     Mutation(
         "peers_instead_of_samples",
         "a mean counts every member alike, however many samples it brings",
-        "m.samples / run.group.samples * factor",
-        "1 / len(members) * factor",
+        "self._samples[peer] / self._all_samples * self._factors[peer]",
+        "1 / len(self.senders) * self._factors[peer]",
     ),
     Mutation(
         "clipped_by_nobody",
         "a member counts with all of its contribution, however long it is beside the others'",
-        "        factors = clipping.factors(members, run.group.norms)\n",
-        "        factors = [1.0] * len(members)\n",
+        "clipping.factors(members, run.group.norms), strict=True))\n",
+        "[1.0] * len(members), strict=True))\n",
+    ),
+    Mutation(
+        "claims_count",
+        "a member counts with all samples that it claims, though others have the host's receipt and it has none",
+        "members = run.group.weighed\n",
+        "members = run.group.members\n",
+        under="peer/sync/engine/round/reduction.py",
     ),
     # Written apart from the simulator, by somebody who had not worked on it, and tried only when they were all written.
     Mutation(
         "unsaid_not_kept",
         "what is offered while the server is away is not put on the disk: killed then, the ledger never hears of it",
-        "                return True\n            self._unsaid.keep(letter.body)\n",
-        "                return True\n",
+        "                return self._result(letter.answer, 0)\n            self._unsaid.keep(letter.body)\n",
+        "                return self._result(letter.answer, 0)\n",
         under="peer/data/client/outbox.py",
     ),
     Mutation(
@@ -226,7 +233,7 @@ MUTATIONS = (
     Mutation(
         "lost_branch_stays_on_disk",
         "a state of a branch that lost is left on the disk, and leads its peer back there after a restart",
-        "[*self._files()[self.keep :], *(file for file in self._files() if _samples(file) > _samples(path))]",
-        "self._files()[self.keep :]",
+        "[file for file in self._files() if _samples(file) <= _samples(path)]",
+        "self._files()",
     ),
 )

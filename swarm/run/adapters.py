@@ -1,5 +1,6 @@
 """What adapters have in common, LoRA and its like: which layers they take, and how large they are. No method of its own."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +68,15 @@ def check_with(run: Any, family: Family) -> None:
             raise UserError(
                 f"lora_targets names no layer of the {part}, which is to be trained.", fix=f"Add some of {' '.join(layers.all)}."
             )
+
+
+def lycoris(run: Any, algorithm: str) -> Mapping[str, Any]:
+    """What LyCORIS says of an adapter in the header of its file."""
+    return {"module": "lycoris.kohya", **sizes(run), "args": json.dumps({"algo": algorithm})}
+
+
+def sizes(run: Any) -> Mapping[str, Any]:
+    return {"dim": run.rank, "alpha": run.lora_alpha or float(run.rank)}
 
 
 def loading(pipeline: str, base: str, run: Any) -> str:

@@ -47,6 +47,12 @@ class Agreement:
         "In a round, no member's contribution counts as longer than so many times the members' median, per sample where peers step locally; 0: any length.",
         since="0.1.1", unsaid=0.0,
     )
+    averaging: str = option(
+        "mean",
+        "How three members and more are averaged. centered, for peers of about one speed: what is far from most others counts less, no member more than a third.",
+        choices=("mean", "centered"),
+        since="0.1.1", unsaid="mean",
+    )
     dataset_digest: str = option("", "Digest of the dataset's manifest; empty when each peer brings its own data.")
     members_of: str = option(
         "",
@@ -90,7 +96,24 @@ class Optimizer:
     adam_beta2: float = option(0.999, "AdamW's second decay.", lt=1, only_with={"optimizer": reading("adam_beta2")})
     adam_weight_decay: float = option(1e-2, "The optimizer's decoupled weight decay.")
     adam_epsilon: float = option(1e-8, "AdamW's epsilon.", founding={"gt": 0}, only_with={"optimizer": reading("adam_epsilon")})
-    max_grad_norm: float = option(1.0, "Clip each step's gradient to this norm, with --sync gradients the round's; 0: never.")
+    max_grad_norm: float = option(
+        1.0,
+        "Clip each step's gradient to this norm, with --sync gradients the round's; 0: never.",
+        only_with={"clip_grad": ("global", "tensor")},
+    )
+    clip_grad: str = option(
+        "global",
+        "What --max_grad_norm clips: global, the gradient of all that is trained; tensor, each tensor's by itself, as peers with --fused_step need it; "
+        "none: nothing.",
+        choices=("global", "tensor", "none"),
+        since="0.1.1",
+        unsaid="global",
+    )
+
+    @property
+    def clip_norm(self) -> float:
+        """The norm to which gradients are clipped; 0: never."""
+        return self.max_grad_norm if self.clip_grad != "none" else 0.0
 
     def check(self) -> None:
         if not 0 < self.learning_rate < 10:
@@ -125,6 +148,12 @@ class Distance:
         since="0.1.1",
         unsaid="snr",
     )
+    masked_loss: bool = option(
+        False,
+        "Learn only where a mask is white: a picture's alpha channel, or NAME.mask.png beside it; a picture without either counts as a whole.",
+        since="0.1.1",
+        unsaid=False,
+    )
 
 
 @options
@@ -141,7 +170,29 @@ class Pictures:
     )
     seed: int = option(42, "Seed of data order and fresh weights; noise is seeded per peer as well.", ge=None)
     shuffle_tags: bool = option(False, "Captions are tags between commas: put them in another order each time.")
-    keep_tokens: int = option(0, "With --shuffle_tags: so many of the first tags keep their places.", ge=0, only_with={"shuffle_tags": (True,)})
+    keep_tokens: int = option(
+        0, "With --shuffle_tags or --caption_tag_dropout_rate: this many of the first tags stay in place and are never dropped.", ge=0
+    )
+    caption_tag_dropout_rate: float = option(
+        0.0, "Captions are tags between commas: drop each with this probability, anew in each epoch.", le=1, since="0.1.1", unsaid=0.0
+    )
+    caption_prefix: str = option(
+        "", "Text before every caption, such as a trigger word; a dropped caption stays empty.", since="0.1.1", unsaid=""
+    )
+    caption_suffix: str = option("", "Text after every caption.", since="0.1.1", unsaid="")
+    enable_wildcard: bool = option(
+        False,
+        "In captions {a|b|c} stands for one of a, b and c, chosen anew in each epoch; {{ and }} are braces.",
+        since="0.1.1",
+        unsaid=False,
+    )
+    validation_split: float = option(
+        0.0,
+        "Hold this share of the pictures out of training, at most 256, and measure their loss at fixed noise as --validation_steps says.",
+        lt=1,
+        since="0.1.1",
+        unsaid=0.0,
+    )
     num_buckets: int = option(
         0,
         "Crop pictures not to the square but to the nearest of at most so many ratios, each batch of one; 16 is usual, 0: squares only.",

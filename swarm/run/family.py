@@ -68,6 +68,16 @@ class TextEncoder:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Names:
+    """What other programs call a model in the header of a file."""
+
+    architecture: str
+    """ModelSpec's, as kohya's scripts write it."""
+    version: str
+    """kohya's `ss_base_model_version`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """Everything about a family that is not a tensor."""
 
@@ -97,8 +107,15 @@ class Family:
     """Those that a LoRA takes where nobody chooses, as in diffusers' scripts; (): the attention. Runs of before --lora_targets have these: they stay."""
     lora_processors: bool
     """Whether a LoRA's file names the denoiser's layers by attention processors, which is what ComfyUI's list has for UNets."""
-    kohya: bool
-    """Whether diffusers converts a LoRA to kohya's names."""
+    original: Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]] = field(default_factory=dict)
+    """By diffusers' list of blocks: the list in original checkpoints, and of each of its layers which of diffusers' are in it, in their order.
+
+    kohya's scripts and ComfyUI know a LoRA's layers by these names. What is not here is called as in diffusers.
+    """
+    outputs: Mapping[str, int] = field(default_factory=dict)
+    """How many times as many outputs a layer has as the others that are in one original layer with it; 1 where it is not here."""
+    swapped: tuple[str, ...] = ()
+    """Layers whose outputs, where they are two for each input, are shift and scale in original checkpoints, and scale and shift in diffusers."""
     single_file: bool
     """Whether a whole pipeline can be written as one file in the original layout."""
     marks_prediction: bool = False
@@ -117,6 +134,12 @@ class Family:
     """What the founder takes for options that nobody gave, where it is not the program's default."""
     tag: str
     """The Hub's."""
+    called: Callable[[Mapping[str, Any], bool], Names]
+    """By the denoiser's config, and by whether it predicts v."""
+    implementation: str
+    """Where the original names of its layers are from: ModelSpec's `implementation`."""
+    network: str = "networks.lora"
+    """kohya's module that reads a LoRA of it."""
     guidance: float
     """How strongly prompts usually guide its drawing."""
     guided_by: str = "guidance_scale"
@@ -150,6 +173,22 @@ class Family:
         """The layers of the parts that are trained; texts: those of the text encoders, too."""
         encoders = {name: encoder.layers for name, encoder in self.text_encoders.items() if texts and encoder.layers}
         return {self.denoiser: self.layers, **encoders}
+
+    def original_layer(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """What original checkpoints call the layer of the denoiser that this one is, or is in, and all of diffusers' layers in it, in their order."""
+        blocks, number, layer = (*name.split(".", 2), "", "")[:3]
+        if blocks not in self.original:
+            return name, (name,)
+        place, layers = self.original[blocks]
+        own, parts = next((own, parts) for own, parts in layers.items() if layer in parts)
+        return f"{place}.{number}.{own}", tuple(f"{blocks}.{number}.{part}" for part in parts)
+
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """kohya's of the parts. A text encoder that is the only one has no number: kohya's scripts pass over one with it, without a word."""
+        several = len(self.text_encoders) > 1
+        encoders = {name: f"lora_te{number}" if several else "lora_te" for number, name in enumerate(self.text_encoders, start=1)}
+        return {self.denoiser: "lora_unet", **encoders}
 
     @property
     def in_file(self) -> dict[str, tuple[str, ...]]:

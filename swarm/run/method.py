@@ -43,6 +43,10 @@ def _fits_all(run: Any, family: Family) -> None:
     return None
 
 
+def _no_network(run: Any, family: Family) -> Mapping[str, Any]:
+    return {}
+
+
 def _own_caption(caption: str, run: Any, chance: Callable[[str], Random]) -> str | None:
     return None
 
@@ -65,6 +69,8 @@ class Method:
     """What its options stand for that were left to the program, in a run of this method."""
     found: Callable[[Any, Collection[str]], Mapping[str, Any]] = _found_nothing
     """What the founder reads from files that the run begins with, the names of the options that were given beside it. Raises UserError."""
+    check_files: Callable[[Any], None] = _no_check
+    """Raises UserError when a file that the run begins with, beside the base model, is not on this machine, or is another."""
     check: Callable[[Any], None] = _no_check
     """Raises UserError for options that no peer could train with, in a run of this method."""
     check_with: Callable[[Any, Family], None] = _fits_all
@@ -87,6 +93,8 @@ class Method:
     """How results on the way are called."""
     has_forms: bool = False
     """Whether it has a use for --save_as_full_pipeline and --safe_serialization."""
+    network: Callable[[Any, Family], Mapping[str, Any]] = _no_network
+    """What kohya's scripts say of it in the header of a file, without `ss_network_`."""
     kind: str
     """What its result is called in the model card."""
     tags: tuple[str, ...]

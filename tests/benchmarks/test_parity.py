@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,7 @@ def test_a_swarm_s_global_step_is_a_round_and_one_machine_s_a_batch():
     swarm, alone = (next(run for run in parity.plan(False) if bool(run.peers) is peers) for peers in (True, False))
     assert swarm.saving() == ("--checkpointing_steps", "2", "--checkpoints_total_limit", "1000")
     assert alone.saving()[1] == str(parity.EVERY // alone.batch)
+    assert (swarm.total, replace(swarm, longest=65_536).total) == (parity.TOTALS[swarm.global_batch], 65_536)
     decays = [float(run.flags()[2]) ** (parity.AVERAGED / step) for run, step in ((swarm, swarm.round), (alone, alone.batch))]
     assert decays == pytest.approx([math.exp(-1)] * 2)
 

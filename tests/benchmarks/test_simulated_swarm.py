@@ -20,6 +20,10 @@ ARGS = Namespace(
     outer_momentum=0.0,
     round=32,
     moments=False,
+    averaging="mean",
+    clip=20.0,
+    liar=1.0,
+    mislabelled=False,
 )
 
 
@@ -52,6 +56,14 @@ def test_replicas_that_see_the_same_learn_what_one_learns_in_as_many_steps():
     two, one = after(3), after(3, peers=1, sync="none", round=16)
     assert two.samples == 96 and one.samples == 48
     assert two.vectors[0].tolist() == pytest.approx(one.vectors[0].tolist(), abs=1e-6)
+
+
+def test_a_liar_among_five_stops_a_mean_and_hardly_a_centre():
+    right = after(3, peers=5, round=80).vectors[0]
+    began = simulated_swarm.vector(Toy().pupil())
+    of_mean, of_centre = (after(3, peers=5, round=80, liar=-20.0, averaging=name).vectors[0] for name in ("mean", "centered"))
+    assert float((of_centre - right).norm() / (right - began).norm()) < 0.1
+    assert torch.dot(of_mean - began, right - began) < 0, "it goes the opposite way"
 
 
 def test_momentum_carries_what_a_round_learned_into_the_next():

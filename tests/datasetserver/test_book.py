@@ -5,6 +5,7 @@ import sqlite3
 import pytest
 
 from datasetserver.book import Book
+from datasetserver.holdings import Allowance
 from datasetserver.owners import Sender
 from datasetserver.refused import Refused
 from datasetserver.store import SCHEMA
@@ -100,7 +101,7 @@ def test_renewed_lease_stays_with_its_peer_and_an_expired_one_cannot_be_renewed(
 
 
 def test_a_peer_that_holds_too_much_gets_nothing_until_it_registers_or_releases_some(db, clock):
-    book = open_book(db, clock, most_leased=7)
+    book = open_book(db, clock, allowance=Allowance(7, 7))
     first, second = book.lease("alice", 1), book.lease("alice", 1)
     with refusal("too_many_leased"):
         book.lease("alice", 1)
@@ -110,7 +111,7 @@ def test_a_peer_that_holds_too_much_gets_nothing_until_it_registers_or_releases_
     with refusal("too_many_leased"):
         book.lease("alice", 1)
     book.save()
-    book = open_book(db, clock, most_leased=7)
+    book = open_book(db, clock, allowance=Allowance(7, 7))
     with refusal("too_many_leased"):
         book.lease("alice", 1)
     book.release(second.lease_id, "alice", None)
@@ -579,7 +580,7 @@ def test_one_request_begins_no_epochs(book):
 
 
 def test_peers_of_one_owner_hold_no_more_than_one_peer_may_and_a_restart_forgets_no_token(db, clock):
-    book = open_book(db, clock, most_leased=7)
+    book = open_book(db, clock, allowance=Allowance(7, 7))
     for name in ("one", "two"):
         book.admit(name, Sender("volunteer", {"volunteer"}))
         book.lease(name, 4)
@@ -592,14 +593,14 @@ def test_peers_of_one_owner_hold_no_more_than_one_peer_may_and_a_restart_forgets
         with refusal("other_token"):
             book.admit("one", Sender("thief", {"volunteer", "thief"}))
         book = reopen(book, db, clock)
-        book._most_leased = book._holdings.most_leased = 7
+        book._holdings.allowance = Allowance(7, 7)
     book.admit("one", Sender("heir", {"heir"}))
     with refusal("other_token"):
         book.admit("one", Sender("volunteer", {"volunteer", "heir"}))
 
 
 def test_what_waits_for_its_round_counts_as_held_beside_as_much_as_was_counted(db, clock):
-    book = open_book(db, clock, most_leased=4)
+    book = open_book(db, clock, allowance=Allowance(4, 4))
     total, refusals = 0, 0
     for number in range(1, 9):
         try:

@@ -106,6 +106,8 @@ def test_a_founded_run_survives_kill_9_and_goes_on_as_if_the_host_had_given_it(h
         ({"total_samples": 2**60}, 400, "bad_run", "total_samples"),
         ({"adam_beta1": float("nan")}, 422, "bad_request", "adam_beta1"),
         ({"seed": [1]}, 422, "bad_request", "seed"),
+        ({"masked_loss": True}, 400, "bad_run", "have no masks"),
+        ({"validation_split": 0.1}, 400, "bad_run", "none is held out"),
     ],
 )
 def test_a_run_that_is_none_is_refused_and_the_next_may_be_founded(host, change, status, code, what):

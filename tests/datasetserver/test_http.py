@@ -111,7 +111,7 @@ def test_a_lease_is_renewed_registered_released_and_its_round_counted(host):
     keys = keys_of(granted)
     assert call(host, f"/v1/leases/{granted.lease_id}/renew", envelope(host, "bob"))[0] == 200
     status, _, data = call(host, "/v1/contributions", envelope(host, "bob", number=1, keys=keys[:5]))
-    assert (status, json.loads(data)) == (200, {"registered": 5, "repeated": 0, "counted": False})
+    assert (status, json.loads(data)) == (200, {"registered": 5, "repeated": 0, "counted": False, "receipt": None})
     release = envelope(host, "bob", keys=keys[5:6])
     assert json.loads(call(host, f"/v1/leases/{granted.lease_id}/release", release)[2]) == {"released": 1}
     round_ = {"digest": "a" * 64, "parent": BASE, "round": 1, "samples": 5, "members": [{"peer": id_of("bob"), "number": 1, "samples": 5}]}

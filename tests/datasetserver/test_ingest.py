@@ -173,7 +173,7 @@ def test_a_folder_without_anything_to_train_on_is_a_users_error(tmp_path, make):
 def test_a_fine_rgb_picture_keeps_its_bytes():
     picture = Image.effect_noise((16, 16), 50).convert("RGB")
     for data in (encoded(picture), encoded(picture, "JPEG")):
-        assert normalise(data) == (data, 16, 16, "")
+        assert normalise(data) == (data, 16, 16, "", False)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from datasetserver.ingest import Policy, ingest, ingested, shard_path
+from scripts.demo.stand_in import write_model
 from swarm.digest import canonical_json, digest_bytes
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import Manifest
@@ -150,3 +151,58 @@ def test_another_shard_size_is_named_and_the_pictures_are_not_blamed(tmp_path):
     with pytest.raises(UserError, match=r"shard_samples is 5, and the run .* began with 8") as raised:
         ingest(folder, work, workers=0, shard_samples=5, frozen=True)
     assert "--shard_samples 8" in raised.value.fix
+
+
+def test_what_is_held_out_is_in_no_epoch_and_stays_held_out_when_the_dataset_grows(tmp_path):
+    folder, work, policy = write_dataset(tmp_path / "data", 12), tmp_path / "work", Policy(held_out=0.3)
+    first = ingest(folder, work, workers=0, shard_samples=4, policy=policy)
+    aside = samples_of(work, Manifest.of(first.manifest.held_out))
+    trained = samples_of(work, first.manifest)
+    assert aside and first.manifest.total == len(trained) == 12 - len(aside)
+    assert {caption for _, caption in aside + trained} == {f"picture {n}" for n in range(12)}
+    assert ingested(work) == ingest(folder, work, workers=0, shard_samples=4, policy=policy, frozen=True)
+    write_dataset(folder, 24)
+    grown = ingest(folder, work, workers=0, shard_samples=4, policy=policy, grow_from=1)
+    assert grown.manifest.held_out == first.manifest.held_out and grown.manifest.total == 24 - len(aside)
+    assert {caption for _, caption in aside} & {caption for _, caption in samples_of(work, grown.manifest)} == set()
+    assert digest_bytes(canonical_json(grown.manifest.first().model_dump())) == first.digest
+    plain = ingest(folder, tmp_path / "plain", workers=0)
+    assert "held_out" not in plain.manifest.model_dump() and plain.manifest.total == 24
+
+
+def test_an_ingest_that_was_cut_off_holds_out_the_same_pictures_and_none_is_an_error(tmp_path):
+    folder, policy = write_dataset(tmp_path / "data", 12), Policy(held_out=0.3)
+
+    def show(pairs, count):
+        for number, pair in enumerate(pairs):
+            if number == 6:
+                raise Interrupted
+            yield pair
+
+    with pytest.raises(Interrupted):
+        ingest(folder, tmp_path / "cut", workers=0, shard_samples=2, policy=policy, show=show)
+    whole = ingest(folder, tmp_path / "whole", workers=0, shard_samples=2, policy=policy)
+    assert ingest(folder, tmp_path / "cut", workers=0, shard_samples=2, policy=policy).digest == whole.digest
+    dry = ingest(folder, tmp_path / "dry", workers=0, shard_samples=2, policy=policy, dry=True)
+    assert dry.manifest == whole.manifest and not (tmp_path / "dry").exists()
+    with pytest.raises(UserError, match="holds out 0 of 12") as raised:
+        ingest(folder, tmp_path / "few", workers=0, policy=Policy(held_out=0.001))
+    assert "Raise --validation_split" in raised.value.fix
+
+
+def test_what_was_checked_without_held_out_pictures_is_not_served_for_a_run_that_has_some(tmp_path, capsys):
+    ingest(write_dataset(tmp_path / "data", 4), tmp_path / "work", workers=0)
+    flags = ["--model", str(write_model(tmp_path / "model")), "--validation_split", "0.3", "--port", "0"]
+    code, line = complaint(capsys, "--work_dir", str(tmp_path / "work"), *flags)
+    assert code == ExitCode.CONFIG and "no picture of what is ready is held out. Add --dataset DIR" in line
+    write_dataset(tmp_path / "data", 6)
+    code, line = complaint(capsys, "--dataset", str(tmp_path / "data"), "--work_dir", str(tmp_path / "work"), "--grow", *flags)
+    assert code == ExitCode.CONFIG and "no picture of what is ready is held out" in line, "what grows is all trained"
+
+
+def test_a_host_cannot_have_peers_fetch_any_number_of_held_out_pictures(tmp_path):
+    whole = ingest(write_dataset(tmp_path / "data", 12), tmp_path / "work", workers=0, policy=Policy(held_out=0.3)).manifest.model_dump()
+    (shard,) = whole["held_out"]
+    columns = {name: values * 100 for name, values in shard.items() if isinstance(values, list) and len(values) == shard["samples"]}
+    with pytest.raises(ValueError, match="more than 256 samples are held out"):
+        Manifest.model_validate(whole | {"held_out": [shard | columns | {"samples": 100 * shard["samples"]}]})

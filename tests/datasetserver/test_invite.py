@@ -38,7 +38,7 @@ def test_an_invitation_is_one_line_with_address_key_and_a_token_that_opens_the_s
     assert words[0].startswith("DD_TOKEN=") and words[1:4] == ["dd-peer", "--datasetserver", "https://run.example:9090"]
     assert words[4:6] == ["--host_key", host_key]
     assert tokens.Tokens(file).holder(words[0].removeprefix("DD_TOKEN=")) == tokens.Holder("alice", 4)
-    assert "docs/joining.md begins with" in err and "secret" in err and "token remove alice" in err and "unencrypted" not in err
+    assert "docs/join.md begins with" in err and "secret" in err and "token remove alice" in err and "unencrypted" not in err
 
 
 @pytest.mark.parametrize(("peers", "holder"), [("0", 0), ("3", 3)])

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from datasetserver import successor
 from datasetserver.__main__ import cli
 from datasetserver.config import ServerConfig
 from datasetserver.founding import acceptable_run
@@ -12,14 +13,17 @@ from datasetserver.newcomers import MOST_OF_AN_OWNER, Newcomers
 from datasetserver.refused import Refused
 from datasetserver.tokens import add, remove
 from peer.data.client.runs import ask_membership, fetch_run
+from swarm.bans import Bans, said, sign_word, words_of
 from swarm.errors import ExitCode, UserError
 from swarm.members import is_signed
 from swarm.ports import free_port
-from swarm.records import Membership
+from swarm.protocol import NO_LEASE
+from swarm.receipts import Receipts
+from swarm.records import MAX_REASON, Membership
 from swarm.run_config import RunConfig
-from swarm.signing import HostKey
+from swarm.signing import HostKey, KnownHosts
 from tests.datasetserver.hosting import Host, until
-from tests.datasetserver.test_http import call, envelope, get_run, refused
+from tests.datasetserver.test_http import call, envelope, get_run, keys_of, lease, refused
 from tests.identities import id_of, signer
 
 
@@ -71,12 +75,34 @@ def test_a_server_with_tokens_founds_a_run_for_members_and_lets_in_who_holds_one
     with pytest.raises(AssertionError, match=r"is for members of the key .*, and there is none"):
         host.start()
     assert not key.exists()
+    with pytest.raises(UserError, match="There is no host key"):
+        successor.main([str(tmp_path / "spare"), "--dataset", str(host.dataset)])
     HostKey(key)
     with pytest.raises(AssertionError, match=r"is for members of the key .*, and it holds"):
         host.start()
     lost.rename(key)  # nothing is in the way of the copy that the host has kept
     host.start()
     assert RunConfig.from_mapping(fetch_run(host.url, token=other).run, where="server") == run and host.stop() == 0
+
+
+def test_a_spare_in_the_place_of_a_lost_key_goes_on_with_the_run(tmp_path, capsys):
+    token = add(tmp_path / "tokens", "alice", 1)
+    host = Host(tmp_path, "--tokens", str(tmp_path / "tokens")).start()
+    before, known = fetch_run(host.url, token=token), KnownHosts(tmp_path / "known_hosts.json")
+    known.check(host.url, before.run_id, before.host_key)
+    assert host.stop() == 0
+    cli(["successor", str(tmp_path / "spare"), "--dataset", str(host.dataset)])
+    assert "keep it away from the server" in capsys.readouterr().out
+    key = host.dataset.with_name("data.datasetserver") / "host.key"
+    key.unlink()
+    (tmp_path / "spare").rename(key)
+    host.start()
+    after = fetch_run(host.url, token=token, known_hosts=known)
+    run = RunConfig.from_mapping(after.run, where="server")
+    assert (after.run, after.host_key) == (before.run, before.host_key) and after.signature != before.signature
+    assert is_signed(run, id_of("alice"), ask_membership(host.url, run, signer(id_of("alice")), token=token))
+    word = sign_word(HostKey(key), run, id_of("bob"), banned=True, reason="x" * MAX_REASON)
+    assert Bans(run, words=words_of(said([word]))).reason(id_of("bob")) and host.stop() == 0
 
 
 @pytest.mark.swarm
@@ -91,16 +117,38 @@ def test_a_server_that_is_refused_its_dht_port_leaves_no_key_where_no_run_has_be
     assert (host.dataset.with_name("data.datasetserver") / "host.key").exists() and host.stop() == 0
 
 
-def test_a_run_is_for_members_where_the_host_says_so_and_a_banned_peer_gets_no_membership(tmp_path):
-    host = Host(tmp_path, "--members", "yes").start()
-    run = run_of(host)
+@pytest.fixture(scope="module")
+def for_members(tmp_path_factory):
+    host = Host(tmp_path_factory.mktemp("members"), "--members", "yes").start()
+    yield host
+    assert host.stop() == 0
+
+
+def test_a_receipt_is_for_leased_samples_only_and_the_same_each_time(for_members):
+    host, keys = for_members, keys_of(lease(for_members, "dora"))
+
+    def registered(number, keys, **more):
+        answer = json.loads(call(host, "/v1/contributions", envelope(host, "dora", number=number, keys=keys, **more))[2])
+        return answer.get("receipt")
+
+    receipt = registered(1, keys[:3])
+    assert Receipts.of(run_of(host)).hold(id_of("dora"), 1, 3, receipt)
+    assert registered(1, keys[:3]) == registered(1, keys[:3], offered=True) == receipt
+    refused(call(host, "/v1/contributions", envelope(host, "dora", number=2, keys=keys[:4])), 409, "not_held")
+    assert registered(2, keys[3:5], offered=True) is None, "with the swarm before the server knew of it"
+    assert registered(2, keys[3:5]) is None, "nor afterwards"
+    assert call(host, f"/v1/leases/{NO_LEASE}/release", envelope(host, "dora", keys=keys[:3]))[0] == 200
+    refused(call(host, "/v1/contributions", envelope(host, "dora", number=1, keys=keys[:3])), 409, "withdrawn")
+
+
+def test_a_run_is_for_members_where_the_host_says_so_and_a_banned_peer_gets_no_membership(for_members):
+    host, run = for_members, run_of(for_members)
     body = json.loads(call(host, "/v1/members", envelope(host, "alice"))[2])
     assert run.members_of == get_run(host).host_key and is_signed(run, id_of("alice"), Membership(**body))
     assert cli(["ban", id_of("alice"), "--reason", "it lies", "--dataset", str(host.dataset)]) == 0
     until(lambda: call(host, "/v1/members", envelope(host, "alice"))[0] == 403)
     refused(call(host, "/v1/members", envelope(host, "alice")), 403, "banned")
     assert call(host, "/v1/members", envelope(host, "bob"))[0] == 201
-    assert host.stop() == 0
 
 
 def test_without_tokens_or_the_hosts_wish_a_run_is_for_everybody(tmp_path):

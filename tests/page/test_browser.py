@@ -109,8 +109,9 @@ def test_empty_paused_and_lost_are_said_and_end(tmp_path):
             scene.now = RuntimeError("the DHT does not answer")
             await tab.until("document.getElementById('banner').innerText.includes('the DHT does not answer')")
             assert await tab.text("#state") == "stale" and "QmPeer1"[-8:] in await tab.text("#peers"), "the last that was known stays"
-            scene.now = a_run([a_peer(1)])
+            scene.now = a_run([a_peer(1, validation_loss=0.25, validation_round=6)])
             await tab.until("document.getElementById('state').innerText === 'live' && document.getElementById('banner').hidden")
+            assert await tab.text("#validation-text") == "held-out pictures: 0.2500 after round 6"
             assert tab.errors == []
         await tab.until("document.getElementById('banner').innerText.startsWith('No news from the server')")
         assert await tab.run("document.body.classList.contains('stale')")

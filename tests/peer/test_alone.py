@@ -15,6 +15,7 @@ from peer.launch.joining import Joined
 from peer.machine.device import Rank, RankGroup
 from peer.results.checkpoint import Checkpoints, about
 from peer.results.result import read_result
+from peer.sync.none import NoSync
 from peer.wiring import Launch, assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -563,6 +564,7 @@ def test_a_contribution_whose_lease_was_lost_is_withdrawn_and_its_samples_are_gi
     def register(number, keys):
         if number == 1:
             raise LeaseLost(number, "expired")
+        return ""
 
     source.register = register
     done.run()
@@ -591,7 +593,7 @@ def test_the_last_report_of_a_rest_is_followed_once(start):
     trainer.resting = lambda: next(rests, False)
     sync.rest = lambda resting: None
     sync.step = lambda samples, loss=None: next(reports, SyncReport())
-    trainer.accounts.register = lambda number: registered.append(number) or True
+    trainer.accounts.register = lambda number: registered.append(number) or ""
     assert not trainer._rest() and registered == [1]
 
 
@@ -613,6 +615,122 @@ def test_the_gradients_handed_over_add_up_to_those_of_the_whole_round_at_once(st
     for work in batches:
         trainer._train(work)
     torch.testing.assert_close(sum(sync.taken), expected, rtol=1e-4, atol=1e-5)
+
+
+FUSED = dataclasses.replace(RUN, clip_grad="tensor", max_grad_norm=0.05, total_samples=28, optimizer="adamw")
+
+
+def test_fused_steps_are_the_same_run_to_the_bit_and_each_goes_on_from_the_others_checkpoint(start):
+    whole = start("whole", run=FUSED).run()
+    for name, first in (("fused then whole", True), ("whole then fused", False)):
+        start(name, run=FUSED, fused_step=first, stop_after=3).run()
+        done = start(name, run=FUSED, fused_step=not first, resume_from_checkpoint="latest").run()
+        assert whole.losses[3:] == done.losses and torch.equal(flat(whole.trainer.params), flat(done.trainer.params))
+
+
+def test_clipping_all_together_is_another_run(start):
+    one, other = (start(kind, run=dataclasses.replace(FUSED, clip_grad=kind), stop_after=1).run() for kind in ("global", "tensor"))
+    assert one.losses == other.losses and not torch.equal(flat(one.trainer.params), flat(other.trainer.params))
+
+
+class Anchored(NoSync):
+    """A swarm of one that knows the parameters of its last round."""
+
+    def __init__(self, run, params):
+        super().__init__(run)
+        self.params, self.undone = params, []
+        self.anchor = flat(params).clone()
+
+    def _commit(self, number):
+        self.anchor = flat(self.params).clone()
+        return super()._commit(number)
+
+    def undo(self):
+        self.undone.append(self._waiting)
+        self._waiting = 0
+        torch.nn.utils.vector_to_parameters(self.anchor, self.params.values())
+        return SyncReport(dropped=(0,))
+
+
+def break_a_step(trainer, step, at):
+    """Have the gradient that the backward pass of this step makes as the `at`-th, from 0, overflow; returns whether that step left the parameters alone."""
+    count, before, left = iter(range(len(trainer.params))), [], []
+
+    def overflow(gradient):
+        if trainer.step != step:
+            return gradient
+        before[:] = before or [flat(trainer.params).clone()]
+        return gradient * (float("inf") if next(count) == at else 1.0)
+
+    for parameter in trainer.params.values():
+        parameter.register_hook(overflow)
+    use = trainer._step_by_tensor
+
+    def used(*arguments):
+        finite = use(*arguments)
+        left.extend([] if finite else [torch.equal(flat(trainer.params), before[0])])
+        return finite
+
+    trainer._step_by_tensor = used
+    return left
+
+
+@pytest.mark.parametrize(("alone", "at"), [(True, "middle"), (False, "first"), (False, "middle"), (False, "last")])
+def test_a_fused_step_that_breaks_off_is_lost_and_every_sample_is_counted_once(start, caplog, alone, at):
+    """Three steps of 4 samples are a round, and the fifth step breaks off: the fourth one's samples are in no contribution yet."""
+    done = start(run=dataclasses.replace(FUSED, total_samples=24), fused_step=True)
+    trainer, source, told = done.trainer, done.trainer.accounts._source, {"done": [], "back": []}
+    if not alone:
+        trainer.sync = Anchored(dataclasses.replace(FUSED, total_samples=24), trainer.params)
+    give_back = source.give_back
+    source.acknowledge = told["done"].extend
+    source.give_back = lambda keys: (told["back"].extend(keys), give_back(keys))
+    place = {"first": 0, "middle": len(trainer.params) // 2, "last": len(trainer.params) - 1}[at]
+    unchanged = break_a_step(trainer, step=5, at=place)
+    done.run()
+    assert [loss is None for loss in done.losses][:6] == [False] * 4 + [True, False] and flat(trainer.params).isfinite().all()
+    assert unchanged[0] == (at == "first") != (f"step=5 broke off after {place} tensors" in caplog.text)
+    lost = 4 if alone or at == "first" else 8
+    assert len(told["back"]) == lost and len(told["done"]) == trainer.sync.samples == 24
+    assert alone or trainer.sync.undone == ([] if at == "first" else [4])
+
+
+def test_a_picture_that_breaks_a_step_off_comes_back_when_the_peer_leaves_and_ends_no_run(start):
+    run = dataclasses.replace(FUSED, total_samples=160)
+    done, bad = start(run=run, fused_step=True), set()
+    trainer, source, back = done.trainer, done.trainer.accounts._source, []
+    trainer.sync, trainer.averages = Anchored(run, trainer.params), True
+    give_back, learn = source.give_back, trainer._learn
+    source.give_back = lambda keys: (back.extend((trainer.step, key) for key in keys), give_back(keys))
+
+    def learned(work):
+        bad.update(work.keys[:1] if not bad else ())  # the first picture that it trains is a bad one for good
+        trainer.breaks = bool(bad.intersection(work.keys))
+        return learn(work)
+
+    trainer._learn = learned
+    next(iter(trainer.params.values())).register_hook(lambda gradient: gradient * (float("inf") if trainer.breaks else 1.0))
+    done.run()
+    assert sum(loss is None for loss in done.losses) == 1 and trainer.sync.samples == 160
+    assert bad <= {key for step, key in back if step == trainer.step}
+
+
+def test_steps_that_break_off_again_and_again_before_a_contribution_end_the_run(start):
+    """Each undoes the good step before it, so the peer would train for ever and bring nothing."""
+    run = dataclasses.replace(FUSED, total_samples=24)
+    done, seen = start(run=run, fused_step=True), []
+    trainer = done.trainer
+    trainer.sync, trainer.averages = Anchored(run, trainer.params), True
+
+    def overflow(gradient):
+        seen.append(trainer.step)
+        return gradient * (float("inf") if trainer.step % 2 == 0 and seen.count(trainer.step) == 2 else 1.0)
+
+    for parameter in trainer.params.values():
+        parameter.register_hook(overflow)
+    with pytest.raises(UserError, match="10 steps failed before a contribution was whole: a gradient is not finite"):
+        done.run()
+    assert trainer.step == 20 and trainer.sync.undone == [4] * 10
 
 
 def gradient(params):

@@ -72,7 +72,7 @@ def test_the_run_known_from_before_is_gone_on_with_when_nobody_answers(tmp_path,
         assist._run(path, nobody, key_of)
     joined = Joined(RunConfig(model="x", target_batch_size=64), "http://host", ("/ip4/1.2.3.4/tcp/5/p2p/x",))
     assert assist._run(path, lambda: joined, key_of) == (joined, False)
-    again = dataclasses.replace(joined, host_key=f"the key of {joined.run.run_id}")  # whose words count while it is away, too
+    again = dataclasses.replace(joined, host_key=f"the key of {joined.run.run_id}", known=True)  # whose words count while it is away, too
     assert assist._run(path, nobody, key_of) == (again, True)
     assert "going on with the run known from before: nobody answers" in caplog.text
 

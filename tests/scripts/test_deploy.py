@@ -123,6 +123,6 @@ def test_the_image_is_built_of_what_there_is_and_the_context_lets_through():
     assert ports == {"9090", "31337", "31338"}
 
 
-def test_the_page_about_running_names_every_file_of_these():
-    page = (ROOT / "docs" / "running.md").read_text()
+def test_the_pages_about_operating_and_hardware_name_every_file_of_these():
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("operate.md", "hardware.md"))
     assert all(path.name in page for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".dockerignore")

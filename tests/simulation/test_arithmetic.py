@@ -22,11 +22,11 @@ def contributions(wire):
     return [(Member(peer, 1, samples), wire.encode(torch.randn(SIZE, generator=generator))) for peer, samples in (("ann", 3), ("bob", 5))]
 
 
-def averaged(wire, strategy, offers, change=lambda mean: mean, weights=(3 / 8, 5 / 8), clip=0.0):
+def averaged(wire, strategy, offers, change=lambda mean: mean, weights=(3 / 8, 5 / 8), clip=0.0, receipts=("", "")):
     """The state after one round, and a watcher that was told of its contributions."""
     watcher = Arithmetic(wire, strategy, clip)
-    for member, data in offers:
-        watcher.offered(member.peer, member.number, data)
+    for (member, data), receipt in zip(offers, receipts, strict=True):
+        watcher.offered(member.peer, member.number, data, receipt)
     mean = wire.encode(change(wire.decode(offers[0][1]) * weights[0] + wire.decode(offers[1][1]) * weights[1]))
     square = add_up(square_norm(part.decode(part.bytes_of(mean))) for part in wire.parts)
     state = advance(first_state("run", "schema", torch.zeros(SIZE), strategy.slots), [member for member, _ in offers], mean, square, strategy, wire)
@@ -47,6 +47,15 @@ def test_another_mean_is_named(fault):
     wire = Wire("fp32", 1024, 512)
     watcher, state = averaged(wire, Parameters(), contributions(wire), **fault)
     assert "not its parent's after the weighted mean" in watcher.rebased(state.digest, state.header, state.buffer.bytes())
+
+
+@pytest.mark.parametrize(("receipts", "weights"), [(("r", ""), (0.5, 0.5)), (("", "r"), (3 / 8, 5 / 8)), (("r", "r"), (3 / 8, 5 / 8))])
+def test_who_has_no_receipt_counts_no_more_than_who_has_one(receipts, weights):
+    wire = Wire("fp32", 1024, 512)
+    for tried in ((0.5, 0.5), (3 / 8, 5 / 8)):
+        watcher, state = averaged(wire, Parameters(), contributions(wire), weights=tried, receipts=receipts)
+        assert (watcher.rebased(state.digest, state.header, state.buffer.bytes()) == "") == (tried == weights)
+        assert watcher.lessened == (weights == (0.5, 0.5))
 
 
 def test_who_is_longer_than_the_others_warrant_counts_less():

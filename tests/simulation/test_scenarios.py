@@ -6,6 +6,7 @@ import pytest
 
 from peer import rooms
 from peer.sync.engine.failpoints import FAILPOINTS
+from peer.sync.engine.trainer.local_work import LocalWork
 from scripts.attacks.rounds import Reducer
 from simulation.faults import Strike, parse_strikes
 from simulation.world import Scenario, World, play
@@ -28,6 +29,14 @@ def test_two_peers_of_every_strategy_average_and_account_for_every_sample(sync, 
     outcome = play(Scenario(seed=7, peers=2, hours=1.0, rounds=8, sync=sync, overlap=overlap))  # two of about one speed
     assert_holds(outcome)
     assert outcome.rounds >= 8 and outcome.committed > 0.8 and outcome.adopted["averaged"] >= 8
+
+
+def test_steps_that_break_off_half_way_cost_what_is_in_no_contribution_and_no_sample(monkeypatch):
+    undo, frozen = LocalWork.undo, []
+    monkeypatch.setattr(LocalWork, "undo", lambda work: (frozen.append(work.frozen is not None), undo(work))[1])
+    outcome = play(Scenario(seed=9, peers=2, hours=0.2, rounds=6, wire="int4", overlap=True, broken_steps=0.2))
+    assert_holds(outcome)
+    assert outcome.rounds >= 6 and outcome.committed > 0.8 and {*frozen} == {True, False}
 
 
 TRANSFERS = ("donor_half_way", "fetch_half_way")
@@ -177,6 +186,14 @@ def test_a_renewed_membership_comes_from_the_trainer_into_the_peers_record():
     assert len(shown) == 3 and shown == world.renewed
 
 
+def test_with_a_server_that_is_away_for_seconds_some_have_a_receipt_and_the_others_weigh_no_more():
+    """Bits are compared with what the weights by receipts make (`simulation/arithmetic.py`)."""
+    world = World(Scenario(3, peers=4, hours=0.02, members=True, strikes=parse_strikes("server@40/0(seconds=7);server@55/0(seconds=7)")))
+    outcome = world.play()
+    assert_holds(outcome)
+    assert outcome.rounds > 10 and world.checks.arithmetic.lessened > 0 and outcome.committed > 0.9
+
+
 def test_where_the_host_trusts_three_of_five_every_promise_holds_with_all_faults():
     """They die, are cut off and come back, as the others do: whoever is there goes on without them."""
     assert_holds(play(Scenario(seed=1, peers=5, hours=0.1, members=True, trusted=3)))
@@ -192,6 +209,6 @@ def test_a_reducer_that_lies_is_found_out_by_the_length_of_its_means(monkeypatch
         reduced.extend(part for parts, _ in list(self._shares.values())[-1:] for part in parts)
 
     monkeypatch.setattr(Reducer, "_take_part", noting)
-    world = World(Scenario(seed=6, peers=3, hours=0.1, faults=(), strangers=("wrong-means",)))
+    world = World(Scenario(seed=7, peers=3, hours=0.1, faults=(), strangers=("wrong-means",)))
     assert_holds(world.play())
     assert reduced and len(world.checks.commits) > 50

@@ -1,4 +1,4 @@
-"""The simulator: it repeats itself to the byte, its worlds hold what docs/protocol.md promises, and it says so in a line."""
+"""The simulator: it repeats itself to the byte, its worlds hold what docs/internals.md promises, and it says so in a line."""
 
 import contextlib
 import io
@@ -103,7 +103,7 @@ def test_a_round_is_reported_although_all_who_made_it_left_while_the_server_was_
 
 
 def test_worlds_of_every_strategy_hold():
-    # Fixed until a campaign of fresh ones has found nothing more: what a fresh seed finds is mended first (docs/simulation.md).
+    # Fixed until a campaign of fresh ones has found nothing more: what a fresh seed finds is mended first (docs/internals.md).
     for sync in ("parameters", "diloco", "gradients"):
         options = ["--peers", "4", "--hours", "0.06", "--seed", "226222413", "--seeds", "2", "--fault_seconds", "30", "--sync", sync]
         assert_holds(simulate(*options))
@@ -116,7 +116,7 @@ def test_worlds_with_a_peer_that_assists_hold():
 
 
 def test_strangers_who_mean_harm_stop_and_lead_astray_nobody():
-    # Faults that leave the peers that one has met live: without them strangers count (docs/protocol.md, R5).
+    # Faults that leave the peers that one has met live: without them strangers count (docs/internals.md, R5).
     for rows in (
         ("one-more-sample", "burnt-number", "drip-donor", "made-up-state"),
         ("nan", "silent", "stalling-leaders", "invented-records", "long-header"),

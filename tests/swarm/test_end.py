@@ -8,7 +8,7 @@ from swarm.end import End, refuse_extension, sign_extension
 from swarm.errors import UserError
 from swarm.records import BadRecord, RunRecord
 from swarm.run_config import RunConfig
-from swarm.signing import HostKey
+from swarm.signing import MOST_SIGNATURE, HostKey
 
 RUN = RunConfig(model="x", total_samples=1000)
 
@@ -23,6 +23,18 @@ def test_an_extension_of_the_host_puts_the_end_off_and_is_handed_on(host):
     assert end.total == 1000 and end.extension is None and end.may_be_extended
     assert end.extend(sign_extension(host, RUN, 3000)) and end.total == 3000
     assert End(RUN, host.public, end.extension).total == 3000
+
+
+def test_an_extension_is_kept_for_a_start_when_nobody_tells_it_and_only_for_its_run(host, tmp_path):
+    path = tmp_path / "a new folder" / "extension.json"
+    End(RUN, host.public, path=path).extend(sign_extension(host, RUN, 3000))
+    assert End(RUN, host.public, path=path).total == 3000
+    assert End(RunConfig(model="x", seed=7, total_samples=1000), host.public, path=path).total == 1000
+    for damaged in ("{", "[]", "{}"):
+        path.write_text(damaged)
+        assert End(RUN, host.public, path=path).total == 1000
+    (tmp_path / "file").write_text("")
+    assert End(RUN, host.public, path=tmp_path / "file" / "x").extend(sign_extension(host, RUN, 3000)), "a disk that refuses ends nothing"
 
 
 def test_the_largest_counts_in_whatever_order_they_come(host):
@@ -72,7 +84,7 @@ def test_a_runs_record_carries_it_within_bounds(host):
     for wrong in (
         {},
         [],
-        {**record.extension, "signature": "x" * 129},
+        {**record.extension, "signature": "x" * (MOST_SIGNATURE + 1)},
         {**record.extension, "total_samples": -1},
     ):
         with pytest.raises(BadRecord):

@@ -4,7 +4,7 @@ import pytest
 
 from swarm.figures import A100_SAMPLES_PER_SECOND, figures, mean_loss
 from swarm.status import summarize
-from tests.swarm.test_status import a_peer, a_run
+from tests.swarm.test_status import a_peer, a_run, shown
 
 
 def seen(*peers, **run):
@@ -41,6 +41,18 @@ def test_the_last_round_is_what_is_left_smaller_or_a_little_larger_than_the_othe
     assert targets == [200, 200, 250, 100, 0, 0]
     assert figures(seen(a_peer(samples=900, waiting_samples=50))).round_share == 0.5
     assert figures(seen(a_peer(samples=1000))).round_share == 1.0
+
+
+def test_the_held_out_loss_is_the_median_of_the_last_rounds_that_there_are_and_is_on_the_screen():
+    told = [(None, 0), (0.5, 2), (0.3, 3), (0.2, 3), (9.0, 3), (7.0, 99)]
+    peers = [a_peer(peer_id=f"QmPeer{n}", validation_loss=loss, validation_round=round) for n, (loss, round) in enumerate(told)]
+    known = figures(seen(*peers))
+    assert (known.validation_round, known.validation_loss) == (3, 0.4)
+    assert "validation  0.4000 after round 3" in shown(seen(*peers))
+    honest = [a_peer(peer_id=f"QmPeer{n}", round=40, validation_loss=0.2, validation_round=30 + n) for n in range(5)]
+    old, liar = (a_peer(peer_id=f"QmOther{round}", round=40, validation_loss=1e9, validation_round=round) for round in (19, 40))
+    assert figures(seen(*honest, liar, old)).validation_loss == 0.2, "one that measured last, or long ago, does not say it all"
+    assert figures(seen(a_peer())).validation_loss is None and "validation" not in shown(seen(a_peer()))
 
 
 def test_the_loss_is_that_of_the_fast_ones_most_of_all():

@@ -35,6 +35,22 @@ def test_a_module_is_loaded_alone_and_the_hub_when_a_name_of_it_is_wanted(packag
     assert not hasattr(hubbed, "no_such_name")
 
 
+def test_a_name_whose_home_is_said_is_had_without_the_hub_also_of_a_package_in_a_package(package):
+    import_without_hub("hubbed.deep", twice="light")
+    assert "hubbed" not in sys.modules
+    from hubbed.deep import twice
+
+    assert twice == 2 and "twice" not in vars(sys.modules["hubbed.deep"])
+
+
+@pytest.mark.parametrize("home", ["no_such_module", "other"])
+def test_a_name_that_lives_elsewhere_by_now_is_the_hubs(package, home):
+    import_without_hub("hubbed.deep", twice=home)
+    from hubbed.deep import twice
+
+    assert twice == 2 and "twice" in vars(sys.modules["hubbed.deep"])
+
+
 def test_a_package_that_is_loaded_stays(package):
     import hubbed
 
@@ -66,3 +82,28 @@ print(DHT is hivemind.dht.DHT, Optimizer is hivemind.optim.Optimizer)
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == ["[]", "True True"]
+
+
+def test_a_peer_leaves_bitsandbytes_to_whoever_wants_its_optimizers():
+    """diffusers and peft import it in every trainer: a sixth of its start."""
+    pytest.importorskip("bitsandbytes")
+    program = "import sys, peer, bitsandbytes; print([name for name in sys.modules if name.startswith('bitsandbytes.')])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_trainer_leaves_scipy_to_the_samplers_that_compute_with_it():
+    program = """
+import sys, peer, scipy
+import transformers.modeling_utils
+from diffusers import EulerDiscreteScheduler, LMSDiscreteScheduler
+print([name for name in ("scipy.stats._stats_py", "scipy.optimize._optimize", "scipy.integrate._quadrature") if name in sys.modules])
+sampler = EulerDiscreteScheduler(use_beta_sigmas=True)
+sampler.set_timesteps(4)
+lms = LMSDiscreteScheduler()
+lms.set_timesteps(4)
+print(len(sampler.sigmas), round(lms.get_lms_coefficient(1, 0, 0), 3) < 0)
+from scipy.optimize import linear_sum_assignment, minimize
+print(linear_sum_assignment([[1, 0], [0, 1]])[1].tolist(), minimize(lambda x: (x - 1) ** 2, 0).x.round())
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["[]", "5 True", "[1, 0] [1.]"]

@@ -11,7 +11,7 @@ from swarm.end import End
 from swarm.members import LIFE_SECONDS, NOT_A_MEMBER, Members, is_signed, read_membership, said, sign_membership
 from swarm.records import Membership
 from swarm.run_config import RunConfig
-from swarm.signing import HostKey
+from swarm.signing import MOST_SIGNATURE, HostKey
 
 SEED = 23
 
@@ -128,7 +128,7 @@ def test_what_is_no_membership_is_read_as_none(key, run):
     assert read_membership(said(shown)) == shown and said(None) is None and read_membership(None) is None
     rng = random.Random(SEED)
     print(f"seed {SEED}")
-    values = [None, True, -1, 1.5, "x", "x" * 129, "\n", [], {}, 1 << 60, float("nan")]
+    values = [None, True, -1, 1.5, "x", "x" * (MOST_SIGNATURE + 1), "\n", [], {}, 1 << 60, float("nan")]
     for _ in range(500):
         broken = {**said(shown), rng.choice(["until", "signature"]): rng.choice(values)}
         found = read_membership(broken)

@@ -1,12 +1,13 @@
 """The host's key: what it signs, and which keys a peer takes."""
 
+import re
 import stat
 
 import pytest
 
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
-from swarm.signing import BadSignature, HostKey, KnownHosts, check_signature
+from swarm.signing import MOST_SIGNATURE, SIGNATURE, BadSignature, HostKey, KnownHosts, check_signature
 
 DIGEST = digest_bytes(b"a run")
 URL, OTHER_URL, RUN, OTHER_RUN = "http://203.0.113.7:9090", "http://203.0.113.8:9090", "1" * 16, "2" * 16
@@ -108,3 +109,45 @@ def test_a_file_of_hosts_that_is_damaged_or_cannot_be_written_is_a_users_error(t
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"Cannot (read|write)"):
         KnownHosts(tmp_path / "file" / "hosts.json").check(URL, RUN, "a" * 64)
+
+
+def test_a_successor_signs_in_the_place_of_the_key_that_signed_it(tmp_path):
+    key = HostKey(tmp_path / "host.key")
+    key.write_successor(tmp_path / "spare")
+    assert stat.S_IMODE((tmp_path / "spare").stat().st_mode) == 0o600
+    spare = HostKey(tmp_path / "spare", missing="refuse")
+    signature = spare.sign("run", DIGEST)
+    assert spare.public == key.public and len(signature) == MOST_SIGNATURE and re.fullmatch(SIGNATURE, signature)
+    check_signature("run", DIGEST, signature, key.public)
+    forged = [("manifest", DIGEST, signature), ("run", flipped(DIGEST, 0), signature), ("run", DIGEST, signature[:-1]), ("run", DIGEST, signature + "0")]
+    forged += [("run", DIGEST, flipped(signature, i)) for i in range(MOST_SIGNATURE)]
+    forged.append(("run", DIGEST, signature[:128]))  # the spare's own, without the host's word for it
+    for arguments in forged:
+        with pytest.raises(BadSignature, match="not that of the key"):
+            check_signature(*arguments, key.public)
+
+
+def test_nobody_makes_itself_a_successor(tmp_path):
+    key, other = HostKey(tmp_path / "host.key"), HostKey(tmp_path / "other.key")
+    other.write_successor(tmp_path / "spare")
+    with pytest.raises(BadSignature):
+        check_signature("run", DIGEST, HostKey(tmp_path / "spare").sign("run", DIGEST), key.public)
+    (tmp_path / "spare").write_text((tmp_path / "spare").read_text().replace(other.public, key.public))
+    with pytest.raises(UserError, match=f"successor of {key.public[:16]}, which has not signed it"):
+        HostKey(tmp_path / "spare")
+    claimed = key.sign("run", other.public)  # the host's signature in another role endorses nobody
+    with pytest.raises(BadSignature):
+        check_signature("run", DIGEST, other.sign("run", DIGEST) + other.public + claimed, key.public)
+
+
+def test_a_spare_overwrites_nothing_and_names_no_successor_itself(tmp_path):
+    key = HostKey(tmp_path / "host.key")
+    (tmp_path / "taken").write_text("a letter")
+    with pytest.raises(UserError, match="taken exists"):
+        key.write_successor(tmp_path / "taken")
+    with pytest.raises(UserError, match="Cannot use the host's key"):
+        key.write_successor(tmp_path / "missing" / "spare")
+    key.write_successor(tmp_path / "spare")
+    with pytest.raises(UserError, match="is a successor itself"):
+        HostKey(tmp_path / "spare").write_successor(tmp_path / "third")
+    assert (tmp_path / "taken").read_text() == "a letter" and not (tmp_path / "third").exists()

@@ -6,7 +6,7 @@ import pytest
 
 from tests import test_swarm
 from tests.conftest import ROOT
-from tests.test_swarm import TWO, Swarm, counted
+from tests.test_swarm import TWO, Cold, Swarm, counted
 
 ORDINARY = ROOT / ".venv" / "bin" / "python"
 
@@ -23,11 +23,11 @@ def swarm(tmp_path, tiny_model, monkeypatch):
 @pytest.mark.parametrize("sync", ["diloco", "gradients"])
 def test_an_xla_peer_and_a_cpu_peer_hold_equal_states_after_each_round_of_both(swarm, sync, monkeypatch):
     host = swarm.host("--sync", sync)
-    chips = swarm.peer("chips", "--device", "xla", "--datasetserver", host.url, *TWO)
+    chips = swarm.peer("chips", "--device", "xla", "--datasetserver", host.url, *TWO, kind=Cold)
     with monkeypatch.context() as other:
         if ORDINARY.exists():  # as in life: another PyTorch
             other.setattr(sys, "executable", str(ORDINARY))
-        cores = swarm.peer("cores", "--device", "cpu", "--datasetserver", host.url, *TWO)
+        cores = swarm.peer("cores", "--device", "cpu", "--datasetserver", host.url, *TWO, kind=Cold)
     both = lambda: sum(len(line["members"]) == 2 for line in cores.rounds())  # noqa: E731
     swarm.wait("three rounds of both", lambda: both() >= 3)
     assert "device=xla devices=4 (CPU)" in chips.text() and "device=cpu" in cores.text()

@@ -12,6 +12,7 @@ from typing import Any
 from peer.data.client.transport import Refusal, Transport
 from peer.data.unsaid import Unsaid
 from swarm.errors import UserError
+from swarm.protocol import ContributionAnswer
 
 log = logging.getLogger(__name__)
 CONTRIBUTIONS, ROUNDS = "/v1/contributions", "/v1/rounds"
@@ -19,7 +20,7 @@ CONTRIBUTIONS, ROUNDS = "/v1/contributions", "/v1/rounds"
 
 @dataclass(eq=False)
 class Letter:
-    """Something to report, kept until the server has it. `answer`: its result is None, or it raises Refusal. on_disk: as well."""
+    """Something to report, kept until the server has it. `answer`: its result is the receipt, '' without one, or it raises Refusal. on_disk: as well."""
 
     path: str
     body: dict[str, Any]
@@ -33,7 +34,7 @@ class Outbox:
     news: called after a letter was put in, in the thread that put it. result: waits for a future, so many seconds.
     """
 
-    def __init__(self, unsaid: Unsaid, news: Callable[[], None], result: Callable[[Future, float], None] = Future.result):
+    def __init__(self, unsaid: Unsaid, news: Callable[[], None], result: Callable[[Future, float], str] = Future.result):
         self._unsaid, self._news, self._result, self._lock = unsaid, news, result, threading.Lock()
         self._letters: deque[Letter] = deque(Letter(_path_of(body), body, on_disk=True) for body in unsaid.letters())
 
@@ -68,35 +69,36 @@ class Outbox:
                     log.warning("what there is to report would not survive a kill: %s", error.message)
                     return
 
-    def answered(self, letter: Letter, seconds: float) -> bool:
-        """Wait so long for the answer to a contribution; raises Refusal.
+    def answered(self, letter: Letter, seconds: float) -> str | None:
+        """Wait so long for the answer to a contribution: its receipt, '' where the server gives none. Raises Refusal.
 
-        False when there is none: then it is offered to the swarm nevertheless, and the server will hear of it, as of one that was, even
+        None when there is no answer: then it is offered to the swarm nevertheless, and the server will hear of it, as of one that was, even
         when this peer is killed before it is back. Raises UserError when the disk does not take it.
         """
         try:
-            self._result(letter.answer, seconds)
-            return True
+            return self._result(letter.answer, seconds)
         except FutureTimeout:
             with self._lock:  # a body that is on its way is refused or taken as it is, and sent again as this one if it is refused
                 meanwhile = letter.answer.done()
                 if not meanwhile:
                     letter.body = {**letter.body, "offered": True}
             if meanwhile:
-                self._result(letter.answer, 0)
-                return True
+                return self._result(letter.answer, 0)
             self._unsaid.keep(letter.body)
             if letter.answer.done():  # meanwhile
                 self._unsaid.said(letter.body)
-            return False
+            return None
 
     async def deliver(self, transport: Transport) -> None:
         """Bring the letters that are there to the server, one after the other. Raises UserError when it no longer takes our token."""
         while self._letters:
             letter = self._letters[0]
-            body, refusal = letter.body, None
+            body, refusal, receipt = letter.body, None, ""
             try:
-                await transport.insist(letter.path, body)
+                if letter.path == CONTRIBUTIONS:
+                    receipt = (await transport.insist(letter.path, body, ContributionAnswer)).receipt or ""
+                else:
+                    await transport.insist(letter.path, body)
             except Refusal as error:
                 refusal = error
             with self._lock:
@@ -106,7 +108,7 @@ class Outbox:
                 if refusal:
                     letter.answer.set_exception(refusal)
                 else:
-                    letter.answer.set_result(None)
+                    letter.answer.set_result(receipt)
             if refusal:
                 # Old news to a server that knows better is no fault; what is refused will be refused again.
                 log.warning("the dataset server refused %s: %s", letter.path.rpartition("/")[2], refusal)

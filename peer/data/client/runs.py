@@ -14,7 +14,7 @@ from peer.contracts import CommittedRound
 from peer.data.client.transport import Reply, ServerAway, exchange, open_session, retry_after
 from swarm import protocol
 from swarm.digest import digest_json
-from swarm.errors import ExitCode, UserError
+from swarm.errors import ExitCode, Unanswered, UserError
 from swarm.members import is_signed
 from swarm.records import Membership
 from swarm.run_config import RunConfig
@@ -145,7 +145,7 @@ async def _ask(method: str, url: str, path: str, body: Any, timeout: float, toke
                 pause = max(pause, away.wait_seconds)
                 if time.monotonic() + pause > deadline:
                     reason = str(away) or "no answer in time"
-                    raise UserError(
+                    raise Unanswered(
                         f"The dataset server {url} does not answer: {reason}.",
                         fix="Check the URL, that the server runs, and that its port is open.",
                         code=ExitCode.NETWORK,

@@ -53,8 +53,15 @@ class ShardEpoch:
 class Work:
     """See the module. paused: by the host: no samples come, and what is held is kept. clock: in seconds."""
 
-    def __init__(self, batch_samples: int, clock: Callable[[], float] = time.monotonic, changed: threading.Condition | None = None):
-        self._batch, self._speed = batch_samples, _Speed(clock)
+    def __init__(
+        self,
+        batch_samples: int,
+        clock: Callable[[], float] = time.monotonic,
+        changed: threading.Condition | None = None,
+        window_samples: int = 0,
+    ):
+        """batch_samples: asked for at a time; window_samples: taken at a time before any of them is trained, 0 for those of a step."""
+        self._batch, self._speed = max(batch_samples, window_samples // 2), _Speed(clock, window_samples)
         self._changed = changed or threading.Condition()  # notified when a shard epoch is ready or there will be none
         self._leases: dict[str, Lease] = {}
         self._lease_of: dict[str, Lease] = {}
@@ -303,10 +310,13 @@ class Work:
 
 
 class _Speed:
-    """Samples per second that the training takes, while it has some to take."""
+    """Samples per second that the training takes, while it has some to take.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.rate, self._count, self._since, self._clock = 0.0, 0, None, clock
+    window: counted at the least. Who takes so many in a second and then trains for a minute is as fast from one of them to the next window's.
+    """
+
+    def __init__(self, clock: Callable[[], float], window: int = 0) -> None:
+        self.rate, self._count, self._since, self._clock, self._window = 0.0, 0, None, clock, window
 
     def count(self) -> None:
         now = self._clock()
@@ -314,7 +324,7 @@ class _Speed:
             self._count, self._since = 0, now
             return
         self._count += 1
-        if now - self._since >= 2.0:
+        if now - self._since >= 2.0 and self._count >= self._window:
             self.rate, self._since = self._count / (now - self._since), None
 
     def pause(self) -> None:

@@ -18,21 +18,23 @@ Letter = dict[str, Any]
 
 
 class Unsaid:
-    """Letters in a file, one line each; no file when there are none. Several threads may use one."""
+    """Letters in a file, one line each; no file when there are none. Several threads may use one, which alone writes its file."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
+        self._lines = _lines_of(path)
+        """As they are on disk: with hundreds that wait, to read them anew for each that is kept or said takes longer than all else."""
 
     def letters(self) -> list[Letter]:
-        """What was kept; a line that a kill cut short was never relied upon."""
+        """What was kept."""
         with self._lock:
-            return self._read()
+            return [json.loads(line) for line in self._lines]
 
     def keep(self, letter: Letter) -> None:
         """Durable when this returns. Raises UserError when the disk takes nothing."""
         with self._lock:
             try:
-                self._write([*self._read(), letter])
+                self._write([*self._lines, _line_of(letter)])
             except OSError as error:
                 raise UserError(
                     f"Cannot write {self._path}: {error.strerror or error}.",
@@ -42,28 +44,41 @@ class Unsaid:
 
     def said(self, letter: Letter) -> None:
         """The server has answered it: forget it, if it was kept at all. What cannot be forgotten is said again, which does no harm."""
+        line = _line_of(letter)
         with self._lock:
-            letters = self._read()
-            if letter not in letters:
+            if line not in self._lines:
                 return
-            letters.remove(letter)
+            lines = list(self._lines)
+            lines.remove(line)
             try:
-                self._write(letters) if letters else self._path.unlink()
+                self._write(lines)
             except OSError as error:
                 log.warning("cannot write %s: %s", self._path, error)
 
-    def _read(self) -> list[Letter]:
-        try:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return []
-        letters = []
-        for line in lines:
-            try:
-                letters.append(json.loads(line))
-            except ValueError:
-                log.warning("%s: a line was cut short", self._path)
-        return [letter for letter in letters if isinstance(letter, dict)]
+    def _write(self, lines: list[bytes]) -> None:
+        if lines:
+            files.replace(self._path, b"\n".join([*lines, b""]))
+        else:
+            self._path.unlink()
+        self._lines = lines
 
-    def _write(self, letters: list[Letter]) -> None:
-        files.replace(self._path, "".join(json.dumps(letter) + "\n" for letter in letters).encode())
+
+def _line_of(letter: Letter) -> bytes:
+    return json.dumps(letter).encode()
+
+
+def _lines_of(path: Path) -> list[bytes]:
+    """Those that are whole: a line that a kill cut short was never relied upon."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return [line for line in lines if _is_letter(path, line)]
+
+
+def _is_letter(path: Path, line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        log.warning("%s: a line was cut short", path)
+        return False

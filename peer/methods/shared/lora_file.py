@@ -2,17 +2,18 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peer.contracts import Model, Params
+from peer.methods.shared.adapters import layers
 from peer.methods.shared.parts import plain
-from swarm.digest import digest_bytes
 from swarm.errors import UserError
-from swarm.run.methods.lora import file_of
+from swarm.run.adapters import targets
+from swarm.run.methods.lora import there
 from swarm.run_config import RunConfig
 
 _SIDE = re.compile(r"[._](?:lora_linear_layer|lora)\.(down|up)\.weight$")
@@ -23,19 +24,19 @@ _ENDS = {".lora_A.weight": ".lora_A.default.weight", ".lora_B.weight": ".lora_B.
 
 def read_lora(run: RunConfig, model: Model) -> dict[str, Tensor]:
     """Float32 tensors by the names of the run's parameters, as strong as the file has them at alpha = rank. Raises UserError."""
-    path = _there(run)
+    path = there(run)
     try:
         tensors, header = _read(path)
         unet = {"unet_config": model.parts[model.facts.denoiser].config} if model.facts.lora_processors else {}
-        found = type(model.pipeline).lora_state_dict(_at_rank(tensors), **unet)
-        layers = found[0] if isinstance(found, tuple) else found
+        found = type(model.pipeline).lora_state_dict(_as_diffusers(_at_rank(tensors), run, model), **unet)
+        tensors = found[0] if isinstance(found, tuple) else found
         scales = _scales(header)
     except UserError:
         raise
     except Exception as error:  # whatever diffusers and safetensors raise for a file that is none
         raise _unfit(path, f"{type(error).__name__} in diffusers") from error
     given = {}
-    for key, tensor in layers.items():
+    for key, tensor in tensors.items():
         name = _name(key)
         scale = scales.get(key.split(".")[0], 1.0) if ".lora_B." in name else 1.0
         given[name] = tensor.float() * scale if scale != 1 else tensor.float()
@@ -60,21 +61,6 @@ def fill(params: Params, given: Mapping[str, Tensor], scale: float) -> None:
         parameter.copy_((given[name] / scale if ".lora_B." in name and scale != 1 else given[name]).view_as(parameter))
 
 
-def _there(run: RunConfig) -> Path:
-    """Raises UserError when the file is not here, or is not the run's."""
-    try:
-        path = file_of(run.lora_weights)
-        is_its = digest_bytes(path.read_bytes()) == run.lora_weights_digest
-    except (UserError, OSError, ValueError, RuntimeError):  # a place may be anything
-        path, is_its = None, False
-    if not is_its:
-        raise UserError(
-            f"The run begins with the LoRA {run.lora_weights}, and {'there is none' if path is None else 'that file is another'} here.",
-            fix="Ask the host for it, and give it with --lora_weights FILE.",
-        )
-    return path
-
-
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import safe_open
 
@@ -94,6 +80,47 @@ def _at_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         rank = len(tensors[down])
         result |= {up: tensors[up].float() * (tensors[name].item() / rank), name: torch.tensor(float(rank))}
     return result
+
+
+def _as_diffusers(tensors: dict[str, Tensor], run: RunConfig, model: Model) -> dict[str, Tensor]:
+    """Layers of original checkpoints under kohya's names as those of diffusers, of which several may be in one; any other file as it is. Raises UserError."""
+    facts = model.facts
+    if not facts.original or not any(name.startswith("lora_") for name in tensors):
+        return tensors  # diffusers converts what has its own names, and knows the original ones of FLUX at the real width alone
+    prefixes = {part: prefix for part, prefix in facts.prefixes.items() if part in model.parts}
+    trained = {*layers(model.parts[facts.denoiser], targets(run, facts))}
+    found, left = {}, {name for name in tensors if not name.endswith(".alpha")}
+    for part, prefix in prefixes.items():
+        linear = [name for name, module in model.parts[part].named_modules() if isinstance(module, nn.Linear)]
+        known = {facts.original_layer(name) if part == facts.denoiser else (f"text_model.{plain(name)}", (name,)) for name in linear}
+        for place, names in known:
+            ends = [f"{prefix}_{place.replace('.', '_')}.lora_{side}.weight" for side in ("down", "up")]
+            if ends[0] not in tensors:
+                continue
+            left -= {*ends}
+            outputs = [model.parts[part].get_submodule(name).out_features for name in names]
+            for name, down, up in _split(tensors[ends[0]], tensors[ends[1]], run.rank, dict(zip(names, outputs, strict=True)), trained):
+                if name.endswith(facts.swapped) and len(up) == 2 * down.shape[1]:
+                    up = torch.cat(up.chunk(2)[::-1])
+                found |= {f"{part}.{name}.lora_A.weight": down, f"{part}.{name}.lora_B.weight": up}
+    if left:
+        raise UserError(f"The LoRA of --lora_weights has {min(left)}, which this model does not have.", fix="Check that it was made for it.")
+    return found
+
+
+def _split(down: Tensor, up: Tensor, rank: int, outputs: Mapping[str, int], trained: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The layers in one, with so many outputs: all with the same first matrix, or each with its own part of it, as `dd-export` writes them.
+
+    A layer that adds nothing, and that the run does not train, was not trained when the file was written. Raises UserError.
+    """
+    ups = {name: own for name, own in zip(outputs, up.split([*outputs.values()]), strict=True) if name in trained or own.any()}
+    if len(down) == rank:
+        yield from ((name, down, own) for name, own in ups.items())
+        return
+    columns = {name: slice(number * rank, (number + 1) * rank) for number, name in enumerate(ups)}
+    if len(ups) * rank != len(down) or any(ups[name].count_nonzero() != ups[name][:, own].count_nonzero() for name, own in columns.items()):
+        raise UserError(f"The LoRA of --lora_weights has layers of rank {len(down)} and of rank {rank}.", fix="Give one whose layers have the same.")
+    yield from ((name, down[own], ups[name][:, own]) for name, own in columns.items())
 
 
 def _scales(header: Mapping[str, str]) -> dict[str, float]:

@@ -19,7 +19,9 @@ class Flow:
         """scheduler: the pipeline's, of which only the config counts: drawing pictures sets its own steps."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+        # A dynamic shift depends on the size of the picture that is drawn; in training diffusers' scripts then shift by nothing.
+        asked = {"shift": run.timestep_shift, "use_dynamic_shifting": False} if run.timestep_shift else {}
+        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config, **asked)
         self._run = run
 
     def sigmas(self, timesteps: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peer.contracts import Text
+from peer.models.diffusion.packed import PackedLinear, pack
 from peer.models.diffusion.pipeline import load_pipeline, save_pipeline
 from swarm.errors import UserError
 from swarm.run.family import Family
@@ -39,6 +40,7 @@ class DiffusionModel:
         self.read: Callable[[], Any] | None = None
         """Reads the pipeline anew, in float32 on the CPU."""
         self._held: dict[str, torch.dtype] = {}
+        self._packed: dict[str, PackedLinear] = {}
         names = (self.facts.denoiser, "vae", *self.facts.text_encoders)
         self.parts: dict[str, nn.Module] = {name: getattr(pipeline, name) for name in names if getattr(pipeline, name) is not None}
         self.vae = self.parts["vae"]
@@ -66,12 +68,14 @@ class DiffusionModel:
         self.pipeline.to(device)
         self.device = device
 
-    def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = ()) -> None:
+    def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = (), *, waiting: bool = False) -> None:
         """Move to `device`. Of the parts that are not trained as a `whole`, the weights that autocast computes with are held in its `dtype`.
 
         It would cast them to that at every step: so the results have the same bits, in half the memory. All else is float32. A VAE that
-        overflows in fp16 says so in its config, and stays as it is.
+        overflows in fp16 says so in its config, and stays as it is. waiting: nothing moves yet, each part comes in its turn (peer/machine/turns.py).
         """
+        # One by one: all of it in float32 may be more than the host's memory.
+        where = device if device.type == "cuda" and not waiting else None
         for name, part in self.parts.items():
             if dtype is not None and name not in whole and not (name == "vae" and self._vae_overflows):
                 self._held[name] = dtype
@@ -81,8 +85,28 @@ class DiffusionModel:
                 held = self._held.get(name, torch.float32) if isinstance(module, _CAST) else torch.float32
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     if tensor.is_floating_point():
-                        tensor.data = tensor.data.to(torch.float32 if id(tensor) in exact else held)
-        self.move(device)
+                        cast = isinstance(tensor, nn.Parameter) and id(tensor) not in exact  # a packed layer's scales are buffers
+                        tensor.data = tensor.data.to(where, held if cast else torch.float32)
+        self.device = device
+        if not waiting:
+            self.move(device)
+
+    def pack(self, precision: str, device: torch.device) -> None:
+        """Hold the linear layers of the denoiser's blocks in fewer bits, on `device`. Before `place`, of a denoiser that is not trained."""
+        self._packed, error = pack(self.denoiser, self.facts.layers.all, precision, device)
+        log.info("base_precision=%s layers=%d, whose weights differ from the model's by %.2g of their length", precision, len(self._packed), error)
+
+    @contextlib.contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Within it, packed layers compute with the model's own weights: those of its files, brought to the device one layer at a time. Raises UserError."""
+        own = getattr(self.read(as_filed=True), self.facts.denoiser)
+        try:
+            for name, layer in self._packed.items():
+                layer.own = own.get_submodule(name).weight.detach()
+            yield
+        finally:
+            for layer in self._packed.values():
+                layer.own = None
 
     def enable_gradient_checkpointing(self) -> None:
         """Of whatever may be trained: the denoiser and the text encoders, which honour it only in training mode."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peer.models.diffusion.distance import distance_of
 from swarm.run.losses.denoising import check_noise
@@ -52,6 +52,8 @@ class Noising:
         timesteps = self._timesteps(len(latents), rng).to(latents.device)
         if run.noise_offset:
             noise = noise + run.noise_offset * normal((*latents.shape[:2], 1, 1), rng).to(latents.device)
+        if run.multires_noise_iterations:
+            noise = multires(noise, rng, run.multires_noise_iterations, run.multires_noise_discount)
         seen = noise
         if run.input_perturbation:
             seen = noise + run.input_perturbation * normal(latents.shape, rng).to(latents.device)
@@ -100,9 +102,31 @@ def normal(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=rng, device=rng.device)
 
 
-def sample_losses(predicted: Tensor, noised: Noised) -> Tensor:
-    """(B,) float32: each sample's weighted mean of --loss_type; the mean squared error by default."""
-    return noised.distance(predicted.float() - noised.target.float()).mean(dim=(1, 2, 3)) * noised.weights
+def multires(noise: Tensor, rng: torch.Generator, iterations: int, discount: float) -> Tensor:
+    """Noise (B, C, h, w) with coarser noise added, each time 2 to 4 times as coarse as before, and scaled to a deviation of 1 in each picture.
+
+    Source: kohya-ss/sd-scripts at 48d368fa557731ad0488c07304dfeba8c07910eb, library/custom_train_functions.py, `pyramid_noise_like`, after Whitaker
+    2023 (https://wandb.ai/johnowhitaker/multires_noise). It scales the whole batch together; a picture's noise would then depend on the others.
+    """
+    size = noise.shape[2:]
+    for power in range(iterations):
+        ratio = 2 + 2 * torch.rand((), generator=rng, device=rng.device).item()
+        coarse = [max(1, int(side / ratio**power)) for side in size]
+        added = nn.functional.interpolate(normal((*noise.shape[:2], *coarse), rng), size, mode="bilinear")
+        noise = noise + discount**power * added.to(noise.device)
+        if min(coarse) == 1:
+            break
+    return noise / noise.std(dim=(1, 2, 3), keepdim=True)
+
+
+def sample_losses(predicted: Tensor, noised: Noised, mask: Tensor | None = None) -> Tensor:
+    """(B,) float32: each sample's weighted mean of --loss_type; the mean squared error by default.
+
+    mask: (B, 1, h, w), what each place's distance is multiplied with. The mean is over all places, as in kohya-ss/sd-scripts at
+    48d368fa557731ad0488c07304dfeba8c07910eb, `apply_masked_loss`: a picture counts as much as its mask is large.
+    """
+    distances = noised.distance(predicted.float() - noised.target.float())
+    return (distances if mask is None else distances * mask).mean(dim=(1, 2, 3)) * noised.weights
 
 
 def changes(run: RunConfig) -> dict[str, Any]:

@@ -29,4 +29,4 @@ class PatchFlowModel(FlowModel):
             return_dict=False,
         )[0]
         # In one piece: a mean over a view in another order of memory has other last bits.
-        return sample_losses(answer.transpose(1, 2).contiguous().view(batch.latents.shape), noised)
+        return sample_losses(answer.transpose(1, 2).contiguous().view(batch.latents.shape), noised, batch.mask)

@@ -32,8 +32,8 @@ def written_out(pipeline: Any, tokenizer: Any, captions: Sequence[str]) -> list[
     return convert(list(captions), tokenizer) if convert else list(captions)
 
 
-def t5_states(pipeline: Any, tokenizer: Any, encoder: Any, captions: Sequence[str], length: int) -> Tensor:
-    """(B, T, width): what a T5 says of captions, padded and cut to `length` tokens, or to what the tokenizer takes at most."""
+def t5_states(pipeline: Any, tokenizer: Any, encoder: Any, captions: Sequence[str], length: int, device: torch.device) -> Tensor:
+    """(B, T, width): what a T5 says on `device` of captions, padded and cut to `length` tokens, or to what the tokenizer takes at most."""
     ids = tokenizer(
         written_out(pipeline, tokenizer, captions),
         padding="max_length",
@@ -41,7 +41,7 @@ def t5_states(pipeline: Any, tokenizer: Any, encoder: Any, captions: Sequence[st
         truncation=True,
         return_tensors="pt",
     ).input_ids
-    return encoder(ids.to(encoder.device))[0]
+    return encoder(ids.to(device))[0]
 
 
 def padded(states: Sequence[Tensor]) -> Text:
@@ -55,9 +55,9 @@ def rows(text: Text) -> list[Tensor]:
     return [states[mask.bool()] for states, mask in zip(text["states"], text["mask"], strict=True)]
 
 
-def between_layers(encoder: Any, ids: Tensor, mask: Tensor, layers: Sequence[int]) -> Tensor:
-    """(B, T, layers * width): a language model's hidden states after each of these layers, side by side. ids, mask: (B, T)."""
-    told = {"input_ids": ids.to(encoder.device), "attention_mask": mask.to(encoder.device)}
+def between_layers(encoder: Any, ids: Tensor, mask: Tensor, layers: Sequence[int], device: torch.device) -> Tensor:
+    """(B, T, layers * width): a language model's hidden states on `device` after each of these layers, side by side. ids, mask: (B, T)."""
+    told = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
     # Of the next tokens, which nobody reads, those after one place: all of them are 0.3 GB for each caption.
     found = encoder(**told, output_hidden_states=True, use_cache=False, logits_to_keep=1).hidden_states
     return torch.cat([found[layer] for layer in layers], dim=-1)

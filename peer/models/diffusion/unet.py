@@ -35,7 +35,7 @@ class UNetModel(DiffusionModel):
         """(B,) float32: the error of the noise, the velocity or the picture, as the scheduler or the run says, weighted."""
         noised = self.noising(batch.latents, rng)
         predicted = self.unet(noised.noisy, noised.timesteps, return_dict=False, **self.conditioning(batch))[0]
-        return sample_losses(predicted, noised)
+        return sample_losses(predicted, noised, batch.mask)
 
     def conditioning(self, batch: LatentBatch) -> dict[str, Any]:
         """What the UNet is told of the batch, by the names of its forward."""

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import torch
 
+from peer.results.header import read, save
 from peer.results.loading import EMBEDDINGS, files_beside, read_embedding
-from swarm import files
 from swarm.errors import UserError
 from swarm.run.family import family_named
 
 
 def write_embedding(result: Path, path: Path, family: str, dtype: torch.dtype = torch.float32) -> None:
-    from safetensors.torch import save_file
-
     found = next((result / name for name in EMBEDDINGS if (result / name).is_file()), None)
     if found is None:
         raise UserError(f"{result} is no embedding: it has no {EMBEDDINGS[0]}.", fix="Use --format diffusers or single_file.")
@@ -26,6 +24,5 @@ def write_embedding(result: Path, path: Path, family: str, dtype: torch.dtype = 
         raise UserError(f"{result} does not say of which family its word is.", fix="Give its files to the other tool as they are.")
     vectors |= {suffix: read_embedding(file)[1][""] for suffix, file in others.items()}
     tensors = {facts.text_encoders[f"text_encoder{suffix}"].vectors[0] if others else word: tensor for suffix, tensor in vectors.items()}
-    header = {"format": "pt", "placeholder_token": word}
-    save_file({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, path, metadata=header)
-    files.as_new(path)
+    said = read(found)[1] if found.suffix == ".safetensors" else {}
+    save({name: tensor.to(dtype) for name, tensor in tensors.items()}, path, {**said, "format": "pt", "placeholder_token": word})

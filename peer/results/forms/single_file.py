@@ -6,12 +6,13 @@ Families whose facts say so. diffusers reads such files (`from_single_file`) but
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from swarm import files
+from peer.results.header import save
 from swarm.errors import UserError
 from swarm.run.family import CLIP, OPEN_CLIP, Family, family_of_pipeline
 
@@ -48,10 +49,8 @@ _OPEN_CLIP_ENDS = {
 }
 
 
-def write_single_file(pipeline: Any, path: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the pipeline's weights as one file. Raises UserError for a pipeline that has no such layout."""
-    from safetensors.torch import save_file
-
+def write_single_file(pipeline: Any, path: Path, dtype: torch.dtype = torch.float32, said: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write the pipeline's weights as one file, with a header. Raises UserError for a pipeline that has no such layout."""
     tensors = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in single_file_tensors(pipeline).items()}
     scheduler = pipeline.scheduler.config
     # By these two empty tensors ComfyUI and others know an SDXL model that predicts v; of SD 2.x they know it by its widths.
@@ -59,8 +58,7 @@ def write_single_file(pipeline: Any, path: Path, dtype: torch.dtype = torch.floa
         tensors["v_pred"] = torch.tensor([])
         if scheduler.get("rescale_betas_zero_snr"):
             tensors["ztsnr"] = torch.tensor([])
-    save_file(tensors, path, metadata={"format": "pt"})
-    files.as_new(path)
+    save(tensors, path, {"format": "pt", **said})
 
 
 def facts_of(pipeline: Any) -> Family:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.contracts import CommittedRound
+from peer.sync.engine.buffers import IN_MEMORY, MEMORY, Buffers, buffers_on
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.net.bucket import Bucket
@@ -151,6 +152,7 @@ async def assist(
     final: Callable[[Sequence[CommittedRound]], None],
     seen: Callable[[dict[str, Any]], None] = lambda values: None,
     states_limit: int,
+    state_on: str = MEMORY,
     server_url: str = "",
     name: str = "",
     hardware: str = "",
@@ -165,7 +167,9 @@ async def assist(
     """Take part until the run's end or `stop`. final: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
     members = members or Members(run, wall=wall)
     node.admit(members)
-    store = StateStore(folder / "state", keep=_STORED, bans=members.bans)
+    buffers = buffers_on(state_on, folder / "state")
+    older = bool(states_limit)  # else the archive has them all
+    store = StateStore(folder / "state", keep=_STORED, bans=members.bans, older=older, wall=wall, buffers=buffers)
     archive = Archive(folder / "settled", store, states_limit)
     strategy = load_strategy(f"peer.sync.{run.sync}:strategy", run)
     finding = asyncio.create_task(_stored_or_fetched(run, strategy, node, members, store, folder / "kind.json", archive))
@@ -212,13 +216,13 @@ async def _stored_or_fetched(
     """What a state looks like, and one to begin with; in a list, so that nobody holds its memory for as long as the process lives."""
     kind = Kind.read(path)
     if kind is not None:
-        _check_memory(run, strategy, kind)
+        _check_memory(run, strategy, kind, store.buffers)
     kept = (run.digest, kind.schema, kind.num_bytes(strategy.slots), run.target_batch_size) if kind is not None else None
     state = store.load(*kept) if kept else None
     if state is None and kept and store.forsaken and (settled := archive.newest()):
         state = store.load(*kept, paths=[settled])  # all that were newer are discarded: nobody else may have one of before
     if state is None:
-        kind, state = await _first_from_others(run, strategy, node, members, discarded=store.discarded)
+        kind, state = await _first_from_others(run, strategy, node, members, discarded=store.discarded, buffers=store.buffers)
         try:
             kind.write(path)
         except OSError as error:
@@ -226,9 +230,9 @@ async def _stored_or_fetched(
     return kind, [state]
 
 
-def _check_memory(run: RunConfig, strategy: Strategy, kind: Kind) -> None:
+def _check_memory(run: RunConfig, strategy: Strategy, kind: Kind, buffers: Buffers) -> None:
     """Raises UserError."""
-    check_memory(host_bytes(strategy, Wire(run.wire, *kind.sizes), trains=False), available_bytes())
+    check_memory(host_bytes(strategy, Wire(run.wire, *kind.sizes), trains=False, state_on=buffers.state_on), available_bytes())
 
 
 async def newest_state(
@@ -269,6 +273,7 @@ async def _first_from_others(
     named: Collection[str] = (),
     known: str = "",
     discarded: Discarded | None = None,
+    buffers: Buffers = IN_MEMORY,
 ) -> tuple[Kind, State]:
     """The best state of a run that this peer knows nothing of; waits until somebody is there who has one, and says so: `waiting`."""
     streams, told = Streams(node, members=members), -_TOLD_EVERY_SECONDS
@@ -281,9 +286,9 @@ async def _first_from_others(
         alike = [record for record in records if kind is not None and record.schema == kind.schema]
         if alike:
             if spare_memory:
-                _check_memory(run, strategy, kind)
+                _check_memory(run, strategy, kind, buffers)
             with contextlib.suppress(PeerLost, BadState):
-                return kind, await _fetch(streams, run, kind, strategy, alike, failures, named, known, discarded)
+                return kind, await _fetch(streams, run, kind, strategy, alike, failures, named, known, discarded, buffers)
         if clock() - told >= _TOLD_EVERY_SECONDS:
             told = clock()
             log.info("%s", waiting)
@@ -316,6 +321,7 @@ async def _fetch(
     named: Collection[str] = (),
     known: str = "",
     discarded: Discarded | None = None,
+    buffers: Buffers = IN_MEMORY,
 ) -> State:
     """The first of `_choices` that its holders give; who failed us least comes first (`failures`, which this adds to).
 
@@ -329,7 +335,7 @@ async def _fetch(
     reason: PeerLost | BadState = PeerLost("none of them has a state")
     for digest, holders in choices:
         try:
-            state = await _download(streams, digest, holders, like, fetch_seconds(num_bytes, contested=len(choices) > 1))
+            state = await _download(streams, digest, holders, like, fetch_seconds(num_bytes, contested=len(choices) > 1), buffers)
             state.header.check_bounds(run.target_batch_size)
             if discarded is not None and discarded.holds(state.digest, state.header):
                 raise BadState(f"the state {digest[:8]} descends from one that is discarded")
@@ -340,8 +346,8 @@ async def _fetch(
     raise reason
 
 
-async def _download(streams: Streams, digest: str, holders: Collection[str], like: State, longest: float) -> State:
-    content = WholeState(digest, like)
+async def _download(streams: Streams, digest: str, holders: Collection[str], like: State, longest: float, buffers: Buffers) -> State:
+    content = WholeState(digest, like, buffers=buffers)
     try:
         await asyncio.wait_for(Download(content, set(holders)).run(streams), longest)
     except asyncio.TimeoutError:

@@ -1,8 +1,8 @@
 """One peer's part in the rounds, from its coming to the run's end: `take_part` is the story, each line of it a phase that others can see.
 
 Lives in the sidecar's loop, talks to the swarm through a node and to the trainer through `Trainer`, and never decides from a record that is
-not signed, fresh and within bounds. The rules, and what each one is for, are in docs/protocol.md. The reading order is in
-docs/architecture.md: who may start, when a round is due, how it is averaged, which state is right, when a state is final.
+not signed, fresh and within bounds. The rules, the reason for each, and the reading order are in docs/internals.md:
+who may start, when a round is due, how it is averaged, which state is right, when a state is final.
 """
 
 import asyncio
@@ -62,7 +62,9 @@ T = TypeVar("T")
 IDLE_SECONDS, _SHORTEST_IDLE_SECONDS = 1.0, 0.05
 """Whatever happens wakes a peer; so long it sleeps at most, and at least, while time alone may make something due."""
 _BACKOFF_SECONDS = (1, 2, 4, 8, 16, 30)
-_LINGER_SECONDS, _LONGEST_LINGER_SECONDS = 15.0, 300.0
+_LINGER_SECONDS, _LONGEST_LINGER_SECONDS = 60.0, 300.0
+"""At the end others may need our state: so long we wait for one to fetch it, and while one does. A peer on a slow link needed 22 s to begin; of a dead one the record is gone
+after 20 s."""
 _CLOSE_SECONDS = 5.0
 _REBASE_SECONDS = 2.0
 """A trainer that did not rebase for so long has other things to do: the state is written without waiting for it."""
@@ -111,14 +113,16 @@ class Replica:
         company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id, lambda: self.members.bans.trusted)
         self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.members)
         # Which state is right, and how a better one comes here.
-        outer, streams = OuterStep(strategy, wire), Streams(node, upload, self.members)
+        outer, streams = OuterStep(strategy, wire, store.buffers), Streams(node, upload, self.members)
         self.heads = Heads(
             self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode
         )
         self._ending = Ending(run, self.end, node, line)
         plausible = Plausible(run, node.peer_id, self.state, self.trainer, self.heads, self._ending, store.discarded)
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
-        self._state_fetch = StateFetch(streams, plausible.refusal, clock, Replaying(wire.num_bytes, outer, self._means), self.bell.ring)
+        self._state_fetch = StateFetch(
+            streams, plausible.refusal, clock, Replaying(wire.num_bytes, outer, self._means), self.bell.ring, store.buffers
+        )
         self._catch_up = CatchUp(streams, self.state, self.heads, self.neighbours, self._state_fetch)
         # A round.
         self.next_round = NextRound(run, self.end, self.neighbours, self.state, wall)

@@ -163,8 +163,13 @@ class Header:
         if not self.round <= self.samples <= self.round * MOST_MEMBERS * 2 * target:
             raise BadState(f"header: {self.samples} samples in {self.round} rounds")
         highest = max(self.included.values(), default=0)
-        if highest > _FREE_NUMBERS + _NUMBERS_PER_ROUND * self.round:
+        if highest > highest_number(self.round):
             raise BadState(f"header: contribution number {highest} in round {self.round}")
+
+
+def highest_number(round: int) -> int:
+    """The highest number of a contribution that a state of `round` may hold."""
+    return _FREE_NUMBERS + _NUMBERS_PER_ROUND * round
 
 
 def _fitted(header: Header) -> Header:
@@ -211,9 +216,12 @@ class State:
         return memoryview(self.buffer.bytes()[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES].numpy())
 
 
-def first_state(run: str, schema: str, anchor: Tensor, slots: int) -> State:
-    """Round 0, a function of the run alone: the base model, and `slots` outer tensors of zeros."""
-    buffer = SharedBuffer(anchor.numel() * 4 * (1 + slots))
+def first_state(run: str, schema: str, anchor: Tensor, slots: int, into: SharedBuffer | None = None) -> State:
+    """Round 0, a function of the run alone: the base model, and `slots` outer tensors of zeros.
+
+    into: zeros to take as its memory; `anchor` may lie at their front already, so that it is nowhere else.
+    """
+    buffer = into or SharedBuffer(anchor.numel() * 4 * (1 + slots))
     buffer.floats()[: anchor.numel()].copy_(anchor)
     return State(Header(run=run, schema=schema), buffer)
 
@@ -227,13 +235,32 @@ def next_state(
     may be that of `state` where it is needed no more. Raises BadState when the header is one that nobody would take.
     """
     buffer, at = into or SharedBuffer(state.buffer.num_bytes), 0
+    hashing = _Hashing(buffer.bytes())
     for piece in pieces:
         end, targets = at + piece[0].numel(), buffer.floats().view(len(piece), -1)
         for target, vector in zip(targets, piece, strict=True):
-            target[at:end].copy_(vector)
+            written = target[at:end].copy_(vector)
+            hashing.written(written.storage_offset() * written.itemsize, written.nbytes)
         at = end
     assert end == targets.shape[1], "the pieces are not the whole vectors"
-    return State(state.header.child(state.digest, members, mean), buffer)
+    return State(state.header.child(state.digest, members, mean), buffer, tuple(hashing.hashes))
+
+
+class _Hashing:
+    """Hashes each chunk of `data`, a uint8 vector, as soon as all of its bytes are written: later the disk may have to be asked for them."""
+
+    def __init__(self, data: Tensor):
+        self._data, self._missing = data, [chunk.numel() for chunk in data.split(CHUNK_BYTES)]
+        self.hashes = [b""] * len(self._missing)
+
+    def written(self, begin: int, num_bytes: int) -> None:
+        """So many bytes from `begin` on; each byte once."""
+        end = begin + num_bytes
+        for index in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            start = index * CHUNK_BYTES
+            self._missing[index] -= min(end, start + CHUNK_BYTES) - max(begin, start)
+            if not self._missing[index]:
+                (self.hashes[index],) = hash_chunks(self._data[start : start + CHUNK_BYTES])
 
 
 def hash_chunks(data: Tensor) -> Iterable[bytes]:

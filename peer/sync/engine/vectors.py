@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -186,29 +186,30 @@ class Reused:
     New pages took a sixth of an average's CPU time, 200 M floats. One block is kept at most, and the kernel may have it meanwhile.
     """
 
-    def __init__(self, num_bytes: int):
-        self._num_bytes = num_bytes
+    def __init__(self, num_bytes: int, new: Callable[[int], mmap.mmap] | None = None):
+        """new: makes such a block; default: private memory."""
+        self._num_bytes, self._new = num_bytes, new or new_memory
         self._kept: list[mmap.mmap] = []
 
     def take(self) -> Tensor:
         """(num_bytes,) uint8, of no particular content."""
-        memory = self._kept.pop() if self._kept else _new_memory(self._num_bytes)
+        memory = self._kept.pop() if self._kept else self._new(self._num_bytes)
         array = np.frombuffer(memory, dtype=np.uint8, count=self._num_bytes)
         weakref.finalize(array, _keep, self._kept, memory).atexit = False
         return torch.from_numpy(array)
 
 
-def _new_memory(num_bytes: int) -> mmap.mmap:
-    """In huge pages where the kernel gives them: the first touch of each small one takes 1.5 us."""
+def new_memory(num_bytes: int) -> mmap.mmap:
+    """Private, in huge pages where the kernel gives them: the first touch of each small one takes 1.5 us."""
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _keep(kept: list[mmap.mmap], memory: mmap.mmap) -> None:
     if not kept:
-        with contextlib.suppress(OSError):  # a kernel before 4.5
+        with contextlib.suppress(OSError):  # a kernel before 4.5; a file's pages, which the kernel may have anyway
             memory.madvise(mmap.MADV_FREE)
         kept.append(memory)
 
@@ -221,7 +222,8 @@ class SharedBuffer:
         if fd is None:
             os.ftruncate(self.fd, num_bytes)
         self.num_bytes = os.fstat(self.fd).st_size
-        self._bytes = torch.frombuffer(mmap.mmap(self.fd, self.num_bytes), dtype=torch.uint8)
+        self.memory = mmap.mmap(self.fd, self.num_bytes)
+        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def bytes(self) -> Tensor:
         """(num_bytes,) uint8 view; it keeps the mapping alive."""

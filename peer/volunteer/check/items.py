@@ -22,6 +22,7 @@ from swarm.run.method import method_named
 from swarm.run.optimizer import AUTO, optimizer_named
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
+from swarm.run_identity import PLACES
 
 log = logging.getLogger(__name__)
 STEP_SECONDS = 180.0
@@ -151,6 +152,7 @@ class Machine:
         from peer.launch.starting_model import locate_for
         from swarm.digest import digest_model
 
+        method_named(run.method).check_files(dataclasses.replace(run, **{name: self.given[name] for name in PLACES if self.given.get(name)}))
         name = self.given.get("model") or run.model
         if not Path(name).exists() and name.count("/") == 1 and not _in_hub_cache(name):
             return Answer(
@@ -179,7 +181,8 @@ class Machine:
         trained = weights if self.joined is None or method_named(self.joined.run.method).whole else min(weights, 100_000_000)
         checkpoints, optimizer = peer.checkpoints_total_limit, self.joined.run.optimizer if self.joined else AUTO
         there = len(Checkpoints(Path(peer.output_dir), checkpoints).paths())
-        needed = needed_bytes(trained, checkpoints=checkpoints, there=there, average=peer.use_ema, swarming=True, optimizer=optimizer)
+        options = {"checkpoints": checkpoints, "there": there, "average": peer.use_ema, "optimizer": optimizer}
+        needed = needed_bytes(trained, swarming=True, on_disk=peer.state_on == "disk", **options)
         kinds = 1 if peer.own_data else 1 + peer.cache_latents + peer.cache_text
         fits, told = check_space(folder, needed | {"caches": kinds * peer.cache_gib * 2**30})
         if not fits:
@@ -211,7 +214,7 @@ class Machine:
         wire = Wire.of(run.wire, Schema.of(learner.params))
         self.wire_bytes = wire.num_bytes
         on_host = any(parameter.is_cpu for parameter in learner.params.values())
-        needs = host_bytes(load_strategy(f"peer.sync.{run.sync}:strategy", run), wire, params_on_host=on_host)
+        needs = host_bytes(load_strategy(f"peer.sync.{run.sync}:strategy", run), wire, params_on_host=on_host, state_on=self.peer.state_on)
         trained = sum(parameter.numel() for parameter in learner.params.values())
         # Gradients and the optimizer's state of what is trained on a CPU come with the first step.
         needs |= {"gradients and optimizer": (4 + max(optimizer_named(run.optimizer).state_bytes)) * trained} if on_host else {}

@@ -10,6 +10,7 @@ import torch
 
 from peer.config import PeerConfig
 from peer.contracts import PixelBatch
+from peer.machine.counting import let_go
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 
@@ -37,10 +38,13 @@ def measure_step(
 ) -> Step:
     """Raises UserError when memory runs out, or when it is not done within `deadline` seconds; a step that hangs is left behind then."""
     outcome: list[BaseException | list[float]] = []
+    if peer.fused_step:
+        let_go(learner.params.values())
 
     def work() -> None:
         try:
-            outcome.append([_timed(step or _step, learner, run, peer, clock) for _ in range(_WARM_UP + _MEASURED)])
+            batch = _batch(learner, run, peer)
+            outcome.append([_timed(step or _step, learner, peer, batch, clock) for _ in range(_WARM_UP + _MEASURED)])
         except BaseException as error:
             outcome.append(error)
 
@@ -62,21 +66,26 @@ def measure_step(
     return Step(min(seconds), peer.train_batch_size * peer.gradient_accumulation_steps, _where(learner))
 
 
-def _timed(step: Callable[..., None], learner: Any, run: RunConfig, peer: PeerConfig, clock: Callable[[], float]) -> float:
+def _batch(learner: Any, run: RunConfig, peer: PeerConfig) -> PixelBatch:
+    """Noise and captions; encoded already where a window of batches would be (--offload), since a step then waits for no other part's turn."""
+    count, side = peer.train_batch_size, run.resolution
+    pixels = torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    batch = PixelBatch(pixels, ["a picture"] * count, torch.tensor([[side, side, 0, 0, side, side]] * count))
+    return learner.ahead([batch])[0] if learner.ahead else batch
+
+
+def _timed(step: Callable[..., None], learner: Any, peer: PeerConfig, batch: PixelBatch, clock: Callable[[], float]) -> float:
     began = clock()
-    step(learner, run, peer)
+    step(learner, peer, batch)
     if learner.precision.device.type == "cuda":
         torch.cuda.synchronize(learner.precision.device)
     return clock() - began
 
 
-def _step(learner: Any, run: RunConfig, peer: PeerConfig) -> None:
+def _step(learner: Any, peer: PeerConfig, batch: PixelBatch) -> None:
     """Forward and backward of all micro-batches of a local step."""
-    count, side, rng = peer.train_batch_size, run.resolution, torch.Generator(learner.precision.device).manual_seed(0)
+    rng = torch.Generator(learner.precision.device).manual_seed(0)
     for _ in range(peer.gradient_accumulation_steps):
-        pixels = torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(0)) * 2 - 1
-        geometry = torch.tensor([[side, side, 0, 0, side, side]] * count)
-        batch = PixelBatch(pixels, ["a picture"] * count, geometry)
         with learner.precision.autocast():
             learner.model.loss(learner.encode(batch, rng), rng).sum().backward()
     for parameter in learner.params.values():
@@ -89,7 +98,8 @@ def _readable(error: BaseException, peer: PeerConfig) -> UserError:
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return UserError(
             f"A step of {peer.train_batch_size} pictures does not fit into the memory.",
-            fix="Lower --train_batch_size (and raise --gradient_accumulation_steps), add --gradient_checkpointing, or use --weights bf16.",
+            fix=f"Lower --train_batch_size{'' if peer.fused_step else ' (and raise --gradient_accumulation_steps)'}, add --gradient_checkpointing, "
+            f"or use --weights bf16{'' if peer.offload else ' or, on a GPU, --offload'}.",
             code=ExitCode.MEMORY,
         )
     return UserError(f"A step failed: {error!r}.", fix="Run again with --debug, and report it.", code=ExitCode.FAILED)

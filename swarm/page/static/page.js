@@ -211,6 +211,9 @@ function drawGlance(run, figures) {
   const loss = over ? over.loss : run.loss;
   set("loss", loss === null ? "–" : loss.toFixed(4));
   set("loss-text", over ? "at the end" : "mean of the peers, by their speed");
+  const held = figures.validation_loss;
+  show("validation-text", held !== null);
+  set("validation-text", held === null ? "" : `held-out pictures: ${held.toFixed(4)} after round ${count.format(figures.validation_round)}`);
   show("epoch-card", run.epoch !== null);
   if (run.epoch !== null) {
     set("epoch", (run.ledger.counted / run.dataset_samples).toFixed(1));

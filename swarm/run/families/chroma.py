@@ -6,7 +6,7 @@ Licence: Apache 2.0.
 from dataclasses import replace
 
 from swarm.run.families import flux
-from swarm.run.family import Family, TextEncoder
+from swarm.run.family import Family, Names, TextEncoder
 from swarm.run.texts import T5Text
 
 FAMILY = Family(
@@ -23,12 +23,16 @@ FAMILY = Family(
     lora=flux.FAMILY.lora,
     layers=replace(flux.FAMILY.layers, linear=()),  # what modulates its blocks is computed before them
     lora_processors=False,
-    kohya=False,
+    original=flux.FAMILY.original,
+    outputs=flux.FAMILY.outputs,
     single_file=False,
     caption_tokens=512,
     loss="flow_matching",
     sections=(T5Text,),
     tag="chroma",
+    called=lambda config, predicts_v: Names(architecture="chroma", version="chroma"),
+    implementation="https://huggingface.co/lodestones/Chroma",
+    network="networks.lora_flux",
     guidance=5.0,
     negative_prompts=True,
     ddim=False,

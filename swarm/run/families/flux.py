@@ -1,7 +1,7 @@
 """FLUX.1: a transformer told by T5, and by CLIP's embedding of the whole caption."""
 
 from swarm.options import option, options
-from swarm.run.family import CLIP_LAYERS, Family, Layers, TextEncoder
+from swarm.run.family import CLIP_LAYERS, Family, Layers, Names, TextEncoder
 from swarm.run.texts import T5Text
 
 _ATTENTION = (
@@ -9,6 +9,15 @@ _ATTENTION = (
     *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
 )
 _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+
+_QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
+ATTENTION = {
+    "img_attn.qkv": _QKV,
+    "img_attn.proj": ("attn.to_out.0",),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "txt_attn.proj": ("attn.to_add_out",),
+}
+"""Of a block with a stream for each of picture and text, by its original names."""
 
 
 @options
@@ -52,12 +61,33 @@ FAMILY = Family(
         linear=("norm1.linear", "norm1_context.linear", "norm.linear"),
     ),
     lora_processors=False,
-    kohya=False,
+    original={
+        "transformer_blocks": (
+            "double_blocks",
+            {
+                **ATTENTION,
+                "img_mlp.0": ("ff.net.0.proj",),
+                "img_mlp.2": ("ff.net.2",),
+                "txt_mlp.0": ("ff_context.net.0.proj",),
+                "txt_mlp.2": ("ff_context.net.2",),
+                "img_mod.lin": ("norm1.linear",),
+                "txt_mod.lin": ("norm1_context.linear",),
+            },
+        ),
+        "single_transformer_blocks": (
+            "single_blocks",
+            {"linear1": (*_QKV, "proj_mlp"), "linear2": ("proj_out",), "modulation.lin": ("norm.linear",)},
+        ),
+    },
+    outputs={"proj_mlp": 4},
     single_file=False,
     caption_tokens=512,
     loss="flow_matching",
     sections=(T5Text, Options),
     tag="flux",
+    called=lambda config, predicts_v: Names(architecture=f"flux-1-{'dev' if config['guidance_embeds'] else 'schnell'}", version="flux1"),
+    implementation="https://github.com/black-forest-labs/flux",
+    network="networks.lora_flux",
     guidance=3.5,
     negative_prompts=False,
     ddim=False,

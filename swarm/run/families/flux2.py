@@ -5,8 +5,8 @@ Licence: FLUX Non-Commercial License.
 
 from collections.abc import Collection
 
-from swarm.run.families.flux import Options
-from swarm.run.family import Family, Layers, TextEncoder
+from swarm.run.families.flux import ATTENTION, Options
+from swarm.run.family import Family, Layers, Names, TextEncoder
 from swarm.run.texts import T5Text
 
 
@@ -24,6 +24,20 @@ LAYERS = Layers(
     feed_forward=("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
 )
 
+ORIGINAL = {
+    "transformer_blocks": (
+        "double_blocks",
+        {
+            **ATTENTION,
+            "img_mlp.0": ("ff.linear_in",),
+            "img_mlp.2": ("ff.linear_out",),
+            "txt_mlp.0": ("ff_context.linear_in",),
+            "txt_mlp.2": ("ff_context.linear_out",),
+        },
+    ),
+    "single_transformer_blocks": ("single_blocks", {"linear1": ("attn.to_qkv_mlp_proj",), "linear2": ("attn.to_out",)}),
+}
+
 
 FAMILY = Family(
     title="FLUX.2",
@@ -38,13 +52,16 @@ FAMILY = Family(
     lora=LORA,
     layers=LAYERS,
     lora_processors=False,
-    kohya=False,
+    original=ORIGINAL,
     single_file=False,
     language_model="Mistral 3",
     caption_tokens=512,
     loss="flow_matching",
     sections=(T5Text, Options),
     tag="flux2",
+    called=lambda config, predicts_v: Names(architecture="Flux.2-dev", version="flux_2_dev"),
+    implementation="https://github.com/black-forest-labs/flux2",
+    network="networks.lora_flux_2",
     guidance=4.0,
     negative_prompts=False,
     ddim=False,

@@ -3,7 +3,7 @@
 Also the later Qwen-Image-2512, which has the same parts; not Qwen-Image-2.1, nor those that edit pictures. Licence: Apache 2.0.
 """
 
-from swarm.run.family import Family, Layers, TextEncoder
+from swarm.run.family import Family, Layers, Names, TextEncoder
 from swarm.run.texts import T5Text
 
 _PREFIX = "model.diffusion_model."
@@ -26,13 +26,15 @@ FAMILY = Family(
         linear=("img_mod.1", "txt_mod.1"),
     ),
     lora_processors=False,
-    kohya=False,
     single_file=False,
     language_model="Qwen 2.5 VL",
     caption_tokens=512,
     loss="flow_matching",
     sections=(T5Text,),
     tag="qwen-image",
+    called=lambda config, predicts_v: Names(architecture="Qwen-Image", version="qwen_image"),
+    implementation="https://github.com/QwenLM/Qwen-Image",
+    network="networks.lora_qwen_image",
     guidance=4.0,
     guided_by="true_cfg_scale",
     negative_prompts=True,

@@ -1,6 +1,6 @@
 """Stable Diffusion XL: a UNet told by OpenAI's CLIP and by OpenCLIP's larger one."""
 
-from swarm.run.family import CLIP, CLIP_LAYERS, OPEN_CLIP, UNET_LAYERS, Family, TextEncoder
+from swarm.run.family import CLIP, CLIP_LAYERS, OPEN_CLIP, UNET_LAYERS, Family, Names, TextEncoder
 from swarm.run.texts import ClipText
 
 FAMILY = Family(
@@ -32,13 +32,14 @@ FAMILY = Family(
     learned_words=True,
     layers=UNET_LAYERS,
     lora_processors=True,
-    kohya=True,
     single_file=True,
     marks_prediction=True,
     caption_tokens=77,
     loss="denoising",
     sections=(ClipText,),
     tag="stable-diffusion-xl",
+    called=lambda config, predicts_v: Names(architecture="stable-diffusion-xl-v1-base", version="sdxl_base_v1-0"),
+    implementation="https://github.com/Stability-AI/generative-models",
     guidance=7.5,
     negative_prompts=True,
     ddim=True,

@@ -1,7 +1,17 @@
 """Stable Diffusion 1.x and 2.x: a UNet told by one text encoder, OpenAI's CLIP in 1.x and OpenCLIP's in 2.x."""
 
-from swarm.run.family import CLIP, CLIP_LAYERS, OPEN_CLIP, UNET_LAYERS, Family, TextEncoder
+from collections.abc import Mapping
+from typing import Any
+
+from swarm.run.family import CLIP, CLIP_LAYERS, OPEN_CLIP, UNET_LAYERS, Family, Names, TextEncoder
 from swarm.run.texts import ClipText
+
+
+def _called(config: Mapping[str, Any], predicts_v: bool) -> Names:
+    second = config["cross_attention_dim"] == 1024  # OpenCLIP's width
+    size = "v2-768-v" if predicts_v else "v2-512"
+    return Names(architecture=f"stable-diffusion-{size if second else 'v1'}", version=f"sd_v{1 + second}{'_v' * predicts_v}")
+
 
 FAMILY = Family(
     title="Stable Diffusion",
@@ -23,12 +33,13 @@ FAMILY = Family(
     learned_words=True,
     layers=UNET_LAYERS,
     lora_processors=True,
-    kohya=True,
     single_file=True,
     caption_tokens=77,
     loss="denoising",
     sections=(ClipText,),
     tag="stable-diffusion",
+    called=_called,
+    implementation="https://github.com/Stability-AI/generative-models",
     guidance=7.5,
     negative_prompts=True,
     ddim=True,

@@ -4,7 +4,7 @@ Turbo is distilled to eight steps without guidance. It has the parts and the los
 Licence: Apache 2.0.
 """
 
-from swarm.run.family import Family, Layers, TextEncoder
+from swarm.run.family import Family, Layers, Names, TextEncoder
 from swarm.run.texts import T5Text
 
 FAMILY = Family(
@@ -24,13 +24,15 @@ FAMILY = Family(
         linear=("adaLN_modulation.0",),
     ),
     lora_processors=False,
-    kohya=False,
     single_file=False,
     language_model="Qwen 3",
     caption_tokens=512,
     loss="flow_matching",
     sections=(T5Text,),
     tag="z-image",
+    called=lambda config, predicts_v: Names(architecture="Z-Image", version="z_image"),
+    implementation="https://github.com/Tongyi-MAI/Z-Image",
+    network="networks.lora_zimage",
     guidance=4.0,  # of Z-Image, which its card puts at 3 to 5; Turbo is drawn with 0
     negative_prompts=True,
     ddim=False,

@@ -18,6 +18,13 @@ class Options:
     logit_mean: float = option(0.0, "Mean of --weighting_scheme logit_normal.", ge=None)
     logit_std: float = option(1.0, "Its standard deviation.")
     mode_scale: float = option(1.29, "Scale of --weighting_scheme mode.")
+    timestep_shift: float = option(
+        0.0,
+        "Shift the points that are drawn, above 1 towards the noise, as a scheduler with this shift would; 0: as the model's own scheduler.",
+        le=100,
+        since="0.1.1",
+        unsaid=0.0,
+    )
 
 
 LOSS = Loss(title="flow matching", options=Options)

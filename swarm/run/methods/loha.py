@@ -9,6 +9,7 @@ METHOD = Method(
     sections=(TextEncoders, adapters.Options),
     resolve=adapters.resolve,
     check_with=adapters.check_with,
+    network=lambda run, family: adapters.lycoris(run, "loha"),
     kind="LoHa weights",
     tags=("diffusers-training", "loha"),
     loading=adapters.loading,

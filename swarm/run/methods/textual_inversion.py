@@ -42,6 +42,16 @@ def _check(run: Any) -> None:
         value = getattr(run, name)
         if not value or value != value.strip() or len(value.split()) > 1:
             raise UserError(f"{name} is '{value}', but must be one word.", fix=f"For example: --{name} '{example}'.")
+    if run.shuffle_tags and "," in run.placeholder_token:
+        raise UserError(
+            f"shuffle_tags cuts captions at commas, and placeholder_token is '{run.placeholder_token}'.",
+            fix="Choose a word without a comma, or remove --shuffle_tags.",
+        )
+    if run.caption_tag_dropout_rate:
+        raise UserError(
+            f"caption_tag_dropout_rate is {run.caption_tag_dropout_rate:g}, but a caption with a new word keeps all its tags.",
+            fix="Remove --caption_tag_dropout_rate.",
+        )
 
 
 def _caption(caption: str, run: Any, chance: Callable[[str], Random]) -> str:

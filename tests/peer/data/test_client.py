@@ -54,6 +54,23 @@ def test_what_is_leased_ahead_is_ten_seconds_of_work_by_the_measured_speed_and_t
     assert work.wanted() == 0
 
 
+def test_a_peer_that_takes_a_window_at_a_time_leases_by_what_it_trains_and_not_by_what_it_takes():
+    """64 samples in a third of a second, then 32 seconds of training: 2 a second, not 200."""
+    clock = Clock()
+    work, lease = Work(4, clock, window_samples=64), Lease("1" * 32)
+    work.begin()
+    assert work.wanted() == 64, "a window, whatever its speed"
+    work.add(lease, [item(lease, shard) for shard in range(10)])
+    taken, rates = work.samples(lambda path, samples: range(100)), set()
+    for _ in range(10):
+        for _ in range(64):
+            next(taken)
+            clock.now += 0.005
+            rates.add(round(work._speed.rate, 1))
+        clock.now += 32
+    assert rates == {0, 2}
+
+
 def test_a_unit_leased_again_before_its_first_lease_is_known_to_be_lost_yields_each_sample_once():
     work = Work(4, Clock())
     work.begin()
@@ -96,7 +113,7 @@ def test_a_refusal_that_comes_as_the_patience_ends_is_one(tmp_path):
     """Or the contribution is offered to the swarm, and the server never hears of it."""
 
     class Refuses:
-        async def insist(self, path, body):
+        async def insist(self, path, body, model=None):
             raise refusal
 
     def late(answer, seconds):

@@ -10,8 +10,10 @@ from itertools import islice
 import pytest
 from PIL import Image
 
+from datasetserver.ingest import ingested
 from peer.contracts import CommittedRound, LeaseLost, Member
 from peer.data import dataset_server
+from peer.data.client.download import Corrupt
 from peer.data.dataset_server import fetch_run
 from peer.data.unsaid import Unsaid
 from peer.machine.device import Rank, RankGroup
@@ -20,6 +22,7 @@ from peer.samples.decoding import Decoder
 from peer.samples.feed import Feed
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
+from swarm.receipts import Receipts
 from tests.datasetserver.hosting import Host
 from tests.datasetserver.test_http import signed
 from tests.identities import id_of
@@ -65,11 +68,11 @@ def test_one_peer_sees_every_sample_of_an_epoch_before_the_next_epoch(serve, joi
 
 
 def test_registered_final_samples_are_counted(serve, join):
-    host = serve()
+    host = serve("--members", "yes")
     source = join(host.url, "alice")
     keys = [sample.key for sample in islice(source, 6)]
-    source.register(1, keys)
-    assert progress(host)["ledger"]["pending"] == 6
+    receipt = source.register(1, keys)
+    assert Receipts.of(source._run).hold(id_of("alice"), 1, 6, receipt) and progress(host)["ledger"]["pending"] == 6
     report(source, "alice", 1, keys)
     source.acknowledge(keys)
     assert eventually(lambda: progress(host)["samples_by_peer"] == {id_of("alice"): 6})
@@ -183,7 +186,7 @@ def test_a_peer_killed_while_the_server_is_away_says_afterwards_what_it_had_offe
     source = join(host.url, "alice")
     keys = [sample.key for sample in islice(source, 4)]
     host.kill()
-    source.register(7, keys)  # returns, and the contribution is offered to others
+    assert source.register(7, keys) == "", "without a receipt, the contribution is offered to others"
     killed(source)
     host.start()
     other = join(host.url, "bob")
@@ -234,14 +237,25 @@ def test_letters_are_kept_until_they_are_said_and_a_torn_one_costs_no_other(tmp_
     kept = Unsaid(tmp_path / "unsaid.jsonl")
     kept.keep({"number": 1})
     kept.keep({"number": 2})
-    with (tmp_path / "unsaid.jsonl").open("a") as file:
-        file.write('{"numb')
+    with (tmp_path / "unsaid.jsonl").open("ab") as file:
+        file.write(b'{"n\xffmb')  # and a bit of it has flipped
     assert Unsaid(tmp_path / "unsaid.jsonl").letters() == [{"number": 1}, {"number": 2}]
     kept.said({"number": 3})
     kept.said({"number": 1})
     assert kept.letters() == [{"number": 2}]
     kept.said({"number": 2})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_hundreds_that_wait_none_is_read_again_for_another(tmp_path, monkeypatch):
+    """A peer of an outage of a day has hundreds, and keeps or forgets one with each round."""
+    Unsaid(tmp_path / "unsaid.jsonl").keep({"number": 1})
+    kept = Unsaid(tmp_path / "unsaid.jsonl")
+    with monkeypatch.context() as patched:
+        patched.setattr("peer.data.unsaid.json.loads", lambda line: pytest.fail(f"{line} was read again"))
+        kept.keep({"number": 2})
+        kept.said({"number": 1})
+    assert kept.letters() == Unsaid(tmp_path / "unsaid.jsonl").letters() == [{"number": 2}]
 
 
 def post(host, path, **body):
@@ -408,3 +422,33 @@ def test_a_source_that_rests_gives_its_samples_to_others_and_keeps_what_is_in_wo
     assert progress(host)["ledger"]["pending"] == 3
     alice.rest(False)
     assert next(stream).key.startswith("1:"), "the next epoch: the first one is given out"
+
+
+def test_held_out_pictures_come_from_the_server_and_are_never_leased_and_what_is_leased_has_its_folders_weight(serve, join, tmp_path):
+    (tmp_path / "data.toml").write_text('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "host0/data"\nloss_weight = 0.5\n')
+    host = serve("--dataset", str(tmp_path / "data.toml"), "--validation_split", "0.3", samples=12, shard_samples=4)
+    (shard,) = ingested(tmp_path / "data.toml.datasetserver").manifest.held_out
+    source = join(host.url, "alice")
+    first = next(stream := iter(source))
+    eventually((tmp_path / "cache-alice" / "shards" / f"{shard.digest}.tar").exists)  # fetched before anybody asks: the first measurement has them
+    aside = eventually(source.held_out)
+    of_epoch = [sample for sample in [first, *islice(stream, 11)] if sample.key.startswith("0:")]
+    captions = {sample.caption for sample in of_epoch}
+    assert aside and len(captions) == 12 - len(aside) and not captions & {sample.caption for sample in aside}
+    assert captions | {sample.caption for sample in aside} == {f"picture {number}" for number in range(12)}
+    assert {sample.weight for sample in of_epoch} == {0.5}
+    assert source.held_out() is aside and progress(host)["dataset_samples"] == len(captions)
+
+
+def test_held_out_pictures_that_arrive_corrupt_are_not_measured_and_training_goes_on(serve, join, monkeypatch, caplog):
+    async def corrupt(transport, cache, digest, size, wanted):
+        if digest == aside.digest:
+            raise Corrupt("shard arrived corrupt")
+        return await fetch(transport, cache, digest, size, wanted)
+
+    host, fetch = serve("--validation_split", "0.3", samples=12), dataset_server.fetch
+    (aside,) = ingested(host.dataset.with_name("data.datasetserver")).manifest.held_out
+    monkeypatch.setattr(dataset_server, "fetch", corrupt)
+    source = join(host.url, "alice")
+    assert eventually(lambda: source.held_out() == []) and "measures no held-out loss" in caplog.text
+    assert next(iter(source)).image

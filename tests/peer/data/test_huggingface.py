@@ -3,12 +3,14 @@
 import dataclasses
 import io
 import os
+import re
 import subprocess
 import sys
 from itertools import islice
 from operator import length_hint
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -18,6 +20,7 @@ from peer.data import huggingface
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.datasetserver.test_ingest_hub import hub  # noqa: F401
+from tests.peer.data.sources import Row, encoded, plain, write_parquet
 from tests.peer.test_alone import RUN, start  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,6 +84,20 @@ def test_every_row_comes_once_an_epoch_in_an_order_of_the_epochs_own(dataset):
 def test_the_order_depends_on_the_seed_and_the_peer(dataset):
     assert captions(source(dataset)) == captions(source(dataset)) != captions(source(dataset, seed=1))
     assert captions(source(dataset, peer_id="another")) != captions(source(dataset))
+
+
+@pytest.mark.parametrize("masked", [0, 3])
+def test_of_a_stream_the_first_rows_masks_are_counted_once_for_a_run_that_has_a_use_for_them(tmp_path, caplog, masked):
+    rows = [Row(f"{n}.png", encoded(plain(n) if n >= masked else np.dstack([plain(n), plain(n)[..., :1]])), ("x",)) for n in range(4)]
+    folder = write_parquet([*rows, Row("none.png", b"no picture", ("x",))], tmp_path / "rows")
+    context = {"peer": PeerConfig(dataset_name=str(folder)), "peer_id": "alone", "cache_dir": Path("unused"), "epochs": 2}
+    with caplog.at_level("INFO", "peer.data.huggingface"):
+        list(huggingface.build(SourceContext(run=RunConfig(), **context)))
+        assert "masks=" not in caplog.text
+        list(huggingface.build(SourceContext(run=RunConfig(masked_loss=True), **context)))
+    (told,) = [record for record in caplog.records if "masks=" in record.getMessage()]
+    seen = int(re.search("masks=([0-9])", told.getMessage())[1])
+    assert (told.levelname == "INFO") == bool(masked) and bool(seen) == bool(masked) and seen <= masked
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

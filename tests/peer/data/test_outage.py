@@ -11,8 +11,11 @@ from datasetserver.orders import give
 from peer.contracts import CommittedRound, Member
 from peer.data import dataset_server
 from peer.data.client import transport
+from peer.data.client.manifest import SignedShards
+from peer.data.client.outage import Seen
 from peer.data.dataset_server import DatasetServer, fetch_run
 from swarm.run_config import RunConfig
+from swarm.signing import KnownHosts
 from tests.datasetserver.hosting import Host, until
 from tests.identities import id_of, key
 
@@ -47,11 +50,13 @@ def hasty(monkeypatch):
 class Peer:
     """What a peer's trainer does with its source."""
 
-    def __init__(self, name, url, folder, clock):
-        run = RunConfig.from_mapping(fetch_run(url, 20).run, where=url)
-        cache = folder / name
-        self.name, self.number, self.keys = id_of(name), 0, []
-        self.source = DatasetServer(url, run, key=key(name), cache_dir=cache, cache_bytes=2**30, batch_samples=BATCH, clock=clock)
+    def __init__(self, name, url, folder, clock, run=None):
+        self.hosts = KnownHosts(folder / f"{name}-hosts.json")
+        self.run = run or RunConfig.from_mapping(fetch_run(url, 20, known_hosts=self.hosts).run, where=url)
+        self.name, self.number, self.keys, self.folder = id_of(name), 0, [], folder / name
+        self.source = DatasetServer(
+            url, self.run, key=key(name), cache_dir=self.folder, cache_bytes=2**30, batch_samples=BATCH, clock=clock, known_hosts=self.hosts
+        )
         self.stream = iter(self.source)
 
     def contribute(self):
@@ -122,6 +127,48 @@ def test_peers_train_through_half_an_hour_without_their_server_and_every_sample_
     assert not trained & set(rest), "counted, and trained again"
     assert trained | set(rest) == everything, "lost"
     assert len(rest) == len(set(rest))
+
+
+def test_a_peer_that_starts_while_its_server_is_away_trains_what_its_disk_has_of_the_next_epoch(host, hasty, tmp_path, caplog):
+    clock = Clock()
+    alice = Peer("alice", host.url, tmp_path, clock)
+    Swarm(alice).rounds(3)
+    alice.source.close()
+    host.kill()
+    again = Peer("alice", host.url, tmp_path, clock, alice.run)
+    again.number = alice.number
+    try:
+        first = iter(again.stream)
+        with ThreadPoolExecutor(1) as thread:
+            sample = thread.submit(next, first)
+            until(lambda: again.source._transport.away_since is not None)
+            clock.now += 30
+            assert sample.result(20).key.startswith("1:")
+        own = [sample.result().key, *(each.key for each in itertools.islice(first, BATCH - 1))]
+        again.source.register(4, own)
+        host.start()
+        until(lambda: not again.source._outbox)
+        round_ = CommittedRound("a" * 64, f"{3:064x}", 4, 4 * BATCH, (Member(alice.name, 4, BATCH),))
+        again.source.report_final(round_)
+        until(lambda: progress(host)["samples"] == 4 * BATCH)
+    finally:
+        again.source.close()
+    once_more, chosen = Peer("alice", host.url, tmp_path, clock, alice.run), {tuple(map(int, key.split(":")[:2])) for key in own}
+    once_more.source.close()
+    assert chosen and all(item in once_more.source._seen for item in chosen), "else the same is trained after each start"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", None])
+def test_what_was_kept_for_such_a_start_is_passed_over_where_it_is_damaged_or_not_the_hosts(host, tmp_path, caplog, damage):
+    alice = Peer("alice", host.url, tmp_path, Clock())
+    next(alice.stream)
+    alice.source.close()
+    manifest, seen = (next(alice.folder.glob(f"{name}-*.json")) for name in ("manifest", "seen"))
+    assert SignedShards(alice.run, alice.hosts, manifest).of_epoch(0) and Seen(seen).epoch == 0
+    manifest.write_text(damage or json.dumps({**json.loads(manifest.read_text()), "signature": "00"}))
+    seen.write_text(damage or "{}")
+    assert not SignedShards(alice.run, alice.hosts, manifest).of_epoch(0) and Seen(seen).epoch == -1
+    assert f"passed over {manifest}" in caplog.text and f"passed over {seen}" in caplog.text
 
 
 def test_a_paused_run_gives_no_samples_and_takes_none_away_and_an_ended_one_ends(tmp_path):

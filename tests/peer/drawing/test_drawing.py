@@ -28,6 +28,7 @@ from swarm.protocol import PicturesAnswer
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 from tests.datasetserver.test_http import call
+from tests.peer.machine.test_turns import moved  # noqa: F401
 
 PROMPTS = ("a red square", "a blue one")
 AT_ONCE = ("-c", "import os, sys; os.nice = lambda by: None; from peer.drawing.__main__ import main; sys.exit(main())")
@@ -107,6 +108,15 @@ def order(tmp_path, tiny_model):
 def test_an_order_arrives_as_it_was_given(order):
     assert Order.from_json(order.to_json()).run.digest == order.run.digest
     assert Order.from_json(order.to_json()).state == order.state
+
+
+def test_with_offload_parts_take_turns_and_the_pictures_are_the_same(order, tmp_path, moved):  # noqa: F811
+    drawn = []
+    for peer in (order.peer, dataclasses.replace(order.peer, offload=True)):
+        assert attempt(dataclasses.replace(order, peer=peer)) == 0
+        drawn.append((tmp_path / "validation" / "step-000001.png").read_bytes())
+    assert drawn[0] == drawn[1]
+    assert sorted(name for name, came in moved if came) == sorted(["text_encoder", "unet", "vae"] * len(PROMPTS))
 
 
 def test_without_the_libraries_the_model_or_memory_one_line_says_so_and_it_ends(order, tmp_path, monkeypatch, caplog):

@@ -26,7 +26,7 @@ from swarm.ports import free_port
 from tests.peer.test_alone import start  # noqa: F401  a fixture
 
 KNOWN = {
-    "step": 20, "samples": 40, "loss": 0.25, "learning_rate": 1e-3, "samples_per_second": 12.5, "round": 3, "committed": 6144, "peers": 2,
+    "step": 20, "samples": 40, "loss": 0.25, "validation_loss": 0.5, "learning_rate": 1e-3, "samples_per_second": 12.5, "round": 3, "committed": 6144, "peers": 2,
     "live_peers": 3, "swarm_samples_per_second": 30.0, "round_waiting": 512, "round_target": 2048, "sent_bytes": 3_000_000,
     "received_bytes": 2_000_000, "round_sent_bytes": 1_000_000, "round_received_bytes": 1_000_000, "transfer_seconds": 4.0,
     "share_lost": 0.125, "phase": "train", "note": "",
@@ -80,13 +80,14 @@ def test_metrics_jsonl_and_trackers_have_the_same_names(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     told = trackers.Trackers("tensorboard", tmp_path, "mine", {"run_name": "digits"})
-    swarm = {name: value for name, value in KNOWN.items() if name not in NAMES[:8]}
+    swarm = {name: value for name, value in KNOWN.items() if name not in NAMES[:9]}
     progress = Progress(tmp_path / "metrics.jsonl", total_samples=lambda: 100, every_steps=1, swarm=lambda: swarm, tell=told.log)
     progress.stepped(step=20, samples=4, loss=0.25, learning_rate=1e-3, round=3, committed=6144, peers=2)
+    progress.measured(20, 0.5)
     progress.close()
     told.close()
-    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert set(line) == {"time", *NAMES}
+    line, measured = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert set(line) | {"validation_loss"} == set(measured) == {"time", *NAMES} and measured["validation_loss"] == 0.5
     scalars = EventAccumulator(str(tmp_path / "mine")).Reload().Tags()["scalars"]
     assert set(scalars) == set(NAMES) - {"step"}
 
@@ -110,7 +111,7 @@ def test_the_display_says_how_far_the_run_and_its_round_are_and_what_the_link_do
     run, following, figures, link = drawn(KNOWN)
     assert "6,656 of 65,536 (10%), about 32 min 42 s left" in run and run.startswith("my cats")
     assert following.startswith("round 4") and "512 of 2,048 (25%)" in following
-    assert figures == "train 12.5 samples/s, loss 0.2500, 3 peers, step 20"
+    assert figures == "train 12.5 samples/s, loss 0.2500, validation 0.5000, 3 peers, step 20"
     assert link == "link sent 1 MB, received 1 MB in 4 s (2 Mbit/s), 12.5% of the time lost"
 
 
@@ -152,11 +153,13 @@ def test_log_lines_run_above_the_display_those_of_children_too():
     )
     os.close(theirs)
     text, decode, deadline = "", codecs.getincrementaldecoder("utf-8")().decode, time.monotonic() + 60
+    readable = select.poll()
+    readable.register(ours, select.POLLIN)
 
     def read_until(words):
         nonlocal text
         while words not in text and time.monotonic() < deadline:
-            if select.select([ours], [], [], 0.2)[0]:
+            if readable.poll(200):  # select() refuses a descriptor above 1,023, which a worker with many tests may be given
                 try:
                     text += decode(os.read(ours, 65536))
                 except OSError:  # the other end is closed

@@ -16,11 +16,12 @@ import torch
 
 from peer.config import PeerConfig
 from peer.launch.command_line import parse
-from peer.launch.joining import join
+from peer.launch.joining import Joined, join
 from peer.launch.resolving import known_hosts, resolve_run
 from peer.launch.starting_model import complete, load_model
+from peer.results.output_folder import Owner, claim
 from swarm.digest import digest_model
-from swarm.errors import ExitCode, UserError, run_program
+from swarm.errors import ExitCode, Unanswered, UserError, run_program
 from swarm.options import check_names
 from swarm.run_config import RunConfig
 from swarm.version import VERSION
@@ -47,6 +48,37 @@ def refusal(match, *argv, code=ExitCode.CONFIG):
         resolve(*argv)
     assert raised.value.code == code, raised.value
     return raised.value
+
+
+def test_who_was_in_a_run_goes_on_with_it_while_its_server_is_away_and_nobody_else(tmp_path, caplog):
+    def away(url, run_id=""):
+        raise Unanswered(f"The dataset server {url} does not answer.", fix="Wait.", code=ExitCode.NETWORK)
+
+    run = RunConfig(model="x", target_batch_size=64)
+    before = Joined(run, "http://host", ("/ip4/1.2.3.4/tcp/5/p2p/x",), HEAD, "a key")
+    peer = PeerConfig(output_dir=str(tmp_path / "out"), datasetserver="http://host", peers=("/ip4/6.7.8.9/tcp/5/p2p/y",))
+
+    def goes_on(given=(), **changes):
+        return join(dataclasses.replace(peer, **changes), dict(given), away, None, None, lambda run_id: f"the key of {run_id}")
+
+    def is_told(**changes):
+        with pytest.raises(Unanswered):
+            goes_on(**changes)
+
+    is_told()
+    (tmp_path / "out").mkdir()
+    claim(tmp_path / "out", Owner(id=run.run_id, name=run.run_name, alone=False, about=before.about()))
+    addresses = (*peer.peers, *before.initial_peers)
+    assert goes_on() == Joined(run, "http://host", addresses, None, f"the key of {run.run_id}", known=True)
+    assert "going on with the run known from before: The dataset server http://host does not answer" in caplog.text
+    assert goes_on({"target_batch_size": 64}, run_id=run.run_id).run == run
+    is_told(datasetserver="http://another")
+    is_told(run_id="0" * 16)
+    is_told(dry_run=True)
+    with pytest.raises(UserError, match="target_batch_size"):
+        goes_on({"target_batch_size": 65})
+    (tmp_path / "out" / "run.json").write_text("[]")
+    is_told()
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,12 @@ import threading
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
+from diffusers import ChromaTransformer2DModel, FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 from peer.launch.command_line import parse
@@ -31,6 +33,7 @@ from swarm.run_config import RunConfig
 from tests import flux_file as flux_files
 from tests import tiny
 from tests.datasetserver.test_ingest_hub import COMMIT, Hub
+from tests.peer.models.test_chroma import HD
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).resolve().parents[3]
 RUN = RunConfig()
@@ -212,6 +215,12 @@ def test_a_flux_file_alone_is_told_what_it_needs(tmp_path):
         flux.load(path, CPU, RUN)
 
 
+FULL_SIZE = {  # "12 billion": the model card of FLUX.1-dev; "8.9 billion": that of Chroma1-HD
+    "flux": (FluxTransformer2DModel, {"guidance_embeds": True}, 11_901_408_320),
+    "chroma": (ChromaTransformer2DModel, HD, 8_899_983_424),
+}
+
+
 @pytest.fixture
 def flux_file(monkeypatch, tmp_path):
     """`flux_file(tensors, dtype)`: a file that is read as the real ones are, but for the width."""
@@ -238,6 +247,23 @@ def test_a_flux_file_is_all_that_it_holds_and_the_rest_is_the_config_folders(tmp
             expected = {key: tensor.to(dtype).float() for key, tensor in getattr(whole, name).state_dict().items()}
         assert ours.keys() == expected.keys() and all(torch.equal(ours[key], tensor) for key, tensor in expected.items()), name
     assert model.encode_text(["a cat"])["states"].shape == (1, 32, 16)
+
+
+@pytest.mark.filterwarnings("ignore:.FluxPosEmbed")
+@pytest.mark.parametrize("family", FULL_SIZE)
+def test_diffusers_own_reader_splits_a_full_size_file_where_its_layers_meet(family):
+    """All blocks at full width, each layer with one input: the reader knows the real width alone, and splits outputs."""
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    kind, config, parameters = FULL_SIZE[family]
+    with torch.device("meta"):
+        model = kind(**config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    rng = torch.Generator().manual_seed(1)
+    narrow = {name: torch.rand(tensor.shape[0], *(1 for _ in tensor.shape[1:]), generator=rng) for name, tensor in model.state_dict().items()}
+    file = flux_files.transformer_tensors(SimpleNamespace(state_dict=lambda: narrow))
+    read = SINGLE_FILE_LOADABLE_CLASSES[kind.__name__]["checkpoint_mapping_fn"](file)
+    assert read.keys() == narrow.keys() and all(torch.equal(tensor, narrow[name]) for name, tensor in read.items())
 
 
 def test_a_flux_file_and_a_config_folder_that_both_lack_a_part_are_refused(tmp_path, tiny_family, flux_file):

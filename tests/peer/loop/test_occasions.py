@@ -56,10 +56,11 @@ def test_a_swarms_checkpoints_take_a_hundredth_of_the_time_unless_told_otherwise
         saved.append(round_ + 1)
 
     group = SimpleNamespace(world=1, is_main=True)
-    run = SimpleNamespace(resolution=64, seed=1, target_batch_size=32, run_id="run")
-    launch = SimpleNamespace(run=run, peer=PeerConfig(**options), group=group, output=tmp_path, joined=SimpleNamespace(server_url=""))
+    run = SimpleNamespace(resolution=64, seed=1, target_batch_size=32, run_id="run", validation_split=0.0)
+    peer, device = PeerConfig(**options), SimpleNamespace(type="cpu")
+    launch = SimpleNamespace(run=run, peer=peer, device=device, group=group, output=tmp_path, joined=SimpleNamespace(server_url=""))
     trainer = SimpleNamespace(checkpoint=checkpoint, average=None, model=None, precision=None)
-    occasions = wiring.build_occasions(launch, trainer, SimpleNamespace(save=None, weights=None), None, "me")
+    occasions = wiring.build_occasions(launch, trainer, SimpleNamespace(save=None, weights=None), None, "me", None)
     for round_ in range(150):
         occasions.reach(round_ + 1)
         clock.now += 0.98

@@ -157,7 +157,7 @@ def test_the_packages_are_those_that_setup_asks_for():
 
 
 def test_the_page_says_of_each_what_the_table_does():
-    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/train.md").read_text(encoding="utf-8")
     for name, facts in OPTIMIZERS.items():
         state = ", ".join(f"{count:g}" for count in facts.state_bytes)
         rate = "1" if facts.finds_rate else "M" if facts.of_method == 1 else f"M / {1 / facts.of_method:g}"

@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 import torch
 
 from peer.contracts import CommittedRound, SyncReport
+from peer.loop.clipping import Clip
 from peer.loop.train import Trainer
 from peer.machine.device import Rank, RankGroup
 
@@ -17,7 +18,7 @@ class Swarm:
     peers = 1
 
     def __init__(self, *reports):
-        self.reports, self.steps = list(reports), []
+        self.reports, self.steps, self.receipts = list(reports), [], {}
 
     def catch_up(self):
         return SyncReport()
@@ -25,6 +26,9 @@ class Swarm:
     def step(self, samples, loss=None):
         self.steps.append(samples)
         return self.reports.pop(0)
+
+    def registered(self, number, receipt):
+        self.receipts[number] = receipt
 
     def leave(self, *, hurry):
         return SyncReport()
@@ -37,7 +41,7 @@ def trainer(sync, feed, **values):
     }
     model = SimpleNamespace(unread=list)
     precision = SimpleNamespace(device=torch.device("cpu"), scaled=False)
-    made = {"model": model, "params": {}, "max_grad_norm": 0.0, "precision": precision, "group": RankGroup(Rank(), "cpu"), "by_rounds": True}
+    made = {"model": model, "params": {}, "clip": Clip(), "precision": precision, "group": RankGroup(Rank(), "cpu"), "by_rounds": True}
     return Trainer(**(rest | made | {"sync": sync, "feed": feed, "noise_seed": "x"} | values))
 
 
@@ -45,8 +49,9 @@ def test_a_trainer_without_samples_hears_of_final_rounds_and_gives_what_it_has_a
     final = CommittedRound("d", "p", 1, 4, ())
     sync = Swarm(SyncReport(final_rounds=(final,)), SyncReport(frozen=3), SyncReport(final=(3,)), SyncReport(done=True))
     loop = trainer(sync, iter([None] * 10))
+    loop.accounts.register.return_value = "the host's receipt"
     loop.run()
-    assert sync.steps == [0, 0, 0, 0]
+    assert sync.steps == [0, 0, 0, 0] and sync.receipts == {3: "the host's receipt"}
     assert final in loop.accounts.apply.call_args_list[1].args[0].final_rounds
     loop.accounts.register.assert_called_once_with(3)
     assert loop.step == 0

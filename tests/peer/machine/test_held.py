@@ -1,6 +1,9 @@
 """What is not trained is held in autocast's own precision: the same bits in less memory, and results without loss."""
 
+import ctypes
+import gc
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +121,31 @@ def test_when_the_source_is_gone_or_another_the_result_is_written_all_the_same_a
     assert load_model(RunConfig(model=str(tmp_path / "out")), {}, CPU).parts["text_encoder"].dtype is torch.float32
 
 
+def own_bytes():
+    """What this process holds that is in no file. What other tests have left is given back first: it would go while something is measured."""
+    gc.unfreeze()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    (line,) = [line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Anonymous:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_a_folder_in_the_precision_that_is_computed_in_stays_in_its_files(tmp_path):
+    """No part is in memory twice, nor once: its pages are the files', which the kernel may drop. In float32 it is there once."""
+    pipeline = tiny.build("flux")
+    wide = {**{name: value for name, value in pipeline.transformer.config.items() if name[0] != "_"}, "num_attention_heads": 64}
+    pipeline.register_modules(transformer=type(pipeline.transformer)(**wide))
+    pipeline.to(BF16).save_pretrained(tmp_path)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    del pipeline
+    load_model(RunConfig(model=str(tmp_path)), {}, None)  # imports what reads it
+    for dtype, least, most in ((BF16, 0, 0.2), (None, 1.5, 2.5)):
+        before = own_bytes()
+        model = load_model(RunConfig(model=str(tmp_path)), {}, None)
+        model.place(CPU, dtype)
+        assert least * size <= own_bytes() - before < most * size and size > 50e6
+
+
 def test_a_run_has_the_same_bits_with_and_without_and_goes_on_with_them(start, monkeypatch):  # noqa: F811
     peer = {"mixed_precision": "bf16", "cache_text": True}
     held = start("held", **peer).run()
@@ -127,7 +155,7 @@ def test_a_run_has_the_same_bits_with_and_without_and_goes_on_with_them(start, m
     from peer.models.diffusion.model import DiffusionModel
 
     place = DiffusionModel.place
-    monkeypatch.setattr(DiffusionModel, "place", lambda self, device, *_: place(self, device))
+    monkeypatch.setattr(DiffusionModel, "place", lambda self, device, *_, **__: place(self, device))
     plain = start("plain", **peer).run()
     assert {p.dtype for p in plain.trainer.model.parts["text_encoder"].parameters()} == {torch.float32}
     assert held.losses == plain.losses == first.losses + second.losses

@@ -73,7 +73,9 @@ def batch(size, **options):
 
 def test_a_short_batch_is_filled_with_its_first_row_which_weighs_nothing_then():
     found = filled(batch(2, weights=torch.tensor([1.0, 0.5])), 4)
-    assert found.captions == ["caption 0", "caption 1", "caption 0", "caption 0"]
+    assert found.captions == ["caption 0", "caption 1", "caption 0", "caption 0"] and not found.masks
+    masks = [torch.zeros(1, 2, 2), torch.ones(1, 2, 2)]
+    assert [mask.max().item() for mask in filled(batch(2, masks=masks), 4).masks] == [0, 1, 0, 0]
     assert found.weights.tolist() == [1.0, 0.5, 0.0, 0.0]
     own = batch(2)
     assert torch.equal(found.pixels, own.pixels[[0, 1, 0, 0]]) and torch.equal(found.geometry, own.geometry[[0, 1, 0, 0]])

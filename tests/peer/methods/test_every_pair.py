@@ -21,10 +21,8 @@ from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 RARE = ("loha", "lokr")
 """Methods that are tried with one family: what they do knows of none."""
 OPTIONS = {"lora": {"rank": 2, "lora_dropout": 0.25}, "loha": {"rank": 2}, "lokr": {"rank": 2}, "textual_inversion": {"placeholder_token": "<dicoo>", "initializer_token": "toy"}}
-every_pair = pytest.mark.parametrize(
-    ("family", "method"),
-    [(family, method) for family in tiny.ONE_OF_EACH for method in methods() if tiny.takes(family, method) and (family == "sd" or method not in RARE)],
-)
+PAIRS = [(family, method) for family in tiny.ONE_OF_EACH for method in methods() if tiny.takes(family, method) and (family == "sd" or method not in RARE)]
+every_pair = pytest.mark.parametrize(("family", "method"), PAIRS)
 
 
 @every_pair

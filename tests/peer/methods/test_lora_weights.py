@@ -6,17 +6,21 @@ import re
 import numpy as np
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from datasetserver.founding import run_to_serve
 from peer import export
 from peer.launch.starting_model import complete, load_model
 from peer.methods.lora import Lora
+from peer.methods.shared.adapters import layers
 from peer.results.loading import LORA as FILE
 from swarm.errors import UserError
 from swarm.options import build
 from swarm.run_config import RunConfig
-from tests import tiny
+from tests import flux_file, tiny
+from tests.conftest import ROOT
 from tests.peer.results.test_results import CPU, LORA, Trained, picture, plain
 from tests.peer.test_alone import RUN, flat, start  # noqa: F401
 
@@ -36,12 +40,12 @@ def written(tiny_family, tmp_path_factory):
     made = {}
 
     def write(family, **options):
-        key = (family, *options)
+        key = (family, *options.items())
         if key not in made:
             folder = tmp_path_factory.mktemp(family)
             text = tiny.takes(family, "lora with text encoder")
             done = Trained(tiny_family(family), family, folder / "model", train_text_encoder=text, **LORA | options).written()
-            if family in ("sd", "sdxl") and not options:
+            if not {"use_dora"} & {*options}:
                 export.main(["--state", str(folder), "--format", "lora_kohya", "--out", str(folder / "kohya.safetensors")])
             made[key] = done
         return made[key]
@@ -51,7 +55,7 @@ def written(tiny_family, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [*((family, "model") for family in ("sd", "sdxl", "flux", "sd3", "flux2")), ("sd", "kohya.safetensors"), ("sdxl", "kohya.safetensors")],
+    [*((family, "model") for family in ("sd", "sdxl", "flux", "sd3", "flux2")), *((family, "kohya.safetensors") for family in ("sd", "sdxl", "flux2", "z_image"))],
 )
 def test_a_run_begins_as_strong_as_the_file_was_whatever_its_own_alpha(written, tiny_family, family, form):
     done = written(family)
@@ -61,6 +65,100 @@ def test_a_run_begins_as_strong_as_the_file_was_whatever_its_own_alpha(written, 
     for name, parameter in params.items():
         torch.testing.assert_close(parameter, done.params[name] * 3 if "lora_B" in name else done.params[name])  # alpha was 3, and is 1
     np.testing.assert_allclose(picture(model.pipeline), picture(done.model.pipeline), atol=1e-4)
+
+
+def test_a_file_as_kohyas_scripts_leave_it_begins_with_one_matrix_for_all_layers_in_one(tiny_family, tmp_path):
+    """Every linear layer of the blocks and of CLIP, an alpha of its own: what networks/lora_flux.py takes where nobody chooses (sd-scripts at 48d368f)."""
+    rng, tensors = torch.Generator().manual_seed(1), {}
+    original = flux_file.transformer_tensors(plain(tiny_family("flux")).transformer)
+    clip = plain(tiny_family("flux")).text_encoder.state_dict()
+    weights = {f"lora_unet_{name}": tensor for name, tensor in original.items() if "_blocks." in name}
+    weights |= {f"lora_te1_text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in clip.items() if ".layers." in name}
+    for name, weight in ((name.removesuffix(".weight"), tensor) for name, tensor in weights.items() if tensor.dim() == 2):
+        ends = {"lora_down.weight": (4, weight.shape[1]), "lora_up.weight": (len(weight), 4)}
+        tensors |= {f"{name.replace('.', '_')}.{end}": torch.randn(shape, generator=rng) * 0.1 for end, shape in ends.items()}
+        tensors[f"{name.replace('.', '_')}.alpha"] = torch.tensor(2.0)
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    model, params, run = begun(tiny_family("flux"), tmp_path / "kohya.safetensors", lora_targets="all-linear", train_text_encoder=True)
+    assert run.rank == 4
+    model.pipeline.fuse_lora(components=["transformer"])
+    model.pipeline.unload_lora_weights()
+    after = flux_file.transformer_tensors(model.pipeline.transformer)
+    for name, before in ((name, tensor) for name, tensor in original.items() if "_blocks." in name and tensor.dim() == 2):
+        down, up = (tensors[f"lora_unet_{name.removesuffix('.weight').replace('.', '_')}.lora_{side}.weight"] for side in ("down", "up"))
+        torch.testing.assert_close(after[name], before + up @ down / 2, atol=1e-5, rtol=1e-5)
+    assert len(params) > 2 * len(tensors) / 3, "what was one layer is several"
+
+
+@pytest.fixture
+def without_t5(tiny_family, tmp_path):
+    DiffusionPipeline.from_pretrained(tiny_family("sd3"), text_encoder_3=None, tokenizer_3=None).save_pretrained(tmp_path / "without")
+    return tmp_path / "without"
+
+
+@pytest.mark.parametrize(("family", "targets"), [("flux", "auto"), ("flux", "all-linear"), ("sd3", "all-linear")])
+def test_kohyas_form_comes_back_also_where_parts_of_a_layer_are_not_trained_or_a_t5_is_not_there(tiny_family, written, without_t5, family, targets):
+    done, base = written(family, lora_targets=targets), without_t5 if family == "sd3" else tiny_family(family)
+    _, params, run = begun(base, done.folder.parent / "kohya.safetensors", lora_targets=targets, train_text_encoder=True)
+    assert params.keys() == done.params.keys() and run.rank == 2
+    for name, parameter in params.items():
+        torch.testing.assert_close(parameter, done.params[name] * 1.5 if "lora_B" in name else done.params[name])
+
+
+PARTS = ("attn.to_q", "attn.to_q attn.to_k attn.to_v", "proj_mlp", "attn.to_q attn.add_q_proj attn.add_k_proj", "attn.to_q attn.to_k attn.add_q_proj attn.add_k_proj attn.add_v_proj")
+
+
+@pytest.mark.parametrize("targets", PARTS)
+def test_layers_that_are_all_in_others_come_back_at_their_own_rank(tiny_family, tmp_path, targets):
+    """The last: no layer of the file has the run's rank, and none of the others' ranks is a multiple of the least."""
+    done = Trained(tiny_family("flux"), "flux", tmp_path / "model", lora_targets=targets, **LORA).written()
+    with torch.no_grad():  # as peft begins: it adds nothing, and is trained all the same
+        next(parameter for name, parameter in done.params.items() if "lora_B" in name).zero_()
+    done.written()
+    export.main(["--state", str(tmp_path), "--format", "lora_kohya", "--out", str(tmp_path / "kohya")])
+    _, params, run = begun(tiny_family("flux"), tmp_path / "kohya.safetensors", lora_targets=targets)
+    assert params.keys() == done.params.keys() and run.rank == 2
+    for name, parameter in params.items():
+        torch.testing.assert_close(parameter, done.params[name] * 1.5 if "lora_B" in name else done.params[name])
+
+
+def test_the_founder_takes_several_ranks_only_where_the_header_says_the_layers_own(tiny_family, tmp_path, written):
+    """Of a dense file, which no peer could take apart, too; and a header that does not fit the layers says nothing."""
+    kohya = written("flux", lora_targets="auto").folder.parent / "kohya.safetensors"
+    for header in (None, {"ss_network_dim": "1"}, {"ss_network_dim": "Dynamic"}, {"ss_network_dim": "9" * 5000}):
+        save_file(load_file(kohya), tmp_path / "file.safetensors", header)
+        with pytest.raises(UserError, match="has layers of 2 ranks"):
+            complete(RunConfig(model=str(tiny_family("flux")), method="lora", lora_weights=str(tmp_path / "file.safetensors")))
+    one = {name: tensor for name, tensor in load_file(kohya).items() if name.startswith("lora_te1")}
+    save_file(one, tmp_path / "file.safetensors", {"ss_network_dim": "1"})
+    run = RunConfig(model=str(tiny_family("flux")), method="lora", lora_weights=str(tmp_path / "file.safetensors"))
+    assert complete(run).rank == 2, "of a file that was resized"
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+def test_the_list_on_the_page_is_of_the_layers_that_kohyas_scripts_train_where_nobody_chooses(tiny_family, family):
+    """UNET_TARGET_REPLACE_MODULE and TEXT_ENCODER_TARGET_REPLACE_MODULE of networks/lora.py, sd-scripts at 48d368f."""
+    page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    ends = [shown.split(",") for shown in re.findall(r"--lora_targets (\S*,ff\.net\.2,\S*)", page)]
+    assert len(ends) == 2, "one for the denoiser alone, one for the text encoder as well"
+    pipeline, kinds = plain(tiny_family(family)), (nn.Linear, nn.Conv2d)
+    for part, blocks, chosen in ((pipeline.unet, ("Transformer2DModel",), ends[0]), (pipeline.unet, ("Transformer2DModel",), ends[1]), (pipeline.text_encoder, ("CLIPAttention", "CLIPMLP"), ends[1])):
+        found = {f"{name}.{key}" for name, block in part.named_modules() if type(block).__name__ in blocks for key, each in block.named_modules() if isinstance(each, kinds)}
+        assert {*layers(part, chosen)} == found != set()
+
+
+def test_layers_in_one_that_do_not_come_apart_are_refused(tiny_family, written, tmp_path):
+    kohya = load_file(written("flux", lora_targets="auto").folder.parent / "kohya.safetensors")
+    qkv = next(name for name in kohya if name.endswith("qkv.lora_up.weight"))
+    files = {
+        r"has layers of rank 6 and of rank 2\. Give one whose layers": kohya | {qkv: torch.ones_like(kohya[qkv])},
+        r"has lora_unet_other\S+, which this model does not have": kohya | {"lora_unet_other.lora_down.weight": torch.ones(2, 2)},
+        r"has layers of 3 ranks": kohya | {"lora_unet_other.lora_down.weight": torch.ones(4, 2)},
+    }
+    for message, tensors in files.items():
+        save_file(tensors, tmp_path / "file.safetensors", {"ss_network_dim": "2"})
+        with pytest.raises(UserError, match=message):
+            begun(tiny_family("flux"), tmp_path / "file.safetensors", train_text_encoder=True)
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_targets": "all-linear+conv"}], ids=str)
@@ -179,3 +277,10 @@ def test_a_peer_trains_on_from_the_file_however_it_holds_the_model(written, tiny
     assert torch.equal(flat(exact.params), flat(rough.params)) and any(
         parameter.any() for name, parameter in exact.params.items() if "lora_B" in name
     )
+
+
+def test_a_file_that_is_not_here_is_missed_before_the_model_is_loaded(start, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("peer.wiring.load_model", lambda *_: pytest.fail("the model is loaded"))
+    run = dataclasses.replace(RUN, method="lora", lora_weights="/nowhere", lora_weights_digest="0" * 64)
+    with pytest.raises(UserError, match=r"^The run begins with the LoRA /nowhere, and there is none here\. Ask the host"):
+        start("peer", run=run)

@@ -10,7 +10,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 
 from peer.contracts import LatentBatch
 from peer.models.diffusion.flow import Flow
-from peer.models.diffusion.noising import Noising, sample_losses
+from peer.models.diffusion.noising import Noising, multires, sample_losses
 from peer.rooms import load_part
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -179,6 +179,26 @@ def test_offset_noise_is_the_same_in_all_of_a_channel_and_part_of_the_target():
     assert not torch.equal(offset.noisy, plain.noisy)
 
 
+def test_multires_noise_has_a_deviation_of_1_and_more_of_it_in_what_is_coarse():
+    def noise(**options):
+        return Noising(tiny.ddpm(), RunConfig(**options))(torch.zeros(64, 4, 16, 16), rng()).target
+
+    plain, coarse = noise(), noise(multires_noise_iterations=6, multires_noise_discount=0.9)
+    torch.testing.assert_close(coarse.std(dim=(1, 2, 3)), torch.ones(64))
+    means = [each.mean((2, 3)).var().item() for each in (plain, noise(multires_noise_iterations=6), coarse)]
+    assert 0.5 / 256 < means[0] < 2 / 256 and 2 * means[0] < means[1] < means[2] / 4  # a mean of 256 numbers
+    neighbours = [(each[..., 1:] * each[..., :-1]).mean().item() for each in (plain, noise(multires_noise_iterations=1), coarse)]
+    assert abs(neighbours[0]) < 0.02 and abs(neighbours[1]) < 0.02 and neighbours[2] > 0.3  # the first time adds noise as fine as before
+    assert torch.equal(coarse, noise(multires_noise_iterations=6, multires_noise_discount=0.9))
+
+
+def test_multires_noise_of_a_picture_does_not_depend_on_its_batch_and_ends_with_one_pixel():
+    noise = torch.randn(2, 1, 8, 8, generator=rng()) * torch.tensor([1.0, 50.0]).view(-1, 1, 1, 1)
+    torch.testing.assert_close(multires(noise, rng(), 6, 0.5).std(dim=(1, 2, 3)), torch.ones(2))
+    assert torch.equal(multires(noise, rng(), 5, 0.5), multires(noise, rng(), 100, 0.5))  # 8 / 2 ** 4 is less than a pixel, however it is drawn
+    assert multires(torch.randn(2, 4, 3, 17, generator=rng()), rng(), 6, 0.5).shape == (2, 4, 3, 17)
+
+
 @pytest.mark.parametrize(
     ("options", "favoured"),
     [
@@ -227,6 +247,19 @@ def test_the_loss_of_flux_is_the_weighted_flow_of_diffusers_script(load, scheme)
     expected = (weights * (unpack(predicted, 16, 16, 2) - (noise - latents())).square()).mean((1, 2, 3))
     torch.testing.assert_close(model.loss(encoded, rng()), expected)
     assert not torch.allclose(load("flux", **options | {"guidance_scale": 7.0}).loss(encoded, rng()), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scheduler", [{"shift": 3.0}, {"shift": 3.0, "use_dynamic_shifting": True}, {}])
+def test_the_points_of_the_way_are_shifted_as_the_run_says_or_else_as_the_models_scheduler(scheduler):
+    own = FlowMatchEulerDiscreteScheduler(**scheduler)
+    plain, shifted = (Flow(own, RunConfig(timestep_shift=shift)) for shift in (0.0, 1.8))
+    share = torch.linspace(1, 0.001, 1000)
+    torch.testing.assert_close(shifted._scheduler.sigmas[:1000], 1.8 * share / (1 + 0.8 * share))  # arXiv:2403.03206, equation 23
+    assert torch.equal(plain._scheduler.sigmas, own.sigmas)
+    drawn = [flow(torch.zeros(2000, 1, 1, 1), rng()) for flow in (Flow(FlowMatchEulerDiscreteScheduler(), RUN), shifted)]
+    assert drawn[1].timesteps.mean() > drawn[0].timesteps.mean() + 50
+    torch.testing.assert_close(drawn[1].noisy.flatten(), drawn[1].target.flatten() * shifted.sigmas(drawn[1].timesteps))
+    assert own.config.get("shift") == scheduler.get("shift", 1.0)  # drawing goes on as before
 
 
 def test_a_transformer_without_guidance_is_told_none(tmp_path):

@@ -93,6 +93,20 @@ def test_the_captions_of_a_small_dataset_are_kept_however_long_what_t5_says_of_t
     assert asked == [*captions, "another", "0"]
 
 
+@pytest.mark.parametrize(("device", "groups"), [("cpu", [["a"], ["b"], ["c"]]), ("cuda", [["a", "b"], ["c"]])])
+def test_a_window_is_encoded_in_the_groups_in_which_its_steps_would_be(device, groups):
+    """On a GPU the last bits of a caption's text depend on what else is in its batch."""
+    asked = []
+
+    def encode_text(captions):
+        asked.append([*captions])
+        return {"states": torch.zeros(len(captions), 1)}
+
+    encoder = Encoder(SimpleNamespace(encode_text=encode_text, encode_pixels=lambda pixels: torch.zeros(len(pixels), 2, 1, 1)))
+    first, second = encoder.ahead([batch(["a", "b"]), batch(["b", "c"])], torch.device(device), texts=True)
+    assert asked == groups and {states.device for ahead in (first, second) for states in (*ahead.text.values(), *ahead.latents.values())} == {CPU}
+
+
 def test_text_that_is_trained_is_encoded_every_time_and_has_a_gradient(tiny_model):
     model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     full.build(RunConfig()).attach(model)

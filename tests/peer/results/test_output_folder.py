@@ -9,11 +9,14 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from peer.config import PeerConfig
 from peer.results import output_folder
 from peer.results.output_folder import Owner, claim, link_result, links, lock, owner_of
+from peer.wiring import claim_output
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests.conftest import ROOT
@@ -144,6 +147,15 @@ def test_what_this_start_needs_is_not_moved_away(output):
         claim(output, swarm("b"), used=[output / "pictures", output / "model"])
     assert there(output) == dict.fromkeys(THINGS, "A")
     assert claim(output, swarm("a"), used=[output / "model"])
+
+
+def test_a_folder_that_a_file_names_is_needed_like_one_that_is_given(output):
+    (output / "data.toml").write_text('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "validation"')
+    joined = SimpleNamespace(run=RunConfig(run_name="other", sync="none"), about=dict)
+    peer = PeerConfig(train_data_dir=str(output / "data.toml"))
+    with pytest.raises(UserError, match="validation is part of the run 'first'"):
+        claim_output(SimpleNamespace(joined=joined, peer=peer, given={}, output=output))
+    assert there(output) == dict.fromkeys(THINGS, "A")
 
 
 @pytest.mark.parametrize("said", [None, "", "{}", "[]", '{"run": 7}', '{"run": {"run_name": "x", "sync": "none"}, "id": "../../etc"}'])

@@ -389,7 +389,6 @@ def test_a_lora_of_an_earlier_version_is_given_on_without_the_place_of_its_model
 
 REFUSED = {
     "A FluxPipeline has no single-file layout": ("flux", {}, "single_file"),
-    "A FLUX LoRA is not written in kohya's form": ("flux", LORA, "lora_kohya"),
     "A single file has no place for a new word": ("sd", WORD, "single_file"),
     "is no LoRA": ("sd", WORD, "lora_kohya"),
     "is no embedding": ("sd", LORA, "embedding"),

@@ -102,10 +102,10 @@ def test_a_name_says_all_that_a_pictures_latents_depend_on():
     frame, image = Frame(16, 16, center_crop=False, seed="1"), png(ramp(20, 16))
     others = [
         dataclasses.replace(frame, **change)
-        for change in ({"width": 20}, {"height": 20}, {"center_crop": True}, {"seed": "2"}, {"mirrored": True}, {"interpolation": "box"})
+        for change in ({"width": 20}, {"height": 20}, {"center_crop": True}, {"seed": "2"}, {"mirrored": True}, {"interpolation": "box"}, {"masked": True})
     ]
     names = {latents_name(image, other) for other in [frame, *others]} | {latents_name(png(ramp(21, 16)), frame)}
-    assert len(names) == 8 and latents_name(image, frame) == latents_name(image, dataclasses.replace(frame))
+    assert len(names) == 9 and latents_name(image, frame) == latents_name(image, dataclasses.replace(frame))
     centered = dataclasses.replace(frame, center_crop=True)
     assert latents_name(image, centered) == latents_name(image, dataclasses.replace(centered, seed="2"))
 

@@ -119,6 +119,16 @@ def test_missing_pictures_are_drawn_each_from_a_seed_of_its_own(start, tmp_path)
     assert again.keys() == drawn.keys() and all(abs(again[name] - drawn[name]).max() <= 1 for name in drawn)
 
 
+def test_with_a_packed_base_missing_pictures_are_not_drawn(dogs):
+    def prepared(count):
+        peer = PeerConfig(base_precision="nf4", class_data_dir=str(dogs), class_prompt="a dog", num_class_images=count, with_prior_preservation=True, train_data_dir=str(dogs.parent / "own"))
+        return class_pictures.prepare(None, RUN, peer, None, RankGroup(Rank(), CPU), lambda: False)
+
+    assert prepared(3) is not None
+    with pytest.raises(UserError, match=r"lacks pictures of the class.*start once without --base_precision"):
+        prepared(4)
+
+
 def test_the_class_is_read_as_captions_are_in_training(start, tmp_path):  # noqa: F811
     plain = draw(start().trainer, tmp_path / "plain", 1)
     reading = start("reading", run=dataclasses.replace(RUN, max_token_chunks=2)).trainer

@@ -1,4 +1,5 @@
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -181,5 +182,53 @@ def test_a_feed_that_rests_gives_back_what_it_held_and_goes_on_with_the_rest():
     steps._drawer._answers.get()
     handed += next(works).keys
     assert len(set(handed + source.back)) == len(handed) + 2 and not set(handed) & set(source.back)
+    source.closed.set()
+    steps.close()
+
+
+def test_a_window_of_steps_is_encoded_before_its_first_is_handed_out_and_a_checkpoint_knows_the_rest(monkeypatch):
+    monkeypatch.setattr("peer.samples.feed.WINDOW_SAMPLES", 8)
+    windows, source = [], Shelf(18)
+    steps = feed(
+        source,
+        batch_samples=2,
+        accumulation=2,
+        encode=lambda batches: (windows.append([len(batch.captions) for batch in batches]), batches)[1],
+    )
+    works = iter(steps)
+    assert next(works).keys == tuple("0123") and windows == [[2, 2, 2, 2]]
+    assert steps.state_dict()["ahead"] == list("4567")
+    assert [len(work.keys) for work in works] == [4, 4, 4, 2] and windows == [[2, 2, 2, 2], [2, 2, 2, 2], [2]]
+
+
+class Dripping(Shelf):
+    """A source that gives a sample when it is told to, until it has none."""
+
+    drop = threading.Semaphore(0)
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            assert self.drop.acquire(timeout=60)
+            yield sample
+
+
+def test_a_window_waits_while_samples_come_and_is_trained_as_it_is_when_they_stop_coming(monkeypatch):
+    """The trainer has its turn meanwhile: a window of slow samples takes minutes, in which others make rounds."""
+    monkeypatch.setattr("peer.samples.feed._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("peer.samples.feed._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("peer.samples.feed.WINDOW_SAMPLES", 8)
+    windows, source, given, waits = [], Dripping(5, ends=False), 0, 0
+    steps = feed(source, batch_samples=2, encode=lambda batches: (windows.append(len(batches)), batches)[1])
+    for work in steps:
+        if work:
+            break
+        waits += 1
+        if steps._quiet == 8 and given < 5:
+            source.drop.release()
+            given += 1
+            while steps._drawer.came < given:
+                time.sleep(0.001)
+    assert work.keys == tuple("01") and windows == [2] and waits >= 5 * 8 + 10
+    assert steps.state_dict()["ahead"] == list("234")
     source.closed.set()
     steps.close()

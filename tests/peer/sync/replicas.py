@@ -12,6 +12,7 @@ import time
 import torch
 
 from peer.contracts import Member
+from peer.sync.engine.buffers import IN_MEMORY, Buffers
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.state import State, next_state
@@ -43,9 +44,10 @@ class Peer:
         size: int = SIZE,
         number: int = 0,
         resumes: bool = False,
+        buffers: Buffers = IN_MEMORY,
         **options,
     ):
-        """resumes: from the states in its folder."""
+        """resumes: from the states in its folder; buffers: make its memory."""
         self.folder = nodes.folder / node.peer_id
         self.node, self.run, self.rate = node, run, rate
         self.id = node.peer_id
@@ -56,7 +58,7 @@ class Peer:
         self.may_train, self.offers, self.failures = True, [], []
         self.final_rounds, self.lands, self.texts, self.finished = [], [], [], False
         self.extensions = []
-        self.store = StateStore(self.folder / "state", bans=options["members"].bans if "members" in options else None)
+        self.store = StateStore(self.folder / "state", bans=options["members"].bans if "members" in options else None, buffers=buffers)
         kept = run.digest, self.base.header.schema, self.base.buffer.num_bytes, run.target_batch_size
         self.replica = Replica(
             run=run,

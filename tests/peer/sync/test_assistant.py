@@ -278,7 +278,7 @@ def committed_round(state) -> CommittedRound:
 
 @pytest.mark.parametrize(("limit", "left"), [(0, 5), (1, 1), (3, 3)])
 def test_the_newest_final_states_are_kept_whatever_the_store_deletes(tmp_path, limit, left):
-    store = StateStore(tmp_path / "state", keep=1)
+    store = StateStore(tmp_path / "state", keep=1, older=False)
     archive = Archive(tmp_path / "settled", store, limit)
     states = chain(5)
     for state in states:
@@ -472,7 +472,7 @@ def test_a_disk_without_room_for_the_kind_of_state_costs_a_question_after_the_ne
 def test_a_helper_whose_newest_states_are_discarded_goes_on_from_the_newest_of_before_and_forgets_them(tmp_path, caplog):
     run, key = make_run(sync="parameters"), HostKey(tmp_path / "host.key")
     bans, states = Bans(run, key.public), chain(5, run=run.digest)
-    store = StateStore(tmp_path / "state", keep=2, bans=bans)
+    store = StateStore(tmp_path / "state", keep=2, bans=bans, older=False)
     archive = assistant.Archive(tmp_path / "settled", store, 0)
     for state in states:
         store.save(state)
@@ -480,7 +480,7 @@ def test_a_helper_whose_newest_states_are_discarded_goes_on_from_the_newest_of_b
     kind = Kind(states[-1].header.schema, (states[-1].buffer.num_bytes // 4, 0))
     kind.write(tmp_path / "kind.json")
     bans.hear([sign_word(key, run, states[2].digest, banned=True)])  # of its states, those on disk and the one before them
-    store = StateStore(tmp_path / "state", keep=2, bans=bans)
+    store = StateStore(tmp_path / "state", keep=2, bans=bans, older=False)
     archive = assistant.Archive(tmp_path / "settled", store, 0)
     assert [path.stem[-12:] for path in archive._files()] == [state.digest[:12] for state in states[:2]]
     stored = assistant._stored_or_fetched(run, Parameters(), None, Members(run, bans), store, tmp_path / "kind.json", archive)

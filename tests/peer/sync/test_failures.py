@@ -221,7 +221,7 @@ def cut_off_from(peer: Peer, far: set[str]):
 def test_of_two_halves_that_went_on_apart_one_lineage_is_left_and_the_other_halfs_samples_are_given_back(virtual):
     async def scenario(nodes):
         four = await peers(nodes, 4, make_run())
-        # Two pairs that never met stay apart (docs/protocol.md).
+        # Two pairs that never met stay apart (docs/internals.md).
         await until(lambda: all(other.id in peer.replica.met for peer in four for other in four if other is not peer))
         halves = four[:2], four[2:]
         ids = [{peer.id for peer in half} for half in halves]

@@ -142,6 +142,21 @@ def test_a_withdrawn_contribution_leaves_nothing_in_the_parameters():
     assert torch.equal(params["w"].data, torch.arange(float(SIZE)) + 0.25)
 
 
+@pytest.mark.parametrize("wire", WIRES)
+def test_half_a_step_goes_out_of_the_parameters_with_what_no_contribution_holds(wire):
+    params, state, work = start(wire)
+    train(params, work, 1.0)
+    encoded = work.freeze(1).encoded.bytes().clone()
+    frozen = params["w"].detach().clone()
+    train(params, work, 0.25)
+    params["w"].data[2:] += 3.0  # of a step that is not counted
+    assert work.undo() == [OPEN] and work.waiting_samples == 4 and torch.equal(work.frozen.encoded.bytes(), encoded)
+    torch.testing.assert_close(params["w"].data, frozen, rtol=0, atol=1e-2)
+    work.rebase(anchor(child(state, 1.0, Member(ME, 1, 4))), 1)
+    params["w"].data[2:] += 3.0
+    assert work.undo() == [] and torch.equal(params["w"].data, work.state.vector(SIZE))
+
+
 def test_what_fp16_lost_goes_into_the_next_contribution():
     params, state, work = start("fp16")
     sent = torch.zeros(SIZE)
@@ -220,6 +235,13 @@ class Bookkeeping(RuleBasedStateMachine):
             self.state = child(self.state, change)
         assert self.rebase(self.state, self.state.header.included.get(ME, 0)) == []
         assert torch.allclose(self.params["w"].data, self.state.vectors(SIZE)[0] + before, atol=1e-4)
+
+    @rule()
+    def undo(self):
+        frozen = self.params["w"].data - self.open_work
+        assert self.work.undo() == ([OPEN] if self.open else [])
+        assert torch.allclose(self.params["w"].data, frozen, atol=1e-4)
+        self.back, self.open, self.open_work = self.back + self.open, 0, torch.zeros(SIZE)
 
     @rule(rounds=st.integers(REBASED_ANCESTORS + 1, REBASED_ANCESTORS + 3))
     def land_far(self, rounds):

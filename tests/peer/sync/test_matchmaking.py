@@ -15,7 +15,7 @@ from peer.sync.engine.net.streams import Broken, Channel, PeerLost, Refused, Str
 from peer.sync.engine.round import arrivals, calls, following, leading
 from peer.sync.engine.round.calls import CALL
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import Group, NoGroup, Seen, Standing, group_of, rank
+from peer.sync.engine.round.groups import NO_RECEIPTS, Group, NoGroup, Seen, Standing, group_of, rank
 from peer.sync.engine.round.leading import JOIN
 from peer.sync.engine.round.matchmaking import Matchmaker
 from peer.sync.engine.state import Head, better
@@ -28,19 +28,20 @@ class Peer:
     met: whom it has averaged with; no list: everybody.
     """
 
-    def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None, met=()):
+    def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None, met=(), receipts=NO_RECEIPTS):
         self.node, self.id, self.called, self.answered = node, node.peer_id, 0, []
         self.digest, self.has_samples, self.included = digest, has_samples, included or {}
         self.ready_seconds, self.samples, self.busy, self.fetches, self.trusted = 0.0, 0, False, False, frozenset()
-        self.has_roles = False
+        self.has_roles, self.highest_number = False, 20_000
         self.streams = Streams(node)
         self.met = set(met)
         self.company = Company(self.met, me=self.id, trusted=lambda: self.trusted)
-        self.matchmaker = Matchmaker(self.id, self.streams, self.standing, self.heard, 100, leads=reduces, company=self.company)
-        self.reduces = reduces
+        said = {"leads": reduces, "company": self.company, "receipts": receipts}
+        self.matchmaker = Matchmaker(self.id, self.streams, self.standing, self.heard, 100, **said)
+        self.reduces, self.brings = reduces, {}
 
     def standing(self, peer) -> Standing:
-        return Standing(Head(self.digest, self.samples), self.has_samples, self.ready_seconds, self.included, self.busy, self.trusted, self.has_roles)
+        return Standing(Head(self.digest, self.samples), self.has_samples, self.ready_seconds, self.included, self.busy, self.trusted, self.has_roles, self.highest_number)
 
     def heard(self, peer: str, head: Head, ready: bool) -> bool:
         self.called += ready
@@ -49,7 +50,7 @@ class Peer:
 
     def form(self, others, **options):
         expected = {other.id: other.reduces for other in others if other is not self}
-        mine = replace(ticket(self.id, reduces=self.reduces), without=tuple(self.company.all_left_out()))
+        mine = replace(ticket(self.id, reduces=self.reduces), without=tuple(self.company.all_left_out()), **self.brings)
         return self.matchmaker.form(mine, expected, **options)
 
 
@@ -188,6 +189,7 @@ def test_followers_are_told_at_once_when_their_leader_has_moved_on(virtual):
 
 
 REFUSED = {
+    "a number that no state may hold": ({"number": 20_001}, "no state may hold its contribution's number 20001"),
     "another parent": ({"parent": "q"}, "averages onto q"),
     "no samples": ({"samples": 0}, "0 samples, 1 to 100 are allowed"),
     "too many samples": ({"samples": 101}, "101 samples"),
@@ -252,6 +254,7 @@ FORGED = {
     "with a reducer twice": lambda a, us, leader: {**a, "reducers": sorted([us, leader, leader])},
     "out of order": lambda a, us, leader: {**a, "members": a["members"][::-1]},
     "with a number that is in the state": lambda a, us, leader: {**a, "members": sorted([[us, 1, 8, 0.0], [leader, 1, 8, 0.0], ["zz", 3, 8, 0.0]])},
+    "with a number that no state may hold": lambda a, us, leader: {**a, "members": sorted([*a["members"], ["zz", 20_001, 8, 0.0]])},
     "of garbage": lambda a, us, leader: {"members": 7, "reducers": None},
     "with members that are none": lambda a, us, leader: {**a, "members": [[us]]},
     "on to one that ranks behind it": lambda a, us, leader: {"leader": us},
@@ -269,6 +272,7 @@ FAULTS = {
     "with a reducer twice": "a group out of order",
     "out of order": "a group out of order",
     "with a number that is in the state": "a contribution that is in the state already",
+    "with a number that no state may hold": "a contribution whose number no state may hold",
 }
 
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.cell import Bell, Cell
+from peer.sync.engine.buffers import IN_MEMORY
+from peer.sync.engine.cell import Bell, Cell, Phase
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.groups import Group, NoGroup
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.rounds import Rounds
+from peer.sync.engine.trainer.trainer import Contribution
 from peer.sync.parameters import Parameters
 from swarm.records import PeerRecord
 from tests.peer.sync.replicas import make_run
@@ -36,9 +38,11 @@ class Swarm:
         for peer in waiting:
             self.company.answered(peer)
         node = SimpleNamespace(peer_id="us", client_mode=False)
-        outer, reception = SimpleNamespace(wire=SimpleNamespace(num_bytes=0), strategy=Parameters()), SimpleNamespace(standing=None, heard=None)
+        outer = SimpleNamespace(wire=SimpleNamespace(num_bytes=0), strategy=Parameters(), buffers=IN_MEMORY)
+        reception = SimpleNamespace(standing=None, heard=None)
         next_round = NextRound(RUN, None, self.neighbours, Cell(STATE, Bell(), clock), lambda: self.now)
-        self.rounds = Rounds(RUN, None, node, None, self.neighbours, self.company, None, outer, None, reception, next_round, clock=clock)
+        phase = Cell(Phase.GROUP, Bell(), clock)
+        self.rounds = Rounds(RUN, None, node, None, self.neighbours, self.company, None, outer, phase, reception, next_round, clock=clock)
 
     async def read(self, run_id: str) -> dict[str, PeerRecord]:
         return self.records
@@ -56,6 +60,23 @@ class Swarm:
         except NoGroup as error:
             return error
         return None
+
+
+def test_an_own_receipt_that_does_not_hold_is_left_out_with_one_warning(caplog):
+    swarm, brought = Swarm(ann=8), []
+
+    async def form(ticket, *_, **__):
+        brought.append(ticket.receipt)
+        raise NoGroup("enough is seen")
+
+    swarm.rounds.matchmaker.form = form
+    offer = Contribution(Member("us", 1, 8), None, STATE.digest, receipt="0" * 128)
+    for offer.failures in range(3):
+        with pytest.raises(NoGroup, match="enough is seen"):
+            asyncio.run(swarm.rounds.attempt(STATE, offer, (), 60.0))
+    assert brought == ["", "", ""] and [said for said in caplog.messages if "receipt" in said] == [
+        "the dataset server's receipt for contribution=1 is not this run's host's: it counts as one without"
+    ]
 
 
 def test_half_of_the_waiting_samples_are_not_enough():

@@ -5,9 +5,12 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from peer.contracts import Member
 from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.round.finality import Finality
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State, better, next_state
-from peer.sync.engine.transfer.disk import StateStore
+from peer.sync.engine.transfer import chunk_file
+from peer.sync.engine.transfer.discarded import discard
+from peer.sync.engine.transfer.disk import OLDER_SECONDS, StateStore
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.errors import ExitCode, UserError
 from tests.peer.sync.swarm_tools import state_of
@@ -129,12 +134,47 @@ def load(store: StateStore, run="run"):
     return store.load(run, "schema", 40, 64)
 
 
-def test_the_last_two_states_are_kept_and_the_newest_is_read(tmp_path):
-    store, states = saved(tmp_path)
+def test_the_last_two_states_and_an_older_one_are_kept_and_the_newest_is_read(tmp_path):
+    store, states = saved(tmp_path, rounds=5)
     loaded = load(store)
-    assert (loaded.digest, loaded.header) == (states[3].digest, states[3].header)
-    assert torch.equal(loaded.buffer.bytes(), states[3].buffer.bytes())
-    assert len(list(tmp_path.iterdir())) == 2
+    assert (loaded.digest, loaded.header) == (states[5].digest, states[5].header)
+    assert torch.equal(loaded.buffer.bytes(), states[5].buffer.bytes())
+    assert [path.stem[-12:] for path in store._files()] == [states[number].digest[:12] for number in (5, 4, 1)]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def ages_kept(folder, minutes: Sequence[int], free: float = 1e9) -> list[int]:
+    """Minutes since each state was saved, of those left after saving one at each of these minutes."""
+    now, store, states = 0, StateStore(folder, wall=lambda: 60.0 * now), lineage(len(minutes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        for now, state in zip(minutes, states[1:], strict=True):
+            path = store.save(state)
+            os.utime(path, (60.0 * now, 60.0 * now))
+    return sorted(int(now - path.stat().st_mtime / 60) for path in folder.glob("*.state"))
+
+
+@pytest.mark.parametrize("every", [1, 7, 29, 40])
+def test_an_older_state_is_kept_to_go_back_to_and_the_next_such(tmp_path, every):
+    minutes = range(0, 600, every)
+    kept = [ages_kept(tmp_path / str(count), minutes[:count]) for count in (2, 90 // every + 2, len(minutes))]
+    assert kept[0] == [0, every]
+    for best, second, *older in kept[1:]:
+        assert (best, second) == (0, every) and len(older) <= 2
+        assert OLDER_SECONDS / 60 <= max(older) < 2 * OLDER_SECONDS / 60 + 2 * every
+
+
+def test_on_a_disk_that_is_nearly_full_older_states_go(tmp_path):
+    assert len(ages_kept(tmp_path / "room", range(0, 90, 5), free=1e6)) == 4
+    assert ages_kept(tmp_path / "none", range(0, 90, 5), free=1e3) == [0, 5]
+
+
+def test_an_older_state_is_what_is_left_when_the_newer_ones_are_discarded(tmp_path):
+    ages_kept(tmp_path, range(0, 200, 10))
+    oldest = StateStore(tmp_path)._files()[-1]
+    discard(tmp_path, [StateStore(tmp_path)._files()[-2].stem[-12:]])
+    store = StateStore(tmp_path)
+    assert load(store).digest.startswith(oldest.stem[-12:]) and store.forsaken
 
 
 @pytest.mark.parametrize("position", [5, 60, -1, -40])
@@ -190,6 +230,31 @@ def test_what_is_saved_after_a_branch_with_more_samples_lost_replaces_it(tmp_pat
         newest = next_state(base, [base.vectors(10)], [Member("c", 1, samples)])
         store.save(newest)
     assert load(store).digest == newest.digest
+
+
+def test_older_states_of_a_branch_that_lost_go_with_it(tmp_path):
+    minutes = range(0, 60, 20)
+    ages_kept(tmp_path, minutes)
+    base = state_of(torch.arange(10.0))
+    winner = next_state(base, [base.vectors(10)], [Member("c", 1, 10)])  # of fewer samples than all but the first
+    StateStore(tmp_path, wall=lambda: 3600.0).save(winner)
+    left = StateStore(tmp_path)._files()
+    assert load(StateStore(tmp_path)).digest == winner.digest and all(int(path.stem.split("-")[1]) <= 10 for path in left) and len(left) == 2
+
+
+def test_older_states_make_room_on_a_full_disk(tmp_path, monkeypatch):
+    ages_kept(tmp_path, range(0, 100, 10))
+    assert len(list(tmp_path.iterdir())) == 4
+    write, state = chunk_file.write, lineage(11)[-1]
+
+    def on_a_full_disk(*args, **options):
+        if len(list(tmp_path.iterdir())) > 2:
+            raise OSError(28, "No space left on device")
+        write(*args, **options)
+
+    monkeypatch.setattr(chunk_file, "write", on_a_full_disk)
+    StateStore(tmp_path).save(state)
+    assert load(StateStore(tmp_path)).digest == state.digest
 
 
 @pytest.mark.parametrize("turned", [False, True])

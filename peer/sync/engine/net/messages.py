@@ -37,6 +37,7 @@ from peer.sync.engine.state import (
     Head,
     Header,
 )
+from swarm.signing import SIGNATURE
 from swarm.unpacking import fault
 
 MAX_WAIT_SECONDS = 300.0
@@ -80,6 +81,8 @@ Measured = Annotated[Finite, BeforeValidator(_a_float)]
 Norm = Annotated[Measured, Field(ge=0, le=_LARGEST_NORM)]
 Seconds = Annotated[Finite, AfterValidator(lambda seconds: min(max(seconds, 0.0), MAX_WAIT_SECONDS))]
 """Somebody's claim about time, within what we would ever wait."""
+Receipt = Annotated[str, StringConstraints(strict=True, pattern=rf"^({SIGNATURE})?$")]
+"""A host's signature; '' for none."""
 Reason = Annotated[str, Field(strict=True), AfterValidator(lambda text: text[:_REASON_LENGTH])]
 
 
@@ -187,13 +190,14 @@ class Answer(Message):
 class Join(Message):
     """The sender asks to average this contribution in the receiver's group. With number and samples 0, the sender assists and brings none.
 
-    norm: L2 norm of its decoded values.
+    norm: L2 norm of its decoded values. receipt: the host's for it.
     """
 
     parent: Text
     number: Count
     samples: Count
     norm: Norm
+    receipt: Receipt = ""
     reduces: Flag = False
     without: Named = ()
 
@@ -211,9 +215,10 @@ class Onward(Message):
 
 
 class Announcement(Message):
-    """A closed group. members: [peer, number, samples, norm] of each."""
+    """A closed group. members: [peer, number, samples, norm] of each; receipts: theirs, in the same order, or none at all."""
 
     members: Annotated[tuple[tuple[Text, Count, Count, Norm], ...], Field(max_length=MOST_MEMBERS)]
+    receipts: Annotated[tuple[Receipt, ...], Field(max_length=MOST_MEMBERS)] = ()
     reducers: Annotated[tuple[Text, ...], Field(max_length=MOST_MEMBERS)]
     attempt: Text
     late: Named = ()

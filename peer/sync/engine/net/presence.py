@@ -31,7 +31,7 @@ _MEET_SECONDS = 15.0
 _DIALS_PER_SECOND, _DIALS_AT_ONCE = 0.1, 6
 """Lost peers that are dialled, at up to three addresses each: 6 a minute after the first 6. They are a stranger's word."""
 _READ_PEERS_PER_SECOND = 20
-"""A look asks up to 20 nodes, and each answers with all records, of 1.6 kB each: 6 Mbit/s with 20 peers, 10 with 100 (docs/scale.md)."""
+"""A look asks up to 20 nodes, and each answers with all records, of 1.6 kB each: 6 Mbit/s with 20 peers, 10 with 100 (docs/internals.md)."""
 
 
 def read_seconds(period: float, others: int) -> float:

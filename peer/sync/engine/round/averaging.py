@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peer.sync.engine import failpoints
+from peer.sync.engine.buffers import IN_MEMORY, Buffers
 from peer.sync.engine.codec import Part, Wire, add_up
 from peer.sync.engine.net.messages import M, MeanPart, Nothing, Share
 from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
@@ -78,9 +79,9 @@ class Mean:
 class Averager:
     """Averages vectors that travel by `wire` within groups."""
 
-    def __init__(self, peer_id: str, streams: Streams, wire: Wire, clipping: Clipping = UNCLIPPED):
+    def __init__(self, peer_id: str, streams: Streams, wire: Wire, clipping: Clipping = UNCLIPPED, buffers: Buffers = IN_MEMORY):
         self._peer_id, self._streams, self._wire, self._clipping = peer_id, streams, wire, clipping
-        self.memory = Reused(wire.num_bytes)
+        self.memory = Reused(wire.num_bytes, buffers.private)
         """Of encoded means."""
         self._reductions: dict[str, Reduction] = {}
         self._failed: dict[str, PeerLost] = {}
@@ -98,7 +99,7 @@ class Averager:
         assert (mine is not None) == any(member.peer == self._peer_id for member in group.members)
         clock = asyncio.get_running_loop().time
         began = clock()
-        received = ReceivedMeans(self._clipping.longest_mean(group.members, group.norms))
+        received = ReceivedMeans(self._clipping.longest_mean(group.weighed, group.norms))
         run = Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts), strangers or Strangers(), received)
         shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
         own, reduction, failure = shares.pop(self._peer_id, []), None, PeerLost("it left")

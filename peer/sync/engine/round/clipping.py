@@ -20,11 +20,12 @@ _CODED = 2.0
 class Clipping:
     """times: a norm counts up to so many times the median, 0: whole.
 
-    per_sample: the median is of norms per sample, since a norm grows with each step.
+    per_sample: the median is of norms per sample, since a norm grows with each step; centered: what is left is averaged by `centering.py`.
     """
 
     times: float = 0.0
     per_sample: bool = True
+    centered: bool = False
 
     def factors(self, members: Sequence[Member], norms: Sequence[float]) -> list[float]:
         """What each member's contribution is multiplied with, at most 1.
@@ -43,6 +44,8 @@ class Clipping:
         if not self.times or not norms:
             return math.inf
         factors, samples = self.factors(members, norms), sum(member.samples for member in members)
+        if self.centered:  # each part's centre is no longer than the longest of its vectors
+            return math.hypot(*(factor * norm for factor, norm in zip(factors, norms, strict=True)))
         return math.fsum(m.samples / samples * factor * norm for m, factor, norm in zip(members, factors, norms, strict=True))
 
 

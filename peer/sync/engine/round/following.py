@@ -10,8 +10,9 @@ from peer.sync.engine.net.messages import JOIN_ANSWER, MAX_WAIT_SECONDS, Announc
 from peer.sync.engine.net.streams import Broken, PeerLost, Refused, Streams
 from peer.sync.engine.round.calls import ANSWER_SECONDS
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import Group, Seen, Standing, Ticket, group_of
+from peer.sync.engine.round.groups import NO_RECEIPTS, Group, Seen, Standing, Ticket, group_of
 from peer.sync.engine.round.leading import BEAT_SECONDS, JOIN, Leading
+from swarm.receipts import Receipts
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class _NotLed(PeerLost):
 
 
 class Following:
-    """standing, max_samples: as in `Matchmaker`; leading: sends those who come to us after us."""
+    """standing, max_samples, receipts: as in `Matchmaker`; leading: sends those who come to us after us."""
 
     def __init__(
         self,
@@ -38,9 +39,10 @@ class Following:
         max_samples: int,
         company: Company,
         leading: Leading,
+        receipts: Receipts = NO_RECEIPTS,
     ):
         self._peer_id, self._streams, self._standing = peer_id, streams, standing
-        self._max_samples, self._company, self._leading = max_samples, company, leading
+        self._max_samples, self._company, self._leading, self._receipts = max_samples, company, leading, receipts
 
     async def led_by(self, first: str, ticket: Ticket, answer: Answer, patience: float, seen: Seen) -> Group | None:
         """The group that `first`, or one to which it sends us on, announces; None when none of them leads us after all."""
@@ -51,7 +53,7 @@ class Following:
                 try:
                     said = await self._join_again(leader, ticket, self._lead_seconds(leader, answer, patience))
                     if isinstance(said, Announcement):
-                        return group_of(said, ticket, leader, self._standing(self._peer_id), self._max_samples)
+                        return group_of(said, ticket, leader, self._standing(self._peer_id), self._max_samples, self._receipts)
                     onward = self._onward(leader, said.leader, ticket)
                 except Refused as error:
                     log.info("not led by %s: %s", leader[-6:], error)
@@ -119,7 +121,7 @@ class Following:
         with contextlib.closing(channel):
             member = ticket.member
             join = Join(
-                parent=ticket.parent, number=member.number, samples=member.samples, norm=ticket.norm,
+                parent=ticket.parent, number=member.number, samples=member.samples, norm=ticket.norm, receipt=ticket.receipt,
                 reduces=ticket.reduces, without=ticket.without,
             )  # fmt: skip
             await channel.send(join, seconds=ANSWER_SECONDS)

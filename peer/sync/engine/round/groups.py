@@ -1,15 +1,19 @@
 """A round before it begins: who brings what, who takes part, and whether a group that a leader announced can be one."""
 
 import functools
+import statistics
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field, replace
 
 from peer.contracts import Member
 from peer.sync.engine.net.messages import Announcement, Join
 from peer.sync.engine.net.streams import PeerLost, Refused
-from peer.sync.engine.state import Head
+from peer.sync.engine.state import MOST_COUNT, Head
 from swarm.bans import TRUSTED_NEEDED
 from swarm.digest import digest_json
+from swarm.receipts import Receipts
+
+NO_RECEIPTS = Receipts()
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Ticket:
     """Peers with whom it averages in no group for now."""
     norm: float = 0.0
     """L2 norm of what it brings, decoded: by this the members are held to each other (`clipping.py`)."""
+    receipt: str = ""
+    """The host's for its samples."""
 
     @property
     def assists(self) -> bool:
@@ -36,6 +42,7 @@ class Group:
     """Members by peer id, and who reduces: members that can be dialled, and peers that assist; the same at all of them.
 
     norms: of the members' contributions, as they state them; zeros in a run that clips nobody, none for a group that nobody announced.
+    receipts: of the members, '' where one has none; empty where nobody has.
     silent: expected, but they never answered; culprits: what they did while it was formed cost us time; slow: those of them that may
     have meant well; late: as its leader says, they promised to come, and did not.
     """
@@ -46,6 +53,7 @@ class Group:
     attempt: str = ""
     """Drawn by the leader: a stream of a failed attempt must not be taken for one of the next, which may have the same members."""
     norms: tuple[float, ...] = ()
+    receipts: tuple[str, ...] = ()
     silent: frozenset[str] = field(default=frozenset(), compare=False)
     culprits: frozenset[str] = field(default=frozenset(), compare=False)
     slow: frozenset[str] = field(default=frozenset(), compare=False)
@@ -55,7 +63,22 @@ class Group:
     @functools.cached_property
     def id(self) -> str:
         members = [[m.peer, m.number, m.samples] for m in self.members]
-        return digest_json([self.parent, members, list(self.reducers), self.attempt, list(self.norms)])
+        return digest_json([self.parent, members, list(self.reducers), self.attempt, list(self.norms), list(map(bool, self.receipts))])
+
+    @functools.cached_property
+    def weighed(self) -> tuple[Member, ...]:
+        """The members, each with the samples as which its contribution counts in the mean.
+
+        With a receipt: all. Without one: at most the lower median of those with one, or that of all claims if it is higher, since otherwise
+        two members with tiny receipts would make the others' work count for nothing. Where nobody has one: all.
+        """
+        proved = [member.samples for member, receipt in zip(self.members, self.receipts, strict=False) if receipt]
+        if not proved:
+            return self.members
+        most = max(statistics.median_low(proved), statistics.median_low(member.samples for member in self.members))
+        return tuple(
+            m if receipt else replace(m, samples=min(m.samples, most)) for m, receipt in zip(self.members, self.receipts, strict=True)
+        )
 
     @property
     def samples(self) -> int:
@@ -76,11 +99,12 @@ class Group:
         reducers = tuple(ticket.member.peer for ticket in ordered if ticket.reduces)
         bringing = [ticket for ticket in ordered if not ticket.assists]
         members, norms = tuple(ticket.member for ticket in bringing), tuple(ticket.norm for ticket in bringing)
-        return cls(ordered[0].parent, members, reducers, attempt, norms, frozenset(silent))
+        receipts = tuple(ticket.receipt for ticket in bringing)
+        return cls(ordered[0].parent, members, reducers, attempt, norms, receipts if any(receipts) else (), frozenset(silent))
 
     def announcement(self) -> Announcement:
         members = tuple((m.peer, m.number, m.samples, norm) for m, norm in zip(self.members, self.norms, strict=True))
-        return Announcement(members=members, reducers=self.reducers, attempt=self.attempt, late=self.late)
+        return Announcement(members=members, receipts=self.receipts, reducers=self.reducers, attempt=self.attempt, late=self.late)
 
 
 class NoGroup(Exception):
@@ -126,7 +150,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Standing:
-    """What this peer is doing, as its answer to a call.
+    """What this peer is doing, as its answer to a call, and what it averages with.
 
     head, included: of its state; has_samples: whether it has something to offer, or will after the step it is in;
     ready_seconds: until then; busy: it is averaging in a group that is closed. trusted: whom the host trusts to lead and reduce; has_roles:
@@ -140,6 +164,8 @@ class Standing:
     busy: bool = False
     trusted: Container[str] = frozenset()
     has_roles: bool = False
+    highest_number: int = MOST_COUNT
+    """Of a contribution that the next state may hold: nobody would take over one that holds a higher one."""
 
     @property
     def digest(self) -> str:
@@ -170,11 +196,14 @@ def may_reduce(peers: Collection[str], trusted: Container[str]) -> set[str]:
     return named if len(named) >= TRUSTED_NEEDED else set(peers)
 
 
-def ticket_of(join: Join, peer: str, max_samples: int) -> Ticket:
-    """What `peer` brings. Raises PeerLost when it is more than a contribution may hold."""
+def ticket_of(join: Join, peer: str, max_samples: int, receipts: Receipts = NO_RECEIPTS) -> Ticket:
+    """What `peer` brings. Raises PeerLost when it is more than a contribution may hold, or than its receipt says."""
     if join.reduces and join.number == join.samples == 0:
         return Ticket(join.parent, Member(peer, 0, 0), True, join.without)
-    return Ticket(join.parent, _member(peer, join.number, join.samples, max_samples), join.reduces, join.without, join.norm)
+    member = _member(peer, join.number, join.samples, max_samples)
+    if join.receipt and not receipts.hold(peer, member.number, member.samples, join.receipt):
+        raise PeerLost(f"its receipt is none of this run's host for {member.samples} samples of its contribution {member.number}")
+    return Ticket(join.parent, member, join.reduces, join.without, join.norm, join.receipt)
 
 
 def _member(peer: str, number: int, samples: int, max_samples: int) -> Member:
@@ -186,7 +215,9 @@ def _member(peer: str, number: int, samples: int, max_samples: int) -> Member:
     return Member(peer, number, samples)
 
 
-def group_of(said: Announcement, ticket: Ticket, leader: str, standing: Standing, max_samples: int) -> Group:
+def group_of(
+    said: Announcement, ticket: Ticket, leader: str, standing: Standing, max_samples: int, receipts: Receipts = NO_RECEIPTS
+) -> Group:
     """The group a leader announced, checked as far as one member can: every other member checks its own place.
 
     Raises PeerLost, which names the leader: no fault of a link makes a group that is none.
@@ -196,12 +227,13 @@ def group_of(said: Announcement, ticket: Ticket, leader: str, standing: Standing
     except PeerLost as error:
         raise PeerLost(f"{leader[-6:]} announced a member with {error}", [leader]) from None
     norms = tuple(norm for *_, norm in said.members)
-    if fault := _fault(members, norms, said.reducers, ticket, leader, standing):
+    fault = _fault(members, norms, said.reducers, ticket, leader, standing) or _false_receipt(members, said.receipts, ticket, receipts)
+    if fault:
         raise PeerLost(f"{leader[-6:]} announced {fault}", [leader])
     if leader not in standing.trusted and len(may_reduce(said.reducers, standing.trusted)) < len(said.reducers):
         # A leader that is trusted may say who reduces: it, or we, may not have heard yet of one more or one less. For that nobody is blamed.
         raise Refused(f"{leader[-6:]} lets others reduce than those that the host trusts")
-    return Group(ticket.parent, members, said.reducers, said.attempt, norms, late=said.late, leader=leader)
+    return Group(ticket.parent, members, said.reducers, said.attempt, norms, said.receipts, late=said.late, leader=leader)
 
 
 def _fault(
@@ -219,4 +251,24 @@ def _fault(
         return "another norm of our contribution"
     if any(member.number <= standing.included.get(member.peer, 0) for member in members):
         return "a contribution that is in the state already"
+    if any(member.number > standing.highest_number for member in members):
+        return "a contribution whose number no state may hold"
     return ""
+
+
+def _false_receipt(members: tuple[Member, ...], given: tuple[str, ...], ticket: Ticket, receipts: Receipts) -> str:
+    """What is wrong with a group's receipts; '' when nothing is."""
+    if not given:
+        return "no receipts, and we brought one" if ticket.receipt else ""
+    if len(given) != len(members):
+        return f"{len(given)} receipts for {len(members)} members"
+    if not ticket.assists and given[members.index(ticket.member)] != ticket.receipt:
+        return "another receipt of ours"
+    return next(
+        (
+            f"a false receipt of {m.peer[-6:]}"
+            for m, receipt in zip(members, given, strict=True)
+            if receipt and not receipts.hold(m.peer, m.number, m.samples, receipt)
+        ),
+        "",
+    )

@@ -1,7 +1,7 @@
 """Which state is right, when others sign another one than ours: decided by those whom we have met, not by what a state says of itself.
 
 A state is numbers that anybody can make up, and naming ours as its ancestor proves nothing. So a state that we did not make counts by
-who stands behind it: live peers that averaged with us before (met.py). docs/protocol.md, "Which state is right", says why all honest
+who stands behind it: live peers that averaged with us before (met.py). docs/internals.md, "Which state is right", says why all honest
 peers come to one answer, and what a stranger, or one whom we have met, can still do.
 """
 

@@ -11,14 +11,15 @@ from peer.sync.engine.net.streams import Channel, PeerLost, Streams
 from peer.sync.engine.round.arrivals import Arrivals
 from peer.sync.engine.round.calls import ANSWER_SECONDS
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import Group, NoGroup, Seen, Standing, Ticket, may_reduce, ticket_of
+from peer.sync.engine.round.groups import NO_RECEIPTS, Group, NoGroup, Seen, Standing, Ticket, may_reduce, ticket_of
 from peer.sync.engine.state import MOST_MEMBERS, Head
 from swarm.bans import TRUSTED_NEEDED
+from swarm.receipts import Receipts
 from swarm.tasks import end_tasks, set_within
 
 log = logging.getLogger(__name__)
 
-JOIN = "distributed-diffusion.join.3"
+JOIN = "distributed-diffusion.join.4"
 BEAT_SECONDS = 3.0
 """Whoever waits for a leader hears from it so often; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
 STRANGER_COME_SECONDS = 2.0
@@ -36,7 +37,7 @@ class _Gathering:
 
 
 class Leading:
-    """standing, heard, leads, max_samples, rng: as in `Matchmaker`."""
+    """standing, heard, leads, max_samples, receipts, rng: as in `Matchmaker`."""
 
     def __init__(
         self,
@@ -48,10 +49,11 @@ class Leading:
         company: Company,
         *,
         leads: bool,
+        receipts: Receipts = NO_RECEIPTS,
         rng: random.Random,
     ):
         self._peer_id, self._streams, self._standing, self._heard = peer_id, streams, standing, heard
-        self._max_samples, self._leads, self._company, self._rng = max_samples, leads, company, rng
+        self._max_samples, self._leads, self._company, self._receipts, self._rng = max_samples, leads, company, receipts, rng
         self._arrivals = Arrivals()
         self._gathering: _Gathering | None = None
         self._announced: Group | None = None
@@ -192,7 +194,7 @@ class Leading:
     async def _answer_join(self, channel: Channel) -> None:
         try:
             join, _ = await channel.receive(Join, seconds=ANSWER_SECONDS)
-            standing, ticket = self._standing(channel.peer), ticket_of(join, channel.peer, self._max_samples)
+            standing, ticket = self._standing(channel.peer), ticket_of(join, channel.peer, self._max_samples, self._receipts)
             if reason := self._refusal(ticket, standing):
                 raise PeerLost(reason)
         except PeerLost as error:
@@ -251,6 +253,8 @@ class Leading:
             return "this peer has nothing to average with it yet"
         if not ticket.assists and ticket.member.number <= standing.included.get(ticket.member.peer, 0):
             return f"its contribution {ticket.member.number} is in the state already"
+        if ticket.member.number > standing.highest_number:
+            return f"no state may hold its contribution's number {ticket.member.number}"
         if ticket.reduces and self._standing(self._peer_id).ranks_before(ticket.parent, ticket.member.peer, self._peer_id):
             return "it ranks before this peer and should lead itself"
         return ""

@@ -18,9 +18,10 @@ from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.round.calls import Called, Calls, Spoke, comes, leads, unanswered
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.following import Following
-from peer.sync.engine.round.groups import Group, Seen, Standing, Ticket
+from peer.sync.engine.round.groups import NO_RECEIPTS, Group, Seen, Standing, Ticket
 from peer.sync.engine.round.leading import Leading
 from peer.sync.engine.state import Head
+from swarm.receipts import Receipts
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Matchmaker:
     """Forms groups for one peer. `standing(peer)` says what it does, as far as that concerns `peer`; `heard(peer, head, ready)` is run
     when `peer` says that it stands at `head`, ready to average onto it or not; whether we should rather fetch that state, it returns.
 
-    leads: whether others can dial this peer; max_samples: the most that one contribution may hold; rng: what names an attempt is drawn from.
+    leads: whether others can dial this peer; max_samples: the most that one contribution may hold; receipts: how those of the host are read; rng: what names an attempt is drawn from.
     """
 
     def __init__(
@@ -42,14 +43,15 @@ class Matchmaker:
         *,
         leads: bool = True,
         company: Company | None = None,
+        receipts: Receipts = NO_RECEIPTS,
         rng: random.Random | None = None,
     ):
         self._peer_id, self._standing, self._company = peer_id, standing, company or Company()
         self._calls = Calls(peer_id, streams, standing, heard, self._company)
         self._leading = Leading(
-            peer_id, streams, standing, heard, max_samples, self._company, leads=leads, rng=rng or random.SystemRandom()
+            peer_id, streams, standing, heard, max_samples, self._company, leads=leads, receipts=receipts, rng=rng or random.SystemRandom()
         )
-        self._following = Following(peer_id, streams, standing, max_samples, self._company, self._leading)
+        self._following = Following(peer_id, streams, standing, max_samples, self._company, self._leading, receipts)
 
     async def start(self) -> None:
         await self._calls.serve()

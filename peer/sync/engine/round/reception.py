@@ -8,7 +8,7 @@ from peer.sync.engine.round.groups import Standing
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.patience import patience_seconds
-from peer.sync.engine.state import Head, State
+from peer.sync.engine.state import Head, State, highest_number
 from peer.sync.engine.trainer.trainer import Trainer
 from swarm.end import End
 
@@ -46,6 +46,7 @@ class Reception:
         return Standing(
             Head.of(state), has_samples, ready_seconds, state.header.included,
             busy=self._phase.value is Phase.AVERAGE, trusted=members.bans.trusted, has_roles=members.needed,
+            highest_number=highest_number(state.header.round + 1),
         )  # fmt: skip
 
     def heard(self, peer: str, head: Head, ready: bool) -> bool:

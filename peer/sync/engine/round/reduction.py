@@ -1,6 +1,6 @@
 """Our share of a round: parts come in from all members, and each average is made once.
 
-Memory: `PARTS_OF_A_SENDER` (averaging.py) encoded parts of each sender, and two parts in float32.
+Memory: `PARTS_OF_A_SENDER` (averaging.py) encoded parts of each sender, and two parts in float32; one of each sender where they are centered.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, rough_square, square_norm
 from peer.sync.engine.net.streams import Channel, PeerLost
+from peer.sync.engine.round.centering import centre, even_shares, products
 from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
 from peer.sync.engine.round.groups import Group
 from swarm.tasks import within
@@ -95,16 +96,18 @@ class Reduction:
         self._strangers = run.strangers.peers
         self._strangers_come_seconds = min(run.strangers.seconds, COME_SECONDS)
         self._strangers_part_seconds = run.strangers.for_part(wire, len(run.group.reducers))
-        members = run.group.members
+        members = run.group.weighed
         self.senders = {member.peer for member in members}
         self._takers = self.senders | set(run.group.reducers)
         self._came: set[str] = set()
         self._all_came = asyncio.Event()
-        factors = clipping.factors(members, run.group.norms)
-        self._weights = {m.peer: m.samples / run.group.samples * factor for m, factor in zip(members, factors, strict=True)}
+        self._factors = dict(zip((member.peer for member in members), clipping.factors(members, run.group.norms), strict=True))
+        self._samples = {member.peer: member.samples for member in members}
+        self._all_samples = sum(self._samples.values())
+        self._shares = even_shares([self._samples[peer] for peer in sorted(self.senders)]) if clipping.centered else None
         self._stated = StatedNorms(members, run.group.norms) if clipping.times and run.group.norms else None
         # Kept for all parts: fresh memory for each would be page faults.
-        self._scratch = torch.empty(2, PART_ELEMENTS)
+        self._scratch = torch.empty(2 if self._shares is None else 1 + len(self.senders), PART_ELEMENTS)
         self._received: list[dict[str, Tensor]] = [{} for _ in parts]
         self._means = [asyncio.get_running_loop().create_future() for _ in parts]
 
@@ -172,22 +175,36 @@ class Reduction:
 
     def _average(self, index: int) -> tuple[Tensor, float]:
         part = self.parts[index]
-        total, values = self._scratch[:, : part.end - part.start]
-        for count, peer in enumerate(sorted(self.senders)):
-            into = decode(peer, part, self._received[index][peer], values if count else total)
-            if self._stated is not None:
-                self._stated.spend(peer, rough_square(into))
-            into.mul_(self._weights[peer])
-            if count:
-                total.add_(into)
+        total, *others = self._scratch[:, : part.end - part.start]
+        (self._sum if self._shares is None else self._center)(index, total, others)
         encoded = part.bytes_of(self.run.result)
         if len(self.senders) == 1:  # as the one makes it that goes on alone with it: encoded anew, a block may get another scale
             encoded.copy_(*self._received[index].values())
         else:
             part.encode(total, encoded)
         # Decoding checks it: finite values may add up to more than a float holds.
-        square = self.run.squares[self._indices[index]] = square_norm(part.decode(encoded, values))
+        square = self.run.squares[self._indices[index]] = square_norm(part.decode(encoded, others[0]))
         return encoded, square
+
+    def _sum(self, index: int, total: Tensor, others: Sequence[Tensor]) -> None:
+        for count, peer in enumerate(sorted(self.senders)):
+            into = self._read(index, peer, others[0] if count else total).mul_(
+                self._samples[peer] / self._all_samples * self._factors[peer]
+            )
+            if count:
+                total.add_(into)
+
+    def _center(self, index: int, total: Tensor, others: Sequence[Tensor]) -> None:
+        for peer, values in zip(sorted(self.senders), others, strict=True):
+            self._read(index, peer, values).mul_(self._factors[peer])
+        vectors = self._scratch[1:, : len(total)]
+        torch.mv(vectors.T, centre(self._shares, products(vectors)).float(), out=total)
+
+    def _read(self, index: int, peer: str, room: Tensor) -> Tensor:
+        values = decode(peer, self.parts[index], self._received[index][peer], room)
+        if self._stated is not None:
+            self._stated.spend(peer, rough_square(values))
+        return values
 
 
 def decode(sender: str, part: Part, data: Tensor, room: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from peer.contracts import Member
 from peer.sync.engine import failpoints
+from peer.sync.engine.buffers import IN_MEMORY, Buffers
 from peer.sync.engine.cell import Cell, Phase
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.messages import MOST_NAMED
@@ -33,6 +34,7 @@ from peer.sync.engine.trainer.trainer import Contribution
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode
 from swarm.end import End
+from swarm.receipts import Receipts
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -50,9 +52,12 @@ class OuterStep:
 
     strategy: Strategy
     wire: Wire
+    buffers: Buffers = IN_MEMORY
+    """Make the memory of states and means."""
 
     def __call__(self, parent: State, mean: Mean, members: Collection[Member], into: SharedBuffer | None = None) -> State:
-        """The state after `parent`, in the memory of `into`, which may be the parent's. Raises ValueError."""
+        """The state after `parent`, in the memory of `into`, which may be the parent's. Raises ValueError, UserError (disk)."""
+        into = into or self.buffers.shared(parent.buffer.num_bytes)
         return advance(parent, members, mean.encoded, mean.square_norm, self.strategy, self.wire, into)
 
 
@@ -91,12 +96,13 @@ class Rounds:
     ):
         self._end, self._node, self._neighbours, self.company, self._heads = end, node, neighbours, company, heads
         self._outer, self._phase, self._next_round, self._clock = outer, phase, next_round, clock
+        self._receipts = Receipts.of(run)
         self.matchmaker = Matchmaker(
             node.peer_id, streams, reception.standing, reception.heard, 2 * run.target_batch_size,
-            leads=not node.client_mode, company=company, rng=rng,
+            leads=not node.client_mode, company=company, receipts=self._receipts, rng=rng,
         )  # fmt: skip
-        self._clipping = Clipping(run.clip_members, per_sample=outer.strategy.steps_locally)
-        self.averager = Averager(node.peer_id, streams, outer.wire, self._clipping)
+        self._clipping = Clipping(run.clip_members, per_sample=outer.strategy.steps_locally, centered=run.averaging == "centered")
+        self.averager = Averager(node.peer_id, streams, outer.wire, self._clipping, outer.buffers)
 
     async def start(self) -> None:
         await self.matchmaker.start()
@@ -131,7 +137,7 @@ class Rounds:
         self._phase.set(Phase.GROUP)
         without, norm = tuple(self.company.all_left_out()[-MOST_NAMED:]), await self._norm(offer)
         group = await self.matchmaker.form(
-            Ticket(state.digest, offer.member, not self._node.client_mode, without, norm),
+            Ticket(state.digest, offer.member, not self._node.client_mode, without, norm, self._receipt(offer)),
             self._expected(state, callers),
             self._check_quorum,
             patience=patience_seconds(age_seconds, offer.failures),
@@ -147,6 +153,15 @@ class Rounds:
             self.matchmaker.over()
         await failpoints.reached("mean_complete", self._node.peer_id)
         return group, mean
+
+    def _receipt(self, offer: Contribution) -> str:
+        """What others will take; '' for what a false server gave us on the way, which would only keep us out."""
+        member = offer.member
+        if not offer.receipt or self._receipts.hold(member.peer, member.number, member.samples, offer.receipt):
+            return offer.receipt
+        if offer.failures == 0:
+            log.warning("the dataset server's receipt for contribution=%d is not this run's host's: it counts as one without", member.number)
+        return ""
 
     async def _norm(self, offer: Contribution) -> float:
         """Of what we bring, worked out once; 0 where nobody asks for it. Raises RoundFailed."""
@@ -174,7 +189,7 @@ class Rounds:
                 accused = [peer for peer in word.culprits if peer in group.peers]
                 error.at_once = self.company.told(word.accuser, accused, hearsay=word.hearsay)
             raise
-        for member, factor in zip(group.members, self._clipping.factors(group.members, group.norms), strict=True):
+        for member, factor in zip(group.members, self._clipping.factors(group.weighed, group.norms), strict=True):
             if factor < 1 and len(group.members) > 1:
                 whose = "our" if member.peer == self._node.peer_id else f"{member.peer[-6:]}'s"
                 log.info("%s contribution is clipped to %.2g of its length (--clip_members %g)", whose, factor, self._clipping.times)
@@ -208,7 +223,7 @@ class Rounds:
         Those who stay away from several attempts are not counted any more, whatever their records promise; of strangers, those who
         stay away from one. Nor are, at once, those that do not answer or are left out, if they are fewer than the group's members:
         then at most one side of any cut goes on at once, the larger one, and the other waits for as long as ever. Where this is wrong,
-        as when each of two halves has met others, both commit, and the better of two heads is taken over by all (docs/protocol.md).
+        as when each of two halves has met others, both commit, and the better of two heads is taken over by all (docs/internals.md).
         """
         members = {member.peer for member in group.members}
         here = [record for record in self._neighbours.counted_upon(left_out_too=True) if record.digest == group.parent]

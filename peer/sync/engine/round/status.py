@@ -139,6 +139,8 @@ class Status:
             waiting_samples=self._waiting_samples(),
             samples_per_second=self._samples_per_second(),
             loss=progress.loss,
+            validation_loss=progress.validation_loss,
+            validation_round=progress.validation_round,
             phase=self._phase_as_seen(),
             name=self._name,
             hardware=self._hardware,

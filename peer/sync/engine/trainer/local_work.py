@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from peer.contracts import Params
+from peer.sync.engine.buffers import IN_MEMORY, Buffers
 from peer.sync.engine.codec import Wire, check_finite
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.state import Header
@@ -42,11 +43,12 @@ class Anchor:
 
 @dataclass
 class Frozen:
-    """A contribution on its way: its bytes never change."""
+    """A contribution on its way: its bytes never change. receipt: the host's for it; '' without one."""
 
     number: int
     samples: int
     encoded: SharedBuffer
+    receipt: str = ""
 
 
 class LocalWork:
@@ -56,8 +58,9 @@ class LocalWork:
     what its bytes say out of `params` (or out of the accumulated gradients), and the rest is part of the next one.
     """
 
-    def __init__(self, params: Params, state: Anchor, strategy: Strategy, wire: Wire):
-        self._params, self._strategy, self._wire = params, strategy, wire
+    def __init__(self, params: Params, state: Anchor, strategy: Strategy, wire: Wire, buffers: Buffers = IN_MEMORY):
+        """buffers: make the memory of contributions."""
+        self._params, self._strategy, self._wire, self._buffers = params, strategy, wire, buffers
         self._flat = Flat(params)
         self.state = state
         self.open_samples = 0
@@ -86,7 +89,7 @@ class LocalWork:
         """
         assert self.frozen is None and self.open_samples > 0
         # What the last one took, when a state has it: new pages of 1.7 GB (SD 1.5, fp16) would hold training up for more than a second.
-        encoded, self._spare = self._spare or SharedBuffer(self._wire.num_bytes), None
+        encoded, self._spare = self._spare or self._buffers.shared(self._wire.num_bytes), None
         try:
             if self._strategy.steps_locally:
                 self._encode_steps(encoded.bytes())
@@ -151,6 +154,17 @@ class LocalWork:
         assert self.frozen is not None
         self._move(self.state, self.state, self.frozen.encoded.bytes())
         self.frozen = None
+
+    def undo(self) -> list[int]:
+        """Go back to the state and what the frozen contribution says, where half a step came after that; returns [OPEN] if samples are lost by it."""
+        anchor = self.state.vector(self._wire.size)
+        with self._flat.in_order():
+            for part in self._wire.parts:
+                start = part.of(anchor)
+                if self.frozen is not None:
+                    start = part.decode(part.bytes_of(self.frozen.encoded.bytes())).add_(start)
+                self._flat.write(part.start, start)
+        return self._discard_open()
 
     def final(self, digest: str, round: int) -> None:
         """The state named `digest`, of `round`, is final."""

@@ -32,6 +32,7 @@ class Start:
     strategy: str
     """`module:function`, from which the sidecar makes its own."""
     folder: str
+    state_on: str
     peers: list[str]
     has_joined: bool
     """Whether an earlier sidecar of this trainer has found the swarm."""
@@ -73,6 +74,9 @@ class Progress:
     paused: bool = False
     """By its owner."""
     stands_on: str = ""
+    validation_loss: float | None = None
+    """Of held-out pictures, in the state after `validation_round`."""
+    validation_round: int = 0
 
     def brings_samples(self, age_seconds: float) -> bool:
         """Whether samples are to be expected of a trainer that said this so long ago."""
@@ -90,6 +94,8 @@ class Offer:
     parent: str
     """The state that the trainer stood on when it said this."""
     encoded: SharedBuffer
+    receipt: str = ""
+    """The host's for it; '' without one."""
 
 
 @dataclass(frozen=True)

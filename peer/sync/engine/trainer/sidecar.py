@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from peer.sync.engine.buffers import buffers_on
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.net.messages import read_header
@@ -213,7 +214,7 @@ def _replica(
     state = State(read_header(start.header), start.state)
     clock = asyncio.get_running_loop().time
     bans = Bans(run, start.host_key, words_of(start.bans), path=folder / "state" / "bans.json", clock=clock, rng=rng)
-    store = StateStore(folder / "state", bans=bans)
+    store = StateStore(folder / "state", bans=bans, wall=wall, buffers=buffers_on(start.state_on, folder / "state"))
     stored = store.load(state.header.run, state.header.schema, start.state.num_bytes, run.target_batch_size)
     if stored is not None and better(Head.of(stored), Head.of(state)):
         log.info("going on from round=%d state=%s on disk", stored.header.round, stored.digest[:8])

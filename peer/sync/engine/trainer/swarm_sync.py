@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import torch
-
 from peer.contracts import CommittedRound, SyncContext, SyncReport
 from peer.machine.device import describe_hardware
 from peer.sync.engine import failpoints
+from peer.sync.engine.buffers import buffers_on
 from peer.sync.engine.codec import Wire
-from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
+from peer.sync.engine.memory import available_bytes, check_memory, host_bytes, state_bytes
 from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.round.plausible import NUMBER_FILE
@@ -87,14 +86,16 @@ class SwarmSync:
         self._schema = Schema.of(context.params)
         wire, on_host = Wire.of(context.run.wire, self._schema), any(parameter.is_cpu for parameter in context.params.values())
         log.info("%s", advice.promise(wire.num_bytes))
-        check_memory(host_bytes(self._strategy, wire, params_on_host=on_host), available_bytes())
+        state_on = context.peer.state_on
+        check_memory(host_bytes(self._strategy, wire, params_on_host=on_host, state_on=state_on), available_bytes())
         self._folder = context.output_dir
         self._folder.mkdir(parents=True, exist_ok=True)
         discard(self._folder / "state", context.peer.discard_state)
-        base = first_state(
-            context.run.digest, self._schema.digest, flatten(context.params, torch.empty(self._schema.size)), self._strategy.slots
-        )
-        self._work = LocalWork(context.params, Anchor(base.digest, base.header, base.buffer), self._strategy, wire)
+        buffers = buffers_on(state_on, self._folder / "state", sum(state_bytes(self._strategy, wire).values()))
+        memory = buffers.shared(4 * self._schema.size * (1 + self._strategy.slots))
+        anchor = flatten(context.params, memory.floats()[: self._schema.size])
+        base = first_state(context.run.digest, self._schema.digest, anchor, self._strategy.slots, memory)
+        self._work = LocalWork(context.params, Anchor(base.digest, base.header, base.buffer), self._strategy, wire, buffers)
         self._swarm, self._leaving = _Swarm.UNKNOWN, None
         self._offered = self._may_train = False
         """Of the frozen contribution: whether the sidecar knows that it stands on our state, and whether we train on while it waits."""
@@ -113,6 +114,8 @@ class SwarmSync:
         """Set while this peer's owner has paused it: the others see it."""
         self._hardware = describe_hardware(next(iter(context.params.values())).device)
         self._pace, self._loss = Pace(self._clock), None
+        self._validation: tuple[float | None, int] = None, 0
+        """The held-out loss that was measured last, and of which round."""
         self._sidecar = SidecarProcess(self._opening, self._hear, processes)
 
     # ---------------------------------------------------------------- the contract
@@ -147,12 +150,23 @@ class SwarmSync:
             self._exchange(POLL_SECONDS if self._must_wait() else 0)
         return self._report()
 
+    def measured(self, loss: float) -> None:
+        self._validation = loss, self.round
+
+    def registered(self, number: int, receipt: str) -> None:
+        """It is kept as long as the contribution, and no longer: both are in this process's memory."""
+        assert self._work.frozen is not None and self._work.frozen.number == number and not self._offered
+        self._work.frozen.receipt = receipt
+
     def withdraw(self, number: int) -> SyncReport:
         """The contribution just frozen may not be offered: take its work out of the parameters."""
         assert self._work.frozen is not None and self._work.frozen.number == number and not self._offered
         self._work.withdraw()
         self._send(Nothing())
         return self._report()
+
+    def undo(self) -> SyncReport:
+        return SyncReport(dropped=tuple(self._work.undo()))
 
     def rest(self, resting: bool) -> None:
         """While resting, what we have is averaged as soon as can be, and `step(0)` says `wait`; states are held, and handed to others."""
@@ -258,7 +272,7 @@ class SwarmSync:
             return
         frozen = self._work.frozen
         if frozen is not None and not self._offered and self._news.frozen is None:
-            self._sidecar.send(Offer(frozen.number, frozen.samples, self._work.state.digest, frozen.encoded))
+            self._sidecar.send(Offer(frozen.number, frozen.samples, self._work.state.digest, frozen.encoded, frozen.receipt))
             self._offered = True
         if self._end.extension != self._told_extension:
             self._sidecar.send(Extend(dict(self._end.extension)))
@@ -280,6 +294,7 @@ class SwarmSync:
         return Progress(
             self._work.waiting_samples, pace.samples_per_second, pace.step_seconds, pace.share_lost, self._loss,
             waits=self._must_wait(), paused=self.paused, stands_on=self._work.state.digest,
+            validation_loss=self._validation[0], validation_round=self._validation[1],
         )  # fmt: skip
 
     def _send(self, message: Message) -> None:
@@ -377,8 +392,9 @@ class SwarmSync:
             sizes=[self._schema.big_size, self._schema.size - self._schema.big_size],
             strategy=self._strategy_path,
             folder=str(self._folder),
+            state_on=peer.state_on,
             peers=list(context.initial_peers),
-            has_joined=self._swarm is not _Swarm.UNKNOWN,
+            has_joined=context.known or self._swarm is not _Swarm.UNKNOWN,
             host_maddrs=list(peer.host_maddrs),
             announce_maddrs=list(peer.announce_maddrs),
             identity_path=str(peer.identity_file),

@@ -30,6 +30,8 @@ class Contribution:
     """None: this peer assists, and brings nothing."""
     parent: str
     """The state that the trainer stood on when it offered this."""
+    receipt: str = ""
+    """The host's for it; '' without one."""
     failures: int = 0
     norm: asyncio.Future[float] | None = field(default=None, compare=False)
     """L2 norm of its decoded values, on its way from a thread; None: not asked for yet."""
@@ -62,8 +64,8 @@ class Trainer:
         match message:
             case Progress():
                 self.progressed(message)
-            case Offer(number, samples, parent, encoded):
-                self.offered(Contribution(Member(self._peer_id, number, samples), encoded.bytes(), parent))
+            case Offer(number, samples, parent, encoded, receipt):
+                self.offered(Contribution(Member(self._peer_id, number, samples), encoded.bytes(), parent, receipt))
             case Nothing():
                 self.has_nothing()
             case Leave():

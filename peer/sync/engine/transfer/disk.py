@@ -2,30 +2,47 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from peer.sync.engine.buffers import IN_MEMORY, Buffers
 from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.state import BadState, State
 from peer.sync.engine.transfer import chunk_file
 from peer.sync.engine.transfer.chunk_file import ChunkFile
 from peer.sync.engine.transfer.discarded import Discarded
-from peer.sync.engine.vectors import SharedBuffer
 from swarm import files
 from swarm.bans import Bans
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
 
+OLDER_SECONDS = 1800.0
+"""The host needs time to see that a state is wrong. With rounds of 2 s the best two are 4 s old, and all that descends from it is discarded with it."""
+_OLDER_NEED_FREE = 4
+"""Older states stay while the disk has room for so many more: a checkpoint takes 1.5 of a state with momentum, and both matter more."""
+
 
 class StateStore:
     """The best `keep` states under `folder`, a chunk file each: its line is the header and the digest, its bytes are the tensors'.
 
-    bans: the host's words, which may discard states. Raises UserError (disk) when the folder cannot be made.
+    older: keep two older ones as well, where there is room, to go back to: one between one and two times OLDER_SECONDS old, and the next such.
+    bans: the host's words, which may discard states; wall: as files are dated; buffers: make the memory that states are read into. Raises
+    UserError (disk) when the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, keep: int = 2, bans: Bans | None = None):
-        self.folder, self.keep = folder, keep
+    def __init__(
+        self,
+        folder: Path,
+        keep: int = 2,
+        bans: Bans | None = None,
+        *,
+        older: bool = True,
+        wall: Callable[[], float] = time.time,
+        buffers: Buffers = IN_MEMORY,
+    ):
+        self.folder, self.keep, self._keeps_older, self._wall, self.buffers = folder, keep, older, wall, buffers
         self.forsaken = False
         """Whether a state was passed over because it is discarded."""
         try:
@@ -39,10 +56,18 @@ class StateStore:
         self.discarded = Discarded(folder, bans)
 
     def save(self, state: State) -> Path:
-        """Write `state` durably, then delete all but the last `keep`. Raises UserError (disk) and leaves what was there."""
+        """Write `state` durably, then delete what need not be kept any more. Raises UserError (disk) and leaves what was there."""
         path = self.folder / f"samples-{state.header.samples:016d}-round-{state.header.round:08d}-{state.digest[:12]}.state"
+        first = {"digest": state.digest, "header": state.header.json}
         try:
-            chunk_file.write(path, {"digest": state.digest, "header": state.header.json}, state.buffer.bytes(), durable=True)
+            try:
+                chunk_file.write(path, first, state.buffer.bytes(), durable=True)
+            except OSError:  # perhaps for want of room, which older states take
+                if not (older := self._files()[self.keep :]):
+                    raise
+                for old in older:
+                    old.unlink(missing_ok=True)
+                chunk_file.write(path, first, state.buffer.bytes(), durable=True)
         except OSError as error:
             free = 0.0
             with contextlib.suppress(OSError):
@@ -53,10 +78,23 @@ class StateStore:
                 code=ExitCode.DISK,
             ) from None
         # What has more samples than the newest is of a branch that lost: read again, it would lead us back there.
-        for old in [*self._files()[self.keep :], *(file for file in self._files() if _samples(file) > _samples(path))]:
-            if old != path:
+        ours = [file for file in self._files() if _samples(file) <= _samples(path)]
+        kept = {path, *ours[: self.keep], *self._older(ours[self.keep :])}
+        for old in self._files():
+            if old not in kept:
                 old.unlink(missing_ok=True)
         return path
+
+    def _older(self, behind: Sequence[Path]) -> list[Path]:
+        """Of the states behind the best: the youngest that is old enough to go back to, and the oldest of the others, which will be."""
+        try:
+            if not (behind and self._keeps_older) or files.free_bytes(self.folder) < _OLDER_NEED_FREE * behind[0].stat().st_size:
+                return []
+            ages = sorted((self._wall() - path.stat().st_mtime, path) for path in behind)
+        except OSError:  # the next save looks again
+            return []
+        old = [path for age, path in ages if age >= OLDER_SECONDS]
+        return [*old[:1], *[path for age, path in ages if age < OLDER_SECONDS][-1:]]
 
     def open(self, digest: str) -> ChunkFile | None:
         """The file of that state; None when it is not here."""
@@ -84,7 +122,7 @@ class StateStore:
         round. paths: of files elsewhere, the best first, in place of those here."""
         for path in paths or self._files():
             try:
-                state = read_state(path, num_bytes)
+                state = read_state(path, num_bytes, self.buffers)
                 state.header.check_bounds(target)
             except (OSError, BadState) as error:
                 log.warning("passed over %s: %s", path.name, error)
@@ -104,8 +142,8 @@ class StateStore:
         return sorted(by_digest, key=lambda path: path.stem[: len("samples-") + 16], reverse=True)  # of as many samples: the smaller digest
 
 
-def read_state(path: Path, num_bytes: int) -> State:
-    """The state in a file that `StateStore` wrote; num_bytes: of its tensors. Raises BadState, OSError."""
+def read_state(path: Path, num_bytes: int, buffers: Buffers = IN_MEMORY) -> State:
+    """The state in a file that `StateStore` wrote; num_bytes: of its tensors. Raises BadState, OSError, UserError (disk)."""
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(ChunkFile(path))
@@ -114,7 +152,7 @@ def read_state(path: Path, num_bytes: int) -> State:
             raise BadState(f"its first line is damaged ({error})") from None
         if file.num_bytes != num_bytes:
             raise BadState("its length is wrong")
-        buffer = SharedBuffer(num_bytes)
+        buffer = buffers.shared(num_bytes)
         file.read_into(buffer.bytes())
     state = State(header, buffer)
     if state.digest != promised:

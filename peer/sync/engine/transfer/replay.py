@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peer.contracts import Member
+from peer.sync.engine.buffers import IN_MEMORY, Buffers
 from peer.sync.engine.net.messages import Fetch, MeanOffer, read_header
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.round.averaging import Mean
@@ -126,9 +127,9 @@ class KeptMean:
 class MeanOf:
     """The mean of `num_bytes` that made the state named `digest`, to be fetched; that state is as large as `like`."""
 
-    def __init__(self, digest: str, num_bytes: int, like: State):
+    def __init__(self, digest: str, num_bytes: int, like: State, buffers: Buffers = IN_MEMORY):
         self.request, self.offer = Fetch(digest=digest, mean=True), MeanOffer
-        self._digest, self._num_bytes, self._like = digest, num_bytes, like
+        self._digest, self._num_bytes, self._like, self._buffers = digest, num_bytes, like, buffers
         self._encoded: Tensor | None = None
         self.members: tuple[Member, ...] = ()
         self._square_norm = 0.0
@@ -145,7 +146,7 @@ class MeanOf:
         return hashes
 
     def target(self) -> Tensor:
-        self._encoded = torch.empty(self._num_bytes, dtype=torch.uint8)
+        self._encoded = torch.frombuffer(self._buffers.private(self._num_bytes), dtype=torch.uint8, count=self._num_bytes)
         return self._encoded
 
     def check(self, chunk: Tensor) -> None:
@@ -174,10 +175,11 @@ class Replay:
         num_bytes: int,
         step: Step,
         clock: Callable[[], float] = time.monotonic,
+        buffers: Buffers = IN_MEMORY,
     ):
         """num_bytes: of each mean. step: may raise ValueError."""
         chain = [digest, *manifest.header.parents]
-        self.ours, self._num_bytes, self._step, self._clock = ours, num_bytes, step, clock
+        self.ours, self._num_bytes, self._step, self._clock, self._buffers = ours, num_bytes, step, clock, buffers
         kept = rounds_kept(ours.buffer.num_bytes, num_bytes)
         self.digests = chain[: chain.index(ours.digest)][::-1] if ours.digest in chain[1 : kept + 1] else []
         """Of the states to be made, the next one first; none when `ours` is not among the last ancestors."""
@@ -188,7 +190,7 @@ class Replay:
         """Raises PeerLost when nobody gives the means, BadState when they lead to another state than was signed."""
         state = self.ours
         for digest in self.digests:
-            content = MeanOf(digest, self._num_bytes, self.ours)
+            content = MeanOf(digest, self._num_bytes, self.ours, self._buffers)
             self.downloads.append(Download(content, holders, self._clock))
             await self.downloads[-1].run(streams)
             mean, self.stepping = content.mean(), True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peer.sync.engine.buffers import IN_MEMORY, Buffers
 from peer.sync.engine.net.messages import Fetch, StateOffer
 from peer.sync.engine.net.streams import PeerLost, Refused, Streams
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State
@@ -16,7 +17,6 @@ from peer.sync.engine.transfer.download import Download, Lied, Manifest, ask_man
 from peer.sync.engine.transfer.pace import Slow, fetch_seconds
 from peer.sync.engine.transfer.promises import Promises
 from peer.sync.engine.transfer.replay import MeanStore, Replay, Step
-from peer.sync.engine.vectors import SharedBuffer
 from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
@@ -33,10 +33,10 @@ _LIAR_COUNT = 4
 class WholeState:
     """A state to be fetched, of the size and kind of `like`. What `partial`, an earlier download, and `like` have of it is taken over."""
 
-    def __init__(self, digest: str, like: State, partial: Download | None = None):
+    def __init__(self, digest: str, like: State, partial: Download | None = None, buffers: Buffers = IN_MEMORY):
         self.request, self.offer = Fetch(digest=digest), StateOffer
         self._digest, self._like, self.partial = digest, like, partial
-        self._buffer = SharedBuffer(like.buffer.num_bytes) if partial is None else partial.content._buffer
+        self._buffer = buffers.shared(like.buffer.num_bytes) if partial is None else partial.content._buffer
         if partial is not None:
             partial.content.partial = None
         self._manifest: Manifest | None = None
@@ -116,9 +116,10 @@ class StateFetch:
         clock: Callable[[], float] = time.monotonic,
         replaying: Replaying | None = None,
         ended: Callable[[], None] = lambda: None,
+        buffers: Buffers = IN_MEMORY,
     ):
-        """ended: called when a fetch has come to its end. refusal: why a state with that header is not to be taken over as the head that was promised; '' when it is."""
-        self._streams, self._refusal, self._clock, self._replaying, self._ended = streams, refusal, clock, replaying, ended
+        """buffers: make the memory of what is fetched. ended: called when a fetch has come to its end. refusal: why a state with that header is not to be taken over as the head that was promised; '' when it is."""
+        self._streams, self._refusal, self._clock, self._replaying, self._ended, self._buffers = streams, refusal, clock, replaying, ended, buffers
         self._fetch: _Fetch | None = None
         self._partial: Download | None = None
         self._penalties: dict[str, tuple[int, float]] = {}
@@ -182,7 +183,7 @@ class StateFetch:
             self._give_up(fetch, Slow(f"it has not come within {longest:.0f} s"))
 
     def _begin(self, head: Head, holders: set[str], ours: State) -> None:
-        content = WholeState(head.digest, ours, self._partial)
+        content = WholeState(head.digest, ours, self._partial, self._buffers)
         download, self._partial = Download(content, holders, self._clock), None
         self._fetch = fetch = _Fetch(head, holders, ours, download, self._clock())
         log.info("fetching state=%s samples=%d from %d holders", head.digest[:8], head.samples, len(holders))
@@ -202,7 +203,7 @@ class StateFetch:
         return fetch.download.content.state()
 
     async def _replayed(self, fetch: _Fetch, ours: State, manifest: Manifest, replaying: Replaying) -> State | None:
-        fetch.replay = Replay(ours, manifest, fetch.head.digest, replaying.num_bytes, replaying.step, self._clock)
+        fetch.replay = Replay(ours, manifest, fetch.head.digest, replaying.num_bytes, replaying.step, self._clock, self._buffers)
         if not fetch.replay.digests:
             return None
         try:

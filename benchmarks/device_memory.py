@@ -1,0 +1,326 @@
+"""How much of a GPU's memory each family takes at its full size, by method and options: counted, and the count held against what real steps take.
+
+    .venv/bin/python benchmarks/device_memory.py            all rows: some ten minutes, no GPU, 16 GiB of memory
+    .venv/bin/python benchmarks/device_memory.py --rows sdxl         those whose name has this word; what is checked is left out
+
+The count (peer/machine/counting.py) runs a model's own code at its real sizes on tensors without numbers. Checked are steps of tiny models and of Stable
+Diffusion 1.5 at 256 px, with random weights on the CPU: measured is the most that PyTorch's allocator had given out at a time. No row was seen on a GPU.
+Beside each row are the target of its card, less 1 GB for CUDA's context and the desktop, and whether it fits. GB are 10^9 bytes.
+
+Counted are two turns of --offload: the denoiser's (`total`), and the text encoders' (`texts`: their weights, and what is trained with its optimizer's state).
+`fits_with_offload` wants room for the larger one. Not counted: what flows through text encoders, and the VAE's turn. Batches of 1, captions of the most tokens
+that the family reads.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
+    sys.path[0] = root
+
+import diffusers
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common import print_result, print_table
+from peer.contracts import LatentBatch, Model, Params
+from peer.loop.rounding import keep_in_bf16
+from peer.machine.counting import Need, bytes_of, count, let_go
+from peer.rooms import load_part
+from swarm.errors import UserError, run_program
+from swarm.run.optimizer import OPTIMIZERS
+from swarm.run_config import RunConfig
+from tests import tiny
+
+SPARE = 1.0
+"""GB of a card that are not ours: CUDA's context and the desktop."""
+BF16 = torch.bfloat16
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A family's denoiser at its full size, and what flows into it: (C, h, w) of the latents, and each of a text's tensors without the batch.
+
+    encoders: the text encoders at their full size, in the pipeline's order.
+    """
+
+    family: str
+    denoiser: Callable[[], Any]
+    latents: tuple[int, int, int]
+    text: Mapping[str, tuple[int, ...]]
+    encoders: tuple[Callable[[], Any], ...]
+
+
+_SD = {"attention_head_dim": 8, "cross_attention_dim": 768, "sample_size": 64}
+_SDXL = {
+    "sample_size": 128, "block_out_channels": (320, 640, 1280), "layers_per_block": 2, "attention_head_dim": (5, 10, 20),
+    "transformer_layers_per_block": (1, 2, 10), "cross_attention_dim": 2048, "use_linear_projection": True,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
+}  # fmt: skip
+_KLEIN_4B = {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680, "guidance_embeds": False}
+_KLEIN_9B = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288, "guidance_embeds": False}
+
+
+# Sizes as in the config.json of openai/clip-vit-large-patch14 (123 M parameters, its text side), laion/CLIP-ViT-bigG-14-laion2B-39B-b160k (695 M),
+# google/t5-v1_1-xxl (4.76 B, its encoder), Qwen/Qwen3-4B (4.02 B), Qwen/Qwen3-8B (8.19 B) and Qwen/Qwen2.5-VL-7B-Instruct (8.29 B).
+def _clip_l() -> Any:
+    return transformers.CLIPTextModel(transformers.CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_attention_heads=12))
+
+
+def _clip_g() -> Any:
+    config = {"hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20, "num_hidden_layers": 32, "projection_dim": 1280}
+    return transformers.CLIPTextModelWithProjection(transformers.CLIPTextConfig(**config))
+
+
+def _t5_xxl() -> Any:
+    config = {"d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24, "feed_forward_proj": "gated-gelu"}
+    return transformers.T5EncoderModel(transformers.T5Config(**config))
+
+
+def _qwen3(width: int, inner: int, tied: bool) -> Any:
+    config = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(hidden_size=width, intermediate_size=inner, tie_word_embeddings=tied, **config)
+    )
+
+
+def _qwen3_4b() -> Any:
+    return _qwen3(2560, 9728, True)
+
+
+def _qwen3_8b() -> Any:
+    return _qwen3(4096, 12288, False)
+
+
+def _qwen25_vl() -> Any:
+    text = {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    }  # fmt: skip
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+    return transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
+SIZES = {
+    "SD 1.5, 512 px": Size("sd", lambda: diffusers.UNet2DConditionModel(**_SD), (4, 64, 64), {"states": (77, 768)}, (_clip_l,)),
+    "SDXL": Size(
+        "sdxl",
+        lambda: diffusers.UNet2DConditionModel(**_SDXL),
+        (4, 128, 128),
+        {"states": (77, 2048), "pooled": (1280,)},
+        (_clip_l, _clip_g),
+    ),
+    "FLUX.1": Size(
+        "flux",
+        lambda: diffusers.FluxTransformer2DModel(guidance_embeds=True),
+        (16, 128, 128),
+        {"states": (512, 4096), "pooled": (768,)},
+        (_clip_l, _t5_xxl),
+    ),
+    "Chroma": Size("chroma", diffusers.ChromaTransformer2DModel, (16, 128, 128), {"states": (512, 4096), "mask": (512,)}, (_t5_xxl,)),
+    "Z-Image": Size("z_image", diffusers.ZImageTransformer2DModel, (16, 128, 128), {"states": (512, 2560), "mask": (512,)}, (_qwen3_4b,)),
+    "FLUX.2 klein 4B": Size(
+        "klein", lambda: diffusers.Flux2Transformer2DModel(**_KLEIN_4B), (128, 64, 64), {"states": (512, 7680)}, (_qwen3_4b,)
+    ),
+    "FLUX.2 klein 9B": Size(
+        "klein", lambda: diffusers.Flux2Transformer2DModel(**_KLEIN_9B), (128, 64, 64), {"states": (512, 12288)}, (_qwen3_8b,)
+    ),
+    "Qwen-Image": Size(
+        "qwen_image", diffusers.QwenImageTransformer2DModel, (16, 128, 128), {"states": (512, 3584), "mask": (512,)}, (_qwen25_vl,)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train, and the card that it should fit on, in GB."""
+
+    size: str
+    method: str
+    card: int
+    batch: int = 1
+    weights: str = "fp32"
+    optimizer: str = "adamw8bit"
+    base: str = "auto"
+    fused: bool = False
+
+    @property
+    def name(self) -> str:
+        told = [
+            self.method,
+            self.base if self.base != "auto" else "",
+            f"batch {self.batch}" if self.batch > 1 else "",
+            f"{self.weights} weights" if self.weights != "fp32" else "",
+        ]
+        return ", ".join(filter(None, [self.size, *told, self.optimizer if self.method == "full" else "", "fused" if self.fused else ""]))
+
+
+ROWS = (
+    Row("SD 1.5, 512 px", "lora", 8),
+    Row("SD 1.5, 512 px", "full", 8, weights="bf16", optimizer="adafactor"),
+    Row("SD 1.5, 512 px", "full", 8, weights="bf16", optimizer="adafactor", fused=True),
+    Row("SD 1.5, 512 px", "full", 12),
+    Row("SD 1.5, 512 px", "full", 12, fused=True),
+    Row("SD 1.5, 512 px", "full", 24, batch=8),
+    Row("SDXL", "lora", 8),
+    Row("SDXL", "lora", 12, batch=4),
+    Row("SDXL", "full", 16, weights="bf16", optimizer="adafactor"),
+    Row("SDXL", "full", 16, weights="bf16", optimizer="adafactor", fused=True),
+    Row("SDXL", "full", 24),
+    Row("SDXL", "full", 24, fused=True),
+    Row("FLUX.1", "lora", 24),
+    Row("FLUX.1", "lora", 24, base="fp8"),
+    Row("FLUX.1", "lora", 16, base="int8"),
+    Row("FLUX.1", "lora", 12, base="nf4"),
+    Row("Chroma", "lora", 24),
+    Row("Chroma", "lora", 12, base="nf4"),
+    Row("Z-Image", "lora", 24),
+    Row("Z-Image", "lora", 12, base="nf4"),
+    Row("FLUX.2 klein 4B", "lora", 12),
+    Row("FLUX.2 klein 4B", "lora", 8, base="nf4"),
+    Row("FLUX.2 klein 9B", "lora", 24),
+    Row("FLUX.2 klein 9B", "lora", 12, base="nf4"),
+    Row("Qwen-Image", "lora", 24, base="fp8"),
+    Row("Qwen-Image", "lora", 16, base="nf4"),
+)
+
+
+def prepared(
+    family: str,
+    method: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    weights: str = "fp32",
+    denoiser: Any = None,
+    base: str = "auto",
+) -> tuple[Model, Params]:
+    """A model of tests.tiny with its method attached and gradient checkpointing. denoiser: in place of its own; all other parts are then left out."""
+    options = {"rank": 16} if method == "lora" else {}
+    run = RunConfig(method=method, resolution=16, family=tiny.FAMILIES[family], **options, **tiny.MODELS[family].run)
+    pipeline = tiny.build(family)
+    if denoiser is not None:
+        setattr(pipeline, tiny.kind(family).facts.denoiser, denoiser)
+    model = tiny.kind(family)(pipeline, None, run)
+    if denoiser is not None:
+        model.parts = {model.facts.denoiser: model.denoiser}
+    the_method = load_part("methods", method).build(run)
+    if base != "auto":
+        model.pack(base, device)
+    model.place(device, dtype, the_method.whole(model))
+    model.enable_gradient_checkpointing()
+    params = the_method.attach(model)
+    if weights == "bf16":
+        keep_in_bf16(params)
+    return model, params
+
+
+def batch_of(size: Size, count: int, device: torch.device) -> LatentBatch:
+    text = {name: torch.ones(count, *shape, device=device) for name, shape in size.text.items()}
+    return LatentBatch(torch.zeros(count, *size.latents, device=device), text, torch.zeros(count, 6, dtype=torch.int64, device=device))
+
+
+def counted(row: Row) -> Need:
+    size = SIZES[row.size]
+    with META:
+        denoiser = size.denoiser()
+    model, params = prepared(size.family, row.method, META, BF16, row.weights, denoiser, row.base)
+    return count(model, params, batch_of(size, row.batch, META), OPTIMIZERS[row.optimizer], dtype=BF16, fused=row.fused)
+
+
+@functools.cache
+def text_bytes(size: str) -> int:
+    """What the weights of all text encoders take as a peer holds them that computes in bf16: the embeddings in float32."""
+    family = SIZES[size].family
+    pipeline, kind = tiny.build(family), tiny.kind(family)
+    names = [name for name in kind.facts.text_encoders if getattr(pipeline, name, None) is not None]
+    with META:
+        for name, encoder in zip(names, SIZES[size].encoders, strict=True):
+            setattr(pipeline, name, encoder())
+    model = kind(pipeline, None, RunConfig(resolution=16, family=tiny.FAMILIES[family], **tiny.MODELS[family].run))
+    model.parts = {name: getattr(pipeline, name) for name in names}
+    model.place(META, BF16)
+    return sum(sum(bytes_of(part).values()) for part in model.parts.values())
+
+
+def measured(step: Callable[[], object]) -> int:
+    """The most bytes that PyTorch's allocator had given out at a time since `step` began."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    now = most = 0
+    for event in sorted((e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def compared(make: Callable[[], tuple[Model, Params]], batch: LatentBatch, dtype: torch.dtype | None, fused: bool = False) -> float:
+    """What a step's gradients and layers take, measured over counted."""
+    model, params = make()
+    if fused:
+        let_go(params.values())
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            losses = model.loss(batch, torch.Generator())
+        losses.sum().backward()
+
+    step()  # what is made once and kept, such as places of pictures, is there then
+    for parameter in params.values():
+        parameter.grad = None
+    most = measured(step)
+    return most / count(*make(), batch, OPTIMIZERS["adamw"], dtype=dtype, on_gpu=False, fused=fused).step
+
+
+def check_tiny(family: str, method: str, dtype: torch.dtype | None, fused: bool = False) -> float:
+    model, _ = prepared(family, method, CPU, dtype)
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        latents = model.encode_pixels(torch.zeros(2, 3, 16, 16)).chunk(2, dim=1)[0].contiguous()
+        batch = LatentBatch(latents, model.encode_text(["a cat"] * 2), torch.zeros(2, 6, dtype=torch.int64))
+    return compared(lambda: prepared(family, method, CPU, dtype), batch, dtype, fused)
+
+
+def check_full_size(method: str) -> float:
+    """Stable Diffusion 1.5 at 256 px, in float32."""
+    size = SIZES["SD 1.5, 512 px"]
+    batch = batch_of(replace(size, latents=(4, 32, 32)), 1, CPU)
+    return compared(lambda: prepared(size.family, method, CPU, None, denoiser=size.denoiser()), batch, None)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="device_memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help="only those whose name has this word")
+    flags = parser.parse_args(argv)
+    table, chosen = [], [row for row in ROWS if flags.rows.lower() in row.name.lower()]
+    if not chosen:
+        raise UserError(f"No row has '{flags.rows}' in its name.", fix=f"There are: {'; '.join(row.name for row in ROWS)}.")
+    for row in chosen:
+        need = counted(row)
+        parts = {"frozen": sum(need.parts.values()), "trained": need.trained, "optimizer": need.optimizer, "step": need.step}
+        turns = {"total": need.total, "texts": text_bytes(row.size) + need.trained + need.optimizer}
+        gb = {name: value / 1e9 for name, value in {**parts, **turns}.items()}
+        fits = max(gb["total"], gb["texts"]) <= row.card - SPARE
+        table.append({"row": row.name, **gb, "card": row.card, "fits": fits, "how": "counted"})
+        print_table(table[-1:])
+    print_table(table)
+    checked = {}
+    if not flags.rows:
+        checked = {f"tiny {name} {method}": check_tiny(name, method, None) for name in tiny.ONE_OF_EACH for method in ("lora", "full")}
+        checked |= {f"SD 1.5, 256 px, {method}": check_full_size(method) for method in ("lora", "full")}
+    told = {
+        name: {row["row"]: row[column] for row in table}
+        for name, column in (("fits_with_offload", "fits"), ("rows", "total"), ("texts", "texts"))
+    }
+    print_result({**told, "checked": checked})
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(lambda: main(sys.argv[1:])))

@@ -1,0 +1,171 @@
+"""How much of a device's memory training takes, counted without the device: the model's own code runs on tensors that have shapes and no numbers.
+
+Counted is what tensors hold: weights, gradients, the optimizer's state, and what the forward pass keeps for the backward pass. Not counted: what a
+kernel takes for itself, the optimizer's own step (up to 0.7 GB with weights in bf16), what the allocator holds beyond what was asked of it, and
+CUDA's own context (some 0.5 GB).
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from peer.contracts import LatentBatch, Model, Params
+from swarm.run.optimizer import LocalOptimizer
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of the device's memory."""
+
+    parts: Mapping[str, int]
+    """What is not trained, by the model's part, buffers included."""
+    trained: int
+    optimizer: int
+    """Its state."""
+    step: int
+    """Gradients and what flows through the layers, at the moment when both together are most."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values()) + self.trained + self.optimizer + self.step
+
+
+def count(
+    model: Model,
+    params: Params,
+    batch: LatentBatch,
+    optimizer: LocalOptimizer,
+    *,
+    dtype: torch.dtype | None = None,
+    on_gpu: bool = True,
+    micro_batches: int = 1,
+    fused: bool = False,
+) -> Need:
+    """What a step of `model`, placed and with its method attached, takes; its weights may be on the meta device. The model is of no use afterwards.
+
+    batch: of the shapes that are trained, on any device; dtype: autocast's; on_gpu: with a GPU's rules of what autocast computes in float32;
+    micro_batches: of a step, two or more make no difference; fused: each gradient is let go as soon as it is there (--fused_step). A mask in the batch is taken for one that hides nothing.
+    """
+    trained = {id(parameter) for parameter in params.values()}
+    parts = {name: sum(bytes_of(part, but=trained).values()) for name, part in model.parts.items()}
+    states = sum(
+        parameter.numel() * optimizer.state_bytes[parameter.ndim == 4 and parameter.shape[-1] > 1] for parameter in params.values()
+    )
+    with _without_numbers(model) as shape, Live() as live, _norms_in_float32(on_gpu and dtype is not None):
+        told = LatentBatch(shape(batch.latents), {name: shape(states) for name, states in batch.text.items()}, shape(batch.geometry))
+        live.knows(*(tensor for part in model.parts.values() for tensor in (*part.parameters(), *part.buffers())))
+        live.now = live.peak = 0
+        if fused:
+            let_go(parameter for part in model.parts.values() for parameter in part.parameters() if parameter.requires_grad)
+        for _ in range(min(micro_batches, 2)):
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                losses = model.loss(told, torch.Generator())
+            losses.sum().backward()
+            del losses
+    return Need(parts, sum(parameter.nbytes for parameter in params.values()), int(states), live.peak)
+
+
+def let_go(parameters: Iterable[Tensor]) -> None:
+    """From now on each gradient is gone as soon as a backward pass has made it: what --fused_step takes of memory, without its step."""
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda its: setattr(its, "grad", None))
+
+
+def bytes_of(part: nn.Module, but: set[int] = frozenset()) -> dict[int, int]:
+    """What the part's parameters and buffers hold, each once, by their identity; `but`: those that are left out."""
+    tensors = (*part.parameters(), *part.buffers())
+    return {id(tensor): tensor.nbytes for tensor in tensors if id(tensor) not in but}
+
+
+class Live(TorchDispatchMode):
+    """Counts what the tensors hold that operations make within it, while anything refers to them. peak: the most so far, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = _hiding_nothing(func, args) if func in _BY_NUMBERS else None
+        made = func(*args, **(kwargs or {})) if made is None else made
+        for tensor in made if isinstance(made, list | tuple) else (made,):
+            if isinstance(tensor, Tensor):
+                self._meet(tensor.untyped_storage())
+        return made
+
+    def knows(self, *tensors: Tensor) -> None:
+        """Views of these are nothing new."""
+        self._known.update(tensor.untyped_storage() for tensor in tensors)
+
+    def _meet(self, storage: Any) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+_BY_NUMBERS = (_aten._local_scalar_dense.default, _aten.index.Tensor)
+
+
+def _hiding_nothing(func: Any, args: Any) -> Any:
+    """What a question about a mask's numbers is answered with where there are none; None for another operation."""
+    if func is _aten._local_scalar_dense.default:
+        return True if args[0].dtype is torch.bool else None
+    tensor, (mask, *others) = args[0], args[1]
+    if others or mask is None or mask.dtype is not torch.bool:
+        return None
+    return tensor.reshape(-1, *tensor.shape[mask.ndim :]).clone()
+
+
+@contextmanager
+def _norms_in_float32(enabled: bool) -> Iterator[None]:
+    """Within the block norms are computed as autocast does on a GPU; on a CPU it computes them in its own format."""
+    own = {name: getattr(F, name) for name in ("layer_norm", "group_norm", "rms_norm")}
+
+    def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, *args, **options: function(x.float(), *args, **options)
+
+    try:
+        for name, function in own.items() if enabled else ():
+            setattr(F, name, in_float32(function))
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(F, name, function)
+
+
+@contextmanager
+def _without_numbers(model: Model) -> Iterator[Callable[[Tensor | None], Tensor | None]]:
+    """From here on the model's weights have shapes and no numbers, and within the block all tensors; yields what makes one of any."""
+    made: dict[int, Tensor] = {}
+
+    def shape(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def weight(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:  # tied weights stay tied
+            made[id(tensor)] = nn.Parameter(shape(tensor), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape(tensor)
+        return made[id(tensor)]
+
+    stores = [store for part in model.parts.values() for module in part.modules() for store in (module._parameters, module._buffers)]
+    originals = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for store, name, tensor in originals:
+            store[name] = weight(tensor)
+        yield shape

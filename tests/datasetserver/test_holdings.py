@@ -1,0 +1,197 @@
+"""How much one owner's peers may lease, and for how much of it they get receipts: both follow what came of what they leased before."""
+
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from datasetserver.book import Book, Grant
+from datasetserver.holdings import Allowance
+from datasetserver.owners import Sender
+from datasetserver.refused import Refused
+from datasetserver.shard_epochs import Contribution
+from datasetserver.store import SCHEMA
+from datasetserver.tree import State
+from swarm.protocol import NO_LEASE, sample_key
+from tests.datasetserver.test_book import BASE, Clock, digest
+
+TARGET, AHEAD, SHARD = 64, 32, 8
+ALLOWED = Allowance(4 * TARGET, 64 * TARGET)
+
+
+@pytest.fixture
+def db():
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+        db.executescript(SCHEMA)
+        yield db
+
+
+@pytest.fixture
+def book(db):
+    return open_book(db)
+
+
+def open_book(db, allowance=ALLOWED, shard=SHARD, vouches=True) -> Book:
+    return Book(db, shards=[shard] * 500, seed=7, lease_seconds=60, grace_seconds=60, allowance=allowance, vouches=vouches, clock=Clock())
+
+
+def of_one_token(book: Book, count: int) -> list[str]:
+    peers = [f"peer {number}" for number in range(count)]
+    for peer in peers:
+        book.admit(peer, Sender("lab", ("lab",)))
+    return peers
+
+
+class Peer:
+    """Alone in its run, it leases some samples ahead, trains them, and closes a round with TARGET of them."""
+
+    def __init__(self, book: Book, name: str = "alice"):
+        self.book, self.name, self.held, self.number = book, name, [], 0
+
+    def train_a_round(self) -> Contribution:
+        while len(self.held) < TARGET + AHEAD:
+            self.held += leased(self.book, self.name, AHEAD)
+        self.number += 1
+        mine, self.held = self.held[:TARGET], self.held[TARGET:]
+        contribution = self.book.contribute(self.name, self.number, mine)
+        settle(self.book, (self.name, self.number, TARGET))
+        return contribution
+
+
+def leased(book: Book, peer: str, want: int = 10**6) -> list[str]:
+    return keys_of(book.lease(peer, want))
+
+
+def keys_of(grant: Grant) -> list[str]:
+    return [sample_key(*uid, index) for uid, skip in grant.shard_epochs for index in range(SHARD) if index not in skip]
+
+
+def settle(book: Book, *members: tuple[str, int, int]) -> None:
+    """The next state has these contributions."""
+    parent, number, samples = (book.tree.head.digest, book.tree.head.round, book.tree.head.samples) if book.tree.head else (BASE, 0, 0)
+    state = State(digest(f"state {number}"), parent, number + 1, samples + sum(member[2] for member in members), tuple(members))
+    book.add_final(state, members[0][0])
+
+
+def test_a_newcomer_gets_little_at_once_and_more_as_its_work_is_settled(book):
+    alice = Peer(book)
+    assert ALLOWED.first <= len(leased(book, "bob")) < ALLOWED.first + SHARD, "however much it asks for"
+    with pytest.raises(Refused, match=f"of {ALLOWED.first}"):
+        book.lease("bob", 1)
+    for _ in range(20):
+        assert alice.train_a_round().vouched
+    assert ALLOWED.samples(book.samples_by_peer()["alice"]) == ALLOWED.first + 20 * TARGET
+    assert len(alice.held) + len(leased(book, "alice")) >= ALLOWED.first + 20 * TARGET
+    assert ALLOWED.samples(60 * TARGET) == ALLOWED.samples(10**9) == ALLOWED.most
+
+
+@pytest.mark.parametrize("target", [64, 512])
+def test_each_of_forty_peers_of_one_token_has_a_shard_also_after_a_power_cut(db, target):
+    """A shard of 256 is more than a slow peer asks for, and 40 of them are more than a newcomer may lease."""
+    book = open_book(db, Allowance.of(target), shard=256)
+    peers = of_one_token(book, 40)
+    for _ in range(3):
+        for peer in peers:
+            book.lease(peer, 30)
+        book._clock.now += 121
+        book.sweep()
+
+
+def test_many_peers_of_one_token_hold_no_more_than_any_may(db):
+    book = open_book(db, Allowance(2 * SHARD, 5 * SHARD))
+    *some, last = of_one_token(book, 5)
+    for peer in some:
+        book.lease(peer, 10**6)
+    with pytest.raises(Refused, match="holds 40 samples by 4 leases"):
+        book.lease(last, 1)
+    with pytest.raises(Refused, match="of 16"):
+        book.lease(some[0], 1)
+
+
+def hoard(book: Book, peers: list[str], numbers: range = range(1, 4)) -> list[Contribution]:
+    """Each registers what the one before it gave back: one lease for all."""
+    registered = []
+    for number in numbers:
+        for peer in peers:
+            mine = leased(book, peer, 2 * TARGET)[: 2 * TARGET]
+            registered.append(book.contribute(peer, number, mine))
+            book.release(NO_LEASE, peer, mine)
+    return [contribution for contribution in registered if contribution.vouched]
+
+
+def size_of(contributions: list[Contribution]) -> int:
+    return sum(contribution.samples + contribution.repeated for contribution in contributions)
+
+
+def test_samples_that_are_given_back_and_leased_again_get_no_more_receipts_than_the_allowance(db, book):
+    peers = of_one_token(book, 20)
+    assert size_of(hoard(book, peers)) == ALLOWED.first
+    book.save()
+    book = open_book(db)
+    of_one_token(book, 20)
+    assert not hoard(book, peers, range(4, 5)), "a restart forgets none"
+
+
+def test_a_receipt_stays_with_the_address_that_got_it_also_when_its_peer_speaks_from_another_and_after_a_restart(db, book):
+    peers = [f"peer {number}" for number in range(20)]
+    got = []
+    for number in range(1, 4):
+        for peer in peers:
+            book.admit(peer, Sender(address="192.0.2.1"))
+            got += hoard(book, [peer], range(number, number + 1))
+            book.admit(peer, Sender(address="198.51.100.1"))
+    assert size_of(got) == ALLOWED.first
+    book.save()
+    again = open_book(db)
+    for peer in peers:
+        again.admit(peer, Sender(address="192.0.2.1"))
+    assert not hoard(again, peers, range(4, 5))
+
+
+def test_a_number_that_its_peer_has_passed_gets_no_receipt(book):
+    """No state takes it, until the host discards the one that holds the later number."""
+    book.contribute("alice", 9, leased(book, "alice", SHARD))
+    settle(book, ("alice", 9, SHARD))
+    assert not book.contribute("alice", 8, leased(book, "alice", SHARD)).vouched
+
+
+def test_samples_that_another_registered_first_count_as_well(book):
+    """A copy of a late shard: its receipt is for all of its samples, of which none counts for its peer."""
+    book._copy_seconds, book._holdings.allowance = 1.0, Allowance(12 * SHARD, 12 * SHARD)
+    late = leased(book, "late", SHARD)
+    for number in range(42):
+        book.lease(f"peer {number}", 12 * SHARD)
+    assert book.shard_epochs.frontier[0] == 1, "the rest of the epoch is given out"
+    book._clock.now += 2
+    copy = leased(book, "second", SHARD)
+    assert copy == late
+    assert book.contribute("late", 1, late).vouched
+    again = book.contribute("second", 1, copy)
+    assert (again.samples, again.repeated, again.vouched) == (0, SHARD, "peer second")
+    assert book._holdings.vouched["peer second"] == SHARD
+
+
+def test_a_contribution_in_a_state_makes_room_for_receipts_again_and_so_does_a_later_one_of_its_peer(book):
+    peers = of_one_token(book, 2)
+    got = hoard(book, peers)
+    assert size_of(got) == ALLOWED.first and not book.contribute(peers[0], 9, leased(book, peers[0], SHARD)).vouched
+    settle(book, (peers[0], 9, SHARD))
+    ours = sum(c.samples for c in got if c.peer == peers[0])
+    room = ours + SHARD  # what was counted is one more each
+    assert size_of(hoard(book, peers[1:], range(11, 40))) <= room and book._holdings.receipts[peers[0]] == {}
+
+
+def test_a_ledger_of_before_there_were_receipts_has_none(db):
+    book = open_book(db, vouches=False)
+    mine = leased(book, "alice", SHARD)
+    book.contribute("alice", 1, mine)
+    book.save()
+    db.execute("DROP TABLE vouched")
+    db.executescript(SCHEMA)
+    assert not open_book(db).contribute("alice", 1, mine).vouched
+
+
+def test_an_allowance_is_in_rounds_and_never_too_small_for_a_fast_peer_in_small_rounds():
+    assert Allowance.of(2048) == Allowance(8192, 131_072)
+    assert Allowance.of(16) == Allowance(5_000, 20_000)
+    assert Allowance.of(300_000) == Allowance(400_000, 400_000)

@@ -1,0 +1,217 @@
+"""A dataset of several folders by a TOML file in kohya's form: the same for a host and for a peer."""
+
+import logging
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from datasetserver.__main__ import cli
+from datasetserver.config import ServerConfig
+from datasetserver.ingest import Policy, ingest, shard_path
+from datasetserver.sources import Folder
+from peer.config import PeerConfig
+from peer.data.directory import Directory, Rules
+from peer.data.shards import read_shard
+from peer.samples.decoding import Decoder
+from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
+from swarm.subsets import list_dataset, read_subsets
+from tests.datasetserver.test_program import complaint
+
+KOHYAS = """
+[general]
+shuffle_caption = true
+caption_extension = ".txt"
+keep_tokens = 1
+caption_suffix = ", photo"
+color_aug = false
+
+[[datasets]]
+resolution = 512
+batch_size = 4
+caption_prefix = "sks,"
+
+  [[datasets.subsets]]
+  image_dir = "cats"
+  num_repeats = 2
+
+  [[datasets.subsets]]
+  image_dir = "dogs"
+  class_tokens = "a dog"
+  caption_prefix = ""
+
+[[datasets]]
+[[datasets.subsets]]
+image_dir = "more/cats"
+caption_suffix = ""
+"""
+
+
+@pytest.fixture
+def toml(tmp_path):
+    for number, (name, caption) in enumerate({"cats/a": "cat", "cats/3_deep/b": None, "dogs/a": None, "dogs/c": "dog", "more/cats/a": "lion"}.items()):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / f"{name}.png")
+        if caption:
+            (tmp_path / f"{name}.txt").write_text(caption)
+    (tmp_path / "dogs" / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "dogs" / "lonely.txt").write_text("x")
+    path = tmp_path / "data.toml"
+    path.write_text(KOHYAS)
+    return path
+
+
+EXPECTED = {"sks, cat , photo": 2, "sks, deep , photo": 6, "a dog , photo": 1, "dog , photo": 1, "lion": 1}
+
+
+def test_a_host_and_a_peer_read_the_folders_with_their_own_repeats_and_captions(toml, tmp_path, caplog):
+    result = ingest(Folder(toml), tmp_path / "work", workers=0)
+    rows = [row for shard in result.manifest.shards for row in read_shard(shard_path(tmp_path / "work", shard.digest), shard.samples)]
+    assert Counter(caption for _, caption in rows) == EXPECTED
+    assert [name for name, _ in result.rejected] == ["dogs/broken.png", "dogs/lonely.txt"]
+    samples = list(Directory(toml, Rules(), tmp_path / "cache", epochs=1))
+    assert Counter(sample.caption for sample in samples) == EXPECTED
+    assert "more/cats/a.png" in {sample.key.partition(":")[2] for sample in samples} and "left out files=2 of pictures=6" in caplog.text
+    assert not ingest(Folder(toml), tmp_path / "work", workers=0).fresh
+    toml.write_text(KOHYAS.replace("photo", "drawing"))
+    assert ingest(Folder(toml), tmp_path / "work", workers=0).fresh, "its captions are others"
+
+
+def test_what_is_of_the_whole_run_here_is_named(toml, caplog):
+    with caplog.at_level(logging.WARNING):
+        list_dataset(toml, [])
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "swarm.subsets"]
+    said = "batch_size, keep_tokens, resolution, shuffle_caption: not read, a run has one for all pictures: "
+    assert line == f"{toml}: {said}--keep_tokens --resolution --shuffle_tags --train_batch_size"
+
+
+SUBSET = '[[datasets]]\n[[datasets.subsets]]\nimage_dir = "cats"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("[[datasets]", "is not valid TOML"),
+        ("", "names no folder"),
+        ("datasets = 3", "'datasets' is no list of tables"),
+        ("general = 3\n" + SUBSET, "'general' is no table"),
+        ("[[datasets]]\nsubsets = [1]", "'subsets' is no list of tables"),
+        ("[[dataset]]\n", "there is no option 'dataset'. Did you mean 'datasets'"),
+        (SUBSET + "num_repeat = 2", "Did you mean 'num_repeats'"),
+        ("[[datasets]]\nresolution = 512", "a [[datasets]] names no folder"),
+        ("[[datasets]]\n[[datasets.subset]]\nimage_dir = 'cats'", "there is no option 'subset'. Did you mean 'subsets'"),
+        ("[[datasets]]\nnum_repeat = 2\n[[datasets.subsets]]\nimage_dir = 'cats'", "Did you mean 'num_repeats'"),
+        ("[general]\nnum_repeat = 2\n" + SUBSET, "Did you mean 'num_repeats'"),
+        (SUBSET + SUBSET.replace("cats", "./cats/"), "names one folder twice: 'cats' and 'cats'"),
+        (SUBSET + SUBSET.replace("cats", "link"), "names one folder twice: 'cats' and 'link'"),
+        ("a = " + "[" * 5000, "is not valid TOML"),
+        (SUBSET + "num_repeats = " + "9" * 5000, "is not valid TOML"),
+        (SUBSET.replace("cats", "c" * 5000), "File name too long. Give it a folder"),
+        (SUBSET.replace("cats", "a\\u0000b"), "embedded null byte. Give it a folder"),
+        (SUBSET + "num_repeats = 0", "num_repeats is 0"),
+        (SUBSET + "num_repeats = 1000", "num_repeats is 1000. Use 1 to 999"),
+        (SUBSET + 'caption_separator = ";"', "there is no caption_separator here. Remove it"),
+        (SUBSET + 'conditioning_data_dir = "m"', "Put each mask beside its picture as NAME.mask.png, and add --masked_loss"),
+        (SUBSET + "loss_weight = 0", "loss_weight is 0. Use more than 0"),
+        (SUBSET + "loss_weight = nan", "loss_weight is nan. Use more than 0"),
+        (SUBSET + "loss_weight = true", "loss_weight is True"),
+        (SUBSET + 'num_repeats = "2"', "num_repeats is '2'"),
+        (SUBSET + "num_repeats = true", "num_repeats is True"),
+        (SUBSET + "is_reg = true", "there is no is_reg here. Give that folder as --class_data_dir"),
+        (SUBSET + "color_aug = true", "there is no color_aug here. Remove it"),
+        (SUBSET + 'caption_extension = ".tags"', "caption_extension is '.tags'"),
+        ("[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 2", "a subset has no image_dir"),
+        (SUBSET.replace("cats", "nowhere"), "There is no folder"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_line(toml, text, what):
+    toml.write_text(text)
+    (toml.parent / "link").symlink_to("cats")
+    with pytest.raises(UserError) as caught:
+        list_dataset(toml, [])
+    assert what in str(caught.value) and "\n" not in str(caught.value) and caught.value.fix
+
+
+def test_a_file_that_is_not_there_or_unreadable_is_told_so(tmp_path, capsys):
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        read_subsets(tmp_path / "none.toml")
+    code, line = complaint(capsys, "--dataset", str(tmp_path / "none.toml"), "--dry_run", "--ingest_workers", "0")
+    assert code == ExitCode.CONFIG and "none.toml cannot be read" in line
+    (tmp_path / "data.toml").write_text(SUBSET)
+    code, line = complaint(capsys, "--dataset", str(tmp_path / "data.toml"), "--dry_run")
+    assert code == ExitCode.CONFIG and f"There is no folder {tmp_path / 'cats'}." in line
+
+
+def test_pictures_of_the_class_do_not_lie_in_a_folder_that_is_trained(toml):
+    prior = {"with_prior_preservation": True, "class_prompt": "a cat"}
+    with pytest.raises(UserError, match="class_data_dir lies in train_data_dir"):
+        PeerConfig(train_data_dir=str(toml), class_data_dir=str(toml.parent / "more" / "cats" / "class"), **prior)
+    assert PeerConfig(train_data_dir=str(toml), class_data_dir=str(toml.parent / "more" / "class"), **prior).own_data
+
+
+def test_a_host_takes_the_file_by_kohyas_name(toml, capsys):
+    assert cli(["--dataset_config", str(toml), "--dry_run", "--ingest_workers", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "11 samples" in out and "dogs/broken.png" in out
+
+
+def names(toml, without=()):
+    return {pair.name for pair in list_dataset(toml, [], without=without)}
+
+
+def test_subsets_that_come_or_move_rename_no_picture(toml, tmp_path):
+    """A run that grows knows its pictures by their names."""
+    subset = SUBSET.replace("[[datasets]]\n", "")
+    toml.write_text(SUBSET)
+    before = names(toml)
+    ingest(Folder(toml), tmp_path / "work", workers=0)
+    toml.write_text(SUBSET.replace("cats", "more/cats") + subset.replace("cats", "dogs") + 'class_tokens = "a dog"\n' + subset)
+    assert before == {"cats/a.png", "cats/3_deep/b.png"} < names(toml)
+    grown = ingest(Folder(toml), tmp_path / "work", workers=0, grow_from=1)
+    rows = [row for shard in grown.manifest.shards for row in read_shard(shard_path(tmp_path / "work", shard.digest), shard.samples)]
+    assert Counter(caption for _, caption in rows) == {"cat": 1, "deep": 3, "lion": 1, "a dog": 1, "dog": 1}
+
+
+def test_a_folder_in_another_ones_is_listed_once_and_the_same_from_anywhere(toml, monkeypatch):
+    toml.write_text(SUBSET.replace("cats", "."))
+    whole = names(toml)
+    toml.write_text(SUBSET.replace("cats", ".") + SUBSET.replace("cats", "more/cats") + "num_repeats = 5")
+    assert {pair.name: pair.repeats for pair in list_dataset(toml, [])}.items() >= {"more/cats/a.png": 5, "cats/a.png": 1}.items()
+    assert names(toml) == whole and len(whole) == 6, "what was part of the outer folder keeps its names"
+    monkeypatch.chdir(toml.parent)
+    assert names(Path("data.toml")) == names(toml)
+
+
+def test_a_work_folder_within_the_dataset_is_no_part_of_it(toml):
+    toml.write_text(SUBSET.replace("cats", "."))
+    config = ServerConfig(dataset=str(toml))
+    ingest(config.source(False), config.work_folder(), workers=0, policy=Policy("empty"))
+    assert config.work_folder().parent == toml.parent
+    assert not ingest(config.source(False), config.work_folder(), workers=0, policy=Policy("empty")).fresh
+
+
+def test_keys_that_say_what_is_so_without_them_are_read_over(toml):
+    toml.write_text(SUBSET + 'caption_separator = ","\ntoken_warmup_min = 1\nnetwork_multiplier = 1.0\nnum_repeats = 999')
+    assert [subset.num_repeats for subset in read_subsets(toml)] == [999]
+
+
+def test_each_folder_has_its_loss_weight_at_a_peer_and_at_a_host(toml, tmp_path):
+    weighted = KOHYAS.replace('"dogs"', '"dogs"\nloss_weight = 2').replace('"more/cats"', '"more/cats"\nloss_weight = 0.5')
+    toml.write_text(weighted)
+    own = list(Directory(toml, Rules(), tmp_path / "cache", epochs=1))
+    weights = {sample.key.partition(":")[2]: sample.weight for sample in own}
+    assert weights == {"cats/a.png": 1.0, "cats/3_deep/b.png": 1.0, "dogs/a.png": 2.0, "dogs/c.png": 2.0, "more/cats/a.png": 0.5}
+    (shard,) = ingest(Folder(toml), tmp_path / "work", workers=0).manifest.shards
+    assert sorted(shard.weights) == sorted(sample.weight for sample in own)
+    toml.write_text(KOHYAS)
+    (plain,) = ingest(Folder(toml), tmp_path / "work", workers=0).manifest.shards
+    assert "weights" not in plain.model_dump() and plain.digest == shard.digest
+
+    decoder = Decoder(RunConfig(resolution=16))
+    batch = decoder.finish(decoder.start(own))
+    assert batch.weights.tolist() == [weights[key.partition(":")[2]] for key in batch.keys]
+    assert decoder.finish(decoder.start([sample for sample in own if sample.weight == 1])).weights is None
+    with_class = Decoder(RunConfig(resolution=16), class_weight=0.25)
+    assert with_class.finish(with_class.start(own[:1], beside=own[:1])).weights.tolist() == [own[0].weight, 0.25]
