@@ -46,8 +46,8 @@ class Trainer:
     """With the model's frozen parts, and with those of its text encoders that are trained."""
     params: Params
     optimizer: torch.optim.Optimizer
-    learning_rate: Callable[[int], float]
-    """From samples in the committed state."""
+    learning_rate: Callable[[int, int], float]
+    """From samples in the committed state, and those that it had when the optimizer began with new moments."""
     clip: "Clip"
     fused: "FusedStep | None" = None
     """What steps each tensor as its gradient comes, if not all are stepped together."""
@@ -87,6 +87,8 @@ class Trainer:
     step: int = 0
     trained: int = 0
     """Samples of this peer's counted steps."""
+    _begun: int | None = None
+    """Samples in the committed state when the optimizer began with new moments; None before its first step."""
     _bad_steps: int = 0
     _broke_off: bool = False
     """Whether steps that broke off took samples back since this peer's last contribution."""
@@ -262,8 +264,11 @@ class Trainer:
         return not stepped.broken
 
     def _set_rates(self) -> None:
+        samples = self.sync.samples
+        self._begun = samples if self._begun is None else min(self._begun, samples)  # less after a state was discarded
+        rate = self.learning_rate(samples, self._begun)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(self.sync.samples) * group.get("share", 1.0)
+            group["lr"] = rate * group.get("share", 1.0)
 
     def _count_bad(self, what: str) -> None:
         self._bad_steps += 1
@@ -334,6 +339,7 @@ class Trainer:
         return {
             "step": self.step,
             "trained": self.trained,
+            "begun": self._begun,
             "params": {name: parameter.detach() for name, parameter in self.params.items()},
             "optimizer": self.optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
@@ -351,7 +357,7 @@ class Trainer:
                 fix="Start without --resume_from_checkpoint, in another --output_dir; what was learned goes on as the --model of a new run.",
             )
         load_params(self.params, state["params"])
-        self.step, self.trained = state["step"], state["trained"]
+        self.step, self.trained, self._begun = state["step"], state["trained"], state["begun"]
         self.optimizer.load_state_dict(state["optimizer"])
         if state["scaler"]:  # empty when that start computed in another precision
             self._scaler.load_state_dict(state["scaler"])

@@ -122,6 +122,18 @@ def test_a_falling_rate_ends_at_its_least_and_a_warm_up_begins_at_0():
     assert least(0) < 0.01 and least(200) == pytest.approx(0.5, rel=1e-3) and least(1000) == pytest.approx(0.1, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["cosine", "constant"])
+def test_a_peer_with_new_moments_rises_as_the_run_did(name):
+    run = RunConfig(lr_scheduler=name, lr_warmup_samples=400, total_samples=4000, target_batch_size=100, learning_rate=0.5)
+    rate = build_schedule(run)
+    for begun in (0, 200, 1000):
+        late = [rate(begun + n, begun) for n in range(0, 400, 100)]
+        assert late == [min(0.5 * (n + 50) / 400, rate(begun + n)) for n in range(0, 400, 100)]
+        assert rate(begun + 400, begun) == rate(begun + 400)
+    never_risen = build_schedule(dataclasses.replace(run, lr_warmup_samples=0))
+    assert never_risen(1000, 1000) == never_risen(1000)
+
+
 def test_without_an_end_only_a_constant_rate_makes_sense():
     assert build_schedule(RunConfig(learning_rate=0.5))(10**9) == 0.5
     with pytest.raises(UserError, match=r"must know where the run ends\. Give --max_train_steps or --total_samples"):

@@ -57,6 +57,35 @@ def test_a_trainer_without_samples_hears_of_final_rounds_and_gives_what_it_has_a
     assert loop.step == 0
 
 
+def test_the_rate_knows_when_the_moments_were_new_also_after_a_restart_and_never_later_than_the_state():
+    rates = []
+
+    def loop():
+        sync = Swarm()
+        sync.before_step = lambda: True
+        sync.state_dict = sync.load_state_dict = MagicMock(return_value={})
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaled = SimpleNamespace(device=torch.device("cpu"), scaled=False)
+        made = trainer(sync, MagicMock(), params={"unet.w": weight}, optimizer=optimizer, precision=scaled, learning_rate=lambda *told: rates.append(told) or 0.5)
+        made.average = None
+        return made
+
+    def step(one, samples):
+        one.sync.samples = samples
+        one.params["unet.w"].grad = torch.ones(1)
+        one._use_gradients(1, torch.ones(1))
+
+    first = loop()
+    step(first, 1000)
+    step(first, 1500)
+    resumed = loop()
+    resumed.load_state_dict(first.state_dict())
+    step(resumed, 2000)
+    step(resumed, 600)  # the host discarded the state of round 2
+    assert rates == [(1000, 1000), (1500, 1000), (2000, 1000), (600, 600)]
+
+
 def test_a_trainer_without_samples_rests_when_its_owner_says_so():
     sync, asked = Swarm(*[SyncReport()] * 4, SyncReport(done=True)), []
     sync.rest = asked.append
