@@ -47,7 +47,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's")
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--warmup", type=int, default=0, help="samples of the swarm over which the rate rises")
-    parser.add_argument("--horizon", type=int, default=0, help="samples of the swarm over which the rate falls to nothing along a line")
+    parser.add_argument("--horizon", type=int, default=0, help="samples of the swarm over which the rate falls to nothing")
+    parser.add_argument("--falls", choices=("linear", "cosine"), default="linear", help="how it falls")
+    parser.add_argument("--late", type=int, default=0, help="after so many samples one with new moments comes in the place of the first peer; 0: nobody")
+    parser.add_argument("--late_rate", choices=("rises", "full"), default="rises", help="its rate: rises over --warmup as the product's, or is the run's at once")
     parser.add_argument("--sync", choices=("none", "parameters", "diloco"), default="parameters")
     parser.add_argument("--outer_rate", type=float, default=0.7)
     parser.add_argument("--outer_momentum", type=float, default=0.9)
@@ -95,8 +98,8 @@ class Swarm:
     def __init__(self, school: "School", args: argparse.Namespace, seed: int):
         self._school, self._args, self.samples, self._number = school, args, 0, 0
         self._pupils = [school.pupil() for _ in range(args.peers)]
-        betas = (0.9, args.beta2)
-        self._optimizers = [torch.optim.AdamW(one.parameters(), lr=args.rate, betas=betas, fused=True) for one in self._pupils]
+        self._optimizers = [torch.optim.AdamW(one.parameters(), lr=args.rate, betas=(0.9, args.beta2), fused=True) for one in self._pupils]
+        self._begun = [0] * args.peers
         lessons = school.lessons(args.batch, torch.Generator().manual_seed(seed))
         self._lessons = [lessons] * args.peers
         if args.mislabelled:
@@ -105,7 +108,7 @@ class Swarm:
         self._rate = build_schedule(
             RunConfig(
                 learning_rate=args.rate, lr_warmup_samples=args.warmup, target_batch_size=args.round,
-                **({"lr_scheduler": "linear", "total_samples": args.horizon} if args.horizon else {}),
+                **({"lr_scheduler": args.falls, "total_samples": args.horizon} if args.horizon else {}),
             )
         )  # fmt: skip
         self._outer = DiLoCo(args.outer_rate, args.outer_momentum) if args.sync == "diloco" else Parameters()
@@ -118,8 +121,11 @@ class Swarm:
         """Each replica's local steps, then the outer step; one machine (`none`) goes on where it is."""
         args, anchor, before = self._args, self.vectors[0], self.samples
         steps = max(1, round(args.round / args.peers / args.batch))
-        for pupil, optimizer, lessons in zip(self._pupils, self._optimizers, self._lessons, strict=True):
-            optimizer.param_groups[0]["lr"] = self._rate(before)
+        if args.late and not any(self._begun) and before >= args.late:
+            self._begun[0] = before
+            self._optimizers[0].state.clear()
+        for pupil, optimizer, lessons, begun in zip(self._pupils, self._optimizers, self._lessons, self._begun, strict=True):
+            optimizer.param_groups[0]["lr"] = self._rate(before, begun if args.late_rate == "rises" else 0)
             for _ in range(steps):
                 self._school.teach(pupil, optimizer, next(lessons))
         self.samples, self._number = before + steps * args.batch * args.peers, self._number + 1

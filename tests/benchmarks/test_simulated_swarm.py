@@ -14,7 +14,7 @@ ARGS = Namespace(
     rate=0.01,
     beta2=0.999,
     warmup=0,
-    horizon=0, ema=0.0,
+    horizon=0, falls="linear", late=0, late_rate="rises", ema=0.0,
     sync="parameters",
     outer_rate=1.0,
     outer_momentum=0.0,
@@ -71,6 +71,21 @@ def test_momentum_carries_what_a_round_learned_into_the_next():
     assert plain.vectors[0].tolist() == pytest.approx(without.vectors[0].tolist(), abs=1e-6)
     start = simulated_swarm.vector(Toy().pupil())
     assert (pushed.vectors[0] - start).norm() > (plain.vectors[0] - start).norm() * 1.2
+
+
+def test_a_late_peer_has_new_moments_and_a_rate_that_rises_unless_told_otherwise():
+    def rates(**changes):
+        swarm = after(2, warmup=64, late=64, **changes)
+        steps, seen = [next(iter(one.state.values()))["step"].item() for one in swarm._optimizers], []
+        for _ in range(3):
+            swarm.round()
+            seen.append([one.param_groups[0]["lr"] / ARGS.rate for one in swarm._optimizers])
+        now = [next(iter(one.state.values()))["step"].item() for one in swarm._optimizers]
+        assert steps == [8, 8] and now == [12, 20]
+        return seen
+
+    assert rates() == [[0.25, 1], [0.75, 1], [1, 1]]
+    assert rates(late_rate="full") == [[1, 1]] * 3
 
 
 def test_averaged_moments_are_equal_and_lie_between_what_they_were():
