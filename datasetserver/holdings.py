@@ -1,7 +1,7 @@
 """What peers hold and have registered and not seen in a final state yet, and how much of it one owner's peers may."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from datasetserver.owners import Owners
@@ -92,9 +92,17 @@ class Holdings:
             self.receipts[peer][number] = owner, samples
             self.vouched[owner] += samples
 
-    def settle(self, contributions: Iterable[tuple[str, int]]) -> None:
-        """They are in the head's chain: no state takes an earlier one of the same peer any more."""
+    def settle(self, contributions: Iterable[tuple[str, int]], witnesses: Set[str]) -> None:
+        """They are in the head's chain: no state takes an earlier one of the same peer any more. witnesses: the owners whose peers say so.
+
+        An owner's word about its own receipts is not enough: it could make up a state, and have more receipts for samples that nobody trains.
+        """
         for peer, number in contributions:
-            for passed in [one for one in self.receipts.get(peer, ()) if one <= number]:
-                owner, samples = self.receipts[peer].pop(passed)
+            receipts = self.receipts.get(peer, {})
+            for passed in [one for one, (owner, _) in receipts.items() if one <= number and witnesses - {owner}]:
+                owner, samples = receipts.pop(passed)
                 self.vouched[owner] -= samples
+
+    def awaits(self, peer: str, number: int) -> bool:
+        """Whether the receipt of this contribution still counts against its owner's allowance."""
+        return number in self.receipts.get(peer, ())
