@@ -1,6 +1,7 @@
 """How much one owner's peers may lease, and for how much of it they get receipts: both follow what came of what they leased before."""
 
 import sqlite3
+from collections import Counter
 from contextlib import closing
 
 import pytest
@@ -97,11 +98,25 @@ def test_each_of_forty_peers_of_one_token_has_a_shard_also_after_a_power_cut(db,
         book.sweep()
 
 
+@pytest.mark.parametrize("shard", [1, 8, 100])
+def test_each_of_forty_peers_of_one_token_has_a_step_also_where_shards_are_smaller(db, shard):
+    """Batches of 128 samples: a peer asks for two of them, and for the rest as long as it has less."""
+    book = open_book(db, Allowance.of(64), shard=shard)
+    held = Counter()
+    for peer in of_one_token(book, 40):
+        while held[peer] < 256:
+            grant = book.lease(peer, 256 - held[peer])
+            held[peer] += sum(shard - len(skip) for _, skip in grant.shard_epochs)
+    assert len(held) == 40 and sum(held.values()) > book._holdings.allowance.first
+    with pytest.raises(Refused, match="of 5000"):
+        book.lease(peer, 1)
+
+
 def test_many_peers_of_one_token_hold_no_more_than_any_may(db):
     book = open_book(db, Allowance(2 * SHARD, 5 * SHARD))
     *some, last = of_one_token(book, 5)
-    for peer in some:
-        book.lease(peer, 10**6)
+    for peer, want in zip(some, [10**6, 1, 1, 1], strict=True):
+        book.lease(peer, want)
     with pytest.raises(Refused, match="holds 40 samples by 4 leases"):
         book.lease(last, 1)
     with pytest.raises(Refused, match="of 16"):
