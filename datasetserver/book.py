@@ -29,6 +29,8 @@ _MOST_SPARE_MEMBERS = 1 << 16
 """In all states that one owner's peers were the first to report and that are not on the head's chain: about 10 MB, or 1,000 rounds of 64 peers."""
 _MOST_DISCARDED = 10_000
 _NAMES = 256
+_NOBODY = ""
+"""Another owner than any: stands behind what needs no second one."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Book:
         self.lease_seconds, self.grace_seconds = lease_seconds, grace_seconds
         self._copy_seconds, self._order, self._extended = copy_seconds, order, extended
         self._holdings, self._vouches = Holdings(allowance), vouches
+        self._sure = ""
+        """The newest state of the head's chain that we know peers of two owners to stand behind; '': none."""
         self._to_discard = discarded
         self._seen: dict[str, float] = {}
         self._names = names or _unguessable()
@@ -180,7 +184,8 @@ class Book:
         self._await(contribution)
         if (peer, number) in self._lineage.included:
             self._count(contribution)
-        self._note_receipt(contribution)
+        if vouched:
+            self._note_receipt(contribution)
         before = self.tree.head
         self.tree.count_again((peer, number))
         self._follow_head(before)
@@ -197,9 +202,13 @@ class Book:
         if known:
             if not known.equals(state):
                 raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported otherwise before.", "Catch up with the swarm.")
-            if reporter not in known.reporters and len(known.reporters) < _MOST_REPORTERS:
+            witnesses = self._witnesses(known)
+            another = len(witnesses) == 1 and self._owners.of(reporter) not in witnesses
+            if reporter not in known.reporters and (another or len(known.reporters) < _MOST_REPORTERS):
                 known.reporters.append(reporter)
                 self._store.set_state(known)
+            if another:
+                self._settle()
             return self.tree.head
         self._refuse_discarded(state)
         wrong = self.tree.contradiction(state)
@@ -356,8 +365,31 @@ class Book:
         return freed.bit_count()
 
     def _note_receipt(self, contribution: Contribution) -> None:
-        if contribution.vouched and not contribution.counted and self._may_come(contribution.peer, contribution.number):
-            self._holdings.vouch(contribution.vouched, contribution.peer, contribution.number, contribution.samples + contribution.repeated)
+        self._holdings.vouch(contribution.vouched, contribution.peer, contribution.number, contribution.samples + contribution.repeated)
+
+    def _settle(self) -> None:
+        """Make room for receipts again, by what the head's chain holds, and by who reported that.
+
+        A report of a state speaks for all before it. So this goes back from the head to the newest state that had two owners behind it before.
+        A lost report changes nothing: what a state holds, and what came before that of the same peer, is in no later one.
+        """
+        witnesses = {_NOBODY} if self._owners.one else set()
+        numbers: dict[str, int] = {}  # each peer's last, of the states with these witnesses
+        sure = ""
+        for state in self.tree.back():
+            if state.digest == self._sure:
+                break
+            if not self._witnesses(state) <= witnesses:
+                self._holdings.settle(numbers.items(), witnesses)
+                witnesses, numbers = witnesses | self._witnesses(state), {}
+            sure = sure or (state.digest if len(witnesses) > 1 else "")
+            for peer, number in state.contributions():
+                numbers.setdefault(peer, number)
+        self._holdings.settle(numbers.items(), witnesses)
+        self._sure = sure or self._sure
+
+    def _witnesses(self, state: State) -> set[str]:
+        return {self._owners.of(reporter) for reporter in state.reporters}
 
     def _may_come(self, peer: str, number: int) -> bool:
         """Whether a state may still take it: none takes an earlier one than the peer's last."""
@@ -388,7 +420,7 @@ class Book:
                 self._withdraw(self._contributions[pair])
             self._include(set(state.contributions()) - self._lineage.included)
             self._lineage.extend(state)
-            self._holdings.settle(state.contributions())
+        self._settle()
 
     def _include(self, pairs: set[tuple[str, int]]) -> None:
         for pair in sorted(pairs & self._contributions.keys()):
@@ -407,7 +439,8 @@ class Book:
             return self._rebuild()
         for state in self.tree.chain():
             self._include(set(state.contributions()) - before)
-        self._holdings.settle(self._lineage.last.items() | (self._lineage.included - before))
+        self._sure = ""
+        self._settle()
 
     def _registered(self, pair: tuple[str, int]) -> int:
         contribution = self._contributions.get(pair)
@@ -442,11 +475,24 @@ class Book:
         new = set(self._to_discard()) - self._discarded
         if not new:
             return
+        settled = [c for c in self._vouched() if not self._holdings.awaits(c.peer, c.number)]
         for digest in sorted(new):
             for state in self._remove(digest):
                 self._never_take(state.digest)
             self._never_take(digest)
         self._change_branch()
+        self._forgive(settled)
+
+    def _forgive(self, settled: Iterable[Contribution]) -> None:
+        """What was settled before the host discarded states stays so: else an honest token would answer for all the work that it lost."""
+        for contribution in settled:
+            if self._holdings.awaits(contribution.peer, contribution.number):
+                self._holdings.settle([(contribution.peer, contribution.number)], {_NOBODY})
+                contribution.vouched = ""
+                self._store.set_vouched(contribution)
+
+    def _vouched(self) -> Iterator[Contribution]:
+        return (contribution for contribution in self._contributions.values() if contribution.vouched)
 
     def _never_take(self, digest: str) -> None:
         self._discarded.add(digest)
@@ -482,8 +528,10 @@ class Book:
                 self.shard_epochs[uid].pending |= mask if contribution.live else 0
         for state in self.tree.chain():
             self._include(set(state.contributions()))
-        for contribution in self._contributions.values():
+        for contribution in self._vouched():
             self._note_receipt(contribution)
+        self._sure = ""
+        self._settle()
         for peer in {lease.peer for lease in self._leases.values()} | {peer for peer, _ in self._pending}:
             self._seen.setdefault(peer, now)
         self._next_expiry = now

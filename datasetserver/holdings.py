@@ -1,7 +1,7 @@
 """What peers hold and have registered and not seen in a final state yet, and how much of it one owner's peers may."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from datasetserver.owners import Owners
@@ -10,6 +10,9 @@ from swarm.protocol import MAX_KEYS
 
 MOST_LEASES = 4096
 """Of one owner. A peer renews each of its leases every 20 s, and asks 50 times a second at most: it has no more than 1,000."""
+
+ENOUGH_FOR_A_STEP = 256
+"""Samples of one peer. It asks for two batches at least: here two of 128."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Allowance:
 class Holdings:
     """Samples leased, number of leases, and samples pending, by peer.
 
-    allowance: beyond it the peers of one owner get no samples, but for a shard each. They may have as many more in contributions that are in no
+    allowance: beyond it the peers of one owner get no samples, but for a step of each. They may have as many more in contributions that are in no
     state yet, and as many again as were counted for them: after an outage some never will be.
     vouched: by owner the samples of contributions that got a receipt and may still come into a state, withdrawn or not; receipts: by peer and number
     the owner at that time, and the samples.
@@ -65,7 +68,8 @@ class Holdings:
     def room(self, owners: Owners, peer: str, counted: Mapping[str, int]) -> int:
         """How many samples more the peers of the owner of `peer` may lease. Raises Refused (429) when they hold enough.
 
-        A peer that holds none may lease at least 1, so that each of an owner's many peers has a shard. That ends at the most that any owner may hold.
+        A peer may hold ENOUGH_FOR_A_STEP in any case, so that each of an owner's many peers trains. With one shard of 8 samples it would wait for a
+        step's others. That ends at the most that any owner may hold.
         """
         leased, leases = owners.total(peer, self.leased.__getitem__), owners.total(peer, self.leases.__getitem__)
         pending, final = owners.total(peer, self.pending.__getitem__), owners.total(peer, lambda name: counted.get(name, 0))
@@ -75,8 +79,8 @@ class Holdings:
 
         allowed = self.allowance.samples(final)
         room = left(allowed)
-        if room <= 0 and not self.leased[peer]:
-            room = min(left(self.allowance.most), 1)
+        if room <= 0:
+            room = min(left(self.allowance.most), ENOUGH_FOR_A_STEP - self.leased[peer])
         if room <= 0 or leases >= MOST_LEASES:
             message = f"{owners.of(peer)} holds {leased} samples by {leases} leases, of {allowed}, and {pending} that wait for their round."
             raise Refused(429, "too_many_leased", message, "Register or release some of them, and ask again.")
@@ -92,9 +96,17 @@ class Holdings:
             self.receipts[peer][number] = owner, samples
             self.vouched[owner] += samples
 
-    def settle(self, contributions: Iterable[tuple[str, int]]) -> None:
-        """They are in the head's chain: no state takes an earlier one of the same peer any more."""
+    def settle(self, contributions: Iterable[tuple[str, int]], witnesses: Set[str]) -> None:
+        """They are in the head's chain: no state takes an earlier one of the same peer any more. witnesses: the owners whose peers say so.
+
+        An owner's word about its own receipts is not enough: it could make up a state, and have more receipts for samples that nobody trains.
+        """
         for peer, number in contributions:
-            for passed in [one for one in self.receipts.get(peer, ()) if one <= number]:
-                owner, samples = self.receipts[peer].pop(passed)
+            receipts = self.receipts.get(peer, {})
+            for passed in [one for one, (owner, _) in receipts.items() if one <= number and witnesses - {owner}]:
+                owner, samples = receipts.pop(passed)
                 self.vouched[owner] -= samples
+
+    def awaits(self, peer: str, number: int) -> bool:
+        """Whether the receipt of this contribution still counts against its owner's allowance."""
+        return number in self.receipts.get(peer, ())

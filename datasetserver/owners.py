@@ -54,6 +54,11 @@ class Owners:
         """A peer without an owner (on this machine, where no token is asked for) answers for itself."""
         return self._owner_of.get(peer) or f"peer {peer}"
 
+    @property
+    def one(self) -> bool:
+        """Whether all peers that ever spoke are one owner's; of addresses, those that spoke since the server began."""
+        return len({self.of(peer) for peer in self._owner_of}) < 2
+
     def total(self, peer: str, amount: Callable[[str], int]) -> int:
         """The sum of `amount` over all peers of the owner of `peer`."""
         owner = self._owner_of.get(peer)

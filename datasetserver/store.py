@@ -102,13 +102,16 @@ class Store:
     def add_contribution(self, contribution: Contribution) -> None:
         self.set_contribution(contribution)
         if contribution.vouched:
-            self._put("vouched", contribution.peer, contribution.number, contribution.vouched)
+            self.set_vouched(contribution)
         for uid, mask in contribution.shard_epochs.items():
             self._put("contribution_unit", contribution.peer, contribution.number, *uid, self._pack(uid, mask))
 
     def set_contribution(self, contribution: Contribution) -> None:
         """All but its shard epochs, which never change."""
         self._put("contribution", contribution.peer, contribution.number, int(contribution.live), contribution.repeated)
+
+    def set_vouched(self, contribution: Contribution) -> None:
+        self._put("vouched", contribution.peer, contribution.number, contribution.vouched)
 
     # -- final states
 

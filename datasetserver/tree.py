@@ -131,11 +131,14 @@ class StateTree:
 
     def chain(self, state: State | None = None) -> list[State]:
         """A state (the head) and its ancestors, the oldest first."""
-        states, state = [], state or self.head
+        return list(self.back(state))[::-1]
+
+    def back(self, state: State | None = None) -> Iterator[State]:
+        """A state (the head) and its ancestors, the newest first."""
+        state = state or self.head
         while state is not None:
-            states.append(state)
+            yield state
             state = self._ancestor(state)
-        return states[::-1]
 
     def is_followed(self, state: State) -> bool:
         """Whether another state descends from it."""

@@ -1,6 +1,7 @@
 """How much one owner's peers may lease, and for how much of it they get receipts: both follow what came of what they leased before."""
 
 import sqlite3
+from collections import Counter
 from contextlib import closing
 
 import pytest
@@ -97,11 +98,25 @@ def test_each_of_forty_peers_of_one_token_has_a_shard_also_after_a_power_cut(db,
         book.sweep()
 
 
+@pytest.mark.parametrize("shard", [1, 8, 100])
+def test_each_of_forty_peers_of_one_token_has_a_step_also_where_shards_are_smaller(db, shard):
+    """Batches of 128 samples: a peer asks for two of them, and for the rest as long as it has less."""
+    book = open_book(db, Allowance.of(64), shard=shard)
+    held = Counter()
+    for peer in of_one_token(book, 40):
+        while held[peer] < 256:
+            grant = book.lease(peer, 256 - held[peer])
+            held[peer] += sum(shard - len(skip) for _, skip in grant.shard_epochs)
+    assert len(held) == 40 and sum(held.values()) > book._holdings.allowance.first
+    with pytest.raises(Refused, match="of 5000"):
+        book.lease(peer, 1)
+
+
 def test_many_peers_of_one_token_hold_no_more_than_any_may(db):
     book = open_book(db, Allowance(2 * SHARD, 5 * SHARD))
     *some, last = of_one_token(book, 5)
-    for peer in some:
-        book.lease(peer, 10**6)
+    for peer, want in zip(some, [10**6, 1, 1, 1], strict=True):
+        book.lease(peer, want)
     with pytest.raises(Refused, match="holds 40 samples by 4 leases"):
         book.lease(last, 1)
     with pytest.raises(Refused, match="of 16"):
@@ -195,3 +210,108 @@ def test_an_allowance_is_in_rounds_and_never_too_small_for_a_fast_peer_in_small_
     assert Allowance.of(2048) == Allowance(8192, 131_072)
     assert Allowance.of(16) == Allowance(5_000, 20_000)
     assert Allowance.of(300_000) == Allowance(400_000, 400_000)
+
+
+def settle_as(book: Book, reporter: str, *members: tuple[str, int, int]) -> State:
+    """The next state has these contributions, says `reporter`."""
+    head = book.tree.head
+    parent, number, samples = (head.digest, head.round, head.samples) if head else (BASE, 0, 0)
+    state = State(digest(f"{reporter} {number}"), parent, number + 1, samples + sum(member[2] for member in members), tuple(members))
+    book.add_final(state, reporter)
+    return state
+
+
+def again(state: State) -> State:
+    return State(state.digest, state.parent, state.round, state.samples, state.members)
+
+
+def two_owners(book: Book) -> tuple[str, str]:
+    book.admit("alice", Sender("lab", ("lab", "club")))
+    book.admit("bob", Sender("club", ("lab", "club")))
+    return "alice", "bob"
+
+
+def with_receipts(book: Book, peer: str) -> Contribution:
+    """The last contribution of as many as its owner's allowance has room for: it holds all that is left of it."""
+    number = max((n for p, n in book._contributions if p == peer), default=0)
+    while room := ALLOWED.samples(sum(book.samples_by_peer().values())) - book._holdings.vouched[book.owner_of(peer)]:
+        number += 1
+        mine = leased(book, peer, min(room, SHARD))[:room]
+        given = book.contribute(peer, number, mine)
+        assert given.vouched
+    return given
+
+
+def test_a_state_that_one_owner_alone_reports_frees_no_receipt_of_its_own_but_those_of_others(book):
+    alice, bob = two_owners(book)
+    mine, other = with_receipts(book, alice), book.contribute(bob, 1, leased(book, bob, SHARD))
+    first = settle_as(book, alice, (alice, mine.number, mine.samples), (bob, 1, SHARD))
+    book.add_final(again(first), alice)
+    assert other.vouched and not book._holdings.awaits(bob, 1)
+    assert book._holdings.awaits(alice, mine.number) and book._holdings.vouched["token lab"] == ALLOWED.first
+    book.add_final(again(first), bob)
+    assert book._holdings.vouched["token lab"] == 0
+
+
+def test_a_report_by_another_owner_frees_what_all_states_before_it_hold(db, book):
+    alice, bob = two_owners(book)
+    mine = with_receipts(book, alice)
+    book.contribute(bob, 1, leased(book, bob, SHARD))
+    states = [settle_as(book, alice, (alice, number, SHARD)) for number in range(1, mine.number + 1)]
+    assert book._holdings.vouched["token lab"] == ALLOWED.first
+    book.add_final(again(states[4]), bob)
+    assert book._holdings.vouched["token lab"] == ALLOWED.first - 5 * SHARD
+    book.save()
+    restarted = open_book(db)
+    assert restarted._holdings.vouched["token lab"] == ALLOWED.first - 5 * SHARD, "a restart says the same"
+    settle_as(restarted, bob, (bob, 1, SHARD))
+    assert restarted._holdings.vouched["token lab"] == 0
+
+
+def test_the_word_of_a_second_owner_is_kept_however_many_peers_of_the_first_said_it_before(book):
+    alice, bob = two_owners(book)
+    mine = with_receipts(book, alice)
+    state = settle_as(book, alice, (alice, mine.number, mine.samples))
+    for peer in of_one_token(book, 100):
+        book.add_final(again(state), peer)
+    assert book._holdings.vouched["token lab"] == ALLOWED.first and len(book.tree.head.reporters) == 64
+    book.add_final(again(state), bob)
+    assert book._holdings.vouched["token lab"] == 0
+
+
+def test_in_a_run_with_one_owner_its_own_report_is_enough(book):
+    alice, *_ = of_one_token(book, 2)
+    mine = with_receipts(book, alice)
+    settle_as(book, alice, (alice, mine.number, mine.samples))
+    assert book._holdings.vouched["token lab"] == 0
+
+
+@pytest.mark.parametrize("seconded", [True, False])
+def test_what_was_settled_before_the_host_discards_it_leaves_room_for_receipts(db, book, seconded):
+    """All of a token's work is in a state that goes. Where it alone reported that, its receipts still wait."""
+    alice, bob = two_owners(book)
+    mine = with_receipts(book, alice)
+    state = settle_as(book, alice, (alice, mine.number, mine.samples))
+    if seconded:
+        book.add_final(again(state), bob)
+    book._to_discard = lambda: {state.digest}
+    book.sweep()
+    assert book.tree.head is None
+    assert book._holdings.vouched["token lab"] == (0 if seconded else ALLOWED.first)
+    assert bool(book.contribute(alice, mine.number + 1, leased(book, alice, SHARD)).vouched) is seconded
+    book.save()
+    assert open_book(db)._holdings.vouched["token lab"] == (SHARD if seconded else ALLOWED.first), "a restart says the same"
+
+
+def test_what_a_peer_passed_before_a_lost_report_makes_room_also_after_a_restart(db, book):
+    alice, bob = two_owners(book)
+    for number in (1, 2):
+        assert book.contribute(alice, number, leased(book, alice, SHARD)).vouched
+    first = settle_as(book, bob, (alice, 2, SHARD))
+    lost = State(digest("lost"), digest("nobody said"), 5, first.samples + 3 * SHARD, ((bob, 1, SHARD),))
+    book.contribute(bob, 1, leased(book, bob, SHARD))
+    book.add_final(lost, bob)
+    assert book.tree.head is lost and lost.bridge == first.digest
+    assert book._holdings.vouched["token lab"] == 0
+    book.save()
+    assert open_book(db)._holdings.vouched["token lab"] == 0

@@ -53,6 +53,13 @@ def test_tiny_receipts_do_not_take_a_round_from_members_without_one(key):
     assert weights(*[proved(key, name, 1) for name in "ab"], ticket("liar", samples=4096), *honest) == [1, 1, *[200] * 11]
 
 
+@pytest.mark.parametrize("claim", [1, 200, 4096])
+def test_in_a_group_of_two_the_one_without_a_receipt_has_at_most_half_and_a_tiny_receipt_takes_no_more_than_half(key, claim):
+    for samples in (1, 200, 4096):
+        assert weights(proved(key, "a", samples), ticket("b", samples=claim)) == [samples, min(claim, samples)]
+    assert weights(proved(key, "a", 1), ticket("b", samples=claim)) == [1, 1]
+
+
 def test_where_nobody_has_a_receipt_all_count_as_they_say(key):
     """The server is away, or all bring their own pictures."""
     assert weights(ticket("a", samples=8), ticket("b", samples=100)) == [8, 100]
