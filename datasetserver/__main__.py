@@ -1,5 +1,6 @@
 """Serve a folder of captioned pictures to a swarm: check them, found the run (or resume it), lease and count its samples."""
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -16,11 +17,23 @@ from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 from swarm.subsets import folders_of
 
-_COMMANDS = (
-    "Commands: init writes a run.toml to fill in; invite NAME prints what a volunteer pastes; pause, resume, end and extend say what becomes of "
-    "a run; heads lists its newest states and discard forgets a forged one; members lists its peers, ban keeps one out and unban lets it in "
-    "again, trust names those that average for all and distrust ends that; token add, remove and list say who may use the server; successor writes a spare for the host's key. Each has --help."
-)
+_EXAMPLES = """examples:
+  %(prog)s --dataset PICTURES --model MODEL                 serve a run to this machine
+  %(prog)s init run.toml --dataset PICTURES --model MODEL   write a run.toml to fill in
+  %(prog)s --config run.toml                                serve the run in run.toml
+commands, each with --help:
+  token, invite               who may use the server; print what a volunteer pastes to join
+  members, ban, unban         list the run's peers; keep one out, let it in again
+  trust, distrust             let peers average for all others; end that
+  pause, resume, end, extend  say what becomes of the run
+  heads, discard              list the run's newest states; forget a forged one
+  init, successor             write a run.toml to fill in; write a spare for the host's key
+docs/host.md says how to host a run, docs/options.md has all options as a page."""
+_FIRST = (
+    "--config", "--dataset", "--model", "--run_name", "--method", "--resolution", "--total_samples",
+    "--host", "--port", "--tokens", "--open", "--work_dir", "--dry_run",
+)  # fmt: skip
+"""The run first, then the server."""
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +93,14 @@ def _main(argv: Sequence[str]) -> None:
 
 def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
     """This server's options, and what files and flags say about the run: `--config` of both, `--run` of the run alone."""
-    parser = ArgumentParser("dd-datasetserver", description=__doc__, allow_abbrev=False, epilog=_COMMANDS)
+    parser = ArgumentParser(
+        "dd-datasetserver",
+        description="Serve captioned pictures to a swarm: found the run or resume it, lease its samples and count them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        first=_FIRST,
+    )
     parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
     server_flags, run_flags, rest = parse_flags(parser, argv, ServerConfig, RunConfig)
     said = read_toml(Path(rest["config"]), ServerConfig, RunConfig) if rest["config"] else {}

@@ -70,7 +70,7 @@ A model's folder from the newest state, also when everybody is gone:
   dd-export --state FOLDER --out model
   dd-generate --model model --prompt "a red square"
 
-All options of a peer: dd-peer --help
+All options of a peer: dd-peer --help all
 """
 _JOIN_SECONDS, _REJOIN_SECONDS = 60.0, 10.0
 _LAST_REPORTS_SECONDS = 5.0

@@ -150,7 +150,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str], *classes: 
         flag = unknown[0].split("=")[0]
         known = [name for action in parser._actions for name in action.option_strings]
         kind = "flag" if flag.startswith("-") else "argument"
-        raise UserError(f"Unknown {kind} {flag}.{right_name(flag, known)}", fix="See --help for all of them.")
+        raise UserError(f"Unknown {kind} {flag}.{right_name(flag, known)}", fix=f"See {getattr(parser, 'full_help', '--help')} for all of them.")
     given = vars(namespace)
     names = [{field.name for field in dataclasses.fields(cls)} for cls in classes]
     result = [{name: given[name] for name in group if name in given} for group in names]

@@ -16,12 +16,20 @@ from swarm.options import build, parse_flags, read_toml
 from swarm.run_config import RunConfig
 
 _EXAMPLES = """examples:
-  %(prog)s --datasetserver http://HOST:9090                 join the run that a host serves
-  %(prog)s --peers /ip4/203.0.113.7/tcp/31337/p2p/Qm...     join the run that a peer is in
-  %(prog)s --model MODEL --train_data_dir PICTURES          train alone
-  %(prog)s --model MODEL --train_data_dir PICTURES --found  found a run without a host
-  dd-peer --check http://HOST:9090                          say what works between here and the run, and end
-docs/options.md has all options as a page, docs/join.md and docs/operate.md what to do with them."""
+  %(prog)s --datasetserver http://HOST:9090                  join the run that a host serves
+  %(prog)s --peers /ip4/203.0.113.7/tcp/31337/p2p/Qm...      join the run that a peer is in
+  %(prog)s --check http://HOST:9090                          say what works from here, and end
+  %(prog)s --model MODEL --train_data_dir PICTURES           train alone
+  %(prog)s --model MODEL --train_data_dir PICTURES --found   found a run without a host
+  %(prog)s pause --output_dir out                            rest; resume: train again
+  %(prog)s --purge --output_dir out                          delete what a peer stored here
+docs/options.md has all options as a page; docs/join.md and docs/operate.md say how to use them."""
+_FIRST = (
+    "--datasetserver", "--token", "--host_key", "--check",
+    "--model", "--train_data_dir", "--method", "--resolution", "--total_samples",
+    "--train_batch_size", "--output_dir", "--cache_dir", "--hours", "--config",
+)  # fmt: skip
+"""For those who join a run, then for those who train their own, then for all."""
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[PeerConfig, dict[str, Any]]:
@@ -34,6 +42,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        first=_FIRST,
     )
     parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
     *parts, rest = parse_flags(parser, argv, *classes)

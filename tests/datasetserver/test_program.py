@@ -86,7 +86,7 @@ def test_serving_and_help_need_neither_torch_nor_hivemind(tmp_path):
         (tmp_path / "blocked" / name).mkdir(parents=True)
         (tmp_path / "blocked" / name / "__init__.py").write_text("raise ImportError('blocked')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "blocked")}
-    helped = subprocess.run([sys.executable, "-m", "datasetserver", "--help"], cwd=ROOT, env=environment, capture_output=True, timeout=60)
+    helped = subprocess.run([sys.executable, "-m", "datasetserver", "--help", "all"], cwd=ROOT, env=environment, capture_output=True, timeout=60)
     assert helped.returncode == 0 and b"--lease_seconds" in helped.stdout
     data, model = write_dataset(tmp_path / "data", 2), write_model(tmp_path / "model")
     command = [
