@@ -30,7 +30,7 @@ class ServerConfig:
     caption_column: str = option(
         "text", "Column of --dataset_name, or key of a metadata file, with the captions; of several a peer takes one by chance, each epoch."
     )
-    max_train_samples: int = option(0, "Take only so many rows of --dataset_name; 0: all.")
+    max_train_samples: int = option(0, "Take only N rows of --dataset_name; 0: all.")
     grow: bool = option(False, "The dataset has grown: train what is new in it from the run's next epoch on.")
     work_dir: str = option(
         "",
@@ -47,10 +47,10 @@ class ServerConfig:
     dry_run: bool = option(False, "Check the run's options and the pictures, say what would be left out, and end; nothing is written or served.")
 
     run: str = option("", "TOML file with the run's options; flags win over it.", section="the run")
-    lease_seconds: float = option(60.0, "A lease that is not renewed for so long goes to another peer.", ge=1, le=86_400)
-    grace_seconds: float = option(60.0, "Work of a peer that is gone may still be averaged for so long; then its samples are leased again.", le=86_400)
+    lease_seconds: float = option(60.0, "A lease that is not renewed for N seconds goes to another peer.", ge=1, le=86_400)
+    grace_seconds: float = option(60.0, "A gone peer's work may still be averaged for N seconds; then its samples are leased again.", le=86_400)
     copy_seconds: float = option(
-        3600.0, "A shard that a peer holds for so long, while the others train a later epoch already, goes to a second peer, too; 0: never.", le=1e9
+        3600.0, "Lease a shard to a second peer after N seconds, when the others train a later epoch already; 0: never.", le=1e9
     )
     states: str = option(
         "", "Output folder of a peer that assists on this machine: the newest final state in it is offered for download."

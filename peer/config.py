@@ -25,7 +25,7 @@ class PeerConfig:
     peers: tuple[str, ...] = option((), "Multiaddrs of peers that are in the run; alone enough to join.", aliases=("initial_peers",))
     found: bool = option(False, "Found a run: listen for peers, with this peer's flags as the run's.", aliases=("hivemind",))
     run_id: str = option("", "Which run to join, when the peers given serve several.")
-    min_peers: int = option(1, "Wait at the start until so many peers are live, this one included.", ge=1)
+    min_peers: int = option(1, "Wait at the start until N peers are live, this one included.", ge=1)
     peer_name: str = option(
         "", "What others shall call this peer, on the page and in dd-status: up to 32 characters. Default: its key's end."
     )
@@ -46,7 +46,7 @@ class PeerConfig:
         (), "Digests of forged states, or their first 8 digits or more: they, and all that descend from them, are never used again. "
         "What the host discards, this peer hears by itself."
     )
-    max_upload_mbit: float = option(0.0, "Send at most so many million bits a second to other peers; 0: as fast as the link takes it.", lt=1e6)
+    max_upload_mbit: float = option(0.0, "Upload limit to other peers in Mbit/s; 0: as fast as the link takes it.", lt=1e6)
 
     assist: bool = option(
         False,
@@ -62,7 +62,7 @@ class PeerConfig:
     )
     weights: str = option(
         "fp32",
-        "How this machine keeps what it trains; bf16: half the memory, rounded by chance so that no small update is lost.",
+        "Precision of the trained weights on this machine; bf16 halves memory, and stochastic rounding keeps small updates.",
         choices=("fp32", "bf16"),
     )
     base_precision: str = option(
@@ -88,7 +88,7 @@ class PeerConfig:
     )
     overlap: bool = option(False, "Train on while a contribution is averaged: no waiting, but what is learned meanwhile is a little stale.")
     gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
-    max_train_steps: int = option(0, "End the run after so many global steps: another way to say --total_samples.", lt=2**40)
+    max_train_steps: int = option(0, "End the run after N global steps: another way to say --total_samples.", lt=2**40)
     num_train_epochs: int = option(1, "Passes over the data when the run sets no --total_samples.", aliases=("epochs",), ge=1)
     lr_warmup_steps: float = option(
         0.0,
@@ -99,7 +99,7 @@ class PeerConfig:
     use_ema: bool = option(False, "Keep a moving average of the weights by global steps; it is what is exported and drawn.")
     ema_decay: float = option(0.9999, "Its decay, which it rises to: (1 + n) / (10 + n) after n steps.", lt=1)
     lease_samples: int = option(
-        0, "Lease at least so many samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",), lt=2**40
+        0, "Lease at least N samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",), lt=2**40
     )
 
     device: str = option(
@@ -150,7 +150,7 @@ class PeerConfig:
     )
     instance_prompt: str = option("", "Caption of the pictures in --train_data_dir or --dataset_name that have none.")
     max_train_samples: int = option(
-        0, "Use only so many pictures: of a folder a subset that the seed decides, of a stream the first; 0: all."
+        0, "Use only N pictures: of a folder a subset that the seed decides, of a stream the first; 0: all."
     )
     repeats: int = option(1, "How often a picture of --train_data_dir comes in an epoch; those below a folder 10_NAME ten times as often.", ge=1)
     with_prior_preservation: bool = option(
@@ -170,7 +170,7 @@ class PeerConfig:
     )
     checkpointing_steps: int = option(
         0,
-        "Save a resumable checkpoint every so many global steps; 0: after a swarm's rounds for 1 % of the time, alone every 10,000 samples.",
+        "Save a resumable checkpoint every N global steps; 0: after a swarm's rounds for 1 % of the time, alone every 10,000 samples.",
         aliases=("checkpointing_rounds",), lt=2**40,
     )
     checkpoints_total_limit: int = option(2, "Keep this many checkpoints.", ge=1)
@@ -179,7 +179,7 @@ class PeerConfig:
         "A checkpoint's folder, 'latest', or 'none'. auto: in a swarm this peer's own latest of the same run, alone none.",
         aliases=("resume",),
     )
-    save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-N every so many global steps; 0: at the end only.", lt=2**40)
+    save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-STEP every N global steps; 0: at the end only.", lt=2**40)
     save_as_full_pipeline: bool = option(False, "Of a new word: write the whole pipeline as well, which knows it.")
     safe_serialization: bool = option(
         True, "Of a new word: write .safetensors; --no_safe_serialization: torch's own format, learned_embeds.bin."
@@ -199,7 +199,7 @@ class PeerConfig:
     num_validation_images: int = option(4, "Pictures of each prompt, always from the same seeds.", aliases=("image_log_amount",), ge=1)
     validation_steps: int = option(
         0,
-        "Draw every so many global steps, and measure the held-out loss (--validation_split); 0: every round of a swarm, alone every 100 steps. The "
+        "Draw every N global steps, and measure the held-out loss (--validation_split); 0: every round of a swarm, alone every 100 steps. The "
         "held-out loss then takes at most 1 % of the time.",
         aliases=("image_log_steps",),
         lt=2**40,
@@ -217,7 +217,7 @@ class PeerConfig:
     print_loss: bool = option(False, "Log the loss of every local step; metrics.jsonl has the means of ten.")
     profile_duration: int = option(
         0,
-        "Record what the device does for so many milliseconds, from the third local step on, into PROFILE_DIR (a variable) or OUTPUT_DIR/profile.", lt=2**31,
+        "Record what the device does for N milliseconds, from the third local step on, into PROFILE_DIR (a variable) or OUTPUT_DIR/profile.", lt=2**31,
     )
     log_format: str = option("text", "Log lines on stderr: for people, or a JSON object per line.", choices=FORMATS)
     debug: bool = option(False, "Log more, and show tracebacks.")
@@ -225,12 +225,12 @@ class PeerConfig:
     nproc_per_node: int = option(1, "dd-peer: ranks to start here, one for each GPU.", section="dd-peer, which starts it again", ge=1, le=1000)
     stall_seconds: float = option(
         600.0,
-        "dd-peer: a trainer without a sign of life for so long, or 6 times that while it loads, saves or draws, is ended and started again; 0: never.", lt=1e7,
+        "dd-peer: restart a trainer that shows no sign of life for N seconds, or 6 N while it loads, saves or draws; 0: never.", lt=1e7,
     )
-    max_restarts: int = option(5, "dd-peer: give up after so many failures in a row; a minute of training forgives them; 0: never.", lt=2**31)
+    max_restarts: int = option(5, "dd-peer: give up after N failures in a row; a minute of training forgives them; 0: never.", lt=2**31)
     log_file: str = option("", "dd-peer: the log of all this peer's processes goes there instead of to the terminal.")
     log_file_mib: float = option(10.0, "dd-peer: turn --log_file over at this size.", ge=0.001, lt=1e6)
-    log_files: int = option(5, "dd-peer: keep so many of them, the current one included.", ge=1, le=1000)
+    log_files: int = option(5, "dd-peer: keep N log files, the current one included.", ge=1, le=1000)
 
     def __post_init__(self) -> None:
         for name in ("peers", "host_maddrs", "announce_maddrs"):  # also quoted as one word, as scripts for other programs have them

@@ -44,7 +44,7 @@ class Agreement:
     )
     clip_members: float = option(
         20.0,
-        "In a round, no member's contribution counts as longer than so many times the members' median, per sample where peers step locally; 0: any length.",
+        "In a round, no member's contribution counts as longer than N times the members' median, per sample where peers step locally; 0: any length.",
         since="0.1.1", unsaid=0.0,
     )
     averaging: str = option(
@@ -195,7 +195,7 @@ class Pictures:
     )
     num_buckets: int = option(
         0,
-        "Crop pictures not to the square but to the nearest of at most so many ratios, each batch of one; 16 is usual, 0: squares only.",
+        "Maximum number of aspect-ratio buckets, each batch from one of them (16 is usual); 0 crops to a square.",
         ge=0,
     )
     bucket_side_min: int = option(0, "With --num_buckets: shortest side in pixels; 0: half of the resolution.", ge=0)

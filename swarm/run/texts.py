@@ -10,7 +10,7 @@ class ClipText:
 
     clip_skip: int = option(
         0,
-        "Read CLIP this many layers below the one that the family reads, 1: penultimate.",
+        "Skip the last N layers of the CLIP text encoder, counted from the one that the family reads; 1: penultimate.",
         ge=0,
         switches={"clip_penultimate": 1},
         section="captions read by CLIP",
