@@ -37,7 +37,7 @@ CASE_SECONDS = 600
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="also 4 peers with 200 M floats; 7 rounds of all codecs instead of 3")
-    parser.add_argument("--floats", type=float, help="only vectors of so many, to try something out")
+    parser.add_argument("--floats", type=float, help="only vectors of N elements, to try something out")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl+C: through the blocks that end the peers
     cases = [(2, 40_000_000), (4, 40_000_000), (2, 200_000_000), *([(4, 200_000_000)] if options.full else [])]

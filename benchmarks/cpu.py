@@ -69,7 +69,7 @@ class Comparison:
 
 
 def comparisons(cores: int, size: str, ipex_python: str, free_bytes: int) -> list[Comparison]:
-    """All that there is to compare on a machine with so many physical cores and so much memory that nobody uses."""
+    """All that there is to compare on a machine with `cores` physical cores and `free_bytes` of free memory."""
     plain = Setting(cores, "bf16", size)
     tcmalloc = library(("libtcmalloc.so*", "libtcmalloc_minimal.so*"))
     half = max(1, cores // 2)
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="turns of each comparison [5]")
     parser.add_argument("--steps", type=int, default=3, help="steps that a turn times [3]")
     parser.add_argument("--size", choices=SIZES, default="29 M", help="the UNet [29 M]")
-    parser.add_argument("--threads", type=int, default=0, help="as if there were so many cores; 0: the physical ones that we may use")
+    parser.add_argument("--threads", type=int, default=0, help="compute with N threads; 0: one for each physical core that we may use")
     parser.add_argument("--ipex_python", default="", help="Python with PyTorch 2.8 and IPEX")
     parser.add_argument("--only", default="", help="those comparisons alone whose name has this in it")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

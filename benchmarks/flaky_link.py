@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/flaky_link.py [--pictures 40] [--shards 2] [--drops 10] [--megabits 100]
 
 A real dataset server, and the peer's own way of fetching a shard into its cache, verified, through a TCP proxy in this process that passes on
-so many bits a second and resets the connection, whatever is in flight, after each of `drops` + 1 parts of a shard, which differ in length. Wire
+`--megabits` Mbit/s and resets the connection, whatever is in flight, after each of `drops` + 1 parts of a shard, which differ in length. Wire
 bytes: all that the proxy sent to either side, requests and heads included; what the peer's machine received and the peer did not keep counts twice,
 because it comes twice. Pictures are noise of 1 MB, so that shards are as large as they get.
 """
@@ -96,7 +96,7 @@ async def _fetch(url: str, shard: Shard, cache: Path) -> Path | None:
 
 
 class FlakyLink:
-    """A proxy to `target` that resets the connection whenever it has passed on so many bytes to the client in all as the next border says.
+    """A proxy to `target` that resets the connection whenever the bytes that it passed on to the client reach the next border.
 
     sent: bytes passed on in either direction; drops: resets so far.
     """

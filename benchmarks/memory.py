@@ -137,7 +137,7 @@ def swarm(folder: Path, num_parameters: int, *options: str) -> Iterator[list[Pee
 
 
 def measure(folder: Path, sync: str, wire: str, state_on: str, num_parameters: int, rounds: int = ROUNDS) -> dict[str, Any]:
-    """The peak of a peer over so many rounds of two, less that of one with few parameters."""
+    """The peak of a peer over `rounds` rounds of two, less that of one with few parameters."""
     run = RunConfig(model="sleeper", sync=sync, wire=wire)
     options = ("--sync", sync, "--wire", wire, "--samples_per_second", "20", "--target_batch_size", str(40 + num_parameters // 1_000_000))
     options += ("--state_on", state_on)

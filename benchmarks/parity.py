@@ -141,7 +141,7 @@ def main() -> None:
         "--wanted", type=float, default=WANTED, metavar="SHARE", help=f"the share of digits read right that counts [{WANTED}]"
     )
     parser.add_argument(
-        "--total", type=int, default=0, metavar="SAMPLES", help="train each run on so many samples [as many as AdamW needs, and some]"
+        "--total", type=int, default=0, metavar="SAMPLES", help="train each run on N samples [as many as AdamW needs, and some]"
     )
     args = parser.parse_args()
     quickstart.quiet_libraries()
@@ -228,7 +228,7 @@ def together(base: Path, run: Run) -> None:
 
 @contextmanager
 def on_cores(count: int) -> Iterator[None]:
-    """This process, and all that it starts, on no more than so many cores."""
+    """This process, and all that it starts, on no more than `count` cores."""
     usual = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(usual)[:count])
     try:

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=0, help="samples of the swarm over which the rate rises")
     parser.add_argument("--horizon", type=int, default=0, help="samples of the swarm over which the rate falls to nothing")
     parser.add_argument("--falls", choices=("linear", "cosine"), default="linear", help="how it falls")
-    parser.add_argument("--late", type=int, default=0, help="after so many samples one with new moments comes in the place of the first peer; 0: nobody")
+    parser.add_argument("--late", type=int, default=0, help="after N samples a peer with new moments replaces the first one; 0: nobody")
     parser.add_argument("--late_rate", choices=("rises", "full"), default="rises", help="its rate: rises over --warmup as the product's, or is the run's at once")
     parser.add_argument("--sync", choices=("none", "parameters", "diloco"), default="parameters")
     parser.add_argument("--outer_rate", type=float, default=0.7)
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--liar", type=float, default=1.0, help="the last peer contributes what it learned times this: -1 the opposite, -20 as far as the clip lets it")
     parser.add_argument("--mislabelled", action="store_true", help="the last peer learns every digit as another one")
     parser.add_argument("--moments", action="store_true", help="average AdamW's moments, too: not in the product")
-    parser.add_argument("--ema", type=float, default=0, help="judge a running mean of the states over about so many samples; 0: the states")
+    parser.add_argument("--ema", type=float, default=0, help="judge a running mean of the states over about N samples; 0: the states")
     parser.add_argument("--look_from", type=int, default=8192)
     parser.add_argument("--total_samples", type=int, default=57_344)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
@@ -195,7 +195,7 @@ class School:
         return copy.deepcopy(self.fresh).train()
 
     def lessons(self, batch: int, rng: torch.Generator, ucg: float = 0.1, shift: int = 0) -> Iterator[tuple[LatentBatch, torch.Generator]]:
-        """Batches for ever, each picture once an epoch; shift: so many digits further each is said to be than it is."""
+        """Batches for ever, each picture once an epoch; shift: how many digits further each is said to be than it is."""
         order = torch.empty(0, dtype=torch.long)
         while True:
             if len(order) < batch:

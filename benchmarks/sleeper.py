@@ -34,7 +34,7 @@ from swarm.options import build, parse_flags
 from swarm.run_config import RunConfig
 
 ROW, ROWS = 1024, 1024
-"""Width of a toy tensor, and at most so many rows: 4 MiB, as in a UNet."""
+"""Width of a toy tensor, and its most rows: 4 MiB, as in a UNet."""
 MOVED = 4
 MOVE = 1e-4
 """How far one step moves a parameter; nothing is learned, but codecs and outer steps get values of a likely size."""

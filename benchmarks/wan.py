@@ -203,7 +203,7 @@ def measure(row: Row, most_megabits: float) -> dict[str, Any]:
 
 
 def _wait(peers: Peers, rounds: int) -> bool:
-    """Until every peer has seen so many rounds from the first with all on; False when that takes too long."""
+    """Until every peer has seen `rounds` rounds from the first with all on; False when that takes too long."""
     deadline = time.monotonic() + ROW_SECONDS
     while min(_progress(peers)) < rounds:
         peers.check()

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/watching.py [--watchers 3] [--peers 8] [--seconds 60]
 
-A real server with its DHT node; so many real nodes publish records of peers whose speed, loss and waiting samples change once a second, as
+A real server with its DHT node; `--peers` real nodes publish records of peers whose speed, loss and waiting samples change once a second, as
 those of peers that train do, so that every second has news. The watchers are plain readers of /v1/events in another process's threads, none of
 them slow. CPU is user and system time of the server's process; that of its DHT node, a process of its own, is the same with and without watchers,
 and shown beside it. `nobody` is the same server while nobody watches. The figure to judge is all of the server's time while it is

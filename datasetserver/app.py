@@ -273,7 +273,7 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/v1/progress", get_progress, "How the run is doing.", protocol.Progress),
     Endpoint(
-        "POST", "/v1/leases", post_lease, "Lease shards with about so many samples.", protocol.LeaseAnswer, protocol.LeaseRequest, 201
+        "POST", "/v1/leases", post_lease, "Lease shards with about want_samples samples.", protocol.LeaseAnswer, protocol.LeaseRequest, 201
     ),
     Endpoint(
         "POST", "/v1/members", post_member, "A membership of the run, for a week.", protocol.MemberAnswer, protocol.MemberRequest, 201

@@ -23,7 +23,7 @@ from swarm.logs import setup_logging
 log = logging.getLogger("datasetserver.bootstrap")
 REPORT_SECONDS = 1.5
 PUBLISH_SECONDS = 20.0
-_DEAF_SECONDS = 30.0  # p2pd did not answer for so long: end, and let the server start us again
+_DEAF_SECONDS = 30.0  # p2pd did not answer for this long: end, and let the server start us again
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from swarm.files import raise_open_limit
 
 log = logging.getLogger(__name__)
 HEAD_SECONDS = 30.0
-"""A connection on which no whole request head arrives for so long is closed; peers renew their leases every 20 s."""
+"""A connection on which no whole request head arrives within this time is closed; peers renew their leases every 20 s."""
 STALL_SECONDS = 60.0
 """So is one that does not take our bytes: the kernel then gives it up (TCP_USER_TIMEOUT)."""
 AT_ONCE_OF_ONE = 256
@@ -67,7 +67,7 @@ async def accept(
 
 
 async def drain(server: asyncio.AbstractServer, runner: web.AppRunner, seconds: float) -> None:
-    """Let nobody new in, close idle connections at once, and give requests that have begun so many seconds to be answered.
+    """Let nobody new in, close idle connections at once, and give requests that have begun `seconds` to be answered.
 
     Not `runner.cleanup()`, which must follow: it drops what arrives from then on, so that no body on its way would get an answer.
     """

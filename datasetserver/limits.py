@@ -40,7 +40,7 @@ class Limits:
 
     @contextlib.contextmanager
     def admit(self, address: str, body_bytes: int = 0) -> Iterator[None]:
-        """One request of a caller at `address`, which announces or may send so many bytes. Raises Refused (429)."""
+        """One request of a caller at `address`, which announces or may send `body_bytes`. Raises Refused (429)."""
         name = subject(address)
         if not self.per_second or name is None:
             yield

@@ -40,7 +40,7 @@ class Rendezvous:
         return self._process.pid if self._process else None
 
     def peers(self) -> list[PeerInfo]:
-        """Live peers; none when the DHT node has not reported for so long that they may be gone."""
+        """Live peers; none when the DHT node's last report is so old that they may be gone."""
         return self._peers if self._clock() - self._heard < _STALE_SECONDS else []
 
     def tell(self, **news: Any) -> None:

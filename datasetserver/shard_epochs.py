@@ -82,7 +82,7 @@ class ShardEpoch:
 class ShardEpochs:
     """All shard epochs that were ever of interest, by id. shards: samples of each; seed: of the order of shards in every epoch.
 
-    generations: (from epoch, number of shards) of a dataset that grew, ascending: from that epoch on, an epoch has the first so many shards.
+    generations: (from epoch, number of shards) of a dataset that grew, ascending: from that epoch on, an epoch has this many shards, the first ones.
     """
 
     def __init__(self, shards: Sequence[int], seed: int, generations: Sequence[tuple[int, int]] = ()):

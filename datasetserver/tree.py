@@ -222,7 +222,7 @@ class StateTree:
 
 
 def spare(tree: StateTree, states: Iterable[State], most_members: int) -> State | None:
-    """Of these states the least that may be forgotten, when together they have more than so many members; None when they have not."""
+    """Of these states the least that may be forgotten, when together they have more than `most_members`; None when they have not."""
     kept = {state.digest for state in tree.chain()}
     extra = [state for state in states if state.digest not in kept]
     if sum(len(state.members) for state in extra) <= most_members:

@@ -325,7 +325,7 @@ class SourceContext:
     batch_samples: int = 1
     """Samples of one local step of all ranks: how many are asked for at a time."""
     window_samples: int = 0
-    """Taken at a time by all ranks, where the frozen parts encode so many ahead of the steps; 0: those of a step."""
+    """How many samples all ranks take at a time, where the frozen parts encode ahead of the steps; 0: those of a step."""
     epochs: int | None = None
     """Passes over the data; None: until the run ends."""
 

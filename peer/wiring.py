@@ -444,7 +444,7 @@ def build_trackers(launch: Launch) -> Trackers:
 def build_occasions(
     launch: Launch, trainer: Trainer, results: Results, trackers: Trackers, own_id: str, source: Source | None
 ) -> Occasions:
-    """What is done every so many global steps: the running mean first, because what follows uses it."""
+    """What is done every N global steps: the running mean first, because what follows uses it."""
     run, peer, average = launch.run, launch.peer, trainer.average
     validation = Validation(
         model=trainer.model,

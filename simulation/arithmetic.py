@@ -205,13 +205,13 @@ class Taken:
         self._digest, self._samples = "", 0
 
     def stepped(self, digest: str, samples: int) -> None:
-        """The gradients of so many samples were taken at the state `digest`."""
+        """The gradients of `samples` samples were taken at the state `digest`."""
         if digest != self._digest:
             self._digest, self._samples = digest, 0
         self._samples += samples
 
     def check(self, digest: str, samples: int) -> str:
-        """Why a contribution frozen at `digest` cannot have so many samples; empty: it can."""
+        """Why a contribution frozen at `digest` cannot have `samples` samples; empty: it can."""
         taken = self._samples if digest == self._digest else 0
         self._samples = 0
         return "" if samples <= taken else f"{samples} samples are in a contribution, and {taken} of them were taken at its state"

@@ -113,7 +113,7 @@ def played(seed: int) -> dict[str, Any]:
 
 
 def campaign(path: Path, first: int, seeds: int, rounds: int, processes: int) -> Iterator[dict[str, Any]]:
-    """Play seeds from `first` on until the record has so many, and so many rounds; yields each line as it is added.
+    """Play seeds from `first` on until the record has `seeds` of them and `rounds` rounds; yields each line as it is added.
 
     What the record has already is not played again, so that a campaign goes on where it was interrupted.
     """

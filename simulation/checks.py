@@ -30,7 +30,7 @@ MOST_FILES = 160
 MESSAGES_PER_ROUND = 10
 """Of a peer with each other one, in a world without faults; 3 to 4 are usual."""
 _LEDGER_SECONDS = 10.0
-"""All of the ledger is worked out anew so often."""
+"""The interval at which all of the ledger is worked out anew."""
 
 
 class Breach(Exception):

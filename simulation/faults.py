@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 _RELIEF_SECONDS, _NEWCOMER_SECONDS = 120.0, 30.0
-"""A server is away for at most so long before a newcomer comes. The newcomer has at most so long to fetch the others' state."""
+"""How long a server is away at most before a newcomer comes, and how long the newcomer has at most to fetch the others' state."""
 _LEAVING_SECONDS = 60.0
-"""A guest that was asked to leave is killed so much later: one that is stopped, say. Without faults it takes up to 20 s."""
+"""How long after it was asked to leave a guest is killed: one that is stopped, say. Without faults it takes up to 20 s."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ async def discard(world: "World", machine: None, strike: Strike) -> None:
 
 
 async def extend(world: "World", machine: None, strike: Strike) -> None:
-    """The host puts the run's end off, by so many rounds; not any more where somebody has ended, and may have left with the last state."""
+    """The host puts the run's end off by a number of rounds; not any more where somebody has ended, and may have left with the last state."""
     if world.run.total_samples and not any(machine.over for machine in world.machines):
         world.struck(strike)
         world.server.orders.total = max(world.server.orders.total, world.run.total_samples) + strike.values["rounds"] * world.run.target_batch_size
@@ -371,7 +371,7 @@ def _numbers(value: str) -> tuple[int, ...]:
 class Fault:
     """befall: strikes, waits, undoes. values: what a strike of it is described by, and how each is read. dice: how each is drawn.
 
-    as_rare: so many times as long as between other faults' strikes.
+    as_rare: how many times as long as between other faults' strikes.
     """
 
     befall: Callable[..., Awaitable[None]]

@@ -172,7 +172,7 @@ class SimPipe:
         del data[:count]
 
     async def take_some(self, most: int, until: float) -> bytes:
-        """What has come, up to so many bytes; b"" at the end."""
+        """What has come, up to `most` bytes; b"" at the end."""
         while not self._data:
             if self._broken or self.closed:
                 raise ConnectionResetError("it is gone")

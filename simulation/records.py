@@ -25,7 +25,7 @@ class _Version:
 
 class Records:
     """Of one run. wall: a reader's own clock is given with each question. missing, stale: of all records read, those that are not in the
-    answer, and those that are in it as they were before. delay: after so many seconds at most a record is seen."""
+    answer, and those that are in it as they were before. delay: seconds after which a record is seen at the latest."""
 
     def __init__(
         self, network: Network, rng: random.Random, clock: Callable[[], float], missing: float = 0.02, stale: float = 0.05, delay: float = 0.5

@@ -148,7 +148,7 @@ class _Orders:
 
 
 class Server:
-    """away: it does not run. slow_seconds: up to so long an answer takes. lost: of all answers, those that break off."""
+    """away: it does not run. slow_seconds: how long an answer takes at most. lost: of all answers, those that break off."""
 
     def __init__(self, world: "World", run: RunConfig, dataset: Dataset, lease_seconds: float):
         self._world, self._rng, self.run, self.dataset = world, random.Random(world.rng.getrandbits(64)), run, dataset

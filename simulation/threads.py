@@ -15,7 +15,7 @@ except ImportError:
     greenlet = None
 
 _REAL_SECONDS = 120.0
-"""A thread that has not blocked for so long of real time hangs: a fault of the simulation, not of what it simulates."""
+"""A thread that has not blocked for this long of real time hangs: a fault of the simulation, not of what it simulates."""
 
 
 class Killed(BaseException):
@@ -92,7 +92,7 @@ class LockStepThread:
             self._failed(self._error)
 
     def block(self, seconds: float) -> None:
-        """From the thread: let the world go on for so long, or until `wake`."""
+        """From the thread: let the world go on for `seconds`, or until `wake`."""
         self._timer = self._loop.call_later(seconds, self._resume)
         self._stack.leave()
         if self._killed:

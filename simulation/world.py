@@ -38,7 +38,7 @@ _COLLECT_SECONDS = 300.0
 _CLIP = 1.5
 """The run's `--clip_members`. It clips one contribution in six; the usual 20 would clip none, and nothing would be checked."""
 _RECENT_ROUNDS = 12
-"""Behind the newest state a peer may be by so many: it fetches while the others go on."""
+"""How many rounds behind the newest state a peer may be: it fetches while the others go on."""
 _CHUNKS_LINK = 4.0
 """So much faster are links where a state has chunks. A round may take 1.6 s; of its mean, 1 MB, a peer that three follow sends 16 Mbit/s."""
 _TRUSTED_SECONDS = 30.0
@@ -53,7 +53,7 @@ STRANGERS = (
 class Scenario:
     """faults: names of `faults.FAULTS`; each strikes every `fault_seconds` on average. hours: of virtual time, or until `rounds` are made.
 
-    strikes: when given, these and no others. calm_seconds: the bound on liveness: so long after the last fault every peer has committed again, and all stand on one lineage.
+    strikes: when given, these and no others. calm_seconds: the bound on liveness: this long after the last fault every peer has committed again, and all stand on one lineage.
     """
 
     seed: int

@@ -28,7 +28,7 @@ _CHECKS_PER_SECOND = 10.0
 """Signatures of words that we do not know; each takes 0.2 ms, and 512 records under a run's key may bring two each. What is passed over comes round."""
 _MOST_REFUSED = 4096
 TRUSTED_NEEDED = 3
-"""Where so many of a round's peers are trusted, nobody else averages. With two, one that is away would leave a single one to average everything."""
+"""Where this many of a round's peers are trusted, nobody else averages. With two, one that is away would leave a single one to average everything."""
 STATE = re.compile("[0-9a-f]{64}")
 _WORDS: TypeAdapter[tuple[HostWord, ...]] = TypeAdapter(tuple[HostWord, ...])
 

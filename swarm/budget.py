@@ -1,4 +1,4 @@
-"""How much may be done for somebody: so much at once, and so much a second after that."""
+"""How much may be done for one remote: a burst at once, and a rate after that."""
 
 import time
 from collections.abc import Callable, Hashable

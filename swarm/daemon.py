@@ -44,7 +44,7 @@ class Daemon:
         return cls(p2p, folder)
 
     async def ended_within(self, seconds: float) -> bool:
-        """Wait so long for p2pd to end; whether it has."""
+        """Wait up to `seconds` for p2pd to end; whether it has."""
         child = self.p2p._child
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(child.wait(), seconds)

@@ -228,7 +228,7 @@ class SwarmNode:
         return [] if self.client_mode else [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)]
 
     async def ended_within(self, seconds: float) -> bool:
-        """Wait so long for our p2pd to end; whether it has."""
+        """Wait up to `seconds` for our p2pd to end; whether it has."""
         return await self._daemon.ended_within(seconds)
 
     async def alive(self) -> bool:

@@ -75,7 +75,7 @@ class DHTProtocol(protocol.DHTProtocol):
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, dict[DHTID, PeerID]]] | None:
         """Ask `peer` for records and for nodes nearer to them; None when it does not answer, or not as it should.
 
-        A peer is asked only so often: two that name each other under ever new ids would keep a search going for ever.
+        A peer is asked a bounded number of times: two that name each other under ever new ids would keep a search going for ever.
         """
         keys = list(keys)
         if not self._asked.take(peer):

@@ -27,7 +27,7 @@ MAX_OWNER_BYTES = 1024
 MAX_SIGNED_BYTES = MAX_RECORD_BYTES + 1024
 """A record with its signature in base64, of which RSA of 4,096 bits takes 696 bytes."""
 _SKEW_SECONDS = 10.0
-"""A clock may be so much ahead of ours; nobody joins whose clock differs by more than 3 s, but clocks drift later."""
+"""How far another clock may be ahead of ours; nobody joins whose clock differs by more than 3 s, but clocks drift later."""
 _OWNER = re.compile(re.escape(RSASignatureValidator.PUBLIC_KEY_FORMAT).replace(b"_key_", rb"([^\]]+)"))
 _SIGNED = re.compile(rb"(.*)\[signature:[A-Za-z0-9+/=]+\]", re.DOTALL)
 _VERIFIED = 8192

@@ -10,7 +10,7 @@ from swarm.runs import FoundRun, choose, genuine, named_in, several
 FIND_SECONDS = 30.0
 _LOOK_AGAIN_SECONDS = 2.0
 _PATIENCE_SECONDS = 6.0
-"""The record of the named peers may still be on its way: for so long a run that only other peers tell of is not taken for theirs."""
+"""How long the record of the named peers may still be on its way. Until then a run that only other peers tell of is not taken for theirs."""
 
 
 def find_run(peers: Sequence[str], *, run_id: str = "", seconds: float = FIND_SECONDS) -> FoundRun | None:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 EXTENSION_FILE = "extension.json"
 _MOST = 1 << 53
 _LAST_ROUND_STRETCH = 1.25
-"""The run's last round may be so much larger than the target, so that no tiny one is left over."""
+"""The run's last round may be larger than the target by this factor, so that no tiny one is left over."""
 
 
 class End:

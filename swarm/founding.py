@@ -101,7 +101,7 @@ def check_resolution(run: RunConfig, multiple: int) -> None:
 
 
 def check_clip_skip(clip_skip: int, **layers_read: int) -> None:
-    """Raise UserError when so many layers below the usual one there is none; layers_read: how many of an encoder's layers are read usually."""
+    """Raise UserError when an encoder has no layer `clip_skip` below the usual one; layers_read: how many of an encoder's layers are read usually."""
     for name, layers in layers_read.items():
         if clip_skip >= layers:
             raise UserError(

@@ -192,6 +192,6 @@ def _read(kind: TypeAdapter[Any], data: bytes) -> Any:
 
 
 def words(text: str, longest: int) -> str:
-    """`text` as a record may carry it: one line of at most so many printable characters."""
+    """`text` as a record may carry it: one line of at most `longest` printable characters."""
     line = "".join(letter if letter.isprintable() else " " for letter in text).strip()
     return line if len(line) <= longest else line[: longest - 1] + "…"

@@ -52,7 +52,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser("dd-status", description="Show how a swarm is doing.")
     parser.add_argument("where", help="URL of its dataset server (http://203.0.113.7:9090), or multiaddr of a peer (/ip4/.../p2p/...)")
     parser.add_argument("--watch", action="store_true", help="show it again and again, until Ctrl-C")
-    parser.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="with --watch: ask so often [2]")
+    parser.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="with --watch: ask every SECONDS [2]")
     parser.add_argument("--json", action="store_true", help="print everything known as JSON, for programs; with --watch a line each time")
     parser.add_argument("--run_id", default="", help="which run, when the peers at a multiaddr serve several")
     parser.add_argument("--token", default=None, help="what its host gave you, if it asks for one; or DD_TOKEN in the environment")
@@ -259,7 +259,7 @@ def _head_of_most(peers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | Non
 
 
 def watch(look: Callable[[], dict[str, Any]], *, every: float, console: Console, as_json: bool = False) -> None:
-    """Show what `look` sees, every so many seconds, until Ctrl-C or SIGTERM. The first look must succeed (UserError); later ones may fail.
+    """Show what `look` sees, every `every` seconds, until Ctrl-C or SIGTERM. The first look must succeed (UserError); later ones may fail.
 
     On a terminal one screen that is drawn anew; else a screen, or a line of JSON, for each update.
     """

@@ -10,7 +10,7 @@ _AGAIN_SECONDS = 0.5
 
 
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:
-    """What `awaitable` comes to. Raises asyncio.TimeoutError after so long.
+    """The result of `awaitable`. Raises asyncio.TimeoutError after `seconds`.
 
     As `asyncio.wait_for`, which before Python 3.12 makes a task of what it waits for: a quarter of all that a peer's loop had to do.
     """
@@ -21,7 +21,7 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
 
 
 async def set_within(seconds: float, event: asyncio.Event) -> None:
-    """Wait until `event` is set, by somebody else or after so long. Nothing is raised, which costs a third of a deadline's cancellation."""
+    """Wait until `event` is set, by somebody else or after `seconds`. Nothing is raised, which costs a third of a deadline's cancellation."""
     late = asyncio.get_running_loop().call_later(seconds, event.set)
     try:
         await event.wait()

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 REGISTER_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
 OUTAGE_SECONDS = 10.0
-"""The server has been away for so long: do not wait for it. As long as what is leased ahead lasts."""
+"""A server that has been away for this long is not waited for. What is leased ahead lasts as long."""
 _CORRUPT_PAUSE_SECONDS = 30.0
 
 

@@ -1,4 +1,4 @@
-"""When an assisting peer draws, and what: the newest final state that it keeps, every so many rounds, one after the other.
+"""When an assisting peer draws, and what: the newest final state that it keeps, every N rounds, one after the other.
 
 Nobody waits for a drawing, and it takes nothing that reducing needs: it is made by a process of the lowest priority, with a bound on its
 memory, which the kernel ends first when memory is short, and which is gone when the pictures are sent.

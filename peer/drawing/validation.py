@@ -1,4 +1,4 @@
-"""Pictures of the same prompts from the same seeds every so many steps, so that people can see what the model has learned."""
+"""Pictures of the same prompts from the same seeds every N steps, so that people can see what the model has learned."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

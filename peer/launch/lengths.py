@@ -17,11 +17,11 @@ from swarm.run_config import RunConfig
 log = logging.getLogger(__name__)
 
 _VALIDATION_STEPS = 100
-"""Alone and without --validation_steps, pictures are drawn and the held-out loss is measured every so many steps."""
+"""Steps between two drawings and measurements of the held-out loss, alone and without --validation_steps."""
 _HELD_OUT_SHARE = 0.01
 """Without --validation_steps, measuring the held-out loss takes this share of each peer's time at most."""
 _CHECKPOINT_SAMPLES = 10_000
-"""Alone and without --checkpointing_steps, a checkpoint is saved every so many samples."""
+"""Samples between two checkpoints, alone and without --checkpointing_steps."""
 _CHECKPOINT_SHARE = 0.01
 """In a swarm and without --checkpointing_steps, checkpoints take this share of the time at most. The swarm has the model; they save the optimizer's
 moments. Stable Diffusion 1.5 writes 5 GB: after every round of some minutes that is 1 TB a day, and on a hard disk a tenth of the time."""
@@ -74,7 +74,7 @@ class Every:
 
 
 def of_epochs(run: RunConfig, peer: PeerConfig, samples: int) -> RunConfig:
-    """A run alone that ends with its --num_train_epochs over so many samples; 0: unknown."""
+    """A run alone that ends with its --num_train_epochs over its data of this many samples; 0: unknown."""
     total = samples * peer.num_train_epochs
     share = peer.lr_warmup_steps if peer.lr_warmup_steps < 1 else 0
     return replace(run, total_samples=total, **({"lr_warmup_samples": warm_up(share, total)} if share else {}))

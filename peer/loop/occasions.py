@@ -1,4 +1,4 @@
-"""What is done every so many global steps: an average of the weights, pictures, results, checkpoints."""
+"""What is done every N global steps: an average of the weights, pictures, results, checkpoints."""
 
 import math
 import time

@@ -61,7 +61,7 @@ class Trainer:
     save: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
     """Writes a checkpoint of (state, what to say about it); may raise UserError when the disk is full."""
     occasions: "Occasions"
-    """What else is done every so many global steps."""
+    """What else is done every N global steps."""
     by_rounds: bool
     """Whether a global step is a committed round, as in a swarm, or an optimizer step of ours."""
     resting: Callable[[], bool] = lambda: False

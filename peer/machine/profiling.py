@@ -24,7 +24,7 @@ def profile_folder(output: Path, environ: Mapping[str, str] = os.environ) -> Pat
 
 
 class Profiler:
-    """Records from the third local step on, whole steps only, until so many milliseconds are over or the run is."""
+    """Records from the third local step on, whole steps only, until `milliseconds` or the run are over."""
 
     def __init__(self, milliseconds: int, folder: Path, device: torch.device, clock: Callable[[], float] = time.monotonic):
         """milliseconds: 0 for nothing. Raises UserError when `folder` cannot be made."""

@@ -27,7 +27,7 @@ class Results:
         return self._trainer.average.applied() if self._trainer.average else nullcontext()
 
     def save(self, step: int) -> None:
-        """The result as it is after so many global steps, beside those of other steps; of an embedding never the whole pipeline."""
+        """The result as it is after global step `step`, beside those of other steps; of an embedding never the whole pipeline."""
         if self._trainer.group.is_main:
             name = method_named(self._run.method).steps_name
             self._write(Path(self._peer.output_dir) / f"{name}-steps-{step}", dataclasses.replace(self._form, full_pipeline=False))

@@ -144,7 +144,7 @@ def _name(number: int) -> str:
 def _draw(
     model: Model, told: Callable[[int], dict[str, Any]], numbers: Sequence[int], side: int, steps: int, seed: int, precision: Precision
 ) -> list[bytes]:
-    """Each as a PNG. told: the pipeline's arguments that say what so many pictures show."""
+    """Each as a PNG. told: the pipeline's arguments for a number of pictures: what they show."""
     with torch.no_grad(), precision.autocast(), untouched(model, precision.device):
         generators = [torch.Generator().manual_seed(seed * 1_000_003 + number) for number in numbers]
         pictures = model.pipeline(**told(len(numbers)), num_inference_steps=steps, height=side, width=side, generator=generators).images

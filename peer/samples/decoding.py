@@ -66,7 +66,7 @@ class Decoder:
     ) -> PixelBatch:
         """The batch of those samples that are pictures.
 
-        own: so many samples were drawn; those after them are of the class, have no keys, and weigh in the loss what they are told to.
+        own: the number of samples that were drawn; those after them are of the class, have no keys, and weigh in the loss what they are told to.
         names: under which a cache keeps them, empty without one.
         """
         bad = {place: result for place, result in enumerate(results) if isinstance(result, BadSample)}

@@ -31,7 +31,7 @@ WINDOW_SAMPLES = 64
 
 
 def window_steps(step_samples: int) -> int:
-    """Local steps of so many samples that are encoded at once, at least one."""
+    """How many local steps of this many samples are encoded at once, at least one."""
     return max(1, WINDOW_SAMPLES // step_samples)
 
 
@@ -230,7 +230,7 @@ class Feed:
         return self._pool.take(self._per_step)
 
     def _shares(self, drawn: Sequence[MicroBatch]) -> list[list[MicroBatch] | None]:
-        """Micro-batches of each rank; a rank is just so many further micro-batches, so the number of ranks changes no result."""
+        """Micro-batches of each rank; a rank just has further micro-batches, so the number of ranks changes no result."""
         if not drawn:
             return [None] * self._group.world
         if self._beside:

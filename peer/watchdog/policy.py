@@ -8,10 +8,10 @@ from swarm.errors import ExitCode
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 HEALTHY_SECONDS = LONGEST_PAUSE_SECONDS
-"""Who trained for so long is well again, and the failures before do not count any more: it trains longer than it waits, and giving up
+"""A trainer that trained for this long is well again, and the failures before do not count any more: it trains longer than it waits, and giving up
 would help nobody."""
 ROOMY_SECONDS = 600.0
-"""Who trained for so long has memory enough: something else took it."""
+"""A trainer that trained for this long has memory enough: something else took it."""
 _SLOW = {ExitCode.NETWORK: 300.0, ExitCode.DISK: 600.0, ExitCode.CLOCK: 300.0}
 """Others must come back, or space be made: it helps to wait longer."""
 _HOPELESS = {

@@ -11,7 +11,7 @@ import psutil
 from swarm.life import TRAINING, Sign
 
 LONG = 6
-"""Loading, drawing, saving and the first step may take so many times as long as a step."""
+"""Loading, drawing, saving and the first step may take this many times as long as a step."""
 _PULSE_CPU_SECONDS, _PULSE_BYTES = 5.0, 4 << 20
 _OOM_SECONDS = 10.0
 _VMSTAT, _CGROUPS, _OWN = Path("/proc/vmstat"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

@@ -174,7 +174,7 @@ def _line(row: Row, rounds: str, reasons: Sequence[str], figures: dict[str, floa
 
 
 def waves_of(rows: Sequence[Row], at_once: int) -> list[list[Row]]:
-    """At most so many swarms at a time, the undisturbed one included; heavy rows apart from the others, half as many, and last."""
+    """At most `at_once` swarms at a time, the undisturbed one included; heavy rows apart from the others, half as many, and last."""
     waves = []
     for heavy in (False, True):
         some = [row for row in rows if row.kind not in _HOSTED and row.heavy == heavy]
@@ -242,11 +242,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", default="", help="ids with commas between them [all]")
     parser.add_argument("--list", action="store_true", help="say what rows there are, and end")
     parser.add_argument("--seconds", type=float, default=180.0, help="from a stranger's arrival [180]")
-    parser.add_argument("--pairs", type=int, default=3, help="with and without, of which the median counts [3]")
-    parser.add_argument("--minutes", type=float, default=20.0, help="run fewer pairs where these do not fit into so much time [20]")
+    parser.add_argument("--pairs", type=int, default=3, help="N pairs of runs, with and without the attacker; their median counts [3]")
+    parser.add_argument("--minutes", type=float, default=20.0, help="run fewer pairs if these take longer than N minutes [20]")
     parser.add_argument("--at_once", type=int, default=0, help="swarms at a time [5 per core]")
     parser.add_argument("--peers", type=int, default=2, help="honest peers of a swarm [2]")
-    parser.add_argument("--members", action="store_true", help="runs for members, of which the stranger is none; rows that need no server's word")
+    parser.add_argument("--members", action="store_true", help="runs for members, and the stranger is no member; without the rows that need a server")
     parser.add_argument("--averaging", choices=("mean", "centered"), default="mean", help="the runs' [mean]")
     parser.add_argument("--seed", type=int, default=0)
     add_record_arguments(parser)

@@ -16,9 +16,9 @@ from scripts.demo.processes import Program, Said, said
 START_SECONDS = 240.0
 READY_ROUNDS = 3
 _STOPPED_SECONDS = 60.0
-"""A swarm that commits nothing at the end of a window, for so long or a third of it, is stopped."""
+"""A swarm that commits nothing at the end of a window, for this long or a third of it, is stopped."""
 _JOIN_SECONDS = 90.0
-"""A newcomer that listens and is in no round after so long does not get in: 60 s after its start it trains alone."""
+"""A newcomer that listens and is in no round after this long does not get in: 60 s after its start it trains alone."""
 _HIGH_LOSS = 0.3
 """Of a vector that turns round and keeps still, the loss is 1 on average; of one that follows, 1e-3."""
 

@@ -47,7 +47,7 @@ KINDS = {"peer": 4, "first peer": 2, "sidecar": 3, "p2pd": 3, "stop": 2, "server
 """What may happen, and how often in proportion."""
 START_SECONDS = 240.0
 COMMIT_SECONDS = 240.0
-"""A survivor that commits nothing for so long after a kill has failed, also on a machine that does much else."""
+"""A survivor that commits nothing for this long after a kill has failed, also on a machine that does much else."""
 _PARTS = {"sidecar": "peer.sync.engine.trainer.sidecar", "p2pd": "hivemind_cli/p2pd"}
 _MOST_RESTARTS, _RESTARTS_WITHIN_SECONDS = 4, 600.0
 """One less than a trainer forgives its sidecar."""

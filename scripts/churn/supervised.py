@@ -352,7 +352,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills, or until what was killed is back [60]")
-    parser.add_argument("--kills", type=int, default=10**9, help="end after so many")
+    parser.add_argument("--kills", type=int, default=10**9, help="end after N kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument("--no_browser", action="store_true", help="read the page's events instead of its text in chromium")

@@ -48,7 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--strangers", action="store_true", help="the run is for members; two attackers come who know a peer's address, and must change nothing"
     )
     parser.add_argument("--peers", type=int, default=2, metavar="N", help="peers at the start [2]")
-    parser.add_argument("--total_samples", type=int, default=32_768, metavar="N", help="end when so many are in committed rounds [32,768]")
+    parser.add_argument("--total_samples", type=int, default=32_768, metavar="N", help="end when N samples are in committed rounds [32,768]")
     parser.add_argument("--target_batch_size", type=int, default=1024, metavar="N", help="samples of the whole swarm per round [1,024]")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port of the dataset server; 0: any free one [0]")
     parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="where everything goes [quickstart, beside the code]")
@@ -139,7 +139,7 @@ def prepare(folder: Path, say: Callable[[str], None] = lambda text: None) -> Non
 
 
 def every(steps: int, what: str, say: Callable[[str], None]) -> Callable[[int, int], None]:
-    """To be told each step: says every so many of them, and the last."""
+    """To be told each step: says every `steps`th of them, and the last."""
     return lambda step, of: say(f"     {what}: {step} of {of} steps") if step % steps == 0 or step == of else None
 
 

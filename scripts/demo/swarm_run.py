@@ -49,7 +49,7 @@ class Plan:
     core_each: bool = False
     """Every peer has one core, with all its processes."""
     stall_seconds: float = 300.0
-    """Without a round for so long, the run has failed."""
+    """Without a round for this long, the run has failed."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GONE_SECONDS = 3600.0
-"""Who is gone is shown for so long, with the last that it said."""
+"""How long a gone peer is still shown, with its last figures."""
 MOST_GONE = 20
 
 

@@ -23,7 +23,7 @@ LOOK_SECONDS = 1.0
 UNWATCHED_SECONDS = 2.5
 """Between two looks while nobody watches: for the history only."""
 ALIVE_SECONDS = 10.0
-"""With no news for so long a watcher gets an empty comment: then it knows that we are there."""
+"""After this long without news a watcher gets an empty comment, which shows that the server lives."""
 MOST_WATCHERS = 200
 _MAX_TROUBLE = 300
 

@@ -41,5 +41,5 @@ class Background:
         return threading.Condition()
 
     def result(self, future: Future, seconds: float) -> Any:
-        """Of `future`, at the latest after so many seconds. Raises what it raises, and concurrent.futures.TimeoutError."""
+        """The result of `future`. Raises what it raises, and concurrent.futures.TimeoutError."""
         return future.result(seconds)

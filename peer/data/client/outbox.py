@@ -31,7 +31,7 @@ class Letter:
 class Outbox:
     """Letters in their order. unsaid: where contributions are kept that were offered before the server knew of them, and rounds final meanwhile.
 
-    news: called after a letter was put in, in the thread that put it. result: waits for a future, so many seconds.
+    news: called after a letter was put in, in the thread that put it. result: waits for a future, up to a number of seconds.
     """
 
     def __init__(self, unsaid: Unsaid, news: Callable[[], None], result: Callable[[Future, float], str] = Future.result):
@@ -70,7 +70,7 @@ class Outbox:
                     return
 
     def answered(self, letter: Letter, seconds: float) -> str | None:
-        """Wait so long for the answer to a contribution: its receipt, '' where the server gives none. Raises Refusal.
+        """Wait up to `seconds` for the answer to a contribution: its receipt, '' where the server gives none. Raises Refusal.
 
         None when there is no answer: then it is offered to the swarm nevertheless, and the server will hear of it, as of one that was, even
         when this peer is killed before it is back. Raises UserError when the disk does not take it.

@@ -20,7 +20,7 @@ from swarm.signed_request import CLOCK_DIFFERS, Signer
 log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
 JITTER = 0.25
-"""A pause is so much longer or shorter at random, that a swarm does not come back as one."""
+"""A pause is longer or shorter by up to this share, at random, so that a swarm does not come back as one."""
 _MAX_ANSWER_BYTES = 64 << 20
 _LONGEST_WAIT_SECONDS = 3600
 _NO_TOTAL = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)

@@ -15,7 +15,7 @@ from swarm import protocol
 from swarm.errors import UserError
 
 AHEAD_SECONDS = 10.0
-"""Lease so much work ahead, by the measured speed, and at least two batches."""
+"""How much work to lease ahead, by the measured speed; two batches at least."""
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class Work:
     def samples(self, rows: Callable[[Path, int], Sequence[Any]]) -> Iterator[tuple[str, Any]]:
         """(key, row) of one sample after the other; blocks while there is none, ends with the run or with `close`. Raises UserError.
 
-        rows(path, samples): all rows of the file of a shard that has so many.
+        rows(path, samples): all rows of the file of a shard with `samples` samples.
         """
         while (item := self._next_shard_epoch()) is not None:
             content = rows(item.path, item.shard.samples)
@@ -312,7 +312,7 @@ class Work:
 class _Speed:
     """Samples per second that the training takes, while it has some to take.
 
-    window: counted at the least. Who takes so many in a second and then trains for a minute is as fast from one of them to the next window's.
+    window: samples that are counted at the least. A peer that takes them in a second and then trains for a minute is measured from one window to the next.
     """
 
     def __init__(self, clock: Callable[[], float], window: int = 0) -> None:

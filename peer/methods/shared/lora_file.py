@@ -109,7 +109,7 @@ def _as_diffusers(tensors: dict[str, Tensor], run: RunConfig, model: Model) -> d
 
 
 def _split(down: Tensor, up: Tensor, rank: int, outputs: Mapping[str, int], trained: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The layers in one, with so many outputs: all with the same first matrix, or each with its own part of it, as `dd-export` writes them.
+    """The layers in one, each with its number of outputs: all with the same first matrix, or each with its own part of it, as `dd-export` writes them.
 
     A layer that adds nothing, and that the run does not train, was not trained when the file was written. Raises UserError.
     """

@@ -50,7 +50,7 @@ class Bell:
             waiting.ask()
 
     async def rung(self, seconds: float) -> None:
-        """Wait until it is rung, or for so long."""
+        """Wait until it is rung, for `seconds` at most."""
         await self._rung(seconds, lambda: True)
 
     async def _rung(self, seconds: float, ready: Callable[[], object]) -> None:

@@ -27,7 +27,7 @@ _SMALLEST_SCALE = 2.0**-126
 
 class Codec(Protocol):
     def num_bytes(self, elements: int) -> int:
-        """How long so many encoded elements are."""
+        """Bytes of this many encoded elements."""
         ...
 
     def encode(self, values: Tensor, out: Tensor) -> None:

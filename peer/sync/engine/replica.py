@@ -60,16 +60,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_SECONDS, _SHORTEST_IDLE_SECONDS = 1.0, 0.05
-"""Whatever happens wakes a peer; so long it sleeps at most, and at least, while time alone may make something due."""
+"""Every event wakes a peer. While time alone may make something due, it sleeps the first at most and the second at least."""
 _BACKOFF_SECONDS = (1, 2, 4, 8, 16, 30)
 _LINGER_SECONDS, _LONGEST_LINGER_SECONDS = 60.0, 300.0
-"""At the end others may need our state: so long we wait for one to fetch it, and while one does. A peer on a slow link needed 22 s to begin; of a dead one the record is gone
+"""At the end others may need our state: the first is how long we wait for one to fetch it, the second how long while one does. A peer on a slow link needed 22 s to begin; of a dead one the record is gone
 after 20 s."""
 _CLOSE_SECONDS = 5.0
 _REBASE_SECONDS = 2.0
-"""A trainer that did not rebase for so long has other things to do: the state is written without waiting for it."""
+"""A trainer that did not rebase within this time has other things to do: the state is written without waiting for it."""
 FINAL_SECONDS = 120.0
-"""After so long on disk and on our lineage a state is final, even if a live peer signs another one. That peer may never follow."""
+"""After this long on disk and on our lineage a state is final, even if a live peer signs another one. That peer may never follow."""
 
 
 class Replica:

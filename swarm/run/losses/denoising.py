@@ -29,7 +29,7 @@ class Options:
         found_out=True,
     )
     snr_gamma: float = option(0.0, "Weight the loss by min-SNR with this gamma, 5 is usual; 0: not.")
-    noise_offset: float = option(0.0, "Add so much noise that is the same in all of a channel, for very dark and bright pictures.")
+    noise_offset: float = option(0.0, "Strength of noise that is the same in all of a channel, for very dark and bright pictures; 0: none.")
     multires_noise_iterations: int = option(
         0, "Add coarser and coarser noise this many times, for darker and brighter pictures; 6 to 10 are usual, 0: none.",
         le=100, since="0.1.1", unsaid=0,
@@ -37,7 +37,7 @@ class Options:
     multires_noise_discount: float = option(
         0.3, "How much of it: iteration i, from 0, counts discount ** i.", le=1, since="0.1.1", unsaid=0.3
     )
-    input_perturbation: float = option(0.0, "Add so much further noise to what the UNet sees, but not to its target.")
+    input_perturbation: float = option(0.0, "Strength of further noise in what the UNet sees, but not in its target; 0: none.")
     timestep_bias_strategy: str = option(
         "none",
         "Which timesteps are drawn more often: the first or last of the schedule (--timestep_bias_portion) or a range.",

@@ -56,7 +56,7 @@ async def _to_and_fro(channel: Channel) -> None:
 
 
 async def measure_link(streams: Streams, peer: str, seconds: float = 5.0, clock: Callable[[], float] = time.monotonic) -> Speed:
-    """To `peer` and back, for so long each way at most. Raises PeerLost."""
+    """To `peer` and back, with this deadline for each way. Raises PeerLost."""
     with contextlib.closing(await streams.open(peer, LINK)) as channel:
         began, pieces = clock(), 0
         while pieces < MOST_PIECES - 1 and clock() - began < seconds:

@@ -16,15 +16,15 @@ from swarm.version import VERSION
 log = logging.getLogger(__name__)
 
 PATIENT_ATTEMPTS = 3
-"""A peer that stayed away from so many attempts in a row (a stranger: from one) is neither waited for nor counted for a while."""
+"""A peer that missed this many attempts in a row (a stranger: one) is neither waited for nor counted for a while."""
 _FIRST_PAUSE_SECONDS, _FIRST_PAUSE_OF_CALLERS_SECONDS, _LONGEST_PAUSE_SECONDS = 10.0, 1.0, 120.0
 """The while doubles with every absence more. Two that missed each other must meet again soon; who calls is there, and is forgiven sooner."""
 _FORGOTTEN_SECONDS = 600.0
 _PREDECESSOR_SECONDS = RECORD_LIFE_SECONDS + RENEW_SECONDS
-"""After so long no record of an earlier process with our identity is left, whatever the clocks say."""
+"""How long a record of an earlier process with our identity may be left, whatever the clocks say."""
 _OWN_RECORDS = 1024
 UNREAD_PATIENCE_SECONDS = 600.0
-"""For so long in all, since this process began, records that it cannot read keep it from being alone.
+"""How long in all, since this process began, records that it cannot read keep it from being alone.
 
 They may be peers of a newer version, and who goes on without them makes a branch that is lost. But anybody can sign junk under the run's key,
 so that without an end one message every 20 s would stop a peer that is alone. Ten minutes are time to read the warning and update.

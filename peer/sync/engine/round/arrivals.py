@@ -16,7 +16,7 @@ class Arrivals:
         self._late: dict[str, deque[float]] = {}
 
     def came(self, peer: str, late_seconds: float) -> None:
-        """`peer` came so long after it had said it would be ready."""
+        """`peer` came `late_seconds` after it had said it would be ready."""
         seen = self._late.pop(peer, None) or deque(maxlen=_REMEMBERED_ROUNDS)
         seen.append(max(late_seconds, 0.0))
         self._late[peer] = seen

@@ -11,9 +11,9 @@ from swarm.records import ASSIST, JOINING, RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 
 _JOIN_PATIENCE_SECONDS = 60.0
-"""For so long a founder, and a peer with a state of its own, wait for a better state that somebody signs. Then they start from theirs."""
+"""How long a founder, and a peer with a state of its own, wait for a better state that somebody signs. Then they start from theirs."""
 _HOLDER_PATIENCE_SECONDS = 120.0
-"""If no live peer has the latest known state, a peer that has a state of its own, or had one that is discarded, waits so long for its holder."""
+"""How long a peer that has a state of its own, or had one that is discarded, waits for a holder of the latest known state, if none is live."""
 _NAMED = 8
 
 

@@ -27,7 +27,7 @@ _OTHERS_SECONDS = 1.0
 """A leader has answered. Those that rank before it have this long to answer as well: it would send us on to them. So have, once all who
 could lead us have answered, those who could not: a dial that a firewall drops takes 10 s to fail."""
 _WAITED_SECONDS = 1.0
-"""For so long beyond its word a caller waits for us at least (`arrivals.py`). Until then it need not be called: it has said that it is ready,
+"""How long beyond its word a caller waits for us at least (`arrivals.py`). Until then it need not be called: it has said that it is ready,
 and knows that we come. A hundred peers open ten thousand streams a round; this spares a third of them."""
 _CALL_LASTS_SECONDS = 5.0
 """A caller from longer ago is called nevertheless: meanwhile it may have died, or gone on."""

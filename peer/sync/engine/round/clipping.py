@@ -18,7 +18,7 @@ _CODED = 2.0
 
 @dataclass(frozen=True)
 class Clipping:
-    """times: a norm counts up to so many times the median, 0: whole.
+    """times: a norm counts up to `times` the median, 0: whole.
 
     per_sample: the median is of norms per sample, since a norm grows with each step; centered: what is left is averaged by `centering.py`.
     """

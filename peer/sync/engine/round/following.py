@@ -17,7 +17,7 @@ from swarm.receipts import Receipts
 log = logging.getLogger(__name__)
 
 JOIN_SECONDS = 30.0
-"""A leader that lives is given up so long after it said that it would lead, and after our patience with it."""
+"""How long after it said that it would lead, and after our patience with it, a leader that lives is given up."""
 STRANGER_JOIN_SECONDS = 10.0
 """The same of a leader that we have not met: as long as it grants to one that it does not know."""
 _MAX_REDIRECTS = 8

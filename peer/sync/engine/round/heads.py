@@ -20,8 +20,8 @@ from swarm.records import AVERAGING, JOINING, RENEW_SECONDS, PeerRecord
 SIGNERS_NEEDED = 2
 """Of a descendant of our state that was not made with us: one peer that we have met may lie."""
 DESERTED_SECONDS = 30.0
-"""Once nobody that we have met has stood where we stand for so long, one signer of a descendant is enough: a second may never come. And once
-nobody that we have met can lead us for so long, nor we ourselves, strangers have a vote: without them there is no round any more."""
+"""Once nobody that we have met has stood where we stand for this long, one signer of a descendant is enough: a second may never come. And once
+nobody that we have met can lead us for this long, nor we ourselves, strangers have a vote: without them there is no round any more."""
 _CALLS_KEPT, _GROUPS_KEPT = 16, 4
 _MOST_STRANGERS = 32
 """The longest seen, of those that vote where nobody that we have met is live: a look compares all of them with each other."""
@@ -63,7 +63,7 @@ class Ballot:
     included: Container[str] = ()
     """Those whose work is in our state; nobody where all have a say. Whoever made our state wrote that list: who believed the one believes the other."""
     left_behind: bool = False
-    """Whether our state has been `deserted` for so long that no more of them will agree on what comes after it."""
+    """Whether our state has been `deserted` for DESERTED_SECONDS: no more of them will agree on what comes after it."""
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 JOIN = "distributed-diffusion.join.4"
 BEAT_SECONDS = 3.0
-"""Whoever waits for a leader hears from it so often; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
+"""Those who wait for a leader hear from it at this interval; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
 STRANGER_COME_SECONDS = 2.0
 """How long a stranger that said it is ready may take to come, or as long as the round is worth waiting for. Later, it is in the next round."""
 

@@ -17,7 +17,7 @@ from peer.sync.engine.state import Header
 from peer.sync.engine.vectors import Flat, SharedBuffer
 
 REBASED_ANCESTORS = 8
-"""A contribution made from the state itself or one of so many ancestors moves along with the anchor; an older one is dropped. So a peer
+"""A contribution made from the state itself or one of this many ancestors moves along with the anchor; an older one is dropped. So a peer
 whose step takes as long as several rounds of the others has a part in the swarm: its work is old then, but weighs little."""
 _FINAL_KEPT = 64
 OPEN = 0

@@ -79,7 +79,7 @@ class Progress:
     validation_round: int = 0
 
     def brings_samples(self, age_seconds: float) -> bool:
-        """Whether samples are to be expected of a trainer that said this so long ago."""
+        """Whether samples are to be expected of a trainer that said this `age_seconds` ago."""
         if age_seconds >= 2 * self.step_seconds + _STUCK_SECONDS:
             return False
         return self.waiting > 0 or (self.samples_per_second > 0 and not self.waits)

@@ -19,7 +19,7 @@ class Pace:
         self._lost_seconds = 0.0
 
     def stepped(self, samples: int) -> None:
-        """A step of so many samples is done."""
+        """A step of `samples` samples is done."""
         now, before = self._clock(), self._last_step
         if before is not None and now > before:
             memory = _MEMORY if self.samples_per_second else 0.0

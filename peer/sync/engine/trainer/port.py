@@ -37,7 +37,7 @@ class Port:
         return cls(ours), cls(theirs)
 
     def send(self, message: Message, seconds: float = SEND_SECONDS) -> None:
-        """Raises PortClosed, also when the other process takes nothing for so many seconds."""
+        """Raises PortClosed, also when the other process takes nothing for `seconds`."""
         kind, values, buffers = pack(message)
         data = msgpack.packb([kind, values])
         assert len(data) <= _MAX_MESSAGE_BYTES, f"{kind}: {len(data)} bytes"

@@ -23,7 +23,7 @@ from swarm.errors import ExitCode, UserError
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS, CLOSE_AT_MOST_SECONDS = 12.0, 300.0
-"""Without a sign of life for so long a sidecar that was told to leave is killed; and after so long in any case."""
+"""A sidecar that was told to leave is killed after the first without a sign of life, and after the second in any case."""
 _RESTARTS = 5
 _RESTARTS_WITHIN_SECONDS = 600.0
 _SILENT_SECONDS, _SILENT_START_SECONDS = 60.0, 300.0

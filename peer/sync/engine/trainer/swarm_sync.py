@@ -60,7 +60,7 @@ LEAVE_SECONDS = 10.0
 LAST_STATE_SECONDS, MOST_LAST_STATE_SECONDS = 15.0, 330.0
 POLL_SECONDS = 0.5
 TELL_SECONDS = 1.0
-"""What the sidecar knows of our progress is said again after so long: it answers with what it sees of the swarm. While a trainer waits, any
+"""The interval at which we tell the sidecar of our progress again: it answers with what it sees of the swarm. While a trainer waits, any
 word from the sidecar made it say the same again, which woke the sidecar for nothing: a third of all that the two said."""
 
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 OLDER_SECONDS = 1800.0
 """The host needs time to see that a state is wrong. With rounds of 2 s the best two are 4 s old, and all that descends from it is discarded with it."""
 _OLDER_NEED_FREE = 4
-"""Older states stay while the disk has room for so many more: a checkpoint takes 1.5 of a state with momentum, and both matter more."""
+"""Older states stay while the disk has room for this many more: a checkpoint takes 1.5 of a state with momentum, and both matter more."""
 
 
 class StateStore:

@@ -28,7 +28,7 @@ KEEP_SECONDS = 60.0
 REQUEST_SECONDS = 60.0
 PIECE_SECONDS = 30.0
 _ROUND_FIRST = 3
-"""While a round is averaged, a piece is followed by a pause of so many times its own duration, for each download."""
+"""While a round is averaged, a piece is followed by a pause of its own duration times this, for each download."""
 _LONGEST_PAUSE_SECONDS = 4.0
 _TIDY_SECONDS = 0.5
 

@@ -33,7 +33,7 @@ ANSWER_SECONDS = 10.0
 MAX_HOLDERS = 8
 _FIRST_PIECE_SECONDS, _PIECE_SECONDS, _LONGEST_PIECE_SECONDS = 20.0, 10.0, 60.0
 _SLOWER = 8
-"""A piece may take so many times as long as the ones before it: a round or another download may have begun at the holder."""
+"""A piece may take this many times as long as the ones before it: a round or another download may have begun at the holder."""
 _CHUNKS_AHEAD, _CHUNKS_AHEAD_WHEN_FAST, _FAST_SECONDS = 2, 4, 0.5
 """Chunks asked for at once of one holder: 8 MiB cover a round trip of 80 ms up to 800 Mbit/s, 16 MiB whatever is faster."""
 _AGAIN_FACTOR, _AGAIN_SECONDS = 2.0, 1.0

@@ -27,7 +27,7 @@ class Kind:
     sizes: tuple[int, ...]
 
     def num_bytes(self, slots: int) -> int:
-        """Of a state whose strategy keeps so many tensors besides the anchor."""
+        """Of a state whose strategy keeps `slots` tensors besides the anchor."""
         return 4 * sum(self.sizes) * (1 + slots)
 
     def to_json(self) -> dict[str, Any]:

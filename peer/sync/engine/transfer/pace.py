@@ -44,5 +44,5 @@ class Credit:
 
 
 def fetch_seconds(num_bytes: int, contested: bool) -> float:
-    """How long fetching a state of so many bytes may take."""
+    """How long fetching a state of `num_bytes` may take."""
     return FETCH_SECONDS + num_bytes / (CONTESTED_BYTES_PER_SECOND if contested else FETCH_BYTES_PER_SECOND)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 BROKEN = 3
-"""Silent, unreachable or slow so often. A lie is believed at once."""
+"""How often a holder may be silent, unreachable or slow. One lie is enough."""
 REFUSING_SECONDS = 1800.0
 """An honest donor may be busy for that long when many come at once; a liar that says it is busy holds us up no longer."""
 UNASKED_SECONDS = 60.0

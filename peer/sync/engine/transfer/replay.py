@@ -30,7 +30,7 @@ from peer.sync.engine.vectors import SharedBuffer
 log = logging.getLogger(__name__)
 
 REPLAYED_ROUNDS = 2
-"""At least so many of the last rounds can be repeated; whoever is further behind fetches the whole state."""
+"""How many of the last rounds can be repeated at least; a peer that is further behind fetches the whole state."""
 _SHARE_OF_STATE = 4
 _LOOK_SECONDS = 0.2
 WRITE_SECONDS = 0.8 * ANSWER_SECONDS

@@ -46,7 +46,7 @@ class Saver:
         self._wanted.set()
 
     def is_on_disk(self, digest: str, seconds: float = 0.0) -> bool:
-        """Whether that state has been on disk for so long."""
+        """Whether that state has been on disk for `seconds`."""
         return digest in self._saved and self._clock() - self._saved[digest] >= seconds
 
     async def save_forever(self) -> None:
