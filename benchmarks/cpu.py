@@ -52,11 +52,10 @@ class Setting:
     size: str = "29 M"
     batch: int = BATCH
     preload: str = ""
-    channels_last: bool = False
     ipex: bool = False
     python: str = sys.executable
     ranks: int = 1
-    """So many processes at once, each with its own threads and batch; their gradients are added up over gloo."""
+    """How many processes at once, each with its own threads and batch; their gradients are added up over gloo."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,6 @@ def comparisons(cores: int, size: str, ipex_python: str, free_bytes: int) -> lis
             f"1 rank x {cores} threads -> 2 ranks x {half}", plain, Setting(half, "bf16", size, BATCH // 2, ranks=2), "" if cores > 1 else "there is one core"
         ),
         Comparison("malloc -> tcmalloc", plain, Setting(cores, "bf16", size, preload=tcmalloc), "" if tcmalloc else "libtcmalloc is not installed"),
-        Comparison("channels_last, bf16", plain, Setting(cores, "bf16", size, channels_last=True)),
-        Comparison("channels_last, fp32", Setting(cores, "no", size), Setting(cores, "no", size, channels_last=True)),
         Comparison(
             "PyTorch 2.8 -> IPEX 2.8, bf16",
             Setting(cores, "bf16", **of_28),
@@ -230,7 +227,7 @@ def build(setting: Setting):
     from diffusers import UNet2DConditionModel
 
     from peer.loop.optim import build_optimizer
-    from peer.machine.device import Rank, RankGroup, choose_precision, use_channels_last
+    from peer.machine.device import Rank, RankGroup, choose_precision
     from swarm.run_config import RunConfig
 
     torch.set_num_threads(setting.threads)
@@ -249,8 +246,6 @@ def build(setting: Setting):
         down_block_types=("CrossAttnDownBlock2D",) * (levels - 1) + ("DownBlock2D",),
         up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * (levels - 1),
     ).train()  # fmt: skip
-    if setting.channels_last:
-        use_channels_last({"unet": unet})
     params = dict(unet.named_parameters())
     precision = choose_precision(setting.precision, cpu, 0)
     optimizer = build_optimizer(RunConfig(learning_rate=1e-5, optimizer="adamw"), params, cpu)

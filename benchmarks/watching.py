@@ -97,7 +97,7 @@ def measure(what: str, process: psutil.Process, seconds: float, counts: list[lis
 
 @contextmanager
 def watching(url: str, count: int) -> Iterator[list[list[int]]]:
-    """So many readers of the stream; each one's [events, bytes] so far."""
+    """`count` readers of the stream; each one's [events, bytes] so far."""
     counts: list[list[int]] = [[0, 0] for _ in range(count)]
     streams = [urllib.request.urlopen(f"{url}/v1/events") for _ in range(count)]
 
@@ -123,7 +123,7 @@ def watching(url: str, count: int) -> Iterator[list[list[int]]]:
 
 @contextmanager
 def publishing(folder: Path, run: RunAnswer, count: int) -> Iterator[None]:
-    """So many nodes that publish a record each second, in a thread of this process."""
+    """`count` nodes that publish a record each second, in a thread of this process."""
     stop, failed = threading.Event(), []
 
     def work() -> None:

@@ -75,7 +75,7 @@ class Metrics:
             self._seconds.labels(endpoint).observe(time.perf_counter() - since)
 
     def sent(self, count: int) -> None:
-        """So many bytes of a shard."""
+        """`count` bytes of a shard were sent."""
         self._shard_bytes.inc(count)
 
     def connected(self, change: int) -> None:

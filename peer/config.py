@@ -111,7 +111,7 @@ class PeerConfig:
         "Compile the denoiser (torch.compile), if its gradients of the first batch are right; see docs/hardware.md.",
         aliases=("torch_compile",),
     )
-    channels_last: bool = option(False, "Have the convolutions compute with channels last in memory.")
+    channels_last: bool = option(False, "Have the convolutions compute with channels last in memory, on a GPU.")
     ipex: bool = option(False, "On a CPU with PyTorch 2.8: use the kernels of Intel's extension for PyTorch, which has come to its end.")
     dataloader_num_workers: int = option(0, "Processes that decode pictures; 0: in the training process.")
     loader_prefetch_size: int = option(1, "With --dataloader_num_workers: local steps that are read and decoded ahead.", lt=2**31)

@@ -37,7 +37,7 @@ from peer.loop.rounding import RoundingOptimizer, innermost, keep_in_bf16
 from peer.loop.schedule import build_schedule
 from peer.loop.train import Trainer
 from peer.machine.compiling import Compiled
-from peer.machine.device import Precision, RankGroup, choose_precision, use_channels_last
+from peer.machine.device import Precision, RankGroup, choose_precision, gains_by_channels_last, use_channels_last
 from peer.machine.disk_space import check_disk
 from peer.machine.first_gradient import FirstGradient
 from peer.machine.ipex import Ipex, check_ipex
@@ -224,7 +224,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     prior = prepare(model, run, peer, precision, launch.group, launch.stopping) if peer.with_prior_preservation else None
     if peer.gradient_checkpointing:
         model.enable_gradient_checkpointing()
-    if peer.channels_last:
+    if gains_by_channels_last(peer.channels_last, device):
         log.info("channels_last=%s", ",".join(use_channels_last(model.parts)))
     params = method.attach(model)
     if turns:

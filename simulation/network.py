@@ -13,7 +13,7 @@ from typing import Any
 
 _RETRANSMISSION_SECONDS = 0.3
 _LINGER_SECONDS = 60.0
-"""So long a stream lives over a broken path, as TCP does; then both ends hear that it is gone."""
+"""How long a stream lives over a broken path, as TCP does; then both ends hear that it is gone."""
 
 
 @dataclass

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 _COME_AFTER_SECONDS = 30.0
-"""So long the honest peers have at least to meet each other: what newcomers believe is another matter."""
+"""How long the honest peers have at least to meet each other: what newcomers believe is another matter."""
 _PATIENCE_SECONDS = 3600.0
 
 

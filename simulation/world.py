@@ -86,7 +86,7 @@ class Scenario:
     trusted: int = 0
     """In a run for members, of the first peers: whom the host trusts to lead and reduce, from `_TRUSTED_SECONDS` on."""
     min_peers: int = 1
-    """So many wait for each other before they start."""
+    """How many wait for each other before they start."""
     chunks: int = 1
     """In which a state travels, each of 4 MiB but for the last: with two, a round of three peers takes seven times as much CPU time."""
 

@@ -30,7 +30,7 @@ class Figures:
     eta_seconds: float | None
     """None while nobody trains, and for a run without end."""
     a100s: float
-    """So many of them would train as many pixels a second: a measure of speed, not of what this run's model and method ask for."""
+    """How many A100s would train as many pixels a second: a measure of speed, not of what this run's model and method ask for."""
     utilisation: float | None
     """Of the training peers' time, what they do not lose to rounds."""
     trainers: int

@@ -26,7 +26,7 @@ def sync(file: BinaryIO) -> None:
 
 @functools.singledispatch
 def read_at(file: BinaryIO, count: int, offset: int) -> bytes:
-    """So many bytes of an open file, from any thread. Raises OSError, and ValueError once it is closed."""
+    """`count` bytes of an open file from `offset`, from any thread. Raises OSError, and ValueError once it is closed."""
     return os.pread(file.fileno(), count, offset)
 
 

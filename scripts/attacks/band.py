@@ -26,7 +26,7 @@ class Band:
     run: Record = field(default_factory=dict)
 
     async def come(self, count: int = 1) -> list[Stranger]:
-        """So many identities with nodes of their own, each of which has read the run's record."""
+        """`count` identities with nodes of their own, each of which has read the run's record."""
         for number in range(count):
             entering = Stranger.come(self.address, self.folder, self.rng, f"stranger-{number}")
             self.strangers.append(await self.stack.enter_async_context(entering))

@@ -28,7 +28,7 @@ MAX_HEADER_BYTES = 256 << 10
 """Of a header, packed. Some 370 members in every round fit with all their ancestors. The limits of a stream's messages and of those to
 the trainer follow from this one: a header above the one and below the other ended every process that took it over."""
 MOST_MEMBERS = 512
-"""Of a round. So many twice, with the contributions of as many, are 180 KiB: the next header always fits."""
+"""Of a round. Twice this many, with the contributions of as many, are 180 KiB: the next header always fits."""
 MOST_COUNT = 1 << 53
 _MOST_BYTES_OF_A_PEER, _MOST_BYTES_BESIDE_PEERS = 112, 16 << 10
 """Of a packed header: an id of 64 characters with number and samples by name are 105 bytes; all elders, parents and other texts 8 KB."""
@@ -254,7 +254,7 @@ class _Hashing:
         self.hashes = [b""] * len(self._missing)
 
     def written(self, begin: int, num_bytes: int) -> None:
-        """So many bytes from `begin` on; each byte once."""
+        """`num_bytes` from `begin` on are here; each byte once."""
         end = begin + num_bytes
         for index in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             start = index * CHUNK_BYTES

@@ -108,6 +108,13 @@ def test_another_way_to_compute_attention_is_named():
     )
 
 
+def test_channels_last_is_for_gpus(caplog):
+    assert device.gains_by_channels_last(True, torch.device("cuda"))
+    assert not device.gains_by_channels_last(False, torch.device("cuda")) and not caplog.text
+    assert not device.gains_by_channels_last(True, CPU)
+    assert "channels_last=no: it is for GPUs" in caplog.text
+
+
 def test_channels_last_changes_what_flows_and_not_the_weights():
     pipeline = tiny.build("sd")
     parts = {"unet": pipeline.unet, "vae": pipeline.vae, "text_encoder": pipeline.text_encoder}

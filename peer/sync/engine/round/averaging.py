@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 REDUCE = "distributed-diffusion.reduce.3"
 _WINDOW = 8
 PARTS_OF_A_SENDER = _WINDOW + 1
-"""So many of a member's parts a reducer holds at most: those that wait for others', and one on its way."""
+"""How many of a member's parts a reducer holds at most: those that wait for others', and one on its way."""
 _KNOWN_SOON_SECONDS = 10.0
 _REMEMBERED_FAILURES = 8
 _EXPLAINED_SECONDS = 1.0

@@ -39,7 +39,7 @@ class Credit:
         self._left, self._since = self.seconds, None
 
     def moved(self, num_bytes: int, share: int = 1) -> None:
-        """So many bytes have come or gone. share: how many such ends have to reach the rate together."""
+        """`num_bytes` have come or gone. share: how many such ends have to reach the rate together."""
         self._left = min(self._left + num_bytes * share / self._rate, self._most + self._left - self.seconds)
 
 
