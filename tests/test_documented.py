@@ -54,7 +54,8 @@ def test_every_endpoint_is_in_the_page_of_the_http_interface_and_no_other():
         paths = [re.sub(r"<\w+>", "*", path) for path in re.findall(r"[` ](/[^` ]*)`", row)]
         assert methods and paths, f"neither method nor path in {row}"
         documented |= {(method, path) for method in methods for path in paths}
-    assert documented == code
+    assert not code - documented, f"docs/http.md has no row for {sorted(code - documented)}: add it under 'Endpoints'"
+    assert not documented - code, f"docs/http.md has rows for {sorted(documented - code)}, which ENDPOINTS of datasetserver/app.py does not have"
 
 
 def test_every_error_code_is_in_the_page_of_the_http_interface_and_no_other():

@@ -23,6 +23,6 @@ def distance_of(run: RunConfig, place: Tensor, snr: Callable[[], Tensor]) -> Cal
         "exponential": lambda: least**place,
         "snr": lambda: (1 - least) / (1 + snr().rsqrt()) ** 2 + least,
     }[run.huber_schedule]().view(-1, 1, 1, 1)
-    scale = 2 * c if run.loss_type == "huber" else 2.0
+    scale = {"huber": 2 * c, "smooth_l1": 2.0}[run.loss_type]
     # sqrt(d² + c²) - c, written so that float32 does not cancel where d is a thousandth of c.
     return lambda off: scale * off.square() / ((off.square() + c.square()).sqrt() + c)

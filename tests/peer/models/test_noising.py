@@ -9,6 +9,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, FlowMatch
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
 from peer.contracts import LatentBatch
+from peer.models.diffusion.distance import distance_of
 from peer.models.diffusion.flow import Flow
 from peer.models.diffusion.noising import Noising, multires, sample_losses
 from peer.rooms import load_part
@@ -149,6 +150,12 @@ def test_the_losses_that_forgive_are_kohyas(noise, kind, schedule):
     root = (torch.logspace(-4, 1, 256).view(1, 4, 8, 8).double().square() + c**2).sqrt() - c
     expected = (2 * c * root if kind == "huber" else 2 * root).mean((1, 2, 3))
     torch.testing.assert_close(sample_losses(answer, noised).double(), expected, rtol=1e-4, atol=0)
+
+
+def test_every_loss_type_is_one_of_its_own():
+    (known,) = (field.metadata["choices"] for field in dataclasses.fields(RunConfig) if field.name == "loss_type")
+    values = {kind: float(distance_of(RunConfig(loss_type=kind), torch.tensor([0.5]), lambda: torch.ones(1))(torch.full((1, 1, 1, 1), 2.0))) for kind in known}
+    assert len(set(values.values())) == len(known), f"{values}: one has no branch in distance_of (peer/models/diffusion/distance.py)"
 
 
 def test_where_nothing_is_left_of_the_picture_a_huber_loss_has_the_threshold_that_the_run_says():
