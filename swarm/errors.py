@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from swarm.logs import line
+from swarm.memory_advice import memory_advice
 
 
 class ExitCode(enum.IntEnum):
@@ -57,8 +58,7 @@ def of_machine(error: BaseException) -> UserError | None:
     short = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
     if short or (isinstance(error, OSError) and error.errno == errno.ENOMEM) or "RESOURCE_EXHAUSTED" in text:
         first = (text.strip().splitlines() or ["of the host"])[0][:300]
-        fix = "Use a smaller --train_batch_size and more --gradient_accumulation_steps, --gradient_checkpointing, --weights bf16, or on a GPU --offload."
-        return UserError(f"Out of memory: {first}", fix=fix, code=ExitCode.MEMORY)
+        return UserError(f"Out of memory: {first}", fix=memory_advice(), code=ExitCode.MEMORY)
     return None
 
 

@@ -16,6 +16,7 @@ from swarm.errors import ExitCode, UserError, of_machine
 from swarm.founding import check_resolution
 from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
+from swarm.memory_advice import A_DRAWING, memory_advice
 
 log = logging.getLogger("peer.drawing")
 
@@ -43,12 +44,14 @@ def attempt(order: Order) -> int:
         return ExitCode.OK
     except ImportError as error:
         problem = UserError(f"{error}.", fix="Set this program up again: ./scripts/setup")
+    except UserError as error:
+        problem = error
     except Exception as error:
-        problem = error if isinstance(error, UserError) else of_machine(error)
+        problem = of_machine(error)
         if problem is None:
             raise
-    if problem.code == ExitCode.MEMORY:
-        problem = out_of_memory(order)
+        if problem.code == ExitCode.MEMORY:  # torch's own error is a GPU's alone
+            problem = out_of_gpu_memory(order) if type(error).__name__ == "OutOfMemoryError" else out_of_memory(order)
     if problem.code in (ExitCode.CONFIG, ExitCode.MEMORY):
         log.warning("this peer draws no pictures: %s", problem)
     else:
@@ -59,7 +62,15 @@ def attempt(order: Order) -> int:
 def out_of_memory(order: Order) -> UserError:
     return UserError(
         f"drawing takes more than {size(order.memory_bytes)}, half of the memory that is free here.",
-        fix="End other programs and start this one again, or remove --validation_prompts.",
+        fix=memory_advice(A_DRAWING, {"offload"}),
+        code=ExitCode.MEMORY,
+    )
+
+
+def out_of_gpu_memory(order: Order) -> UserError:
+    return UserError(
+        f"drawing takes more memory than {order.peer.device} has free.",
+        fix=memory_advice(A_DRAWING, {"offload"} if order.peer.offload else ()),
         code=ExitCode.MEMORY,
     )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarm.errors import ExitCode, UserError, of_machine, run_program, why
+from swarm.memory_advice import memory_advice
 
 
 def test_a_users_mistake_is_one_line_and_an_exit_code_of_its_kind(capsys):
@@ -57,7 +58,7 @@ def test_what_the_machine_is_short_of_is_a_circumstance_of_its_kind():
 
     for main, code in ((too_much, ExitCode.MEMORY), (on_a_gpu, ExitCode.MEMORY), (full, ExitCode.DISK)):
         assert run_program(main) == code
-    assert of_machine(MemoryError()).code == ExitCode.MEMORY
+    assert of_machine(MemoryError()).code == ExitCode.MEMORY and of_machine(MemoryError()).fix == memory_advice()
     assert str(of_machine(OSError(errno.ENOSPC, "No space left", "a.txt"))).startswith("No space left (a.txt).")
     assert of_machine(OSError(errno.ENOENT, "No such file")) is None and of_machine(ValueError("1")) is None
 

@@ -10,8 +10,12 @@ import torch
 
 from peer.config import PeerConfig
 from peer.contracts import PixelBatch
+from peer.loop.optim import kind_of
 from peer.machine.counting import let_go
-from swarm.errors import ExitCode, UserError
+from swarm.errors import ExitCode, UserError, of_machine
+from swarm.memory_advice import memory_advice
+from swarm.run.method import method_named
+from swarm.run.optimizer import OPTIMIZERS
 from swarm.run_config import RunConfig
 
 _SAY_EVERY_SECONDS = 10.0
@@ -61,7 +65,7 @@ def measure_step(
             code=ExitCode.FAILED,
         )
     if isinstance(outcome[0], BaseException):
-        raise _readable(outcome[0], peer)
+        raise _readable(outcome[0], run, peer, learner.precision.device)
     seconds = outcome[0][_WARM_UP:]
     return Step(min(seconds), peer.train_batch_size * peer.gradient_accumulation_steps, _where(learner))
 
@@ -92,17 +96,30 @@ def _step(learner: Any, peer: PeerConfig, batch: PixelBatch) -> None:
         parameter.grad = None
 
 
-def _readable(error: BaseException, peer: PeerConfig) -> UserError:
+def _readable(error: BaseException, run: RunConfig, peer: PeerConfig, device: torch.device) -> UserError:
     if isinstance(error, UserError):
         return error
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return UserError(
-            f"A step of {peer.train_batch_size} pictures does not fit into the memory.",
-            fix=f"Lower --train_batch_size{'' if peer.fused_step else ' (and raise --gradient_accumulation_steps)'}, add --gradient_checkpointing, "
-            f"or use --weights bf16{'' if peer.offload else ' or, on a GPU, --offload'}.",
-            code=ExitCode.MEMORY,
-        )
-    return UserError(f"A step failed: {error!r}.", fix="Run again with --debug, and report it.", code=ExitCode.FAILED)
+    short = of_machine(error)
+    if short is None:
+        return UserError(f"A step failed: {error!r}.", fix="Run again with --debug, and report it.", code=ExitCode.FAILED)
+    if short.code != ExitCode.MEMORY:
+        return short
+    pictures = f"{peer.train_batch_size} picture{'s' if peer.train_batch_size > 1 else ''}"
+    fix = memory_advice(useless=_useless(run, peer, device))
+    return UserError(f"A step of {pictures} does not fit into the memory.", fix=fix, code=ExitCode.MEMORY)
+
+
+def _useless(run: RunConfig, peer: PeerConfig, device: torch.device) -> set[str]:
+    """Options that are taken already, or make no room for this run on `device`."""
+    here = {
+        "train_batch_size": peer.train_batch_size == 1,
+        "gradient_accumulation_steps": peer.train_batch_size == 1 or peer.fused_step,
+        "gradient_checkpointing": peer.gradient_checkpointing,
+        "offload": peer.offload or device.type != "cuda",
+        "base_precision": peer.base_precision != "auto" or method_named(run.method).whole,
+        "weights": peer.weights == "bf16" or not OPTIMIZERS[kind_of(run, device)].by_tensor,
+    }
+    return {name for name, useless in here.items() if useless}
 
 
 def _where(learner: Any) -> str:

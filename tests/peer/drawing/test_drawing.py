@@ -129,6 +129,23 @@ def test_without_the_libraries_the_model_or_memory_one_line_says_so_and_it_ends(
         assert words in line
 
     fails(ExitCode.MEMORY, "this peer draws no pictures: drawing takes more than 1 kB", memory_bytes=1000)
+
+    def full(_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def too_much(_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("peer.drawing.__main__.draw", full)
+        on_gpu = dataclasses.replace(order.peer, device="cuda")
+        fails(ExitCode.MEMORY, "drawing takes more memory than cuda has free. The cheapest first: end other programs", peer=on_gpu)
+        assert "--offload" in caplog.text
+        fails(ExitCode.MEMORY, "more memory than cuda has free", peer=dataclasses.replace(on_gpu, offload=True))
+        assert "--offload" not in caplog.text
+        patch.setattr("peer.drawing.__main__.draw", too_much)
+        fails(ExitCode.MEMORY, "half of the memory that is free here", peer=on_gpu)
+        assert "--num_validation_images" in caplog.text and "--offload" not in caplog.text
     fails(ExitCode.CONFIG, "this peer draws no pictures: There is no model", given={"model": str(tmp_path / "nowhere")})
     other = tmp_path / "gone.state"
     other.write_bytes(b"{}\n")

@@ -4,6 +4,7 @@ docs/join.md shows all of these answers; the tests compare.
 """
 
 import dataclasses
+import errno
 import io
 import json
 import re
@@ -25,7 +26,7 @@ from peer.machine.disk_space import check_space, needed_bytes
 from peer.supervise import cli as main
 from peer.volunteer.check.items import Machine, _fp32_bytes
 from peer.volunteer.check.report import FAIL, NOTE, OK, SKIP, Answer, Item, NotAsked, ask, lines, run
-from peer.volunteer.check.speed import measure_step
+from peer.volunteer.check.speed import _readable, measure_step
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host
@@ -186,8 +187,35 @@ def test_a_step_that_hangs_or_does_not_fit_or_breaks(machine):
     fails("speed", tried(lambda *_: never.wait(), 1.0), ExitCode.FAILED, "too slow")
     assert said and "of at most 1 s" in said[0]
     never.set()
-    fails("speed", tried(out_of_memory), ExitCode.MEMORY, "--gradient_checkpointing", "--offload")
+    fails("speed", tried(out_of_memory), ExitCode.MEMORY, "A step of 1 picture does not", "cheapest first: add --gradient_checkp")
     fails("speed", tried(lambda *_: 1 / 0), ExitCode.FAILED, "ZeroDivisionError")
+
+
+@pytest.mark.parametrize(
+    ("options", "run", "device", "advised"),
+    [
+        ({"train_batch_size": 2}, {}, "cuda", "batch accumulation checkpointing offload weights"),
+        ({"train_batch_size": 2, "fused_step": True}, {}, "cuda", "batch checkpointing offload weights"),
+        ({}, {"method": "lora"}, "cpu", "checkpointing base weights"),
+        ({"gradient_checkpointing": True}, {"optimizer": "prodigy"}, "cuda", "offload"),
+        ({"gradient_checkpointing": True, "offload": True, "base_precision": "nf4"}, {"method": "lora"}, "cuda", "weights"),
+        ({"gradient_checkpointing": True, "weights": "bf16"}, {}, "cpu", ""),
+    ],
+)
+def test_what_is_advised_where_a_step_does_not_fit_is_what_is_left_to_do(options, run, device, advised):
+    fix = _readable(MemoryError(), RunConfig(**run), PeerConfig(**options), torch.device(device)).fix
+    words = {
+        "batch": "--train_batch_size", "accumulation": "--gradient_accumulation_steps", "checkpointing": "--gradient_checkpointing",
+        "offload": "--offload", "base": "--base_precision", "weights": "--weights",
+    }  # fmt: skip
+    places = [fix.index(words[name]) for name in advised.split()]
+    assert places == sorted(places) and fix.count("--") == len(places)
+    assert advised or fix == "End other programs that use this memory, or use a device with more of it."
+
+
+def test_a_step_for_which_the_disk_is_too_full_says_so():
+    error = _readable(OSError(errno.ENOSPC, "No space left on device"), RunConfig(), PeerConfig(), torch.device("cpu"))
+    assert error.code == ExitCode.DISK and str(error) == "No space left on device. Free some space, then start again."
 
 
 def test_a_step_is_measured_with_the_gradients_that_a_fused_one_holds():
