@@ -134,6 +134,26 @@ def test_however_the_launcher_ends_no_rank_outlives_it(start, mark, deadly):
     wait_until(lambda: not sleepers(mark), "no orphan")
 
 
+def test_a_signal_between_a_lock_of_popens_and_its_release_ends_the_ranks_too(launch_cluster, monkeypatch):
+    """Seen once: an exception that was raised there left the lock taken, and the launcher waited for ever for a rank that had ended."""
+    ours, poll = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], subprocess.Popen._internal_poll
+    before, sent = [signal.getsignal(number) for number in ours], []
+
+    def interrupted(self, *args, **options):
+        if not sent:
+            sent.append(self._waitpid_lock.acquire())
+            os.kill(os.getpid(), signal.SIGTERM)
+            self._waitpid_lock.release()
+        return poll(self, *args, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "_internal_poll", interrupted)
+    try:
+        assert launch_cluster.run([("localhost", ["sh", "-c", "cat > /dev/null"])]) == 130 and sent
+    finally:
+        for number, handler in zip(ours, before, strict=True):
+            signal.signal(number, handler)
+
+
 def test_a_host_without_our_python_is_named(start):
     process = start(["localhost"], "--python", "/nowhere/python", flags=["end"])
     words = told(process)
