@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -132,8 +132,10 @@ def ingest(
             fix="Add --grow to train what is new from the next epoch on, or another --work_dir for a new run.",
         )
     grown = old if grow_from is not None else None
-    known = _samples_of(work_dir) if grown else []
+    known = _samples_of(work_dir, grown.manifest) if grown else []
     names = {picture_of(name) for name, _ in known}
+    if grown:
+        _refuse_another_weight(listing.pairs, names, _weights(grown.manifest, known), work_dir)
     pairs = (pair for pair in listing.pairs if picture_of(pair.name) not in names)
     if policy.missing_captions == "empty":
         pairs = (replace(pair, empty_ok=True) for pair in pairs)
@@ -244,14 +246,46 @@ def _write_result(work_dir: Path, result: Ingested, manifest: bytes, samples: Se
     (work_dir / _JOURNAL).unlink(missing_ok=True)
 
 
-def _samples_of(work_dir: Path) -> list[tuple[str, str]]:
-    """(name, digest of the picture) of all samples of the shards that are there. Raises UserError."""
-    path = work_dir / _SAMPLES
+def _samples_of(work_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
+    """(name, digest of the picture) of all samples of the manifest's shards, in the order of `_in_order`. Raises UserError."""
+    path, count = work_dir / _SAMPLES, sum(shard.samples for shard in _in_order(manifest))
     try:
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as lines:
-            return [(name, digest) for name, digest in list(csv.reader(lines))[1:]]
+            # It is written before the manifest: a growth that was cut off between them leaves lines of shards that nobody has.
+            samples = [(name, digest) for name, digest in islice(csv.reader(lines), 1, count + 1)]
+        if len(samples) < count:
+            raise ValueError(f"it lists {len(samples)} of {count} samples")
     except (OSError, ValueError) as error:
-        raise UserError(f"Cannot read {path}: {error}.", fix="Without it, --grow cannot tell which pictures are new.") from None
+        raise UserError(f"Cannot read {path}: {error}.", fix="Restore it: without it, --grow cannot tell which pictures are new.") from None
+    return samples
+
+
+def _in_order(manifest: Manifest) -> list[Shard]:
+    """All shards as they were made: what is held out comes after the first generation."""
+    first = manifest.generations[0].shards
+    return [*manifest.shards[:first], *manifest.held_out, *manifest.shards[first:]]
+
+
+def _weights(manifest: Manifest, samples: Iterable[tuple[str, str]]) -> dict[str, float]:
+    """Of the pictures of these samples, in the order of `_in_order`, whose loss weight is not 1."""
+    weights = (weight for shard in _in_order(manifest) for weight in shard.weights or [1.0] * shard.samples)
+    return {picture_of(name): weight for (name, _), weight in zip(samples, weights, strict=True) if weight != 1}
+
+
+def _refuse_another_weight(pairs: Iterable[Pair], names: Collection[str], weights: Mapping[str, float], work_dir: Path) -> None:
+    """Raise UserError where a picture with one of these `names`, so that it is in a shard already, has another weight than there.
+
+    The weight is not taken: it is in the manifest whose digest names the run's dataset, and peers would train by two weights.
+    """
+    if not isinstance(pairs, Sequence):  # rows of the Hub, which have no weight, and are read once
+        return
+    for pair in pairs:
+        before = weights.get(picture_of(pair.name), 1.0)
+        if pair.weight != before and picture_of(pair.name) in names:
+            raise UserError(
+                f"loss_weight of {pair.name} is {pair.weight:g}, and what is ready in {work_dir} has it with {before:g}.",
+                fix=f"Set it back to {before:g}: what a run has stays; new pictures of another weight go into a folder of their own.",
+            )
 
 
 def shard_path(work_dir: Path, digest: str) -> Path:

@@ -9,7 +9,7 @@ from PIL import Image
 
 from datasetserver.__main__ import cli
 from datasetserver.config import ServerConfig
-from datasetserver.ingest import Policy, ingest, shard_path
+from datasetserver.ingest import Policy, ingest, ingested, shard_path
 from datasetserver.sources import Folder
 from peer.config import PeerConfig
 from peer.data.directory import Directory, Rules
@@ -18,6 +18,7 @@ from peer.samples.decoding import Decoder
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from swarm.subsets import list_dataset, read_subsets
+from tests.datasetserver.hosting import write_dataset
 from tests.datasetserver.test_program import complaint
 
 KOHYAS = """
@@ -215,3 +216,50 @@ def test_each_folder_has_its_loss_weight_at_a_peer_and_at_a_host(toml, tmp_path)
     assert decoder.finish(decoder.start([sample for sample in own if sample.weight == 1])).weights is None
     with_class = Decoder(RunConfig(resolution=16), class_weight=0.25)
     assert with_class.finish(with_class.start(own[:1], beside=own[:1])).weights.tolist() == [own[0].weight, 0.25]
+
+
+def weights_of(work):
+    return sorted(weight for shard in ingested(work).manifest.shards for weight in shard.weights or [1.0] * shard.samples)
+
+
+@pytest.mark.parametrize("split", [0.0, 0.4])
+def test_a_run_that_grows_keeps_each_pictures_loss_weight_and_another_one_is_refused(tmp_path, split):
+    toml, work, policy = tmp_path / "data.toml", tmp_path / "work", Policy(held_out=split)
+    subsets = {"cats": "loss_weight = 2", "dogs": "", "birds": "loss_weight = 0.5"}
+    for number, name in enumerate(subsets):
+        write_dataset(tmp_path / name, 6 + number)
+
+    def prepare(**options):
+        toml.write_text("[[datasets]]\n" + "".join(f'[[datasets.subsets]]\nimage_dir = "{name}"\n{said}\n' for name, said in subsets.items()))
+        return ingest(Folder(toml), work, workers=0, shard_samples=4, policy=policy, **options)
+
+    birds = subsets.pop("birds")
+    first = prepare()
+    subsets["birds"] = birds
+    prepare(grow_from=1)
+    write_dataset(tmp_path / "dogs", 9)
+    grown = prepare(grow_from=2)
+    trained = weights_of(work)
+    assert trained.count(0.5) == 8 and (trained.count(2.0) == 6) == (not split) and trained.count(1.0) >= 2
+    assert len(grown.manifest.generations) == 3 and bool(grown.manifest.held_out) == bool(split)
+    for name, said, told in (("cats", "", "is 1, and .* has it with 2"), ("dogs", "loss_weight = 3", "is 3"), ("birds", "loss_weight = 1", "with 0.5")):
+        before = subsets[name]
+        subsets[name] = said
+        with pytest.raises(UserError, match=f"loss_weight of {name}/.*{told}") as raised:
+            prepare(grow_from=3, frozen=True)
+        assert "Set it back" in raised.value.fix and ingested(work).digest == grown.digest
+        subsets[name] = before
+    assert prepare(grow_from=3, frozen=True).digest == grown.digest and grown.first == first.digest
+
+
+def test_a_picture_that_is_in_no_shard_yet_may_get_any_loss_weight(tmp_path):
+    write_dataset(tmp_path / "cats", 3)
+    (tmp_path / "cats" / "0001.txt").write_text("")
+    (tmp_path / "data.toml").write_text(SUBSET)
+    ingest(Folder(tmp_path / "data.toml"), tmp_path / "work", workers=0)
+    for number in (0, 2):
+        (tmp_path / "cats" / f"{number:04d}.png").unlink()
+    (tmp_path / "cats" / "0001.txt").write_text("later captioned")
+    (tmp_path / "data.toml").write_text(SUBSET + "loss_weight = 2")
+    ingest(Folder(tmp_path / "data.toml"), tmp_path / "work", workers=0, grow_from=1)
+    assert weights_of(tmp_path / "work") == [1.0, 1.0, 2.0]

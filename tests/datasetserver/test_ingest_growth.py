@@ -115,6 +115,24 @@ def test_growing_without_the_list_of_what_is_known_is_a_users_error(tmp_path):
         ingest(folder, work, workers=0, grow_from=1)
 
 
+def test_a_list_of_what_is_known_that_is_too_short_is_a_users_error_and_lines_of_no_shard_are_read_over(tmp_path):
+    folder, work = write_dataset(tmp_path / "data", 4), tmp_path / "work"
+    ingest(folder, work, workers=0)
+    before = (work / "samples.csv").read_text()
+    write_dataset(folder, 5)
+    grown = ingest(folder, work, workers=0, grow_from=1)
+    ahead = (work / "samples.csv").read_text()
+    (work / "samples.csv").write_text(before)
+    write_dataset(folder, 6)
+    with pytest.raises(UserError, match="it lists 4 of 5 samples") as raised:
+        ingest(folder, work, workers=0, grow_from=2)
+    assert "Restore it" in raised.value.fix and ingested(work).digest == grown.digest
+
+    ingest(write_dataset(tmp_path / "data2", 4), tmp_path / "cut", workers=0)
+    (tmp_path / "cut" / "samples.csv").write_text(ahead)  # as where it was killed before it wrote the manifest of five
+    assert ingest(folder, tmp_path / "cut", workers=0, grow_from=1).manifest.total == 6, "also the fifth is new"
+
+
 def test_what_is_ready_is_served_without_the_pictures(tmp_path, capsys):
     host = Host(tmp_path).start()
     before = get_run(host)
