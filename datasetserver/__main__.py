@@ -126,7 +126,8 @@ def _ingest(work_dir: Path, config: ServerConfig, run: RunConfig | None):
         data = ingested(work_dir)
         if data is None:
             raise UserError(f"No dataset is ready in {work_dir}.", fix="Add --dataset DIR or --dataset_name.")
-        _refuse_none_held_out(run, data)
+        if begun is None:
+            _refuse_another_share(run, data)
         print(f"dataset in {work_dir}: {size(data)}", flush=True)
         return data
     data = ingest(
@@ -148,17 +149,18 @@ def _ingest(work_dir: Path, config: ServerConfig, run: RunConfig | None):
         show=lambda samples, count: tqdm(samples, total=count, desc="checking pictures", unit="", disable=None),
     )
     if begun is None:
-        _refuse_none_held_out(run, data)  # pictures that were prepared without a run, and have only grown since
+        _refuse_another_share(run, data)  # pictures that were prepared before, and have only grown since
     for line in report(source, data, None if config.dry_run else work_dir, masks):
         print(line, flush=True)
     return data
 
 
-def _refuse_none_held_out(run: RunConfig | None, data: Any) -> None:
-    if run and run.validation_split and not data.manifest.held_out:
+def _refuse_another_share(run: RunConfig | None, data: Any) -> None:
+    """Of a run that has begun the dataset's digest says it."""
+    if run and run.validation_split != data.held_out:
         raise UserError(
-            f"validation_split is {run.validation_split:g}, and no picture of what is ready is held out.",
-            fix="Add --dataset DIR or --dataset_name, and another --work_dir.",
+            f"validation_split is {run.validation_split:g}, and what is ready was prepared with {data.held_out:g}.",
+            fix=f"Give --validation_split {data.held_out:g}; or add --dataset DIR or --dataset_name, and another --work_dir.",
         )
 
 

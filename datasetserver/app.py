@@ -121,9 +121,10 @@ async def put_run(request: web.Request) -> web.Response:
     if new and run.masked_loss:
         said = "masked_loss is True, but the pictures here were checked without a run, and have no masks."
         raise Refused(400, "bad_run", said, "Found the run at its server: dd-datasetserver --model MODEL --masked_loss.")
-    if new and run.validation_split and not service.data.manifest.held_out:
-        said = f"validation_split is {run.validation_split:g}, but the pictures here were checked without a run, and none is held out."
-        raise Refused(400, "bad_run", said, "Found the run at its server: dd-datasetserver --model MODEL --validation_split SHARE.")
+    if new and run.validation_split != (share := service.data.held_out):
+        said = f"validation_split is {run.validation_split:g}, but the pictures here were prepared with {share:g}."
+        fix = f"Give --validation_split {share:g}, or found the run at its server: dd-datasetserver --model MODEL --validation_split SHARE."
+        raise Refused(400, "bad_run", said, fix)
     if new:  # no await from here to `begin`: of two founders at once, one is first
         try:
             service.begin(run)

@@ -51,7 +51,7 @@ class Ingested:
 
     digest: of the manifest; first: of its first generation, by which a run names its dataset; source: of what it was made of. rejected: (name, reason).
     duplicates: (name, name of the first picture with the same bytes). changed: (name, what was done to make it an RGB picture).
-    notes: (name, what its trainer may want to know of it). format: of the shards' maker.
+    notes: (name, what its trainer may want to know of it). format: of the shards' maker. held_out: the share of the pictures that nobody trains on.
     """
 
     manifest: Manifest
@@ -64,6 +64,7 @@ class Ingested:
     changed: list[tuple[str, str]] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
     format: int = _FORMAT
+    held_out: float = 0.0
 
     @property
     def older(self) -> bool:
@@ -169,7 +170,18 @@ def ingest(
     manifest = _grown(grown.manifest, batches.shards, grow_from or 0) if grown else Manifest.of(batches.shards, held_out=held_out.shards)
     data = canonical_json(manifest.model_dump())
     digest = digest_bytes(data)
-    result = Ingested(manifest, digest, grown.first if grown else digest, identity, rejected, True, batches.duplicates, batches.changed, batches.notes)
+    result = Ingested(
+        manifest,
+        digest,
+        grown.first if grown else digest,
+        identity,
+        rejected,
+        True,
+        batches.duplicates,
+        batches.changed,
+        batches.notes,
+        held_out=grown.held_out if grown else policy.held_out,
+    )
     if frozen and not grown and not dry and _first(work_dir) not in (None, digest):
         raise UserError(
             f"Shards of the run in {work_dir} are missing, and {source} does not give them again.",
@@ -201,7 +213,8 @@ def ingested(work_dir: Path) -> Ingested | None:
         manifest = _parse(data)
         if not all(shard_path(work_dir, shard.digest).stat().st_size == shard.bytes for shard in [*manifest.shards, *manifest.held_out]):
             return None
-        return Ingested(manifest, digest, known["first"], known["source"], [], fresh=False, format=known.get("format", 0))
+        made = {"format": known.get("format", 0), "held_out": known.get("held_out", 0.0)}
+        return Ingested(manifest, digest, known["first"], known["source"], [], fresh=False, **made)
     except (OSError, ValueError, ValidationError, KeyError, TypeError):
         return None
 
@@ -240,7 +253,7 @@ def _write_result(work_dir: Path, result: Ingested, manifest: bytes, samples: Se
     _write_table(work_dir / "notes.csv", ["file", "note"], result.notes)
     _write_table(work_dir / _SAMPLES, ["file", "digest"], samples, errors="surrogateescape")  # read again: names must come back as they are
     _replace(manifest_path(work_dir), manifest)
-    state = {"source": result.source, "manifest": result.digest, "first": result.first, "format": _FORMAT}
+    state = {"source": result.source, "manifest": result.digest, "first": result.first, "format": _FORMAT, "held_out": result.held_out}
     _replace(work_dir / "ingest.json", canonical_json(state))
     _forget_others(work_dir / "shards", result.manifest)
     (work_dir / _JOURNAL).unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
+from datasetserver.ingest import Policy, ingest
 from swarm.errors import ExitCode
 from swarm.protocol import MAX_RUN_BYTES, PeersAnswer, RunAnswer
 from swarm.run_config import RunConfig
@@ -107,7 +108,7 @@ def test_a_founded_run_survives_kill_9_and_goes_on_as_if_the_host_had_given_it(h
         ({"adam_beta1": float("nan")}, 422, "bad_request", "adam_beta1"),
         ({"seed": [1]}, 422, "bad_request", "seed"),
         ({"masked_loss": True}, 400, "bad_run", "have no masks"),
-        ({"validation_split": 0.1}, 400, "bad_run", "none is held out"),
+        ({"validation_split": 0.1}, 400, "bad_run", "validation_split is 0.1, but the pictures here were prepared with 0"),
     ],
 )
 def test_a_run_that_is_none_is_refused_and_the_next_may_be_founded(host, change, status, code, what):
@@ -117,6 +118,22 @@ def test_a_run_that_is_none_is_refused_and_the_next_may_be_founded(host, change,
     refused(call(host, "/v1/run", method="PUT", raw=b"{"), 400, "bad_request")
     refused(call(host, "/v1/run", {"run": asdict(RUN), "surprise": 1}, method="PUT"), 422, "bad_request")
     assert put(host, RUN)[0] == 201
+
+
+def test_who_founds_a_run_over_prepared_pictures_takes_their_held_out_share(tmp_path):
+    host = Host(tmp_path, founds=False)
+    work = host.dataset.with_name("data.datasetserver")
+    ingest(host.dataset, work, workers=0, policy=Policy(held_out=0.3))
+    host.flags = ["--work_dir", str(work), "--no_dht"]
+    host.start()
+    try:
+        for share in (0.1, 0.0):
+            answer = put(host, {**asdict(RUN), "validation_split": share})
+            refused(answer, 400, "bad_run")
+            assert "Give --validation_split 0.3" in json.loads(answer[2])["error"]["fix"]
+        assert put(host, {**asdict(RUN), "validation_split": 0.3})[0] == 201
+    finally:
+        host.stop()
 
 
 def test_a_server_with_a_run_of_its_own_takes_no_other(tmp_path):

@@ -208,14 +208,31 @@ def test_an_ingest_that_was_cut_off_holds_out_the_same_pictures_and_none_is_an_e
     assert "Raise --validation_split" in raised.value.fix
 
 
-def test_what_was_checked_without_held_out_pictures_is_not_served_for_a_run_that_has_some(tmp_path, capsys):
-    ingest(write_dataset(tmp_path / "data", 4), tmp_path / "work", workers=0)
-    flags = ["--model", str(write_model(tmp_path / "model")), "--validation_split", "0.3", "--port", "0"]
-    code, line = complaint(capsys, "--work_dir", str(tmp_path / "work"), *flags)
-    assert code == ExitCode.CONFIG and "no picture of what is ready is held out. Add --dataset DIR" in line
-    write_dataset(tmp_path / "data", 6)
-    code, line = complaint(capsys, "--dataset", str(tmp_path / "data"), "--work_dir", str(tmp_path / "work"), "--grow", *flags)
-    assert code == ExitCode.CONFIG and "no picture of what is ready is held out" in line, "what grows is all trained"
+@pytest.mark.parametrize(("prepared", "asked"), [(0.0, 0.3), (0.3, 0.5), (0.3, 0.0)])
+def test_what_was_prepared_with_another_held_out_share_is_not_served_for_a_new_run(tmp_path, capsys, prepared, asked):
+    work = ["--work_dir", str(tmp_path / "work")]
+    first = ingest(write_dataset(tmp_path / "data", 12), tmp_path / "work", workers=0, policy=Policy(held_out=prepared))
+    flags = ["--model", str(write_model(tmp_path / "model")), "--validation_split", str(asked), "--port", "0", "--ingest_workers", "0"]
+    said = f"validation_split is {asked:g}, and what is ready was prepared with {prepared:g}. Give --validation_split {prepared:g}; or add"
+    code, line = complaint(capsys, *work, *flags)
+    assert code == ExitCode.CONFIG and said in line
+    write_dataset(tmp_path / "data", 14)
+    code, line = complaint(capsys, "--dataset", str(tmp_path / "data"), *work, "--grow", *flags)
+    assert code == ExitCode.CONFIG and said in line, "what grows is all trained"
+    grown = ingested(tmp_path / "work")
+    assert (grown.held_out, grown.first) == (prepared, first.digest) and grown.digest != first.digest
+
+
+def test_the_share_that_was_prepared_is_served_without_the_pictures_also_when_the_run_has_begun(tmp_path, capsys):
+    host = Host(tmp_path, "--validation_split", "0.3", samples=12).start()
+    before = get_run(host)
+    assert host.stop() == 0
+    host.flags = ["--work_dir", str(host.dataset.with_name("data.datasetserver")), "--no_dht"]
+    host.start()
+    assert get_run(host).run == before.run
+    assert host.stop() == 0
+    code, line = complaint(capsys, *host.flags, "--validation_split", "0.5", "--port", "0")
+    assert code == ExitCode.CONFIG and "has validation_split = 0.3" in line
 
 
 def test_a_host_cannot_have_peers_fetch_any_number_of_held_out_pictures(tmp_path):

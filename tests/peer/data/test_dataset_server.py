@@ -14,6 +14,7 @@ from datasetserver.ingest import ingested
 from peer.contracts import CommittedRound, LeaseLost, Member
 from peer.data import dataset_server
 from peer.data.client.download import Corrupt
+from peer.data.client.manifest import SignedShards
 from peer.data.dataset_server import fetch_run
 from peer.data.unsaid import Unsaid
 from peer.machine.device import Rank, RankGroup
@@ -451,4 +452,13 @@ def test_held_out_pictures_that_arrive_corrupt_are_not_measured_and_training_goe
     monkeypatch.setattr(dataset_server, "fetch", corrupt)
     source = join(host.url, "alice")
     assert eventually(lambda: source.held_out() == []) and "measures no held-out loss" in caplog.text
+    assert next(iter(source)).image
+
+
+def test_held_out_pictures_that_the_server_refuses_are_not_measured_and_training_goes_on(serve, join, monkeypatch, caplog):
+    host = serve("--validation_split", "0.3", samples=12)
+    monkeypatch.setattr(SignedShards, "held_out", lambda self, transport: transport.insist_get(f"/v1/manifest/{BASE}"))
+    source = join(host.url, "alice")
+    assert eventually(lambda: source.held_out() == [])
+    assert "This server has another dataset" in caplog.text and "this peer measures no held-out loss" in caplog.text
     assert next(iter(source)).image

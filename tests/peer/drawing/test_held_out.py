@@ -15,6 +15,7 @@ from peer.machine.device import Rank, RankGroup
 from peer.wiring import check_held_out
 from swarm.errors import UserError
 from swarm.held_out import MOST_HELD_OUT, held_out
+from tests.identities import identity_file
 from tests.peer.test_alone import CPU, RUN, start  # noqa: F401
 
 SPLIT = dataclasses.replace(RUN, validation_split=0.3)
@@ -61,6 +62,23 @@ def test_the_figure_is_the_loss_of_the_held_out_pictures_and_a_swarm_is_told(sta
     (figure,) = told
     assert figure == pytest.approx(torch.stack(measured).mean().item())
     assert len(measured) >= 64 and len({each.item() for each in measured}) > 60
+
+
+def test_with_an_average_a_swarm_measures_its_state_and_a_peer_alone_what_it_exports(start, tmp_path):  # noqa: F811
+    def measured(name, steps, **peer):
+        told: list[float] = []
+        done = start(name, run=dataclasses.replace(SPLIT, learning_rate=1e-2), validation_steps=steps, **peer)
+        done.trainer.sync.measured = told.append
+        done.run()
+        assert bool(done.trainer.average) == peer.get("use_ema", False)
+        (figure,) = told
+        return figure
+
+    average = {"use_ema": True, "ema_decay": 0.9}
+    swarm = {"peers": ("/ip4/127.0.0.1/tcp/1/p2p/QmOne",), "identity_path": str(identity_file(tmp_path / "one.key", "one"))}
+    assert measured("alone", 15, **average) != measured("alone's state", 15)
+    # A swarm's global steps are rounds of 12 samples: the 60 end with the fifth.
+    assert measured("swarm", 5, **swarm, **average) == measured("swarm's state", 5, **swarm)
 
 
 def test_a_stream_of_rows_is_refused_before_a_model_is_loaded(start, monkeypatch):  # noqa: F811
