@@ -267,6 +267,7 @@ class World:
                 cause = cause.__cause__
         finally:
             gc.enable()
+            gc.unfreeze()  # else nothing of this world is ever freed in a process that plays others
             root.removeHandler(handler)
             root.setLevel(level)
             self._bury_all()
@@ -412,8 +413,19 @@ class World:
             if machine.thread is not None:
                 machine.thread.kill()
         self.loop.forget()
+        self._unwind(asyncio.all_tasks(self.loop))
         asyncio.set_event_loop(None)
         self.loop.close()
+
+    def _unwind(self, tasks: set[asyncio.Task]) -> None:
+        """Here and not by the collector, which would print for each what it cannot await any more."""
+        said = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        for task in tasks:
+            task._log_destroy_pending = False
+            with contextlib.suppress(BaseException):
+                task.get_coro().close()
+        logging.disable(said)
 
 
 def _where(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """The simulator: it repeats itself to the byte, its worlds hold what docs/internals.md promises, and it says so in a line."""
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from simulation.__main__ import main
+from simulation.world import Scenario, play
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +127,17 @@ def test_strangers_who_mean_harm_stop_and_lead_astray_nobody():
         summary = assert_holds(simulate(*options))
         assert summary["rounds"] >= 10 and summary["committed"] > 0.8
     assert summary["trace"] == simulate(*options).summary["trace"]
+
+
+def test_a_world_whose_processes_were_killed_leaves_nothing_behind_in_this_one(monkeypatch, caplog):
+    unheard = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: unheard.append(f"{what.exc_value!r} in {what.object!r}"))
+    frozen = gc.get_freeze_count()
+    outcome = play(Scenario(seed=5, peers=4, rounds=12, faults=("kill", "sidecar"), fault_seconds=4.0))
+    assert not outcome.breach and outcome.faults.keys() == {"kill", "sidecar"}
+    caplog.clear()
+    gc.collect()
+    assert unheard == [] and caplog.messages == [] and gc.get_freeze_count() <= frozen
 
 
 def test_unknown_strangers_are_refused_with_the_known_ones():
