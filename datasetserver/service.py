@@ -164,6 +164,7 @@ async def progress_of(service: Service) -> protocol.Progress:
         loss=mean_loss((peer.loss, peer.samples_per_second) for peer in peers),
         peers=peers,
         banned={peer: service.bans.reason(peer) for peer in sorted(service.bans.peers())},
+        trusted=sorted(service.bans.trusted),
         dataset_samples=service.data.manifest.total,
         checkpoint=service.states.newest(),
         server_time=service.wall(),

@@ -394,6 +394,8 @@ class Progress(Message):
     samples_by_peer: dict[str, int]
     banned: dict[str, str] = {}
     """Peers that the host keeps out, and why."""
+    trusted: list[str] = []
+    """Peers that the host trusts to average."""
     epoch: Count
     epoch_samples: Count
     dataset_samples: Positive

@@ -35,7 +35,7 @@ def screen(seen: Mapping[str, Any], *, height: int | None = None, trouble: str =
     """
     known = figures(seen)
     peers = _in_order(seen["peers"])
-    most = MOST_PEERS if height is None else max(height - _LINES_WITHOUT_PEERS - bool(trouble) - bool(seen.get("banned")), 3)
+    most = MOST_PEERS if height is None else max(height - _LINES_WITHOUT_PEERS - bool(trouble) - bool(seen.get("banned")) - bool(seen.get("trusted")), 3)
     notes = [peer for peer in peers[:most] if peer.get("note")][:_MOST_NOTES]
     if height is not None:
         most = max(most - len(notes), 3)
@@ -50,6 +50,9 @@ def screen(seen: Mapping[str, Any], *, height: int | None = None, trouble: str =
     if banned := seen.get("banned"):
         said = ", ".join(f"...{peer[-6:]} ({plain(reason)})" for peer, reason in list(banned.items())[:_MOST_NOTES])
         parts.append(Text(f"banned by the host: {len(banned)}: {said}", style="yellow", overflow="ellipsis", no_wrap=True))
+    if trusted := seen.get("trusted"):
+        here = [_name(peer) for peer in peers if peer["peer_id"] in trusted]
+        parts.append(Text(f"trusted to average: {len(here)} of {len(trusted)} are here: {', '.join(here[:_MOST_NOTES])}".rstrip(": "), overflow="ellipsis", no_wrap=True))
     averaged = [peer for peer in shown if peer["transfer_seconds"]]
     if averaged and (height is None or most >= len(shown) + len(averaged) + 2):
         parts += [Text(), _transfers(averaged)]

@@ -149,6 +149,8 @@ def test_a_run_is_for_members_where_the_host_says_so_and_a_banned_peer_gets_no_m
     until(lambda: call(host, "/v1/members", envelope(host, "alice"))[0] == 403)
     refused(call(host, "/v1/members", envelope(host, "alice")), 403, "banned")
     assert call(host, "/v1/members", envelope(host, "bob"))[0] == 201
+    assert cli(["trust", id_of("bob"), "--dataset", str(host.dataset)]) == 0
+    until(lambda: json.loads(call(host, "/v1/progress")[2])["trusted"] == [id_of("bob")])
 
 
 def test_without_tokens_or_the_hosts_wish_a_run_is_for_everybody(tmp_path):

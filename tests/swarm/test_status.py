@@ -268,6 +268,14 @@ def test_the_screen_says_whom_the_host_keeps_out():
     assert "banned" not in shown({**seen, "banned": {}}) and "banned" not in shown({name: seen[name] for name in seen if name != "banned"})
 
 
+def test_the_screen_says_whom_the_host_trusts_and_how_many_of_them_are_here():
+    one = a_peer()
+    seen = status.summarize(a_run(), [one], now=1.0)
+    assert "trusted" not in shown(seen)
+    assert "trusted to average: 1 of 2 are here: " + (seen["peers"][0]["name"] or "...") in shown({**seen, "trusted": [seen["peers"][0]["peer_id"], "QmAway"]})
+    assert "trusted to average: 0 of 1 are here\n" in shown({**seen, "trusted": ["QmAway"]})
+
+
 def test_before_the_first_averaged_round_the_screen_promises_nothing():
     screen = shown(status.summarize(a_run(), [a_peer(samples_per_second=8.0)], now=1e9))
     assert "links" not in screen

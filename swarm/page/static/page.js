@@ -330,6 +330,7 @@ function row(peer, run, share) {
   who.append(element("span", "peer-name", peer.name || `…${peer.peer_id.slice(-8)}`));
   who.title = peer.peer_id;
   if (peer.hardware) who.append(element("span", "hardware", peer.hardware));
+  if (run.trusted?.includes(peer.peer_id)) who.append(element("span", "hardware", "trusted to average"));
   const banned = run.banned?.[peer.peer_id];
   const note = banned === undefined ? peer.note : `banned by the host: ${banned}`;
   if (note) who.append(element("span", "note", note));
