@@ -21,11 +21,13 @@ _EXAMPLES = """examples:
   %(prog)s --dataset PICTURES --model MODEL                 serve a run to this machine
   %(prog)s init run.toml --dataset PICTURES --model MODEL   write a run.toml to fill in
   %(prog)s --config run.toml                                serve the run in run.toml
+  %(prog)s token add ANNA --tokens FILE                     make a token; it is shown once
+  %(prog)s --config run.toml --host 0.0.0.0 --tokens FILE   serve those who hold a token
 commands, each with --help:
-  token, invite               who may use the server; print what a volunteer pastes to join
+  token, invite               who may use the server; print the line with which a volunteer joins
   members, ban, unban         list the run's peers; keep one out, let it in again
   trust, distrust             let peers average for all others; end that
-  pause, resume, end, extend  say what becomes of the run
+  pause, resume, end, extend  pause, go on, end; make the run longer
   heads, discard              list the run's newest states; forget a forged one
   init, successor             write a run.toml to fill in; write a spare for the host's key
 docs/host.md says how to host a run, docs/options.md has all options as a page."""
@@ -101,7 +103,7 @@ def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
         allow_abbrev=False,
         first=_FIRST,
     )
-    parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
+    parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags override it.")
     server_flags, run_flags, rest = parse_flags(parser, argv, ServerConfig, RunConfig)
     said = read_toml(Path(rest["config"]), ServerConfig, RunConfig) if rest["config"] else {}
     own = {field.name for field in dataclasses.fields(ServerConfig)}
@@ -122,7 +124,7 @@ def _ingest(work_dir: Path, config: ServerConfig, run: RunConfig | None):
     source = config.source(masks)
     if source is None:
         if masks and begun is None:
-            raise UserError("masked_loss is True, and nothing says whether what is ready has masks.", fix="Add --dataset DIR or --dataset_name.")
+            raise UserError("masked_loss is True, but the prepared dataset does not say whether it has masks.", fix="Add --dataset DIR or --dataset_name.")
         data = ingested(work_dir)
         if data is None:
             raise UserError(f"No dataset is ready in {work_dir}.", fix="Add --dataset DIR or --dataset_name.")
@@ -159,7 +161,7 @@ def _refuse_another_share(run: RunConfig | None, data: Any) -> None:
     """Of a run that has begun the dataset's digest says it."""
     if run and run.validation_split != data.held_out:
         raise UserError(
-            f"validation_split is {run.validation_split:g}, and what is ready was prepared with {data.held_out:g}.",
+            f"validation_split is {run.validation_split:g}, but the dataset was prepared with {data.held_out:g}.",
             fix=f"Give --validation_split {data.held_out:g}; or add --dataset DIR or --dataset_name, and another --work_dir.",
         )
 

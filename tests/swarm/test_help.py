@@ -1,6 +1,7 @@
 """--help of the two programs with many options: one screen first, everything or one section when asked."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -77,3 +78,15 @@ def test_a_wrong_flag_is_answered_with_the_way_to_all_options(main, config):
         main(["--nonesuch", "1"])
     with pytest.raises(UserError, match="See --help all"):
         main(["--resolution", "wide"])
+
+
+@each_program
+def test_the_examples_use_flags_that_there_are(shown, main, config):
+    examples = shown(main, "--help").split("examples:")[1]
+    used = set(re.findall(r"--\w+", examples))
+    assert used <= {*re.findall(r"--\w+", shown(main, "--help", "all")), "--help"} and len(used) >= 4
+
+
+def test_the_servers_examples_show_how_to_let_in_by_tokens(shown):
+    examples = shown(datasetserver._main, "--help").split("examples:")[1]
+    assert "token add" in examples and "--tokens FILE" in examples
