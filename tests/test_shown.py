@@ -7,6 +7,7 @@ from pathlib import Path
 from swarm.run.family import families
 from swarm.run.method import methods
 from tests import tiny
+from tests.peer.methods.test_every_family_and_source import FAMILIES
 from tests.peer.methods.test_every_pair import PAIRS
 from tests.peer.methods.test_every_row import FULLS, LORAS, TURNS, WORDS
 
@@ -37,13 +38,13 @@ def cell(name: str, method: str) -> str:
 
 
 def row(name: str) -> str:
-    cells = [cell(name, method) for method in methods()]
+    cells = [*(cell(name, method) for method in methods()), "D" if name in FAMILIES else "?"]
     return " | ".join([f"| {families()[tiny.FAMILIES[name]].title} | `{name}`", *cells, f"`{ONE_FILE[name]}` |"])
 
 
 def test_the_table_of_what_is_shown_is_what_the_tests_are_run_with():
-    head = f"| family | `NAME` | {' | '.join(f'`{method}`' for method in methods())} | from one file: `tests/` and |"
-    wanted = [head, f"|{' --- |' * (len(methods()) + 3)}", *map(row, tiny.ONE_OF_EACH)]
+    head = f"| family | `NAME` | {' | '.join(f'`{method}`' for method in methods())} | each source | from one file: `tests/` and |"
+    wanted = [head, f"|{' --- |' * (len(methods()) + 4)}", *map(row, tiny.ONE_OF_EACH)]
     assert "\n".join(wanted) in PAGE, "docs/train.md, What is shown:\n" + "\n".join(wanted)
     assert not [line for line in wanted if "?" in line]
 
