@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,13 +20,15 @@ from typing import Any
 from blake3 import blake3
 from pydantic import ValidationError
 
+from datasetserver.kept import Kept, captions_in
 from datasetserver.loading import load_all
 from datasetserver.pictures import Sample
 from datasetserver.sources import Folder, Source, picture_of
 from swarm import files
+from swarm.captions import Faults
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
-from swarm.held_out import MOST_HELD_OUT, rank_of, unfit
+from swarm.held_out import MOST_HELD_OUT, WHOLE, rank_of, refuse_own_share, unfit
 from swarm.picture_folder import Pair, nothing_in
 from swarm.protocol import Generation, Manifest, Shard
 from swarm.run.family import families
@@ -113,6 +115,8 @@ def ingest(
     if isinstance(source, Path):
         source = Folder(source)
     listing = source.list()
+    if isinstance(listing.pairs, Sequence):  # rows of the Hub have no share of their own, and are read once
+        refuse_own_share((pair.validation_split for pair in listing.pairs), policy.held_out)
 
     def identity_with(samples: int) -> str:
         return digest_json([_FORMAT, samples, SHARD_BYTES, policy.told(), listing.identity])
@@ -134,22 +138,24 @@ def ingest(
         )
     grown = old if grow_from is not None else None
     known = _samples_of(work_dir, grown.manifest) if grown else []
-    names = {picture_of(name) for name, _ in known}
+    kept = _kept(work_dir, grown, known) if grown else Kept()
     if grown:
-        _refuse_another_weight(listing.pairs, names, _weights(grown.manifest, known), work_dir)
-    pairs = (pair for pair in listing.pairs if picture_of(pair.name) not in names)
+        _refuse_another_weight(listing.pairs, kept, _weights(grown.manifest, known), work_dir)
+    pairs = iter(listing.pairs)
     if policy.missing_captions == "empty":
         pairs = (replace(pair, empty_ok=True) for pair in pairs)
     if policy.masks:
         pairs = (replace(pair, masked=True) for pair in pairs)
+    pairs = kept.new(pairs)
     aside: dict[str, Pair] = {}
-    if policy.held_out and not grown:  # what is held out stays so for the run's life
-        pairs = _without(pairs, policy.held_out, aside)
+    if policy.held_out:
+        most = 0 if grown else MOST_HELD_OUT  # what is held out stays so for the run's life
+        pairs = _without(pairs, policy.held_out, most, aside, listing.faults)
     with contextlib.ExitStack() as closing:
         keeper = _NoKeeper() if dry else closing.enter_context(Keeper(work_dir, identity))
         writer = _NoKeeper() if dry else Writer(work_dir)
         batches = Batches(shard_samples, policy, keeper.done, resolution, len(grown.manifest.shards) if grown else 0, known)
-        count = None if listing.count is None else max(0, listing.count - len(names))
+        count = None if listing.count is None else max(0, listing.count - len(kept))
         rest = islice(pairs, batches.taken, None)
         for pair, result in show(load_all(rest, workers, listing.count), count):
             batches.add(pair.name, result, keeper)
@@ -160,7 +166,10 @@ def ingest(
         held_out.end(writer)
     for each in ("rejected", "duplicates", "changed", "notes", "samples"):
         getattr(batches, each).extend(getattr(held_out, each))
+    batches.notes.extend(kept.notes)
     rejected = sorted(listing.faults + batches.rejected)
+    if not batches.shards and held_out.shards:
+        raise unfit(policy.held_out, len(aside), len(aside))
     if not batches.shards and not grown:
         if not dry:
             _write_table(work_dir / "rejected.csv", ["file", "reason"], rejected)
@@ -193,14 +202,21 @@ def ingest(
     return result
 
 
-def _without(pairs: Iterable[Pair], share: float, aside: dict[str, Pair]) -> Iterator[Pair]:
-    """The pairs that are trained; of each picture that is held out, one is put `aside`, by its picture's name."""
+def _without(pairs: Iterable[Pair], share: float, most: int, aside: dict[str, Pair], faults: Faults) -> Iterator[Pair]:
+    """The pairs that are trained; of each picture that is held out, at most `most`, one is put `aside`, by its picture's name.
+
+    faults: gets the others of a folder that is never trained.
+    """
     for pair in pairs:
-        picture = picture_of(pair.name)
-        if rank_of(picture) < share and len(aside) < MOST_HELD_OUT:
+        picture, part = picture_of(pair.name), share if pair.validation_split is None else pair.validation_split
+        if picture in aside:
+            continue
+        if rank_of(picture) < part and len(aside) < most:
             aside[picture] = replace(pair, name=picture)
-        elif picture not in aside:
+        elif part < WHOLE:
             yield pair
+        elif picture == pair.name:
+            faults.append((picture, "its folder is never trained (validation_split 1), and nothing more is held out"))
 
 
 def ingested(work_dir: Path) -> Ingested | None:
@@ -273,6 +289,17 @@ def _samples_of(work_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
     return samples
 
 
+def _kept(work_dir: Path, ready: Ingested, known: Sequence[tuple[str, str]]) -> Kept:
+    """What the run has of its pictures; known: as `_samples_of` has them. Raises UserError for a damaged shard."""
+    kept, rest, aside = Kept(), iter(known), {shard.digest for shard in ready.manifest.held_out}
+    for shard in _in_order(ready.manifest):
+        # An older version composed captions by other rules: they would differ though nobody changed them.
+        captions = [None] * shard.samples if ready.older else captions_in(shard_path(work_dir, shard.digest), shard.samples)
+        for text, (name, _) in zip(captions, rest):  # noqa: B905 (the rest is for the next shards)
+            kept.add(name, text, trained=shard.digest not in aside)
+    return kept
+
+
 def _in_order(manifest: Manifest) -> list[Shard]:
     """All shards as they were made: what is held out comes after the first generation."""
     first = manifest.generations[0].shards
@@ -285,7 +312,7 @@ def _weights(manifest: Manifest, samples: Iterable[tuple[str, str]]) -> dict[str
     return {picture_of(name): weight for (name, _), weight in zip(samples, weights, strict=True) if weight != 1}
 
 
-def _refuse_another_weight(pairs: Iterable[Pair], names: Collection[str], weights: Mapping[str, float], work_dir: Path) -> None:
+def _refuse_another_weight(pairs: Iterable[Pair], names: Container[str], weights: Mapping[str, float], work_dir: Path) -> None:
     """Raise UserError where a picture with one of these `names`, so that it is in a shard already, has another weight than there.
 
     The weight is not taken: it is in the manifest whose digest names the run's dataset, and peers would train by two weights.

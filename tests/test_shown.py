@@ -7,8 +7,10 @@ from pathlib import Path
 from swarm.run.family import families
 from swarm.run.method import methods
 from tests import tiny
+from tests.peer.methods.test_every_family_and_source import FAMILIES
 from tests.peer.methods.test_every_pair import PAIRS
 from tests.peer.methods.test_every_row import FULLS, LORAS, TURNS, WORDS
+from tests.peer.sync.test_every_family import AVERAGED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
@@ -33,17 +35,18 @@ def cell(name: str, method: str) -> str:
     tried = {"full": name in FULLS, "textual_inversion": name in WORDS, "lora": (name, "") in LORAS}
     product = "P" if TURNS.get(name, method) == method else "p"
     learns = {"full": "F", "textual_inversion": "W", "lora": "L"}.get(method, product)
-    return " ".join([learns if tried.get(method, (name, method) in LORAS) else "?", *(["S", "M"] if (name, method) in PAIRS else [])])
+    shared = [*(["S", "M"] if (name, method) in PAIRS else []), *(["A"] if method == "lora" and name in AVERAGED else [])]
+    return " ".join([learns if tried.get(method, (name, method) in LORAS) else "?", *shared])
 
 
 def row(name: str) -> str:
-    cells = [cell(name, method) for method in methods()]
+    cells = [*(cell(name, method) for method in methods()), "D" if name in FAMILIES else "?"]
     return " | ".join([f"| {families()[tiny.FAMILIES[name]].title} | `{name}`", *cells, f"`{ONE_FILE[name]}` |"])
 
 
 def test_the_table_of_what_is_shown_is_what_the_tests_are_run_with():
-    head = f"| family | `NAME` | {' | '.join(f'`{method}`' for method in methods())} | from one file: `tests/` and |"
-    wanted = [head, f"|{' --- |' * (len(methods()) + 3)}", *map(row, tiny.ONE_OF_EACH)]
+    head = f"| family | `NAME` | {' | '.join(f'`{method}`' for method in methods())} | each source | from one file: `tests/` and |"
+    wanted = [head, f"|{' --- |' * (len(methods()) + 4)}", *map(row, tiny.ONE_OF_EACH)]
     assert "\n".join(wanted) in PAGE, "docs/train.md, What is shown:\n" + "\n".join(wanted)
     assert not [line for line in wanted if "?" in line]
 

@@ -1,5 +1,7 @@
 """A dataset of several folders by a TOML file in kohya's form: the same for a host and for a peer."""
 
+import csv
+import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -10,6 +12,8 @@ from PIL import Image
 from datasetserver.__main__ import cli
 from datasetserver.config import ServerConfig
 from datasetserver.ingest import Policy, ingest, ingested, shard_path
+from datasetserver.kept import CAPTION, REPEATS
+from datasetserver.report import report
 from datasetserver.sources import Folder
 from peer.config import PeerConfig
 from peer.data.directory import Directory, Rules
@@ -118,6 +122,11 @@ SUBSET = '[[datasets]]\n[[datasets.subsets]]\nimage_dir = "cats"\n'
         (SUBSET + "loss_weight = 0", "loss_weight is 0. Use more than 0"),
         (SUBSET + "loss_weight = nan", "loss_weight is nan. Use more than 0"),
         (SUBSET + "loss_weight = true", "loss_weight is True"),
+        (SUBSET + "validation_split = 1.5", "validation_split is 1.5. Use 0 to 1"),
+        (SUBSET + "validation_split = -0.1", "validation_split is -0.1. Use 0 to 1"),
+        (SUBSET + "validation_split = nan", "validation_split is nan. Use 0 to 1"),
+        (SUBSET + "validation_split = true", "validation_split is True"),
+        (SUBSET + "validation_seed = 42", "Remove it: the hash of a picture's name decides whether it is held out"),
         (SUBSET + 'num_repeats = "2"', "num_repeats is '2'"),
         (SUBSET + "num_repeats = true", "num_repeats is True"),
         (SUBSET + "is_reg = true", "there is no is_reg here. Give that folder as --class_data_dir"),
@@ -263,3 +272,133 @@ def test_a_picture_that_is_in_no_shard_yet_may_get_any_loss_weight(tmp_path):
     (tmp_path / "data.toml").write_text(SUBSET + "loss_weight = 2")
     ingest(Folder(tmp_path / "data.toml"), tmp_path / "work", workers=0, grow_from=1)
     assert weights_of(tmp_path / "work") == [1.0, 1.0, 2.0]
+
+
+HELD_OUT = """
+[[datasets]]
+validation_split = 0
+[[datasets.subsets]]
+image_dir = "cats"
+[[datasets.subsets]]
+image_dir = "dogs"
+num_repeats = 2
+validation_split = 1
+"""
+
+
+@pytest.fixture
+def with_a_folder_held_out(tmp_path):
+    """A TOML file of 6 cats, of which none is held out, and 3 dogs, which are all."""
+    for name, count in {"cats": 6, "dogs": 3}.items():
+        write_dataset(tmp_path / name, count)
+    (tmp_path / "data.toml").write_text(HELD_OUT)
+    return tmp_path / "data.toml"
+
+
+def names_in(work, shards):
+    """How often each picture is in these shards, by the list of what the work folder knows."""
+    with (work / "samples.csv").open() as lines:
+        known = [name for name, _ in csv.reader(lines)][1:]
+    counts = {shard.digest: shard.samples for shard in shards}
+    manifest, place, found = ingested(work).manifest, 0, []
+    first = manifest.generations[0].shards
+    for shard in [*manifest.shards[:first], *manifest.held_out, *manifest.shards[first:]]:
+        found += known[place : place + shard.samples] if shard.digest in counts else []
+        place += shard.samples
+    return Counter(name.partition("/")[0] for name in found)
+
+
+def test_a_folders_own_validation_split_is_the_same_at_a_host_and_at_a_peer(with_a_folder_held_out, tmp_path):
+    source, policy, work = Folder(with_a_folder_held_out), Policy(held_out=0.5), tmp_path / "work"
+    first = ingest(source, work, workers=0, policy=policy).manifest
+    assert names_in(work, first.shards) == {"cats": 6} and names_in(work, first.held_out) == {"dogs": 3}
+    own = Directory(with_a_folder_held_out, Rules(validation_split=0.5), tmp_path / "cache", epochs=1)
+    assert Counter(sample.key.partition(":")[2].partition("/")[0] for sample in own) == {"cats": 6}
+    assert [sample.key.partition("/")[0] for sample in own.held_out()] == 3 * ["held out:dogs"]
+
+    write_dataset(tmp_path / "cats", 7)
+    write_dataset(tmp_path / "dogs", 4)
+    grown = ingest(source, work, workers=0, policy=policy, grow_from=1)
+    assert names_in(work, grown.manifest.shards) == {"cats": 7} and grown.manifest.held_out == first.held_out
+    assert grown.rejected == [("dogs/0003.png", "its folder is never trained (validation_split 1), and nothing more is held out")]
+    with_a_folder_held_out.write_text(HELD_OUT.replace("= 1", "= 0.9"))
+    with pytest.raises(UserError, match="how to read it has changed"):
+        ingest(source, work, workers=0, policy=policy, frozen=True)
+
+
+def test_a_folder_that_is_held_out_whole_is_not_trained_beyond_what_is_measured(with_a_folder_held_out, tmp_path, monkeypatch):
+    for room in ("datasetserver.ingest", "swarm.held_out"):
+        monkeypatch.setattr(f"{room}.MOST_HELD_OUT", 2)
+    result = ingest(Folder(with_a_folder_held_out), tmp_path / "work", workers=0, policy=Policy(held_out=0.5))
+    assert names_in(tmp_path / "work", result.manifest.held_out) == {"dogs": 2} and result.manifest.total == 6
+    assert [name.partition("/")[0] for name, _ in result.rejected] == ["dogs"]
+    own = Directory(with_a_folder_held_out, Rules(validation_split=0.5), tmp_path / "cache", epochs=1)
+    assert len(own.held_out()) == 2 and len(own) == 6
+
+
+def test_a_folders_own_validation_split_needs_a_run_that_measures_and_pictures_to_train(with_a_folder_held_out, tmp_path, caplog):
+    alone, joins = Rules(), Rules(joining=True)
+    for prepare in (
+        lambda: ingest(Folder(with_a_folder_held_out), tmp_path / "work", workers=0),
+        lambda: Directory(with_a_folder_held_out, alone, tmp_path / "cache", epochs=1),
+    ):
+        with pytest.raises(UserError, match="validation_split of a folder is 1, and the run's is 0") as raised:
+            prepare()
+        assert "--validation_split" in raised.value.fix
+    assert len(Directory(with_a_folder_held_out, joins, tmp_path / "cache", epochs=1)) == 6
+    assert "This peer measures no held-out loss" in caplog.text
+
+    with_a_folder_held_out.write_text(HELD_OUT.replace("= 0", "= 1"))
+    for prepare in (
+        lambda: ingest(Folder(with_a_folder_held_out), tmp_path / "work", workers=0, policy=Policy(held_out=0.5)),
+        lambda: Directory(with_a_folder_held_out, Rules(validation_split=0.5), tmp_path / "cache", epochs=1),
+        lambda: Directory(with_a_folder_held_out, joins, tmp_path / "cache", epochs=1),
+    ):
+        with pytest.raises(UserError, match="holds out 9 of 9 pictures"):
+            prepare()
+
+
+def test_a_run_that_grows_says_which_captions_and_repeats_are_others_now_and_keeps_its_own(toml, tmp_path):
+    work = tmp_path / "work"
+    before = ingest(Folder(toml), work, workers=0).manifest
+    kept = ["cats/3_deep/b.png", "cats/a.png", "dogs/a.png", "dogs/c.png"]
+    toml.write_text(KOHYAS.replace("sks", "xyz").replace("num_repeats = 2", "num_repeats = 3").replace("a dog", "a wolf"))
+    (tmp_path / "dogs" / "c.txt").write_text("")
+    write_dataset(tmp_path / "dogs", 2)
+    Image.new("RGB", (16, 16), (9, 9, 9)).save(tmp_path / "more" / "cats" / "new.png")
+    (tmp_path / "more" / "cats" / "new.txt").write_text("a lioness")
+    grown = ingest(Folder(toml), work, workers=0, grow_from=1)
+    assert {name for name, note in grown.notes if note == CAPTION} == set(kept)
+    assert {name for name, note in grown.notes if note == REPEATS} == {"cats/3_deep/b.png", "cats/a.png"}
+    assert grown.manifest.shards[: len(before.shards)] == before.shards and grown.manifest.total == before.total + 3
+    lines = [*report(toml, grown, work)]
+    assert f"  4 pictures with {CAPTION}, see {work / 'notes.csv'}" in lines and f"  2 pictures with {REPEATS}, see {work / 'notes.csv'}" in lines
+    assert f'cats/a.png,"{CAPTION}"' in (work / "notes.csv").read_text()
+
+
+def test_a_run_that_grows_says_nothing_of_what_is_as_it_was_and_of_repeats_of_what_is_held_out(with_a_folder_held_out, tmp_path):
+    source, policy = Folder(with_a_folder_held_out), Policy("empty", held_out=0.5)
+    (tmp_path / "cats" / "0001.txt").unlink()
+    ingest(source, tmp_path / "work", workers=0, policy=policy)
+    write_dataset(tmp_path / "cats", 7)
+    (tmp_path / "cats" / "0001.txt").unlink()
+    with_a_folder_held_out.write_text(HELD_OUT.replace("num_repeats = 2", "num_repeats = 4"))
+    grown = ingest(source, tmp_path / "work", workers=0, policy=policy, grow_from=1)
+    assert grown.manifest.total == 7 and grown.notes == []
+
+    known = json.loads((tmp_path / "work" / "ingest.json").read_text())
+    (tmp_path / "work" / "ingest.json").write_text(json.dumps(known | {"format": 3}))  # by other rules, whose captions may be others
+    with_a_folder_held_out.write_text(HELD_OUT.replace("num_repeats = 2", "caption_prefix = 'a dog'") + "caption_suffix = ''")
+    write_dataset(tmp_path / "cats", 8)
+    assert ingest(source, tmp_path / "work", workers=0, policy=policy, grow_from=2).notes == []
+
+
+def test_a_damaged_shard_is_named_when_the_dataset_grows(tmp_path):
+    folder, work = write_dataset(tmp_path / "data", 4), tmp_path / "work"
+    (shard,) = ingest(folder, work, workers=0).manifest.shards
+    write_dataset(folder, 5)
+    for damage in (bytes(shard.bytes), b"x" * shard.bytes):
+        shard_path(work, shard.digest).write_bytes(damage)
+        with pytest.raises(UserError, match="is damaged") as raised:
+            ingest(folder, work, workers=0, grow_from=1)
+        assert "Restore that file" in raised.value.fix and raised.value.code == ExitCode.DISK

@@ -2,8 +2,9 @@
 
 import io
 import json
+import tarfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,28 @@ def write_folder(rows: list[Row], folder: Path) -> Path:
     return folder
 
 
+def write_toml(rows: list[Row], folder: Path, prefix: str) -> Path:
+    """Two folders and the TOML file that names them, which says the `prefix` of all captions; each row has one that begins with it."""
+    bare = [replace(row, captions=(row.captions[0].removeprefix(prefix).strip(),)) for row in rows]
+    for name, some in {"first": bare[::2], "second": bare[1::2]}.items():
+        write_folder(some, folder / name)
+    subsets = "".join(f'[[datasets.subsets]]\nimage_dir = "{name}"\n' for name in ("first", "second"))
+    (folder / "data.toml").write_text(f'[general]\ncaption_prefix = "{prefix}"\n[[datasets]]\n{subsets}')
+    return folder / "data.toml"
+
+
+def write_tar(rows: list[Row], folder: Path) -> Path:
+    """Rows of one caption each, in a WebDataset tar."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(folder / "000.tar", "w") as tar:
+        for row in rows:
+            for name, data in {row.name: row.image, f"{Path(row.name).stem}.txt": row.captions[0].encode()}.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return folder
+
+
 def write_parquet(rows: list[Row], folder: Path) -> Path:
     import datasets
     import pyarrow
@@ -112,6 +135,14 @@ HOSTS = {"Folder": write_folder, "Hub": write_parquet}
 
 def directory(rows: list[Row], place: Path, serve) -> Callable[[], Source]:
     return _local("directory", place, folder=write_folder(rows, place / "data"))
+
+
+def toml(rows: list[Row], place: Path, prefix: str) -> Callable[[], Source]:
+    return _local("directory", place, folder=write_toml(rows, place / "data", prefix))
+
+
+def tar(rows: list[Row], place: Path) -> Callable[[], Source]:
+    return _local("directory", place, folder=write_tar(rows, place / "data"))
 
 
 def huggingface(rows: list[Row], place: Path, serve) -> Callable[[], Source]:
