@@ -86,6 +86,11 @@ class PeerConfig:
         False,
         "Text encoders, VAE and denoiser are on the GPU in turns, the others wait in RAM; 64 samples are encoded at a time. Not tried on a GPU yet.",
     )
+    blocks_to_swap: int = option(
+        0,
+        "N of the denoiser's blocks wait in RAM, if they are not trained; two of these are on the GPU at a time. Not tried on a GPU yet.",
+        lt=2**31,
+    )
     overlap: bool = option(False, "Train on while a contribution is averaged: no waiting, but what is learned meanwhile is a little stale.")
     gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
     max_train_steps: int = option(0, "End the run after N global steps: another way to say --total_samples.", lt=2**40)
@@ -264,6 +269,7 @@ class PeerConfig:
         self._check_base()
         self._check_fused()
         self._check_offload()
+        self._check_swap()
         if self.compile and self.ipex:
             raise UserError("--compile and --ipex cannot be combined: each replaces the code that computes.", fix="Remove one of them.")
 
@@ -274,6 +280,16 @@ class PeerConfig:
             raise UserError(f"offload makes room on a GPU, and --device is {self.device}.", fix="Remove --offload.")
         if self.compile or self.ipex:
             raise UserError(f"--offload was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them.")
+
+    def _check_swap(self) -> None:
+        if not self.blocks_to_swap:
+            return
+        if self.device in ("cpu", "xla"):
+            raise UserError(f"blocks_to_swap makes room on a GPU, and --device is {self.device}.", fix="Remove --blocks_to_swap.")
+        if self.assist:
+            raise UserError("blocks_to_swap is for training, and --assist trains nothing.", fix="Remove it; --offload makes room for its pictures.")
+        if self.compile or self.ipex:
+            raise UserError(f"--blocks_to_swap was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them.")
 
     def _check_base(self) -> None:
         if self.base_precision == "auto":

@@ -117,12 +117,19 @@ class Model(Protocol):
     def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = (), *, waiting: bool = False) -> None:
         """Move to `device`, in float32; what of parts not trained as a `whole` autocast computes with, in its `dtype`. Before a method attaches.
 
-        waiting: the parts are to compute on `device`, and wait where they are for their turns (peer/machine/turns.py).
+        waiting: the parts are to compute on `device`, and wait where they are until they are called for (peer/machine/turns.py, swap.py).
         """
         ...
 
-    def pack(self, precision: str, device: torch.device) -> None:
-        """Hold the weights of the denoiser's blocks in fewer bits, on `device`: --base_precision. Before `place`, of a denoiser that is not trained."""
+    def blocks(self) -> Sequence[nn.Module]:
+        """The denoiser's blocks in the order in which it calls them, each once; none where it is no chain of blocks."""
+        ...
+
+    def pack(self, precision: str, device: torch.device, *, waiting: bool = False) -> None:
+        """Hold the weights of the denoiser's blocks in fewer bits, on `device`: --base_precision. Before `place`, of a denoiser that is not trained.
+
+        waiting: they are made on `device`, one layer at a time, and wait on the CPU.
+        """
         ...
 
     def unpacked(self) -> AbstractContextManager[None]:

@@ -43,6 +43,7 @@ from peer.machine.first_gradient import FirstGradient
 from peer.machine.ipex import Ipex, check_ipex
 from peer.machine.placing import Placing, placing
 from peer.machine.profiling import Profiler, profile_folder
+from peer.machine.swap import Swap, swaps
 from peer.machine.trial_of_speed import Trial
 from peer.machine.turns import Turns, takes_turns
 from peer.results.checkpoint import Checkpoints
@@ -204,7 +205,8 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     check_here(run, peer.weights, device)
     check_base(peer, run, device)
     check_fused(peer, run, device, launch.group.world)
-    turned = takes_turns(peer.offload, device)
+    turned, swapped = takes_turns(peer.offload, device), swaps(peer, run, device)
+    waiting = turned or swapped
     windows = any(launch.group.gather(turned))  # all ranks draw alike; one with turns draws a window
     if launch.given.get("lora_weights") and not run.lora_weights_digest:
         raise UserError("This run does not begin with a LoRA.", fix="Leave out --lora_weights, or found a run of your own with it.")
@@ -218,9 +220,12 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
     method.begin(model)
     if peer.base_precision != "auto":
-        model.pack(peer.base_precision, device)
-    turns = Turns(model, device) if turned else None
-    model.place(device, None if by_itself else precision.dtype, method.whole(model), waiting=turned)
+        model.pack(peer.base_precision, device, waiting=waiting)
+    model.place(device, None if by_itself else precision.dtype, method.whole(model), waiting=waiting)
+    swap = Swap(model, peer.blocks_to_swap, device) if swapped else None
+    turns = Turns(model, device, swap) if turned else None
+    if swap and not turns:
+        swap.bring_others(model)
     prior = prepare(model, run, peer, precision, launch.group, launch.stopping) if peer.with_prior_preservation else None
     if peer.gradient_checkpointing:
         model.enable_gradient_checkpointing()
@@ -229,6 +234,8 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     params = method.attach(model)
     if turns:
         turns.keep(params)
+    elif swap:
+        swap.bring_others(model)
     launch.group.broadcast_(list(params.values()))
     kept = {"latents": peer.cache_latents, "texts": peer.cache_text}
     with precision.autocast():

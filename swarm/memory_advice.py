@@ -6,12 +6,13 @@ What each saves and costs is in docs/hardware.md. Whether it is enough is not kn
 from collections.abc import Container, Mapping
 
 # Fewer samples at a time cost the least: accumulated, they make the same step. Then what costs time: activations computed twice a third, parts that
-# move once in 64 samples. The last two round weights: first those that are not trained.
+# move once in 64 samples, blocks that move twice in each. The last two round weights: first those that are not trained.
 A_STEP: Mapping[str, str] = {
     "train_batch_size": "lower --train_batch_size",
     "gradient_accumulation_steps": "raise --gradient_accumulation_steps instead",
     "gradient_checkpointing": "add --gradient_checkpointing",
     "offload": "on a GPU add --offload",
+    "blocks_to_swap": "of a transformer that is not trained itself add --blocks_to_swap 12",
     "base_precision": "where the denoiser is not trained add --base_precision int8 or nf4",
     "weights": "add --weights bf16",
 }

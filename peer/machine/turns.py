@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from peer.contracts import Model, Params, parts_of
+from peer.machine.swap import Swap
 from swarm.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,9 @@ class Turns:
     Until something is trained (`keep`) the VAE stays beside the denoiser, as who draws one picture after the other asks both of them for each.
     """
 
-    def __init__(self, model: Model, device: torch.device):
-        self._parts, self._device = model.parts, device
+    def __init__(self, model: Model, device: torch.device, swap: Swap | None = None):
+        """swap: what moves some of the denoiser's blocks while it has its turn."""
+        self._parts, self._device, self._swap = model.parts, device, swap
         self._denoiser, self._texts = model.facts.denoiser, [name for name in model.facts.text_encoders if name in model.parts]
         self._others = [name for name in model.parts if name not in self._texts]
         self._groups = [self._texts, self._others]
@@ -86,13 +88,16 @@ class Turns:
             tensor.data = tensor.data.to(self._device)
 
     def _leave(self, name: str) -> None:
+        if self._swap and name == self._denoiser:
+            self._swap.clear()
         for tensor in self._frozen(name):
             tensor.data = self._waiting[tensor]
 
     def _frozen(self, name: str) -> Iterator[Tensor]:
-        """Its weights that nobody trains; where each waits is known from then on."""
+        """Its weights that nobody trains, nor swaps; where each waits is known from then on."""
+        others = self._trained | self._swap.tensors if self._swap else self._trained
         for tensor in _tensors(self._parts[name]):
-            if tensor not in self._trained:
+            if tensor not in others:
                 if tensor not in self._waiting:
                     self._waiting[tensor] = tensor.data.cpu()
                 yield tensor

@@ -92,6 +92,8 @@ class Family:
     """Whether a single file with tensors of these names holds one, by names that no other family has."""
     denoiser: str
     """The part that predicts."""
+    blocks: tuple[str, ...] = ()
+    """The denoiser's lists of blocks, in the order in which it calls them; (): it is no chain of blocks, and none can be swapped."""
     patch: int = 0
     """Latents on a side of what the denoiser takes as one; 0: it halves the latents once for each of its levels but one."""
     text_encoders: Mapping[str, TextEncoder]

@@ -72,7 +72,7 @@ class DiffusionModel:
         """Move to `device`. Of the parts that are not trained as a `whole`, the weights that autocast computes with are held in its `dtype`.
 
         It would cast them to that at every step: so the results have the same bits, in half the memory. All else is float32. A VAE that
-        overflows in fp16 says so in its config, and stays as it is. waiting: nothing moves yet, each part comes in its turn (peer/machine/turns.py).
+        overflows in fp16 says so in its config, and stays as it is. waiting: nothing moves yet (peer/machine/turns.py, swap.py).
         """
         # One by one: all of it in float32 may be more than the host's memory.
         where = device if device.type == "cuda" and not waiting else None
@@ -91,9 +91,12 @@ class DiffusionModel:
         if not waiting:
             self.move(device)
 
-    def pack(self, precision: str, device: torch.device) -> None:
-        """Hold the linear layers of the denoiser's blocks in fewer bits, on `device`. Before `place`, of a denoiser that is not trained."""
-        self._packed, error = pack(self.denoiser, self.facts.layers.all, precision, device)
+    def blocks(self) -> list[nn.Module]:
+        return [block for name in self.facts.blocks for block in self.denoiser.get_submodule(name)]
+
+    def pack(self, precision: str, device: torch.device, *, waiting: bool = False) -> None:
+        """Hold the linear layers of the denoiser's blocks in fewer bits, on `device` or waiting for it. Before `place`, of a denoiser that is not trained."""
+        self._packed, error = pack(self.denoiser, self.facts.layers.all, precision, device, waiting=waiting)
         log.info("base_precision=%s layers=%d, whose weights differ from the model's by %.2g of their length", precision, len(self._packed), error)
 
     @contextlib.contextmanager

@@ -65,8 +65,10 @@ class _Apply(torch.autograd.Function):
         return gradient @ ctx.layer.unpacked(gradient.dtype), None
 
 
-def pack(part: nn.Module, ends: Iterable[str], precision: str, device: torch.device) -> tuple[dict[str, PackedLinear], float]:
-    """Put packed layers in the place of the part's linear ones whose names end so, one after the other, on `device`.
+def pack(
+    part: nn.Module, ends: Iterable[str], precision: str, device: torch.device, *, waiting: bool = False
+) -> tuple[dict[str, PackedLinear], float]:
+    """Put packed layers in the place of the part's linear ones whose names end so, one after the other, on `device`; waiting: then back on the CPU.
 
     Returns them by name, and how far their weights are from the layers' own: the length of the difference over the length of the weights.
     """
@@ -76,6 +78,8 @@ def pack(part: nn.Module, ends: Iterable[str], precision: str, device: torch.dev
     for name in [name for name, module in part.named_modules() if name.endswith(ends) and isinstance(module, nn.Linear)]:
         packed[name] = PackedLinear(part.get_submodule(name), precision, device)
         errors += packed[name].error
+        if waiting:
+            packed[name].cpu()
         part.set_submodule(name, packed[name])
     return packed, 0.0 if errors.is_meta else (errors[0] / errors[1]).sqrt().item()
 

@@ -15,6 +15,7 @@ FAMILY = Family(
     pipeline="ChromaPipeline",
     is_in_file=lambda names: any(name.endswith("distilled_guidance_layer.in_proj.bias") for name in names),
     denoiser="transformer",
+    blocks=("transformer_blocks", "single_transformer_blocks"),
     patch=2,  # a token is 2x2 latents
     text_encoders={
         "text_encoder": TextEncoder(tokenizer="tokenizer", trainable=False, in_file=("text_encoders.t5xxl.",), vectors=("t5xxl", "t5")),

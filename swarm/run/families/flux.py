@@ -37,6 +37,7 @@ FAMILY = Family(
     pipeline="FluxPipeline",
     is_in_file=lambda names: any(name.endswith("double_blocks.0.img_mod.lin.weight") for name in names),
     denoiser="transformer",
+    blocks=("transformer_blocks", "single_transformer_blocks"),
     patch=2,  # a token is 2x2 latents
     text_encoders={
         "text_encoder": TextEncoder(

@@ -45,6 +45,7 @@ FAMILY = Family(
     pipeline="Flux2Pipeline",
     is_in_file=lambda names: is_transformer(names, guided=True),
     denoiser="transformer",
+    blocks=("transformer_blocks", "single_transformer_blocks"),
     patch=2,  # a token is 2x2 of the VAE's places
     text_encoders={"text_encoder": TextEncoder(tokenizer="tokenizer", trainable=False, in_file=())},
     vae_in_file=(),

@@ -22,6 +22,7 @@ FAMILY = Family(
     pipeline="Flux2KleinPipeline",
     is_in_file=lambda names: is_transformer(names, guided=False),
     denoiser="transformer",
+    blocks=("transformer_blocks", "single_transformer_blocks"),
     patch=2,
     text_encoders={"text_encoder": TextEncoder(tokenizer="tokenizer", trainable=False, in_file=())},
     vae_in_file=(),

@@ -14,6 +14,7 @@ FAMILY = Family(
     pipeline="QwenImagePipeline",
     is_in_file=lambda names: {"txt_norm.weight", "transformer_blocks.0.txt_mod.1.weight"} <= {name.removeprefix(_PREFIX) for name in names},
     denoiser="transformer",
+    blocks=("transformer_blocks",),
     patch=2,
     text_encoders={"text_encoder": TextEncoder(tokenizer="tokenizer", trainable=False, in_file=())},
     vae_factor=lambda config: 2 ** len(config["temperal_downsample"]),

@@ -40,6 +40,7 @@ FAMILY = Family(
     pipeline="StableDiffusion3Pipeline",
     is_in_file=lambda names: any(name.endswith("joint_blocks.0.context_block.adaLN_modulation.1.bias") for name in names),
     denoiser="transformer",
+    blocks=("transformer_blocks",),
     patch=2,
     text_encoders={
         "text_encoder": TextEncoder(tokenizer="tokenizer", trainable=True, in_file=("text_encoders.clip_l.",), layers=CLIP_LAYERS),

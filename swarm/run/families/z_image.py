@@ -13,6 +13,7 @@ FAMILY = Family(
     pipeline="ZImagePipeline",
     is_in_file=lambda names: any(name.removeprefix("model.diffusion_model.") == "noise_refiner.0.adaLN_modulation.0.weight" for name in names),
     denoiser="transformer",
+    blocks=("noise_refiner", "context_refiner", "layers"),
     patch=2,
     text_encoders={"text_encoder": TextEncoder(tokenizer="tokenizer", trainable=False, in_file=())},
     vae_in_file=(),  # diffusers reads the transformer of a file alone: that takes all tensors, the VAE's among them, for its own

@@ -12,6 +12,7 @@ from peer.launch.joining import Joined
 from peer.machine.device import Rank, RankGroup, choose_device, choose_precision
 from peer.wiring import Launch, assemble
 from swarm.run_config import RunConfig
+from tests.peer.machine.test_swap import deep_family  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 RUN = RunConfig(sync="none", resolution=16, total_samples=24, learning_rate=1e-3, seed=7, optimizer="adamw")
@@ -26,7 +27,7 @@ def train(tiny_model, pictures, tmp_path):
             device = choose_device(options.pop("device", "auto"), Rank())
             own = {"train_data_dir": str(pictures), "output_dir": str(tmp_path / name), "train_batch_size": 4, "mixed_precision": "no"}
             launch = Launch(
-                joined=Joined(dataclasses.replace(RUN, model=str(tiny_model), **(given or {}))),
+                joined=Joined(dataclasses.replace(RUN, **({"model": str(tiny_model)} | (given or {})))),
                 peer=PeerConfig(**own | options),
                 group=RankGroup(Rank(), device),
                 device=device,
@@ -68,6 +69,13 @@ def test_half_precision_trains_almost_as_float32_does(train, precision):
 def test_what_changes_memory_changes_no_loss(train, options):
     (_, plain), (_, other) = train("plain"), train("other", **options)
     assert other == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"base_precision": "int8"}, {"offload": True}], ids=str)
+def test_swapped_blocks_change_no_loss(train, deep_family, options):  # noqa: F811
+    run = {"model": str(deep_family("flux")), "method": "lora", "rank": 2}
+    (_, plain), (_, swapped) = train("plain", run, **options), train("swapped", run, blocks_to_swap=5, **options)
+    assert swapped == pytest.approx(plain, rel=1e-3)
 
 
 def test_8_bit_adam_trains(train):

@@ -198,6 +198,8 @@ def test_a_step_that_hangs_or_does_not_fit_or_breaks(machine):
         ({"train_batch_size": 2, "fused_step": True}, {}, "cuda", "batch checkpointing offload weights"),
         ({}, {"method": "lora"}, "cpu", "checkpointing base weights"),
         ({"gradient_checkpointing": True}, {"optimizer": "prodigy"}, "cuda", "offload"),
+        ({"gradient_checkpointing": True}, {"method": "lora", "family": "flux"}, "cuda", "offload swap base weights"),
+        ({"gradient_checkpointing": True, "blocks_to_swap": 4, "weights": "bf16"}, {"method": "lora", "family": "flux"}, "cuda", "offload base"),
         ({"gradient_checkpointing": True, "offload": True, "base_precision": "nf4"}, {"method": "lora"}, "cuda", "weights"),
         ({"gradient_checkpointing": True, "weights": "bf16"}, {}, "cpu", ""),
     ],
@@ -206,7 +208,7 @@ def test_what_is_advised_where_a_step_does_not_fit_is_what_is_left_to_do(options
     fix = _readable(MemoryError(), RunConfig(**run), PeerConfig(**options), torch.device(device)).fix
     words = {
         "batch": "--train_batch_size", "accumulation": "--gradient_accumulation_steps", "checkpointing": "--gradient_checkpointing",
-        "offload": "--offload", "base": "--base_precision", "weights": "--weights",
+        "offload": "--offload", "swap": "--blocks_to_swap", "base": "--base_precision", "weights": "--weights",
     }  # fmt: skip
     places = [fix.index(words[name]) for name in advised.split()]
     assert places == sorted(places) and fix.count("--") == len(places)

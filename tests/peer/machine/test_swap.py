@@ -1,0 +1,289 @@
+"""Frozen blocks wait outside of the device and are there when they compute: what is trained has the same bits, whatever is absent meanwhile."""
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+
+import pytest
+import torch
+
+from peer.config import PeerConfig
+from peer.contracts import LatentBatch
+from peer.machine.swap import Swap, _Block, swaps
+from peer.rooms import load_part
+from peer.wiring import load_model
+from swarm.errors import ExitCode, UserError
+from swarm.run_config import RunConfig
+from tests import tiny
+from tests.peer.methods.test_base_precision import METHODS
+from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
+
+_STREAMS = {"num_layers": 3, "num_single_layers": 3}
+DEEPER = {
+    "chroma": _STREAMS, "flux": _STREAMS, "flux2": _STREAMS, "klein": _STREAMS, "qwen_image": {"num_layers": 5}, "sd3": {"num_layers": 5},
+    "z_image": {"n_layers": 4},
+}  # fmt: skip
+"""Denoisers of five or six blocks, by family."""
+
+
+@pytest.fixture(scope="session")
+def deep_family(tmp_path_factory):
+    """`deep_family("flux")`: as `tiny_family`, with more blocks."""
+
+    def write(family):
+        pipeline = tiny.build(family)
+        config = {name: value for name, value in pipeline.transformer.config.items() if name[0] != "_"} | DEEPER[family]
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            pipeline.register_modules(transformer=type(pipeline.transformer)(**config))
+        folder = tmp_path_factory.mktemp(family) / "deep"
+        pipeline.save_pretrained(folder)
+        return folder
+
+    return functools.cache(write)
+
+
+class Alive:
+    """How many blocks' memory there is on the device, whoever keeps it: now, and at most."""
+
+    now = most = came = 0
+
+    def meets(self, memory):
+        self.now, self.came = self.now + 1, self.came + 1
+        self.most = max(self.most, self.now)
+        weakref.finalize(memory.untyped_storage(), self._gone)
+
+    def _gone(self):
+        self.now -= 1
+
+
+@pytest.fixture
+def alive(monkeypatch):
+    """On a CPU all is at one place: what waits is NaN here, where it can be."""
+    found, leave, come = Alive(), _Block.leave, _Block.come
+
+    def left(self):
+        leave(self)
+        for tensor in self.tensors:
+            tensor.data = torch.full_like(tensor.data, torch.nan if tensor.is_floating_point() else 255)
+
+    def came(self, flat):
+        found.meets(flat)
+        come(self, flat)
+
+    monkeypatch.setattr("peer.machine.swap._OWN_MEMORY", ("cpu",))
+    monkeypatch.setattr(_Block, "leave", left)
+    monkeypatch.setattr(_Block, "come", came)
+    return found
+
+
+def placed(folder, count, precision="auto", dtype=None, **options):
+    """A model as a peer has it, with what its method trains after a step of all of it, and what swaps `count` of its blocks."""
+    run = RunConfig(model=str(folder), **options)
+    method, model = load_part("methods", run.method).build(run), load_model(run, {}, None)
+    method.begin(model)
+    if precision != "auto":
+        model.pack(precision, CPU, waiting=count > 0)
+    model.place(CPU, dtype, method.whole(model), waiting=count > 0)
+    swap = Swap(model, count, CPU) if count else None
+    params = method.attach(model)
+    torch.manual_seed(0)
+    for parameter in params.values():
+        parameter.data += 0.02 * torch.randn(parameter.shape)
+    return model, params, swap
+
+
+def told(model, dtype=None, seed=0):
+    """The losses of two pictures."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        latents = model.encode_pixels(torch.rand(2, 3, 16, 16, generator=rng) * 2 - 1).chunk(2, dim=1)[0]
+        return model.loss(LatentBatch(latents, model.encode_text(["a cat", "<dicoo>"])), rng)
+
+
+def gradients(model, params, dtype=None, seeds=(1, 2)):
+    """Of as many micro-batches."""
+    for parameter in params.values():
+        parameter.grad = None
+    for seed in seeds:
+        told(model, dtype, seed).sum().backward()
+    return flat({name: parameter.grad for name, parameter in params.items() if parameter.grad is not None})
+
+
+LORA = METHODS["lora"]
+
+
+@pytest.mark.parametrize("family", DEEPER)
+def test_gradients_have_the_same_bits_and_two_blocks_that_wait_are_there_at_most(family, deep_family, alive):
+    model, params, _ = placed(deep_family(family), 0, **LORA)
+    exact, blocks = gradients(model, params), len(model.blocks())
+    assert exact.any() and not alive.came and blocks == {"qwen_image": 5, "sd3": 5}.get(family, 6)
+    model, params, swap = placed(deep_family(family), blocks, **LORA)
+    assert alive.now == 0 and len(swap._blocks) == blocks
+    assert torch.equal(gradients(model, params), exact), "without gradient checkpointing"
+    assert alive.most == 2 and alive.came == 2 + 4 * (blocks - 2), "all but two travel twice in each of two micro-batches"
+    with torch.no_grad():
+        told(model)
+    model.enable_gradient_checkpointing()
+    assert torch.equal(gradients(model, params), exact)
+    assert alive.most == 2
+    swap.clear()
+    assert alive.now == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "precision"), [*((method, precision) for method in METHODS for precision in ("auto", "nf4")), ("lora", "int8"), ("lora", "fp8")]
+)
+def test_every_method_and_base_precision_has_the_same_bits(method, precision, deep_family, alive):
+    options = {"precision": precision, "dtype": torch.bfloat16, **METHODS[method]}
+    model, params, _ = placed(deep_family("flux"), 0, **options)
+    exact = gradients(model, params, torch.bfloat16)
+    model, params, swap = placed(deep_family("flux"), 4, **options)
+    assert not swap.tensors & {*params.values()}
+    assert torch.equal(gradients(model, params, torch.bfloat16), exact) and exact.any()
+    model.enable_gradient_checkpointing()
+    assert torch.equal(gradients(model, params, torch.bfloat16), exact)
+    assert alive.came and alive.most == 2
+    assert precision == "auto" or {tensor.dtype for tensor in swap.tensors} >= {torch.uint8, torch.float32}, "scales travel with their bits"
+
+
+def test_what_waits_lies_evenly_among_the_others(deep_family):
+    model, _, swap = placed(deep_family("flux"), 3, **LORA)
+    places = [number for number, block in enumerate(model.blocks()) if {*block.parameters()} & swap.tensors]
+    assert places == [0, 2, 4]
+
+
+class Broke(Exception):
+    pass
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward", "on its way"])
+def test_a_step_after_one_that_broke_off_is_right(where, checkpointing, deep_family, alive, monkeypatch):
+    model, params, _ = placed(deep_family("flux"), 0, **LORA)
+    exact = gradients(model, params)
+    model, params, swap = placed(deep_family("flux"), 6, **LORA)
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    inside = model.blocks()[3].norm.linear
+
+    def breaks(*_):
+        raise Broke
+
+    with contextlib.ExitStack() as broken:
+        if where == "forward":
+            broken.callback(inside.register_forward_hook(breaks).remove)
+        elif where == "backward":
+            layer = model.blocks()[3].proj_out
+            broken.callback(layer.register_full_backward_hook(breaks).remove)
+        else:
+            patch = broken.enter_context(monkeypatch.context())
+            come = _Block.come
+            patch.setattr(_Block, "come", lambda self, flat: breaks() if self is swap._blocks[3] else come(self, flat))
+        with pytest.raises(Broke):
+            gradients(model, params)
+    assert torch.equal(gradients(model, params), exact) and alive.most == 2
+
+
+ACCUMULATED = {"train_batch_size": 2, "gradient_accumulation_steps": 2}
+DRAWING = {"validation_prompts": ("a red square",), "num_validation_images": 1, "validation_steps": 2, "validation_inference_steps": 1}
+
+
+@pytest.mark.parametrize("other", [{}, {"offload": True}, {"base_precision": "int8", "gradient_checkpointing": True}], ids=str)
+def test_a_run_that_draws_is_the_same_and_goes_on_with_another_number(other, start, deep_family, alive, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("peer.machine.turns._OWN_MEMORY", ("cpu",))
+    run = dataclasses.replace(RUN, total_samples=16, validation_split=0.2, model=str(deep_family("flux")), **LORA)
+    plain = start("plain", run=run, **other, **ACCUMULATED).run()
+    assert not alive.came
+    first = start("parts", run=run, stop_after=2, blocks_to_swap=6, **other, **ACCUMULATED, **DRAWING).run()
+    second = start("parts", run=run, resume_from_checkpoint="latest", blocks_to_swap=3, **other, **ACCUMULATED, **DRAWING).run()
+    assert first.losses + second.losses == plain.losses and len(plain.losses) == 4
+    assert torch.equal(flat(second.trainer.params), flat(plain.trainer.params)) and alive.came
+
+
+def test_a_turn_that_ends_takes_all_blocks_along(start, deep_family, alive, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("peer.machine.turns._OWN_MEMORY", ("cpu",))
+    run = dataclasses.replace(RUN, total_samples=4, model=str(deep_family("flux")), **LORA)
+    trainer = start(run=run, blocks_to_swap=4, offload=True).run().trainer
+    assert alive.now == 2
+    trainer.model.encode_text(["a cat"])
+    assert alive.now == 0
+
+
+def test_a_new_words_whole_pipeline_is_saved_as_without(start, deep_family, tmp_path, monkeypatch):  # noqa: F811
+    """What waits is there for whoever writes it."""
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr("peer.machine.swap._OWN_MEMORY", ("cpu",))
+    run = dataclasses.replace(RUN, total_samples=4, model=str(deep_family("flux")), method="textual_inversion", **METHODS["textual_inversion"])
+    for name, count in (("plain", 0), ("swapped", 4)):
+        started = start(name, run=run, blocks_to_swap=count, save_as_full_pipeline=True).run()
+        started.results.export(tmp_path / f"{name} whole")
+    files = {path.relative_to(tmp_path / "plain whole") for path in (tmp_path / "plain whole").rglob("*.safetensors")}
+    assert any("transformer" in str(path) for path in files)
+    for path in files:
+        plain, swapped = (load_file(tmp_path / f"{name} whole" / path) for name in ("plain", "swapped"))
+        assert plain.keys() == swapped.keys() and all(torch.equal(plain[name], swapped[name]) for name in plain), path
+
+
+# ------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize("other", [{"device": "cpu"}, {"device": "xla"}, {"compile": True}, {"ipex": True}, {"assist": True, "peers": ("a",)}])
+def test_options_that_do_not_go_with_it_are_refused(other):
+    with pytest.raises(UserError, match=f"blocks_to_swap.*{next(iter(other))}"):
+        PeerConfig(blocks_to_swap=4, **other)
+
+
+def test_where_there_is_no_use_for_it_one_line_says_so(caplog):
+    peer, lora, gpu = PeerConfig(blocks_to_swap=4), RunConfig(**LORA), torch.device("cuda", 0)
+    assert swaps(peer, lora, gpu) and not swaps(PeerConfig(), RunConfig(method="full"), gpu)
+    assert not swaps(peer, lora, CPU) and "blocks_to_swap=0: it makes room on a GPU" in caplog.text
+    with pytest.raises(UserError, match="--method full trains all of the denoiser's"):
+        swaps(peer, RunConfig(method="full"), gpu)
+    with pytest.raises(UserError, match="was not tried on XLA"):
+        swaps(peer, lora, torch.device("xla"))
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "said"),
+    [
+        ("sd", 4, "the denoiser of Stable Diffusion is none"),
+        ("flux", 2, "Two of them are on the GPU at a time, and blocks_to_swap is 2"),
+        ("flux", 7, "This FLUX has 6 blocks, and blocks_to_swap is 7"),
+    ],
+)
+def test_a_denoiser_without_so_many_blocks_is_refused(family, count, said, tiny_family, deep_family):
+    folder = deep_family(family) if family in DEEPER else tiny_family(family)
+    with pytest.raises(UserError, match=said):
+        Swap(load_model(RunConfig(model=str(folder)), {}, None), count, CPU)
+
+
+class Cudart:
+    """CUDA's library as far as it pins memory; code: what it answers."""
+
+    def __init__(self, code):
+        self.code, self.pinned = code, {}
+
+    def cudaHostRegister(self, place, num_bytes, flags):  # noqa: N802
+        if not self.code:
+            self.pinned[place] = num_bytes
+        return self.code
+
+    def cudaHostUnregister(self, place):  # noqa: N802
+        del self.pinned[place]
+
+
+def test_what_waits_for_a_gpu_is_pinned_as_long_as_it_is_there_and_else_one_line_says_so(monkeypatch):
+    library = Cudart(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: library)
+    linear = torch.nn.Linear(100, 10)
+    block = _Block(linear, pinned=True)
+    assert library.pinned == {linear.weight.data_ptr(): 4096 + 256} == {linear.weight.data_ptr(): block.num_bytes}
+    del block, linear
+    assert not library.pinned
+    library.code = 2
+    with pytest.raises(UserError, match=r"CUDA cannot pin 0\.0 GB of this machine's memory.*error 2") as refused:
+        _Block(torch.nn.Linear(100, 10), pinned=True)
+    assert refused.value.code == ExitCode.MEMORY and "lower --blocks_to_swap" in refused.value.fix
