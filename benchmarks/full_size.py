@@ -90,7 +90,7 @@ def measure(folder: Path, sizes: Sizes, resolution: int) -> dict[str, object]:
     models = [folder / name / "model" for name in held]
     seconds = [each for program in swarm.peers.values() for each in _between_steps(program.text())]
     return {
-        "digests_equal": not results.unequal_rounds(held) and results.shared_rounds(held) > 0 and _equal(models),
+        "digests_equal": not results.unequal_rounds(held) and results.shared_rounds(held) > 0 and same_loras(models),
         "rounds_shared": results.shared_rounds(held),
         "loads": _draws(folder / "base", models[0], resolution),
         "seconds_per_step": statistics.median(seconds),
@@ -105,7 +105,7 @@ def _between_steps(log: str) -> list[float]:
     return [(after - before).total_seconds() for before, after in pairwise(times)]
 
 
-def _equal(models: list[Path]) -> bool:
+def same_loras(models: list[Path]) -> bool:
     """Whether all have the same LoRA, to the bit."""
     import torch
     from safetensors.torch import load_file

@@ -10,6 +10,7 @@ from tests import tiny
 from tests.peer.methods.test_every_family_and_source import FAMILIES
 from tests.peer.methods.test_every_pair import PAIRS
 from tests.peer.methods.test_every_row import FULLS, LORAS, TURNS, WORDS
+from tests.peer.sync.test_every_family import AVERAGED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
@@ -34,7 +35,8 @@ def cell(name: str, method: str) -> str:
     tried = {"full": name in FULLS, "textual_inversion": name in WORDS, "lora": (name, "") in LORAS}
     product = "P" if TURNS.get(name, method) == method else "p"
     learns = {"full": "F", "textual_inversion": "W", "lora": "L"}.get(method, product)
-    return " ".join([learns if tried.get(method, (name, method) in LORAS) else "?", *(["S", "M"] if (name, method) in PAIRS else [])])
+    shared = [*(["S", "M"] if (name, method) in PAIRS else []), *(["A"] if method == "lora" and name in AVERAGED else [])]
+    return " ".join([learns if tried.get(method, (name, method) in LORAS) else "?", *shared])
 
 
 def row(name: str) -> str:

@@ -25,6 +25,6 @@ def test_two_results_are_equal_only_to_the_bit(tmp_path):
     for number, (model, tensor) in enumerate(zip(models, others, strict=True)):
         model.mkdir()
         save_file({"other" if number == 3 else "layer": tensor}, model / "pytorch_lora_weights.safetensors")
-    assert full_size._equal(models[:2]) is True
-    assert full_size._equal([models[0], models[2]]) is False
-    assert full_size._equal([models[0], models[3]]) is False
+    assert full_size.same_loras(models[:2]) is True
+    assert full_size.same_loras([models[0], models[2]]) is False
+    assert full_size.same_loras([models[0], models[3]]) is False
