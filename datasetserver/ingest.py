@@ -24,9 +24,10 @@ from datasetserver.loading import load_all
 from datasetserver.pictures import Sample
 from datasetserver.sources import Folder, Source, picture_of
 from swarm import files
+from swarm.captions import Faults
 from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import ExitCode, UserError
-from swarm.held_out import MOST_HELD_OUT, rank_of, unfit
+from swarm.held_out import MOST_HELD_OUT, WHOLE, rank_of, refuse_own_share, unfit
 from swarm.picture_folder import Pair, nothing_in
 from swarm.protocol import Generation, Manifest, Shard
 from swarm.run.family import families
@@ -113,6 +114,8 @@ def ingest(
     if isinstance(source, Path):
         source = Folder(source)
     listing = source.list()
+    if isinstance(listing.pairs, Sequence):  # rows of the Hub have no share of their own, and are read once
+        refuse_own_share((pair.validation_split for pair in listing.pairs), policy.held_out)
 
     def identity_with(samples: int) -> str:
         return digest_json([_FORMAT, samples, SHARD_BYTES, policy.told(), listing.identity])
@@ -143,8 +146,9 @@ def ingest(
     if policy.masks:
         pairs = (replace(pair, masked=True) for pair in pairs)
     aside: dict[str, Pair] = {}
-    if policy.held_out and not grown:  # what is held out stays so for the run's life
-        pairs = _without(pairs, policy.held_out, aside)
+    if policy.held_out:
+        most = 0 if grown else MOST_HELD_OUT  # what is held out stays so for the run's life
+        pairs = _without(pairs, policy.held_out, most, aside, listing.faults)
     with contextlib.ExitStack() as closing:
         keeper = _NoKeeper() if dry else closing.enter_context(Keeper(work_dir, identity))
         writer = _NoKeeper() if dry else Writer(work_dir)
@@ -161,6 +165,8 @@ def ingest(
     for each in ("rejected", "duplicates", "changed", "notes", "samples"):
         getattr(batches, each).extend(getattr(held_out, each))
     rejected = sorted(listing.faults + batches.rejected)
+    if not batches.shards and held_out.shards:
+        raise unfit(policy.held_out, len(aside), len(aside))
     if not batches.shards and not grown:
         if not dry:
             _write_table(work_dir / "rejected.csv", ["file", "reason"], rejected)
@@ -193,14 +199,21 @@ def ingest(
     return result
 
 
-def _without(pairs: Iterable[Pair], share: float, aside: dict[str, Pair]) -> Iterator[Pair]:
-    """The pairs that are trained; of each picture that is held out, one is put `aside`, by its picture's name."""
+def _without(pairs: Iterable[Pair], share: float, most: int, aside: dict[str, Pair], faults: Faults) -> Iterator[Pair]:
+    """The pairs that are trained; of each picture that is held out, at most `most`, one is put `aside`, by its picture's name.
+
+    faults: gets the others of a folder that is never trained.
+    """
     for pair in pairs:
-        picture = picture_of(pair.name)
-        if rank_of(picture) < share and len(aside) < MOST_HELD_OUT:
+        picture, part = picture_of(pair.name), share if pair.validation_split is None else pair.validation_split
+        if picture in aside:
+            continue
+        if rank_of(picture) < part and len(aside) < most:
             aside[picture] = replace(pair, name=picture)
-        elif picture not in aside:
+        elif part < WHOLE:
             yield pair
+        elif picture == pair.name:
+            faults.append((picture, "its folder is never trained (validation_split 1), and nothing more is held out"))
 
 
 def ingested(work_dir: Path) -> Ingested | None:

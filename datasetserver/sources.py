@@ -114,7 +114,8 @@ def _fingerprint(pair: Pair) -> list:
     """Changes with the pair's files; names as bytes, since a file's name may be no text."""
     said = [os.fsencode(pair.name).hex(), _print_of(pair.image), _print_of(pair.caption), pair.spare]
     said += [_print_of(pair.mask)] if pair.mask else []
-    return said + (list(pair.around) if any(pair.around) else []) + ([pair.weight] if pair.weight != 1 else [])
+    said += (list(pair.around) if any(pair.around) else []) + ([pair.weight] if pair.weight != 1 else [])
+    return said + ([] if pair.validation_split is None else [{"validation_split": pair.validation_split}])
 
 
 def _print_of(what: Path | Piece | bytes | Captions | None) -> Any:

@@ -44,7 +44,7 @@ class Pair:
     caption: itself, or several, of which chance takes one, or where it is; None where there is none. spare: instead of one that is missing or
     empty; '' for none. empty_ok: it may be empty or missing in the end. repeats: how often the picture comes in an epoch. mask: a picture of where
     the loss counts. masked: its transparency is such a mask. around: what comes before and after each of its captions.
-    weight: what its loss is multiplied with.
+    weight: what its loss is multiplied with. validation_split: of its folder's pictures, the share that is held out; None: the run's.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Pair:
     masked: bool = False
     around: tuple[str, str] = ("", "")
     weight: float = 1.0
+    validation_split: float | None = None
 
     def read(self) -> bytes:
         """The picture's bytes; where it has a mask of its own, a PNG with that as its alpha channel. Raises BadSample."""

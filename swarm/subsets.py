@@ -21,6 +21,7 @@ _OWN = {
     "image_dir": str,
     "num_repeats": int,
     "loss_weight": float,
+    "validation_split": float,
     **dict.fromkeys(("class_tokens", "caption_prefix", "caption_suffix", "caption_extension"), str),
 }
 _OF_THE_RUN = {
@@ -40,7 +41,6 @@ _OF_THE_RUN = {
     "caption_dropout_rate": "proportion_empty_prompts",
     "caption_tag_dropout_rate": "caption_tag_dropout_rate",
     "alpha_mask": "masked_loss",
-    "validation_split": "validation_split",
 }
 _NOT_HERE = {
     *("is_reg", "metadata_file", "conditioning_data_dir", "caption_dropout_every_n_epochs", "caption_separator", "keep_tokens_separator"),
@@ -52,6 +52,7 @@ _CHANGES_NOTHING = {"caption_separator": ",", "token_warmup_min": 1, "network_mu
 _INSTEAD = {
     "is_reg": "Give that folder as --class_data_dir.",
     "conditioning_data_dir": "Put each mask beside its picture as NAME.mask.png, and add --masked_loss.",
+    "validation_seed": "Remove it: the hash of a picture's name decides whether it is held out, the same at all peers.",
 }
 _NOTHING_SAID = {"cache_info"}
 _CAPTIONS = (".txt", ".caption")
@@ -77,12 +78,13 @@ class Subset:
     caption_prefix: str = ""
     caption_suffix: str = ""
     loss_weight: float = 1.0
+    validation_split: float | None = None
 
     def pairs(self, faults: Faults, column: str, masks: bool, without: Collection[Path]) -> list[Pair]:
         own: Faults = []
         pairs = list_folder(self.folder, own, column, masks, without)
         faults += [(self._named(name), reason) for name, reason in own]
-        said = {"around": (self.caption_prefix, self.caption_suffix), "weight": self.loss_weight}
+        said = {"around": (self.caption_prefix, self.caption_suffix), "weight": self.loss_weight, "validation_split": self.validation_split}
         return [
             replace(
                 pair,
@@ -165,8 +167,8 @@ def _tables(path: Path, said: Mapping[str, Any], name: str) -> list[dict[str, An
 
 
 def _subset(path: Path, values: Mapping[str, Any]) -> Subset:
-    if type(values.get("loss_weight")) is int:  # TOML's 2 and 2.0
-        values = {**values, "loss_weight": float(values["loss_weight"])}
+    # TOML's 2 and 2.0
+    values = {name: float(value) if _OWN.get(name) is float and type(value) is int else value for name, value in values.items()}
     for name, value in values.items():
         if name in _NOT_HERE and value and value != _CHANGES_NOTHING.get(name):
             raise UserError(f"{path}: there is no {name} here.", fix=_INSTEAD.get(name, "Remove it."))
@@ -179,6 +181,9 @@ def _subset(path: Path, values: Mapping[str, Any]) -> Subset:
     if not 0 < values.get("loss_weight", 1.0) <= _MOST_WEIGHT:
         fix = f"Use more than 0, and at most {_MOST_WEIGHT:g}; 1 is usual."
         raise UserError(f"{path}: loss_weight is {values['loss_weight']:g}.", fix=fix)
+    if not 0 <= values.get("validation_split", 0.0) <= 1:
+        fix = "Use 0 to 1: 0 holds none of the folder's pictures out of training, 1 all of them."
+        raise UserError(f"{path}: validation_split is {values['validation_split']:g}.", fix=fix)
     if values.get("caption_extension", _CAPTIONS[0]) not in _CAPTIONS:
         raise UserError(f"{path}: caption_extension is {values['caption_extension']!r}.", fix=f"Use {' or '.join(_CAPTIONS)}; both are read.")
     label = posixpath.normpath(values["image_dir"])

@@ -1,5 +1,6 @@
 """A dataset of several folders by a TOML file in kohya's form: the same for a host and for a peer."""
 
+import csv
 import logging
 from collections import Counter
 from pathlib import Path
@@ -118,6 +119,11 @@ SUBSET = '[[datasets]]\n[[datasets.subsets]]\nimage_dir = "cats"\n'
         (SUBSET + "loss_weight = 0", "loss_weight is 0. Use more than 0"),
         (SUBSET + "loss_weight = nan", "loss_weight is nan. Use more than 0"),
         (SUBSET + "loss_weight = true", "loss_weight is True"),
+        (SUBSET + "validation_split = 1.5", "validation_split is 1.5. Use 0 to 1"),
+        (SUBSET + "validation_split = -0.1", "validation_split is -0.1. Use 0 to 1"),
+        (SUBSET + "validation_split = nan", "validation_split is nan. Use 0 to 1"),
+        (SUBSET + "validation_split = true", "validation_split is True"),
+        (SUBSET + "validation_seed = 42", "Remove it: the hash of a picture's name decides whether it is held out"),
         (SUBSET + 'num_repeats = "2"', "num_repeats is '2'"),
         (SUBSET + "num_repeats = true", "num_repeats is True"),
         (SUBSET + "is_reg = true", "there is no is_reg here. Give that folder as --class_data_dir"),
@@ -263,3 +269,87 @@ def test_a_picture_that_is_in_no_shard_yet_may_get_any_loss_weight(tmp_path):
     (tmp_path / "data.toml").write_text(SUBSET + "loss_weight = 2")
     ingest(Folder(tmp_path / "data.toml"), tmp_path / "work", workers=0, grow_from=1)
     assert weights_of(tmp_path / "work") == [1.0, 1.0, 2.0]
+
+
+HELD_OUT = """
+[[datasets]]
+validation_split = 0
+[[datasets.subsets]]
+image_dir = "cats"
+[[datasets.subsets]]
+image_dir = "dogs"
+num_repeats = 2
+validation_split = 1
+"""
+
+
+@pytest.fixture
+def with_a_folder_held_out(tmp_path):
+    """A TOML file of 6 cats, of which none is held out, and 3 dogs, which are all."""
+    for name, count in {"cats": 6, "dogs": 3}.items():
+        write_dataset(tmp_path / name, count)
+    (tmp_path / "data.toml").write_text(HELD_OUT)
+    return tmp_path / "data.toml"
+
+
+def names_in(work, shards):
+    """How often each picture is in these shards, by the list of what the work folder knows."""
+    with (work / "samples.csv").open() as lines:
+        known = [name for name, _ in csv.reader(lines)][1:]
+    counts = {shard.digest: shard.samples for shard in shards}
+    manifest, place, found = ingested(work).manifest, 0, []
+    first = manifest.generations[0].shards
+    for shard in [*manifest.shards[:first], *manifest.held_out, *manifest.shards[first:]]:
+        found += known[place : place + shard.samples] if shard.digest in counts else []
+        place += shard.samples
+    return Counter(name.partition("/")[0] for name in found)
+
+
+def test_a_folders_own_validation_split_is_the_same_at_a_host_and_at_a_peer(with_a_folder_held_out, tmp_path):
+    source, policy, work = Folder(with_a_folder_held_out), Policy(held_out=0.5), tmp_path / "work"
+    first = ingest(source, work, workers=0, policy=policy).manifest
+    assert names_in(work, first.shards) == {"cats": 6} and names_in(work, first.held_out) == {"dogs": 3}
+    own = Directory(with_a_folder_held_out, Rules(validation_split=0.5), tmp_path / "cache", epochs=1)
+    assert Counter(sample.key.partition(":")[2].partition("/")[0] for sample in own) == {"cats": 6}
+    assert [sample.key.partition("/")[0] for sample in own.held_out()] == 3 * ["held out:dogs"]
+
+    write_dataset(tmp_path / "cats", 7)
+    write_dataset(tmp_path / "dogs", 4)
+    grown = ingest(source, work, workers=0, policy=policy, grow_from=1)
+    assert names_in(work, grown.manifest.shards) == {"cats": 7} and grown.manifest.held_out == first.held_out
+    assert grown.rejected == [("dogs/0003.png", "its folder is never trained (validation_split 1), and nothing more is held out")]
+    with_a_folder_held_out.write_text(HELD_OUT.replace("= 1", "= 0.9"))
+    with pytest.raises(UserError, match="how to read it has changed"):
+        ingest(source, work, workers=0, policy=policy, frozen=True)
+
+
+def test_a_folder_that_is_held_out_whole_is_not_trained_beyond_what_is_measured(with_a_folder_held_out, tmp_path, monkeypatch):
+    for room in ("datasetserver.ingest", "swarm.held_out"):
+        monkeypatch.setattr(f"{room}.MOST_HELD_OUT", 2)
+    result = ingest(Folder(with_a_folder_held_out), tmp_path / "work", workers=0, policy=Policy(held_out=0.5))
+    assert names_in(tmp_path / "work", result.manifest.held_out) == {"dogs": 2} and result.manifest.total == 6
+    assert [name.partition("/")[0] for name, _ in result.rejected] == ["dogs"]
+    own = Directory(with_a_folder_held_out, Rules(validation_split=0.5), tmp_path / "cache", epochs=1)
+    assert len(own.held_out()) == 2 and len(own) == 6
+
+
+def test_a_folders_own_validation_split_needs_a_run_that_measures_and_pictures_to_train(with_a_folder_held_out, tmp_path, caplog):
+    alone, joins = Rules(), Rules(joining=True)
+    for prepare in (
+        lambda: ingest(Folder(with_a_folder_held_out), tmp_path / "work", workers=0),
+        lambda: Directory(with_a_folder_held_out, alone, tmp_path / "cache", epochs=1),
+    ):
+        with pytest.raises(UserError, match="validation_split of a folder is 1, and the run's is 0") as raised:
+            prepare()
+        assert "--validation_split" in raised.value.fix
+    assert len(Directory(with_a_folder_held_out, joins, tmp_path / "cache", epochs=1)) == 6
+    assert "This peer measures no held-out loss" in caplog.text
+
+    with_a_folder_held_out.write_text(HELD_OUT.replace("= 0", "= 1"))
+    for prepare in (
+        lambda: ingest(Folder(with_a_folder_held_out), tmp_path / "work", workers=0, policy=Policy(held_out=0.5)),
+        lambda: Directory(with_a_folder_held_out, Rules(validation_split=0.5), tmp_path / "cache", epochs=1),
+        lambda: Directory(with_a_folder_held_out, joins, tmp_path / "cache", epochs=1),
+    ):
+        with pytest.raises(UserError, match="holds out 9 of 9 pictures"):
+            prepare()

@@ -20,7 +20,7 @@ from swarm import files
 from swarm.captions import CAPTION_COLUMNS, Faults
 from swarm.digest import digest_bytes, digest_json
 from swarm.errors import UserError
-from swarm.held_out import held_out
+from swarm.held_out import WHOLE, held_out, unfit
 from swarm.picture_file import BadSample, has_mask, opened, orientation_of, turned, upright_mask
 from swarm.picture_folder import Pair, Piece, listed, nothing_in
 from swarm.subsets import list_dataset
@@ -73,8 +73,10 @@ class Directory:
         self._folder, self._seed, self._epochs = folder, rules.seed, epochs
         self._pairs = {_as_text(pair.name): pair for pair in good_pairs(folder, rules, cache_dir)}
         self._held_out = self._choose(rules)
-        own = self._pairs.keys() - self._held_out
-        self._places = [(name, again) for name, pair in self._pairs.items() if name in own for again in range(pair.repeats)]
+        own = {name: pair for name, pair in self._pairs.items() if name not in self._held_out and pair.validation_split != WHOLE}
+        self._places = [(name, again) for name, pair in own.items() for again in range(pair.repeats)]
+        if not self._places:
+            raise unfit(rules.validation_split, len(self._pairs), len(self._pairs))
         self._digest = digest_json(self._places)
         self._epoch = self._position = 0
         self._shuffled, self._shuffled_for = self._places, -1
@@ -84,7 +86,7 @@ class Directory:
     def _choose(self, rules: Rules) -> list[str]:
         """Names of the pictures that are held out. Raises UserError where the split fits no folder like this one, and we chose it."""
         try:
-            return held_out(self._pairs, rules.validation_split)
+            return held_out({name: pair.validation_split for name, pair in self._pairs.items()}, rules.validation_split)
         except UserError as error:
             if not rules.joining:
                 raise

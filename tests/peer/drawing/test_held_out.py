@@ -27,13 +27,28 @@ def lines(folder):
 
 def test_what_is_held_out_stays_so_when_the_dataset_grows_and_is_about_the_share():
     names = [f"{number:06d}.png" for number in range(1000)]
-    chosen = held_out(names, 0.1)
-    assert 70 < len(chosen) < 130 and held_out(names[:500], 0.1) == [name for name in chosen if name < "000500"]
-    assert len(held_out(names, 0.9)) == MOST_HELD_OUT and not held_out(names, 0.0)
-    for share, few in ((0.001, names[:3]), (0.999, names[:3])):
+    chosen = held_out(dict.fromkeys(names), 0.1)
+    assert 70 < len(chosen) < 130 and held_out(dict.fromkeys(names[:500]), 0.1) == [name for name in chosen if name < "000500"]
+    assert len(held_out(dict.fromkeys(names), 0.9)) == MOST_HELD_OUT and not held_out(dict.fromkeys(names), 0.0)
+    for share in (0.001, 0.999):
         with pytest.raises(UserError, match="validation_split") as raised:
-            held_out(few, share)
+            held_out(dict.fromkeys(names[:3]), share)
         assert ("Raise" if share < 0.5 else "Lower") in raised.value.fix
+
+
+def test_a_folders_own_share_takes_the_place_of_the_runs():
+    names = [f"{number:06d}.png" for number in range(200)]
+    plain, none, whole = names[:100], names[100:180], names[180:]
+    own = {**dict.fromkeys(plain), **dict.fromkeys(none, 0.0), **dict.fromkeys(whole, 1.0)}
+    chosen = held_out(own, 0.1)
+    assert set(whole) <= set(chosen) and not set(none) & set(chosen)
+    assert set(chosen) - set(whole) == set(held_out(dict.fromkeys(plain), 0.1))
+    with pytest.raises(UserError, match="of a folder is 1, and the run's is 0") as raised:
+        held_out(own, 0.0)
+    assert "Remove it" in raised.value.fix
+    many = [f"{number:06d}.png" for number in range(MOST_HELD_OUT + 1)]
+    with pytest.raises(UserError, match="holds out 256 of 257"):  # the last one is not trained either
+        held_out(dict.fromkeys(many, 1.0), 0.1)
 
 
 def test_a_run_that_measures_is_the_same_run_to_the_bit_and_equal_weights_give_equal_figures(start, tmp_path):  # noqa: F811
