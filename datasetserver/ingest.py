@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import ValidationError
 
+from datasetserver.kept import Kept, captions_in
 from datasetserver.loading import load_all
 from datasetserver.pictures import Sample
 from datasetserver.sources import Folder, Source, picture_of
@@ -137,14 +138,15 @@ def ingest(
         )
     grown = old if grow_from is not None else None
     known = _samples_of(work_dir, grown.manifest) if grown else []
-    names = {picture_of(name) for name, _ in known}
+    kept = _kept(work_dir, grown, known) if grown else Kept()
     if grown:
-        _refuse_another_weight(listing.pairs, names, _weights(grown.manifest, known), work_dir)
-    pairs = (pair for pair in listing.pairs if picture_of(pair.name) not in names)
+        _refuse_another_weight(listing.pairs, kept, _weights(grown.manifest, known), work_dir)
+    pairs = iter(listing.pairs)
     if policy.missing_captions == "empty":
         pairs = (replace(pair, empty_ok=True) for pair in pairs)
     if policy.masks:
         pairs = (replace(pair, masked=True) for pair in pairs)
+    pairs = kept.new(pairs)
     aside: dict[str, Pair] = {}
     if policy.held_out:
         most = 0 if grown else MOST_HELD_OUT  # what is held out stays so for the run's life
@@ -153,7 +155,7 @@ def ingest(
         keeper = _NoKeeper() if dry else closing.enter_context(Keeper(work_dir, identity))
         writer = _NoKeeper() if dry else Writer(work_dir)
         batches = Batches(shard_samples, policy, keeper.done, resolution, len(grown.manifest.shards) if grown else 0, known)
-        count = None if listing.count is None else max(0, listing.count - len(names))
+        count = None if listing.count is None else max(0, listing.count - len(kept))
         rest = islice(pairs, batches.taken, None)
         for pair, result in show(load_all(rest, workers, listing.count), count):
             batches.add(pair.name, result, keeper)
@@ -164,6 +166,7 @@ def ingest(
         held_out.end(writer)
     for each in ("rejected", "duplicates", "changed", "notes", "samples"):
         getattr(batches, each).extend(getattr(held_out, each))
+    batches.notes.extend(kept.notes)
     rejected = sorted(listing.faults + batches.rejected)
     if not batches.shards and held_out.shards:
         raise unfit(policy.held_out, len(aside), len(aside))
@@ -286,6 +289,17 @@ def _samples_of(work_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
     return samples
 
 
+def _kept(work_dir: Path, ready: Ingested, known: Sequence[tuple[str, str]]) -> Kept:
+    """What the run has of its pictures; known: as `_samples_of` has them. Raises UserError for a damaged shard."""
+    kept, rest, aside = Kept(), iter(known), {shard.digest for shard in ready.manifest.held_out}
+    for shard in _in_order(ready.manifest):
+        # An older version composed captions by other rules: they would differ though nobody changed them.
+        captions = [None] * shard.samples if ready.older else captions_in(shard_path(work_dir, shard.digest), shard.samples)
+        for text, (name, _) in zip(captions, rest):  # noqa: B905 (the rest is for the next shards)
+            kept.add(name, text, trained=shard.digest not in aside)
+    return kept
+
+
 def _in_order(manifest: Manifest) -> list[Shard]:
     """All shards as they were made: what is held out comes after the first generation."""
     first = manifest.generations[0].shards
@@ -298,7 +312,7 @@ def _weights(manifest: Manifest, samples: Iterable[tuple[str, str]]) -> dict[str
     return {picture_of(name): weight for (name, _), weight in zip(samples, weights, strict=True) if weight != 1}
 
 
-def _refuse_another_weight(pairs: Iterable[Pair], names: Collection[str], weights: Mapping[str, float], work_dir: Path) -> None:
+def _refuse_another_weight(pairs: Iterable[Pair], names: Container[str], weights: Mapping[str, float], work_dir: Path) -> None:
     """Raise UserError where a picture with one of these `names`, so that it is in a shard already, has another weight than there.
 
     The weight is not taken: it is in the manifest whose digest names the run's dataset, and peers would train by two weights.

@@ -1,6 +1,7 @@
 """A dataset of several folders by a TOML file in kohya's form: the same for a host and for a peer."""
 
 import csv
+import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,8 @@ from PIL import Image
 from datasetserver.__main__ import cli
 from datasetserver.config import ServerConfig
 from datasetserver.ingest import Policy, ingest, ingested, shard_path
+from datasetserver.kept import CAPTION, REPEATS
+from datasetserver.report import report
 from datasetserver.sources import Folder
 from peer.config import PeerConfig
 from peer.data.directory import Directory, Rules
@@ -353,3 +356,49 @@ def test_a_folders_own_validation_split_needs_a_run_that_measures_and_pictures_t
     ):
         with pytest.raises(UserError, match="holds out 9 of 9 pictures"):
             prepare()
+
+
+def test_a_run_that_grows_says_which_captions_and_repeats_are_others_now_and_keeps_its_own(toml, tmp_path):
+    work = tmp_path / "work"
+    before = ingest(Folder(toml), work, workers=0).manifest
+    kept = ["cats/3_deep/b.png", "cats/a.png", "dogs/a.png", "dogs/c.png"]
+    toml.write_text(KOHYAS.replace("sks", "xyz").replace("num_repeats = 2", "num_repeats = 3").replace("a dog", "a wolf"))
+    (tmp_path / "dogs" / "c.txt").write_text("")
+    write_dataset(tmp_path / "dogs", 2)
+    Image.new("RGB", (16, 16), (9, 9, 9)).save(tmp_path / "more" / "cats" / "new.png")
+    (tmp_path / "more" / "cats" / "new.txt").write_text("a lioness")
+    grown = ingest(Folder(toml), work, workers=0, grow_from=1)
+    assert {name for name, note in grown.notes if note == CAPTION} == set(kept)
+    assert {name for name, note in grown.notes if note == REPEATS} == {"cats/3_deep/b.png", "cats/a.png"}
+    assert grown.manifest.shards[: len(before.shards)] == before.shards and grown.manifest.total == before.total + 3
+    lines = [*report(toml, grown, work)]
+    assert f"  4 pictures with {CAPTION}, see {work / 'notes.csv'}" in lines and f"  2 pictures with {REPEATS}, see {work / 'notes.csv'}" in lines
+    assert f'cats/a.png,"{CAPTION}"' in (work / "notes.csv").read_text()
+
+
+def test_a_run_that_grows_says_nothing_of_what_is_as_it_was_and_of_repeats_of_what_is_held_out(with_a_folder_held_out, tmp_path):
+    source, policy = Folder(with_a_folder_held_out), Policy("empty", held_out=0.5)
+    (tmp_path / "cats" / "0001.txt").unlink()
+    ingest(source, tmp_path / "work", workers=0, policy=policy)
+    write_dataset(tmp_path / "cats", 7)
+    (tmp_path / "cats" / "0001.txt").unlink()
+    with_a_folder_held_out.write_text(HELD_OUT.replace("num_repeats = 2", "num_repeats = 4"))
+    grown = ingest(source, tmp_path / "work", workers=0, policy=policy, grow_from=1)
+    assert grown.manifest.total == 7 and grown.notes == []
+
+    known = json.loads((tmp_path / "work" / "ingest.json").read_text())
+    (tmp_path / "work" / "ingest.json").write_text(json.dumps(known | {"format": 3}))  # by other rules, whose captions may be others
+    with_a_folder_held_out.write_text(HELD_OUT.replace("num_repeats = 2", "caption_prefix = 'a dog'") + "caption_suffix = ''")
+    write_dataset(tmp_path / "cats", 8)
+    assert ingest(source, tmp_path / "work", workers=0, policy=policy, grow_from=2).notes == []
+
+
+def test_a_damaged_shard_is_named_when_the_dataset_grows(tmp_path):
+    folder, work = write_dataset(tmp_path / "data", 4), tmp_path / "work"
+    (shard,) = ingest(folder, work, workers=0).manifest.shards
+    write_dataset(folder, 5)
+    for damage in (bytes(shard.bytes), b"x" * shard.bytes):
+        shard_path(work, shard.digest).write_bytes(damage)
+        with pytest.raises(UserError, match="is damaged") as raised:
+            ingest(folder, work, workers=0, grow_from=1)
+        assert "Restore that file" in raised.value.fix and raised.value.code == ExitCode.DISK
