@@ -43,6 +43,7 @@ _CUTS_CAPTIONS = " and ".join(family.title for family in families().values() if 
 # The pieces that CLIP's tokenizer cuts a text into before it cuts those: each becomes one token or more.
 _TOKEN = re.compile(r"'(?:s|t|re|ve|m|ll|d)|[^\W\d_]+|\d|(?:[^\s\w]|_)+")
 _JOURNAL = "ingest.journal"
+_STATE = "ingest.json"
 _SAMPLES = "samples.csv"
 _SHARDS = '"shards":['
 
@@ -123,6 +124,8 @@ def ingest(
 
     identity = identity_with(shard_samples)
     old = None if dry and grow_from is None else ingested(work_dir)
+    if old and not dry and _cut_off(work_dir, old):
+        _end(work_dir, old)
     if old and not dry and (old.source == identity or (old.older and frozen and grow_from is None)):
         return old
     if old and frozen and grow_from is None:
@@ -223,10 +226,13 @@ def ingested(work_dir: Path) -> Ingested | None:
     """The dataset that is ready in `work_dir`; None when there is none, or not all of it."""
     try:
         data = manifest_path(work_dir).read_bytes()
-        digest, known = digest_bytes(data), json.loads((work_dir / "ingest.json").read_bytes())
-        if known["manifest"] != digest:
-            return None
+        digest, known = digest_bytes(data), json.loads((work_dir / _STATE).read_bytes())
         manifest = _parse(data)
+        if known["manifest"] != digest:
+            # A growth that was killed after it wrote its manifest, and before it wrote the state: all else of it is there.
+            if digest_bytes(canonical_json(manifest.first().model_dump())) != known["first"]:
+                return None
+            known |= {"source": _source_of_journal(work_dir), "format": _FORMAT}
         if not all(shard_path(work_dir, shard.digest).stat().st_size == shard.bytes for shard in [*manifest.shards, *manifest.held_out]):
             return None
         made = {"format": known.get("format", 0), "held_out": known.get("held_out", 0.0)}
@@ -235,10 +241,24 @@ def ingested(work_dir: Path) -> Ingested | None:
         return None
 
 
+def _cut_off(work_dir: Path, ready: Ingested) -> bool:
+    """Whether the manifest was written, and `_end` was not."""
+    return json.loads((work_dir / _STATE).read_bytes())["manifest"] != ready.digest
+
+
+def _source_of_journal(work_dir: Path) -> str:
+    """What was ingested when it was cut off; '' where no journal says so."""
+    try:
+        with (work_dir / _JOURNAL).open("rb") as lines:
+            return json.loads(next(lines, b""))["source"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def _first(work_dir: Path) -> str | None:
     """The digest of the first generation of what was ready here once, whether or not all of it is there."""
     try:
-        return json.loads((work_dir / "ingest.json").read_bytes())["first"]
+        return json.loads((work_dir / _STATE).read_bytes())["first"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -269,8 +289,14 @@ def _write_result(work_dir: Path, result: Ingested, manifest: bytes, samples: Se
     _write_table(work_dir / "notes.csv", ["file", "note"], result.notes)
     _write_table(work_dir / _SAMPLES, ["file", "digest"], samples, errors="surrogateescape")  # read again: names must come back as they are
     _replace(manifest_path(work_dir), manifest)
-    state = {"source": result.source, "manifest": result.digest, "first": result.first, "format": _FORMAT, "held_out": result.held_out}
-    _replace(work_dir / "ingest.json", canonical_json(state))
+    _end(work_dir, result)
+
+
+def _end(work_dir: Path, result: Ingested) -> None:
+    """What comes after the manifest: the state that names it, and what nobody needs any more."""
+    state = {"source": result.source, "manifest": result.digest, "first": result.first}
+    state |= {"format": result.format, "held_out": result.held_out}
+    _replace(work_dir / _STATE, canonical_json(state))
     _forget_others(work_dir / "shards", result.manifest)
     (work_dir / _JOURNAL).unlink(missing_ok=True)
 

@@ -42,7 +42,8 @@ REGISTER_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
 OUTAGE_SECONDS = 10.0
 """A server that has been away for this long is not waited for. What is leased ahead lasts as long."""
-_CORRUPT_PAUSE_SECONDS = 30.0
+_NO_SHARD_PAUSE_SECONDS = 30.0
+"""The server may lease the same shard at once again."""
 
 
 def build(context: SourceContext) -> "DatasetServer":
@@ -298,13 +299,13 @@ class DatasetServer:
         return deque(index for index in order if index not in skip)
 
     async def _fetch(self, item: ShardEpoch) -> None:
-        """Bring the shard epoch's shard into the cache; gives the shard epoch back when it stays corrupt."""
+        """Bring the shard epoch's shard into the cache; gives the shard epoch back when it stays corrupt, or the server has it no more."""
         try:
             path = await fetch(self._transport, self._cache, item.shard.digest, item.shard.bytes, lambda: not item.lost)
-        except Corrupt as corrupt:
-            log.error("%s; its samples are given back", corrupt)
+        except (Corrupt, Refusal) as fault:
+            log.error("%s The samples of shard %s are given back.", fault, item.shard.digest[:16])
             self.give_back(self._work.skip(item))
-            await asyncio.sleep(_CORRUPT_PAUSE_SECONDS)
+            await asyncio.sleep(_NO_SHARD_PAUSE_SECONDS)
             return
         if path:
             self._work.ready(item, path)
@@ -317,7 +318,7 @@ class DatasetServer:
                 rows = await asyncio.to_thread(self._rows, path, shard.samples)
                 samples += [Sample(f"held out:{shard.index}:{number}", *row) for number, row in enumerate(rows)]
         except (Corrupt, Refusal) as fault:
-            log.error("%s; this peer measures no held-out loss", fault)
+            log.error("%s This peer measures no held-out loss.", fault)
             samples = []
         self._held_out = samples
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from peer.config import PeerConfig
 from peer.data.client.probing import download_state
-from peer.data.client.transport import ServerAway
+from peer.data.client.transport import Refusal, ServerAway
 from peer.launch.joining import Joined
 from peer.launch.membership import visitor
 from peer.launch.resolving import resolve_run
@@ -55,8 +55,8 @@ def _of_server(url: str, folder: Path, token: str) -> Path | None:
         return None
     try:
         path = download_state(url, folder / "fetched", token)
-    except ServerAway as away:
-        log.warning("the server does not give the state that it keeps: %s", away)
+    except (ServerAway, Refusal) as fault:
+        log.warning("the server does not give the state that it keeps: %s", fault)
         return None
     if path:
         log.info("fetched the state that the server keeps: %s", path.name)

@@ -6,6 +6,7 @@ import pytest
 
 from datasetserver.ingest import Policy, ingest, ingested, shard_path
 from scripts.demo.stand_in import write_model
+from swarm import files
 from swarm.digest import canonical_json, digest_bytes
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import Manifest
@@ -76,6 +77,50 @@ def test_a_growth_that_was_cut_off_goes_on_and_gives_what_it_would_have_given(tm
         results[name] = ingest(folder, tmp_path / name, workers=0, shard_samples=4, grow_from=1)
     assert results["whole"] == results["work"]
     samples_of(tmp_path / "work", results["work"].manifest)
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_growth_that_was_killed_after_it_wrote_its_manifest_is_ended_at_the_next_start(tmp_path, monkeypatch, journal):
+    for name in ("whole", "work"):
+        ingest(write_dataset(tmp_path / "data", 6), tmp_path / name, workers=0, shard_samples=4)
+    folder, work = write_dataset(tmp_path / "data", 14), tmp_path / "work"
+    whole = ingest(folder, tmp_path / "whole", workers=0, shard_samples=4, grow_from=1)
+
+    def killed(path, data):
+        if path.name == "ingest.json":
+            raise Interrupted
+        files.replace(path, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("datasetserver.ingest._replace", killed)
+        with pytest.raises(Interrupted):
+            ingest(folder, work, workers=0, shard_samples=4, grow_from=1)
+    if not journal:
+        (work / "ingest.journal").unlink()
+    before = {path: path.read_bytes() for path in work.iterdir() if path.is_file()}
+    dry = ingest(folder, work, workers=0, shard_samples=4, dry=True, grow_from=1)
+    assert ingested(work).digest == dry.digest == whole.digest
+    assert {path: path.read_bytes() for path in work.iterdir() if path.is_file()} == before, "who only reads changes nothing"
+
+    if journal:
+        assert ingest(folder, work, workers=0, shard_samples=4, frozen=True) == ingested(tmp_path / "whole")
+    else:  # of what the manifest was made is not known any more
+        with pytest.raises(UserError, match="how to read it has changed"):
+            ingest(folder, work, workers=0, shard_samples=4, frozen=True)
+        assert ingest(folder, work, workers=0, shard_samples=4, frozen=True, grow_from=2).digest == whole.digest
+    assert (work / "ingest.json").read_bytes() == (tmp_path / "whole" / "ingest.json").read_bytes()
+    assert not (work / "ingest.journal").exists()
+    write_dataset(folder, 16)
+    more = ingest(folder, work, workers=0, shard_samples=4, frozen=True, grow_from=2).manifest
+    assert more.total == 16 and more.shards[:4] == whole.manifest.shards
+    assert [(g.from_epoch, g.shards) for g in more.generations] == [(0, 2), (1, 4), (2, 5)]
+
+
+def test_a_manifest_of_another_dataset_than_the_state_names_is_not_ready(tmp_path):
+    for count in (4, 5):
+        ingest(write_dataset(tmp_path / f"data{count}", count), tmp_path / f"work{count}", workers=0)
+    (tmp_path / "work4" / "ingest.json").write_bytes((tmp_path / "work5" / "ingest.json").read_bytes())
+    assert ingested(tmp_path / "work4") is None and ingested(tmp_path / "work5")
 
 
 def test_a_run_under_way_keeps_its_dataset_until_it_is_told_to_grow(tmp_path, capsys):

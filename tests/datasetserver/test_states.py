@@ -10,11 +10,13 @@ import torch
 
 from datasetserver.states import LOOK_SECONDS, States
 from peer import export
+from peer.results import fetching
 from peer.results.fetching import fetch_state
 from peer.sync.engine.transfer.disk import StateStore, read_state
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host
+from tests.peer.data.meddler import Meddler
 from tests.peer.sync.swarm_tools import state_of
 
 
@@ -52,7 +54,7 @@ def test_the_newest_state_that_can_be_read_is_offered(tmp_path):
     assert states.newest() is None
 
 
-def test_a_server_gives_the_state_and_export_fetches_it_without_any_peer(tmp_path):
+def test_a_server_gives_the_state_and_export_fetches_it_without_any_peer(tmp_path, capsys):
     helper = tmp_path / "helper"
     helper.mkdir()
     host = Host(tmp_path, "--states", str(helper)).start()
@@ -80,5 +82,10 @@ def test_a_server_gives_the_state_and_export_fetches_it_without_any_peer(tmp_pat
         fetched = fetch_state(host.url, tmp_path / "scratch", seconds=1)
         assert read_state(fetched, state.buffer.num_bytes).digest == state.digest
         assert json.loads((fetched.parent.parent / "run.json").read_text())["run"]["values"]["model"] == run.model
+        # One that the server has offered, and has no more when it is asked for it.
+        with Meddler(host.url, change=lambda path, headers, body: body.replace(state.digest.encode(), b"0" * 64)) as between:
+            assert fetching._of_server(between.url, tmp_path / "gone", "") is None
+            between.shutdown()
+        assert "does not give the state that it keeps: This server does not offer that state." in capsys.readouterr().err
     finally:
         host.stop()

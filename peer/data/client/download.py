@@ -18,7 +18,10 @@ class Corrupt(Exception):
 
 
 async def fetch(transport: Transport, cache: ShardCache, digest: str, size: int, wanted: Callable[[], bool]) -> Path | None:
-    """The shard's file in the cache; None once it is not `wanted` any more. Raises Corrupt, and UserError when the disk takes nothing."""
+    """The shard's file in the cache; None once it is not `wanted` any more.
+
+    Raises Corrupt, Refusal where the server has no such shard, and UserError when the disk takes nothing.
+    """
     corrupt, backoff = 0, transport.backoff()
     try:
         path = await asyncio.to_thread(cache.get, digest)
@@ -35,7 +38,7 @@ async def fetch(transport: Transport, cache: ShardCache, digest: str, size: int,
             path = await asyncio.to_thread(cache.admit, digest)
             corrupt += path is None
             if corrupt == _CORRUPT_TRIES:
-                raise Corrupt(f"shard {digest[:16]} arrived corrupt {corrupt} times")
+                raise Corrupt(f"Shard {digest[:16]} arrived corrupt {corrupt} times.")
             if path is None:
                 log.warning("shard %s arrived corrupt; fetching it again", digest[:16])
         return path
@@ -48,7 +51,7 @@ async def fetch(transport: Transport, cache: ShardCache, digest: str, size: int,
 
 
 async def _download(transport: Transport, part: Path, digest: str, size: int) -> None:
-    """Append what is missing to the shard's part. Raises ServerAway when it ends early."""
+    """Append what is missing to the shard's part. Raises ServerAway when it ends early, and Refusal."""
     have = _size(part)
     if have >= size:
         return

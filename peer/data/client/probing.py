@@ -40,7 +40,7 @@ def distance(url: str, token: str = "", seconds: float = 10.0) -> Distance:
 
 
 def download(url: str, manifest: str, token: str = "", *, most_bytes: int, seconds: float) -> tuple[int, float]:
-    """(bytes, seconds) of the begin of a shard. Stops at `most_bytes` or after `seconds`. Raises ServerAway."""
+    """(bytes, seconds) of the begin of a shard. Stops at `most_bytes` or after `seconds`. Raises ServerAway and Refusal."""
 
     async def fetch() -> tuple[int, float]:
         async with Transport(url, token) as transport:
@@ -62,7 +62,7 @@ def download(url: str, manifest: str, token: str = "", *, most_bytes: int, secon
 
 
 def download_state(url: str, folder: Path, token: str = "") -> Path | None:
-    """The newest final state that the server offers, as a file in `folder`; None where it offers none. Raises ServerAway.
+    """The newest final state that the server offers, as a file in `folder`; None where it offers none. Raises ServerAway and Refusal.
 
     Whether its bytes are what its digest says is for its reader to check.
     """

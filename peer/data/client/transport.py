@@ -188,20 +188,23 @@ class Transport:
 
     @asynccontextmanager
     async def stream(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A GET whose body is read by the caller; its status is 200 or 206. Raises ServerAway, also when it breaks off."""
+        """A GET whose body is read by the caller; its status is 200 or 206. Raises ServerAway, also when it breaks off, Refusal and UserError."""
         try:
             url = join_url(self.url, path)
             async with self._session.get(url, headers={**headers, **_authorization(self._token)}, timeout=_NO_TOTAL) as response:
                 if response.status not in (200, 206):
                     reply = Reply(response.status, await _read(response), response.headers)
                     _refuse_stranger(self.url, reply)
-                    raise ServerAway(f"status {reply.status}", retry_after(reply.headers), busy=reply.status == 429)
+                    raise ServerAway(f"status {checked(reply).status}")
                 self.away_since = None
                 yield response
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
             raise self._away(ServerAway(why(error))) from None
         except ServerAway as away:
             raise self._away(away) from None
+        except Refusal:
+            self.away_since = None
+            raise
 
     def away_seconds(self) -> float:
         """For how long nothing has been heard of the server; 0 while it is there."""

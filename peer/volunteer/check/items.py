@@ -259,15 +259,15 @@ class Machine:
 
     def _from_server(self) -> str:
         from peer.data.client.probing import download
-        from peer.data.client.transport import ServerAway
+        from peer.data.client.transport import Refusal, ServerAway
 
         manifest = getattr(self.answer, "manifest", "")
         if not manifest:
             return "the server was not asked"
         try:
             count, seconds = download(self.url, manifest, self._token_of, most_bytes=_DOWNLOAD_BYTES, seconds=_DOWNLOAD_SECONDS)
-        except ServerAway as away:
-            return f"the server gave nothing: {away}"
+        except (ServerAway, Refusal) as fault:
+            return f"the server gave nothing: {fault}"
         if not count:
             return "the server gave nothing"
         self.rates["down"] = 8 * count / max(seconds, 1e-6)

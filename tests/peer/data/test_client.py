@@ -224,6 +224,45 @@ def test_only_the_epochs_that_still_matter_are_remembered():
     assert [(epoch, 0) in seen for epoch in range(6)] == [False, False, False, True, True, False]
 
 
+async def streamed(answer, found_away):
+    """What streaming a shard from a server raises that gives this answer, and for how long the server is away then."""
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        url, clock = f"http://127.0.0.1:{runner.addresses[0][1]}", itertools.count(1.0).__next__
+        async with Transport(url, clock=clock, found_away=found_away) as transport:
+            with pytest.raises((Refusal, ServerAway)) as raised:
+                async with transport.stream("/v1/blobs/0.tar", {}):
+                    pass
+            return raised.value, transport.away_seconds()
+    finally:
+        await runner.cleanup()
+
+
+def test_a_shard_that_the_server_has_not_is_a_refusal_and_a_proxys_404_is_an_outage():
+    told = []
+    no_shard = {"error": {"code": "no_such_shard", "message": "This dataset has no such shard.", "fix": "See /v1/manifest/0."}}
+
+    async def refuse(request):
+        return web.json_response(no_shard, status=404)
+
+    async def lost(request):
+        return web.Response(status=404, text="404 page not found")
+
+    async def empty(request):
+        return web.Response(status=204)
+
+    refusal, away = asyncio.run(streamed(refuse, lambda: told.append("away")))
+    assert (refusal.status, refusal.code, away, told) == (404, "no_such_shard", 0.0, [])
+    for answer, what in ((lost, "status 404 and something that is no answer"), (empty, "status 204")):
+        error, away = asyncio.run(streamed(answer, lambda: told.append("away")))
+        assert isinstance(error, ServerAway) and what in str(error) and away > 0
+    assert told == ["away", "away"]
+
+
 def test_what_a_server_compresses_unasked_is_not_decompressed():
     bomb, wanted = gzip.compress(bytes(random.Random(20).randrange(8, 64) << 20)), []
 

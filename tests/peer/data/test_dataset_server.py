@@ -355,6 +355,22 @@ def test_a_shard_damaged_on_its_way_is_fetched_again(serve, join, meddle, tmp_pa
     assert digest_bytes(cached.read_bytes()) == manifest(host)["shards"][0]["digest"]
 
 
+def test_a_shard_that_the_server_no_longer_has_is_given_back_and_training_goes_on(serve, join, monkeypatch, caplog):
+    asked = []
+
+    async def first_one_lost(transport, cache, digest, size, wanted):
+        asked.append(digest)
+        return await fetch(transport, cache, BASE if len(asked) == 1 else digest, size, wanted)
+
+    host, fetch = serve(samples=8, shard_samples=4), dataset_server.fetch
+    monkeypatch.setattr(dataset_server, "fetch", first_one_lost)
+    monkeypatch.setattr(dataset_server, "_NO_SHARD_PAUSE_SECONDS", 0.0)
+    samples = list(islice(join(host.url, "alice"), 8))
+    assert len({sample.key for sample in samples}) == 8 and asked[0] in asked[1:]
+    (line,) = [record.getMessage() for record in caplog.records if "are given back" in record.getMessage()]
+    assert line.startswith("This dataset has no such shard.") and asked[0][:16] in line
+
+
 def manifest(host):
     with urllib.request.urlopen(f"{host.url}/v1/manifest/{fetch_run(host.url).manifest}", timeout=20) as response:
         return json.loads(response.read())
@@ -444,7 +460,7 @@ def test_held_out_pictures_come_from_the_server_and_are_never_leased_and_what_is
 def test_held_out_pictures_that_arrive_corrupt_are_not_measured_and_training_goes_on(serve, join, monkeypatch, caplog):
     async def corrupt(transport, cache, digest, size, wanted):
         if digest == aside.digest:
-            raise Corrupt("shard arrived corrupt")
+            raise Corrupt("Shard arrived corrupt.")
         return await fetch(transport, cache, digest, size, wanted)
 
     host, fetch = serve("--validation_split", "0.3", samples=12), dataset_server.fetch
@@ -460,5 +476,5 @@ def test_held_out_pictures_that_the_server_refuses_are_not_measured_and_training
     monkeypatch.setattr(SignedShards, "held_out", lambda self, transport: transport.insist_get(f"/v1/manifest/{BASE}"))
     source = join(host.url, "alice")
     assert eventually(lambda: source.held_out() == [])
-    assert "This server has another dataset" in caplog.text and "this peer measures no held-out loss" in caplog.text
+    assert "This server has another dataset" in caplog.text and "This peer measures no held-out loss" in caplog.text
     assert next(iter(source)).image

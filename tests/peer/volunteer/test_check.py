@@ -21,6 +21,7 @@ from torch import nn
 from datasetserver import tokens
 from peer.config import PeerConfig
 from peer.data.client.probing import Distance
+from peer.data.client.transport import Refusal
 from peer.launch.joining import Joined
 from peer.machine.disk_space import check_space, needed_bytes
 from peer.supervise import cli as main
@@ -28,6 +29,7 @@ from peer.volunteer.check.items import Machine, _fp32_bytes
 from peer.volunteer.check.report import FAIL, NOTE, OK, SKIP, Answer, Item, NotAsked, ask, lines, run
 from peer.volunteer.check.speed import _readable, measure_step
 from swarm.errors import ExitCode, UserError
+from swarm.protocol import ErrorBody
 from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host
 
@@ -316,6 +318,16 @@ def test_a_machine_that_can_take_part_is_told_so_and_nothing_is_left_behind(tmp_
             assert json.loads(response.read())["ledger"] == {"available": 0, "leased": 0, "pending": 0, "counted": 0}
     finally:
         host.stop()
+
+
+def test_a_server_that_has_not_the_shard_that_it_names_is_said_in_the_link(machine, monkeypatch):
+    def refused(*_, **__):
+        raise Refusal(404, ErrorBody(code="no_such_shard", message="This dataset has no such shard.", fix="See its manifest."))
+
+    monkeypatch.setattr("peer.data.client.probing.download", refused)
+    asking = machine()
+    asking.answer = SimpleNamespace(manifest="0" * 64)
+    assert asking._from_server() == "the server gave nothing: This dataset has no such shard. See its manifest." and not asking.rates
 
 
 def test_a_check_of_nothing_is_a_mistake(capsys):
