@@ -91,6 +91,11 @@ class PeerConfig:
         "N of the denoiser's blocks wait in RAM, if they are not trained; two of these are on the GPU at a time. Not tried on a GPU yet.",
         lt=2**31,
     )
+    swap_to: str = option(
+        "ram",
+        "Where these blocks wait; disk: in the model's files, or in files without names in --cache_dir, for machines with little memory.",
+        choices=("ram", "disk"),
+    )
     overlap: bool = option(False, "Train on while a contribution is averaged: no waiting, but what is learned meanwhile is a little stale.")
     gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
     max_train_steps: int = option(0, "End the run after N global steps: another way to say --total_samples.", lt=2**40)
@@ -282,6 +287,8 @@ class PeerConfig:
             raise UserError(f"--offload was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them.")
 
     def _check_swap(self) -> None:
+        if self.swap_to == "disk" and not self.blocks_to_swap:
+            raise UserError("swap_to says where blocks wait, and none is swapped.", fix="Add --blocks_to_swap, or remove --swap_to disk.")
         if not self.blocks_to_swap:
             return
         if self.device in ("cpu", "xla"):

@@ -4,7 +4,7 @@
 checkpoints and exporters share; none of them knows the family or the method.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,6 +101,10 @@ class LatentBatch:
     mask: Tensor | None = None
 
 
+Hold = Callable[[Tensor], Tensor]
+"""Keeps a tensor on the host, from any device: in RAM (`Tensor.cpu`) or in a file. Returns it as it is there."""
+
+
 class Model(Protocol):
     """A family's module offers `load(source: Path, device: torch.device | None, run: RunConfig) -> Model`; raises UserError for an option it cannot have."""
 
@@ -114,10 +118,11 @@ class Model(Protocol):
     drawn_with: Mapping[str, Any]
     """Arguments of the pipeline's call that this very model wants, where nobody gives others."""
 
-    def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = (), *, waiting: bool = False) -> None:
+    def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = (), *, hold: Hold | None = None) -> None:
         """Move to `device`, in float32; what of parts not trained as a `whole` autocast computes with, in its `dtype`. Before a method attaches.
 
-        waiting: the parts are to compute on `device`, and wait where they are until they are called for (peer/machine/turns.py, swap.py).
+        hold: the parts are to compute on `device`, and wait on the host until they are called for (peer/machine/turns.py, swap.py): where they are,
+        and where `hold` keeps what is cast.
         """
         ...
 
@@ -125,10 +130,10 @@ class Model(Protocol):
         """The denoiser's blocks in the order in which it calls them, each once; none where it is no chain of blocks."""
         ...
 
-    def pack(self, precision: str, device: torch.device, *, waiting: bool = False) -> None:
+    def pack(self, precision: str, device: torch.device, *, hold: Hold | None = None) -> None:
         """Hold the weights of the denoiser's blocks in fewer bits, on `device`: --base_precision. Before `place`, of a denoiser that is not trained.
 
-        waiting: they are made on `device`, one layer at a time, and wait on the CPU.
+        hold: they are made on `device`, one layer at a time, and wait where `hold` keeps them.
         """
         ...
 

@@ -46,6 +46,7 @@ from peer.machine.profiling import Profiler, profile_folder
 from peer.machine.swap import Swap, swaps
 from peer.machine.trial_of_speed import Trial
 from peer.machine.turns import Turns, takes_turns
+from peer.machine.waiting import Files
 from peer.results.checkpoint import Checkpoints
 from peer.results.output_folder import Owner, claim, folder_id, lock
 from peer.results.writer import Results
@@ -206,7 +207,8 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     check_base(peer, run, device)
     check_fused(peer, run, device, launch.group.world)
     turned, swapped = takes_turns(peer.offload, device), swaps(peer, run, device)
-    waiting = turned or swapped
+    files = Files(launch.cache_folder / "waiting") if swapped and peer.swap_to == "disk" else None
+    hold = files.hold if files else torch.Tensor.cpu if turned or swapped else None
     windows = any(launch.group.gather(turned))  # all ranks draw alike; one with turns draws a window
     if launch.given.get("lora_weights") and not run.lora_weights_digest:
         raise UserError("This run does not begin with a LoRA.", fix="Leave out --lora_weights, or found a run of your own with it.")
@@ -220,9 +222,9 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
     method.begin(model)
     if peer.base_precision != "auto":
-        model.pack(peer.base_precision, device, waiting=waiting)
-    model.place(device, None if by_itself else precision.dtype, method.whole(model), waiting=waiting)
-    swap = Swap(model, peer.blocks_to_swap, device) if swapped else None
+        model.pack(peer.base_precision, device, hold=hold)
+    model.place(device, None if by_itself else precision.dtype, method.whole(model), hold=hold)
+    swap = Swap(model, peer.blocks_to_swap, device, as_they_are=bool(files)) if swapped else None
     turns = Turns(model, device, swap) if turned else None
     if swap and not turns:
         swap.bring_others(model)

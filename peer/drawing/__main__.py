@@ -106,7 +106,7 @@ def draw(order: Order) -> None:
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision(peer.mixed_precision, device, computing)
     turned = takes_turns(peer.offload, device)
-    model.place(device, precision.dtype, method.whole(model), waiting=turned)
+    model.place(device, precision.dtype, method.whole(model), hold=torch.Tensor.cpu if turned else None)
     params = method.attach(model)
     header = fill(params, order.state, run).header
     if turned:

@@ -1,4 +1,4 @@
-"""Some of the denoiser's frozen blocks wait in the host's memory, and are on the device while they compute: --blocks_to_swap.
+"""Some of the denoiser's frozen blocks wait in the host's memory or on its disk, and are on the device while they compute: --blocks_to_swap.
 
 A block is there for its forward, for its recomputation and for its backward, and the next one is on its way meanwhile. So two of those that wait are on
 the device at a time, beside all that never leaves. What is trained does not travel. A frozen weight does not change: leaving copies nothing.
@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from peer.config import PeerConfig
 from peer.contracts import Model
+from peer.machine.waiting import room
 from swarm.errors import ExitCode, UserError
 from swarm.run.method import method_named
 from swarm.run_config import RunConfig
@@ -30,8 +31,6 @@ _OWN_MEMORY = ("cuda",)
 """Kinds of devices whose memory is not the host's."""
 LEAST = 3
 """Of two blocks that wait, both would be on the device."""
-_ALIGNED = 256
-"""Bytes, as CUDA's allocator aligns tensors: kernels read 16 at a time."""
 
 
 def swaps(peer: PeerConfig, run: RunConfig, device: torch.device) -> bool:
@@ -54,11 +53,15 @@ def swaps(peer: PeerConfig, run: RunConfig, device: torch.device) -> bool:
 class Swap:
     """Has `count` of the denoiser's blocks on `device` only while they compute, spread among the others. The model is placed, frozen, and on the CPU."""
 
-    def __init__(self, model: Model, count: int, device: torch.device):
-        """Raises UserError where the denoiser has no blocks that can be swapped, or not as many, or where there is no memory for them to wait in."""
+    def __init__(self, model: Model, count: int, device: torch.device, *, as_they_are: bool = False):
+        """as_they_are: blocks wait where their tensors are now, in files; else each in a piece of memory that a GPU reads while it computes.
+
+        Raises UserError where the denoiser has no blocks that can be swapped, or not as many, or where there is no memory for them to wait in."""
         modules = _spread(model, count)
         self._device, self._stream = device, torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._blocks = [_Block(module, pinned=device.type == "cuda") for module in modules]
+        self._blocks = [_Block(module) for module in modules]
+        for block in self._blocks if not as_they_are else ():
+            block.gather(pinned=device.type == "cuda")
         self._there: list[_Block] = []
         """On the device or on their way to it: two at most."""
         self._at: int | None = None
@@ -169,19 +172,24 @@ class Swap:
 
 
 class _Block:
-    """A block's tensors, which wait one after the other in one piece of the host's memory, and travel into one piece of the device's."""
+    """A block's tensors, which travel into one piece of the device's memory, one after the other."""
 
-    def __init__(self, module: nn.Module, pinned: bool):
+    def __init__(self, module: nn.Module):
         self.tensors = [*{tensor: None for tensor in (*module.parameters(), *module.buffers())}]
-        self.num_bytes = sum(map(_room, self.tensors))
+        self.num_bytes = sum(map(room, self.tensors))
         self.flat: Tensor | None = None
         """(num_bytes,) uint8 on the device; None while it waits."""
-        waiting = torch.empty(self.num_bytes, dtype=torch.uint8)
+        self._waiting = [tensor.data for tensor in self.tensors]
+
+    def gather(self, pinned: bool) -> None:
+        """Have them wait in one piece of memory, too."""
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8)
         if pinned:
-            _pin(waiting)
-        self._waiting = self._views(waiting)
-        for tensor, view in zip(self.tensors, self._waiting, strict=True):
-            view.copy_(tensor.data)
+            _pin(memory)
+        views = self._views(memory)
+        for view, tensor in zip(views, self._waiting, strict=True):
+            view.copy_(tensor)
+        self._waiting = views
         self.leave()
 
     def come(self, flat: Tensor) -> None:
@@ -203,12 +211,8 @@ class _Block:
         views, begin = [], 0
         for tensor in self.tensors:
             views.append(flat[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            begin += _room(tensor)
+            begin += room(tensor)
         return views
-
-
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
 
 
 def _pin(memory: Tensor) -> None:

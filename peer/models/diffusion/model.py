@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peer.contracts import Text
+from peer.contracts import Hold, Text
 from peer.models.diffusion.packed import PackedLinear, pack
 from peer.models.diffusion.pipeline import load_pipeline, save_pipeline
 from swarm.errors import UserError
@@ -68,14 +68,15 @@ class DiffusionModel:
         self.pipeline.to(device)
         self.device = device
 
-    def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = (), *, waiting: bool = False) -> None:
+    def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = (), *, hold: Hold | None = None) -> None:
         """Move to `device`. Of the parts that are not trained as a `whole`, the weights that autocast computes with are held in its `dtype`.
 
         It would cast them to that at every step: so the results have the same bits, in half the memory. All else is float32. A VAE that
-        overflows in fp16 says so in its config, and stays as it is. waiting: nothing moves yet (peer/machine/turns.py, swap.py).
+        overflows in fp16 says so in its config, and stays as it is. hold: nothing moves yet (peer/machine/turns.py, swap.py), and `hold` keeps
+        what is cast.
         """
         # One by one: all of it in float32 may be more than the host's memory.
-        where = device if device.type == "cuda" and not waiting else None
+        where = device if device.type == "cuda" and not hold else None
         for name, part in self.parts.items():
             if dtype is not None and name not in whole and not (name == "vae" and self._vae_overflows):
                 self._held[name] = dtype
@@ -86,17 +87,18 @@ class DiffusionModel:
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     if tensor.is_floating_point():
                         cast = isinstance(tensor, nn.Parameter) and id(tensor) not in exact  # a packed layer's scales are buffers
-                        tensor.data = tensor.data.to(where, held if cast else torch.float32)
+                        placed = tensor.data.to(where, held if cast else torch.float32)
+                        tensor.data = hold(placed) if hold and placed.data_ptr() != tensor.data_ptr() else placed
         self.device = device
-        if not waiting:
+        if not hold:
             self.move(device)
 
     def blocks(self) -> list[nn.Module]:
         return [block for name in self.facts.blocks for block in self.denoiser.get_submodule(name)]
 
-    def pack(self, precision: str, device: torch.device, *, waiting: bool = False) -> None:
-        """Hold the linear layers of the denoiser's blocks in fewer bits, on `device` or waiting for it. Before `place`, of a denoiser that is not trained."""
-        self._packed, error = pack(self.denoiser, self.facts.layers.all, precision, device, waiting=waiting)
+    def pack(self, precision: str, device: torch.device, *, hold: Hold | None = None) -> None:
+        """Hold the linear layers of the denoiser's blocks in fewer bits, on `device` or where `hold` keeps them. Before `place`, of a denoiser that is not trained."""
+        self._packed, error = pack(self.denoiser, self.facts.layers.all, precision, device, hold)
         log.info("base_precision=%s layers=%d, whose weights differ from the model's by %.2g of their length", precision, len(self._packed), error)
 
     @contextlib.contextmanager

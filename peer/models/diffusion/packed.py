@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peer.contracts import Hold
+
 PRECISIONS = ("fp8", "int8", "nf4")
 _BLOCK = 64
 """Weights in a row that share a scale in nf4 (Dettmers et al. 2023, arXiv:2305.14314, section 3)."""
@@ -30,8 +32,9 @@ class PackedLinear(nn.Linear):
         bits, scales = pack(weight)
         self.own: Tensor | None = None
         """The weights that it was made of, on any device, while it is to compute with these."""
-        self.register_buffer("bits", bits)
-        self.register_buffer("scales", scales)
+        # bitsandbytes' bits are a view on a CPU: with another `data` later, it would keep the memory that it was a view of.
+        self.register_buffer("bits", bits.data)
+        self.register_buffer("scales", scales.data)
         difference = self.unpacked(torch.float32) - weight
         self.error = torch.stack([difference.square().sum(), weight.square().sum()])
 
@@ -66,9 +69,9 @@ class _Apply(torch.autograd.Function):
 
 
 def pack(
-    part: nn.Module, ends: Iterable[str], precision: str, device: torch.device, *, waiting: bool = False
+    part: nn.Module, ends: Iterable[str], precision: str, device: torch.device, hold: Hold | None = None
 ) -> tuple[dict[str, PackedLinear], float]:
-    """Put packed layers in the place of the part's linear ones whose names end so, one after the other, on `device`; waiting: then back on the CPU.
+    """Put packed layers in the place of the part's linear ones whose names end so, one after the other, on `device`; hold: keeps their tensors elsewhere.
 
     Returns them by name, and how far their weights are from the layers' own: the length of the difference over the length of the weights.
     """
@@ -78,8 +81,8 @@ def pack(
     for name in [name for name, module in part.named_modules() if name.endswith(ends) and isinstance(module, nn.Linear)]:
         packed[name] = PackedLinear(part.get_submodule(name), precision, device)
         errors += packed[name].error
-        if waiting:
-            packed[name].cpu()
+        for tensor in packed[name].buffers() if hold else ():
+            tensor.data = hold(tensor.data)
         part.set_submodule(name, packed[name])
     return packed, 0.0 if errors.is_meta else (errors[0] / errors[1]).sqrt().item()
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ import torch
 from peer.config import PeerConfig
 from peer.contracts import LatentBatch
 from peer.machine.swap import Swap, _Block, swaps
+from peer.machine.waiting import Files
 from peer.rooms import load_part
 from peer.wiring import load_model
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.machine.test_held import own_bytes
 from tests.peer.methods.test_base_precision import METHODS
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 
@@ -78,15 +81,16 @@ def alive(monkeypatch):
     return found
 
 
-def placed(folder, count, precision="auto", dtype=None, **options):
-    """A model as a peer has it, with what its method trains after a step of all of it, and what swaps `count` of its blocks."""
+def placed(folder, count, precision="auto", dtype=None, files=None, **options):
+    """A model as a peer has it, with what its method trains after a step of all of it, and what swaps `count` of its blocks, in `files` if given."""
     run = RunConfig(model=str(folder), **options)
     method, model = load_part("methods", run.method).build(run), load_model(run, {}, None)
     method.begin(model)
+    hold = files.hold if files else torch.Tensor.cpu if count else None
     if precision != "auto":
-        model.pack(precision, CPU, waiting=count > 0)
-    model.place(CPU, dtype, method.whole(model), waiting=count > 0)
-    swap = Swap(model, count, CPU) if count else None
+        model.pack(precision, CPU, hold=hold)
+    model.place(CPU, dtype, method.whole(model), hold=hold)
+    swap = Swap(model, count, CPU, as_they_are=bool(files)) if count else None
     params = method.attach(model)
     torch.manual_seed(0)
     for parameter in params.values():
@@ -227,7 +231,73 @@ def test_a_new_words_whole_pipeline_is_saved_as_without(start, deep_family, tmp_
         assert plain.keys() == swapped.keys() and all(torch.equal(plain[name], swapped[name]) for name in plain), path
 
 
+# ------------------------------------------------------------ on disk
+
+
+@pytest.mark.parametrize("precision", ["auto", "int8", "nf4"])
+def test_blocks_that_wait_in_files_have_the_same_bits(precision, deep_family, tmp_path, alive):
+    """In the model's own where its precision is kept: this one's is not."""
+    options = {"precision": precision, "dtype": torch.bfloat16, **LORA}
+    model, params, _ = placed(deep_family("flux"), 0, **options)
+    exact = gradients(model, params, torch.bfloat16)
+    files = Files(tmp_path / "waiting")
+    model, params, _ = placed(deep_family("flux"), 6, files=files, **options)
+    assert torch.equal(gradients(model, params, torch.bfloat16), exact) and alive.most == 2
+    assert not [*(tmp_path / "waiting").iterdir()], "the files have no names"
+
+
+@pytest.mark.parametrize(("filed", "precision"), [(torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "int8"), (torch.bfloat16, "nf4")])
+def test_a_process_has_no_memory_of_its_own_for_what_waits_in_files(filed, precision, tmp_path):
+    pipeline = tiny.build("flux")
+    wide = {name: value for name, value in pipeline.transformer.config.items() if name[0] != "_"} | {"num_attention_heads": 40} | _STREAMS
+    pipeline.register_modules(transformer=type(pipeline.transformer)(**wide))
+    size = 2 * sum(parameter.numel() for name, parameter in pipeline.transformer.named_parameters() if "blocks." in name)
+    pipeline.to(filed).save_pretrained(tmp_path / "model")
+    del pipeline
+    placed(tmp_path / "model", 6, precision, torch.bfloat16, Files(tmp_path / "first"), **LORA)  # loads what computes with it
+    held = {}
+    for files in (None, Files(tmp_path / "waiting")):
+        before = own_bytes()
+        kept = placed(tmp_path / "model", 6, precision, torch.bfloat16, files, **LORA)
+        held[files is not None] = own_bytes() - before
+        del kept
+    least = {"auto": 0.9, "int8": 0.4, "nf4": 0.25}[precision]
+    assert size > 50e6 and held[False] > least * size and held[True] < 0.1 * size, (size, held)
+
+
+def test_a_run_whose_blocks_wait_on_disk_is_the_same(start, deep_family, alive, monkeypatch, tmp_path):  # noqa: F811
+    monkeypatch.setattr("peer.machine.turns._OWN_MEMORY", ("cpu",))
+    run = dataclasses.replace(RUN, total_samples=8, model=str(deep_family("flux")), **LORA)
+    plain = start("plain", run=run, base_precision="int8").run()
+    swapped = start("swapped", run=run, base_precision="int8", blocks_to_swap=6, swap_to="disk", offload=True, cache_dir=str(tmp_path / "kept")).run()
+    assert swapped.losses == plain.losses and torch.equal(flat(swapped.trainer.params), flat(plain.trainer.params))
+    assert alive.most == 2 and (tmp_path / "kept" / "waiting").is_dir()
+
+
+def test_a_disk_that_is_full_ends_the_start_with_one_line(tmp_path, monkeypatch):
+    files = Files(tmp_path / "waiting")
+    monkeypatch.setattr("peer.sync.engine.buffers.shutil.disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    with pytest.raises(UserError, match=r"Cannot keep weights that wait in .*waiting: No space left on device") as refused:
+        files.hold(torch.zeros(1))
+    assert refused.value.code == ExitCode.DISK and "--cache_dir on another disk" in refused.value.fix
+
+
+def test_tensors_of_all_kinds_are_held_as_they_are_and_many_share_a_file(tmp_path, monkeypatch):
+    files, made = Files(tmp_path), []
+    new = Files.private
+    monkeypatch.setattr(Files, "private", lambda self, num_bytes: made.append(num_bytes) or new(self, num_bytes))
+    kinds = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.tensor(2.0), torch.arange(9, dtype=torch.uint8), torch.zeros(0), torch.tensor([True])]
+    held = [files.hold(tensor) for tensor in kinds]
+    assert all(torch.equal(one, other) and one.dtype is other.dtype for one, other in zip(kinds, held, strict=True)) and len(made) == 1
+    assert files.hold(torch.zeros(made[0] + 1, dtype=torch.uint8)).numel() == made[1] - 255, "a larger one has a file of its own"
+
+
 # ------------------------------------------------------------ refused
+
+
+def test_where_nothing_waits_it_waits_nowhere():
+    with pytest.raises(UserError, match="swap_to says where blocks wait, and none is swapped"):
+        PeerConfig(swap_to="disk")
 
 
 @pytest.mark.parametrize("other", [{"device": "cpu"}, {"device": "xla"}, {"compile": True}, {"ipex": True}, {"assist": True, "peers": ("a",)}])
@@ -266,12 +336,12 @@ class Cudart:
     def __init__(self, code):
         self.code, self.pinned = code, {}
 
-    def cudaHostRegister(self, place, num_bytes, flags):  # noqa: N802
+    def cudaHostRegister(self, place, num_bytes, flags):
         if not self.code:
             self.pinned[place] = num_bytes
         return self.code
 
-    def cudaHostUnregister(self, place):  # noqa: N802
+    def cudaHostUnregister(self, place):
         del self.pinned[place]
 
 
@@ -279,11 +349,12 @@ def test_what_waits_for_a_gpu_is_pinned_as_long_as_it_is_there_and_else_one_line
     library = Cudart(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: library)
     linear = torch.nn.Linear(100, 10)
-    block = _Block(linear, pinned=True)
+    block = _Block(linear)
+    block.gather(pinned=True)
     assert library.pinned == {linear.weight.data_ptr(): 4096 + 256} == {linear.weight.data_ptr(): block.num_bytes}
     del block, linear
     assert not library.pinned
     library.code = 2
     with pytest.raises(UserError, match=r"CUDA cannot pin 0\.0 GB of this machine's memory.*error 2") as refused:
-        _Block(torch.nn.Linear(100, 10), pinned=True)
+        _Block(torch.nn.Linear(100, 10)).gather(pinned=True)
     assert refused.value.code == ExitCode.MEMORY and "lower --blocks_to_swap" in refused.value.fix

@@ -124,7 +124,7 @@ def test_a_class_is_drawn_with_two_moves_and_what_never_leaves_again_is_not_held
 
 def test_a_move_that_breaks_off_is_made_again(tiny_model, moved, monkeypatch):
     model = wiring.load_model(RunConfig(model=str(tiny_model)), {}, None)
-    model.place(CPU, waiting=True)
+    model.place(CPU, hold=torch.Tensor.cpu)
     Turns(model, CPU).keep({})
     with torch.no_grad():
         said = model.encode_text(["a dog"])["states"]
