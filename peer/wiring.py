@@ -41,6 +41,7 @@ from peer.machine.device import Precision, RankGroup, choose_precision, gains_by
 from peer.machine.disk_space import check_disk
 from peer.machine.first_gradient import FirstGradient
 from peer.machine.ipex import Ipex, check_ipex
+from peer.machine.making_room import ways_left
 from peer.machine.placing import Placing, placing
 from peer.machine.profiling import Profiler, profile_folder
 from peer.machine.trial_of_speed import Trial
@@ -56,6 +57,7 @@ from peer.samples.decoding import Decoder
 from peer.samples.encoding import Encoder
 from peer.samples.feed import Feed, window_steps
 from peer.volunteer.resting import Resting
+from peer.watchdog.room import tell_room
 from swarm.bans import Bans
 from swarm.end import EXTENSION_FILE, End
 from swarm.errors import ExitCode, UserError
@@ -204,6 +206,8 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     check_here(run, peer.weights, device)
     check_base(peer, run, device)
     check_fused(peer, run, device, launch.group.world)
+    if launch.group.is_main:
+        tell_room(device.type, ways_left(run, peer, device))
     turned = takes_turns(peer.offload, device)
     windows = any(launch.group.gather(turned))  # all ranks draw alike; one with turns draws a window
     if launch.given.get("lora_weights") and not run.lora_weights_digest:
