@@ -2,14 +2,14 @@
 
     .venv/bin/python benchmarks/device_memory.py            all rows: some ten minutes, no GPU, 16 GiB of memory
     .venv/bin/python benchmarks/device_memory.py --rows sdxl         those whose name has this word; what is checked is left out
+    .venv/bin/python benchmarks/device_memory.py --examples --keep   those of examples/, into benchmarks/records/device_memory.json
 
 The count (peer/machine/counting.py) runs a model's own code at its real sizes on tensors without numbers. Checked are steps of tiny models and of Stable
 Diffusion 1.5 at 256 px, with random weights on the CPU: measured is the most that PyTorch's allocator had given out at a time. No row was seen on a GPU.
 Beside each row are the target of its card, less 1 GB for CUDA's context and the desktop, and whether it fits. GB are 10^9 bytes.
 
-Counted are two turns of --offload: the denoiser's (`total`), and the text encoders' (`texts`: their weights, and what is trained with its optimizer's state).
-`fits_with_offload` wants room for the larger one. Not counted: what flows through text encoders, and the VAE's turn. Batches of 1, captions of the most tokens
-that the family reads.
+`need` is the worst moment: with --offload the largest of three turns (denoiser, text encoders, VAE), else all parts at once. Not counted: what flows through
+text encoders. Captions have the most tokens that the family reads. The rows, and what they are held against, are in benchmarks/cards.py.
 """
 
 import argparse
@@ -28,18 +28,17 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import print_result, print_table
+from benchmarks.cards import EXAMPLES, RANK, ROWS, SPARE, TABLE, Counted, Row, row_of, write_table
+from benchmarks.common import ROOT, print_result, print_table
 from peer.contracts import LatentBatch, Model, Params
 from peer.loop.rounding import keep_in_bf16
-from peer.machine.counting import Need, bytes_of, count, let_go
+from peer.machine.counting import Need, bytes_of, count, count_encoding, let_go
 from peer.rooms import load_part
 from swarm.errors import UserError, run_program
 from swarm.run.optimizer import OPTIMIZERS
 from swarm.run_config import RunConfig
 from tests import tiny
 
-SPARE = 1.0
-"""GB of a card that are not ours: CUDA's context and the desktop."""
 BF16 = torch.bfloat16
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -48,7 +47,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 class Size:
     """A family's denoiser at its full size, and what flows into it: (C, h, w) of the latents, and each of a text's tensors without the batch.
 
-    encoders: the text encoders at their full size, in the pipeline's order.
+    encoders: the text encoders at their full size, in the pipeline's order. side: of a picture, in pixels.
     """
 
     family: str
@@ -56,6 +55,8 @@ class Size:
     latents: tuple[int, int, int]
     text: Mapping[str, tuple[int, ...]]
     encoders: tuple[Callable[[], Any], ...]
+    vae: Callable[[], Any]
+    side: int = 1024
 
 
 _SD = {"attention_head_dim": 8, "cross_attention_dim": 768, "sample_size": 64}
@@ -110,14 +111,29 @@ def _qwen25_vl() -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision))
 
 
+def _vae(**options: Any) -> Any:
+    """Stable Diffusion's and SDXL's, 84 M parameters."""
+    levels = 4
+    return diffusers.AutoencoderKL(
+        block_out_channels=(128, 256, 512, 512), layers_per_block=2, down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels, **options,
+    )  # fmt: skip
+
+
+def _vae_of_16() -> Any:
+    """FLUX.1's, Chroma's and Z-Image's."""
+    return _vae(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1159)
+
+
 SIZES = {
-    "SD 1.5, 512 px": Size("sd", lambda: diffusers.UNet2DConditionModel(**_SD), (4, 64, 64), {"states": (77, 768)}, (_clip_l,)),
+    "SD 1.5, 512 px": Size("sd", lambda: diffusers.UNet2DConditionModel(**_SD), (4, 64, 64), {"states": (77, 768)}, (_clip_l,), _vae, 512),
     "SDXL": Size(
         "sdxl",
         lambda: diffusers.UNet2DConditionModel(**_SDXL),
         (4, 128, 128),
         {"states": (77, 2048), "pooled": (1280,)},
         (_clip_l, _clip_g),
+        _vae,
     ),
     "FLUX.1": Size(
         "flux",
@@ -125,73 +141,20 @@ SIZES = {
         (16, 128, 128),
         {"states": (512, 4096), "pooled": (768,)},
         (_clip_l, _t5_xxl),
+        _vae_of_16,
     ),
-    "Chroma": Size("chroma", diffusers.ChromaTransformer2DModel, (16, 128, 128), {"states": (512, 4096), "mask": (512,)}, (_t5_xxl,)),
-    "Z-Image": Size("z_image", diffusers.ZImageTransformer2DModel, (16, 128, 128), {"states": (512, 2560), "mask": (512,)}, (_qwen3_4b,)),
+    "Chroma": Size("chroma", diffusers.ChromaTransformer2DModel, (16, 128, 128), {"states": (512, 4096), "mask": (512,)}, (_t5_xxl,), _vae_of_16),
+    "Z-Image": Size("z_image", diffusers.ZImageTransformer2DModel, (16, 128, 128), {"states": (512, 2560), "mask": (512,)}, (_qwen3_4b,), _vae_of_16),
     "FLUX.2 klein 4B": Size(
-        "klein", lambda: diffusers.Flux2Transformer2DModel(**_KLEIN_4B), (128, 64, 64), {"states": (512, 7680)}, (_qwen3_4b,)
+        "klein", lambda: diffusers.Flux2Transformer2DModel(**_KLEIN_4B), (128, 64, 64), {"states": (512, 7680)}, (_qwen3_4b,), diffusers.AutoencoderKLFlux2
     ),
     "FLUX.2 klein 9B": Size(
-        "klein", lambda: diffusers.Flux2Transformer2DModel(**_KLEIN_9B), (128, 64, 64), {"states": (512, 12288)}, (_qwen3_8b,)
+        "klein", lambda: diffusers.Flux2Transformer2DModel(**_KLEIN_9B), (128, 64, 64), {"states": (512, 12288)}, (_qwen3_8b,), diffusers.AutoencoderKLFlux2
     ),
     "Qwen-Image": Size(
-        "qwen_image", diffusers.QwenImageTransformer2DModel, (16, 128, 128), {"states": (512, 3584), "mask": (512,)}, (_qwen25_vl,)
+        "qwen_image", diffusers.QwenImageTransformer2DModel, (16, 128, 128), {"states": (512, 3584), "mask": (512,)}, (_qwen25_vl,), diffusers.AutoencoderKLQwenImage
     ),
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to train, and the card that it should fit on, in GB."""
-
-    size: str
-    method: str
-    card: int
-    batch: int = 1
-    weights: str = "fp32"
-    optimizer: str = "adamw8bit"
-    base: str = "auto"
-    fused: bool = False
-
-    @property
-    def name(self) -> str:
-        told = [
-            self.method,
-            self.base if self.base != "auto" else "",
-            f"batch {self.batch}" if self.batch > 1 else "",
-            f"{self.weights} weights" if self.weights != "fp32" else "",
-        ]
-        return ", ".join(filter(None, [self.size, *told, self.optimizer if self.method == "full" else "", "fused" if self.fused else ""]))
-
-
-ROWS = (
-    Row("SD 1.5, 512 px", "lora", 8),
-    Row("SD 1.5, 512 px", "full", 8, weights="bf16", optimizer="adafactor"),
-    Row("SD 1.5, 512 px", "full", 8, weights="bf16", optimizer="adafactor", fused=True),
-    Row("SD 1.5, 512 px", "full", 12),
-    Row("SD 1.5, 512 px", "full", 12, fused=True),
-    Row("SD 1.5, 512 px", "full", 24, batch=8),
-    Row("SDXL", "lora", 8),
-    Row("SDXL", "lora", 12, batch=4),
-    Row("SDXL", "full", 16, weights="bf16", optimizer="adafactor"),
-    Row("SDXL", "full", 16, weights="bf16", optimizer="adafactor", fused=True),
-    Row("SDXL", "full", 24),
-    Row("SDXL", "full", 24, fused=True),
-    Row("FLUX.1", "lora", 24),
-    Row("FLUX.1", "lora", 24, base="fp8"),
-    Row("FLUX.1", "lora", 16, base="int8"),
-    Row("FLUX.1", "lora", 12, base="nf4"),
-    Row("Chroma", "lora", 24),
-    Row("Chroma", "lora", 12, base="nf4"),
-    Row("Z-Image", "lora", 24),
-    Row("Z-Image", "lora", 12, base="nf4"),
-    Row("FLUX.2 klein 4B", "lora", 12),
-    Row("FLUX.2 klein 4B", "lora", 8, base="nf4"),
-    Row("FLUX.2 klein 9B", "lora", 24),
-    Row("FLUX.2 klein 9B", "lora", 12, base="nf4"),
-    Row("Qwen-Image", "lora", 24, base="fp8"),
-    Row("Qwen-Image", "lora", 16, base="nf4"),
-)
 
 
 def prepared(
@@ -204,7 +167,7 @@ def prepared(
     base: str = "auto",
 ) -> tuple[Model, Params]:
     """A model of tests.tiny with its method attached and gradient checkpointing. denoiser: in place of its own; all other parts are then left out."""
-    options = {"rank": 16} if method == "lora" else {}
+    options = {"rank": RANK} if method == "lora" else {}
     run = RunConfig(method=method, resolution=16, family=tiny.FAMILIES[family], **options, **tiny.MODELS[family].run)
     pipeline = tiny.build(family)
     if denoiser is not None:
@@ -251,6 +214,20 @@ def text_bytes(size: str) -> int:
     return sum(sum(bytes_of(part).values()) for part in model.parts.values())
 
 
+@functools.cache
+def vae_bytes(size: str, batch: int) -> tuple[int, int]:
+    """What the VAE's weights take, and the most that flows through it while it encodes the pictures of a batch."""
+    its = SIZES[size]
+    pipeline, kind = tiny.build(its.family), tiny.kind(its.family)
+    with META:
+        pipeline.vae = its.vae()
+    model = kind(pipeline, None, RunConfig(resolution=16, family=tiny.FAMILIES[its.family], **tiny.MODELS[its.family].run))
+    model.parts = {"vae": pipeline.vae}
+    model.place(META, BF16)
+    weights = sum(bytes_of(pipeline.vae).values())
+    return weights, count_encoding(model, torch.zeros(batch, 3, its.side, its.side, device=META), dtype=BF16)
+
+
 def measured(step: Callable[[], object]) -> int:
     """The most bytes that PyTorch's allocator had given out at a time since `step` began."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -295,30 +272,43 @@ def check_full_size(method: str) -> float:
     return compared(lambda: prepared(size.family, method, CPU, None, denoiser=size.denoiser()), batch, None)
 
 
+def in_gb(row: Row) -> Counted:
+    """All turns of a row."""
+    need = counted(row)
+    vae, encoding = vae_bytes(row.size, row.batch)
+    told = (sum(need.parts.values()), need.trained, need.optimizer, need.step, text_bytes(row.size), vae, encoding)
+    return Counted(*(round(value / 1e9, 4) for value in told))
+
+
+def rows_of_examples() -> list[Row]:
+    """The rows of `ROWS` that a file of examples/ is."""
+    taken = {row_of(path) for path in sorted(EXAMPLES.glob("*gb_*.toml"))}
+    return [row for row in ROWS if row in taken]
+
+
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="device_memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only those whose name has this word")
+    parser.add_argument("--examples", action="store_true", help="only those of examples/")
+    parser.add_argument("--keep", action="store_true", help=f"write each row into {TABLE.relative_to(ROOT)} as soon as it is counted")
     flags = parser.parse_args(argv)
-    table, chosen = [], [row for row in ROWS if flags.rows.lower() in row.name.lower()]
+    among = rows_of_examples() if flags.examples else ROWS
+    table, chosen = [], [row for row in among if flags.rows.lower() in row.name.lower()]
     if not chosen:
-        raise UserError(f"No row has '{flags.rows}' in its name.", fix=f"There are: {'; '.join(row.name for row in ROWS)}.")
+        raise UserError(f"No row has '{flags.rows}' in its name.", fix=f"There are: {'; '.join(row.name for row in among)}.")
     for row in chosen:
-        need = counted(row)
-        parts = {"frozen": sum(need.parts.values()), "trained": need.trained, "optimizer": need.optimizer, "step": need.step}
-        turns = {"total": need.total, "texts": text_bytes(row.size) + need.trained + need.optimizer}
-        gb = {name: value / 1e9 for name, value in {**parts, **turns}.items()}
-        fits = max(gb["total"], gb["texts"]) <= row.card - SPARE
-        table.append({"row": row.name, **gb, "card": row.card, "fits": fits, "how": "counted"})
+        gb = in_gb(row)
+        if flags.keep:
+            write_table({row: gb})
+        need = gb.need(row.offload)
+        table.append({"row": row.name, **vars(gb), "need": need, "card": row.card, "fits": need <= row.card - SPARE, "how": "counted"})
         print_table(table[-1:])
     print_table(table)
     checked = {}
-    if not flags.rows:
+    if chosen == list(ROWS):
         checked = {f"tiny {name} {method}": check_tiny(name, method, None) for name in tiny.ONE_OF_EACH for method in ("lora", "full")}
         checked |= {f"SD 1.5, 256 px, {method}": check_full_size(method) for method in ("lora", "full")}
-    told = {
-        name: {row["row"]: row[column] for row in table}
-        for name, column in (("fits_with_offload", "fits"), ("rows", "total"), ("texts", "texts"))
-    }
+    told = {name: {row["row"]: row[name] for row in table} for name in ("fits", "need")}
     print_result({**told, "checked": checked})
 
 

@@ -17,6 +17,7 @@ from peer.launch.resolving import no_model
 from peer.volunteer.commands import own_command
 from peer.watchdog.log_file import LogFile
 from peer.watchdog.policy import End, Policy, Verdict, smaller
+from peer.watchdog.room import as_flags, forget_room, next_way
 from peer.watchdog.trainer_process import PROGRAM, Launch
 from peer.watchdog.vitals import OutOfMemory, Vitals, Watchdog
 from swarm.errors import ExitCode, UserError, run_program
@@ -58,6 +59,7 @@ class Supervisor:
         self._argv, self._peer, self._folder, self._log_file, self._program = list(argv), peer, folder, log_file, program
         self._policy = Policy(peer.max_restarts)
         self._batch = (peer.train_batch_size, peer.gradient_accumulation_steps)
+        self._room: list[str] = []
         self._again = False
         self._launch: Launch | None = None
         self._asked: float | None = None
@@ -72,17 +74,19 @@ class Supervisor:
             if self._asked is not None:
                 return _status(end.code) if self._told and not _as_asked(end) else ExitCode.OK
             less = smaller(*self._batch, fused=self._peer.fused_step)
-            verdict = self._policy.after(end, can_shrink=less is not None and not self._peer.assist)
+            way = next_way(self._folder, killed=end.code < 0)
+            trains = not self._peer.assist
+            verdict = self._policy.after(end, can_shrink=less is not None and trains, can_make_room=bool(way) and trains)
             if verdict.pause is None:
                 if end.code:
                     log.error("not starting the trainer again: %s, and %s", end, verdict.why)
                 return _status(end.code) if end.kind == ExitCode.FAILED else end.kind
-            self._prepare_again(end, verdict, less)
+            self._prepare_again(end, verdict, less, as_flags(way))
             self._pause(verdict.pause)
             if self._asked is not None:
                 return ExitCode.OK
 
-    def _prepare_again(self, end: End, verdict: Verdict, less: tuple[int, int] | None) -> None:
+    def _prepare_again(self, end: End, verdict: Verdict, less: tuple[int, int] | None, way: list[str]) -> None:
         self._again = True
         if verdict.smaller:
             before, self._batch = self._batch, less
@@ -92,11 +96,14 @@ class Supervisor:
                 self._batch[0], before[0], self._batch[1], before[1],
                 "has fewer samples, since --fused_step accumulates nothing" if self._peer.fused_step else "keeps its samples", *self._batch,
             )  # fmt: skip
+        if verdict.roomier:
+            self._room += way
+            log.warning("out of memory: from now on with %s, which takes less of it and more time. To keep it so, give it yourself", " ".join(way))
         log.warning("the trainer ended: %s. Starting it again in %.0f s (%s; Ctrl-C ends it)", end, verdict.pause, verdict.why)
 
     def _arguments(self) -> list[str]:
         batch, accumulation = self._batch
-        more = []
+        more = [*self._room]
         if (batch, accumulation) != (self._peer.train_batch_size, self._peer.gradient_accumulation_steps):
             more += ["--train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
         # A swarm's trainer does so by itself.
@@ -108,6 +115,7 @@ class Supervisor:
         """One life of the trainer, from its start until nothing is left of it."""
         ranks = 1 if self._peer.assist else self._peer.nproc_per_node
         output = self._log_file.pipe if self._log_file else None
+        forget_room(self._folder)
         self._launch = launch = Launch(self._arguments(), self._folder, ranks=ranks, output=output, tick=self._tick, program=self._program)
         if self._asked is not None:  # while it was being started
             self._tell(signal.SIGTERM)

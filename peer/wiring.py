@@ -41,6 +41,7 @@ from peer.machine.device import Precision, RankGroup, choose_precision, gains_by
 from peer.machine.disk_space import check_disk
 from peer.machine.first_gradient import FirstGradient
 from peer.machine.ipex import Ipex, check_ipex
+from peer.machine.making_room import ways_left
 from peer.machine.placing import Placing, placing
 from peer.machine.profiling import Profiler, profile_folder
 from peer.machine.swap import Swap, swaps
@@ -58,6 +59,7 @@ from peer.samples.decoding import Decoder
 from peer.samples.encoding import Encoder
 from peer.samples.feed import Feed, window_steps
 from peer.volunteer.resting import Resting
+from peer.watchdog.room import tell_room
 from swarm.bans import Bans
 from swarm.end import EXTENSION_FILE, End
 from swarm.errors import ExitCode, UserError
@@ -206,6 +208,8 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     check_here(run, peer.weights, device)
     check_base(peer, run, device)
     check_fused(peer, run, device, launch.group.world)
+    if launch.group.is_main:
+        tell_room(device.type, ways_left(run, peer, device))
     turned, swapped = takes_turns(peer.offload, device), swaps(peer, run, device)
     files = Files(launch.cache_folder / "waiting") if swapped and peer.swap_to == "disk" else None
     hold = files.hold if files else torch.Tensor.cpu if turned or swapped else None

@@ -75,6 +75,17 @@ def count(
     return Need(parts, sum(parameter.nbytes for parameter in params.values()), int(states), live.peak)
 
 
+@torch.no_grad()
+def count_encoding(model: Model, pixels: Tensor, *, dtype: torch.dtype | None = None, on_gpu: bool = True) -> int:
+    """The most bytes that flow through the VAE of `model` while it encodes (B, 3, H, W) `pixels`; the model is of no use afterwards."""
+    with _without_numbers(model) as shape, Live() as live, _norms_in_float32(on_gpu and dtype is not None):
+        live.knows(*(tensor for part in model.parts.values() for tensor in (*part.parameters(), *part.buffers())))
+        told, model.device = shape(pixels), torch.device("cpu")  # where tensors without numbers say that they are
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            model.encode_pixels(told)
+    return live.peak
+
+
 def let_go(parameters: Iterable[Tensor]) -> None:
     """From now on each gradient is gone as soon as a backward pass has made it: what --fused_step takes of memory, without its step."""
     for parameter in parameters:

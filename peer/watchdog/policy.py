@@ -50,11 +50,12 @@ class End:
 
 @dataclass(frozen=True)
 class Verdict:
-    """pause: seconds until it is started again; None: it is not. why: in words. smaller: with half the micro-batch."""
+    """pause: seconds until it is started again; None: it is not. why: in words. smaller: with half the micro-batch. roomier: with one more option."""
 
     pause: float | None
     why: str
     smaller: bool = False
+    roomier: bool = False
 
 
 class Policy:
@@ -65,8 +66,8 @@ class Policy:
         self._failures = 0
         self._shrunk = self._trained = False
 
-    def after(self, end: End, *, can_shrink: bool) -> Verdict:
-        """can_shrink: whether the micro-batch can be made smaller."""
+    def after(self, end: End, *, can_shrink: bool, can_make_room: bool = False) -> Verdict:
+        """can_shrink: whether the micro-batch can be made smaller; can_make_room: whether an option is left that takes less memory."""
         if end.code in (ExitCode.OK, 130) and not end.stalled:
             return Verdict(None, "it is done")
         if why := _HOPELESS.get(end.kind):
@@ -78,6 +79,8 @@ class Policy:
             self._shrunk = True
             return Verdict(self._pause(end.kind), "with a smaller micro-batch", smaller=True)
         if end.kind == ExitCode.MEMORY and end.trained_seconds < ROOMY_SECONDS:
+            if can_make_room:
+                return Verdict(self._pause(end.kind), "with an option that takes less memory", roomier=True)
             return Verdict(None, "a smaller micro-batch did not help" if self._shrunk else "the micro-batch cannot be smaller")
         # A network that once was there comes back: an evening without it must not end a run of weeks.
         if self._most and self._failures >= self._most and not (end.kind == ExitCode.NETWORK and self._trained):

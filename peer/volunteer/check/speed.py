@@ -10,13 +10,10 @@ import torch
 
 from peer.config import PeerConfig
 from peer.contracts import PixelBatch
-from peer.loop.optim import kind_of
 from peer.machine.counting import let_go
+from peer.machine.making_room import useless
 from swarm.errors import ExitCode, UserError, of_machine
 from swarm.memory_advice import memory_advice
-from swarm.run.family import family_named
-from swarm.run.method import method_named
-from swarm.run.optimizer import OPTIMIZERS
 from swarm.run_config import RunConfig
 
 _SAY_EVERY_SECONDS = 10.0
@@ -106,23 +103,8 @@ def _readable(error: BaseException, run: RunConfig, peer: PeerConfig, device: to
     if short.code != ExitCode.MEMORY:
         return short
     pictures = f"{peer.train_batch_size} picture{'s' if peer.train_batch_size > 1 else ''}"
-    fix = memory_advice(useless=_useless(run, peer, device))
+    fix = memory_advice(useless=useless(run, peer, device))
     return UserError(f"A step of {pictures} does not fit into the memory.", fix=fix, code=ExitCode.MEMORY)
-
-
-def _useless(run: RunConfig, peer: PeerConfig, device: torch.device) -> set[str]:
-    """Options that are taken already, or make no room for this run on `device`."""
-    whole, family = method_named(run.method).whole, family_named(run.family)
-    here = {
-        "train_batch_size": peer.train_batch_size == 1,
-        "gradient_accumulation_steps": peer.train_batch_size == 1 or peer.fused_step,
-        "gradient_checkpointing": peer.gradient_checkpointing,
-        "offload": peer.offload or device.type != "cuda",
-        "blocks_to_swap": peer.blocks_to_swap or device.type != "cuda" or whole or not (family and family.blocks),
-        "base_precision": peer.base_precision != "auto" or whole,
-        "weights": peer.weights == "bf16" or not OPTIMIZERS[kind_of(run, device)].by_tensor,
-    }
-    return {name for name, useless in here.items() if useless}
 
 
 def _where(learner: Any) -> str:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.device_memory import ROWS, SIZES, SPARE, batch_of, check_tiny, prepared, text_bytes
-from peer.machine.counting import Live, bytes_of, count
+from benchmarks.cards import ROWS, SPARE
+from benchmarks.device_memory import SIZES, batch_of, check_tiny, measured, prepared, text_bytes, vae_bytes
+from peer.machine.counting import Live, bytes_of, count, count_encoding
 from swarm.run.optimizer import OPTIMIZERS
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -22,7 +23,7 @@ def test_a_fused_step_takes_what_was_counted():
 def counted(on_gpu=False, batch=1, optimizer="adamw", dtype=None, **step):
     model, params = prepared("sd", "full", CPU, dtype)
     size = SIZES["SD 1.5, 512 px"]
-    told = batch_of(type(size)("sd", size.denoiser, (4, 8, 8), {"states": (77, 16)}, ()), batch, CPU)
+    told = batch_of(type(size)("sd", size.denoiser, (4, 8, 8), {"states": (77, 16)}, (), size.vae), batch, CPU)
     held = {name: sum(bytes_of(part).values()) for name, part in model.parts.items()}
     need = count(model, params, told, OPTIMIZERS[optimizer], dtype=dtype, on_gpu=on_gpu, **step)
     return need, held, params
@@ -34,6 +35,20 @@ def test_weights_and_states_are_counted_to_the_byte():
     assert need.trained == 4 * numbers and need.optimizer == 8 * numbers
     assert sum(need.parts.values()) + need.trained == sum(held.values())
     assert need.total == sum(held.values()) + need.optimizer + need.step
+
+
+@pytest.mark.parametrize("family", ["sd", "klein", "z_image"])
+def test_encoding_a_picture_takes_what_was_counted(family):
+    model, _ = prepared(family, "lora", CPU, None)
+    pixels = torch.zeros(2, 3, 64, 64)
+    model.encode_pixels(pixels)
+    most = measured(lambda: model.encode_pixels(pixels)) + pixels.nbytes
+    assert count_encoding(model, pixels, on_gpu=False) == pytest.approx(most, rel=0.1)
+
+
+def test_the_vae_of_a_size_is_counted_with_its_weights_and_the_pictures_of_a_batch():
+    (weights, one), (same, two) = vae_bytes("SD 1.5, 512 px", 1), vae_bytes("SD 1.5, 512 px", 2)
+    assert weights == same == pytest.approx(4 * 83.7e6, rel=0.01) and two == pytest.approx(2 * one, rel=0.01)
 
 
 def test_more_pictures_accumulation_and_norms_on_a_gpu_take_more_and_a_fused_step_takes_less():

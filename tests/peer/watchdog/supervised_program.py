@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from peer.launch.command_line import parse  # noqa: E402
+from peer.watchdog.room import tell_room  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 from swarm.life import TRAINING, Life  # noqa: E402
 
@@ -41,6 +42,11 @@ def main():
         hang_here()
     elif what == "memory":
         raise MemoryError
+    elif isinstance(what, dict):  # it tells what would make room on this device, and is out of memory as torch is
+        tell_room(what["device"], what["ways"])
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     elif what == "orphan":
         orphan = subprocess.Popen(["sleep", "1000"], start_new_session=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         (output / "orphan").write_text(str(orphan.pid))

@@ -18,12 +18,15 @@ from peer.launch.stopping import Stop
 from peer.supervise import cli
 from peer.watchdog.log_file import LogFile
 from peer.watchdog.policy import HEALTHY_SECONDS, ROOMY_SECONDS, End, Policy, smaller
+from peer.watchdog.room import as_flags, forget_room, next_way, tell_room
 from peer.watchdog.vitals import LONG, OutOfMemory, Vitals, Watchdog
 from swarm.errors import ExitCode, UserError
 from swarm.life import FOLDER, TRAINING, Life, Sign, last_sign
+from tests import tiny
 from tests.conftest import ROOT
 
 PROGRAM = ROOT / "tests" / "peer" / "watchdog" / "supervised_program.py"
+SHORT = PROGRAM.with_name("short_program.py")
 FAILED = End(1)
 
 
@@ -248,6 +251,59 @@ def test_a_fused_step_out_of_memory_takes_fewer_samples_and_accumulates_nothing(
     _, err, seen, _ = supervise(["memory", "memory"], "--batch_size", 6, "--fused_step")
     assert "a step has fewer samples, since --fused_step accumulates nothing" in err
     assert seen[1]["argv"][-6:-2] == ["--train_batch_size", "3", "--gradient_accumulation_steps", "1"]
+
+
+def test_out_of_memory_again_takes_the_next_option_that_makes_room(supervise):
+    ways = [{"gradient_checkpointing": True}, {"offload": True}]
+    lives = [{"device": "cuda", "ways": ways}] * 2 + [{"device": "cuda", "ways": ways[1:]}, {"device": "cuda", "ways": []}]
+    code, err, seen, _ = supervise(lives, "--batch_size", 2)
+    assert code == ExitCode.MEMORY and err.count("error: Out of memory: CUDA out of memory. Tried to allocate 2.00 GiB") == 4
+    taken = [[flag for flag in ("--gradient_accumulation_steps", "--gradient_checkpointing", "--offload") if flag in life["argv"]] for life in seen]
+    assert [len(flags) for flags in taken] == [0, 1, 2, 3] and taken[2][-1] == "--gradient_checkpointing"
+    assert err.count("out of memory: from now on with --gradient_checkpointing, which takes less of it and more time. To keep it so, give it yourself") == 1
+    assert err.count("out of memory: from now on with --offload, ") == 1 and "a smaller micro-batch did not help" in err
+
+
+def test_what_the_trainer_before_told_of_room_is_forgotten(supervise):
+    code, err, seen, _ = supervise([{"device": "cuda", "ways": [{"offload": True}]}, "memory"])
+    assert code == ExitCode.MEMORY and len(seen) == 2 and "the micro-batch cannot be smaller" in err
+
+
+def test_an_option_that_makes_room_on_a_gpu_is_no_answer_to_a_host_without_memory(tmp_path):
+    told = lambda device: tell_room(device, [{"base_precision": "int8"}], {FOLDER: str(tmp_path)})  # noqa: E731
+    assert next_way(tmp_path, killed=False) == {}
+    told("cuda")
+    assert next_way(tmp_path, killed=True) == {} and next_way(tmp_path, killed=False) == {"base_precision": "int8"}
+    told("cpu")
+    assert as_flags(next_way(tmp_path, killed=True)) == ["--base_precision", "int8"]
+    (tmp_path / "room").write_text('{"device": "cp')
+    assert next_way(tmp_path, killed=False) == {}
+    forget_room(tmp_path)
+    tell_room("cpu", [], {})  # nobody supervises
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_option_is_taken_only_where_one_is_left_and_the_trainer_did_not_fit_for_long():
+    policy, end = Policy(5), End(ExitCode.MEMORY)
+    assert policy.after(end, can_shrink=False, can_make_room=True).roomier
+    assert policy.after(end, can_shrink=False).pause is None
+    trained = policy.after(End(ExitCode.MEMORY, trained_seconds=ROOMY_SECONDS), can_shrink=False, can_make_room=True)
+    assert trained.pause is not None and not trained.roomier  # something else took the memory
+
+
+@pytest.mark.swarm
+def test_a_real_trainer_that_runs_out_of_memory_in_the_middle_goes_on_with_less(tiny_model, tmp_path):
+    """The second step of a model without gradient checkpointing raises what torch raises."""
+    tiny.write_pictures(tmp_path / "pictures")
+    flags = ["--model", tiny_model, "--train_data_dir", tmp_path / "pictures", "--output_dir", tmp_path / "out", "--resolution", 16]
+    flags += ["--max_train_steps", 4, "--checkpointing_steps", 1, "--device", "cpu"]
+    program = "import sys; from pathlib import Path; from swarm.errors import run_program; from peer import supervise\n"
+    program += f"sys.exit(run_program(lambda: supervise.main(sys.argv[1:], Path({str(SHORT)!r}))))"
+    done = subprocess.run([sys.executable, "-c", program, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: Out of memory: CUDA out of memory") == 1
+    assert "from now on with --gradient_checkpointing" in done.stderr and "resumed checkpoint=" in done.stderr
+    assert (tmp_path / "out" / "model").is_dir()
 
 
 def test_a_trainer_that_hangs_says_where_and_is_started_again(supervise):

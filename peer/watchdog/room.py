@@ -1,0 +1,35 @@
+"""What a trainer tells its supervisor at the start: which options would make room here. It knows its device; one that the kernel killed says no more."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swarm.life import FOLDER
+
+_FILE = "room"
+
+
+def tell_room(device: str, ways: Sequence[Mapping[str, Any]], environ: Mapping[str, str] = os.environ) -> None:
+    """device: whose memory is meant, such as 'cuda'; ways: changes of PeerConfig, the cheapest first. Nothing is written where nobody supervises."""
+    if environ.get(FOLDER):
+        (Path(environ[FOLDER]) / _FILE).write_text(json.dumps({"device": device, "ways": list(ways)}), encoding="utf-8")
+
+
+def forget_room(folder: Path) -> None:
+    """Before a trainer starts: what the one before it told is old."""
+    (folder / _FILE).unlink(missing_ok=True)
+
+
+def next_way(folder: Path, *, killed: bool) -> Mapping[str, Any]:
+    """The cheapest way that the trainer told of, empty where there is none. killed: by the kernel, so the host was short of memory, and no GPU."""
+    try:
+        told = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it ended before it could tell, or while it did
+        return {}
+    return next(iter(told["ways"]), {}) if told["device"] == "cpu" or not killed else {}
+
+
+def as_flags(way: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in way.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]

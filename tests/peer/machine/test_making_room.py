@@ -1,0 +1,23 @@
+"""Which options a peer takes by itself when memory runs out."""
+
+import pytest
+import torch
+
+from peer.config import PeerConfig
+from peer.machine.making_room import ways_left
+from swarm.run_config import RunConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "ways"),
+    [
+        ({}, "cuda", ["gradient_checkpointing", "offload"]),
+        ({"gradient_checkpointing": True}, "cuda", ["offload"]),
+        ({"compile": True}, "cuda", ["gradient_checkpointing"]),  # with which --offload was not tried
+        ({}, "cpu", ["gradient_checkpointing"]),
+        ({"gradient_checkpointing": True, "offload": True}, "cuda", []),
+    ],
+)
+def test_ways_that_keep_what_is_trained_the_cheapest_first(options, device, ways):
+    left = ways_left(RunConfig(method="lora"), PeerConfig(**options), torch.device(device))
+    assert left == [{way: True} for way in ways]
