@@ -1,6 +1,8 @@
 """The DHT as its users meet it: records arrive late, some answers lack somebody or are a version old, and a partition hides the other side."""
 
 import asyncio
+import base64
+import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,6 +116,15 @@ class SimNode:
     async def meet(self, maddrs):
         return True
 
+    def sign(self, statement):
+        return _signature(self.peer_id, statement)
+
+    def key_of(self, peer):
+        return f"ssh-rsa {peer}"
+
+    def has_signed(self, peer, statement, key, signature):
+        return key == self.key_of(peer) and signature == _signature(peer, statement)
+
     async def ended_within(self, seconds):
         await asyncio.sleep(seconds)
         return not self.host.alive
@@ -123,3 +134,8 @@ class SimNode:
 
     async def close(self):
         self._network.die(self.host, power=False)
+
+
+def _signature(peer: str, statement: bytes) -> str:
+    """What stands for an RSA signature, which would be another one each time, and is of the same length. Nobody here makes one in another's name."""
+    return base64.b64encode(hashlib.shake_256(peer.encode() + statement).digest(256)).decode()

@@ -21,6 +21,7 @@ from scripts.attacks.rows import ROWS
 from scripts.attacks.wire import Frames, Gone, Record, Serves, Stranger, newest
 from simulation.machine import Process
 from simulation.network import Host, Link, SimPipe
+from swarm.members import said, sign_membership
 from swarm.records import PeerRecord
 from swarm.unpacking import unpack
 
@@ -32,12 +33,12 @@ _COME_AFTER_SECONDS = 30.0
 _PATIENCE_SECONDS = 3600.0
 
 
-async def attack(world: "World", row: str) -> None:
-    """For as long as the world lives."""
+async def attack(world: "World", row: str, *, members: int = 0) -> None:
+    """For as long as the world lives. members: how many identities that the host let in come, in a run for members; 0: strangers, as many as the row has."""
     await asyncio.sleep(_COME_AFTER_SECONDS)
     while world.scenario.peers > 1 and not all(machine.met() for machine in world.machines[: world.scenario.peers]):
         await asyncio.sleep(1)  # who has met nobody yet believes whoever comes first
-    band = SimBand(world, random.Random(f"{world.scenario.seed} {row}"))
+    band = SimBand(world, random.Random(f"{world.scenario.seed} {row}"), members)
     function = getattr(importlib.import_module(f"scripts.attacks.{ROWS[row].module}"), row.replace("-", "_"))
     process = Process(SimpleNamespace(short=row, world=world), "stranger")
     band.process = process
@@ -56,14 +57,14 @@ class _Key:
 class SimBand(Band):
     process: Process
 
-    def __init__(self, world: "World", rng: random.Random):
+    def __init__(self, world: "World", rng: random.Random, members: int = 0):
         super().__init__("", None, rng, contextlib.AsyncExitStack())
-        self._world = world
+        self._world, self._members = world, members
         self.run = {"run_id": world.run.run_id, "run": world.run.to_mapping()}
 
     async def come(self, count: int = 1) -> list[Stranger]:
-        for _ in range(count):
-            self.strangers.append(SimStranger(self._world, self.process, self.rng, self._draw()))
+        for _ in range(self._members or count):
+            self.strangers.append(SimStranger(self._world, self.process, self.rng, self._draw(), member=self._members > 0))
         return self.strangers
 
     async def come_as(self, key: _Key) -> Stranger:
@@ -92,7 +93,9 @@ class SimBand(Band):
 class SimStranger(Stranger):
     """One identity with a node of its own."""
 
-    def __init__(self, world: "World", process: Process, rng: random.Random, peer_id: str):
+    def __init__(self, world: "World", process: Process, rng: random.Random, peer_id: str, *, member: bool = False):
+        key, run = world.server.dataset.key, world.run
+        self._membership = said(sign_membership(key, run, peer_id, world.server.wall)) if member else None
         self._world, self.rng, self.peer_id, self.key = world, rng, peer_id, _Key(peer_id)
         self._host = Host(peer_id, Link(100.0, 100.0, 0.01), process.machine.short, owner=process)
         world.network.hosts[peer_id] = self._host
@@ -109,7 +112,8 @@ class SimStranger(Stranger):
         for key, record in records.items():
             if key.peer_id != self.peer_id:
                 continue
-            packed = msgpack.packb({**record, "peer_id": self.peer_id, "time": self._wall()})
+            own = {"membership": self._membership, "seal": ""} if self._membership else {}
+            packed = msgpack.packb({**record, "peer_id": self.peer_id, "time": self._wall(), **own})
             with contextlib.suppress(ValueError):  # one that no reader takes
                 await self._world.records.publish(PeerRecord.unpack(packed, owner=self.peer_id), self._wall())
 
@@ -118,7 +122,10 @@ class SimStranger(Stranger):
 
     async def open(self, peer: str, name: str, seconds: float = 10.0) -> Frames:
         try:
-            return SimFrames(peer, await asyncio.wait_for(self._world.network.dial(self._host, peer, name), seconds))
+            frames = SimFrames(peer, await asyncio.wait_for(self._world.network.dial(self._host, peer, name), seconds))
+            if self._membership:
+                await frames.send(self._membership)
+            return frames
         except (OSError, asyncio.TimeoutError) as error:
             raise Gone(repr(error)) from None
 
@@ -126,6 +133,8 @@ class SimStranger(Stranger):
         async def handle(peer: str, place: str, pipe: SimPipe) -> None:
             frames = SimFrames(peer, pipe)
             try:
+                if self._membership:
+                    await frames.receive()  # the caller's
                 await handler(frames)
                 await asyncio.sleep(1)
             except Gone:

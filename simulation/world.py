@@ -42,6 +42,8 @@ _RECENT_ROUNDS = 12
 _CHUNKS_LINK = 4.0
 """So much faster are links where a state has chunks. A round may take 1.6 s; of its mean, 1 MB, a peer that three follow sends 16 Mbit/s."""
 _TRUSTED_SECONDS = 30.0
+_OF_LIARS = "one-more-sample"
+"""The row that members play who lie."""
 STRANGERS = (
     "made-up-state", "one-more-sample", "burnt-number", "long-header", "drip-donor", "slot-hog", "nan", "absent", "silent", "stalling-leader",
     "stalling-leaders", "invented-records", "record-flood", "false-copies", "wrong-tickets", "huge-norm",
@@ -78,6 +80,8 @@ class Scenario:
     """After which a lease ends that is not renewed, work of a peer that is gone is leased again, and a shard that is late goes to a second peer."""
     strangers: tuple[str, ...] = ()
     """Of STRANGERS: who comes after the first rounds, and stays to the end."""
+    liars: int = 0
+    """In a run for members, how many come like strangers that the host let in: they sign made-up children of the newest state, for who comes later."""
     total_samples: int = 0
     """Where the run ends, unless the host puts the end off; 0: nowhere."""
     members: bool = False
@@ -300,6 +304,7 @@ class World:
         for _ in range(scenario.assistants):
             self.add_assistant()
         self._attacks = [asyncio.ensure_future(self._attacked(row)) for row in scenario.strangers]
+        self._attacks += [asyncio.ensure_future(self._attacked(_OF_LIARS, members=scenario.liars))] if scenario.liars else []
         if scenario.strikes is None:
             striking = [strike_at_random(self, name) for name in scenario.faults if name in FAULTS]
         else:
@@ -314,13 +319,13 @@ class World:
         if all(machine.link.behind_nat for machine in self.machines):
             self.add_assistant()  # as each of them says that somebody must: without one no two of them can exchange a word
         await (self._all_end() if scenario.total_samples else self._all_commit())
-        if not scenario.faults and not scenario.strangers:
+        if not (scenario.faults or scenario.strangers or scenario.liars):
             self.checks.traffic(self.network.messages, self.checks.round, len(self.machines))
 
-    async def _attacked(self, row: str) -> None:
+    async def _attacked(self, row: str, *, members: int = 0) -> None:
         from simulation.strangers import attack  # with hivemind, which takes a second to load
 
-        await attack(self, row)
+        await attack(self, row, members=members)
 
     async def _look(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):

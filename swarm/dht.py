@@ -30,10 +30,11 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm import clock, dht_direct, reachability
 from swarm.daemon import Daemon
 from swarm.dht_protocol import DHTProtocol
-from swarm.dht_rules import RUNS_KEY, Rules, Signatures, peers_key, signer_of
+from swarm.dht_rules import RUNS_KEY, Rules, Signatures, key_in, peers_key, signer_of
 from swarm.dht_storage import MOST_OF_A_KEY
 from swarm.errors import ExitCode, UserError
 from swarm.members import Members
+from swarm.peer_key import has_signed
 from swarm.pipe import Pipe
 from swarm.places import place_of
 from swarm.ports import can_listen, with_ports
@@ -119,6 +120,8 @@ class SwarmNode:
         self._stored = dht.protocol.storage
         self._stored.ours = validator.local_public_key
         self._is_known: Callable[[str], bool] = lambda peer: False
+        self._keys: dict[str, str] = {}
+        """The public keys of those whose records we read last."""
 
     @classmethod
     async def join(
@@ -231,6 +234,19 @@ class SwarmNode:
         """Wait up to `seconds` for our p2pd to end; whether it has."""
         return await self._daemon.ended_within(seconds)
 
+    def sign(self, statement: bytes) -> str:
+        """This peer's signature, in base64."""
+        return self._identity.key.sign(statement).decode()
+
+    def key_of(self, peer: str) -> str:
+        """The public key of `peer`, in OpenSSH's words: ours, or that of a record that we read last; '' for another's."""
+        own = peer == self.peer_id
+        return self._identity.key.get_public_key().to_bytes().decode() if own else self._keys.get(peer, "")
+
+    def has_signed(self, peer: str, statement: bytes, key: str, signature: str) -> bool:
+        """Whether `key` is that of `peer`, and made `signature` for `statement`."""
+        return has_signed(peer, statement, key, signature)
+
     async def alive(self) -> bool:
         """Whether p2pd still answers: a real call, since hivemind notices nothing of its death."""
         try:
@@ -261,20 +277,21 @@ class SwarmNode:
 
     async def records(self, run_id: str) -> dict[str, PeerRecord]:
         """Live peers of the run by peer id: signed by the key of that id, within bounds; ours included."""
-        found, unread = {}, set()
-        for owner, data in await self._owned(peers_key(run_id)):
+        found, unread, keys = {}, set(), {}
+        for owner, data, key in await self._owned(peers_key(run_id)):
+            keys[owner] = key
             try:
                 found[owner] = PeerRecord.unpack(data, owner=owner)
             except BadRecord as error:
                 unread.add(owner)
                 log.debug("ignored a record of %s: %s", owner, error)
-        self.unread = frozenset(unread)
+        self.unread, self._keys = frozenset(unread), keys
         return found
 
     async def find_runs(self) -> dict[str, RunRecord]:
         """What peers that can be reached from here say about their runs, by the peer id of who signed it; `discovery.py` chooses."""
         found = {}
-        for owner, data in await self._owned(RUNS_KEY):
+        for owner, data, _ in await self._owned(RUNS_KEY):
             try:
                 found[owner] = RunRecord.unpack(data)
             except BadRecord as error:
@@ -325,8 +342,8 @@ class SwarmNode:
         # A little newer, so that our own node, if it is one of the nearest, says yes to it as well.
         return bool(await self._dht.store(name, data, expiration_time=until + 1e-3, subkey=owner))
 
-    async def _owned(self, key: str) -> list[tuple[str, bytes]]:
-        """(peer id, record) of as many peers as one node may keep, however many nodes answered: ours, known ones, and the others."""
+    async def _owned(self, key: str) -> list[tuple[str, bytes, str]]:
+        """(peer id, record, public key) of as many peers as one node may keep, however many nodes answered: ours, known ones, and the others."""
         name = DHTID.generate(source=key)
         self._stored.reserve(name)
         with self._dht.protocol.watching(name) as answered:
@@ -335,7 +352,7 @@ class SwarmNode:
         found_of = {signer_of(msgpack.packb(owner)) for owner in items}
         dht_direct.merge(items, await dht_direct.ask(self._dht, name, self._passed_over(answered, found_of)))
         live = {owner: item for owner, item in items.items() if item.expiration_time > time.time()}
-        found = [(signer_of(msgpack.packb(owner)), item.value) for owner, item in live.items()]
+        found = [(signer_of(msgpack.packb(owner)), item.value, key_in(owner)) for owner, item in live.items()]
         found.sort(key=lambda entry: (entry[0] != self.peer_id, not self._is_known(entry[0])))
         return found[:MOST_OF_A_KEY]
 

@@ -51,6 +51,11 @@ def signer_of(subkey: bytes) -> str:
     return peer_id_of(match[1])
 
 
+def key_in(owner: bytes) -> str:
+    """The public key, in OpenSSH's words, of a subkey from which `signer_of` has read a peer."""
+    return _OWNER.fullmatch(owner)[1].decode()
+
+
 class Rules(RecordValidatorBase):
     """Asked before the signature is verified."""
 

@@ -23,6 +23,8 @@ RENEW_SECONDS = 5.0
 RUN_RECORD_LIFE_SECONDS = 600.0
 MAX_RECORD_BYTES = 4096
 MAX_SAMPLES_PER_SECOND = 1e6
+SEAL = r"^([A-Za-z0-9+/]{342}==)?$"
+"""What a peer's key of 2,048 bits makes of a statement, in base64. p2pd makes no other keys; a peer that has another one seals nothing."""
 MAX_NAME, MAX_HARDWARE, MAX_NOTE, MAX_REASON = 32, 64, 160, 120
 """Characters of what a peer says of itself in words, and a host of a peer."""
 MOST_BANS, BANS_PER_RECORD = 256, 2
@@ -55,6 +57,8 @@ Signature = Annotated[str, Field(strict=True, max_length=MOST_SIGNATURE), _LINE]
 """Of the host's key: see `swarm.signing`."""
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Seal = Annotated[str, Field(strict=True, pattern=SEAL)]
+"""Of a peer's key; '' for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +124,15 @@ class PeerRecord:
     """Some of the host's words, others each time: so all of them come round."""
     membership: Membership | None = None
     """Its owner's, in a run for members."""
+    seal: Seal = ""
+    """In a run for members, its owner's signature for the state, if its work is in it: see `peer.sync.engine.certificate`."""
 
     def pack(self) -> bytes:
         return msgpack.packb(vars(self), default=vars)
 
     def asdict(self) -> dict[str, Any]:
         """What it says of its peer: without what it hands on, and what it shows."""
-        return {name: value for name, value in vars(self).items() if name not in ("bans", "membership")}
+        return {name: value for name, value in vars(self).items() if name not in ("bans", "membership", "seal")}
 
     @classmethod
     def unpack(cls, data: bytes, *, owner: str) -> "PeerRecord":

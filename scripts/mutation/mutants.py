@@ -2,9 +2,9 @@
 
     ./scripts/mutants [--only NAME] [--seconds 60] [--list]
 
-Each mutation of `mutations.py` is made in a copy of the tree, never in the tree itself. Then mixed worlds are played on one core, from seed 1
-on, until one breaks a promise that it keeps without the mutation, or until the seconds of CPU time are over. A table to read, then one line of
-JSON; the exit status is 1 unless all are found.
+Each mutation of `mutations.py` is made in a copy of the tree, never in the tree itself. Then worlds are played on one core, mixed ones unless it
+names others, from seed 1 on, until one breaks a promise that it keeps without the mutation, or until the seconds of CPU time are over. A table to
+read, then one line of JSON; the exit status is 1 unless all are found.
 """
 
 import argparse
@@ -48,18 +48,18 @@ class Found:
 
 
 class Player:
-    """Plays seeds of mixed worlds in a tree, on one core."""
+    """Plays seeds of worlds in a tree, on one core."""
 
     def __init__(self, core: int):
         self._core = core
-        self._without: dict[int, str] = {}
+        self._without: dict[tuple[int, Sequence[str]], str] = {}
 
     def look_for(self, mutation: Mutation, seconds: float) -> Found:
         with mutated(mutation) as tree:
             seed, used, rounds = 1, 0.0, 0
             while True:
                 try:
-                    took, summary = self._play(tree, seed, seconds - used)
+                    took, summary = self._play(tree, seed, seconds - used, *mutation.world)
                 except subprocess.TimeoutExpired:
                     return Found(mutation.name, "", seed, round(seconds, 1), rounds, "it hangs")
                 used, rounds = used + took, rounds + summary["rounds"]
@@ -68,22 +68,22 @@ class Player:
                 seed, promise = summary["broken_seeds"][0], summary["promises"][0]
                 if broken := re.search("(Attribute|Name|Type|UnboundLocal)Error", promise):
                     raise UserError(f"The mutation {mutation.name} is no engine any more: {promise}.", fix=f"Mend its {broken[0]}: it names what is not there.")
-                if self._breaks_anyway(seed) != promise:
+                if self._breaks_anyway(seed, mutation.world) != promise:
                     return Found(mutation.name, promise, seed, round(used, 1), rounds)
                 if used >= seconds:
                     return Found(mutation.name, "", seed, round(used, 1), rounds)
                 seed += 1
 
-    def _breaks_anyway(self, seed: int) -> str:
+    def _breaks_anyway(self, seed: int, world: Sequence[str]) -> str:
         """What the engine as it is breaks with that seed; '' as it should be."""
-        if seed not in self._without:
-            _, summary = self._play(ROOT, seed, 600, "--seeds", "1")
-            self._without[seed] = (summary["promises"] or [""])[0]
-        return self._without[seed]
+        if (seed, world) not in self._without:
+            _, summary = self._play(ROOT, seed, 600, *world, "--seeds", "1")
+            self._without[seed, world] = (summary["promises"] or [""])[0]
+        return self._without[seed, world]
 
     def _play(self, tree: Path, seed: int, seconds: float, *options: str) -> tuple[float, dict[str, Any]]:
         """CPU seconds, and what the last line of the simulator says. Raises subprocess.TimeoutExpired, UserError."""
-        words = ["--mixed", "--seed", str(seed), "--seeds", "1000000", "--until_breach", "--no_shrink", "--cpu_seconds", str(seconds), *options]
+        words = ["--seed", str(seed), "--seeds", "1000000", "--until_breach", "--no_shrink", "--cpu_seconds", str(seconds), *options]
         environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         before = _cpu_seconds()
         ended = subprocess.run(

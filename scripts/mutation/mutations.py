@@ -12,11 +12,14 @@ from swarm.errors import UserError
 
 @dataclass(frozen=True)
 class Mutation:
+    """world: the simulator's options for the worlds that are to find it."""
+
     name: str
     breaks: str
     old: str
     new: str
     under: str = "peer/sync/engine"
+    world: tuple[str, ...] = ("--mixed",)
 
     def apply(self, root: Path) -> tuple[Path, str]:
         """The file, from `root`, and its new text. Raises UserError unless `old` stands at exactly one place."""
@@ -235,5 +238,12 @@ MUTATIONS = (
         "a state of a branch that lost is left on the disk, and leads its peer back there after a restart",
         "[file for file in self._files() if _samples(file) <= _samples(path)]",
         "self._files()",
+    ),
+    Mutation(
+        "certificates_count_for_nothing",
+        "in a run for members a newcomer goes by who is live, whatever state the others have certified",
+        "    count = shown.keys() & best.peers or {peer for peer, each in shown.items() if is_on(each.line, best.made.digest)}\n",
+        "    count = shown.keys()\n",
+        world=("--members", "--liars=4", "--peers=3", "--hours=0.04", "--strikes=guests@70/0(peers=2,seconds=40)"),
     ),
 )

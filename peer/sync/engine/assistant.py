@@ -16,12 +16,14 @@ from typing import Any
 
 from peer.contracts import CommittedRound
 from peer.sync.engine.buffers import IN_MEMORY, MEMORY, Buffers, buffers_on
+from peer.sync.engine.certificate import Seals, Shown, judged
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.net.streams import PeerLost, Streams
 from peer.sync.engine.outer import Strategy, load_strategy
 from peer.sync.engine.replica import Replica
+from peer.sync.engine.round.evidence import MOST_ASKED, ask
 from peer.sync.engine.round.heads import most_signed
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State
 from peer.sync.engine.trainer.messages import Done, Failed, Final, Message, News, Progress, Rebase
@@ -276,7 +278,7 @@ async def _first_from_others(
     buffers: Buffers = IN_MEMORY,
 ) -> tuple[Kind, State]:
     """The best state of a run that this peer knows nothing of; waits until somebody is there who has one, and says so: `waiting`."""
-    streams, told = Streams(node, members=members), -_TOLD_EVERY_SECONDS
+    streams, told, seals = Streams(node, members=members), -_TOLD_EVERY_SECONDS, Seals(run, node, members)
     failures: collections.Counter[str] = collections.Counter()
     clock = asyncio.get_running_loop().time
     while True:
@@ -287,6 +289,7 @@ async def _first_from_others(
         if alike:
             if spare_memory:
                 _check_memory(run, strategy, kind, buffers)
+            alike = await _that_count(streams, seals, alike, named, known)
             with contextlib.suppress(PeerLost, BadState):
                 return kind, await _fetch(streams, run, kind, strategy, alike, failures, named, known, discarded, buffers)
         if clock() - told >= _TOLD_EVERY_SECONDS:
@@ -307,7 +310,32 @@ async def _records(run: RunConfig, node: SwarmNode, members: Members) -> list[Pe
         if record.config == run.digest
         and record.phase != LEAVING
         and record.peer_id != node.peer_id
+        and _is_admitted(members, record)
         and not members.bans.discards(record.digest, record.parents)
+    ]
+
+
+def _is_admitted(members: Members, record: PeerRecord) -> bool:
+    members.hear(record.peer_id, record.membership)
+    return members.has(record.peer_id)
+
+
+async def _that_count(
+    streams: Streams, seals: Seals, records: Sequence[PeerRecord], named: Collection[str], known: str
+) -> list[PeerRecord]:
+    """Those of peers that count by the certificates that all of them show (certificate.py), that were named, or that stand on what the server knows."""
+    if not seals.needed:
+        return list(records)
+    shown: dict[str, Shown] = {}
+    for at in range(0, len(records), MOST_ASKED):
+        shown |= await ask(streams, seals, [record.peer_id for record in records[at : at + MOST_ASKED]])
+    judgement = judged(shown)
+    if judgement.best is not None:
+        log.info("the state %s is certified by %d members", judgement.best.made.digest[:8], len(judgement.best.signers))
+    return [
+        record
+        for record in records
+        if record.peer_id in judgement.peers or record.peer_id in named or (known and known in (record.digest, *record.parents))
     ]
 
 

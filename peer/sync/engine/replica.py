@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from peer.contracts import Member
 from peer.sync.engine import failpoints
 from peer.sync.engine.cell import Bell, Cell, Phase
+from peer.sync.engine.certificate import Seals
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.net.link import serve_link
@@ -26,8 +27,10 @@ from peer.sync.engine.outer import Strategy
 from peer.sync.engine.round.averaging import RoundFailed
 from peer.sync.engine.round.beginning import Beginning
 from peer.sync.engine.round.catch_up import CatchUp
+from peer.sync.engine.round.certificates import Certificates
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.ending import Ending
+from peer.sync.engine.round.evidence import Evidence
 from peer.sync.engine.round.finality import Finality
 from peer.sync.engine.round.groups import NoGroup
 from peer.sync.engine.round.heads import Heads
@@ -114,9 +117,13 @@ class Replica:
         self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.members)
         # Which state is right, and how a better one comes here.
         outer, streams = OuterStep(strategy, wire, store.buffers), Streams(node, upload, self.members)
+        seals = Seals(run, node, self.members)
+        self.certificates = Certificates(seals, store.folder / "certificate.json", state)
+        self._evidence = Evidence(streams, seals, self.certificates, self.bell.ring, clock)
         self.heads = Heads(
-            self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode
-        )
+            self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode,
+            evidence=self._evidence,
+        )  # fmt: skip
         self._ending = Ending(run, self.end, node, line)
         plausible = Plausible(run, node.peer_id, self.state, self.trainer, self.heads, self._ending, store.discarded)
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
@@ -145,7 +152,7 @@ class Replica:
         self._saver = Saver(store, state, self.bell.ring, self._fail, self._may_save, clock, node.peer_id)
         self.status = Status(
             run, node, self.neighbours, self.end, self.members, self.state, self.phase, self.trainer, self.heads, self._catch_up,
-            assists=assists, name=name, hardware=hardware, server_url=server_url, wall=wall,
+            assists=assists, name=name, hardware=hardware, server_url=server_url, wall=wall, seal=lambda: self.certificates.seal,
         )  # fmt: skip
         self._presence = Presence(run, node, self.neighbours, self.status, self.bell, clock, self.met, self._rng)
         self.book = self._presence.book
@@ -225,6 +232,8 @@ class Replica:
         await serve_link(self._streams)
         await serve_kind(self._streams, self._kind)
         await self._past.serve()
+        if self.members.needed:
+            await self._evidence.serve()
         await self._presence.publish()
         await self.neighbours.read()
 
@@ -233,7 +242,7 @@ class Replica:
         beside = (
             *self._presence.tasks(), self._saver.save_forever, self._means.keep_forever, self._donor.tidy_forever,
             self._rebase_trainer_forever, self._report_forever, self._ask_for_the_past_forever, self._ask_for_the_end_forever,
-            self._end_once_discarded,
+            self._end_once_discarded, *([self._gather_seals_forever, self._evidence.ask_forever] if self.members.needed else ()),
         )  # fmt: skip
         tasks = [asyncio.create_task(job()) for job in (self.take_part, *beside)]
         try:
@@ -343,7 +352,8 @@ class Replica:
     def _may_start(self) -> bool:
         ours = self.state.value
         return self._beginning.may_start(
-            Head.of(ours), own_round=ours.header.round, fetching=self._state_fetch.signers > 0, behind=bool(self.heads.right()),
+            Head.of(ours), own_round=ours.header.round, fetching=self._state_fetch.signers > 0,
+            behind=bool(self.heads.right()) or self._evidence.is_pending,
             others=self.neighbours.others(), news=self._waits, counts=self._state_fetch.promises.counts,
         )  # fmt: skip
 
@@ -439,6 +449,7 @@ class Replica:
         self.state.set(state)
         self.trainer.moved()
         self.heads.moved(state, fetched=how == "fetched")
+        self.certificates.moved(state)
         self._finality.moved(previous, state)
         self._past.moved(state)
         self._donor.retire(previous)
@@ -460,6 +471,12 @@ class Replica:
 
     def _fail(self, error: UserError) -> None:
         self.trainer.send(Failed.of(error))
+
+    async def _gather_seals_forever(self) -> None:
+        while True:
+            seen = self.neighbours.others()
+            self.certificates.see(seen)
+            await self.bell.until(lambda seen=seen: self.neighbours.others() is not seen)
 
     async def _report_forever(self) -> None:
         while True:

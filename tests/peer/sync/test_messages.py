@@ -7,13 +7,15 @@ import random
 import msgpack
 import pytest
 
-from peer.contracts import Member
+from peer.contracts import CommittedRound, Member
+from peer.sync.engine.certificate import Certificate, Signer
 from peer.sync.engine.net import messages
 from peer.sync.engine.net.messages import (
     Announcement,
     Answer,
     BadMessage,
     Call,
+    Certified,
     Chunk,
     Fetch,
     Join,
@@ -31,8 +33,9 @@ from peer.sync.engine.net.messages import (
     read,
     read_header,
 )
-from peer.sync.engine.state import ELDER_CHARACTERS, ELDERS_KEPT, MAX_HEADER_BYTES, MOST_MEMBERS, BadState, Head, Header
+from peer.sync.engine.state import ANCESTORS_KEPT, ELDER_CHARACTERS, ELDERS_KEPT, MAX_HEADER_BYTES, MOST_MEMBERS, BadState, Head, Header
 from scripts.fuzzing.mutate import MSGPACK_NAMES, MSGPACK_VALUES, mutated
+from swarm.records import Membership
 
 PEERS = ["Qm" + letter * 44 for letter in "abcdefgh"]
 HEAD = Head("d" * 64, 12, ("e" * 64, "f" * 64))
@@ -45,6 +48,11 @@ def grown(rounds: int = 2, members: int = 3) -> Header:
     for number in range(1, rounds + 1):
         header = header.child(f"{number:064x}", [Member(peer, number, 7) for peer in PEERS[:members]], "m" * 64)
     return header
+
+
+def sealed(round: CommittedRound) -> Certificate:
+    membership = Membership(until=2_000_000_000, signature="f" * 128)
+    return Certificate(round, tuple(Signer(each.peer, "ssh-rsa AAAA", "A" * 342 + "==", membership) for each in round.members))
 
 
 HONEST = [
@@ -64,6 +72,7 @@ HONEST = [
     StateOffer(header=grown(3)),
     MeanOffer(header=grown(), square_norm=2.25, num_bytes=1 << 20),
     PastRounds(rounds=grown(4).ancestors),
+    Certified(certificate=sealed(grown(4).ancestors[0]), line="0123456789ab" * 5),
     Chunk(chunk=3),
     LinkPiece(more=True, pieces=4),
 ]
@@ -116,7 +125,8 @@ def test_whatever_a_message_is_turned_into_it_is_read_or_refused_with_the_one_er
 def within_bounds(value: object) -> None:
     """Of everything in a message that was read: no text, number or list is larger than an honest one may be."""
     if isinstance(value, str):
-        assert len(value) <= 200 or (len(value) <= ELDERS_KEPT * ELDER_CHARACTERS and set(value) <= set("0123456789abcdef"))
+        longest = (1 + ANCESTORS_KEPT + ELDERS_KEPT) * ELDER_CHARACTERS
+        assert len(value) <= 400 or (len(value) <= longest and set(value) <= set("0123456789abcdef"))
     elif isinstance(value, bool) or value is None:
         pass
     elif isinstance(value, int | float):

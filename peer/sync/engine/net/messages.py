@@ -26,6 +26,7 @@ from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
 from peer.contracts import CommittedRound, Member
+from peer.sync.engine.certificate import MOST_SIGNERS, Certificate, Signer, is_enough
 from peer.sync.engine.state import (
     ANCESTORS_KEPT,
     ELDER_CHARACTERS,
@@ -37,6 +38,7 @@ from peer.sync.engine.state import (
     Head,
     Header,
 )
+from swarm.records import SEAL, Membership
 from swarm.signing import SIGNATURE
 from swarm.unpacking import fault
 
@@ -123,6 +125,17 @@ def _not_too_many(included: Any) -> Any:
     return included
 
 
+def _whole(certificate: Certificate) -> Certificate:
+    peers = [signer.peer for signer in certificate.signers]
+    if peers != sorted(set(peers)):
+        raise ValueError("signers out of order")
+    if not certificate.peers <= {member.peer for member in certificate.made.members}:
+        raise ValueError("a signer that is no member of the round")
+    if not is_enough(certificate.made, certificate.peers):
+        raise ValueError("signers with half of the round's samples or less")
+    return certificate
+
+
 def _fits(header: Header) -> Header:
     if header.is_too_large:
         raise ValueError(f"a header of {header.num_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed")
@@ -145,6 +158,19 @@ _Header = Annotated[
     ),
     AfterValidator(_fits),
 ]  # fmt: skip
+_Signer = _built(
+    Signer,
+    peer=Text,
+    key=Annotated[str, StringConstraints(strict=True, max_length=400, pattern="^ssh-rsa [!-~]+$")],
+    seal=Annotated[str, StringConstraints(strict=True, min_length=1, pattern=SEAL)],
+    membership=Membership,
+)
+_Certificate = Annotated[
+    _built(Certificate, made=_Ancestor, signers=Annotated[tuple[_Signer, ...], Field(max_length=MOST_SIGNERS)]), AfterValidator(_whole)
+]
+_Line = Annotated[
+    str, StringConstraints(strict=True, max_length=(1 + ANCESTORS_KEPT + ELDERS_KEPT) * ELDER_CHARACTERS, pattern="^[0-9a-f]*$")
+]
 _Head = _built(Head, digest=Text, samples=Count, parents=Parents)
 
 
@@ -271,6 +297,16 @@ class MeanOffer(StateOffer):
     num_bytes: Count
 
 
+class Certified(Message):
+    """The strongest certificate that the sender has on its own line, if any; line: see `certificate.Shown`."""
+
+    certificate: _Certificate | None = None
+    line: _Line
+
+    def wire(self) -> dict[str, Any]:
+        return {"certificate": self.certificate and self.certificate.to_json(), "line": self.line}
+
+
 class PastRounds(Message):
     """To a Fetch: the round that made that state and those before it, the newest first; empty where they are not known."""
 
@@ -307,6 +343,7 @@ def _of_some_size(kind: _Kind) -> _Kind:
 KIND_OF_STATE: TypeAdapter[dict[str, Any]] = TypeAdapter(Annotated[_Kind, AfterValidator(_of_some_size)])
 HEAD: TypeAdapter[Head] = TypeAdapter(_Head)
 HEADER: TypeAdapter[Header] = TypeAdapter(_Header)
+CERTIFICATE: TypeAdapter[Certificate] = TypeAdapter(_Certificate)
 
 M = TypeVar("M")
 

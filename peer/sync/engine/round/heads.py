@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, replace
 
+from peer.sync.engine.round.evidence import Evidence
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.lineage import Lineage
 from peer.sync.engine.round.met import Met
@@ -64,6 +65,8 @@ class Ballot:
     """Those whose work is in our state; nobody where all have a say. Whoever made our state wrote that list: who believed the one believes the other."""
     left_behind: bool = False
     """Whether our state has been `deserted` for DESERTED_SECONDS: no more of them will agree on what comes after it."""
+    certified: bool = False
+    """Whether the voters are those whose state has a certificate (certificate.py): whom we have not met, and nobody outvotes by being live."""
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
@@ -189,7 +192,10 @@ class Heads:
         clock: Callable[[], float] = time.monotonic,
         *,
         leads: bool = True,
+        evidence: Evidence | None = None,
     ):
+        """evidence: what those whom we have not met can show; None: nothing is asked of them."""
+        self._evidence = evidence
         self._met, self._others, self._broken, self._clock, self._leads = met, others, broken, clock, leads
         self._heard: dict[str, tuple[Head, float]] = {}
         self._let_go: dict[str, deque[str]] = {}
@@ -287,8 +293,11 @@ class Heads:
 
         Else two that have begun to take over each other's branch would swap, and swap again.
         """
+        if self.is_right(head):
+            return False
+        ballot = self._ballot(self._one_is_enough)
         descends = self._from_base or self._lineage.descends(head, self._ours)
-        return not descends and not self.is_right(head) and self._ballot(self._one_is_enough).is_shared(head)
+        return ballot.certified or (not descends and ballot.is_shared(head))
 
     def _ballot(
         self, one_is_enough: Callable[[Head, Collection[Claim]], bool], claims: Collection[Claim] | None = None, *, left_behind: bool = False
@@ -298,13 +307,23 @@ class Heads:
         leaderless = self._leaderless()
         met = [] if leaderless else [claim for claim in claims if claim.peer in self._met]
         voters = [claim for claim in met or claims if claim.votes] or met or claims
-        voters = voters if met else voters[:_MOST_STRANGERS]
+        certified, elsewhere = False, False
+        if not met:
+            voters, certified, elsewhere = self._judged(voters)
         for claim in voters:
             self._lineage.learn(claim.head)
         return Ballot(
-            self._ours, self._from_base, claims, voters, bool(met), self._lineage, one_is_enough, self._leads, self._backers(everybody),
-            () if leaderless else self._included, left_behind,
+            self._ours, self._from_base or elsewhere, claims, voters, bool(met), self._lineage, one_is_enough, self._leads,
+            self._backers(everybody), () if leaderless or elsewhere else self._included, left_behind, certified,
         )  # fmt: skip
+
+    def _judged(self, strangers: list[Claim]) -> tuple[list[Claim], bool, bool]:
+        """Those of them that count; whether a certificate says so, and whether its state is elsewhere than ours: then ours is as good as none."""
+        if self._evidence is None:
+            return strangers[:_MOST_STRANGERS], False, False
+        judgement = self._evidence.judge([claim.peer for claim in strangers])
+        count = [claim for claim in strangers if claim.peer in judgement.peers]
+        return count[:_MOST_STRANGERS], judgement.best is not None, not self._evidence.holds_us(judgement)
 
     def _look_for_a_leader(self, claims: Collection[Claim]) -> None:
         """Whether anybody could lead us without a stranger: we ourselves, or a live peer that we have met."""

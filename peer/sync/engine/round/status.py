@@ -67,7 +67,10 @@ class Status:
         hardware: str = "",
         server_url: str = "",
         wall: Callable[[], float] = time.time,
+        seal: Callable[[], str] = lambda: "",
     ):
+        """seal: of the state that we stand on (certificates.py)."""
+        self._seal = seal
         self._run, self._node, self._neighbours, self._end, self._members, self._wall = run, node, neighbours, end, members, wall
         self._state, self._phase, self._trainer, self._heads, self._catch_up = state, phase, trainer, heads, catch_up
         self._assists, self._name, self._hardware, self._server_url = assists, name, hardware, server_url
@@ -155,6 +158,7 @@ class Status:
             time=self._wall(),
             bans=self._members.bans.some(BANS_PER_RECORD),
             membership=self._members.own,
+            seal=self._seal(),
         )
 
     def seen(self) -> dict[str, Any]:

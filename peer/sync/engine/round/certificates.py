@@ -1,0 +1,103 @@
+"""The certificates of our own states: gathered after the commit from the seals that members' records bring, kept on disk, and handed out.
+
+Nobody waits for a seal. One that is not seen while its peer stands on that state is missing; the next state has another chance.
+"""
+
+import json
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from peer.contracts import CommittedRound
+from peer.sync.engine.certificate import Certificate, Seals, Shown, Signer, certified, is_on, line_of, strongest
+from peer.sync.engine.net.messages import CERTIFICATE, BadMessage, read
+from peer.sync.engine.state import State
+from swarm import files
+from swarm.records import PeerRecord
+
+log = logging.getLogger(__name__)
+
+
+class Certificates:
+    """path: of the strongest one; a file that cannot be read, or is of another line, is begun anew."""
+
+    def __init__(self, seals: Seals, path: Path, state: State):
+        self._seals, self._path = seals, path
+        self._made: dict[str, CommittedRound] = {}
+        """The rounds that made our state and its last ancestors."""
+        self._signers: dict[str, dict[str, Signer]] = {}
+        """Of each of these states, those who have sealed it."""
+        self._records: Collection[PeerRecord] = ()
+        self._seal = self._line = ""
+        self._best: Certificate | None = None
+        self._kept: Certificate | None = None
+        """What is on disk."""
+        if seals.needed:
+            self._best = self._kept = self._read()
+            self.moved(state)
+
+    @property
+    def seal(self) -> str:
+        """Ours, of the state that we stand on; '' where our work is not in it."""
+        return self._seal
+
+    @property
+    def shown(self) -> Shown:
+        """What we show to who asks."""
+        return Shown(self._best, self._line)
+
+    def moved(self, state: State) -> None:
+        """We stand on `state` from now on."""
+        if not self._seals.needed:
+            return
+        header = state.header
+        rounds = [header.committed_round(state.digest), *header.ancestors] if header.round else []
+        self._made = {made.digest: made for made in rounds}
+        self._signers = {digest: self._signers.get(digest, {}) for digest in self._made}
+        self._line = line_of(state)
+        if self._best is not None and not is_on(self._line, self._best.made.digest):
+            self._best = None
+        own = self._seals.own(rounds[0]) if rounds else None
+        self._seal = own.seal if own is not None else ""
+        if own is not None:
+            self._take(rounds[0], own)
+        self.see(self._records)  # who committed before us has said so already
+        self._keep()
+
+    def see(self, records: Collection[PeerRecord]) -> None:
+        """Take the seals that these bring: each once, of members of the round only."""
+        self._records = records
+        for record in records:
+            made = self._made.get(record.digest)
+            if made is None or record.peer_id in self._signers[made.digest] or record.peer_id not in {member.peer for member in made.members}:
+                continue
+            signer = self._seals.of(record, made)
+            if signer is not None:
+                self._take(made, signer)
+
+    def _take(self, made: CommittedRound, signer: Signer) -> None:
+        signers = self._signers[made.digest]
+        signers[signer.peer] = signer
+        certificate = certified(made, signers)
+        if certificate is not None:
+            self._best = strongest([certificate, self._best] if self._best is not None else [certificate])
+
+    def _keep(self) -> None:
+        """Once a round: after a crash the last one may be missing. A disk that cannot take it costs memory of it after a restart, no more."""
+        if self._best is None or self._best is self._kept:
+            return
+        try:
+            files.replace(self._path, json.dumps(self._best.to_json()).encode())
+            self._kept = self._best
+        except OSError as error:
+            log.warning("cannot keep the state's certificate in %s: %s", self._path, error)
+
+    def _read(self) -> Certificate | None:
+        try:
+            kept = read(CERTIFICATE, json.loads(self._path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, BadMessage) as error:
+            log.warning("passed over %s: %s", self._path, error)
+            return None
+        return self._seals.checked(kept)
