@@ -207,7 +207,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     check_base(peer, run, device)
     check_fused(peer, run, device, launch.group.world)
     if launch.group.is_main:
-        tell_room(device.type, ways_left(run, peer, device))
+        tell_room(device.type, ways_left(run, peer, device), peer.train_batch_size)
     turned = takes_turns(peer.offload, device)
     windows = any(launch.group.gather(turned))  # all ranks draw alike; one with turns draws a window
     if launch.given.get("lora_weights") and not run.lora_weights_digest:
