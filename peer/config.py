@@ -55,7 +55,13 @@ class PeerConfig:
     )
     states_total_limit: int = option(0, "With --assist: keep this many final states, the newest; 0: all of them.")
 
-    train_batch_size: int = option(1, "Samples per local step and rank.", aliases=("batch_size",), section="training", ge=1)
+    train_batch_size: int | None = option(
+        1,
+        "Samples per local step and rank; auto: the largest that fits, measured once on one GPU or CPU and remembered in --cache_dir.",
+        aliases=("batch_size",),
+        section="training",
+        ge=1,
+    )
     gradient_accumulation_steps: int = option(1, "Micro-batches per local optimizer step.", ge=1)
     mixed_precision: str = option(
         "auto", "Autocast; auto: by device, the reason is printed.", choices=("auto", "no", "fp16", "bf16"), switches={"fp16": "fp16"}
@@ -374,6 +380,11 @@ class PeerConfig:
         trained = folders_of(Path(self.train_data_dir)) if self.train_data_dir else []
         if any(Path(self.class_data_dir).resolve().is_relative_to(folder.resolve()) for folder in trained):
             raise UserError("class_data_dir lies in train_data_dir, and all folders there are trained on.", fix="Put it elsewhere.")
+
+    @property
+    def unmeasured(self) -> "PeerConfig":
+        """The same with micro-batches of 1, where the largest that fits is still to be measured (--train_batch_size auto)."""
+        return dataclasses.replace(self, train_batch_size=1) if self.train_batch_size is None else self
 
     @property
     def own_data(self) -> bool:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if peer.hub_token:  # for gated models and datasets too, which libraries fetch for us
         os.environ["HF_TOKEN"] = peer.hub_token
     if peer.dry_run:
-        print(json.dumps({"run": dataclasses.asdict(resolve_run(peer, given).run), "peer": peer.shown()}, indent=2))
+        print(json.dumps({"run": dataclasses.asdict(resolve_run(peer.unmeasured, given).run), "peer": peer.shown()}, indent=2))
         return ExitCode.OK
     _die_with_launcher()
     if peer.assist:
@@ -72,7 +72,12 @@ def _train(peer: PeerConfig, given: dict) -> int:
         group = RankGroup(rank, device)
         closing.callback(group.close)
         with asked.before_it_begins() if rank.world == 1 else nullcontext():  # where one of several ranks ended, the others would fail
-            joined = group.broadcast_object(resolve_run(peer, given) if group.is_main else None)
+            joined = group.broadcast_object(resolve_run(peer.unmeasured, given) if group.is_main else None)
+        if peer.train_batch_size is None:
+            from peer.launch.measured_batch import with_largest
+
+            peer = with_largest(peer, joined, given, device, rank, stop)
+            joined = joined if peer.swarming else resolve_run(peer, given)  # alone, a step's samples are in the run
         repository = _prepare_hub(peer) if group.is_main else ""
         from peer.wiring import Launch, assemble
 

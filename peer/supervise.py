@@ -17,7 +17,7 @@ from peer.launch.resolving import no_model
 from peer.volunteer.commands import own_command
 from peer.watchdog.log_file import LogFile
 from peer.watchdog.policy import End, Policy, Verdict, smaller
-from peer.watchdog.room import as_flags, forget_room, next_way
+from peer.watchdog.room import as_flags, forget_room, next_way, told_batch
 from peer.watchdog.trainer_process import PROGRAM, Launch
 from peer.watchdog.vitals import OutOfMemory, Vitals, Watchdog
 from swarm.errors import ExitCode, UserError, run_program
@@ -58,7 +58,7 @@ class Supervisor:
     def __init__(self, argv: Sequence[str], peer: PeerConfig, folder: Path, log_file: LogFile | None, program: Path = PROGRAM):
         self._argv, self._peer, self._folder, self._log_file, self._program = list(argv), peer, folder, log_file, program
         self._policy = Policy(peer.max_restarts)
-        self._batch = (peer.train_batch_size, peer.gradient_accumulation_steps)
+        self._smaller: tuple[int, int] | None = None
         self._room: list[str] = []
         self._again = False
         self._launch: Launch | None = None
@@ -73,7 +73,8 @@ class Supervisor:
             end = self._live()
             if self._asked is not None:
                 return _status(end.code) if self._told and not _as_asked(end) else ExitCode.OK
-            less = smaller(*self._batch, fused=self._peer.fused_step)
+            batch, accumulation = self._step()
+            less = smaller(batch, accumulation, fused=self._peer.fused_step) if batch else None
             way = next_way(self._folder, killed=end.code < 0)
             trains = not self._peer.assist
             verdict = self._policy.after(end, can_shrink=less is not None and trains, can_make_room=bool(way) and trains)
@@ -89,23 +90,26 @@ class Supervisor:
     def _prepare_again(self, end: End, verdict: Verdict, less: tuple[int, int] | None, way: list[str]) -> None:
         self._again = True
         if verdict.smaller:
-            before, self._batch = self._batch, less
+            before, self._smaller = self._step(), less
             log.warning(
                 "out of memory: the micro-batch is now %d instead of %d, and gradients are accumulated over %d instead of %d: "
                 "a step %s. To keep it so: --train_batch_size %d --gradient_accumulation_steps %d",
-                self._batch[0], before[0], self._batch[1], before[1],
-                "has fewer samples, since --fused_step accumulates nothing" if self._peer.fused_step else "keeps its samples", *self._batch,
+                less[0], before[0], less[1], before[1],
+                "has fewer samples, since --fused_step accumulates nothing" if self._peer.fused_step else "keeps its samples", *less,
             )  # fmt: skip
         if verdict.roomier:
             self._room += way
             log.warning("out of memory: from now on with %s, which takes less of it and more time. To keep it so, give it yourself", " ".join(way))
         log.warning("the trainer ended: %s. Starting it again in %.0f s (%s; Ctrl-C ends it)", end, verdict.pause, verdict.why)
 
+    def _step(self) -> tuple[int | None, int]:
+        """Micro-batch and accumulation of a step now; a micro-batch of None was to be measured, and is not known yet."""
+        return self._smaller or (told_batch(self._folder) or self._peer.train_batch_size, self._peer.gradient_accumulation_steps)
+
     def _arguments(self) -> list[str]:
-        batch, accumulation = self._batch
         more = [*self._room]
-        if (batch, accumulation) != (self._peer.train_batch_size, self._peer.gradient_accumulation_steps):
-            more += ["--train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
+        if self._smaller:
+            more += ["--train_batch_size", str(self._smaller[0]), "--gradient_accumulation_steps", str(self._smaller[1])]
         # A swarm's trainer does so by itself.
         if self._again and not self._peer.swarming and self._peer.resume_from_checkpoint in ("auto", "none"):
             more += ["--resume_from_checkpoint", "latest"]

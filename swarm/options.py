@@ -104,7 +104,8 @@ def _told(cls: type, error: ValidationError) -> UserError:
         return UserError(f"{name} is {value}.", fix="Use a finite number.")
     hint = typing.get_type_hints(cls)[name]
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    expected = " or ".join("text" if meta["choices"] else getattr(kind, "__name__", str(kind)) for kind in kinds)
+    words = ["text" if meta["choices"] else "auto" if kind is types.NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds]
+    expected = " or ".join(words)
     return UserError(f"{name} is {value!r}, which is not {expected}.", fix=f"Give {name} a value of type {expected}.")
 
 
@@ -228,7 +229,7 @@ def _as_said(value: Any, hint: Any) -> Any:
     """What files and flags have no word for: a tuple is a list in them, and None is 'auto'."""
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         return tuple(map(str, value))
-    return None if value == "auto" and hint == bool | None else value
+    return None if value == "auto" and hint in (bool | None, int | None) else value
 
 
 def _title(cls: type) -> tuple[str, str | None]:
@@ -242,7 +243,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: An
     kind, meta = kinds[0], field.metadata
     flags = [f"--{field.name}", *(f"--{alias}" for alias in meta["aliases"])]
     default = field.default if field.default is not dataclasses.MISSING else ""
-    default = "auto" if default is None and kind is bool else default
+    default = "auto" if default is None and kind in (bool, int) else default
     shown = f" [{default}]" if default not in ("", None, ()) else ""
     common = {"dest": field.name, "default": argparse.SUPPRESS, "help": (meta["description"] + shown).replace("%", "%%")}
     if kind is bool:
@@ -259,6 +260,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: An
         group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     elif typing.get_origin(kind) is tuple:
         group.add_argument(*flags, nargs="*", metavar="VALUE", **common)
+    elif kind is int and kind is not hint:
+        group.add_argument(*flags, type=_int_or_auto, metavar="INT|auto", **common)
     elif meta["choices"]:
         group.add_argument(*flags, metavar="{" + ",".join(meta["choices"]) + "}", **common)
     else:
@@ -275,6 +278,13 @@ def _switch(on: Any, off: Any, text: str) -> Any:
 
 def _boolean_or_auto(text: str) -> bool | None:
     return None if text.lower() == "auto" else _boolean(text)
+
+
+def _int_or_auto(text: str) -> int | None:
+    try:
+        return None if text.lower() == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a whole number nor auto") from None
 
 
 def _boolean(text: str) -> bool:

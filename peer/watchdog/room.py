@@ -11,10 +11,13 @@ from swarm.life import FOLDER
 _FILE = "room"
 
 
-def tell_room(device: str, ways: Sequence[Mapping[str, Any]], environ: Mapping[str, str] = os.environ) -> None:
-    """device: whose memory is meant, such as 'cuda'; ways: changes of PeerConfig, the cheapest first. Nothing is written where nobody supervises."""
+def tell_room(device: str, ways: Sequence[Mapping[str, Any]], batch: int, environ: Mapping[str, str] = os.environ) -> None:
+    """device: whose memory is meant, such as 'cuda'; ways: changes of PeerConfig, the cheapest first; batch: samples of a micro-batch.
+
+    Nothing is written where nobody supervises.
+    """
     if environ.get(FOLDER):
-        (Path(environ[FOLDER]) / _FILE).write_text(json.dumps({"device": device, "ways": list(ways)}), encoding="utf-8")
+        (Path(environ[FOLDER]) / _FILE).write_text(json.dumps({"device": device, "ways": list(ways), "batch": batch}), encoding="utf-8")
 
 
 def forget_room(folder: Path) -> None:
@@ -24,11 +27,20 @@ def forget_room(folder: Path) -> None:
 
 def next_way(folder: Path, *, killed: bool) -> Mapping[str, Any]:
     """The cheapest way that the trainer told of, empty where there is none. killed: by the kernel, so the host was short of memory, and no GPU."""
+    told = _told(folder)
+    return next(iter(told["ways"]), {}) if told and (told["device"] == "cpu" or not killed) else {}
+
+
+def told_batch(folder: Path) -> int | None:
+    """The micro-batch that the trainer had, which it may have measured (--train_batch_size auto); None where it told of none."""
+    return _told(folder).get("batch")
+
+
+def _told(folder: Path) -> dict[str, Any]:
     try:
-        told = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        return json.loads((folder / _FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # it ended before it could tell, or while it did
         return {}
-    return next(iter(told["ways"]), {}) if told["device"] == "cpu" or not killed else {}
 
 
 def as_flags(way: Mapping[str, Any]) -> list[str]:

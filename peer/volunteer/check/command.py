@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ["HF_TOKEN"] = peer.hub_token
     logging.getLogger("peer").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="dd-check-") as scratch:
-        machine = Machine(peer, given, Path(scratch))
+        machine = Machine(peer.unmeasured, given, Path(scratch))
         code = run(machine.items(), sys.stdout)
     if machine.step_left_behind:  # torch would wait for it, or crash at the interpreter's end
         sys.stdout.flush()

@@ -12,6 +12,7 @@ from peer.config import PeerConfig
 from peer.contracts import PixelBatch
 from peer.machine.counting import let_go
 from peer.machine.making_room import useless
+from peer.machine.noise_step import noise_batch, noise_losses
 from swarm.errors import ExitCode, UserError, of_machine
 from swarm.memory_advice import memory_advice
 from swarm.run_config import RunConfig
@@ -45,7 +46,7 @@ def measure_step(
 
     def work() -> None:
         try:
-            batch = _batch(learner, run, peer)
+            batch = noise_batch(learner, run, peer.train_batch_size)
             outcome.append([_timed(step or _step, learner, peer, batch, clock) for _ in range(_WARM_UP + _MEASURED)])
         except BaseException as error:
             outcome.append(error)
@@ -68,14 +69,6 @@ def measure_step(
     return Step(min(seconds), peer.train_batch_size * peer.gradient_accumulation_steps, _where(learner))
 
 
-def _batch(learner: Any, run: RunConfig, peer: PeerConfig) -> PixelBatch:
-    """Noise and captions; encoded already where a window of batches would be (--offload), since a step then waits for no other part's turn."""
-    count, side = peer.train_batch_size, run.resolution
-    pixels = torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    batch = PixelBatch(pixels, ["a picture"] * count, torch.tensor([[side, side, 0, 0, side, side]] * count))
-    return learner.ahead([batch])[0] if learner.ahead else batch
-
-
 def _timed(step: Callable[..., None], learner: Any, peer: PeerConfig, batch: PixelBatch, clock: Callable[[], float]) -> float:
     began = clock()
     step(learner, peer, batch)
@@ -86,10 +79,8 @@ def _timed(step: Callable[..., None], learner: Any, peer: PeerConfig, batch: Pix
 
 def _step(learner: Any, peer: PeerConfig, batch: PixelBatch) -> None:
     """Forward and backward of all micro-batches of a local step."""
-    rng = torch.Generator(learner.precision.device).manual_seed(0)
     for _ in range(peer.gradient_accumulation_steps):
-        with learner.precision.autocast():
-            learner.model.loss(learner.encode(batch, rng), rng).sum().backward()
+        noise_losses(learner, batch).sum().backward()
     for parameter in learner.params.values():
         parameter.grad = None
 

@@ -43,7 +43,7 @@ def main():
     elif what == "memory":
         raise MemoryError
     elif isinstance(what, dict):  # it tells what would make room on this device, and is out of memory as torch is
-        tell_room(what["device"], what["ways"])
+        tell_room(what["device"], what["ways"], peer.train_batch_size or 6)
         import torch
 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -264,13 +264,21 @@ def test_out_of_memory_again_takes_the_next_option_that_makes_room(supervise):
     assert err.count("out of memory: from now on with --offload, ") == 1 and "a smaller micro-batch did not help" in err
 
 
+def test_a_measured_micro_batch_is_halved_as_one_that_was_given(supervise):
+    _, err, seen, _ = supervise([{"device": "cuda", "ways": []}] * 2, "--train_batch_size", "auto")  # it measures 6
+    assert "the micro-batch is now 3 instead of 6" in err
+    assert seen[1]["argv"][-6:-2] == ["--train_batch_size", "3", "--gradient_accumulation_steps", "2"]
+    _, err, seen, _ = supervise(["memory", "memory"], "--train_batch_size", "auto")  # it ends before it has measured
+    assert "the micro-batch cannot be smaller" in err and len(seen) == 1
+
+
 def test_what_the_trainer_before_told_of_room_is_forgotten(supervise):
     code, err, seen, _ = supervise([{"device": "cuda", "ways": [{"offload": True}]}, "memory"])
     assert code == ExitCode.MEMORY and len(seen) == 2 and "the micro-batch cannot be smaller" in err
 
 
 def test_an_option_that_makes_room_on_a_gpu_is_no_answer_to_a_host_without_memory(tmp_path):
-    told = lambda device: tell_room(device, [{"base_precision": "int8"}], {FOLDER: str(tmp_path)})  # noqa: E731
+    told = lambda device: tell_room(device, [{"base_precision": "int8"}], 4, {FOLDER: str(tmp_path)})  # noqa: E731
     assert next_way(tmp_path, killed=False) == {}
     told("cuda")
     assert next_way(tmp_path, killed=True) == {} and next_way(tmp_path, killed=False) == {"base_precision": "int8"}
@@ -279,7 +287,7 @@ def test_an_option_that_makes_room_on_a_gpu_is_no_answer_to_a_host_without_memor
     (tmp_path / "room").write_text('{"device": "cp')
     assert next_way(tmp_path, killed=False) == {}
     forget_room(tmp_path)
-    tell_room("cpu", [], {})  # nobody supervises
+    tell_room("cpu", [], 4, {})  # nobody supervises
     assert not list(tmp_path.iterdir())
 
 
