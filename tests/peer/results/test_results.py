@@ -524,7 +524,7 @@ def test_what_cannot_be_drawn_with_is_named(tiny_family, tmp_path):
         (["--model", base, "--embedding", tmp_path / "word"], r"does not load as an embedding of this model"),
         (["--model", tmp_path / "lora"], r"does not name its base model.*with --lora"),
         (["--model", tmp_path / "broken.safetensors"], r"broken\.safetensors"),
-        (["--model", tiny_family("flux"), "--negative_prompt", "a dog"], r"FLUX is guided without a negative prompt"),
+        (["--model", tiny_family("flux"), "--negative_prompt", "a dog"], r"FLUX takes no negative prompt"),
         (["--model", base, "--num_images", "0"], r"num_images is 0"),
     ):
         with pytest.raises(UserError, match=message) as error:
