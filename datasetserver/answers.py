@@ -59,7 +59,7 @@ async def read(request: web.Request, model: type[Request]) -> Request:
 async def read_body(request: web.Request, *, seconds: float = BODY_SECONDS) -> bytes:
     """The request's body as it came. Raises Refused: 400, 408, 413, 415."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise Refused(415, "unsupported_media_type", "A compressed body.", "Send it as it is.")
+        raise Refused(415, "unsupported_media_type", "The body is compressed.", "Send it uncompressed.")
     try:
         # A small body has come with its head: then there is nothing to wait for, and no task and timer to pay for.
         return await (_body(request) if request.content.is_eof() else asyncio.wait_for(_body(request), seconds))

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     say(work_dir, run, peer, banned=verb == "ban", trusted=trusted, reason=getattr(args, "reason", ""))
     print(f"{peer} is {_DONE[verb]}; the server knows within a second, the other peers within a minute")
     if verb == "trust" and (missing := TRUSTED_NEEDED - len(_bans(work_dir, run).trusted)) > 0:
-        print(f"others average as well until you trust {missing} more that can be dialled", file=sys.stderr)
+        print(f"others average, too, until you trust {missing} more that can be dialled", file=sys.stderr)
     if verb == "ban" and tokens.get(peer):
         print(f"its token is '{tokens[peer]}': dd-datasetserver token remove {tokens[peer]} keeps it from coming back under another id", file=sys.stderr)
 
@@ -70,7 +70,7 @@ def say(
     if about not in known and sum(word.banned or word.trusted for word in known.values()) >= MOST_BANS:
         raise UserError(
             f"{MOST_BANS} peers and states are banned, trusted or discarded: there is room for no more.",
-            fix="Take back what is no longer needed (unban, distrust); with --tokens, remove those of who does harm.",
+            fix="Take back what is no longer needed (unban, distrust); with --tokens, remove the tokens of harmful peers.",
         )
     latest = known[about].at if about in known else 0
     reason = words(reason, MAX_REASON)

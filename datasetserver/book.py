@@ -201,7 +201,7 @@ class Book:
         known = self.tree.get(state.digest)
         if known:
             if not known.equals(state):
-                raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported otherwise before.", "Catch up with the swarm.")
+                raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported with other figures before.", "Catch up with the swarm.")
             witnesses = self._witnesses(known)
             another = len(witnesses) == 1 and self._owners.of(reporter) not in witnesses
             if reporter not in known.reporters and (another or len(known.reporters) < _MOST_REPORTERS):

@@ -74,7 +74,7 @@ class ServerConfig:
         "Make new runs for members: peers ignore a peer without a membership, which this server gives to each peer it lets in; auto: with --tokens.",
         choices=("auto", "yes", "no"),
     )
-    open: bool = option(False, "Let in whoever can reach --host, without tokens.")
+    open: bool = option(False, "Let in anyone who can reach --host, without tokens.")
     tls_cert: str = option("", "Certificate chain (PEM): serve https, together with --tls_key.")
     tls_key: str = option("", "The certificate's key (PEM).")
     max_requests_per_second: float = option(50.0, "Requests of one address; a burst may have ten seconds' worth; 0: no limits per address.", le=1e6)
@@ -108,7 +108,7 @@ class ServerConfig:
         if not (self.is_local or self.tokens or self.open):
             raise UserError(
                 f"--host {self.host} lets other machines in, and nothing says whom.",
-                fix="Add --open (whoever can reach it, for a network you trust), or --tokens FILE (only those who hold a token).",
+                fix="Add --open (anyone who can reach it, for a network you trust), or --tokens FILE (only those who hold a token).",
             )
 
     @property

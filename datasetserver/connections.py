@@ -40,7 +40,7 @@ def tls(certificate: str, key: str) -> ssl.SSLContext:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"{certificate} and {key} are no certificate and its key: {reason}.",
+            f"{certificate} and {key} are not a certificate and its key: {reason}.",
             fix="Give PEM files that belong together, the key without a password.",
         ) from None
     return context

@@ -64,7 +64,7 @@ def check_host_key(run: RunConfig, key: HostKey, work_dir: Path) -> None:
         raise UserError(
             f"The run '{run.run_name}' is for members of the key {run.members_of[:16]}, "
             f"which {HOST_KEY} should hold, and {found}.",
-            fix=f"Restore {HOST_KEY} in {work_dir}; without it nobody can be let in any more: "
+            fix=f"Restore {HOST_KEY} in {work_dir}; without it the server can let nobody in: "
             "found a new run from the newest state.",
         )
 

@@ -84,7 +84,7 @@ class Gallery:
         except FileNotFoundError:
             return []
         except (OSError, ValidationError, json.JSONDecodeError) as error:
-            log.warning("the gallery begins anew, since %s cannot be read: %s", path, str(error).splitlines()[0])
+            log.warning("cannot read %s, so the gallery starts empty: %s", path, str(error).splitlines()[0])
             return []
         return [picture for picture in pictures if (self._folder / f"{picture.digest}.webp").exists()]
 

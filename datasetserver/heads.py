@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     parser = ArgumentParser(f"dd-datasetserver {verb}", description=about[verb])
     if verb == "discard":
         parser.add_argument("digest", help="all 64 characters, as 'heads' shows it")
-        parser.add_argument("--yes", action="store_true", help="do it; without, only what would go is shown")
+        parser.add_argument("--yes", action="store_true", help="forget it; without --yes, only show what would go")
         parser.add_argument("--reason", default="", help="one line, shown to the peers that end")
     work_folder.add_arguments(parser)
     args = parser.parse_args(argv[1:])
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"This would forget {what}, for good.", fix="Add --yes if that is what you want.")
     say(work_dir, run, args.digest, banned=True, reason=args.reason)
     print(f"forgot {what}")
-    print("the server knows within a second, the peers within a minute: those on it end, and dd-peer starts them again from what was before it")
+    print("the server knows within a second, the peers within a minute: a peer on that state ends, and dd-peer starts it again from the one before")
 
 
 def lines(work_dir: Path) -> list[str]:
@@ -85,12 +85,12 @@ def _gone(tree: "StateTree", digest: str) -> "list[State]":
     state's does would take that with it.
     """
     if not STATE.fullmatch(digest):
-        raise UserError(f"'{digest}' is no digest of a state.", fix="dd-datasetserver heads shows them.")
+        raise UserError(f"'{digest}' is not the digest of a state.", fix="dd-datasetserver heads shows them.")
     if not (gone := tree.following(digest)):
         raise UserError(f"Nobody has reported a state {digest[:16]}...", fix="dd-datasetserver heads shows those that were.")
     if twin := next((state for state in tree if state.digest != digest and state.digest.startswith(digest[:ELDER_CHARACTERS])), None):
         raise UserError(
-            f"State {twin.digest} begins with the same {ELDER_CHARACTERS} digits, and would go with it: somebody reported one of them to that end.",
+            f"State {twin.digest} begins with the same {ELDER_CHARACTERS} digits, and would go with it: somebody reported one of them on purpose.",
             fix=f"Find out which is real, and ban who reported the other: {_names(gone[0])} this one, {_names(twin)} that.",
         )
     return gone

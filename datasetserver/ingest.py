@@ -184,7 +184,7 @@ def ingest(
     )
     if frozen and not grown and not dry and _first(work_dir) not in (None, digest):
         raise UserError(
-            f"Shards of the run in {work_dir} are missing, and {source} does not give them again.",
+            f"Shards of the run in {work_dir} are missing, and {source} no longer gives the same ones.",
             fix="Restore that folder from a copy; or give another --work_dir for a new run.",
             code=ExitCode.DISK,
         )
@@ -296,7 +296,7 @@ def _refuse_another_weight(pairs: Iterable[Pair], names: Collection[str], weight
         before = weights.get(picture_of(pair.name), 1.0)
         if pair.weight != before and picture_of(pair.name) in names:
             raise UserError(
-                f"loss_weight of {pair.name} is {pair.weight:g}, and what is ready in {work_dir} has it with {before:g}.",
+                f"loss_weight of {pair.name} is {pair.weight:g}, but {work_dir} was prepared with {before:g}.",
                 fix=f"Set it back to {before:g}: what a run has stays; new pictures of another weight go into a folder of their own.",
             )
 

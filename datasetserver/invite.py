@@ -46,10 +46,10 @@ class Serving:
             return cls(str(values["url"]), str(values["tokens"]))
         except FileNotFoundError:
             raise UserError(
-                f"No server was ever started on {work_dir}.", fix="Start it first, and give --dataset or --work_dir as to the server."
+                f"No server was ever started on {work_dir}.", fix="Start it first, and give its --dataset or --work_dir."
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{work_dir / SERVING} cannot be read: {error}.", fix="Start the server again; it writes it anew.") from None
+            raise UserError(f"{work_dir / SERVING} cannot be read: {error}.", fix="Start the server again: it rewrites the file.") from None
 
 
 def line(url: str, host_key: str, token: str = "", model: str = "") -> str:
@@ -61,9 +61,9 @@ def line(url: str, host_key: str, token: str = "", model: str = "") -> str:
 def main(argv: Sequence[str]) -> None:
     """`dd-datasetserver invite NAME`. Raises UserError."""
     parser = ArgumentParser("dd-datasetserver invite", description="Print the line that a volunteer pastes to join the run.")
-    parser.add_argument("name", help="whom it is for; the token's name, by which it is taken back")
+    parser.add_argument("name", help="whom it is for: the token's name, for 'token remove'")
     parser.add_argument("--peers", type=tokens.of_peers, default=_PEERS, metavar="N", help=f"in a run for members, how many peers with this line may be members at once [{_PEERS}]")
-    parser.add_argument("--public_url", default="", metavar="URL", help="under which the volunteer reaches the server, if it does not know")
+    parser.add_argument("--public_url", default="", metavar="URL", help="the server's URL for the volunteer, if the server was not given one")
     work_folder.add_arguments(parser)
     args = parser.parse_args(argv)
     work_dir = work_folder.given(args)
@@ -88,7 +88,7 @@ def _refuse_nowhere(url: str) -> None:
     host = urlsplit(url).hostname or ""
     if host in ("0.0.0.0", "::"):
         raise UserError(
-            f"The server listens on {host}, which is no address that a volunteer could dial.",
+            f"The server listens on {host}, which is not an address that a volunteer could dial.",
             fix="Give --public_url http://YOUR-PUBLIC-ADDRESS:9090, here or (better) to the server.",
         )
 
@@ -105,7 +105,7 @@ def _remarks(name: str, peers: int, url: str, token_file: str, run: RunConfig | 
         if url.startswith("http:") and not is_local:
             remarks.append("The token will travel unencrypted: with --tls_cert and --tls_key the server speaks https.")
     else:
-        remarks.append("This server asks nobody for a token: whoever has this line, or its URL, can take part.")
+        remarks.append("This server asks nobody for a token: anyone who has this line, or its URL, can take part.")
     if is_local:
         remarks.append(f"{url} is this machine alone: for peers elsewhere start the server with --host 0.0.0.0 and --public_url.")
     if run and Path(run.model).exists():

@@ -61,7 +61,7 @@ class Writer:
             self._db.execute("COMMIT")
             self.book = book
         except Exception as error:  # a full disk, one that is gone, or a fault of ours
-            log.exception("the ledger could not be written: nothing of %d requests was done", len(operations))
+            log.exception("cannot write the ledger: none of %d requests was done", len(operations))
             self.book = None  # memory is ahead of the disk: it is read again when something is asked next, and again until that succeeds
             with contextlib.suppress(sqlite3.Error):
                 if self._db.in_transaction:
@@ -157,7 +157,7 @@ def look_into(work_dir: Path) -> Iterator[tuple[RunConfig, Store]]:
     path = work_dir / LEDGER
     run = stored_run(path)
     if run is None:
-        raise UserError(f"No run has begun in {work_dir}.", fix="Give --dataset or --work_dir as to the server.")
+        raise UserError(f"No run has begun in {work_dir}.", fix="Give the server's --dataset or --work_dir.")
     try:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
             yield run, Store(db, ())

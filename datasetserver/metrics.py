@@ -21,7 +21,7 @@ _OF_THE_RUN = {
     "round": "The newest final state's round.",
     "samples": "Samples in that state.",
     "epoch": "Passes over the pictures that are done.",
-    "total_samples": "Samples that the run shall have; 0: no end.",
+    "total_samples": "Samples at which the run ends; 0: no end.",
     "target_batch_size": "Samples of a round.",
     "waiting_samples": "Samples trained for the next round.",
     "samples_per_second": "Samples that all peers train a second.",

@@ -114,7 +114,7 @@ def extension_in(work_dir: Path) -> int:
     except (OSError, UnicodeDecodeError) as error:
         text = repr(error)
     if not text.isdecimal() or len(text) > 16:
-        raise UserError(f"{path} says no number of samples.", fix="Give the order again: dd-datasetserver extend.")
+        raise UserError(f"{path} holds no number of samples.", fix="Give the order again: dd-datasetserver extend.")
     return int(text)
 
 
@@ -148,12 +148,12 @@ def main(argv: Sequence[str]) -> None:
     about = f"The run is {state}: {_MEANING[state]}." if state else "The run goes on beyond its total_samples; see docs/host.md."
     parser = ArgumentParser(f"dd-datasetserver {verb}", description=about)
     if not state:
-        parser.add_argument("--total_samples", type=int, required=True, metavar="N", help="where it shall end, counted from its beginning")
+        parser.add_argument("--total_samples", type=int, required=True, metavar="N", help="the new end, counted from the run's beginning")
     work_folder.add_arguments(parser)
     args = parser.parse_args(argv[1:])
     work_dir = work_folder.given(args)
     if not work_dir.is_dir():
-        raise UserError(f"Nothing was ever served from {work_dir}.", fix="Give --dataset or --work_dir as to the server.")
+        raise UserError(f"No server was ever started on {work_dir}.", fix="Give the server's --dataset or --work_dir.")
     if not state:
         extend(work_dir, args.total_samples)
         print(f"the run in {work_dir} goes on to {args.total_samples} samples; peers hear of it within a minute")

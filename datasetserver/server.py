@@ -106,9 +106,9 @@ def guard(config: ServerConfig) -> Guard:
     """Read tokens and certificate, before anything slow is done. Raises UserError for those that are not there or not right."""
     tls = connections.tls(config.tls_cert, config.tls_key) if config.tls_cert else None
     if config.tokens and not (tls or config.is_local):
-        log.warning("tokens travel unencrypted, for anyone on the way to read: give --tls_cert and --tls_key, or have a proxy do TLS")
+        log.warning("tokens travel unencrypted, so anyone on the way can read them: give --tls_cert and --tls_key, or have a proxy do TLS")
     if config.open and not config.is_local:
-        log.warning("open: whoever can reach %s:%d can read the pictures and take part in the run", config.host, config.port)
+        log.warning("open: anyone who can reach %s:%d can read the pictures and take part in the run", config.host, config.port)
     return Guard(Tokens(Path(config.tokens)) if config.tokens else None, tls)
 
 
@@ -147,7 +147,7 @@ async def serve(
         key.keep()  # from here on peers see it
         server = await connections.accept(runner, sock, service.metrics, guard.tls)
         if not stop.is_set():
-            print(f"host key {key.public} (a peer given it as --host_key takes no other host's word)", flush=True)
+            print(f"host key {key.public} (a peer with this --host_key accepts no other host)", flush=True)
             which = f"run={run.run_id}" if run else "run=none, waiting for a peer that founds one;"
             print(f"serving {here} {which} samples={data.manifest.total} shards={len(data.manifest.shards)}", flush=True)
         await stop.wait()

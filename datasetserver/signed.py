@@ -49,7 +49,7 @@ class Signatures:
         said = statement(method, path, at, body)
         name = hash((peer, said))  # not the signature, which base64 can write in sixteen ways
         if name in self._seen:
-            raise Refused(403, "replayed", "This very request came before.", "Sign it anew.")
+            raise Refused(403, "replayed", "This very request came before.", "Sign it again.")
         try:
             self._verify(peer, said, key, signature)
         except BadSignature as error:

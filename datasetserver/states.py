@@ -52,7 +52,7 @@ class States:
                 header = first["header"]
                 info = StateInfo(digest=first["digest"], round=header["round"], samples=header["samples"], bytes=path.stat().st_size)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning("passed over %s: %s", path.name, error)
+                log.warning("ignored %s: %s", path.name, error)
                 continue
             self._path, self._newest = path, info
             return

@@ -19,5 +19,5 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     path = work_folder.given(args) / work_folder.HOST_KEY
     HostKey(path, missing="refuse").write_successor(args.file)
-    print(f"{args.file}: whoever has it can speak for this host, so keep it away from the server.")
+    print(f"{args.file}: anyone who has it can speak for this host, so keep it away from the server.")
     print(f"When {work_folder.HOST_KEY} is lost, put it there ({path}) and start the server: peers notice nothing.")

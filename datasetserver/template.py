@@ -58,8 +58,8 @@ def main(argv: Sequence[str]) -> None:
     parser = ArgumentParser(
         "dd-datasetserver init", description="Write a run.toml to fill in. Options given here are set in it.", allow_abbrev=False
     )
-    parser.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="where to [run.toml]")
-    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    parser.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="file to write [run.toml]")
+    parser.add_argument("--force", action="store_true", help="overwrite the file if it exists")
     server, run, rest = parse_flags(parser, argv, ServerConfig, RunConfig)
     build(RunConfig, run)  # what is wrong is better said now
     if server.get("dataset") or server.get("dataset_name"):  # without one there is no server yet to check
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
         path.write_text(text({**server, **run}), encoding="utf-8")
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror}.", fix="Choose another place.", code=ExitCode.DISK) from None
-    print(f"wrote {path}: choose what stands first in it, then: dd-datasetserver --config {path}")
+    print(f"wrote {path}: edit its first lines, then: dd-datasetserver --config {path}")
 
 
 def _field(name: str) -> dataclasses.Field:

@@ -79,20 +79,20 @@ class Tokens:
             log.info("read tokens=%d file=%s", len(self._holders), self._path)
         except UserError as error:
             self._holders = None
-            log.error("nobody is let in: %s", error)
+            log.error("letting nobody in: %s", error)
 
 
 def add(path: Path, name: str, peers: int = 0) -> str:
     """Make a token for `name`, keep its digest, and return it. peers: as in `Holder`. Raises UserError."""
     if not _NAME.fullmatch(name):
-        raise UserError(f"'{name}' is no name for a token.", fix="Use up to 64 letters, digits, dots, dashes and underscores.")
+        raise UserError(f"'{name}' is not a name for a token.", fix="Use up to 64 letters, digits, dots, dashes and underscores.")
     token = _draw()
     with _locked(path):
         holders = _read(path) if path.exists() else {}
         if any(holder.name == name for holder in holders.values()):
             raise UserError(
                 f"{path} has a token for '{name}' already.",
-                fix=f"Choose another name, or take it back first: dd-datasetserver token remove {name}.",
+                fix=f"Choose another name, or remove that one first: dd-datasetserver token remove {name}.",
             )
         _write(path, {**holders, _digest(token): Holder(name, peers)})
     return token
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> None:
         if action != "list":
             sub.add_argument("name", help="whom it is for")
         if action == "add":
-            sub.add_argument("--peers", type=of_peers, default=0, metavar="N", help="in a run for members, how many peers of it may be members at once; 0: as many as of any owner [0]")
+            sub.add_argument("--peers", type=of_peers, default=0, metavar="N", help="in a run for members, how many peers of it may be members at once; 0: the limit of any owner [0]")
         sub.add_argument("--tokens", type=Path, default=Path(_FILE), metavar="FILE", help=f"the file that the server is given [{_FILE}]")
     args = parser.parse_args(argv)
     if args.action == "add":
@@ -165,7 +165,7 @@ def _read(path: Path) -> dict[str, Holder]:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'no text'}.", fix="Check --tokens.") from None
     matches = [_LINE.fullmatch(line) for line in lines]
     if None in matches:
-        raise UserError(f"Line {matches.index(None) + 1} of {path} is no token.", fix="Check --tokens, or remove that line.")
+        raise UserError(f"Line {matches.index(None) + 1} of {path} is not a token.", fix="Check --tokens, or remove that line.")
     return {match[2]: Holder(match[1], int(match[3] or 0)) for match in matches if match}
 
 

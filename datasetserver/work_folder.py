@@ -20,5 +20,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def given(args: argparse.Namespace) -> Path:
     """The folder that `add_arguments`' flags name. Raises UserError when they name none."""
     if not (args.dataset or args.work_dir):
-        raise UserError("Which run is not said.", fix="Give --dataset or --work_dir as to the server.")
+        raise UserError("No run is named.", fix="Give the server's --dataset or --work_dir.")
     return ServerConfig(dataset=args.dataset, work_dir=args.work_dir).work_folder()

@@ -48,23 +48,23 @@ HELP = """usage: dd-peer --assist (--datasetserver URL | --peers MULTIADDR ...) 
 A peer that trains nothing. Run one where the volunteers are all behind routers that let nobody in, or may all be away at once:
 it averages for them, hands the newest state to newcomers, and keeps every final state, so that they find the run where they left it.
 It needs a port that others can reach, a fast link, memory for two states and a round's mean, and disk for four and those it keeps;
-but neither GPU nor model nor data. Only one who trains can give it the first state; until somebody comes it waits.
+but neither GPU nor model nor data. Only a peer that trains can give it the first state; it waits until one comes.
 With --validation_prompts it also draws them, for the page of the run's host: for that it needs the model, and memory for it.
 
   --datasetserver URL          the run's dataset server; alone enough to find the run
-  --token TOKEN                what its host gave you, if it asks for one; or DD_TOKEN in the environment
+  --token TOKEN                the token that its host gave you, if it asks for one; or DD_TOKEN in the environment
   --peers MULTIADDR ...        peers of the run, in its place
   --output_dir FOLDER          states (state/, settled/), rounds.jsonl and identity.key; start with the same folder to go on
   --host_maddrs MULTIADDR      a fixed port to listen on: /ip4/0.0.0.0/tcp/31337
   --announce_maddrs MULTIADDR  where others reach that port, if a router or a cloud translates it: /ip4/203.0.113.7/tcp/31337
-  --peer_name NAME             what others shall call it
+  --peer_name NAME             its name on the page and in dd-status
   --states_total_limit N       keep the N newest final states; 0: all of them
   --validation_prompts "A" ... draw these from the newest final state, on the CPU in a process of its own, into validation/ and the page
   --validation_steps N         every N rounds; 0: every round, but not before the one before is drawn
   --model MODEL                where the run's base model lies here, if not where the run says
   --metrics_port N             figures for Prometheus at http://127.0.0.1:N/metrics
 
-Ctrl-C or SIGTERM ends it in order. With one in the swarm the volunteers need nothing more: who cannot be dialled finds that out.
+Ctrl-C or SIGTERM ends it in order. With one in the swarm the volunteers need no open port: each peer finds out whether others can dial it.
 A model's folder from the newest state, also when everybody is gone:
 
   dd-export --state FOLDER --out model
@@ -230,9 +230,9 @@ async def _node(peer: PeerConfig, joined: Joined, known: bool) -> SwarmNode:
     if node.client_mode:
         await node.close()
         raise UserError(
-            "A peer that assists must be one that others can dial, and this one is not.",
+            "An assisting peer must be one that others can dial; they cannot dial this one.",
             fix="Give it a fixed port (--host_maddrs /ip4/0.0.0.0/tcp/31337), open that port, and --announce_maddrs if its address is another. "
-            "If those who were asked were only busy: --client_mode False.",
+            "If the peers that were asked were only busy: --client_mode False.",
             code=ExitCode.NETWORK,
         )
     return node
@@ -280,7 +280,7 @@ class Reports:
                     self._waiting.popleft()
                     pause = _PAUSE_SECONDS
                 except UserError as error:
-                    log.warning("round %d is reported later: %s", told.round, error)
+                    log.warning("cannot report round %d yet: %s", told.round, error)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             await self._changed.wait()

@@ -20,17 +20,17 @@ class PeerConfig:
     datasetserver: str = option("", "URL of the run's dataset server; alone enough to join.", section="the run it joins or founds")
     token: str = option("", "What the host gave you for --datasetserver; other users of this machine see flags, not the variable DD_TOKEN.")
     host_key: str = option(
-        "", "The key that the host's server prints at its start: one that shows another is refused. Default: the key it showed first."
+        "", "The key that the host's server prints at its start; refuse a server with another key. Default: the first key it shows."
     )
     peers: tuple[str, ...] = option((), "Multiaddrs of peers that are in the run; alone enough to join.", aliases=("initial_peers",))
     found: bool = option(False, "Found a run: listen for peers, with this peer's flags as the run's.", aliases=("hivemind",))
     run_id: str = option("", "Which run to join, when the peers given serve several.")
     min_peers: int = option(1, "Wait at the start until N peers are live, this one included.", ge=1)
     peer_name: str = option(
-        "", "What others shall call this peer, on the page and in dd-status: up to 32 characters. Default: its key's end."
+        "", "This peer's name on the page and in dd-status: up to 32 characters. Default: its key's end."
     )
     check: str = option(
-        "", "Say in order what works between this machine and the run at this URL (or multiaddr), and end; trains and leases nothing."
+        "", "Test what works between this machine and the run at this URL (or multiaddr), and end; trains and leases nothing."
     )
     dry_run: bool = option(False, "Print the resolved configuration and end.")
 
@@ -40,7 +40,7 @@ class PeerConfig:
     announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach this peer, when they differ.")
     identity_path: str = option("", "This peer's key file, made when missing; default: identity.key inside --output_dir.")
     client_mode: bool | None = option(
-        None, "Open no port: others cannot dial this peer, it dials them. auto: exactly when those it asks cannot dial it."
+        None, "Open no port: this peer dials the others. auto: when the peers it asks cannot dial it."
     )
     discard_state: tuple[str, ...] = option(
         (), "Digests of forged states, or their first 8 digits or more: they, and all that descend from them, are never used again. "
@@ -67,7 +67,7 @@ class PeerConfig:
     )
     base_precision: str = option(
         "auto",
-        "How this machine keeps the denoiser's weights where they are not trained: 8 bits (fp8, int8) or 4 (nf4), off by 2.5, 0.4 and 9 %; auto: as "
+        "How this machine keeps the denoiser's weights where they are not trained: 8 bits (fp8, int8) or 4 (nf4), off by 2.6, 0.8 and 9 %; auto: as "
         "--mixed_precision computes, exactly.",
         choices=("auto", "fp8", "int8", "nf4"),
     )
@@ -97,7 +97,7 @@ class PeerConfig:
     )
     scale_lr: bool = option(False, "Multiply --learning_rate by the samples of a global step, once, when the run begins.")
     use_ema: bool = option(False, "Keep a moving average of the weights by global steps; it is what is exported and drawn.")
-    ema_decay: float = option(0.9999, "Its decay, which it rises to: (1 + n) / (10 + n) after n steps.", lt=1)
+    ema_decay: float = option(0.9999, "Its final decay; (1 + n) / (10 + n) after n steps until then.", lt=1)
     lease_samples: int = option(
         0, "Lease at least N samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",), lt=2**40
     )
@@ -111,8 +111,8 @@ class PeerConfig:
         "Compile the denoiser (torch.compile), if its gradients of the first batch are right; see docs/hardware.md.",
         aliases=("torch_compile",),
     )
-    channels_last: bool = option(False, "Have the convolutions compute with channels last in memory, on a GPU.")
-    ipex: bool = option(False, "On a CPU with PyTorch 2.8: use the kernels of Intel's extension for PyTorch, which has come to its end.")
+    channels_last: bool = option(False, "Compute convolutions with channels last in memory, on a GPU.")
+    ipex: bool = option(False, "On a CPU with PyTorch 2.8: use the kernels of Intel's extension, which has ended.")
     dataloader_num_workers: int = option(0, "Processes that decode pictures; 0: in the training process.")
     loader_prefetch_size: int = option(1, "With --dataloader_num_workers: local steps that are read and decoded ahead.", lt=2**31)
     device_prefetch_size: int = option(0, "Of these, how many are moved to the GPU or to the XLA devices ahead; nothing with --offload.", lt=2**31)
@@ -124,7 +124,7 @@ class PeerConfig:
     )
     cache_text: bool = option(False, "Keep what the frozen text encoders make of each caption in --cache_dir.")
     hours: str = option(
-        "", "Train only at this time of day, local time: 22-7, or 22:30-7:15. Outside of it the peer rests, see dd-peer pause."
+        "", "Train only at this local time: 22-7, or 22:30-7:15. Otherwise rest, as after dd-peer pause."
     )
 
     train_data_dir: str = option(
@@ -162,7 +162,7 @@ class PeerConfig:
     )
     class_prompt: str = option("", "With --with_prior_preservation: what they show, such as 'a photo of a dog'.")
     prior_loss_weight: float = option(1.0, "With --with_prior_preservation: weight of their losses.", lt=1e6)
-    num_class_images: int = option(100, "With --with_prior_preservation: how many there shall be.", ge=1)
+    num_class_images: int = option(100, "With --with_prior_preservation: how many to have.", ge=1)
     output_bucket_info: bool = option(False, "Log the buckets at the start, and at the end how many samples were in each.")
 
     output_dir: str = option(
@@ -180,11 +180,11 @@ class PeerConfig:
         aliases=("resume",),
     )
     save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-STEP every N global steps; 0: at the end only.", lt=2**40)
-    save_as_full_pipeline: bool = option(False, "Of a new word: write the whole pipeline as well, which knows it.")
+    save_as_full_pipeline: bool = option(False, "Of a new word: also write the whole pipeline with it.")
     safe_serialization: bool = option(
         True, "Of a new word: write .safetensors; --no_safe_serialization: torch's own format, learned_embeds.bin."
     )
-    push_to_hub: bool = option(False, "Upload the result to the Hugging Face Hub at the end; asked for leave at the start.")
+    push_to_hub: bool = option(False, "Upload the result to the Hugging Face Hub at the end; the token is checked at the start.")
     hub_model_id: str = option("", "Repository for --push_to_hub, such as owner/name; default: the name of --output_dir.")
     hub_token: str = option(
         "", "Token for the Hub; other users of this machine see flags, not the variable HF_TOKEN.", aliases=("hf_token",)
@@ -247,10 +247,10 @@ class PeerConfig:
             if url and not (url is self.check and url.startswith("/")):
                 check_url(url)
         if self.token and not (self.token.isascii() and self.token.isprintable() and " " not in self.token):
-            raise UserError("token has characters that no token has.", fix="Give it as the host gave it, without spaces.")
+            raise UserError("token contains characters that are not allowed.", fix="Copy it whole, without spaces.")
         if self.host_key and not re.fullmatch("[0-9a-f]{64}", self.host_key):
             raise UserError(
-                "host_key is no key of a host.", fix="Copy it whole: 64 digits and small letters a to f, which the server prints."
+                "host_key is not a host's key.", fix="Copy it whole: 64 digits and small letters a to f, which the server prints."
             )
 
     def _check_computing(self) -> None:
@@ -259,13 +259,13 @@ class PeerConfig:
 
         if self.weights == "bf16" and self.mixed_precision not in ("auto", "bf16"):
             raise UserError(
-                f"--weights bf16 cannot be computed with in --mixed_precision {self.mixed_precision}.", fix="Use --mixed_precision bf16."
+                f"--weights bf16 does not work with --mixed_precision {self.mixed_precision}.", fix="Use --mixed_precision bf16."
             )
         self._check_base()
         self._check_fused()
         self._check_offload()
         if self.compile and self.ipex:
-            raise UserError("--compile and --ipex each replace what computes.", fix="Remove one of them.")
+            raise UserError("--compile and --ipex cannot be combined: each replaces the code that computes.", fix="Remove one of them.")
 
     def _check_offload(self) -> None:
         if not self.offload:
@@ -284,14 +284,14 @@ class PeerConfig:
             )
         if self.save_as_full_pipeline:
             raise UserError(
-                "save_as_full_pipeline writes the whole model, of which --base_precision has other weights here.", fix="Remove one of them."
+                "save_as_full_pipeline writes the whole model, whose weights --base_precision has rounded.", fix="Remove one of them."
             )
 
     def _check_fused(self) -> None:
         if self.fused_step and self.gradient_accumulation_steps > 1:
             raise UserError(
                 f"--fused_step keeps no gradient, and gradient_accumulation_steps is {self.gradient_accumulation_steps}.",
-                fix="Remove one of them; in a swarm --target_batch_size is what a round adds up.",
+                fix="Remove one of them; in a swarm, a round adds up --target_batch_size samples.",
             )
         if self.fused_step and (self.compile or self.ipex):
             raise UserError(f"--fused_step was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them.")
@@ -311,18 +311,18 @@ class PeerConfig:
 
     def _check_running(self) -> None:
         if self.log_files < 2 and self.log_file:
-            raise UserError("log_files is 1: what was written before would be lost at each turn.", fix="Use 2 or more.")
+            raise UserError("log_files is 1: each time the file is full, the whole log would be lost.", fix="Use 2 or more.")
         if self.hours:
             Hours.parse(self.hours)
         if 0 < self.max_upload_mbit < 1:
             raise UserError(
                 f"max_upload_mbit is {self.max_upload_mbit}.",
-                fix="Use 1 or more, or 0 for no limit: with less, the others wait for this peer in vain.",
+                fix="Use 1 or more, or 0 for no limit: with less, this peer is too slow for the others.",
             )
 
     def _check_assistant(self) -> None:
         if self.assist and (self.found or not (self.datasetserver or self.peers)):
-            raise UserError("--assist helps in a run that there is.", fix="Name the run by --datasetserver or --peers, and found none.")
+            raise UserError("--assist needs a run that exists already.", fix="Name the run with --datasetserver or --peers, and remove --found.")
 
     def shown(self) -> dict[str, Any]:
         """All options as they may be printed and logged: without the tokens."""
@@ -343,14 +343,14 @@ class PeerConfig:
             )
         if not self.own_data:
             raise UserError(
-                "with_prior_preservation is for pictures that this peer brings: a server's samples are every peer's, and of no one class.",
+                "with_prior_preservation needs this peer's own pictures: a server's samples go to all peers, and have no class in common.",
                 fix="Give --train_data_dir, or put the pictures of the class into the server's dataset.",
             )
         from swarm.subsets import folders_of  # imports Pillow, which few starts need here
 
         trained = folders_of(Path(self.train_data_dir)) if self.train_data_dir else []
         if any(Path(self.class_data_dir).resolve().is_relative_to(folder.resolve()) for folder in trained):
-            raise UserError("class_data_dir lies in train_data_dir, whose folders are all trained.", fix="Put it elsewhere.")
+            raise UserError("class_data_dir lies in train_data_dir, and all folders there are trained on.", fix="Put it elsewhere.")
 
     @property
     def own_data(self) -> bool:

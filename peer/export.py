@@ -217,9 +217,7 @@ def run_beside(folder: Path) -> RunConfig:
     try:
         saved = json.loads((folder / "run.json").read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{folder / 'run.json'}, which says what run the state is of, is missing or damaged.", fix="Copy it there."
-        ) from None
+        raise UserError(f"{folder / 'run.json'}, which describes the state's run, is missing or damaged.", fix="Copy it there.") from None
     return RunConfig.from_mapping(saved, where=str(folder / "run.json"))
 
 

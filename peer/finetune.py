@@ -93,7 +93,7 @@ def _train(peer: PeerConfig, given: dict) -> int:
             link_result(folder.parent)
             log.info("finished samples=%d round=%d result=%s", trainer.trained, trainer.sync.round, folder)
         elif group.is_main:
-            log.warning("nothing is exported: this peer came to no state of the run, and the base model is no result")
+            log.warning("nothing is exported: this peer never had a state of the run, and the base model alone is not a result")
         group.barrier()
         if repository and trainer.has_learned:
             from peer.results.hub import push

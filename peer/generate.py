@@ -33,7 +33,7 @@ class GenerateConfig:
         (), "Files or folders of textual inversion embeddings: words that prompts may have.", aliases=("embeddings",)
     )
     prompt: tuple[str, ...] = option((), "What the pictures show; several prompts are drawn one after the other.", aliases=("prompts",))
-    negative_prompt: str = option("", "What they shall not show, where the family knows that.")
+    negative_prompt: str = option("", "What they should not show, for families that use it.")
     num_images: int = option(4, "Pictures of each prompt.", ge=1)
     out: str = option("pictures", "Folder for the PNGs.")
     steps: int = option(25, "Denoising steps.", aliases=("num_inference_steps",), ge=1)
@@ -82,7 +82,7 @@ def load(config: GenerateConfig) -> Any:
     if own or names:  # without --lora, --lora_scale is the result's own
         pipeline.set_adapters([*own, *names], [1.0 if names else config.lora_scale] * len(own) + [config.lora_scale] * len(names))
     for source in config.embedding:
-        log.info("the word of %s is %s", source, loading.add_embedding(pipeline, Path(source)))
+        log.info("the learned word of %s is %s", source, loading.add_embedding(pipeline, Path(source)))
     if model.facts.ddim:
         from diffusers import DDIMScheduler
 
@@ -121,7 +121,7 @@ def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:
     pipeline, out = model.pipeline, Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     if config.negative_prompt and not model.facts.negative_prompts:
-        raise UserError(f"{model.facts.title} is guided without a negative prompt.", fix="Remove --negative_prompt.")
+        raise UserError(f"{model.facts.title} takes no negative prompt.", fix="Remove --negative_prompt.")
     paths: list[Path] = []
     for first in range(0, config.num_images, config.batch_size):
         numbers = range(first, min(first + config.batch_size, config.num_images))

@@ -75,7 +75,7 @@ class Supervisor:
             verdict = self._policy.after(end, can_shrink=less is not None and not self._peer.assist)
             if verdict.pause is None:
                 if end.code:
-                    log.error("the trainer is not started again: %s, and %s", end, verdict.why)
+                    log.error("not starting the trainer again: %s, and %s", end, verdict.why)
                 return _status(end.code) if end.kind == ExitCode.FAILED else end.kind
             self._prepare_again(end, verdict, less)
             self._pause(verdict.pause)

@@ -128,7 +128,7 @@ class Bans:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_words(self._path, self.words)
             except OSError as error:
-                log.warning("the host's bans cannot be kept in %s: %s", self._path, error.strerror)
+                log.warning("cannot keep the host's bans in %s: %s", self._path, error.strerror)
 
 
 def sign_word(
@@ -163,7 +163,7 @@ def read_words(path: Path) -> tuple[HostWord, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError) as error:
-        log.warning("the host's bans in %s cannot be read: %s", path, str(error)[:200])
+        log.warning("cannot read the host's bans in %s: %s", path, str(error)[:200])
         return ()
 
 

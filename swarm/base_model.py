@@ -13,7 +13,7 @@ AUTO = "auto"
 def not_found(model: str) -> UserError:
     """For a model that is neither on this machine nor given by the Hub. What the Hub's library says of it is long, and seldom the reason."""
     return UserError(
-        f"There is no model '{model}' on this machine, and the Hub did not give one of that name.",
+        f"There is no model '{model}' on this machine, and it could not be loaded from the Hub.",
         fix="Check the name and the network, or give its folder with --model FOLDER.",
         code=ExitCode.NETWORK,
     )
@@ -29,11 +29,11 @@ def _family_of_folder(folder: Path) -> str:
         name = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
     except FileNotFoundError:
         raise UserError(
-            f"{folder} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote."
+            f"{folder} is not a diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote."
         ) from None
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
-            f"{folder / 'model_index.json'} does not say what pipeline it is of.", fix="Fetch the model again, or say it with --family."
+            f"{folder / 'model_index.json'} does not name its pipeline.", fix="Fetch the model again, or name its family with --family."
         ) from None
     family = family_of_pipeline(name)
     if family is None:

@@ -90,7 +90,7 @@ class Identity:
             self.key = _key_in(data)
         except Exception as error:
             self._lock.close()
-            raise UserError(f"{path} is no identity file: {error}.", fix="Move it away; a new one is made.") from None
+            raise UserError(f"{path} is not an identity file: {error}.", fix="Move it away; a new one is made.") from None
 
     def close(self) -> None:
         self._lock.close()
@@ -153,7 +153,7 @@ class SwarmNode:
                 except (ValidationError, P2PDaemonError, RuntimeError, OSError, asyncio.TimeoutError) as error:
                     if isinstance(error, ValidationError) and "local time" in str(error):
                         raise UserError(
-                            f"The peers that are known refuse this machine's clock: {error}.", fix=clock.FIX, code=ExitCode.CLOCK
+                            f"All known peers refuse this machine's clock: {error}.", fix=clock.FIX, code=ExitCode.CLOCK
                         ) from None
                     reason = _readable(error, host_maddrs, initial_peers)
                     if time.monotonic() + pause > deadline:

@@ -161,7 +161,7 @@ class DHTProtocol(protocol.DHTProtocol):
             raise ValueError(f"an answer of {len(result.value)} bytes")
         packed = msgpack.unpackb(result.value)
         if not isinstance(packed, msgpack.ExtType) or packed.code != _DICTIONARY:
-            raise ValueError("an answer that is no dictionary")
+            raise ValueError("an answer that is not a dictionary")
         _, _, items = msgpack.unpackb(packed.data)
         found, bad = DictionaryDHTValue(), 0
         for owner, value, expiration_time in items[:MOST_OF_A_KEY]:

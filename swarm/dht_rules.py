@@ -47,7 +47,7 @@ def signer_of(subkey: bytes) -> str:
     owner = unpack(subkey) if len(subkey) <= MAX_OWNER_BYTES else None
     match = _OWNER.fullmatch(owner) if isinstance(owner, bytes) else None
     if match is None or msgpack.packb(owner) != subkey:
-        raise ValueError("a subkey that is no public key")
+        raise ValueError("a subkey that is not a public key")
     return peer_id_of(match[1])
 
 
@@ -103,7 +103,7 @@ def _content(value: bytes) -> Mapping[str, Any]:
     data = unpack(match[1]) if match else None
     values = unpack(data) if isinstance(data, bytes) and len(data) <= MAX_RECORD_BYTES else None
     if not isinstance(values, dict):
-        raise ValueError("a record that is no mapping")
+        raise ValueError("a record that is not a mapping")
     return values
 
 

@@ -56,7 +56,7 @@ def weight_files(source: Path) -> list[Path]:
         return [source]
     if not (source / "model_index.json").is_file():
         raise UserError(
-            f"{source} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote."
+            f"{source} is not a diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote."
         )
     files = [path for part in _parts(source) for path in _weights(source / part)]
     if not files:

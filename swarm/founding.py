@@ -105,7 +105,7 @@ def check_clip_skip(clip_skip: int, **layers_read: int) -> None:
     for name, layers in layers_read.items():
         if clip_skip >= layers:
             raise UserError(
-                f"clip_skip is {clip_skip}, but of this model's {name} {layers} layers are read.", fix=f"Use {layers - 1} or less."
+                f"clip_skip is {clip_skip}, but this model uses {layers} layers of its {name}.", fix=f"Use {layers - 1} or less."
             )
 
 
@@ -149,21 +149,21 @@ def check_idle(run: RunConfig) -> None:
             if getattr(run, other) not in values:
                 needed = f"--{other}" if values == (True,) else f"--{other} {' or '.join(values)}"
                 raise UserError(
-                    f"{field.name} is {getattr(run, field.name)}, but says nothing without {needed}.", fix=f"Add {needed}, or remove --{field.name}."
+                    f"{field.name} is {getattr(run, field.name)}, but has no effect without {needed}.", fix=f"Add {needed}, or remove --{field.name}."
                 )
     if run.keep_tokens and not (run.shuffle_tags or run.caption_tag_dropout_rate):
         needed = "--shuffle_tags or --caption_tag_dropout_rate"
         raise UserError(
-            f"keep_tokens is {run.keep_tokens}, but says nothing without {needed}.", fix=f"Add {needed}, or remove --keep_tokens."
+            f"keep_tokens is {run.keep_tokens}, but has no effect without {needed}.", fix=f"Add {needed}, or remove --keep_tokens."
         )
     if run.was_given("multires_noise_discount") and not run.multires_noise_iterations:
         raise UserError(
-            f"multires_noise_discount is {run.multires_noise_discount:g}, but says nothing without --multires_noise_iterations.",
+            f"multires_noise_discount is {run.multires_noise_discount:g}, but has no effect without --multires_noise_iterations.",
             fix="Add --multires_noise_iterations 6, or remove --multires_noise_discount.",
         )
     if run.model_config and not run.model.endswith(".safetensors"):
         raise UserError(
-            f"model_config is {run.model_config[:80]}, but {run.model} is read with its own.", fix="Remove --model_config: it is for a .safetensors --model."
+            f"model_config is {run.model_config[:80]}, but {run.model} has a configuration of its own.", fix="Remove --model_config: it is for a .safetensors --model."
         )
 
 
@@ -172,12 +172,12 @@ def check_family(family: str, run: RunConfig) -> None:
     facts = family_named(family)
     if facts and not takes(facts, run.method):
         raise UserError(
-            f"method is {run.method}, but {family} has no learned words: diffusers' {facts.pipeline} reads none.",
+            f"method is {run.method}, but {family} cannot take it: diffusers' {facts.pipeline} loads no embeddings.",
             fix=f"Use --method {' or '.join(name for name in methods() if takes(facts, name))}.",
         )
     if facts and run.train_text_encoder and not facts.trains_texts:
         raise UserError(
-            f"train_text_encoder is True, but of {family} no text encoder is trained: {facts.reader} stays as it is.",
+            f"train_text_encoder is True, but no text encoder of {family} can be trained: {facts.reader} stays as it is.",
             fix="Remove --train_text_encoder.",
         )
     for name, reason in refused(facts).items() if facts else ():
@@ -263,6 +263,6 @@ def check_sides(resolution: int, num_buckets: int, side_min: int, side_max: int)
     if num_buckets > 1 and not side_min <= resolution <= side_max:
         raise UserError(
             f"bucket_side_min is {side_min} and bucket_side_max {side_max}, but resolution {resolution} must lie between them.",
-            fix="Leave them out: then they are half and one and a half of the resolution.",
+            fix="Leave them out to use half and one and a half times the resolution.",
         )
     return side_min, side_max

@@ -95,7 +95,7 @@ def _rsa(public_key: bytes) -> rsa.RSAPublicKey:
 def _field(message: bytes, tag: bytes) -> bytes:
     """The last field of a protobuf that begins with `tag`. Raises ValueError for another message."""
     if not message.startswith(tag):
-        raise ValueError("it is no identity of a kind we know")
+        raise ValueError("it is not an identity of a known kind")
     length, at = 0, len(tag)
     for shift in range(0, 28, 7):
         if at >= len(message):

@@ -89,7 +89,7 @@ def explain(finding: Finding, maddrs: Sequence[str]) -> str:
     to = f"this machine ({', '.join(ours[:2])})" if ours else "this machine"
     return (
         f"others cannot dial this peer ({finding.answers - finding.reached} of {finding.answers} who tried did not get through), so {said} "
-        f"To be dialled, open TCP port {port} in this machine's firewall, forward TCP port {port} on the router to {to}, and start it with "
+        f"To be dialled, open TCP port {port} in this machine's firewall and forward TCP port {port} on the router to {to}. Then start it with "
         f"--host_maddrs /ip4/0.0.0.0/tcp/{port} --announce_maddrs /ip4/YOUR-PUBLIC-IP/tcp/{port}"
     )
 
@@ -114,7 +114,7 @@ async def find_out(p2p: P2P, maddrs: Sequence[str]) -> Finding:
             busy[peer.peer_id] = is_busy and not _all_loopback(peer.addrs)
         if answers or not any(busy.values()) or loop.time() >= until:
             break
-        log.info("whoever was asked to dial this peer is busy: asking again in %.0f s", _AGAIN_SECONDS)
+        log.info("the peers asked to dial this one are busy: asking again in %.0f s", _AGAIN_SECONDS)
         await asyncio.sleep(_AGAIN_SECONDS)
     announced = [answer for answer in answers if answer in maddrs]
     unannounced = next((answer for answer in answers if answer and answer not in maddrs), "")

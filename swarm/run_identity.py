@@ -52,7 +52,7 @@ def read(run: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...] | None
     values = run if flat else run.get("values")
     known = flat or (run["schema"] == SCHEMA and set(run) == _KEYS)
     if not (known and isinstance(values, Mapping) and all(_is_name(name) for name in values)):
-        raise UserError("The run is not written in a way that this program knows.", fix="Use the host's version of the program.")
+        raise UserError("This program cannot read the description of the run.", fix="Use the host's version of the program.")
     return dict(values), tuple(values) if flat else None
 
 

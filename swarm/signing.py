@@ -80,7 +80,7 @@ class HostKey:
                 fix="Take another spare that the lost key signed, or keep copies of this one.",
             )
         if path.exists() or path.is_symlink():
-            raise UserError(f"{path} exists.", fix="Name a file that does not: a key that is overwritten is lost.")
+            raise UserError(f"{path} exists.", fix="Name a new file: an overwritten key is lost.")
         key = Ed25519PrivateKey.generate()
         line = f"successor of {self.public}: {self.sign('successor', _public(key))}\n"
         try:
@@ -138,7 +138,9 @@ class KnownHosts:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise UserError(f"Cannot read {self._path}: {error}.", fix="Move it away: hosts' keys are then learned anew.") from None
+            raise UserError(
+                f"Cannot read {self._path}: {error}.", fix="Move it away: this peer then trusts the first key of each host again."
+            ) from None
         return known if isinstance(known, dict) else {}
 
     def _write(self, known: dict[str, str]) -> None:
@@ -176,7 +178,7 @@ def _read_key(path: Path) -> tuple[Ed25519PrivateKey, str, str]:
     except (ValueError, TypeError):
         key = None
     if not isinstance(key, Ed25519PrivateKey):
-        raise UserError(f"{path} is no Ed25519 key.", fix="Restore it: peers know the run by it. Without it, move it away.")
+        raise UserError(f"{path} is not an Ed25519 key.", fix="Restore it: peers know the run by it. Without it, move it away.")
     if line:
         host, endorsement = line.groups()
         try:
@@ -190,4 +192,4 @@ def _read_key(path: Path) -> tuple[Ed25519PrivateKey, str, str]:
 
 
 def _unusable(path: Path, error: OSError) -> UserError:
-    return UserError(f"Cannot use the host's key {path}: {error.strerror}.", fix="See to it.", code=ExitCode.DISK)
+    return UserError(f"Cannot use the host's key {path}: {error.strerror}.", fix="Check the file and its permissions.", code=ExitCode.DISK)

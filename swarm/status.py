@@ -55,8 +55,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="with --watch: ask every SECONDS [2]")
     parser.add_argument("--json", action="store_true", help="print everything known as JSON, for programs; with --watch a line each time")
     parser.add_argument("--run_id", default="", help="which run, when the peers at a multiaddr serve several")
-    parser.add_argument("--token", default=None, help="what its host gave you, if it asks for one; or DD_TOKEN in the environment")
-    parser.add_argument("--timeout", type=_seconds, default=15.0, metavar="SECONDS", help="wait no longer for an answer [15]")
+    parser.add_argument(
+        "--token", default=None, help="the token that its host gave you, if it asks for one; or DD_TOKEN in the environment"
+    )
+    parser.add_argument("--timeout", type=_seconds, default=15.0, metavar="SECONDS", help="longest wait for an answer [15]")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser.parse_args(with_token(argv))
 
@@ -147,7 +149,7 @@ def _refusal(url: str, body: bytes) -> UserError | None:
 
 def _other(url: str, what: str) -> UserError:
     return UserError(
-        f"{url} {what}: it is no dataset server of this version.", fix="Check the address and the port.", code=ExitCode.NETWORK
+        f"{url} {what}: it is not a dataset server of this version.", fix="Check the address and the port.", code=ExitCode.NETWORK
     )
 
 

@@ -107,7 +107,7 @@ def list_dataset(
     subsets = read_subsets(path)
     if passed_over := sorted(frozenset().union(*(subset.of_the_run for subset in subsets))):
         ours = " ".join(sorted({f"--{_OF_THE_RUN[name]}" for name in passed_over}))
-        log.warning("%s: %s: not read, a run has one for all pictures: %s", path, ", ".join(passed_over), ours)
+        log.warning("%s: ignored %s: a run sets this for all pictures, with %s", path, ", ".join(passed_over), ours)
     without = [*without, *(subset.folder.resolve() for subset in subsets)]
     return sorted((pair for subset in subsets for pair in subset.pairs(faults, column, masks, without)), key=lambda pair: pair.name)
 
@@ -133,7 +133,7 @@ def read_subsets(path: Path) -> list[Subset]:
     check_names(said, ("general", "datasets"), where=str(path))
     general = said.get("general", {})
     if not isinstance(general, dict):
-        raise UserError(f"{path}: 'general' is no table.", fix="Write [general], and what all folders have below it.")
+        raise UserError(f"{path}: 'general' is not a table.", fix="Write [general], and below it the keys that all folders share.")
     known = (*_OWN, *_OF_THE_RUN, *_NOT_HERE, *_NOTHING_SAID)
     check_names(general, known, where=str(path))
     found: list[Subset] = []
@@ -148,7 +148,7 @@ def read_subsets(path: Path) -> list[Subset]:
         if before is not subset:
             raise UserError(
                 f"{path} names one folder twice: {before.label!r} and {subset.label!r}.",
-                fix="Name it once: a run has one resolution for all pictures, and num_repeats says how often they come.",
+                fix="Name it once: a run has one resolution for all pictures, and num_repeats sets how often they are used.",
             )
     return found
 
@@ -157,7 +157,7 @@ def _tables(path: Path, said: Mapping[str, Any], name: str) -> list[dict[str, An
     """At least one."""
     tables = said.get(name, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise UserError(f"{path}: '{name}' is no list of tables.", fix="Write [[datasets]], and below it [[datasets.subsets]] for each folder.")
+        raise UserError(f"{path}: '{name}' is not a list of tables.", fix="Write [[datasets]], and below it [[datasets.subsets]] for each folder.")
     if not tables:
         what = "a [[datasets]] names no folder" if name == "subsets" else "it names no folder"
         raise UserError(f"{path}: {what}.", fix='Add [[datasets]], below it [[datasets.subsets]] with image_dir = "FOLDER".')

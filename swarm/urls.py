@@ -11,7 +11,7 @@ def check_url(url: str, fix: str = "It looks like http://203.0.113.7:9090.") -> 
         return
     if "://" not in url and _is_url(f"http://{url}"):
         raise UserError(f"'{url}' does not say http or https.", fix=f"Write http://{url}, or https:// if the host serves that.")
-    raise UserError(f"'{url}' is no URL.", fix=fix)
+    raise UserError(f"'{url}' is not a URL.", fix=fix)
 
 
 def _is_url(text: str) -> bool:

@@ -161,4 +161,4 @@ def test_volunteers_behind_nat_average_through_one_who_assists_and_find_their_st
     assert not any(line["peer"] in [member[0] for member in line["members"]] for line in helper.rounds())
 
     assert undialled.status() == 6, "who cannot be dialled cannot assist"
-    assert "error: A peer that assists must be one that others can dial, and this one is not." in undialled.log
+    assert "error: An assisting peer must be one that others can dial; they cannot dial this one." in undialled.log

@@ -156,7 +156,7 @@ def test_text_encoders_are_trained_only_where_one_may_be(family):
         if families()[family].trains_texts:
             check_founding(read(RunConfig, values))
         else:
-            with pytest.raises(UserError, match=rf"^train_text_encoder is True, but of {family} no .*Remove --train_text_encoder\."):
+            with pytest.raises(UserError, match=rf"^train_text_encoder is True, but no text encoder of {family} .*Remove --train_text_encoder\."):
                 check_founding(read(RunConfig, values))
 
 
@@ -166,7 +166,7 @@ def test_a_method_that_a_family_cannot_have_is_refused_where_the_run_is_founded_
         monkeypatch.setitem(families(), family, dataclasses.replace(facts, learned_words=False))
         values = {"family": family, **asked_for(name)}
         for read in (build, lambda cls, said: cls.from_mapping(said, where="here")):
-            with pytest.raises(UserError, match=rf"^method is {name}, but {family} has no learned words.*Use --method full or loha or lokr or lora"):
+            with pytest.raises(UserError, match=rf"^method is {name}, but {family} cannot take it.*Use --method full or loha or lokr or lora"):
                 check_founding(read(RunConfig, values))
 
 

@@ -1,5 +1,6 @@
-"""What of plain English a program can measure, in the pages that people read: lines, sentences, and terms that we no longer use."""
+"""What of plain English a program can measure, in pages and in messages: lines, sentences, and terms that we no longer use."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,22 @@ RETIRED = {
     "so often": "a number",
     "shares the fate": "fails like",
 }
+
+RETIRED_IN_MESSAGES = {
+    r"\b(?<!there )(is|are) no (?!longer\b|more\b)": "is not a",
+    r"\bwhoever\b": "anyone who",
+    r"\banew\b": "again",
+    r"\bshall\b": "is to, or the present tense",
+    r"\bpassed over\b": "ignored",
+    r"\bsays? nothing\b": "has no effect, or: does not answer",
+    r"\bvouch": "sign",
+    r"\bas to the (server|peer)\b": "the server's",
+    r"\bin vain\b": "name what is lost",
+}
+"""Of these, documentation has a few in other senses."""
+ROOMS = ("swarm", "peer", "datasetserver")
+LOGS = {"debug", "info", "warning", "error", "exception", "log"}
+ERRORS = re.compile(r"(Error|Refused|Refusal|Lost|add_argument|print)$")
 
 
 def lines(page: Path) -> Iterator[tuple[int, str]]:
@@ -81,3 +98,65 @@ def test_code_says_numbers_too():
         if re.search(r"\b[Ss]o (many|long)\b", line)
     ]
     assert not found, "name the parameter, or say how many"
+
+
+def text_of(node: ast.AST) -> str:
+    """What a program may say by an expression: a text's own words, with {} for a value; "" for what has none."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    if isinstance(node, ast.IfExp):
+        return f"{text_of(node.body)}\n\n{text_of(node.orelse)}"
+    return ""
+
+
+def messages(source: str) -> list[tuple[int, str]]:
+    """(line, text) of log lines, errors, a flag's help and printed lines."""
+    found = []
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call):
+            logs = isinstance(call.func, ast.Attribute) and call.func.attr in LOGS
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if logs or ERRORS.search(name):
+                said = [*call.args, *(keyword.value for keyword in call.keywords)]
+                found += [(call.lineno, text) for text in map(text_of, said) if text]
+    return found
+
+
+def faults(text: str) -> list[str]:
+    """What is wrong with a message."""
+    retired = {rf"\b{re.escape(term)}\b": instead for term, instead in RETIRED.items()} | RETIRED_IN_MESSAGES
+    found = [f"write: {instead}" for term, instead in retired.items() if re.search(term, text, re.IGNORECASE)]
+    return found + [f"split: {one}" for one in sentences(text) if len(one.split()) > MOST_WORDS]
+
+
+def test_log_lines_and_errors_are_plain_english():
+    found, seen = [], 0
+    for source in (source for room in ROOMS for source in (ROOT / room).rglob("*.py")):
+        for number, text in messages(source.read_text(encoding="utf-8")):
+            seen += 1
+            found += [f"{source.relative_to(ROOT)}:{number}: {text!r}: {fault}" for fault in faults(text)]
+    assert seen > 1000 and not found
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        ('log.info("the landing of round %d", 3)', "rebase"),
+        ('raise UserError(f"{path} is no LoRA.", fix="Give one.")', "is not a"),
+        ('raise UserError("It is wrong.", fix="Give --dataset " "as to the server.")', "the server's"),
+        ('parser.add_argument("--host", help="open to whoever comes")', "anyone who"),
+        ('say.warning("left" if gone else "begins anew")', "again"),
+        (f'print("{"word " * 36}")', "split"),
+    ],
+)
+def test_a_message_in_words_that_we_gave_up_is_found(call, instead):
+    assert instead in " ".join(fault for _, text in messages(call) for fault in faults(text))
+
+
+@pytest.mark.parametrize("text", ["There is no file {}.", "It is no longer here.", "--token is not a token."])
+def test_a_plain_message_has_no_faults(text):
+    assert faults(text) == []

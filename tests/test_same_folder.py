@@ -54,8 +54,8 @@ def test_a_run_in_one_folder_outlives_a_kill_a_torn_checkpoint_and_another_run(s
     earlier = out / "earlier" / run
     assert digest_model(earlier / "model") == result and all((earlier / path.name / "manifest.json").is_file() for path in checkpoints)
     assert not (out / "model").exists() and not Checkpoints(out, keep=2).paths()
-    assert "nothing is exported: this peer came to no state of the run" in second.text()
-    assert f"its checkpoints and results lie in {earlier} now" in second.text()
+    assert "nothing is exported: this peer never had a state of the run" in second.text()
+    assert f"moved its checkpoints and results to {earlier};" in second.text()
 
     # Without its states, as after a disk was cleared of them, it holds nothing but the base model while it waits for company.
     for state in (earlier / "state").glob("*.state"):

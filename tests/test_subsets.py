@@ -84,7 +84,7 @@ def test_what_is_of_the_whole_run_here_is_named(toml, caplog):
     with caplog.at_level(logging.WARNING):
         list_dataset(toml, [])
     (line,) = [record.getMessage() for record in caplog.records if record.name == "swarm.subsets"]
-    said = "batch_size, keep_tokens, resolution, shuffle_caption: not read, a run has one for all pictures: "
+    said = "ignored batch_size, keep_tokens, resolution, shuffle_caption: a run sets this for all pictures, with "
     assert line == f"{toml}: {said}--keep_tokens --resolution --shuffle_tags --train_batch_size"
 
 
@@ -96,9 +96,9 @@ SUBSET = '[[datasets]]\n[[datasets.subsets]]\nimage_dir = "cats"\n'
     [
         ("[[datasets]", "is not valid TOML"),
         ("", "names no folder"),
-        ("datasets = 3", "'datasets' is no list of tables"),
-        ("general = 3\n" + SUBSET, "'general' is no table"),
-        ("[[datasets]]\nsubsets = [1]", "'subsets' is no list of tables"),
+        ("datasets = 3", "'datasets' is not a list of tables"),
+        ("general = 3\n" + SUBSET, "'general' is not a table"),
+        ("[[datasets]]\nsubsets = [1]", "'subsets' is not a list of tables"),
         ("[[dataset]]\n", "there is no option 'dataset'. Did you mean 'datasets'"),
         (SUBSET + "num_repeat = 2", "Did you mean 'num_repeats'"),
         ("[[datasets]]\nresolution = 512", "a [[datasets]] names no folder"),
@@ -242,7 +242,7 @@ def test_a_run_that_grows_keeps_each_pictures_loss_weight_and_another_one_is_ref
     trained = weights_of(work)
     assert trained.count(0.5) == 8 and (trained.count(2.0) == 6) == (not split) and trained.count(1.0) >= 2
     assert len(grown.manifest.generations) == 3 and bool(grown.manifest.held_out) == bool(split)
-    for name, said, told in (("cats", "", "is 1, and .* has it with 2"), ("dogs", "loss_weight = 3", "is 3"), ("birds", "loss_weight = 1", "with 0.5")):
+    for name, said, told in (("cats", "", "is 1, but .* was prepared with 2"), ("dogs", "loss_weight = 3", "is 3"), ("birds", "loss_weight = 1", "with 0.5")):
         before = subsets[name]
         subsets[name] = said
         with pytest.raises(UserError, match=f"loss_weight of {name}/.*{told}") as raised:

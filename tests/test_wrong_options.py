@@ -153,7 +153,7 @@ def test_a_wrong_value_is_one_line_where_the_run_is_founded(given, tmp_path, nam
 def test_an_option_that_says_nothing_is_refused_alone_too_unless_a_run_goes_on_with_it(given, tmp_path):
     run = given("keep_tokens", "1", {})
     alone = PeerConfig(train_data_dir="pictures", output_dir=str(tmp_path))
-    with pytest.raises(UserError, match=r"^keep_tokens is 1, but says nothing without --shuffle_tags or --caption_tag_dropout_rate\."):
+    with pytest.raises(UserError, match=r"^keep_tokens is 1, but has no effect without --shuffle_tags or --caption_tag_dropout_rate\."):
         resolve_run(alone, run)
     assert resolve_run(dataclasses.replace(alone, resume_from_checkpoint="latest"), run).run.keep_tokens == 1
     assert resolve_run(alone, run | {"shuffle_tags": True}).run.keep_tokens == 1

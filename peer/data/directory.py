@@ -156,7 +156,7 @@ class Directory:
         """Where other pictures are there than then, the order is another one: no position in it means anything."""
         self._epoch, self._position, self._again = state["epoch"], state["position"], deque(state["again"])
         if state["pictures"] != self._digest:
-            log.warning("the pictures in %s are not those of the checkpoint; epoch %d begins anew", self._folder, self._epoch + 1)
+            log.warning("the pictures in %s are not those of the checkpoint; epoch %d begins again", self._folder, self._epoch + 1)
             self._position = 0
             self._again = deque(key for key in self._again if key.partition(":")[2] in self._pairs)
 
@@ -198,7 +198,7 @@ class Whole:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             files.replace(self._file, json.dumps(self._now, sort_keys=True).encode())
         except OSError as error:
-            log.warning("all pictures are decoded again at the next start: cannot write %s: %s", self._file, error.strerror)
+            log.warning("cannot write %s, so the next start decodes all pictures again: %s", self._file, error.strerror)
 
 
 def good_pairs(folder: Path, rules: Rules, cache_dir: Path) -> list[Pair]:
@@ -226,7 +226,7 @@ def good_pairs(folder: Path, rules: Rules, cache_dir: Path) -> list[Pair]:
         masks = whole.masks(good)
         log.log(
             logging.INFO if masks else logging.WARNING,
-            "masks=%d of pictures=%d; those without one are learned as a whole",
+            "masks=%d of pictures=%d; pictures without one are learned whole",
             masks,
             len(good),
         )

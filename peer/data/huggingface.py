@@ -198,7 +198,7 @@ def _tell_masks(samples: Sequence[Sample]) -> None:
         with contextlib.suppress(BadSample), opened(sample.image) as image:
             found.append(has_mask(image))
     level, masks = logging.INFO if any(found) else logging.WARNING, sum(found)
-    log.log(level, "masks=%d of pictures=%d, the first of the stream; those without one are learned as a whole", masks, len(found))
+    log.log(level, "masks=%d of pictures=%d, the first of the stream; pictures without one are learned whole", masks, len(found))
 
 
 def _split(rows: Any, dataset: HubDataset, part: tuple[int, int]) -> tuple[Callable[[int], Any], int, int]:

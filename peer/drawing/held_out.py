@@ -47,7 +47,7 @@ class HeldOut:
         """All ranks call it, and wait for one picture at a time: for more, the group would take a rank for lost."""
         found = self.samples() if self.group.is_main else []
         if found is None:
-            log.info("step=%d the held-out pictures are not here yet: their loss is measured next time", step)
+            log.info("step=%d the held-out pictures have not arrived yet: measuring their loss next time", step)
         samples = found or []
         count = self.group.broadcast_object(len(samples))
         losses: list[float] = []
@@ -65,7 +65,7 @@ class HeldOut:
             if abs(loss) <= _MOST:  # neither NaN; others would pass over a record with anything else in it
                 self.show(loss)
             else:
-                log.warning("a held-out loss of %s is told nobody", loss)
+                log.warning("not reporting a held-out loss of %s", loss)
 
     def _losses(self, sample: Sample, draws: int) -> list[float]:
         """None of what is no picture."""

@@ -44,7 +44,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
         allow_abbrev=False,
         first=_FIRST,
     )
-    parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags overrule it.")
+    parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags override it.")
     *parts, rest = parse_flags(parser, argv, *classes)
     flags = {name: value for part in parts for name, value in part.items()}
     from_file = read_toml(Path(rest["config"]), *classes) if rest["config"] else {}
@@ -59,7 +59,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     peer = build(PeerConfig, {"token": environ.get("DD_TOKEN", "").strip()}, {name: said[name] for name in own & said.keys()})
     if peer.swarming and "num_train_epochs" in said:
         raise UserError(
-            "A swarm counts no epochs.", fix="Give --max_train_steps (rounds) or --total_samples instead of --num_train_epochs."
+            "A swarm does not count epochs.", fix="Give --max_train_steps (rounds) or --total_samples instead of --num_train_epochs."
         )
     return peer, {name: value for name, value in said.items() if name not in own}
 

@@ -168,12 +168,12 @@ def _from_rumoured_server(
     """
     for url in found.rumoured_urls:
         if not known_key(found.run.run_id):
-            log.warning("not asking %s: only strangers call it the dataset server. If it is, add --datasetserver or --host_key", url)
+            log.warning("not asking %s: only untrusted records call it the dataset server. If it is, add --datasetserver or --host_key", url)
             continue
         try:
             return _from_server(_asking(peer, url, found.run), given, ask_server)
         except UserError as error:
-            log.warning("passed over the dataset server that strangers name: %s", error)
+            log.warning("ignored the dataset server that untrusted records name: %s", error)
     return None
 
 

@@ -120,7 +120,8 @@ def warm_up(share: float, total_samples: int) -> int:
     """Samples of a warm-up that takes this share of the run. Raises UserError where nobody knows the run's end."""
     if not total_samples:
         raise UserError(
-            f"--lr_warmup_steps {share} is a share of a run that has no end.", fix="Give whole steps, or --max_train_steps as well."
+            f"--lr_warmup_steps {share} is a share of the run's length, and this run has no end.",
+            fix="Give whole steps, or --max_train_steps as well.",
         )
     return round(share * total_samples)
 
@@ -129,4 +130,4 @@ def refuse_both(said: Mapping[str, Any]) -> None:
     """Raise UserError when the same length is given in steps and in samples."""
     for steps, samples in SAID_TWICE.items():
         if said.get(steps) and said.get(samples):
-            raise UserError(f"--{steps} and --{samples} say the same in two units.", fix="Give one of them.")
+            raise UserError(f"--{steps} and --{samples} set the same thing in two units.", fix="Give one of them.")

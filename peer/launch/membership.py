@@ -110,7 +110,7 @@ class Keeper:
             try:
                 self.renew()
             except (UserError, OSError) as error:
-                log.warning("the membership is renewed later, it lasts for %.1f days: %s", self._left() / 86_400, error)
+                log.warning("cannot renew the membership yet, it lasts for %.1f days: %s", self._left() / 86_400, error)
 
     def _left(self) -> float:
         return self._members.own.until - self._wall() if self._members.own else 0.0
@@ -126,7 +126,7 @@ def _write(path: Path, run: RunConfig, membership: Membership) -> None:
     try:
         files.replace(path, (json.dumps({**_all(path), run.digest: said(membership)}, indent=1) + "\n").encode())
     except OSError as error:
-        log.warning("the membership cannot be kept in %s: %s", path, error.strerror)
+        log.warning("cannot keep the membership in %s: %s", path, error.strerror)
 
 
 def _all(path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def check_here(run: RunConfig, weights: str, device: torch.device) -> None:
     facts = OPTIMIZERS[kind_of(run, device)]
     if device.type == "xla" and not facts.on_xla:
         tried = " or ".join(name for name, its in OPTIMIZERS.items() if its.on_xla)
-        raise UserError(f"{facts.title} has no program for XLA.", fix=f"Use --optimizer {tried}.")
+        raise UserError(f"{facts.title} does not run on XLA.", fix=f"Use --optimizer {tried}.")
     if weights == "bf16" and not facts.by_tensor:
         raise UserError(
             f"{facts.title} steps all tensors at once, but --weights bf16 steps some at a time.",

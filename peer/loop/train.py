@@ -255,7 +255,7 @@ class Trainer:
         self.boundary()
         if stepped.broken and stepped.tensors:
             log.warning(
-                "step=%d broke off after %d tensors; its samples are set aside, and in a swarm those of no contribution yet are trained again",
+                "step=%d broke off after %d tensors; its samples do not count, and a swarm trains its open samples again",
                 self.step,
                 stepped.tensors,
             )
@@ -275,10 +275,10 @@ class Trainer:
         log.warning("skipped step=%d because %s", self.step, what)
         if self._bad_steps >= MAX_BAD_STEPS:
             raise UserError(
-                f"{MAX_BAD_STEPS} steps failed before a contribution was whole: {what}."
+                f"{MAX_BAD_STEPS} steps failed before a contribution was complete: {what}."
                 if self._broke_off
                 else f"{MAX_BAD_STEPS} steps in a row failed: {what}.",
-                fix="Lower --learning_rate, try --mixed_precision bf16 or no, and look at the pictures of the last lines.",
+                fix="Lower --learning_rate, try --mixed_precision bf16 or no, and look at the pictures that the last lines name.",
                 code=ExitCode.FAILED,
             )
 
@@ -353,8 +353,8 @@ class Trainer:
         """Go on from `state`, the same on all ranks. Raises UserError when it is of other parameters, or of a run without a swarm."""
         if self.group.is_main and state["sync"].keys() != self.sync.state_dict().keys():
             raise UserError(
-                "The checkpoint is of a run with another --sync: either that or this one has no swarm.",
-                fix="Start without --resume_from_checkpoint, in another --output_dir; what was learned goes on as the --model of a new run.",
+                "The checkpoint was made with another --sync: only one of the two runs has a swarm.",
+                fix="Start without --resume_from_checkpoint, in another --output_dir; to build on it, give its result as the --model of a new run.",
             )
         load_params(self.params, state["params"])
         self.step, self.trained, self._begun = state["step"], state["trained"], state["begun"]

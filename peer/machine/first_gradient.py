@@ -26,13 +26,13 @@ class FirstGradient:
             with self._model.unpacked():
                 own = self._gradient(loss)
         except UserError as error:  # the files have gone, which stops nobody who has read them
-            log.warning("base_precision=%s: the first batch's gradient is not compared: %s", self._precision, error.message)
+            log.warning("base_precision=%s: cannot compare the first batch's gradient: %s", self._precision, error.message)
             return True
         difference = relative_difference(own, packed)
         if not (torch.stack([gradient.isfinite().all() for gradient in own]).all() and difference < float("inf")):
             return False
         log.info(
-            "base_precision=%s: the first batch's gradient differs by %.2g of its length from that beside the model's own weights",
+            "base_precision=%s: the first batch's gradient differs by %.2g of its length from the one with the model's own weights",
             self._precision,
             difference,
         )

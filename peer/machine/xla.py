@@ -42,7 +42,7 @@ def open_devices(rank: Rank, environ: Any = os.environ) -> torch.device:
         Path(folder).mkdir(parents=True, exist_ok=True)
         runtime.initialize_cache(folder, readonly=False)
     if runtime.device_type() == "CPU" and "device_count" in environ.get("XLA_FLAGS", "") and num_devices() == 1:
-        log.warning("XLA_FLAGS makes no devices here, and nothing is spread; CPU_NUM_DEVICES=4 makes four")
+        log.warning("XLA_FLAGS makes no devices here, so this peer uses one; CPU_NUM_DEVICES=4 makes four")
     if num_devices() > 1:
         runtime.use_spmd()
     return torch_xla.device()

@@ -25,8 +25,8 @@ class Klein(PatchFlowModel):
         super().__init__(pipeline, device, run)
         if pipeline.config.is_distilled:
             log.warning(
-                "this %s was distilled to draw in a few steps. Training works against that: the result wants more steps. "
-                "Train the base model of its size; a LoRA of the base is drawn with the distilled model, too.",
+                "this %s was distilled to draw in a few steps. Training works against that: the result needs more steps. "
+                "Train the base model of its size; a LoRA of the base also works with the distilled model.",
                 FAMILY.title,
             )
 

@@ -29,7 +29,7 @@ class ZImage(FlowModel):
             self.drawn_with = {FAMILY.guided_by: 0.0}
             log.warning(
                 "the scheduler of this %s shifts by 3, as Turbo's does, which was distilled to draw in eight steps. Training works against that: "
-                "the result wants more steps, and guidance. Train Z-Image itself; a LoRA of it is drawn with Turbo, too.",
+                "the result needs more steps, and guidance. Train Z-Image itself; a LoRA of it also works with Turbo.",
                 FAMILY.title,
             )
 

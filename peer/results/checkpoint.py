@@ -103,7 +103,7 @@ class Checkpoints:
         if theirs and run and theirs != run.run_id:
             raise UserError(
                 f"The checkpoint {found[0]} is of the run {theirs}, not of '{run.run_name}' ({run.run_id}).",
-                fix="Remove --resume_from_checkpoint; what was learned goes on as the --model of a new run.",
+                fix="Remove --resume_from_checkpoint; to build on it, give its result as the --model of a new run.",
             )
         its = of(found[0]).get("optimizer") if found else None
         if its and its != self._of.get("optimizer", its):
@@ -118,11 +118,11 @@ class Checkpoints:
         for path in reversed(self.paths()):
             try:
                 if differs := _differences(self._of, of(path)):
-                    log.warning("passed over %s: %s", path, differs)
+                    log.warning("ignored %s: %s", path, differs)
                 else:
                     return path, read(path)
             except Damaged as damage:
-                log.warning("passed over %s: damaged, %s", path, damage)
+                log.warning("ignored %s: damaged, %s", path, damage)
         return None
 
 

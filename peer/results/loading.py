@@ -35,7 +35,7 @@ def base_of(folder: Path) -> Result | None:
     about = read_result(folder)
     if about is None or not about.run.model:
         raise UserError(
-            f"{folder} does not say what its base model is.", fix=_elsewhere(folder)
+            f"{folder} does not name its base model.", fix=_elsewhere(folder)
         )
     try:
         locate(about.run.model)

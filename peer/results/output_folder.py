@@ -111,7 +111,7 @@ def owner_of(folder: Path) -> Owner | None:
     if precious := _entries(folder, _PRECIOUS):
         names = ", ".join(path.name for path in precious[:5])
         raise UserError(
-            f"{said} {problem}, which says of which run {names} {'is' if len(precious) == 1 else 'are'}.",
+            f"{said} {problem}, which names the run of {names}.",
             fix="Move these away, or choose another --output_dir.",
         )
     return None
@@ -143,7 +143,7 @@ def _check_adoption(folder: Path, earlier: Owner, owner: Owner) -> None:
     if not (owner.alone and earlier.alone):
         raise UserError(
             f"{folder} holds {earlier}: there is no checkpoint of {owner}.",
-            fix="Remove --resume_from_checkpoint to set that aside and begin anew, or choose another --output_dir.",
+            fix="Remove --resume_from_checkpoint to set that aside and start again, or choose another --output_dir.",
         )
 
 
@@ -172,7 +172,7 @@ def _set_aside(folder: Path, earlier: Owner, used: Iterable[Path]) -> None:
     for path in entries:
         path.rename(_free(place / path.name))
     (folder / _SAYS).rename(place / _SAYS)
-    log.warning("%s held %s: its checkpoints and results lie in %s now, and come back when it is joined again", folder, earlier, place)
+    log.warning("%s held %s: moved its checkpoints and results to %s; joining it again brings them back", folder, earlier, place)
 
 
 def _take_back(folder: Path, place: Path) -> None:
@@ -186,7 +186,7 @@ def _take_back(folder: Path, place: Path) -> None:
     for empty in (place, place.parent):
         if not any(empty.iterdir()):
             empty.rmdir()
-    log.info("what %s held of this run before is there again, from %s", folder, place)
+    log.info("brought back what %s held of this run before, from %s", folder, place)
 
 
 def _free(path: Path) -> Path:

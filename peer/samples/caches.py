@@ -78,7 +78,7 @@ class TensorCache:
             part.write_bytes(data)  # not flushed: what a power cut tears is found by its digest
             part.replace(path)
         except OSError as error:
-            log.warning("no more is cached in %s: %s", self._folder, error.strerror)
+            log.warning("stopped caching in %s: %s", self._folder, error.strerror)
             self._full = True
             part.unlink(missing_ok=True) if part.parent.is_dir() else None
         self._bytes, self._uncounted = self._bytes + len(data), self._uncounted + len(data)
@@ -92,7 +92,7 @@ class TensorCache:
             self._drop_others()
             self._full = self._bytes + count > self._limit
             if self._full:
-                log.warning("%s is full; the rest is computed each time it is needed (raise --cache_gib)", self._root)
+                log.warning("%s is full; computing the rest each time it is needed (raise --cache_gib)", self._root)
         return not self._full
 
     def _drop_others(self) -> None:
@@ -129,11 +129,11 @@ def open_caches(
     """dtype: autocast's; limit_bytes: of each; trained: the parts in which something is. Raises UserError where texts are trained, or the folder cannot be written."""
     if texts and {*trained} & {*model.facts.text_encoders}:
         raise UserError(
-            "--cache_text keeps what the text encoder says, but it is trained here and says something else after each step.",
+            "--cache_text keeps the text encoder's output, but this run trains the encoder, so its output changes with each step.",
             fix="Remove --cache_text; or --train_text_encoder.",
         )
     if latents and not run.center_crop:
-        log.info("latents are cached, so each picture is always cropped at one place, which its content decides")
+        log.info("caching latents, so each picture always has the same crop, which its content decides")
     return Caches(
         TensorCache(folder / "latents", _of_pictures(model, dtype), limit_bytes) if latents else None,
         TensorCache(folder / "texts", _of_texts(model, run, dtype), limit_bytes) if texts else None,

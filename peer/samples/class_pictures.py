@@ -64,7 +64,7 @@ def prepare(
     folder, count = Path(peer.class_data_dir), peer.num_class_images
     if peer.base_precision != "auto" and group.broadcast_object(bool(_missing(folder, count)) if group.is_main else None):
         raise UserError(
-            f"{folder} lacks pictures of the class, and with --base_precision {peer.base_precision} they would be drawn with weights that are off.",
+            f"{folder} lacks pictures of the class, and with --base_precision {peer.base_precision} this peer would draw them with rounded weights.",
             fix=f"Give a --class_data_dir that holds {count}, or start once without --base_precision.",
         )
     sizes = {"count": count, "batch": peer.train_batch_size, "side": run.resolution, "denoising_steps": peer.validation_inference_steps}

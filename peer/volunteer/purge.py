@@ -119,13 +119,13 @@ def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
     parser = ArgumentParser("dd-peer --purge", description="Delete what a peer stored here, after a list of it. Results stay, unless: all.")
     parser.add_argument(FLAG, nargs="?", const="stored", choices=("stored", "all"), help="all: results, too")
     parser.add_argument("--output_dir", default="output", metavar="DIR", help="the peer's [output]")
-    parser.add_argument("--cache_dir", default="", metavar="DIR", help="where it was given one; others' files in it stay")
+    parser.add_argument("--cache_dir", default="", metavar="DIR", help="the peer's, if it was given one; other files in it stay")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     args = parser.parse_args(argv)
     output = Path(args.output_dir)
     if not output.is_dir():
-        raise UserError(f"There is no folder {output}.", fix="Give --output_dir as to the peer.")
+        raise UserError(f"There is no folder {output}.", fix="Give the peer's --output_dir.")
     _refuse_running(output)
     cache = Path(args.cache_dir) if args.cache_dir else None
     found = stored(output, cache, results=args.purge == "all")
@@ -141,7 +141,7 @@ def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
         print(f"{'':>10}  stays: {', '.join(sorted(kept))} (--purge all takes these, too)")
     if left:
         more = f", and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
-        print(f"{'':>10}  stays, for it is no file of a peer: {', '.join(map(str, left[:_MOST_NAMED]))}{more}")
+        print(f"{'':>10}  stays, not a file of a peer: {', '.join(map(str, left[:_MOST_NAMED]))}{more}")
     if not args.yes and not _agreed(ask):
         print("nothing was deleted")
         return ExitCode.OK

@@ -92,7 +92,7 @@ class Resting:
         if why != self.why:
             self.why = why
             if why:
-                log.info("resting: %s; work done is offered, samples are given back, states are still held for others", why)
+                log.info("resting: %s; offering the work done, returning samples, still holding states for others", why)
             else:
                 log.info("training goes on")
 
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     folder = Path(parser.parse_args(argv[1:]).output_dir)
     if not folder.is_dir():
-        raise UserError(f"There is no folder {folder}.", fix="Give --output_dir as to the peer.")
+        raise UserError(f"There is no folder {folder}.", fix="Give the peer's --output_dir.")
     try:
         files.replace(folder / FILE, f"{_STATES[verb]}\n".encode("ascii"))
     except OSError as error:

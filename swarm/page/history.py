@@ -84,7 +84,7 @@ class History:
             self._without(error)
 
     def _without(self, error: sqlite3.Error) -> None:
-        log.warning("the history of the run is kept in memory only from now on: %s", error)
+        log.warning("keeping the run's history in memory only from now on: %s", error)
         self._db.close()
         self._db = None
 
@@ -120,12 +120,12 @@ def _opened(path: Path | None) -> sqlite3.Connection | None:
     try:
         return _prepared(path)
     except sqlite3.DatabaseError as error:
-        log.warning("%s is no history (%s); it is put aside, and a new one begins", path, error)
+        log.warning("%s is not a history (%s); moved it aside, starting a new one", path, error)
     try:
         path.replace(path.with_suffix(".broken"))
         return _prepared(path)
     except (OSError, sqlite3.Error) as error:
-        log.warning("the history of the run is kept in memory only: %s", error)
+        log.warning("keeping the run's history in memory only: %s", error)
         return None
 
 

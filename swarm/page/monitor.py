@@ -43,11 +43,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", required=True, metavar="MULTIADDR", help="peers of the run: /ip4/.../p2p/...")
     parser.add_argument("--run_id", default="", help="which run, when these peers serve several")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 shows the page to whoever reaches it [127.0.0.1]"
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 shows the page to anyone who reaches it [127.0.0.1]"
     )
     parser.add_argument("--port", type=int, default=9091, help="port to listen on; 0: any free one [9091]")
     parser.add_argument("--history", default="", metavar="FILE", help="keep the charts in this file across restarts; default: forget them")
-    parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="wait no longer for an answer [15]")
+    parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="longest wait for an answer [15]")
     parser.add_argument("--debug", action="store_true", help="log more, and show tracebacks")
     return parser.parse_args(argv)
 
@@ -56,7 +56,7 @@ def _main(args: argparse.Namespace) -> None:
     setup_logging(debug=args.debug)
     for maddr in args.peers:
         if not maddr.startswith("/"):
-            raise UserError(f"'{maddr}' is no multiaddr.", fix="It looks like /ip4/203.0.113.7/tcp/31337/p2p/Qm...; copy it whole.")
+            raise UserError(f"'{maddr}' is not a multiaddr.", fix="It looks like /ip4/203.0.113.7/tcp/31337/p2p/Qm...; copy it whole.")
     with listen(args.host, args.port) as sock:
         asyncio.run(_serve(args, sock))
 

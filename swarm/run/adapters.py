@@ -60,13 +60,13 @@ def check_with(run: Any, family: Family) -> None:
     for name in names:
         if name not in known:
             raise UserError(
-                f"lora_targets names '{name}', and no layer that is trained of {family.name} ends so.{nearest(name, known)}",
+                f"lora_targets names '{name}', but no trained layer of {family.name} ends with that.{nearest(name, known)}",
                 fix=f"Use {', '.join(CHOICES)}, or some of {' '.join(sorted(known))}.",
             )
     for part, layers in parts.items():
         if not {*names} & {*layers.all}:
             raise UserError(
-                f"lora_targets names no layer of the {part}, which is to be trained.", fix=f"Add some of {' '.join(layers.all)}."
+                f"lora_targets names no layer of the {part}, which this run trains.", fix=f"Add some of {' '.join(layers.all)}."
             )
 
 

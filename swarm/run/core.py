@@ -65,7 +65,7 @@ class Agreement:
     def check(self) -> None:
         if 0 < self.clip_members < 1:
             raise UserError(
-                f"clip_members is {self.clip_members}: every contribution would be shortened.", fix="Use 0, or 1 and more; 20 lets honest peers be."
+                f"clip_members is {self.clip_members}: every contribution would be shortened.", fix="Use 0, or 1 and more; 20 does not touch honest peers."
             )
 
 
@@ -174,7 +174,7 @@ class Pictures:
         0, "With --shuffle_tags or --caption_tag_dropout_rate: this many of the first tags stay in place and are never dropped.", ge=0
     )
     caption_tag_dropout_rate: float = option(
-        0.0, "Captions are tags between commas: drop each with this probability, anew in each epoch.", le=1, since="0.1.1", unsaid=0.0
+        0.0, "Captions are tags between commas: drop each with this probability, again in each epoch.", le=1, since="0.1.1", unsaid=0.0
     )
     caption_prefix: str = option(
         "", "Text before every caption, such as a trigger word; a dropped caption stays empty.", since="0.1.1", unsaid=""
@@ -182,7 +182,7 @@ class Pictures:
     caption_suffix: str = option("", "Text after every caption.", since="0.1.1", unsaid="")
     enable_wildcard: bool = option(
         False,
-        "In captions {a|b|c} stands for one of a, b and c, chosen anew in each epoch; {{ and }} are braces.",
+        "In captions {a|b|c} stands for one of a, b and c, chosen again in each epoch; {{ and }} are braces.",
         since="0.1.1",
         unsaid=False,
     )

@@ -232,7 +232,7 @@ def test_a_forged_head_is_named_and_discarded_and_the_run_goes_on(host, rng, cap
     assert host.stop() == 0
     capsys.readouterr()
     assert cli(["heads", *work]) == 0 and capsys.readouterr().out.startswith(f"head {honest} ")
-    assert cli(["discard", *work, "no digest", "--yes"]) == 2 and "no digest of a state" in capsys.readouterr().err
+    assert cli(["discard", *work, "no digest", "--yes"]) == 2 and "not the digest of a state" in capsys.readouterr().err
     assert cli(["discard", *work, "0" * 64, "--yes"]) == 2 and "Nobody has reported" in capsys.readouterr().err
     assert cli(["heads", "--work_dir", str(host.tokens_file)]) == 2
     assert cli(["discard", "--work_dir", str(host.tokens_file.parent), forged[0]]) == 2

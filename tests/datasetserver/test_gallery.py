@@ -168,6 +168,6 @@ def test_the_second_picture_of_a_round_and_prompt_changes_nothing(tmp_path, keys
 def test_a_gallery_whose_list_is_broken_begins_anew(tmp_path, keys, content, caplog):
     (tmp_path / "pictures.json").write_bytes(content)
     gallery = Gallery(tmp_path)
-    assert gallery.pictures() == [] and "begins anew" in caplog.text
+    assert gallery.pictures() == [] and "the gallery starts empty" in caplog.text
     gallery.add(request_of(keys["ada"]), 1.0)
     assert len(Gallery(tmp_path).pictures()) == 1

@@ -94,7 +94,7 @@ def test_a_server_for_other_machines_must_say_for_whom(tmp_path, capsys, certifi
         (["--tokens", str(tmp_path / "nothing")], "token add NAME"),
         (["--tls_cert", str(certificate / "cert.pem")], "--tls_key"),
         (["--tls_cert", str(certificate / "cert.pem"), "--tls_key", str(tmp_path / "nothing")], "--tls_key"),
-        (["--tls_cert", str(certificate / "cert.pem"), "--tls_key", str(certificate / "cert.pem")], "no certificate and its key"),
+        (["--tls_cert", str(certificate / "cert.pem"), "--tls_key", str(certificate / "cert.pem")], "not a certificate and its key"),
         (["--max_requests_per_second", "-1"], "max_requests_per_second"),
     ]:
         assert cli(["--dataset", data, "--port", "0", *flags]) == ExitCode.CONFIG, flags
@@ -106,7 +106,7 @@ def test_an_open_server_listens_on_all_addresses_and_says_so(serve):
     host = serve("--host", "0.0.0.0", "--open")
     assert call(host, "/v1/run")[0] == 200
     host.stop()
-    assert "whoever can reach" in host.stderr
+    assert "anyone who can reach" in host.stderr
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")

@@ -213,7 +213,7 @@ def test_what_was_prepared_with_another_held_out_share_is_not_served_for_a_new_r
     work = ["--work_dir", str(tmp_path / "work")]
     first = ingest(write_dataset(tmp_path / "data", 12), tmp_path / "work", workers=0, policy=Policy(held_out=prepared))
     flags = ["--model", str(write_model(tmp_path / "model")), "--validation_split", str(asked), "--port", "0", "--ingest_workers", "0"]
-    said = f"validation_split is {asked:g}, and what is ready was prepared with {prepared:g}. Give --validation_split {prepared:g}; or add"
+    said = f"validation_split is {asked:g}, but the dataset was prepared with {prepared:g}. Give --validation_split {prepared:g}; or add"
     code, line = complaint(capsys, *work, *flags)
     assert code == ExitCode.CONFIG and said in line
     write_dataset(tmp_path / "data", 14)

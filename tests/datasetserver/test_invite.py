@@ -74,7 +74,7 @@ def test_an_address_that_is_nobodys_is_refused(tmp_path, capsys, host_key):
 
 def test_inviting_to_a_server_that_never_was_or_to_no_run_is_a_mistake(tmp_path, capsys):
     assert "No server was ever started" in invite(capsys, "alice", "--work_dir", tmp_path)[2]
-    assert "Which run" in invite(capsys, "alice")[2]
+    assert "No run is named" in invite(capsys, "alice")[2]
     (tmp_path / "serving.json").write_text("[]")
     assert "cannot be read" in invite(capsys, "alice", "--work_dir", tmp_path)[2]
 

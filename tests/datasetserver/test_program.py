@@ -38,7 +38,7 @@ def test_mistakes_are_answered_with_one_line(tmp_path, capsys):
         (["--dataset", str(tmp_path / "nowhere")], "nowhere"),
         (["--dataset", str(tmp_path / "empty"), "--port", "0"], "no picture"),
         ([*good[:2], *good[4:], "--learning_rate", "1e-4"], "--model"),
-        ([*good[:2], "--model", str(tmp_path / "empty"), *good[4:]], "no diffusers pipeline"),
+        ([*good[:2], "--model", str(tmp_path / "empty"), *good[4:]], "not a diffusers pipeline"),
         ([*good, "--por", "1"], "--port"),
         ([*good, "--port", "70000"], "70000"),
         ([*good, "--resolution", "abc"], "--resolution: invalid int value"),
@@ -70,7 +70,7 @@ def test_a_model_that_nobody_has_is_one_line_without_the_librarys_words(tmp_path
     code, line = complaint(capsys, "--dataset", str(write_dataset(tmp_path / "data", 2)), "--model", "no-such-model", "--port", "0")
     fix = "Check the name and the network, or give its folder with --model FOLDER."
     assert code == ExitCode.NETWORK
-    assert line == f"error: There is no model 'no-such-model' on this machine, and the Hub did not give one of that name. {fix}"
+    assert line == f"error: There is no model 'no-such-model' on this machine, and it could not be loaded from the Hub. {fix}"
 
 
 def test_a_port_in_use_is_named(tmp_path, capsys):

@@ -53,7 +53,7 @@ def test_a_running_server_sees_tokens_come_and_go_and_lets_nobody_in_while_the_f
         with pytest.raises(Refused, match="cannot tell") as refused:
             tokens.holder(bob)
         assert refused.value.status == 503, "peers wait, and do not end"
-        assert "nobody is let in" in caplog.text
+        assert "letting nobody in" in caplog.text
         caplog.clear()
     file.write_bytes(kept)
     clock.now += LOOK_SECONDS
@@ -76,7 +76,7 @@ def test_mistakes_are_named(tmp_path):
     add(file, "alice")
     for act, match in [
         (lambda: add(file, "alice"), "already"),
-        (lambda: add(file, "a b"), "no name"),
+        (lambda: add(file, "a b"), "not a name"),
         (lambda: remove(file, "bob"), "no token for 'bob'"),
         (lambda: add(tmp_path / "nowhere" / "tokens", "x"), "cannot be written"),
     ]:

@@ -70,7 +70,7 @@ def test_who_knows_a_peer_sees_the_run(tmp_path):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("flags", "words"), [(["--peers", "http://host"], "is no multiaddr"), (["--peers", "/ip4/1/2"], "multiaddr")])
+@pytest.mark.parametrize(("flags", "words"), [(["--peers", "http://host"], "is not a multiaddr"), (["--peers", "/ip4/1/2"], "multiaddr")])
 def test_a_peer_that_is_none_is_one_line_that_says_so(flags, words, capsys):
     assert monitor.cli([*flags, "--port", "0"]) == ExitCode.CONFIG
     error = capsys.readouterr().err

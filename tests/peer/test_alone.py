@@ -291,7 +291,7 @@ def test_a_checkpoint_of_another_model_is_refused(start, tmp_path):
 def test_a_checkpoint_of_a_swarm_is_refused_by_a_run_without_one(start):
     trainer = start().trainer
     swarms = {"digest": "d", "round": 3, "samples": 24, "contributions": []}
-    with pytest.raises(UserError, match=r"of a run with another --sync"):
+    with pytest.raises(UserError, match=r"made with another --sync"):
         trainer.load_state_dict(trainer.state_dict() | {"sync": swarms})
 
 
@@ -728,7 +728,7 @@ def test_steps_that_break_off_again_and_again_before_a_contribution_end_the_run(
 
     for parameter in trainer.params.values():
         parameter.register_hook(overflow)
-    with pytest.raises(UserError, match="10 steps failed before a contribution was whole: a gradient is not finite"):
+    with pytest.raises(UserError, match="10 steps failed before a contribution was complete: a gradient is not finite"):
         done.run()
     assert trainer.step == 20 and trainer.sync.undone == [4] * 10
 

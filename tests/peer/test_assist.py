@@ -38,8 +38,8 @@ def test_help_says_what_it_is_for_what_it_needs_and_how_to_get_the_result(capsys
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--assist"], "--assist helps in a run that there is"),
-        (["--assist", "--peers", "/ip4/127.0.0.1/tcp/1/p2p/x", "--found"], "--assist helps in a run that there is"),
+        (["--assist"], "--assist needs a run that exists already"),
+        (["--assist", "--peers", "/ip4/127.0.0.1/tcp/1/p2p/x", "--found"], "--assist needs a run that exists already"),
         (["--assist", "--datasetserver", "http://x", "--states_total_limit", "-1"], "states_total_limit is -1"),
     ],
 )

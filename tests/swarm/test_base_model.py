@@ -47,7 +47,7 @@ def test_what_is_of_no_known_family_is_refused(tmp_path):
     with pytest.raises(UserError, match="is a StableCascadePipeline, which cannot be trained"):
         family_of(write_index(tmp_path, _class_name="StableCascadePipeline"))
     for content in ({}, {"_class_name": ["one", "two"]}):
-        with pytest.raises(UserError, match=r"does not say what pipeline|is a \["):
+        with pytest.raises(UserError, match=r"does not name its pipeline|is a \["):
             family_of(write_index(tmp_path, **content))
     with pytest.raises(UserError, match=r"no model_index\.json"):
         family_of(tmp_path / "nowhere")
@@ -126,7 +126,7 @@ def test_who_founds_a_run_reads_from_the_scheduler_what_is_predicted(tmp_path, c
 
 def test_what_no_run_can_predict_is_refused_where_it_is_founded(tmp_path):
     folder = write_scheduler(write_index(tmp_path, _class_name="StableDiffusionPipeline"), prediction_type="flow")
-    with pytest.raises(UserError, match=r"the model predicts 'flow', which cannot be trained\. Use another model, or say it with --prediction_type"):
+    with pytest.raises(UserError, match=r"the model predicts 'flow', which cannot be trained\. Use another model, or set it with --prediction_type"):
         with_noise(RunConfig(family="stable_diffusion"), folder)
     write_scheduler(folder)
     with pytest.raises(UserError, match="rescale_betas_zero_snr needs a model that does not predict the noise"):

@@ -174,7 +174,7 @@ def test_a_damaged_memory_of_ports_costs_a_new_port_only(tmp_path, content):
 
 def test_a_file_that_is_no_key_is_one_line(tmp_path):
     (tmp_path / "key").write_bytes(b"garbage")
-    with pytest.raises(UserError, match="no identity file"):
+    with pytest.raises(UserError, match="not an identity file"):
         Identity(tmp_path / "key")
 
 

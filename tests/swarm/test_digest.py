@@ -47,7 +47,7 @@ def test_a_models_weights_are_its_parts_files_and_a_variant_counts_where_there_i
 
 
 def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
-    with pytest.raises(UserError, match="no diffusers pipeline"):
+    with pytest.raises(UserError, match="not a diffusers pipeline"):
         digest_model(tmp_path)
 
 

@@ -62,7 +62,7 @@ def test_a_misspelt_name_is_one_line_with_the_right_one(option, wrong, right):
         ({"optimizer": "prodigy", "train_text_encoder": True, "text_encoder_lr": 1e-5}, "text_encoder_lr is 1e-05, but Prodigy finds one rate"),
         ({"optimizer": "prodigy"}, "optimizer is prodigy, and clip_members 20: a newcomer's Prodigy begins with a rate of nearly 0"),
         ({"optimizer": "muon", "placeholder_token": "<x>", "initializer_token": "x"}, "optimizer is muon, which is for matrices"),
-        ({"optimizer": "lion8bit", "adam_beta2": 0.9}, "adam_beta2 is 0.9, but says nothing without --optimizer auto or adamw or "),
+        ({"optimizer": "lion8bit", "adam_beta2": 0.9}, "adam_beta2 is 0.9, but has no effect without --optimizer auto or adamw or "),
         (
             {"family": "sdxl", "guidance_scale": 1.0},
             "guidance_scale is 1.0, but sdxl has no such thing. Remove --guidance_scale",

@@ -23,7 +23,7 @@ def test_a_host_keeps_its_key_where_only_it_can_read_it(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"no key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
 def test_a_file_that_is_no_key_is_named_and_left_alone(tmp_path, content):
     (tmp_path / "host.key").write_bytes(content)
-    with pytest.raises(UserError, match=r"host\.key is no Ed25519 key"):
+    with pytest.raises(UserError, match=r"host\.key is not an Ed25519 key"):
         HostKey(tmp_path / "host.key")
     assert (tmp_path / "host.key").read_bytes() == content
 

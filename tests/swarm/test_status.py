@@ -105,12 +105,12 @@ def test_a_server_that_is_something_else_is_one_line_that_says_so(code, body, ca
     with answering(code, body) as url:
         assert status.cli([url]) == ExitCode.NETWORK
     error = capsys.readouterr().err
-    assert "it is no dataset server" in error and error.count("\n") == 1
+    assert "it is not a dataset server" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("where", ["example", "ftp://host/x", "http://", "http://host:99999", "http://host:0"])
 def test_what_is_neither_a_url_nor_a_multiaddr_is_refused(where):
-    with pytest.raises(UserError, match=r"is no URL|does not say http or https"):
+    with pytest.raises(UserError, match=r"is not a URL|does not say http or https"):
         status.fetch(where)
 
 

@@ -35,7 +35,7 @@ class SignedShards:
             check_signature("manifest", digest_bytes(kept["manifest"].encode()), kept["signature"], host_key)
             self._manifest = protocol.Manifest.model_validate_json(kept["manifest"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, BadSignature) as error:
-            log.warning("passed over %s: %s", self._path, error)
+            log.warning("ignored %s: %s", self._path, error)
 
     async def check(self, transport: Transport, shard_epochs: Sequence[protocol.LeasedShard]) -> None:
         """Raises UserError (AUTH) unless every one of `shard_epochs` is a shard that the host has signed, as it has signed it."""
@@ -90,4 +90,4 @@ class SignedShards:
         try:
             files.replace(self._path, json.dumps({"signature": signature, "manifest": manifest.decode()}).encode())
         except OSError as error:
-            log.warning("%s is not kept, so a start without the server has no samples: %s", self._path, error.strerror)
+            log.warning("cannot keep %s, so a start without the server has no samples: %s", self._path, error.strerror)

@@ -31,7 +31,7 @@ class Seen:
                 own = {(int(epoch), int(shard)) for epoch, shard in kept["own"]}
                 self.epoch, self._own, self._shard_epochs = int(kept["epoch"]), own, set(own)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning("passed over %s: %s", path, error)
+                log.warning("ignored %s: %s", path, error)
 
     def pass_over(self, shards: int) -> None:
         """After a start, what was leased of the epoch is not known any more: none of it is chosen."""
@@ -44,7 +44,7 @@ class Seen:
         try:
             files.replace(self._path, json.dumps({"epoch": self.epoch, "own": own}).encode())
         except OSError as error:
-            log.warning("%s is not kept, so a start without the server has no samples: %s", self._path, error.strerror)
+            log.warning("cannot keep %s, so a start without the server has no samples: %s", self._path, error.strerror)
 
     def choose(self, item: protocol.LeasedShard) -> None:
         """A shard epoch of this peer's own choice."""

@@ -66,7 +66,7 @@ class Outbox:
                     self._unsaid.keep(letter.body)
                     letter.on_disk = True
                 except UserError as error:
-                    log.warning("what there is to report would not survive a kill: %s", error.message)
+                    log.warning("cannot keep the reports that wait, so a kill would lose them: %s", error.message)
                     return
 
     def answered(self, letter: Letter, seconds: float) -> str | None:

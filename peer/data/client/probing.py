@@ -32,7 +32,7 @@ def distance(url: str, token: str = "", seconds: float = 10.0) -> Distance:
                 try:
                     told = protocol.RunAnswer.model_validate_json(reply.body).server_time
                 except ValueError:
-                    raise ServerAway("something that is no answer of a dataset server") from None
+                    raise ServerAway("something that is not an answer of a dataset server") from None
                 found.append(Distance(took, told - wall - took / 2))
         return min(found, key=lambda each: each.seconds)
 
@@ -73,7 +73,7 @@ def download_state(url: str, folder: Path, token: str = "") -> Path | None:
             try:
                 offered = protocol.Progress.model_validate_json(reply.body).checkpoint
             except ValueError:
-                raise ServerAway("something that is no answer of a dataset server") from None
+                raise ServerAway("something that is not an answer of a dataset server") from None
             if offered is None:
                 return None
             folder.mkdir(parents=True, exist_ok=True)

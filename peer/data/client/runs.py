@@ -65,7 +65,7 @@ def ask_membership(url: str, run: RunConfig, signer: Signer, timeout: float = 10
     try:
         given = Membership(**vars(protocol.MemberAnswer.model_validate_json(reply.body)))
     except ValidationError:
-        raise UserError(f"{url} answers something else.", fix="Use the same version on both.", code=ExitCode.NETWORK) from None
+        raise UserError(f"{url} gave an unexpected answer.", fix="Use the same version on both.", code=ExitCode.NETWORK) from None
     if not is_signed(run, peer, given):
         raise unsigned(url, "a membership", BadSignature(f"its signature is not that of the key {run.members_of[:16]}"))
     return given
@@ -100,7 +100,7 @@ def check_run(url: str, status: int, body: bytes, run_id: str = "", known_hosts:
         values = json.loads(body)
         version = values["protocol"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise wrong(f"answers, but is no dataset server (status {status}, {body[:40]!r})", "Check the URL and the port.") from None
+        raise wrong(f"answers, but is not a dataset server (status {status}, {body[:40]!r})", "Check the URL and the port.") from None
     if version != protocol.PROTOCOL_VERSION:
         raise wrong(f"speaks protocol {version}, this program {protocol.PROTOCOL_VERSION}", "Use the same version of the program on both.")
     try:
@@ -126,7 +126,7 @@ def check_run(url: str, status: int, body: bytes, run_id: str = "", known_hosts:
 
 def unsigned(url: str, what: str, error: BadSignature) -> UserError:
     fix = "Somebody may have changed it on its way: use https, or ask the host."
-    return UserError(f"{url} serves {what} that its host does not vouch for: {error}.", fix=fix, code=ExitCode.AUTH)
+    return UserError(f"{url} serves {what} that its host has not signed: {error}.", fix=fix, code=ExitCode.AUTH)
 
 
 async def _ask(method: str, url: str, path: str, body: Any, timeout: float, token: str, signer: Signer | None = None) -> Reply:
@@ -157,7 +157,7 @@ async def _ask(method: str, url: str, path: str, body: Any, timeout: float, toke
 def _refuse_hopeless(url: str, error: BaseException | None) -> None:
     """Raise UserError for what trying again cannot mend."""
     if isinstance(error, aiohttp.InvalidURL):
-        raise UserError(f"'{url}' is no URL.", fix="It looks like http://203.0.113.7:9090.", code=ExitCode.NETWORK) from None
+        raise UserError(f"'{url}' is not a URL.", fix="It looks like http://203.0.113.7:9090.", code=ExitCode.NETWORK) from None
     if isinstance(error, aiohttp.ClientSSLError) and "WRONG_VERSION_NUMBER" in str(error):
         raise UserError(
             f"{url} does not speak https.", fix=f"Write http://{url.removeprefix('https://')}, if that is what the host said.",

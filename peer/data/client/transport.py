@@ -109,7 +109,7 @@ def checked(reply: Reply) -> Reply:
         return reply
     error, wait = reply.error, retry_after(reply.headers)
     if error is None:
-        raise ServerAway(f"status {reply.status} and something that is no answer of a dataset server", wait)
+        raise ServerAway(f"status {reply.status} and something that is not an answer of a dataset server", wait)
     if reply.status >= 500 or reply.status == 429:
         raise ServerAway(f"status {reply.status}: {error.message}", wait, busy=reply.status == 429 or error.code == "run_paused")
     raise Refusal(reply.status, error)
@@ -215,7 +215,7 @@ class Transport:
         except ServerAway as away:
             raise self._away(away) from None
         except ValidationError:
-            raise self._away(ServerAway("something that is no answer of a dataset server")) from None
+            raise self._away(ServerAway("something that is not an answer of a dataset server")) from None
         except Refusal:
             self.away_since = None
             raise

@@ -119,7 +119,7 @@ def _split(down: Tensor, up: Tensor, rank: int, outputs: Mapping[str, int], trai
         return
     columns = {name: slice(number * rank, (number + 1) * rank) for number, name in enumerate(ups)}
     if len(ups) * rank != len(down) or any(ups[name].count_nonzero() != ups[name][:, own].count_nonzero() for name, own in columns.items()):
-        raise UserError(f"The LoRA of --lora_weights has layers of rank {len(down)} and of rank {rank}.", fix="Give one whose layers have the same.")
+        raise UserError(f"The LoRA of --lora_weights has layers of rank {len(down)} and of rank {rank}.", fix="Give one whose layers all have the same rank and alpha.")
     yield from ((name, down[own], ups[name][:, own]) for name, own in columns.items())
 
 
@@ -127,7 +127,7 @@ def _scales(header: Mapping[str, str]) -> dict[str, float]:
     """What each part's second matrices are multiplied with, as diffusers has it in the file's header. Raises UserError where layers differ in it."""
     said = json.loads(header.get("lora_adapter_metadata", "{}"))
     if any(value for name, value in said.items() if name.endswith(("alpha_pattern", "rank_pattern"))):
-        raise UserError("The LoRA of --lora_weights has layers of several ranks or alphas.", fix="Give one whose layers have the same.")
+        raise UserError("The LoRA of --lora_weights has layers of several ranks or alphas.", fix="Give one whose layers all have the same rank and alpha.")
     if any(value for name, value in said.items() if name.endswith("use_rslora")):
         raise UserError("The LoRA of --lora_weights is scaled by the root of its rank (rslora).", fix="Give one that is scaled by the rank.")
     return {name.split(".")[0]: said[name] / said[name.replace("lora_alpha", "r")] for name in said if name.endswith(".lora_alpha")}

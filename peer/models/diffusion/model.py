@@ -182,7 +182,7 @@ class DiffusionModel:
         try:
             pipeline = self.read()
         except UserError as error:
-            log.warning("%s What was not trained is written as it was held.", error.message)
+            log.warning("%s Writing the untrained weights as this peer held them.", error.message)
             return {}
         found = {}
         for name, dtype in self._held.items():
@@ -191,5 +191,5 @@ class DiffusionModel:
             if all(key in theirs and torch.equal(theirs[key].to(dtype), parameter.cpu()) for key, parameter in ours):
                 found.update((parameter, theirs[key].data) for key, parameter in ours)
             else:
-                log.warning("The model's %s has changed where it was read from; it is written as it was held, in %s.", name, dtype)
+                log.warning("The model's %s has changed on the disk since it was read; writing it as this peer held it, in %s.", name, dtype)
         return found

@@ -29,7 +29,7 @@ def load_pipeline(family: Family, source: Path, config: str = "", *, as_filed: b
     """
     path = locate(str(source))
     if path.is_dir() and not (path / "model_index.json").is_file():
-        raise UserError(f"{path} is no diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote.")
+        raise UserError(f"{path} is not a diffusers pipeline: it has no model_index.json.", fix="Give the folder that save_pretrained wrote.")
     quiet()
     import diffusers
 
@@ -116,13 +116,13 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
     header = read_header(path)
     if scaled := next((name for name in header if _SCALED.search(name)), None):
         raise UserError(
-            f"{path} is quantized: its weights are to be multiplied by others ({scaled}).", fix="Take the model's file in bf16 or fp16."
+            f"{path} is quantized: its weights need scale factors ({scaled}).", fix="Take the model's file in bf16 or fp16."
         )
     lacking = [name for name, starts in family.in_file.items() if not _begins(header, starts)]
     if lacking and not config:
         raise UserError(
             f"{path} holds no {' and no '.join(lacking)}.",
-            fix=f"Add --model_config with a diffusers folder of a {family.title} model that they are read from, or its Hub id.",
+            fix=f"Add --model_config with a diffusers folder of a {family.title} model that has them, or its Hub id.",
         )
     where = _config_folder(config) if config else None
     without = _left_out(where, family) if where else {}
@@ -166,7 +166,7 @@ def _parts_of(folder: Path, names: Collection[str]) -> dict[str, Any]:
         if not files:
             raise UserError(
                 f"The model's file holds no {name}, and {folder} has no weights of one.",
-                fix="Give a --model_config that is a whole diffusers folder of a like model, or its Hub id.",
+                fix="Give a --model_config that is a whole diffusers folder of a model of the same family, or its Hub id.",
             )
         found[name] = _class_in(folder, name).from_pretrained(folder, subfolder=name, local_files_only=True, use_safetensors=True, variant=_variant(files))
     return found
@@ -176,7 +176,7 @@ def _config_folder(config: str) -> Path:
     folder = locate(config)
     if not (folder / "model_index.json").is_file():
         raise UserError(
-            f"model_config is {config}, which is no diffusers folder: it has no model_index.json.", fix="Give the folder of a like model."
+            f"model_config is {config}, which is not a diffusers folder: it has no model_index.json.", fix="Give the folder of a model of the same family."
         )
     return folder
 

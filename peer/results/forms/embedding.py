@@ -16,12 +16,12 @@ from swarm.run.family import family_named
 def write_embedding(result: Path, path: Path, family: str, dtype: torch.dtype = torch.float32) -> None:
     found = next((result / name for name in EMBEDDINGS if (result / name).is_file()), None)
     if found is None:
-        raise UserError(f"{result} is no embedding: it has no {EMBEDDINGS[0]}.", fix="Use --format diffusers or single_file.")
+        raise UserError(f"{result} is not an embedding: it has no {EMBEDDINGS[0]}.", fix="Use --format diffusers or single_file.")
     word, vectors = read_embedding(found)
     others = files_beside(found)
     facts = family_named(family)
     if others and facts is None:
-        raise UserError(f"{result} does not say of which family its word is.", fix="Give its files to the other tool as they are.")
+        raise UserError(f"{result} does not name its model family.", fix="Give its files to the other tool unchanged.")
     vectors |= {suffix: read_embedding(file)[1][""] for suffix, file in others.items()}
     tensors = {facts.text_encoders[f"text_encoder{suffix}"].vectors[0] if others else word: tensor for suffix, tensor in vectors.items()}
     said = read(found)[1] if found.suffix == ".safetensors" else {}

@@ -30,19 +30,19 @@ def write_lora_kohya(result: Path, path: Path, dtype: torch.dtype = torch.float3
     family = _family(result, tensors)
     if any("lora_magnitude_vector" in name for name in tensors):
         raise UserError(
-            "A DoRA is not written in kohya's form: ComfyUI would divide by other lengths than it was trained with, and draw something else.",
+            "kohya's form cannot hold this DoRA: ComfyUI would divide by other lengths than the training did, and draw something else.",
             fix="Use --format single_file, with the DoRA in the model's weights, or --format diffusers.",
         )
     values = json.loads(said.pop("lora_adapter_metadata", "{}"))
     if any(value for name, value in values.items() if name.endswith(("alpha_pattern", "use_rslora"))):
-        raise UserError(f"{result} has layers that are scaled each in its own way.", fix="Use --format lora_diffusers, which says how.")
+        raise UserError(f"{result} has layers of different scales.", fix="Use --format lora_diffusers, which keeps them.")
     try:
         found = _layers(_as_peft(tensors), values, family)
     except Exception:  # whatever diffusers and torch raise for layers that no model of the family has
         found = {}
     if not found:
         raise UserError(
-            f"{result} does not read as a LoRA of {family.title}.", fix="Use --format lora_diffusers, which gives it on as it is."
+            f"{result} does not load as a LoRA of {family.title}.", fix="Use --format lora_diffusers, which copies it unchanged."
         )
     kohya = {}
     for place, (down, up) in found.items():
@@ -73,7 +73,7 @@ def _family(result: Path, tensors: Mapping[str, Tensor]) -> Family:
     known = family_named(about.run.family) if about else None
     found = [known] if known else [family for family in families().values() if family.denoiser in parts and parts <= {*family.parts}]
     if not found or any(family.original != found[0].original for family in found):
-        raise UserError(f"{result} does not say of which family its LoRA is.", fix="Use --format lora_diffusers.")
+        raise UserError(f"{result} does not name its model family.", fix="Use --format lora_diffusers.")
     return min(found, key=lambda family: len(family.text_encoders))
 
 
@@ -108,12 +108,12 @@ def _as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read(result: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not (result / LORA).is_file():
-        raise UserError(f"{result} is no LoRA: it has no {LORA}.", fix="Use --format diffusers or single_file.")
+        raise UserError(f"{result} is not a LoRA: it has no {LORA}.", fix="Use --format diffusers or single_file.")
     try:
         tensors, said = header.read(result / LORA)
         return tensors, _without_places(said)
     except Exception:  # whatever safetensors and json raise for a file that is none
-        raise UserError(f"{result / LORA} does not read as a LoRA.", fix="Fetch it again, or export it from its run.") from None
+        raise UserError(f"{result / LORA} does not load as a LoRA.", fix="Fetch it again, or export it from its run.") from None
 
 
 def _without_places(said: dict[str, str]) -> dict[str, str]:

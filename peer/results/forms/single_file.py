@@ -67,7 +67,7 @@ def facts_of(pipeline: Any) -> Family:
     family = family_of_pipeline(kind)
     if family is None or not family.single_file:
         raise UserError(
-            f"A {kind} has no single-file layout that is written here.",
+            f"This program writes no single-file layout of a {kind}.",
             fix="Use --format diffusers, which ComfyUI and others read as well; a LoRA is best kept as --format lora_diffusers.",
         )
     return family

@@ -387,7 +387,7 @@ class Replica:
             await self._until(lambda: attempting.done() or self._is_overtaken(parent), look=False)
             if attempting.done():
                 return attempting.result()
-            log.info("round=%d not averaged: a better state has come", parent.header.round + 1)
+            log.info("round=%d not averaged: a better state has arrived", parent.header.round + 1)
             return None
         finally:
             await end_tasks(attempting)

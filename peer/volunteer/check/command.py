@@ -19,7 +19,9 @@ def main(argv: Sequence[str]) -> int:
     """The exit code is that of the first thing that fails. Raises UserError for options that are wrong."""
     peer, given = parse(_with_place(argv))
     if not peer.swarming or peer.found:
-        raise UserError("--check asks of a run that there is.", fix="Give its server's URL, or a peer's multiaddr: dd-peer --check URL.")
+        raise UserError(
+            "--check needs a run that exists already.", fix="Give its server's URL, or a peer's multiaddr: dd-peer --check URL."
+        )
     if peer.hub_token:
         os.environ["HF_TOKEN"] = peer.hub_token
     logging.getLogger("peer").setLevel(logging.ERROR)

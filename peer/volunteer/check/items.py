@@ -249,7 +249,7 @@ class Machine:
             raise NotAsked("there is nobody to measure with")
         if not self.rates:
             raise UserError(
-                "; ".join(text.rstrip(".") for text in found) + ".", fix="Check the connection, then again.", code=ExitCode.NETWORK
+                "; ".join(text.rstrip(".") for text in found) + ".", fix="Check the connection, then try again.", code=ExitCode.NETWORK
             )
         if self.wire_bytes:
             most = advice.round_traffic(self.wire_bytes, 1000, 1000)

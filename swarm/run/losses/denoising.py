@@ -58,7 +58,7 @@ class Options:
         if not 0 <= self.timestep_bias_begin < self.timestep_bias_end:
             raise UserError(
                 f"timestep_bias_begin is {self.timestep_bias_begin}, timestep_bias_end {self.timestep_bias_end}.",
-                fix="Begin before the end.",
+                fix="Give a begin below the end.",
             )
 
 
@@ -78,7 +78,7 @@ def _found_in(run: Any, source: Path) -> Mapping[str, Any]:
         if kind not in PREDICTIONS:
             raise UserError(
                 f"The scheduler of {run.model} says that the model predicts '{kind}', which cannot be trained.",
-                fix=f"Use another model, or say it with --prediction_type: one of {', '.join(PREDICTIONS)}.",
+                fix=f"Use another model, or set it with --prediction_type: one of {', '.join(PREDICTIONS)}.",
             )
         found["prediction_type"] = kind
     return {**found, "rescale_betas_zero_snr": zero_snr} if run.rescale_betas_zero_snr is None else found
@@ -88,7 +88,7 @@ def check_noise(zero_snr: bool | None, prediction_type: str) -> None:
     """Raise UserError for zero-terminal SNR where the noise is predicted; prediction_type: also 'auto', of which nothing is known here."""
     if zero_snr and prediction_type == "epsilon":
         raise UserError(
-            "rescale_betas_zero_snr needs a model that does not predict the noise: at the last step there is nothing else to see.",
+            "rescale_betas_zero_snr needs a model that does not predict the noise: at the last step its input is noise alone.",
             fix="Add --prediction_type v_prediction, or remove --rescale_betas_zero_snr.",
         )
 

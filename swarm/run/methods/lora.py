@@ -97,7 +97,7 @@ def _rank(found: Mapping[str, int], said: str | None, joined: Callable[[str], in
 def _found(run: Any, given: Collection[str]) -> Mapping[str, Any]:
     """Rank and digest of the LoRA that the run begins with. Raises UserError for a file that is none, or of another rank than was given."""
     if not run.lora_weights and run.lora_weights_digest:
-        raise UserError("lora_weights_digest says nothing without lora_weights.", fix="Add --lora_weights, or remove it.")
+        raise UserError("lora_weights_digest has no effect without lora_weights.", fix="Add --lora_weights, or remove it.")
     if not run.lora_weights:
         return {}
     path = file_of(run.lora_weights)

@@ -42,8 +42,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        (b"<html>It works!</html>", "no dataset server"),
-        (b"[]", "no dataset server"),
+        (b"<html>It works!</html>", "not a dataset server"),
+        (b"[]", "not a dataset server"),
         (b'{"protocol": 999}', "protocol 999"),
         (b'{"protocol": 2, "run": {"learning_rat": 1}}', "does not know"),
     ],

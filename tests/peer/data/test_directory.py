@@ -154,7 +154,7 @@ def test_where_nothing_can_be_kept_all_is_decoded_each_time(pictures, tmp_path, 
     for _ in range(2):
         source(pictures, cache_dir=tmp_path / "file" / "below")
         assert len(decoded()) == 12
-    assert "all pictures are decoded again at the next start" in caplog.text
+    assert "so the next start decodes all pictures again" in caplog.text
 
 
 def test_only_a_few_of_many_bad_pictures_are_named(pictures, caplog):

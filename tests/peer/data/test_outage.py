@@ -168,7 +168,7 @@ def test_what_was_kept_for_such_a_start_is_passed_over_where_it_is_damaged_or_no
     manifest.write_text(damage or json.dumps({**json.loads(manifest.read_text()), "signature": "00"}))
     seen.write_text(damage or "{}")
     assert not SignedShards(alice.run, alice.hosts, manifest).of_epoch(0) and Seen(seen).epoch == -1
-    assert f"passed over {manifest}" in caplog.text and f"passed over {seen}" in caplog.text
+    assert f"ignored {manifest}" in caplog.text and f"ignored {seen}" in caplog.text
 
 
 def test_a_paused_run_gives_no_samples_and_takes_none_away_and_an_ended_one_ends(tmp_path):

@@ -92,7 +92,7 @@ def test_a_run_with_any_byte_of_it_its_key_or_its_signature_flipped_is_refused(h
 def test_a_changed_name_of_the_model_which_no_digest_covers_is_noticed_by_the_signature(host, between):
     other = str(host.model).replace("model", "m0del").encode()
     url = between(lambda path, headers, body: body.replace(str(host.model).encode(), other))
-    error = refused("does not vouch for: its signature is not that of the key", fetch_run, url, 20)
+    error = refused("has not signed: its signature is not that of the key", fetch_run, url, 20)
     assert error.code == ExitCode.AUTH
 
 
@@ -107,7 +107,7 @@ def test_a_manifest_with_a_byte_flipped_is_refused(host, between, source, place)
         position = len(body) - 1 if place == "end" else body.find(f'"{place}":'.encode()) + len(place) + 8
         return flip(body, min(position, len(body) - 1)) if "/manifest/" in path else body
 
-    error = refused("a manifest that its host does not vouch for", next, iter(source(between(change), run_of(host))))
+    error = refused("a manifest that its host has not signed", next, iter(source(between(change), run_of(host))))
     assert error.code == ExitCode.AUTH
 
 
@@ -118,7 +118,7 @@ def test_a_manifest_whose_signature_is_missing_or_wrong_is_refused(host, between
             headers[SIGNATURE_HEADER] = signature
         return body
 
-    error = refused("a manifest that its host does not vouch for", next, iter(source(between(change), run_of(host))))
+    error = refused("a manifest that its host has not signed", next, iter(source(between(change), run_of(host))))
     assert error.code == ExitCode.AUTH
 
 
@@ -130,7 +130,7 @@ def test_a_leased_shard_that_is_not_in_the_manifest_is_refused(host, between, so
         lease["shard_epochs"][0]["digest"] = digest_bytes(b"other pictures")
         return canonical_json(lease)
 
-    error = refused("shards that its host does not vouch for", next, iter(source(between(change), run_of(host))))
+    error = refused("shards that its host has not signed", next, iter(source(between(change), run_of(host))))
     assert error.code == ExitCode.AUTH
 
 
@@ -170,7 +170,7 @@ def test_a_key_that_was_given_is_asked_for_from_the_first_time_on(host, between,
     flags = ["--output_dir", str(tmp_path / "output"), "--host_key", key]
     refused("as --host_key says", resolve_run, *parse(["--datasetserver", between(forge(tmp_path)), *flags]))
     assert resolve_run(*parse(["--datasetserver", host.url, *flags])).run == run_of(host)
-    refused("no key of a host", parse, ["--host_key", key[:-1]])
+    refused("not a host's key", parse, ["--host_key", key[:-1]])
 
 
 def test_a_host_keeps_its_key_over_a_restart(tmp_path):

@@ -415,7 +415,7 @@ def test_what_is_no_dataset_server_is_named():
         thread.start()
         try:
             url = f"http://127.0.0.1:{server.server_address[1]}"
-            refusal(f"{url} answers, but is no dataset server", "--datasetserver", url, code=ExitCode.NETWORK)
+            refusal(f"{url} answers, but is not a dataset server", "--datasetserver", url, code=ExitCode.NETWORK)
         finally:
             server.shutdown()
             thread.join(20)

@@ -59,7 +59,7 @@ def test_in_a_swarm_a_step_is_a_round_and_the_rate_is_scaled_once_by_its_founder
 
 
 def test_a_share_of_a_run_without_end_is_refused_in_a_swarm():
-    with pytest.raises(UserError, match=r"is a share of a run that has no end\. Give whole steps"):
+    with pytest.raises(UserError, match=r"is a share of the run's length, and this run has no end\. Give whole steps"):
         lengths.of_founder({}, PeerConfig(found=True, lr_warmup_steps=0.05))
 
 
@@ -74,7 +74,7 @@ def test_one_length_in_two_units_is_refused_but_flags_overrule_a_file_in_either(
 
 def test_a_swarm_counts_no_epochs():
     assert parse([*ALONE, "--epochs", "3"])[0].num_train_epochs == 3
-    with pytest.raises(UserError, match="A swarm counts no epochs"):
+    with pytest.raises(UserError, match="A swarm does not count epochs"):
         parse(["--found", "--model", "x", "--epochs", "3"])
 
 

@@ -122,7 +122,7 @@ def test_a_hub_id_is_fetched_once_and_without_what_training_has_no_use_for(hub, 
         facts = families()[tiny.FAMILIES[name]]
         assert line == " ".join([facts.name, digest_model(tiny_family(name)), facts.denoiser, "vae", *facts.text_encoders])
     fix = "Check the name and the network, or give its folder with --model FOLDER."
-    assert refused == f"There is no model 'owner/other' on this machine, and the Hub did not give one of that name. {fix}"
+    assert refused == f"There is no model 'owner/other' on this machine, and it could not be loaded from the Hub. {fix}"
     fetched = [path for path in asked if "/resolve/" in path]
     for name in tiny.ONE_OF_EACH:
         assert any(f"owner/{name}/" in path and path.endswith("/diffusion_pytorch_model.safetensors") for path in fetched)
@@ -292,7 +292,7 @@ def test_a_folder_with_a_quantized_part_is_refused(tmp_path, tiny_family):
 def test_the_config_of_a_file_is_a_diffusers_folder(tmp_path):
     path = tmp_path / "flux.safetensors"
     save_file({"double_blocks.0.img_mod.lin.weight": torch.zeros(2)}, path)
-    with pytest.raises(UserError, match=r"model_config is .* no diffusers folder"):
+    with pytest.raises(UserError, match=r"model_config is .* not a diffusers folder"):
         flux.load(path, CPU, RunConfig(model_config=str(tmp_path)))
 
 

@@ -115,7 +115,7 @@ def test_when_the_source_is_gone_or_another_the_result_is_written_all_the_same_a
     if what == "another":
         tiny.write_family(base, "sd", seed=1)
     model.save(tmp_path / "out")
-    assert ("is written as it was held" in caplog.text) and not any(p.isnan().any() for p in params.values())
+    assert ("as this peer held" in caplog.text) and not any(p.isnan().any() for p in params.values())
     saved = load_file(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
     assert torch.equal(saved["conv_in.weight"], params["unet.conv_in.weight"])
     assert load_model(RunConfig(model=str(tmp_path / "out")), {}, CPU).parts["text_encoder"].dtype is torch.float32

@@ -194,7 +194,7 @@ def test_ipex_is_refused_where_it_cannot_be_had_before_anything_is_imported(star
     monkeypatch.setattr(ipex.torch, "__version__", "2.13.0+cpu")
     with pytest.raises(UserError, match=r"--ipex needs PyTorch 2\.8, and this is 2\.13\.0"):
         start(ipex=True)
-    with pytest.raises(UserError, match="each replace what computes"):
+    with pytest.raises(UserError, match="each replaces the code that computes"):
         PeerConfig(ipex=True, compile=True)
 
 

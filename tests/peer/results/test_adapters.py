@@ -48,7 +48,7 @@ def test_a_dora_in_plain_diffusers_draws_what_the_model_in_memory_drew_and_has_n
     np.testing.assert_allclose(picture(pipeline), wanted, atol=1e-4)
     export.main(["--state", str(tmp_path), "--out", str(tmp_path / "whole")])
     np.testing.assert_allclose(picture(plain(tmp_path / "whole")), wanted, atol=1e-4)
-    with pytest.raises(UserError, match=r"^A DoRA is not written in kohya's form: .*Use --format single_file"):
+    with pytest.raises(UserError, match=r"^kohya's form cannot hold this DoRA: .*Use --format single_file"):
         export.main(["--state", str(tmp_path), "--format", "lora_kohya", "--out", str(tmp_path / "kohya")])
 
 
@@ -124,5 +124,5 @@ def test_a_product_that_does_not_fit_or_has_no_base_model_is_one_line(tiny_famil
     with pytest.raises(UserError, match=r"unet does not load as an adapter of this model: "):
         loading.add_result(plain(tiny_family("sdxl")), done.folder)
     (done.folder / "result.json").unlink()
-    with pytest.raises(UserError, match=r"does not say what its base model is\. Make one model of both by dd-export"):
+    with pytest.raises(UserError, match=r"does not name its base model\. Make one model of both by dd-export"):
         loading.base_of(done.folder)

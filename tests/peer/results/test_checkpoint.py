@@ -69,10 +69,10 @@ def test_ones_own_are_the_newest_whole_ones_of_the_same(tmp_path, caplog):
     other, bare = Checkpoints(tmp_path, 9, theirs).save(state(3), {}), Checkpoints(tmp_path, 9).save(state(4), {})
     found, loaded = mine.load_own()
     assert found == second and equal(loaded, state(2)) and of(second) == ours and of(bare) == {}
-    assert f"passed over {other}: its run is b, not a" in caplog.messages
-    assert f"passed over {bare}: its run is not said, not a, its weights is not said, not fp32" in caplog.messages
+    assert f"ignored {other}: its run is b, not a" in caplog.messages
+    assert f"ignored {bare}: its run is not said, not a, its weights is not said, not fp32" in caplog.messages
     flip(second / "tensors.safetensors", -1)
-    assert mine.load_own()[0] == first and f"passed over {second}: damaged, tensors.safetensors is not what was written" in caplog.messages
+    assert mine.load_own()[0] == first and f"ignored {second}: damaged, tensors.safetensors is not what was written" in caplog.messages
     (first / "manifest.json").write_text("{")
     assert mine.load_own() is None
 

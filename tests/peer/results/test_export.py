@@ -95,7 +95,7 @@ WRONG = {
     "it is of another run": of_another_run,
     "is not the base model of the run": of_another_model,
     "There is no final state in": lambda helper, tmp_path: shutil.rmtree(helper / "settled"),
-    "which says what run the state is of, is missing or damaged": lambda helper, tmp_path: (helper / "run.json").write_text("{"),
+    "which describes the state's run, is missing or damaged": lambda helper, tmp_path: (helper / "run.json").write_text("{"),
 }
 
 
@@ -156,7 +156,7 @@ def test_an_output_dirs_result_goes_before_its_checkpoints(trained, tmp_path):
     export.main(["--state", str(folder), "--out", str(folder / "model")])
     assert (folder / "model" / "model_index.json").is_file()
     export.main(["--state", str(folder), "--out", str(tmp_path / "again")])
-    with pytest.raises(UserError, match="is no embedding"):
+    with pytest.raises(UserError, match="is not an embedding"):
         export.main(["--state", str(folder), "--format", "embedding", "--out", str(tmp_path / "word")])
 
 

@@ -111,7 +111,7 @@ def test_layers_of_other_ranks_are_as_strong_as_in_peft_also_where_they_are_in_o
 def test_layers_that_are_scaled_each_in_its_own_way_are_refused(tiny_family, tmp_path, options):
     done = Trained(tiny_family("flux"), "flux", tmp_path / "model", **LORA).written()
     given(done.folder, plain(tiny_family("flux")), **options)
-    with pytest.raises(UserError, match=r"has layers that are scaled each in its own way\. Use --format lora_diffusers"):
+    with pytest.raises(UserError, match=r"has layers of different scales\. Use --format lora_diffusers"):
         export.main(["--state", str(tmp_path), "--format", "lora_kohya", "--out", str(tmp_path / "kohya")])
 
 
@@ -128,7 +128,7 @@ def test_what_is_no_lora_of_the_family_is_refused_in_one_line(tiny_family, tmp_p
     said = {"a damaged header": "{", "a list for a header": "[]"}
     for what in (*files, *said):
         save_file(files.get(what, tensors), file, {"lora_adapter_metadata": said.get(what, "{}")})
-        with pytest.raises(UserError, match=r"does not read as a LoRA( of FLUX)?\. [^\n]*$"):
+        with pytest.raises(UserError, match=r"does not load as a LoRA( of FLUX)?\. [^\n]*$"):
             export.main(["--state", str(tmp_path), "--format", "lora_kohya", "--out", str(tmp_path / "kohya")])
     assert not list(tmp_path.glob("*kohya*"))
 
@@ -158,6 +158,6 @@ def test_a_lora_that_does_not_say_its_family_is_written_where_all_such_have_the_
         (tmp_path / family / "result.json").unlink()
     export.main(["--state", str(tmp_path / "sd"), "--format", "lora_kohya", "--out", str(tmp_path / "kohya")])
     assert any(name.startswith("lora_te_text_model_") for name in load_file(tmp_path / "kohya.safetensors"))
-    with pytest.raises(UserError, match=r"does not say of which family its LoRA is\. Use --format lora_diffusers"):
+    with pytest.raises(UserError, match=r"does not name its model family\. Use --format lora_diffusers"):
         export.main(["--state", str(tmp_path / "flux"), "--format", "lora_kohya", "--out", str(tmp_path / "none")])
     assert not list(tmp_path.glob("*none*"))

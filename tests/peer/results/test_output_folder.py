@@ -70,7 +70,7 @@ def test_of_another_run_everything_is_set_aside_and_what_is_the_machines_stays(o
     assert there(output) == {} and there(output / "earlier" / ("a" * 16)) == dict.fromkeys(THINGS, "A")
     assert there(output, MACHINES) == dict.fromkeys(MACHINES, "A")
     assert owner_of(output).id == "b" * 16 and owner_of(output / "earlier" / ("a" * 16)).id == "a" * 16
-    assert f"held the run 'first' ({'a' * 16}): its checkpoints and results lie in {output / 'earlier' / ('a' * 16)} now" in caplog.text
+    assert f"held the run 'first' ({'a' * 16}): moved its checkpoints and results to {output / 'earlier' / ('a' * 16)};" in caplog.text
 
 
 def test_a_run_that_is_joined_again_has_its_things_again(output):

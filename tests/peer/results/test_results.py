@@ -161,7 +161,7 @@ def test_an_embedding_in_one_file_is_read_back(tiny_family, tmp_path, family):
 def test_a_word_for_two_encoders_that_does_not_say_its_family_has_no_one_file(tiny_family, tmp_path):
     Trained(tiny_family("sdxl"), "sdxl", tmp_path / "model", **WORD).written()
     (tmp_path / "model" / "result.json").unlink()
-    with pytest.raises(UserError, match="does not say of which family its word is"):
+    with pytest.raises(UserError, match="does not name its model family"):
         export.main(["--state", str(tmp_path / "model"), "--format", "embedding", "--out", str(tmp_path / "one")])
     assert not list(tmp_path.glob("*one*"))
 
@@ -390,8 +390,8 @@ def test_a_lora_of_an_earlier_version_is_given_on_without_the_place_of_its_model
 REFUSED = {
     "A FluxPipeline has no single-file layout": ("flux", {}, "single_file"),
     "A single file has no place for a new word": ("sd", WORD, "single_file"),
-    "is no LoRA": ("sd", WORD, "lora_kohya"),
-    "is no embedding": ("sd", LORA, "embedding"),
+    "is not a LoRA": ("sd", WORD, "lora_kohya"),
+    "is not an embedding": ("sd", LORA, "embedding"),
     "base model of .* is not there": ("sd", LORA, "diffusers"),
     "result.json is damaged": ("sd", LORA, "lora_diffusers"),
 }
@@ -522,9 +522,9 @@ def test_what_cannot_be_drawn_with_is_named(tiny_family, tmp_path):
         (["--model", base, "--lora", base], r"does not load as a LoRA of this model: it has no pytorch_lora_weights"),
         (["--model", base, "--embedding", tmp_path / "broken.safetensors"], r"does not load as an embedding of this model"),
         (["--model", base, "--embedding", tmp_path / "word"], r"does not load as an embedding of this model"),
-        (["--model", tmp_path / "lora"], r"does not say what its base model is.*with --lora"),
+        (["--model", tmp_path / "lora"], r"does not name its base model.*with --lora"),
         (["--model", tmp_path / "broken.safetensors"], r"broken\.safetensors"),
-        (["--model", tiny_family("flux"), "--negative_prompt", "a dog"], r"FLUX is guided without a negative prompt"),
+        (["--model", tiny_family("flux"), "--negative_prompt", "a dog"], r"FLUX takes no negative prompt"),
         (["--model", base, "--num_images", "0"], r"num_images is 0"),
     ):
         with pytest.raises(UserError, match=message) as error:

@@ -80,7 +80,7 @@ def test_what_another_model_left_makes_room(tmp_path):
 def test_a_disk_that_takes_no_more_ends_the_keeping_and_not_the_training(kept, tmp_path, caplog):
     (tmp_path / "kept" / ("f" * 32) / NAME[:2]).write_text("a file where a folder should be")
     kept.put(NAME, {"latents": torch.ones(4)})
-    assert "no more is cached" in caplog.text
+    assert "stopped caching" in caplog.text
 
 
 def test_a_cache_that_cannot_be_made_is_an_error_that_says_what_to_do(tmp_path):
@@ -227,14 +227,14 @@ TRAINED = [{"train_text_encoder": True}, {"method": "textual_inversion", "placeh
 @pytest.mark.parametrize("change", TRAINED)
 def test_a_text_encoder_that_is_trained_is_not_cached(start, change):  # noqa: F811
     run = dataclasses.replace(RUN, **change)
-    with pytest.raises(UserError, match="--cache_text keeps what the text encoder says, but it is trained"):
+    with pytest.raises(UserError, match="--cache_text keeps the text encoder's output, but this run trains"):
         start(run=run, cache_text=True)
 
 
 def test_the_log_says_that_random_crops_are_fixed(start, caplog):  # noqa: F811
     caplog.set_level(logging.INFO)
     start(run=dataclasses.replace(RUN, center_crop=False), cache_latents=True)
-    assert "always cropped at one place" in caplog.text
+    assert "always has the same crop" in caplog.text
 
 
 @pytest.mark.parametrize("family", [family for family in tiny.ONE_OF_EACH if family != "sd"])

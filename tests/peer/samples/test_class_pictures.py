@@ -190,7 +190,7 @@ def test_textual_inversion_has_nothing_to_preserve(start, dogs):  # noqa: F811
     [
         ({"class_prompt": ""}, "needs to know the class"),
         ({"class_data_dir": ""}, "needs to know the class"),
-        ({"train_data_dir": "", "datasetserver": "http://a:1"}, "a server's samples are every peer's"),
+        ({"train_data_dir": "", "datasetserver": "http://a:1"}, "a server's samples go to all peers"),
         ({"num_class_images": 0}, "num_class_images is 0"),
         ({"prior_loss_weight": -1.0}, "prior_loss_weight is -1"),
         ({"prior_loss_weight": float("nan")}, "prior_loss_weight is nan"),

@@ -221,7 +221,7 @@ def test_a_host_says_masked_loss_beside_its_pictures(folder, tmp_path, capsys):
     assert "lonely.mask.png: a mask, but no picture" in capsys.readouterr().out
     ingest(folder, tmp_path / "work", workers=0)
     code, line = complaint(capsys, "--work_dir", str(tmp_path / "work"), "--port", "0", *flags)
-    assert code == ExitCode.CONFIG and "masked_loss is True, and nothing says whether what is ready has masks. Add --dataset" in line
+    assert code == ExitCode.CONFIG and "masked_loss is True, but the prepared dataset does not say whether it has masks. Add --dataset" in line
 
 
 @pytest.mark.parametrize("family", tiny.ONE_OF_EACH)

@@ -73,7 +73,7 @@ def test_a_newcomer_never_trains_alone_from_the_base_while_others_hold_the_run()
     newcomer.promises.asked(["holder"])
     for newcomer.clock.now in (0.0, 61.0, 1200.0):  # its slots are all taken
         assert not newcomer.may(AHEAD) and not newcomer.may(AHEAD, behind=True)
-    assert newcomer.said[-1].endswith("which this peer does not begin anew while others hold it: holder")
+    assert newcomer.said[-1].endswith("which this peer does not begin again while others hold it: holder")
     assert newcomer.may(), "they are gone"
 
 

@@ -408,7 +408,7 @@ def test_a_leader_that_is_stopped_costs_its_followers_a_few_beats(virtual, monke
         with pytest.raises(NoGroup) as caught:
             await follower.form([leader])
         assert caught.value.silent == {leader.id} and not caught.value.culprits  # it may be stopped, or dead
-        assert f"not led by {leader.id[-6:]}: {leader.id[-6:]} says nothing" in caplog.text
+        assert f"not led by {leader.id[-6:]}: {leader.id[-6:]} does not answer" in caplog.text
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         virtual(scenario)

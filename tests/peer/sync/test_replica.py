@@ -139,7 +139,7 @@ def test_who_waits_for_a_group_takes_over_the_better_state_that_comes_meanwhile(
         await until(lambda: waiter.replica.phase.value is Phase.GROUP and waiter.replica.rounds.matchmaker._leading._gathering)
         await Peer(nodes, await nodes.node(), run, state=(later := branch(run, 51, 2.0)), rate=0).start(nodes)
         await until(lambda: waiter.at == later.digest)
-        assert waiter.rounds()[0]["how"] == "fetched" and "round=1 not averaged: a better state has come" in caplog.text
+        assert waiter.rounds()[0]["how"] == "fetched" and "round=1 not averaged: a better state has arrived" in caplog.text
         await until(lambda: waiter.replica.phase.value in (Phase.TRAIN, Phase.GROUP))  # it may wait for the promiser once more before we look
 
     virtual(scenario)

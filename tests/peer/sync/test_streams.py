@@ -119,8 +119,8 @@ BAD = {
     "garbage for a header": (FRAME.pack(3, 0) + b"\xc1\xc1\xc1", "no message"),
     "a header that is no mapping": (FRAME.pack(1, 0) + b"\x01", "no message"),
     "a deeply nested header": (FRAME.pack(3000, 0) + b"\x91" * 3000, "no message"),
-    "half a message": (FRAME.pack(100, 0) + b"\x80", "says nothing"),
-    "nothing at all": (b"", "says nothing"),
+    "half a message": (FRAME.pack(100, 0) + b"\x80", "does not answer"),
+    "nothing at all": (b"", "does not answer"),
 }
 
 
@@ -142,7 +142,7 @@ def test_a_silent_peer_is_lost_when_the_time_is_over(swarm):
     async def sends(channel):
         await asyncio.sleep(30)
 
-    assert "says nothing" in str(talk(swarm, sends, seconds=0.3)["error"])
+    assert "does not answer" in str(talk(swarm, sends, seconds=0.3)["error"])
 
 
 def test_a_handlers_reason_reaches_the_other_end(swarm):
@@ -184,7 +184,7 @@ def test_who_is_refused_and_goes_on_sending_is_cut_off(swarm, monkeypatch):
 
         await server_streams.serve("test.1", answer)
         channel = await client.open(server.peer_id, "test.1")
-        with contextlib.closing(channel), pytest.raises(PeerLost, match="takes nothing"):
+        with contextlib.closing(channel), pytest.raises(PeerLost, match="does not accept data"):
             while True:
                 await channel.send({}, bytes(100_000), seconds=60)
 
@@ -229,7 +229,7 @@ def test_a_process_that_may_open_no_more_files_loses_a_stream_and_nothing_else(s
             return Pipe(reader, writer)
 
         monkeypatch.setattr(dht, "Pipe", pipe)
-        with pytest.raises(PeerLost, match="Too many open files" if where == "at the caller" else "says nothing"):
+        with pytest.raises(PeerLost, match="Too many open files" if where == "at the caller" else "does not answer"):
             channel = await client.open(server.peer_id, "test.1")
             await channel.receive(ANYTHING, seconds=60)
         assert refused[0].is_closing()

@@ -260,7 +260,7 @@ def test_sidecars_and_a_p2pd_that_die_or_hang_are_started_again_and_who_leaves_s
     # SIGSTOP: all is open, nothing answers. (That p2pd hangs the sidecar finds out by a real call: tests/swarm/test_dht.py.)
     hung = joiner.family("sidecar")[0]
     hung.suspend()
-    until(lambda: "says nothing any more" in joiner.log and not hung.is_running(), founder, joiner)
+    until(lambda: "does not answer any more" in joiner.log and not hung.is_running(), founder, joiner)
     at = max(founder.round(), joiner.round())
     until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in joiner.rounds()), founder, joiner)
     # Between two contributions: the state, the last contribution's memory, which the next one takes, and nothing of the past.

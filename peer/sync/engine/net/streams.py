@@ -81,7 +81,7 @@ class Channel:
         try:
             await self._pipe.send(head, payload, until=_until(seconds))
         except OSError as error:
-            raise PeerLost(f"{self.peer[-6:]} takes nothing: {_name(error)}") from None
+            raise PeerLost(f"{self.peer[-6:]} does not accept data: {_name(error)}") from None
         self.sent += len(head) + len(payload)
         if payload:
             await asyncio.sleep(0)  # others have their turn, however fast the other end is
@@ -131,9 +131,9 @@ class Channel:
         try:
             await self._pipe.take(room, until)
         except TimeoutError as error:
-            raise PeerLost(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
+            raise PeerLost(f"{self.peer[-6:]} does not answer: {_name(error)}") from None
         except (OSError, EOFError) as error:
-            raise Broken(f"{self.peer[-6:]} says nothing: {_name(error)}") from None
+            raise Broken(f"{self.peer[-6:]} does not answer: {_name(error)}") from None
         self.received += len(room)
 
     async def end(self, reason: str, culprits: Collection[str] = (), *, hearsay: bool = False) -> None:

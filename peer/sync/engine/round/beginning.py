@@ -75,7 +75,7 @@ class Beginning:
         if fetching or (behind and waited < _JOIN_PATIENCE_SECONDS):
             return False
         if not own_round and holders:
-            news(f"waiting for the run's state, which this peer does not begin anew while others hold it: {', '.join(holders[:_NAMED])}")
+            news(f"waiting for the run's state, which this peer does not begin again while others hold it: {', '.join(holders[:_NAMED])}")
             return False
         if not lacks_known:
             return True

@@ -84,4 +84,4 @@ class ReceivedMeans:
             raise PeerLost(f"{reducer[-6:]} told a wrong sum of squares", [reducer])
         self._of[reducer] += square
         if self._of[reducer] > self._most:
-            raise PeerLost(f"{reducer[-6:]} gave a mean longer than any that the contributions can have", [reducer])
+            raise PeerLost(f"{reducer[-6:]} gave a mean longer than the contributions allow", [reducer])

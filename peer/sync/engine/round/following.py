@@ -101,7 +101,7 @@ class Following:
             return await self._join(leader, ticket, seconds)
         except Broken as error:
             # Else the leader waits for us to come, and we for those who went to it.
-            log.info("joining %s once more: %s", leader[-6:], error)
+            log.info("joining %s again: %s", leader[-6:], error)
             return await self._join(leader, ticket, seconds)
 
     def _onward(self, leader: str, onward: str, ticket: Ticket) -> str:

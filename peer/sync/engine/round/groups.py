@@ -202,7 +202,7 @@ def ticket_of(join: Join, peer: str, max_samples: int, receipts: Receipts = NO_R
         return Ticket(join.parent, Member(peer, 0, 0), True, join.without)
     member = _member(peer, join.number, join.samples, max_samples)
     if join.receipt and not receipts.hold(peer, member.number, member.samples, join.receipt):
-        raise PeerLost(f"its receipt is none of this run's host for {member.samples} samples of its contribution {member.number}")
+        raise PeerLost(f"this run's host did not sign its receipt for {member.samples} samples of its contribution {member.number}")
     return Ticket(join.parent, member, join.reduces, join.without, join.norm, join.receipt)
 
 

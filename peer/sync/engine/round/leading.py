@@ -188,8 +188,8 @@ class Leading:
         without = {peer: joined.without for peer, (joined, _) in gathering.waiting.items()} | {self._peer_id: ticket.without}
         for peer in self._company.at_odds(ticket.parent, without, self._peer_id):
             _, answer = gathering.waiting.pop(peer)
-            log.info("closed without %s: it is at odds with another member", peer[-6:])
-            _tell([answer], Refusal(error="at odds with another member of this group"))
+            log.info("closed without %s: it conflicts with another member", peer[-6:])
+            _tell([answer], Refusal(error="conflicts with another member of this group"))
 
     async def _answer_join(self, channel: Channel) -> None:
         try:
@@ -221,7 +221,7 @@ class Leading:
     @staticmethod
     def _replace(gathering: _Gathering, peer: str, entry: tuple[Ticket, asyncio.Future]) -> None:
         if peer in gathering.waiting and not gathering.waiting[peer][1].done():
-            gathering.waiting[peer][1].set_result(Refusal(error="joined once more"))
+            gathering.waiting[peer][1].set_result(Refusal(error="joined again"))
         gathering.waiting[peer] = entry
         gathering.changed.set()
 

@@ -48,5 +48,5 @@ class Met(dict[str, None]):
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("passed over %s: %s", self._path, error)
+            log.warning("ignored %s: %s", self._path, error)
             return []

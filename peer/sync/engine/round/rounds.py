@@ -160,7 +160,7 @@ class Rounds:
         if not offer.receipt or self._receipts.hold(member.peer, member.number, member.samples, offer.receipt):
             return offer.receipt
         if offer.failures == 0:
-            log.warning("the dataset server's receipt for contribution=%d is not this run's host's: it counts as one without", member.number)
+            log.warning("this run's host did not sign the dataset server's receipt for contribution=%d: counting it as one without", member.number)
         return ""
 
     async def _norm(self, offer: Contribution) -> float:

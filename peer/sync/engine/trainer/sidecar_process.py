@@ -114,8 +114,8 @@ class SidecarProcess:
         self._silence = 0.0 if self._heard else self._silence + min(now - self._listened, _LISTENED_AT_MOST_SECONDS)
         self._listened = now
         if self._silence > (_SILENT_SECONDS if self._has_started else _SILENT_START_SECONDS):
-            log.warning("the swarm process says nothing any more")
-            raise PortClosed("it says nothing any more")
+            log.warning("the swarm process does not answer any more")
+            raise PortClosed("it does not answer any more")
 
     # ---------------------------------------------------------------- its life
 

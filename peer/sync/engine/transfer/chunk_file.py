@@ -25,7 +25,7 @@ class ChunkFile(contextlib.AbstractContextManager):
         try:
             self.first = json.loads(self._file.readline(_MAX_FIRST_LINE_BYTES))
             if not isinstance(self.first, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             self._offset, self.num_bytes = self._file.tell(), files.left(self._file)
         except BaseException:
             self.close()

@@ -102,7 +102,7 @@ class StateStore:
             try:
                 file = ChunkFile(path)
             except (OSError, ValueError) as error:
-                log.warning("passed over %s: %s", path.name, error)
+                log.warning("ignored %s: %s", path.name, error)
                 continue
             if file.first.get("digest") == digest:
                 return file
@@ -125,15 +125,15 @@ class StateStore:
                 state = read_state(path, num_bytes, self.buffers)
                 state.header.check_bounds(target)
             except (OSError, BadState) as error:
-                log.warning("passed over %s: %s", path.name, error)
+                log.warning("ignored %s: %s", path.name, error)
                 continue
             if self.discarded.holds(state.digest, state.header):
                 self.forsaken = True
-                log.warning("passed over %s: it is discarded", path.name)
+                log.warning("ignored %s: it is discarded", path.name)
                 continue
             if (state.header.run, state.header.schema) == (run, schema):
                 return state
-            log.warning("passed over %s: it belongs to another run or another set of tensors", path.name)
+            log.warning("ignored %s: it belongs to another run or another set of tensors", path.name)
         return None
 
     def _files(self) -> list[Path]:

@@ -105,7 +105,7 @@ class MeanStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("passed over %s: %s", path.name, error)
+            log.warning("ignored %s: %s", path.name, error)
             if file is not None:
                 file.close()
             return None

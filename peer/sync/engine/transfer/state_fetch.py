@@ -154,7 +154,7 @@ class StateFetch:
         if self._fetch is not None and not self._fetch.task.done():
             self._give_up_if_late(self._fetch, self._willing(right), ours)
         if self._fetch is not None and not self._fetch.task.done() and ours is not self._fetch.ours and self._fetch.head not in right:
-            log.info("fetching state=%s no more: ours is better by now", self._fetch.head.digest[:8])
+            log.info("stopped fetching state=%s: ours is better by now", self._fetch.head.digest[:8])
             self._drop(self._fetch)
         if self._partial is not None and now - self._partial.progressed > PARTIAL_SECONDS:
             self._partial = None
@@ -258,7 +258,7 @@ class StateFetch:
         self._partial = download if download.hashes is not None else download.content.partial
 
     def _punish(self, fetch: _Fetch, error: Exception) -> None:
-        log.warning("could not take over state=%s: %s", fetch.head.digest[:8], error)
+        log.warning("could not fetch state=%s: %s", fetch.head.digest[:8], error)
         self.trouble = f"could not fetch a newer state: {error}"
         for peer in fetch.holders:
             self._penalize(peer, fetch.faults.get(peer, error) if isinstance(error, PeerLost) else error)
@@ -269,7 +269,7 @@ class StateFetch:
         for peer in fetch.holders:
             fault = fetch.faults.get(peer)
             if isinstance(fault, Lied):
-                log.warning("%s; it is not asked for a while", fault)
+                log.warning("%s; not asking it for a while", fault)
                 self._penalize(peer, fault)
             else:
                 self._penalties.pop(peer, None)
