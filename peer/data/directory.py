@@ -73,7 +73,8 @@ class Directory:
         self._folder, self._seed, self._epochs = folder, rules.seed, epochs
         self._pairs = {_as_text(pair.name): pair for pair in good_pairs(folder, rules, cache_dir)}
         self._held_out = self._choose(rules)
-        own = {name: pair for name, pair in self._pairs.items() if name not in self._held_out and pair.validation_split != WHOLE}
+        aside = set(self._held_out)
+        own = {name: pair for name, pair in self._pairs.items() if name not in aside and pair.validation_split != WHOLE}
         self._places = [(name, again) for name, pair in own.items() for again in range(pair.repeats)]
         if not self._places:
             raise unfit(rules.validation_split, len(self._pairs), len(self._pairs))
