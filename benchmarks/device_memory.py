@@ -152,12 +152,14 @@ class Row:
     optimizer: str = "adamw8bit"
     base: str = "auto"
     fused: bool = False
+    swap: int = 0
 
     @property
     def name(self) -> str:
         told = [
             self.method,
             self.base if self.base != "auto" else "",
+            f"swap {self.swap}" if self.swap else "",
             f"batch {self.batch}" if self.batch > 1 else "",
             f"{self.weights} weights" if self.weights != "fp32" else "",
         ]
@@ -180,7 +182,9 @@ ROWS = (
     Row("FLUX.1", "lora", 24),
     Row("FLUX.1", "lora", 24, base="fp8"),
     Row("FLUX.1", "lora", 16, base="int8"),
+    Row("FLUX.1", "lora", 16, base="int8", swap=8),
     Row("FLUX.1", "lora", 12, base="nf4"),
+    Row("FLUX.1", "lora", 8, base="nf4", swap=40),
     Row("Chroma", "lora", 24),
     Row("Chroma", "lora", 12, base="nf4"),
     Row("Z-Image", "lora", 24),
@@ -233,7 +237,7 @@ def counted(row: Row) -> Need:
     with META:
         denoiser = size.denoiser()
     model, params = prepared(size.family, row.method, META, BF16, row.weights, denoiser, row.base)
-    return count(model, params, batch_of(size, row.batch, META), OPTIMIZERS[row.optimizer], dtype=BF16, fused=row.fused)
+    return count(model, params, batch_of(size, row.batch, META), OPTIMIZERS[row.optimizer], dtype=BF16, fused=row.fused, swapped=row.swap)
 
 
 @functools.cache
