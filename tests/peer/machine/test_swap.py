@@ -66,8 +66,8 @@ class Alive:
 
 @pytest.fixture
 def alive(monkeypatch):
-    """On a CPU all is at one place: what waits is NaN here, where it can be."""
-    found, leave, come = Alive(), _Block.leave, _Block.come
+    """On a CPU all is at one place, at once: what waits is NaN here, where it can be, and what comes is so until it is waited for."""
+    found, leave, come, arrive, travelling = Alive(), _Block.leave, _Block.come, Swap._arrive, []
 
     def left(self):
         leave(self)
@@ -77,10 +77,19 @@ def alive(monkeypatch):
     def came(self, flat):
         found.meets(flat)
         come(self, flat)
+        travelling.append((flat, flat.clone()))
+        flat.fill_(255)
+
+    def arrived(self):
+        while travelling:
+            flat, content = travelling.pop()
+            flat.copy_(content)
+        arrive(self)
 
     monkeypatch.setattr("peer.machine.swap._OWN_MEMORY", ("cpu",))
     monkeypatch.setattr(_Block, "leave", left)
     monkeypatch.setattr(_Block, "come", came)
+    monkeypatch.setattr(Swap, "_arrive", arrived)
     return found
 
 
@@ -153,6 +162,23 @@ def test_every_method_and_base_precision_has_the_same_bits(method, precision, de
     assert torch.equal(gradients(model, params, torch.bfloat16), exact)
     assert alive.came and alive.most == 2
     assert precision == "auto" or {tensor.dtype for tensor in swap.tensors} >= {torch.uint8, torch.float32}, "scales travel with their bits"
+
+
+def test_each_block_is_on_its_way_before_it_is_asked_for(deep_family, alive):
+    model, params, swap = placed(deep_family("flux"), 6, **LORA)
+    ask_for, sent = swap._ask_for, []
+
+    def asked(number, following):
+        sent.append(swap._blocks[number] in swap._there)
+        ask_for(number, following)
+
+    swap._ask_for = asked
+    gradients(model, params)
+    with torch.no_grad():
+        told(model)
+        told(model)
+    gradients(model, params)
+    assert not sent[0] and all(sent[1:]) and len(sent) > 48
 
 
 def test_what_waits_lies_evenly_among_the_others(deep_family):
