@@ -40,12 +40,14 @@ class Row:
     base: str = "auto"
     fused: bool = False
     offload: bool = False
+    swap: int = 0
 
     @property
     def name(self) -> str:
         told = [
             self.method,
             self.base if self.base != "auto" else "",
+            f"swap {self.swap}" if self.swap else "",
             f"batch {self.batch}" if self.batch > 1 else "",
             f"{self.weights} weights" if self.weights != "fp32" else "",
             self.optimizer if self.method == "full" else "",
@@ -74,7 +76,9 @@ ROWS = (
     Row("FLUX.1", "lora", 24, offload=True),
     Row("FLUX.1", "lora", 24, base="fp8", offload=True),
     Row("FLUX.1", "lora", 16, base="int8", offload=True),
+    Row("FLUX.1", "lora", 16, base="int8", offload=True, swap=8),
     Row("FLUX.1", "lora", 12, base="nf4", offload=True),
+    Row("FLUX.1", "lora", 8, base="nf4", offload=True, swap=40),
     Row("Chroma", "lora", 24, offload=True),
     Row("Chroma", "lora", 12, base="nf4", offload=True),
     Row("Z-Image", "lora", 24, offload=True),
@@ -136,6 +140,7 @@ _SIZES = {
 """By --model: a size of benchmarks/device_memory.py, and its --resolution."""
 _IN_A_ROW = {
     "model", "resolution", "method", "train_batch_size", "weights", "optimizer", "base_precision", "fused_step", "offload",
+    "blocks_to_swap",
 }  # fmt: skip
 _FIXED = {"gradient_checkpointing": True, "rank": RANK, "gradient_accumulation_steps": 1, "mixed_precision": "bf16"}
 """What all rows are counted with."""
@@ -163,7 +168,7 @@ def row_of(path: Path) -> Row:
         raise UserError(f"{path.name}: {run.model} at {run.resolution} px is not counted.", fix=f"There are: {', '.join(_SIZES)}.")
     return Row(
         size, run.method, int(path.name.split("gb_")[0]), peer.train_batch_size, peer.weights,
-        "adamw8bit" if run.optimizer == "auto" else run.optimizer, peer.base_precision, peer.fused_step, peer.offload,
+        "adamw8bit" if run.optimizer == "auto" else run.optimizer, peer.base_precision, peer.fused_step, peer.offload, peer.blocks_to_swap,
     )  # fmt: skip
 
 

@@ -196,7 +196,7 @@ def counted(row: Row) -> Need:
     with META:
         denoiser = size.denoiser()
     model, params = prepared(size.family, row.method, META, BF16, row.weights, denoiser, row.base)
-    return count(model, params, batch_of(size, row.batch, META), OPTIMIZERS[row.optimizer], dtype=BF16, fused=row.fused)
+    return count(model, params, batch_of(size, row.batch, META), OPTIMIZERS[row.optimizer], dtype=BF16, fused=row.fused, swapped=row.swap)
 
 
 @functools.cache

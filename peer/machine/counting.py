@@ -6,9 +6,10 @@ CUDA's own context (some 0.5 GB).
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peer.contracts import LatentBatch, Model, Params
+from peer.machine.swap import spread
 from swarm.run.optimizer import LocalOptimizer
 
 _aten = torch.ops.aten
@@ -50,14 +52,18 @@ def count(
     on_gpu: bool = True,
     micro_batches: int = 1,
     fused: bool = False,
+    swapped: int = 0,
 ) -> Need:
     """What a step of `model`, placed and with its method attached, takes; its weights may be on the meta device. The model is of no use afterwards.
 
     batch: of the shapes that are trained, on any device; dtype: autocast's; on_gpu: with a GPU's rules of what autocast computes in float32;
-    micro_batches: of a step, two or more make no difference; fused: each gradient is let go as soon as it is there (--fused_step). A mask in the batch is taken for one that hides nothing.
+    micro_batches: of a step, two or more make no difference; fused: each gradient is let go as soon as it is there (--fused_step);
+    swapped: blocks that wait elsewhere (--blocks_to_swap). A mask in the batch is taken for one that hides nothing.
     """
     trained = {id(parameter) for parameter in params.values()}
     parts = {name: sum(bytes_of(part, but=trained).values()) for name, part in model.parts.items()}
+    if swapped:
+        parts[model.facts.denoiser] -= away([sum(bytes_of(block, but=trained).values()) for block in spread(model, swapped)])
     states = sum(
         parameter.numel() * optimizer.state_bytes[parameter.ndim == 4 and parameter.shape[-1] > 1] for parameter in params.values()
     )
@@ -84,6 +90,11 @@ def count_encoding(model: Model, pixels: Tensor, *, dtype: torch.dtype | None = 
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             model.encode_pixels(told)
     return live.peak
+
+
+def away(sizes: Sequence[int]) -> int:
+    """Of blocks of these sizes in the order in which they come, what is never on the device at the same time: two after each other are there."""
+    return sum(sizes) - max(one + following for one, following in pairwise(sizes))
 
 
 def let_go(parameters: Iterable[Tensor]) -> None:

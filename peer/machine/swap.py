@@ -56,8 +56,9 @@ class Swap:
     def __init__(self, model: Model, count: int, device: torch.device, *, as_they_are: bool = False):
         """as_they_are: blocks wait where their tensors are now, in files; else each in a piece of memory that a GPU reads while it computes.
 
-        Raises UserError where the denoiser has no blocks that can be swapped, or not as many, or where there is no memory for them to wait in."""
-        modules = _spread(model, count)
+        Raises UserError where the denoiser has no blocks that can be swapped, or not as many, or where there is no memory for them to wait in.
+        """
+        modules = spread(model, count)
         self._device, self._stream = device, torch.cuda.Stream(device) if device.type == "cuda" else None
         self._blocks = [_Block(module) for module in modules]
         for block in self._blocks if not as_they_are else ():
@@ -83,7 +84,6 @@ class Swap:
     def clear(self) -> None:
         """All blocks leave, until they are asked for again."""
         self._leave(self._there)
-        self._arrive()
 
     def _forward(self, number: int, *_: Any) -> None:
         """A block is called, to go forwards or to be computed anew. What comes after the last one is its own backward, or the next forward."""
@@ -104,23 +104,23 @@ class Swap:
         """Afterwards block `number` is there, and `following` on its way."""
         if number == self._at:
             return
-        wanted = [self._blocks[number], self._blocks[following]]
-        self._leave([block for block in self._there if block not in wanted])
-        self._send(wanted[0])
-        self._arrive()
-        self._send(wanted[1])
+        block, next_block = self._blocks[number], self._blocks[following]
+        self._leave([other for other in self._there if other not in (block, next_block)])
+        if block not in self._there:
+            self._send(block)
+            self._arrive()
+        if next_block not in self._there:
+            self._send(next_block)
         self._at = number
 
     def _leave(self, blocks: Iterable["_Block"]) -> None:
-        """`_arrive` comes next: what leaves may still be on its way, and its memory is given to others from now on."""
+        self._arrive()  # their memory is given to others from here on, and one of them may still be on its way
         self._at = None
         for block in [*blocks]:
             block.leave()
             self._there.remove(block)
 
     def _send(self, block: "_Block") -> None:
-        if block in self._there:
-            return
         # Memory of the stream that computes, which is where it is used and given back.
         flat = torch.empty(block.num_bytes, dtype=torch.uint8, device=self._device)
         with self._beside():
@@ -227,8 +227,11 @@ def _pin(memory: Tensor) -> None:
     weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, memory.data_ptr())
 
 
-def _spread(model: Model, count: int) -> list[nn.Module]:
-    """`count` of the denoiser's blocks in the order of its forward, among which the others lie evenly: they compute while the next one travels."""
+def spread(model: Model, count: int) -> list[nn.Module]:
+    """`count` of the denoiser's blocks in the order of its forward, among which the others lie evenly: they compute while the next one travels.
+
+    Raises UserError where it has no blocks, or not as many, or where so few make no room.
+    """
     blocks, title = model.blocks(), model.facts.title
     if not blocks:
         raise UserError(f"--blocks_to_swap is for transformers; the denoiser of {title} is none.", fix="Remove it; --offload makes room, too.")

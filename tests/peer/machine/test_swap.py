@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 
 from peer.config import PeerConfig
 from peer.contracts import LatentBatch
+from peer.machine.counting import count
 from peer.machine.swap import Swap, _Block, swaps
 from peer.machine.waiting import Files
 from peer.rooms import load_part
 from peer.wiring import load_model
 from swarm.errors import ExitCode, UserError
+from swarm.run.optimizer import OPTIMIZERS
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.peer.machine.test_held import own_bytes
@@ -63,8 +66,8 @@ class Alive:
 
 @pytest.fixture
 def alive(monkeypatch):
-    """On a CPU all is at one place: what waits is NaN here, where it can be."""
-    found, leave, come = Alive(), _Block.leave, _Block.come
+    """On a CPU all is at one place, at once: what waits is NaN here, where it can be, and what comes is so until it is waited for."""
+    found, leave, come, arrive, travelling = Alive(), _Block.leave, _Block.come, Swap._arrive, []
 
     def left(self):
         leave(self)
@@ -74,10 +77,19 @@ def alive(monkeypatch):
     def came(self, flat):
         found.meets(flat)
         come(self, flat)
+        travelling.append((flat, flat.clone()))
+        flat.fill_(255)
+
+    def arrived(self):
+        while travelling:
+            flat, content = travelling.pop()
+            flat.copy_(content)
+        arrive(self)
 
     monkeypatch.setattr("peer.machine.swap._OWN_MEMORY", ("cpu",))
     monkeypatch.setattr(_Block, "leave", left)
     monkeypatch.setattr(_Block, "come", came)
+    monkeypatch.setattr(Swap, "_arrive", arrived)
     return found
 
 
@@ -152,10 +164,43 @@ def test_every_method_and_base_precision_has_the_same_bits(method, precision, de
     assert precision == "auto" or {tensor.dtype for tensor in swap.tensors} >= {torch.uint8, torch.float32}, "scales travel with their bits"
 
 
+def test_each_block_is_on_its_way_before_it_is_asked_for(deep_family, alive):
+    model, params, swap = placed(deep_family("flux"), 6, **LORA)
+    ask_for, sent = swap._ask_for, []
+
+    def asked(number, following):
+        sent.append(swap._blocks[number] in swap._there)
+        ask_for(number, following)
+
+    swap._ask_for = asked
+    gradients(model, params)
+    with torch.no_grad():
+        told(model)
+        told(model)
+    gradients(model, params)
+    assert not sent[0] and all(sent[1:]) and len(sent) > 48
+
+
 def test_what_waits_lies_evenly_among_the_others(deep_family):
     model, _, swap = placed(deep_family("flux"), 3, **LORA)
     places = [number for number, block in enumerate(model.blocks()) if {*block.parameters()} & swap.tensors]
     assert places == [0, 2, 4]
+
+
+def test_what_is_on_the_device_at_most_is_counted(deep_family, alive):
+    model, params, swap = placed(deep_family("flux"), 4, "int8", **LORA)
+    held = sum(tensor.nbytes for tensor in swap.tensors)
+    most = max(one.num_bytes + other.num_bytes for one, other in pairwise(swap._blocks))
+    latents, rows = torch.zeros(1, 4, 8, 8), {"states": torch.ones(1, 32, 16), "pooled": torch.ones(1, 16)}
+    needs = []
+    for swapped in (0, 4):
+        model, params, _ = placed(deep_family("flux"), 0, "int8", **LORA)
+        needs.append(count(model, params, LatentBatch(latents, rows), OPTIMIZERS["adamw"], on_gpu=False, swapped=swapped))
+    without, with_swap = needs
+    assert without.step == with_swap.step and without.trained == with_swap.trained
+    saved = without.parts["transformer"] - with_swap.parts["transformer"]
+    assert held - most < saved < held - most + 256 * len(swap.tensors), "each tensor is rounded up to 256 bytes there"
+    assert 0 < saved < held
 
 
 class Broke(Exception):
@@ -215,14 +260,24 @@ def test_a_turn_that_ends_takes_all_blocks_along(start, deep_family, alive, monk
     assert alive.now == 0
 
 
+def test_a_class_is_drawn_with_it_before_anything_is_trained(start, deep_family, tmp_path, alive):  # noqa: F811
+    run = dataclasses.replace(RUN, total_samples=8, model=str(deep_family("flux")), **LORA)
+    prior = {"with_prior_preservation": True, "class_prompt": "a dog", "num_class_images": 2, "validation_inference_steps": 1}
+    plain = start("plain", run=run, class_data_dir=str(tmp_path / "some dogs"), **prior).run()
+    assert not alive.came
+    swapped = start("swapped", run=run, class_data_dir=str(tmp_path / "more dogs"), blocks_to_swap=6, **prior)
+    assert alive.came and alive.most == 2
+    assert swapped.run().losses == plain.losses and torch.equal(flat(swapped.trainer.params), flat(plain.trainer.params))
+
+
 def test_a_new_words_whole_pipeline_is_saved_as_without(start, deep_family, tmp_path, monkeypatch):  # noqa: F811
     """What waits is there for whoever writes it."""
     from safetensors.torch import load_file
 
     monkeypatch.setattr("peer.machine.swap._OWN_MEMORY", ("cpu",))
     run = dataclasses.replace(RUN, total_samples=4, model=str(deep_family("flux")), method="textual_inversion", **METHODS["textual_inversion"])
-    for name, count in (("plain", 0), ("swapped", 4)):
-        started = start(name, run=run, blocks_to_swap=count, save_as_full_pipeline=True).run()
+    for name, swapped in (("plain", 0), ("swapped", 4)):
+        started = start(name, run=run, blocks_to_swap=swapped, save_as_full_pipeline=True).run()
         started.results.export(tmp_path / f"{name} whole")
     files = {path.relative_to(tmp_path / "plain whole") for path in (tmp_path / "plain whole").rglob("*.safetensors")}
     assert any("transformer" in str(path) for path in files)
