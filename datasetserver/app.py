@@ -13,6 +13,7 @@ from aiohttp import web
 from datasetserver import answers
 from datasetserver.addresses import is_this_machine, visible_maddrs
 from datasetserver.book import Book
+from datasetserver.countersigning import countersign
 from datasetserver.downloads import get_blob, get_manifest, get_state
 from datasetserver.founding import acceptable_run
 from datasetserver.gate import Gate, caller, holder_of, holds_token, sender
@@ -66,6 +67,7 @@ async def get_run(request: web.Request) -> web.Response:
 
 
 async def _run_answer(service: Service, asker: str, status: int = 200) -> web.Response:
+    await countersign(service)
     maddrs = service.rendezvous.maddrs if service.rendezvous else []
     run = service.run.to_mapping()
     return answers.answer(
@@ -154,7 +156,7 @@ async def post_lease(request: web.Request) -> web.Response:
 
 async def post_renew(request: web.Request) -> web.Response:
     service, asked = await for_run(request, protocol.RenewRequest)
-
+    await countersign(service)
     extension, bans = service.extension(), list(service.bans.words[: protocol.BANS_TOLD])
 
     def operation(book: Book) -> protocol.RenewAnswer:

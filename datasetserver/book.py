@@ -225,6 +225,21 @@ class Book:
         self._forget_spare(state)
         return self.tree.head
 
+    def countersign(self) -> str:
+        """The state that the host's server answers for: of the head's chain the newest that peers of two owners stand behind; '' for none.
+
+        It descends from the one before, unless the host has discarded that: so of two branches only one ever has any. While the head is on
+        another branch it stays the one before.
+        """
+        self._discard()
+        last, sure = "" if self._countersigned in self._discarded else self._countersigned, self.tree.get(self._sure)
+        if sure is not None and (not last or any(state.digest == last for state in self.tree.back(sure))):
+            last = sure.digest
+        if last != self._countersigned:
+            self._countersigned = last
+            self._store.set_countersigned(last)
+        return last
+
     def sweep(self) -> None:
         """End leases that were not renewed in time, and withdraw what peers that are long gone left pending."""
         self._discard()
@@ -505,7 +520,7 @@ class Book:
         for lease in self._leases.values():
             lease.deadline, lease.since = self._clock() + self.lease_seconds, self._clock()
         self._contributions.update({(c.peer, c.number): c for c in self._store.contributions()})
-        self._discarded = self._store.discarded()
+        self._discarded, self._countersigned = self._store.discarded(), self._store.countersigned()
         for state in self._store.states():
             self.tree.add(state)
 

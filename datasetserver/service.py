@@ -72,6 +72,8 @@ class Service:
     """To how many samples the host lets the run go on; 0: to its own total."""
     banned: Callable[[], Sequence[HostWord]] = lambda: ()
     """The host's words about peers, as of the last second."""
+    countersign_at: float = field(default=0.0, init=False)
+    """When a state is to be countersigned again, by `wall`."""
     _end: End | None = field(default=None, init=False)
     _bans: Bans | None = field(default=None, init=False)
     _words: Sequence[HostWord] = field(default=(), init=False)

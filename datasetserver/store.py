@@ -22,6 +22,7 @@ CREATE TABLE IF NOT EXISTS vouched (peer TEXT, number INT, owner TEXT, PRIMARY K
 CREATE TABLE IF NOT EXISTS state (digest TEXT PRIMARY KEY, parent TEXT, round INT, samples INT, members TEXT, reporters TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS bridge (digest TEXT PRIMARY KEY, ancestor TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS discarded (digest TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS countersigned (name TEXT PRIMARY KEY, digest TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS peer_token (peer TEXT PRIMARY KEY, token TEXT) WITHOUT ROWID;
 """
 
@@ -34,6 +35,7 @@ _KEYS = {
     "state": (0,),
     "bridge": (0,),
     "discarded": (0,),
+    "countersigned": (0,),
     "peer_token": (0,),
 }
 """Where in a table's row its primary key is."""
@@ -140,6 +142,13 @@ class Store:
 
     def discard(self, digest: str) -> None:
         self._put("discarded", digest)
+
+    def countersigned(self) -> str:
+        """Digest of the state that was countersigned last; '' for none."""
+        return next((digest for (digest,) in self._db.execute("SELECT digest FROM countersigned")), "")
+
+    def set_countersigned(self, digest: str) -> None:
+        self._put("countersigned", "last", digest)
 
     # -- whose token a peer came with first
 

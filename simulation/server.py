@@ -179,7 +179,7 @@ class Server:
         ledger = _Ledger(writer, loop, self._rng, self._world.checks.ledger)
         self._service = SimpleNamespace(
             run=self.run, ledger=ledger, data=self.dataset, signatures=Signatures(self.wall, verify=_verify), extension=self.extension, bans=self.bans,
-            url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall,
+            url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall, countersign_at=0.0,
         )  # fmt: skip
         self.full(False)
 

@@ -1,6 +1,6 @@
-"""The host's words, signed with its key. It bans peers from its run and says why, trusts peers to lead and reduce, and discards states.
+"""The host's words, signed with its key. It bans peers from its run and says why, trusts peers to lead and reduce, discards states, and countersigns one.
 
-For each peer, and each state, the newest word counts: a ban, trust, or the end of either. So words can be repeated, and come late, in any order and from anybody. Two
+For each peer, and each state, the newest word counts: a ban, trust, or the end of either. Of all countersigned states the newest word's counts. So words can be repeated, and come late, in any order and from anybody. Two
 machines that have the host's key agree as soon as each has heard the other's (docs/decisions/0016).
 """
 
@@ -50,6 +50,8 @@ class Bans:
         self._run, self._host_key, self._path, self._rng = run, host_key or run.members_of, path, rng or random.Random()
         self._checks = Budget(_CHECKS_PER_SECOND, 2 * MOST_BANS, clock)
         self._newest: dict[str, HostWord] = {}
+        self._countersigning: HostWord | None = None
+        """The newest of these words: the server says another one each minute, and they must not push out bans."""
         self._trusted = self._discarded = frozenset[str]()
         self._refused: dict[HostWord, None] = {}
         """Words that are not the host's: one signature costs 0.2 ms, and a stranger can repeat it with every record."""
@@ -69,6 +71,17 @@ class Bans:
         """Digests of the states that the host discards: nobody stands on them, or on what descends from them (docs/decisions/0020)."""
         return self._discarded
 
+    @property
+    def countersigned(self) -> str:
+        """Digest of the state that the host's server last found on the run's one branch (docs/decisions/0026); '' for none, or a discarded one."""
+        return self.countersigning.about if self.countersigning is not None else ""
+
+    @property
+    def countersigning(self) -> HostWord | None:
+        """The word that says so."""
+        word = self._countersigning
+        return word if word is not None and word.about not in self._discarded else None
+
     def discards(self, digest: str, ancestors: Iterable[str]) -> bool:
         """Whether a state, or one of these ancestors of it, is discarded."""
         return not self._discarded.isdisjoint((digest, *ancestors))
@@ -76,7 +89,7 @@ class Bans:
     @property
     def words(self) -> tuple[HostWord, ...]:
         """Those in force, the newest first."""
-        return tuple(sorted(self._newest.values(), key=_age, reverse=True))
+        return tuple(sorted(self._all(), key=_age, reverse=True))
 
     def reason(self, peer: str) -> str:
         """Why `peer` is banned, or a state discarded; '' when it is not."""
@@ -89,16 +102,22 @@ class Bans:
 
     def some(self, most: int) -> tuple[HostWord, ...]:
         """Words to hand on: others ones each time, so that all of them come round."""
-        return tuple(self._rng.sample(list(self._newest.values()), min(most, len(self._newest))))
+        return tuple(self._rng.sample(words := self._all(), min(most, len(words))))
+
+    def _all(self) -> list[HostWord]:
+        return [*self._newest.values(), *([self._countersigning] if self._countersigning is not None else ())]
 
     def hear(self, words: Iterable[HostWord], *, rumoured: bool = False) -> bool:
         """Take over what is the host's and newer than what we knew; whether anything was. rumoured: by a record that anybody could sign."""
         before = self.version
         for word in words:
             if self._is_news(word) and (self._checks.take() or not rumoured) and self._is_signed(word):
-                self._newest[word.about] = word
+                if _countersigns(word):
+                    self._countersigning = word
+                else:
+                    self._newest[word.about] = word
                 self.version += 1
-                log.info("the host %s %s%s", _does(word), word.about, f": {word.reason}" if word.reason else "")
+                log.log(logging.DEBUG if _countersigns(word) else logging.INFO, "the host %s %s%s", _does(word), word.about, f": {word.reason}" if word.reason else "")
         while len(self._newest) > MOST_BANS:
             del self._newest[min(self._newest.values(), key=lambda word: (word.banned or word.trusted, *_age(word))).about]
         if self.version > before:
@@ -109,7 +128,7 @@ class Bans:
         return self.version > before
 
     def _is_news(self, word: HostWord) -> bool:
-        known = self._newest.get(word.about)
+        known = self._countersigning if _countersigns(word) else self._newest.get(word.about)
         return bool(self._host_key) and word not in self._refused and (known is None or _age(word) > _age(known))
 
     def _is_signed(self, word: HostWord) -> bool:
@@ -141,7 +160,8 @@ def sign_word(
     reason: str = "",
     clock: Callable[[], float] = time.time,
 ) -> HostWord:
-    """The host's word that a peer is banned from `run`, or trusted in it, or neither any more; or that a state is discarded (`banned`)."""
+    """The host's word that a peer is banned from `run`, or trusted in it, or neither any more; or that a state is discarded (`banned`) or
+    countersigned (`trusted`)."""
     word = HostWord(about=about, at=int(clock() * 1000), banned=banned, trusted=trusted, reason=reason, signature="")
     return dataclasses.replace(word, signature=key.sign("ban", _digest(run, word)))
 
@@ -177,7 +197,13 @@ def is_state(word: HostWord) -> bool:
     return STATE.fullmatch(word.about) is not None
 
 
+def _countersigns(word: HostWord) -> bool:
+    return word.trusted and not word.banned and is_state(word)
+
+
 def _does(word: HostWord) -> str:
+    if _countersigns(word):
+        return "countersigns state"
     if is_state(word):
         return "discards state" if word.banned else "takes back what it said of state"
     return "bans" if word.banned else "trusts" if word.trusted else "neither bans nor trusts"

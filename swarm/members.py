@@ -19,6 +19,8 @@ from swarm.signing import BadSignature, HostKey, check_signature
 
 LIFE_SECONDS = 7 * 86_400.0
 """Peers renew daily, so the server may be away for 6 days. A removed token stops renewals: what it gave ends within 7 days."""
+COUNTERSIGNED_SECONDS = 600.0
+"""Who stands 512 rounds or more after a countersigned state cannot show that it does, and a liar can say so. Those take longer, with rounds of 1.2 s."""
 NOT_A_MEMBER = "this run is for members, and you show no membership of it: join it through its dataset server"
 MEMBERSHIP: TypeAdapter[Membership] = TypeAdapter(Membership)
 _MOST_REMEMBERED = 4096
@@ -36,6 +38,12 @@ class Members:
     def needed(self) -> bool:
         """Whether the run is for members."""
         return bool(self.run.members_of)
+
+    @property
+    def countersigned(self) -> str:
+        """Digest of the state that the host has countersigned within COUNTERSIGNED_SECONDS; '' for none."""
+        word = self.bans.countersigning
+        return word.about if word is not None and self._wall() - word.at / 1000 < COUNTERSIGNED_SECONDS else ""
 
     def has_ended(self) -> bool:
         """Whether the others ignore us by now."""

@@ -181,8 +181,8 @@ class RunAnswer(Message):
     host_key: Digest
     signature: Signature
     extension: Extension | None = None
-    bans: Annotated[list[HostWord], Field(max_length=MOST_BANS)] = []
-    """The host's words about peers; see `swarm.bans`."""
+    bans: Annotated[list[HostWord], Field(max_length=MOST_BANS + 1)] = []
+    """The host's words about peers and states, one that countersigns a state among them; see `swarm.bans`."""
     version: str = ""
     """Of the server's program."""
 

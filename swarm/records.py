@@ -63,7 +63,7 @@ Seal = Annotated[str, Field(strict=True, pattern=SEAL)]
 
 @dataclass(frozen=True, kw_only=True)
 class HostWord:
-    """The host's word that a peer is banned, or trusted, or neither any more, or that a state is discarded: see `swarm.bans`.
+    """The host's word that a peer is banned, or trusted, or neither any more, or that a state is discarded or countersigned: see `swarm.bans`.
 
     about: the peer's id, or the state's digest. at: UNIX milliseconds.
     """

@@ -242,8 +242,11 @@ MUTATIONS = (
     Mutation(
         "certificates_count_for_nothing",
         "in a run for members a newcomer goes by who is live, whatever state the others have certified",
-        "    count = shown.keys() & best.peers or {peer for peer, each in shown.items() if is_on(each.line, best.made.digest)}\n",
-        "    count = shown.keys()\n",
-        world=("--members", "--liars=4", "--peers=3", "--hours=0.04", "--strikes=guests@70/0(peers=2,seconds=40)"),
+        "        if not self._seals.needed:\n            return Judgement(strangers)\n",
+        "        return Judgement(strangers)\n",
+        world=(
+            "--members", "--liars=4", "--peers=3", "--hours=0.05", "--faults=none",
+            "--strikes=guests@70/0(peers=1,seconds=30);guests@120/0(peers=2,seconds=30)",
+        ),
     ),
 )

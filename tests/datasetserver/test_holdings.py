@@ -315,3 +315,32 @@ def test_what_a_peer_passed_before_a_lost_report_makes_room_also_after_a_restart
     assert book._holdings.vouched["token lab"] == 0
     book.save()
     assert open_book(db)._holdings.vouched["token lab"] == 0
+
+
+def test_the_server_countersigns_what_two_owners_stand_behind_and_never_two_branches(db, book):
+    alice, bob = two_owners(book)
+    assert book.countersign() == ""
+    mine, other = [book.contribute(peer, 1, leased(book, peer, SHARD)) for peer in (alice, bob)]
+    first = settle_as(book, alice, (alice, 1, mine.samples))
+    assert book.countersign() == "", "one owner's word"
+    book.add_final(again(first), bob)
+    assert book.countersign() == first.digest
+    # Another branch has more samples, and both owners behind it; a restart changes nothing.
+    larger = State(digest("elsewhere"), BASE, 1, mine.samples + other.samples, ((alice, 1, mine.samples), (bob, 1, other.samples)))
+    book.add_final(larger, alice)
+    book.add_final(again(larger), bob)
+    assert book.tree.head is larger and book.countersign() == first.digest
+    book.save()
+    restarted = open_book(db)
+    two_owners(restarted)
+    assert restarted.tree.head.digest == larger.digest and restarted.countersign() == first.digest
+    restarted._to_discard = lambda: {first.digest}
+    assert restarted.countersign() == larger.digest, "the host's word ended the first branch"
+
+
+def test_what_is_countersigned_goes_on_along_its_branch(book):
+    alice, *_ = of_one_token(book, 2)
+    for number in (1, 2, 3):
+        made = book.contribute(alice, number, leased(book, alice, SHARD))
+        settle_as(book, alice, (alice, number, made.samples))
+        assert book.countersign() == book.tree.head.digest and book.tree.head.round == number

@@ -23,6 +23,7 @@ from swarm.records import MAX_REASON, Membership
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey, KnownHosts
 from tests.datasetserver.hosting import Host, until
+from tests.datasetserver.test_bad_requests import round_of
 from tests.datasetserver.test_http import call, envelope, get_run, keys_of, lease, refused
 from tests.identities import id_of, signer
 
@@ -203,3 +204,18 @@ def test_a_server_that_has_let_in_as_many_as_it_has_room_for_says_so():
     with pytest.raises(Refused, match="room for") as refusal:
         newcomers.let_in("address c", "three")
     assert refusal.value.status == 503
+
+
+def test_the_run_and_each_renewal_tell_which_state_is_countersigned(for_members):
+    host, granted = for_members, lease(for_members, "erik")
+    lease(host, "dora")
+    keys, run = keys_of(granted), run_of(host)
+    assert call(host, "/v1/contributions", envelope(host, "erik", number=1, keys=keys[:2]))[0] == 200
+    said = round_of(host, ("erik", 1, 2))
+    assert call(host, "/v1/rounds", envelope(host, "erik", **said))[0] == 200
+    assert not Bans(run, words=get_run(host).bans).countersigned, "one owner's word; here each peer answers for itself"
+    assert call(host, "/v1/rounds", envelope(host, "dora", **said))[0] == 200
+    held = Bans(run, words=get_run(host).bans)
+    assert held.countersigned == said["digest"]
+    renewed = json.loads(call(host, f"/v1/leases/{granted.lease_id}/renew", envelope(host, "erik"))[2])
+    assert Bans(run, words=words_of(renewed["bans"])).countersigned == said["digest"]

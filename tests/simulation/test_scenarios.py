@@ -174,6 +174,8 @@ def test_newcomers_take_what_the_members_have_certified_though_most_who_are_live
     assert_holds(outcome)
     assert len(world.strangers) == 4 and len(world.checks.forged) > 10 and len(world.gone) == 3
     rounds = [world.checks.commits[digest].members for digest in world.checks.lineage(world.tip())]
+    handed_on = {word.about for versions in world.records._versions.values() for version in versions for word in version.record.bans}
+    assert handed_on and {*handed_on, world.server.bans.countersigned} <= {*world.checks.lineage(world.tip())}
     guests = {guest.peer for guest in world.gone}
     assert guests <= {peer for members in rounds for peer, *_ in members}, "they came to those who average, and averaged with them"
 
@@ -202,7 +204,7 @@ def test_a_renewed_membership_comes_from_the_trainer_into_the_peers_record():
 
 def test_with_a_server_that_is_away_for_seconds_some_have_a_receipt_and_the_others_weigh_no_more():
     """Bits are compared with what the weights by receipts make (`simulation/arithmetic.py`)."""
-    world = World(Scenario(3, peers=4, hours=0.02, members=True, strikes=parse_strikes("server@40/0(seconds=7);server@55/0(seconds=7)")))
+    world = World(Scenario(5, peers=4, hours=0.02, members=True, strikes=parse_strikes("server@40/0(seconds=7);server@55/0(seconds=7)")))
     outcome = world.play()
     assert_holds(outcome)
     assert outcome.rounds > 10 and world.checks.arithmetic.lessened > 0 and outcome.committed > 0.9

@@ -136,3 +136,24 @@ def test_words_are_kept_and_a_damaged_file_is_passed_over(key, tmp_path, caplog)
     forged = dataclasses.replace(word(key, "b", 1), reason="changed on the disk")
     write_words(path, [forged])
     assert not Bans(RUN, key.public, path=path).words
+
+
+def test_of_the_states_that_are_countersigned_the_newest_word_counts_and_pushes_out_no_ban(key, tmp_path):
+    run = dataclasses.replace(RUN, members_of=key.public)
+
+    def countersign(state, at):
+        return sign_word(key, run, state * 64, trusted=True, clock=lambda: at)
+
+    banning = [word(key, f"peer{number}", number, run=run) for number in range(1, bans.MOST_BANS + 1)]
+    held = Bans(run, words=banning, path=tmp_path / "bans.json")
+    assert held.countersigned == ""
+    for order in itertools.permutations([countersign("a", 1), countersign("b", 3), countersign("c", 2)]):
+        held.hear(order)
+        assert held.countersigned == "b" * 64 and len(held.peers()) == bans.MOST_BANS and not held.trusted
+    assert len(held.words) == bans.MOST_BANS + 1 and {each.about for each in held.some(500)} >= {"b" * 64, "peer1"}
+    assert Bans(run, path=tmp_path / "bans.json").countersigned == "b" * 64
+    stranger = HostKey(tmp_path / "other.key")
+    assert not held.hear([sign_word(stranger, run, "d" * 64, trusted=True), dataclasses.replace(countersign("b", 9), about="d" * 64)])
+    held = Bans(run, words=[countersign("b", 3), word(key, "b" * 64, 1, run=run)])
+    assert held.countersigned == "", "discarded, whenever that was said"
+    assert held.hear([countersign("e", 4)]) and held.countersigned == "e" * 64

@@ -329,7 +329,7 @@ async def _that_count(
     shown: dict[str, Shown] = {}
     for at in range(0, len(records), MOST_ASKED):
         shown |= await ask(streams, seals, [record.peer_id for record in records[at : at + MOST_ASKED]])
-    judgement = judged(shown)
+    judgement = judged(shown, countersigned=seals.countersigned)
     if judgement.best is not None:
         log.info("the state %s is certified by %d members", judgement.best.made.digest[:8], len(judgement.best.signers))
     return [

@@ -61,10 +61,17 @@ NOTHING = Shown(None, "")
 
 
 class Judgement(NamedTuple):
-    """Which of the peers that we have not met count. best: the certificate that says so; None: there is none, and all do."""
+    """Which of the peers that we have not met count. best, countersigned: the certificate, and the state that the host countersigned, that say so;
+    where there is neither, all do."""
 
     peers: Collection[str]
     best: Certificate | None = None
+    countersigned: str = ""
+
+    @property
+    def states(self) -> list[str]:
+        """Digests of the states that the right one is on or after."""
+        return [digest for digest in (self.best.made.digest if self.best else "", self.countersigned) if digest]
 
 
 class Signs(Protocol):
@@ -84,6 +91,11 @@ class Seals:
 
     def __init__(self, run: RunConfig, node: Signs, members: Members):
         self._run, self._node, self._members = run.digest, node, members
+
+    @property
+    def countersigned(self) -> str:
+        """Digest of the state that the host has just countersigned, as far as we have heard; '' for none."""
+        return self._members.countersigned
 
     @property
     def needed(self) -> bool:
@@ -140,12 +152,15 @@ def strongest(certificates: Iterable[Certificate]) -> Certificate | None:
     return max(large, key=lambda each: (each.made.samples, len(each.signers), each.made.digest), default=None)
 
 
-def judged(shown: Mapping[str, Shown], ours: Shown = NOTHING) -> Judgement:
+def judged(shown: Mapping[str, Shown], ours: Shown = NOTHING, countersigned: str = "") -> Judgement:
     """Which of those who have shown this count: the signers of the strongest certificate; where none of them is here, those on or after its state.
 
     A line may be seconds old, and a liar shows the newest certificate first: so signers count whatever their line says. Where nobody is left,
-    as when only we have that certificate, all count as they do without one.
+    as when only we have that certificate, all count as they do without one. countersigned: whoever is on or after that state comes first.
     """
+    if sure := {peer: each for peer, each in shown.items() if countersigned and is_on(each.line, countersigned)}:
+        among = judged(sure, ours if is_on(ours.line, countersigned) else NOTHING)
+        return among._replace(countersigned=countersigned)
     best = strongest(each.certificate for each in (*shown.values(), ours) if each.certificate is not None)
     if best is None:
         return Judgement(shown.keys())

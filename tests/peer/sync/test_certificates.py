@@ -249,9 +249,21 @@ def test_the_certified_states_signers_count_and_where_there_are_none_those_on_it
     assert judged(liars | above).peers == {"new", "late"} and judged(liars | above).best is best
     assert judged(liars | above | {"d1": shown("ba"), "d2": NOTHING}).peers == {"d1", "d2"}, "whatever they have said of their line"
     assert judged(liars).peers == liars.keys() and judged(liars).best is None
-    assert judged(liars, shown("dba", best)) == (liars.keys(), None), "ours alone keeps us nowhere"
+    assert judged(liars, shown("dba", best)) == (liars.keys(), None, ""), "ours alone keeps us nowhere"
     assert judged(liars | {"late": above["late"]}, shown("dba", best)).peers == {"late"}
     assert not is_on("x" * 6 + "d" * 12 + "x" * 6, "d" * 64), "digests stand side by side"
+
+
+def test_those_on_or_after_what_the_host_countersigned_come_first_and_certificates_decide_among_them():
+    large, small, host = of_size(4, 2**53, "x"), of_size(2, 100, "d"), "b" * 64
+    liars = {f"liar{number}": shown("xza", large) for number in range(4)}
+    honest = {"d1": shown("dba", small), "late": shown("edba")}
+    assert judged(liars | honest).peers == liars.keys(), "they are as many as may not lie together"
+    judgement = judged(liars | honest, countersigned=host)
+    assert judgement.peers == {"d1"} and judgement.states == ["d" * 64, host]
+    assert judged({"late": honest["late"]} | liars, countersigned=host) == ({"late"}, None, host)
+    assert judged({"late": honest["late"]}, shown("xza", large), host).peers == {"late"}, "ours is elsewhere"
+    assert judged(liars, countersigned=host) == judged(liars), "where nobody stands there it says nothing"
 
 
 # ---------------------------------------------------------------- how one is gathered and kept
@@ -399,6 +411,47 @@ def test_each_stranger_is_asked_once_a_minute_and_counts_only_then(virtual, five
         assert set(ours.judge(many[:2]).peers) == set(many[:2]) and not ours.is_pending, "what it showed counts until it shows more"
         await until(lambda: len(asked) == 43)
         assert asked[-3:] == ["new", *many[:2]]
+
+    virtual(scenario)
+
+
+def test_a_countersigned_state_is_gone_by_for_ten_minutes(five):
+    members = five.members()
+    seals = Seals(five.run, five.nodes[0], members)
+    assert seals.countersigned == ""
+    members.bans.hear([sign_word(five.key, five.run, "b" * 64, trusted=True, clock=lambda: five.now)])
+    assert seals.countersigned == "b" * 64
+    five.now += 599
+    assert seals.countersigned == "b" * 64
+    five.now += 2
+    assert seals.countersigned == "" and members.bans.countersigned == "b" * 64
+
+
+def test_what_is_countersigned_counts_once_everybody_has_been_asked_since(virtual, five, monkeypatch):
+    """A liar that is asked last could show a line with it, when the others were asked too early to have it on theirs."""
+    lines = {"one": "a" * 12, "liar": "b" * 12 + "a" * 12}
+
+    async def answered(streams, seals, peers):
+        return {peer: Shown(None, lines[peer]) for peer in peers}
+
+    monkeypatch.setattr(evidence, "ask", answered)
+
+    async def scenario(nodes):
+        clock, members = Clock(), five.members()
+        ours = Evidence(None, Seals(five.run, five.nodes[0], members), Board(), clock=clock)
+        nodes.ends_with_the_test(asyncio.create_task(ours.ask_forever()))
+        ours.judge(["one"])
+        await until(lambda: not ours.is_pending)
+        members.bans.hear([sign_word(five.key, five.run, "b" * 64, trusted=True)])
+        clock.now += 1
+        ours.judge(["one", "liar"])
+        await until(lambda: not ours.is_pending)
+        assert set(ours.judge(["one", "liar"]).peers) == {"one", "liar"}
+        lines["one"] = "b" * 12 + "a" * 12
+        clock.now += 61
+        ours.judge(["one", "liar"])
+        await until(lambda: ours.judge(["one", "liar"]).countersigned)
+        assert set(ours.judge(["one", "liar"]).peers) == {"one", "liar"} and not ours.holds_us(ours.judge(["one", "liar"]))
 
     virtual(scenario)
 

@@ -130,7 +130,7 @@ def _whole(certificate: Certificate) -> Certificate:
     if peers != sorted(set(peers)):
         raise ValueError("signers out of order")
     if not certificate.peers <= {member.peer for member in certificate.made.members}:
-        raise ValueError("a signer that is no member of the round")
+        raise ValueError("a signer that is not a member of the round")
     if not is_enough(certificate.made, certificate.peers):
         raise ValueError("signers with half of the round's samples or less")
     return certificate

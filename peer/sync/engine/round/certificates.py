@@ -98,6 +98,6 @@ class Certificates:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, BadMessage) as error:
-            log.warning("passed over %s: %s", self._path, error)
+            log.warning("ignored %s: %s", self._path, error)
             return None
         return self._seals.checked(kept)

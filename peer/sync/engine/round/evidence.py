@@ -34,7 +34,8 @@ class Evidence:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._streams, self._seals, self._certificates, self._came, self._clock = streams, seals, certificates, came, clock
-        self._told: dict[str, tuple[Shown, float]] = {}
+        self._told: dict[str, tuple[Shown, float, str]] = {}
+        """What each has shown, when, and what was countersigned then."""
         self._wanted: list[str] = []
         self._is_wanted = asyncio.Event()
 
@@ -55,19 +56,21 @@ class Evidence:
         self._wanted = [peer for peer in strangers if peer not in self._told or now - self._told[peer][1] >= _AGAIN_SECONDS]
         if self._wanted:
             self._is_wanted.set()
-        return judged({peer: shown for peer, (shown, _) in self._told.items()}, self._certificates.shown)
+        # A later one may be on none of the lines that we were shown, but that of a liar who waited for it.
+        _, _, countersigned = min(self._told.values(), key=lambda told: told[1], default=(NOTHING, now, ""))
+        return judged({peer: shown for peer, (shown, *_) in self._told.items()}, self._certificates.shown, countersigned)
 
     def holds_us(self, judgement: Judgement) -> bool:
-        """Whether our own state is on or after the certified one."""
-        return judgement.best is None or is_on(self._certificates.shown.line, judgement.best.made.digest)
+        """Whether our own state is on or after those that judge."""
+        return all(is_on(self._certificates.shown.line, digest) for digest in judgement.states)
 
     async def ask_forever(self) -> None:
         while True:
             await self._is_wanted.wait()
             self._is_wanted.clear()
-            peers = self._wanted[:MOST_ASKED]
+            peers, countersigned = self._wanted[:MOST_ASKED], self._seals.countersigned
             shown, now = await ask(self._streams, self._seals, peers), self._clock()
-            self._told |= {peer: (shown[peer], now) for peer in peers}
+            self._told |= {peer: (shown[peer], now, countersigned) for peer in peers}
             self._wanted = [peer for peer in self._wanted if peer not in shown]
             if self._wanted:
                 self._is_wanted.set()

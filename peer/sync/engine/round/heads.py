@@ -323,7 +323,7 @@ class Heads:
             return strangers[:_MOST_STRANGERS], False, False
         judgement = self._evidence.judge([claim.peer for claim in strangers])
         count = [claim for claim in strangers if claim.peer in judgement.peers]
-        return count[:_MOST_STRANGERS], judgement.best is not None, not self._evidence.holds_us(judgement)
+        return count[:_MOST_STRANGERS], bool(judgement.states), not self._evidence.holds_us(judgement)
 
     def _look_for_a_leader(self, claims: Collection[Claim]) -> None:
         """Whether anybody could lead us without a stranger: we ourselves, or a live peer that we have met."""
