@@ -153,7 +153,7 @@ def test_the_largest_certificate_fits_into_a_message_and_the_longest_record_with
         (lambda it: replace(it, signers=()), "half of the round's samples or less"),
         (lambda it: replace(it, signers=(*it.signers, it.signers[-1])), "out of order"),
         (lambda it: replace(it, signers=it.signers[::-1]), "out of order"),
-        (lambda it: replace(it, signers=(*it.signers[:2], replace(it.signers[2], peer="zz"))), "no member of the round"),
+        (lambda it: replace(it, signers=(*it.signers[:2], replace(it.signers[2], peer="zz"))), "not a member of the round"),
         (lambda it: replace(it, signers=it.signers * MOST_SIGNERS), "at most 128 items"),
         (lambda it: replace(it, signers=(*it.signers[:2], replace(it.signers[2], seal="x"))), "pattern"),
         (lambda it: replace(it, signers=(*it.signers[:2], replace(it.signers[2], key="ssh-rsa " + "A" * 500))), "at most 400"),
