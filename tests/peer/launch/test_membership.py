@@ -139,7 +139,7 @@ def test_it_is_renewed_while_the_peer_runs_and_again_after_a_refusal(keeping, mo
     stop = keeper.renew_meanwhile()
     asked.error = AWAY
     wall.now += 2 * DAY
-    until(lambda: "renewed later, it lasts for 5.0 days" in caplog.text)
+    until(lambda: "cannot renew the membership yet, it lasts for 5.0 days" in caplog.text)
     asked.error = None
     until(lambda: members.own.until == int(wall.now + LIFE_SECONDS))
     stop.set()

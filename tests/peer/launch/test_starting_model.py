@@ -277,7 +277,7 @@ def test_a_flux_file_and_a_config_folder_that_both_lack_a_part_are_refused(tmp_p
 @pytest.mark.parametrize("name", ["scaled_fp8", "double_blocks.0.img_attn.qkv.scale_weight", "double_blocks.0.img_attn.qkv.weight.absmax"])
 def test_quantized_weights_are_refused(tiny_family, flux_file, name):
     path = flux_file({"double_blocks.0.img_mod.lin.weight": torch.zeros(2), name: torch.ones(1)})
-    with pytest.raises(UserError, match=f"is quantized: its weights are to be multiplied by others .{name}"):
+    with pytest.raises(UserError, match=f"is quantized: its weights need scale factors .{name}"):
         flux.load(path, CPU, RunConfig(model_config=str(tiny_family("flux"))))
 
 

@@ -73,7 +73,7 @@ def test_layers_may_be_named_and_a_name_that_none_has_is_refused(tiny_model):
         (
             "stable_diffusion",
             "to_kk",
-        ): r"^lora_targets names 'to_kk', and no layer that is trained of stable_diffusion ends so\. Did you mean 'to_k'\?",
+        ): r"^lora_targets names 'to_kk', but no trained layer of stable_diffusion ends with that\. Did you mean 'to_k'\?",
         ("stable_diffusion", "to_q fc1"): r"^lora_targets names 'fc1'",
         ("flux", "all-linear+conv"): r"^lora_targets is all-linear\+conv, but flux has no convolutions\. Use all-linear",
     }

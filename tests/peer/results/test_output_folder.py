@@ -163,7 +163,7 @@ def test_where_nothing_says_whose_a_result_is_it_is_not_touched(output, said):
     (output / "run.json").unlink()
     if said is not None:
         (output / "run.json").write_text(said)
-    with pytest.raises(UserError, match=r"run\.json is (missing|damaged), which says of which run checkpoint-000007, ") as raised:
+    with pytest.raises(UserError, match=r"run\.json is (missing|damaged), which names the run of checkpoint-000007, ") as raised:
         claim(output, swarm("a"))
     assert raised.value.code == ExitCode.CONFIG and there(output) == dict.fromkeys(THINGS, "A")
 

@@ -388,7 +388,7 @@ def test_a_lora_of_an_earlier_version_is_given_on_without_the_place_of_its_model
 
 
 REFUSED = {
-    "A FluxPipeline has no single-file layout": ("flux", {}, "single_file"),
+    "writes no single-file layout of a FluxPipeline": ("flux", {}, "single_file"),
     "A single file has no place for a new word": ("sd", WORD, "single_file"),
     "is not a LoRA": ("sd", WORD, "lora_kohya"),
     "is not an embedding": ("sd", LORA, "embedding"),

@@ -75,7 +75,7 @@ def test_an_own_receipt_that_does_not_hold_is_left_out_with_one_warning(caplog):
         with pytest.raises(NoGroup, match="enough is seen"):
             asyncio.run(swarm.rounds.attempt(STATE, offer, (), 60.0))
     assert brought == ["", "", ""] and [said for said in caplog.messages if "receipt" in said] == [
-        "the dataset server's receipt for contribution=1 is not this run's host's: it counts as one without"
+        "this run's host did not sign the dataset server's receipt for contribution=1: counting it as one without"
     ]
 
 
