@@ -257,7 +257,7 @@ def test_a_shard_that_the_server_has_not_is_a_refusal_and_a_proxys_404_is_an_out
 
     refusal, away = asyncio.run(streamed(refuse, lambda: told.append("away")))
     assert (refusal.status, refusal.code, away, told) == (404, "no_such_shard", 0.0, [])
-    for answer, what in ((lost, "status 404 and something that is no answer"), (empty, "status 204")):
+    for answer, what in ((lost, "status 404 and something that is not an answer"), (empty, "status 204")):
         error, away = asyncio.run(streamed(answer, lambda: told.append("away")))
         assert isinstance(error, ServerAway) and what in str(error) and away > 0
     assert told == ["away", "away"]

@@ -313,6 +313,6 @@ def test_where_pictures_went_since_the_checkpoint_its_epoch_begins_anew(pictures
         (pictures / key.partition(":")[2]).unlink()
     other = source(pictures, epochs=None)
     other.load_state_dict(state)
-    assert "not those of the checkpoint; epoch 1 begins anew" in caplog.text
+    assert "not those of the checkpoint; epoch 1 begins again" in caplog.text
     keys = [sample.key for sample in islice(other, 9)]
     assert keys[0] == first[1] and len(set(keys[1:])) == 8 and all(sample.startswith("0:") for sample in keys)

@@ -64,7 +64,7 @@ def test_a_share_of_a_run_without_end_is_refused_in_a_swarm():
 
 
 def test_one_length_in_two_units_is_refused_but_flags_overrule_a_file_in_either(tmp_path):
-    with pytest.raises(UserError, match="--max_train_steps and --total_samples say the same in two units"):
+    with pytest.raises(UserError, match="--max_train_steps and --total_samples set the same thing in two units"):
         parse([*ALONE, "--max_train_steps", "5", "--total_samples", "5"])
     file = tmp_path / "run.toml"
     file.write_text("max_train_steps = 5\nlr_warmup_samples = 7\n")

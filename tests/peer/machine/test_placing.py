@@ -44,7 +44,7 @@ def test_a_tpu_or_the_variable_means_xla_where_the_library_is(tmp_path, monkeypa
 def test_what_xla_has_no_program_for_is_refused():
     with pytest.raises(UserError, match="fp16 is not what XLA's devices compute in"):
         choose_precision("fp16", XLA, 1)
-    with pytest.raises(UserError, match="8-bit AdamW has no program for XLA"):
+    with pytest.raises(UserError, match="8-bit AdamW does not run on XLA"):
         build_optimizer(RunConfig(optimizer="adamw8bit"), {"x": torch.nn.Parameter(torch.zeros(1))}, XLA)
 
 

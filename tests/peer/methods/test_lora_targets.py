@@ -80,7 +80,7 @@ def test_layers_may_be_named_and_a_name_that_none_has_is_refused(tiny_model):
     for (family, chosen), message in wrong.items():
         with pytest.raises(UserError, match=message):
             check_family(family, RunConfig(method="lora", family=family, lora_targets=chosen))
-    with pytest.raises(UserError, match=r"^lora_targets names no layer of the text_encoder, which is to be trained"):
+    with pytest.raises(UserError, match=r"^lora_targets names no layer of the text_encoder, which this run trains"):
         check_family("flux", RunConfig(method="lora", family="flux", lora_targets="attn.to_q", train_text_encoder=True))
 
 
