@@ -266,7 +266,7 @@ def test_a_port_that_is_forwarded_already_needs_only_to_be_announced():
 
 
 def test_without_an_address_of_its_own_the_advice_names_a_usual_port():
-    assert "forward TCP port 31338 on the router to this machine," in explain(Finding(1, 0), ["/dns4/home.example/tcp/1"])
+    assert "forward TCP port 31338 on the router to this machine. Then" in explain(Finding(1, 0), ["/dns4/home.example/tcp/1"])
 
 
 def test_a_flood_of_questions_by_five_identities_starts_a_few_p2pds_one_at_a_time(nodes, monkeypatch):

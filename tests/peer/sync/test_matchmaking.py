@@ -154,7 +154,7 @@ def test_a_follower_whose_stream_breaks_comes_again(virtual, monkeypatch, caplog
         trio = await peers(nodes, 3)
         formed = await asyncio.gather(*(peer.form(trio) for peer in trio))
         assert len({group.id for group in formed}) == 1 and len(formed[0].members) == 3
-        assert broken[0] != trio[0].id and "once more: the stream broke" in caplog.text
+        assert broken[0] != trio[0].id and "again: the stream broke" in caplog.text
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         virtual(scenario)
