@@ -33,9 +33,9 @@ def learn(tiny_model, kind, steps, optimizer_state=None):
 
 @pytest.mark.slow
 def test_8_bit_adamw_learns_as_well_as_the_other(tiny_model):
-    plain, *_ = learn(tiny_model, "adamw", 200)
-    small, *_ = learn(tiny_model, "adamw8bit", 200)
-    assert plain < 0.8 and small == pytest.approx(plain, rel=0.02)
+    plain, *_ = learn(tiny_model, "adamw", 100)
+    small, *_ = learn(tiny_model, "adamw8bit", 100)
+    assert plain < 0.6 and small == pytest.approx(plain, rel=0.02)
 
 
 def test_auto_is_fused_adamw_on_a_cpu(tiny_model):

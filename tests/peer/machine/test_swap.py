@@ -301,7 +301,7 @@ def test_blocks_that_wait_in_files_have_the_same_bits(precision, deep_family, tm
     assert not [*(tmp_path / "waiting").iterdir()], "the files have no names"
 
 
-@pytest.mark.parametrize(("filed", "precision"), [(torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "int8"), (torch.bfloat16, "nf4")])
+@pytest.mark.parametrize(("filed", "precision"), [(torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "nf4")])
 def test_a_process_has_no_memory_of_its_own_for_what_waits_in_files(filed, precision, tmp_path):
     pipeline = tiny.build("flux")
     wide = {name: value for name, value in pipeline.transformer.config.items() if name[0] != "_"} | {"num_attention_heads": 40} | _STREAMS
@@ -316,7 +316,7 @@ def test_a_process_has_no_memory_of_its_own_for_what_waits_in_files(filed, preci
         kept = placed(tmp_path / "model", 6, precision, torch.bfloat16, files, **LORA)
         held[files is not None] = own_bytes() - before
         del kept
-    least = {"auto": 0.9, "int8": 0.4, "nf4": 0.25}[precision]
+    least = {"auto": 0.9, "nf4": 0.25}[precision]
     assert size > 50e6 and held[False] > least * size and held[True] < 0.1 * size, (size, held)
 
 
