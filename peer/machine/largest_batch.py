@@ -1,4 +1,4 @@
-"""`--train_batch_size auto`: the largest micro-batch of which a step fits on this machine's device, found by real steps on noise.
+"""`--train_batch_size auto`: the largest micro-batch whose step fits on this machine's device. Real steps on noise find it.
 
 A step that fits once may still not fit later: what is left free here is for validation pictures, fragments and other programs.
 """

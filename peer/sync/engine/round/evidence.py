@@ -82,7 +82,7 @@ class Evidence:
 
 
 async def ask(streams: Streams, seals: Seals, peers: Collection[str]) -> dict[str, Shown]:
-    """What each of these shows; nothing of who does not answer within ANSWER_SECONDS, or shows what is not so."""
+    """What each of these shows; NOTHING for a peer that does not answer within ANSWER_SECONDS, or whose certificate does not hold."""
     asking = {asyncio.create_task(_ask(streams, seals, peer)): peer for peer in peers}
     if asking:
         await asyncio.wait(asking, timeout=ANSWER_SECONDS)
