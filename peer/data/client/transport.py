@@ -5,8 +5,8 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,41 +189,44 @@ class Transport:
     @asynccontextmanager
     async def stream(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
         """A GET whose body is read by the caller; its status is 200 or 206. Raises ServerAway, also when it breaks off, Refusal and UserError."""
-        try:
-            url = join_url(self.url, path)
-            async with self._session.get(url, headers={**headers, **_authorization(self._token)}, timeout=_NO_TOTAL) as response:
-                if response.status not in (200, 206):
-                    reply = Reply(response.status, await _read(response), response.headers)
-                    _refuse_stranger(self.url, reply)
-                    raise ServerAway(f"status {checked(reply).status}")
-                self.away_since = None
-                yield response
-        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
-            raise self._away(ServerAway(why(error))) from None
-        except ServerAway as away:
-            raise self._away(away) from None
-        except Refusal:
-            self.away_since = None
-            raise
+        with self._noticing():
+            try:
+                url = join_url(self.url, path)
+                async with self._session.get(url, headers={**headers, **_authorization(self._token)}, timeout=_NO_TOTAL) as response:
+                    if response.status not in (200, 206):
+                        reply = Reply(response.status, await _read(response), response.headers)
+                        _refuse_stranger(self.url, reply)
+                        raise ServerAway(f"status {checked(reply).status}")
+                    self.away_since = None
+                    yield response
+            except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
+                raise ServerAway(why(error)) from None
 
     def away_seconds(self) -> float:
         """For how long nothing has been heard of the server; 0 while it is there."""
         return self._clock() - self.away_since if self.away_since is not None else 0.0
 
     async def _call(self, method: str, path: str, body: Any, model: type[BaseModel] | None, seconds: float | None) -> Any:
-        try:
-            signer = self._signer if method == "POST" else None
+        signer = self._signer if method == "POST" else None
+        with self._noticing():
             reply = checked(await exchange(self._session, method, self.url, path, body, seconds=seconds, token=self._token, signer=signer))
-            answer = model.model_validate_json(reply.body) if model else reply
+            try:
+                answer = model.model_validate_json(reply.body) if model else reply
+            except ValidationError:
+                raise ServerAway("something that is not an answer of a dataset server") from None
+        self.away_since = None
+        return answer
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """Notice whether the server is there, by how talking to it ends: who refuses is."""
+        try:
+            yield
         except ServerAway as away:
             raise self._away(away) from None
-        except ValidationError:
-            raise self._away(ServerAway("something that is not an answer of a dataset server")) from None
         except Refusal:
             self.away_since = None
             raise
-        self.away_since = None
-        return answer
 
     async def _until_there(self, call: Callable[[], Awaitable[Any]], what: str) -> Any:
         backoff = self.backoff()

@@ -1,6 +1,7 @@
 """The parts of the source that leases: what is leased ahead, pauses between tries, which shards are chosen in an outage."""
 
 import asyncio
+import contextlib
 import gzip
 import itertools
 import random
@@ -224,22 +225,27 @@ def test_only_the_epochs_that_still_matter_are_remembered():
     assert [(epoch, 0) in seen for epoch in range(6)] == [False, False, False, True, True, False]
 
 
-async def streamed(answer, found_away):
-    """What streaming a shard from a server raises that gives this answer, and for how long the server is away then."""
+@contextlib.asynccontextmanager
+async def serving(answer):
+    """The URL of a server that gives this answer to every GET."""
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        url, clock = f"http://127.0.0.1:{runner.addresses[0][1]}", itertools.count(1.0).__next__
-        async with Transport(url, clock=clock, found_away=found_away) as transport:
-            with pytest.raises((Refusal, ServerAway)) as raised:
-                async with transport.stream("/v1/blobs/0.tar", {}):
-                    pass
-            return raised.value, transport.away_seconds()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def streamed(answer, found_away):
+    """What streaming a shard from a server raises that gives this answer, and for how long the server is away then."""
+    async with serving(answer) as url, Transport(url, clock=itertools.count(1.0).__next__, found_away=found_away) as transport:
+        with pytest.raises((Refusal, ServerAway)) as raised:
+            async with transport.stream("/v1/blobs/0.tar", {}):
+                pass
+        return raised.value, transport.away_seconds()
 
 
 def test_a_shard_that_the_server_has_not_is_a_refusal_and_a_proxys_404_is_an_outage():
@@ -271,17 +277,9 @@ def test_what_a_server_compresses_unasked_is_not_decompressed():
         return web.Response(body=bomb, headers={"Content-Encoding": "gzip"})
 
     async def ask():
-        app = web.Application()
-        app.router.add_get("/{path:.*}", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            async with Transport(f"http://127.0.0.1:{runner.addresses[0][1]}") as transport:
-                reply = await transport.insist_get("/v1/run")
-                async with transport.stream("/v1/blobs/0.tar", {}) as response:
-                    return reply.body, await response.content.read()
-        finally:
-            await runner.cleanup()
+        async with serving(answer) as url, Transport(url) as transport:
+            reply = await transport.insist_get("/v1/run")
+            async with transport.stream("/v1/blobs/0.tar", {}) as response:
+                return reply.body, await response.content.read()
 
     assert asyncio.run(ask()) == (bomb, bomb) and wanted == ["identity"] * 2
