@@ -387,6 +387,11 @@ class PeerConfig:
         return dataclasses.replace(self, train_batch_size=1) if self.train_batch_size is None else self
 
     @property
+    def cache_folder(self) -> Path:
+        """Where shards, latents, texts and what was measured are kept."""
+        return Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "cache"
+
+    @property
     def own_data(self) -> bool:
         """Whether this peer brings its own pictures."""
         return self.source != "dataset_server"

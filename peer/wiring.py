@@ -120,10 +120,6 @@ class Launch:
             raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
         return folder
 
-    @property
-    def cache_folder(self) -> Path:
-        return Path(self.peer.cache_dir) if self.peer.cache_dir else self.output / "cache"
-
 
 @dataclass(kw_only=True)
 class Learner:
@@ -211,7 +207,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     if launch.group.is_main:
         tell_room(device.type, ways_left(run, peer, device), peer.train_batch_size)
     turned, swapped = takes_turns(peer.offload, device), swaps(peer, run, device)
-    files = Files(launch.cache_folder / "waiting") if swapped and peer.swap_to == "disk" else None
+    files = Files(launch.peer.cache_folder / "waiting") if swapped and peer.swap_to == "disk" else None
     hold = files.hold if files else torch.Tensor.cpu if turned or swapped else None
     windows = any(launch.group.gather(turned))  # all ranks draw alike; one with turns draws a window
     if launch.given.get("lora_weights") and not run.lora_weights_digest:
@@ -246,7 +242,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     kept = {"latents": peer.cache_latents, "texts": peer.cache_text}
     with precision.autocast():
         caches = open_caches(
-            model, run, precision.dtype, launch.cache_folder, int(peer.cache_gib * 2**30), **kept, trained=(trained := parts_of(params))
+            model, run, precision.dtype, launch.peer.cache_folder, int(peer.cache_gib * 2**30), **kept, trained=(trained := parts_of(params))
         )
     optimizer = build_optimizer(run, params, device)
     place = placing(device, peer.train_batch_size * (2 if peer.with_prior_preservation else 1))
@@ -309,7 +305,7 @@ def build_source(launch: Launch, own_id: str, window_samples: int = 0) -> Source
         folder=Path(peer.train_data_dir) if peer.train_data_dir else None,
         peer_id=own_id,
         identity_file=peer.identity_file,
-        cache_dir=launch.cache_folder,
+        cache_dir=launch.peer.cache_folder,
         cache_gib=peer.cache_gib,
         batch_samples=max(local_step_samples(peer, launch.group.world), peer.lease_samples // 2),  # a source asks for two at a time
         window_samples=window_samples,

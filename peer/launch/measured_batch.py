@@ -50,7 +50,7 @@ def with_largest(
         where = f"{rank.world} ranks are" if rank.world > 1 else "XLA's devices are"
         raise UserError(f"--train_batch_size auto measures one GPU or CPU, and {where} to train.", fix="Give a number.")
     peer, run = peer.unmeasured, joined.run
-    path, key = _cache(peer) / _FILE, _key(peer, joined, device)
+    path, key = peer.cache_folder / _FILE, _key(peer, joined, device)
     known = _read(path)
     if key in known:
         log.info("train_batch_size=%d, as measured before (%s)", known[key], path)
@@ -133,10 +133,6 @@ def _free_bytes(peer: PeerConfig, run: RunConfig, params: Params) -> float:
     wire = Wire.of(run.wire, Schema.of(params))
     needs = host_bytes(load_strategy(f"peer.sync.{run.sync}:strategy", run), wire, state_on=peer.state_on)
     return available_bytes() - sum(needs.values()) - SIDECAR_BYTES
-
-
-def _cache(peer: PeerConfig) -> Path:
-    return Path(peer.cache_dir) if peer.cache_dir else Path(peer.output_dir) / "cache"
 
 
 def _key(peer: PeerConfig, joined: Joined, device: torch.device) -> str:
