@@ -15,16 +15,12 @@ batch 1, 4.6 and 37 GB at 4, 5.7 and 63 GB at 8) and MosaicML's 36 images/s per 
 """
 
 import argparse
-import multiprocessing
 import random
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +33,10 @@ from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from benchmarks.common import print_result, print_table
-from peer.launch.command_line import parse
-from peer.launch.launcher import Rank
-from peer.launch.resolving import resolve_run
-from peer.loop.train import Trainer
-from peer.machine.device import RankGroup, choose_device, set_threads
+from benchmarks.on_gpu import Way, about_gpu, check_gpu, in_a_process, say
 from peer.models.diffusion.source import quiet
-from peer.wiring import Launch, assemble
 from scripts.demo import quickstart, tiny_model
-from swarm.errors import ExitCode, UserError, run_program
+from swarm.errors import ExitCode, run_program
 
 BATCHES = (1, 4, 8, 16)
 SEED = {1: (3.05, 17.4), 4: (4.6, 37.0), 8: (5.7, 63.0)}
@@ -54,16 +45,6 @@ MOSAIC = 36.0
 LIMIT_SECONDS = 14 * 60.0
 """Of all rows; the rest of 15 minutes is for making the model, and for the last row to end."""
 ROW_SECONDS = 240.0
-_GIB = 2**30
-_SHARED = [
-    "bitsandbytes",
-    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
-    "peer.wiring",
-    "peft",
-    "torch._dynamo",
-    "transformers.models.clip.modeling_clip",
-]
-"""What takes seconds to import."""
 _CAPTIONS = ("a red square", "a green square", "a blue square", "a white square")
 
 
@@ -151,12 +132,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny weights and pictures: tries the rows, measures nothing")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --tiny [cuda]")
+    parser.add_argument("--rows", default="", help="only those with this word in their name")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS / 60, metavar="MINUTES", help="for all rows; the last are left out [%(default)g]")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args()
-    return run_program(lambda: measure_all(options.device, TINY if options.tiny else FULL), debug=options.debug)
+    return run_program(lambda: measure_all(options.device, TINY if options.tiny else FULL, options.rows, 60 * options.limit), debug=options.debug)
 
 
-def measure_all(device: str, sizes: Sizes) -> int:
+def measure_all(device: str, sizes: Sizes, word: str = "", seconds: float = LIMIT_SECONDS) -> int:
     check(device, sizes)
     began = time.monotonic()
     found: list[dict[str, Any]] = []
@@ -164,9 +147,9 @@ def measure_all(device: str, sizes: Sizes) -> int:
         setup = Setup(Path(name), sizes, device)
         say("making the model and its pictures")
         prepare(setup)
-        for row in rows():
-            left = LIMIT_SECONDS - (time.monotonic() - began)
-            answer = in_a_process(row, setup, min(left, ROW_SECONDS)) if left > 20 else {"note": "no time was left"}
+        for row in (row for row in rows() if word in row.name):
+            left = seconds - (time.monotonic() - began)
+            answer = in_a_process(way(row, setup), min(left, ROW_SECONDS)) if left > 20 else {"note": "no time was left"}
             found.append({"row": row.name, "batch": row.batch, **answer})
             say(" ".join(f"{key}={value}" for key, value in found[-1].items()))
     print_table([in_table(one) for one in found])
@@ -178,19 +161,7 @@ def check(device: str, sizes: Sizes) -> None:
     """Raises UserError when the rows cannot run there."""
     if device == "cpu" and sizes is TINY:
         return
-    if not device.startswith("cuda"):
-        raise UserError(f"--device is {device}, which this benchmark is not about.", fix="Use cuda or cuda:N, or --tiny --device cpu.")
-    if not torch.cuda.is_available():
-        raise UserError(
-            "There is no GPU that this PyTorch can use (torch.cuda.is_available() is False), and this benchmark measures one.",
-            fix="Run it on a machine with one; --tiny --device cpu tries its rows without.",
-            code=ExitCode.FAILED,
-        )
-    choose_device(device, Rank())
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    check_gpu(device, instead="--tiny --device cpu tries its rows without.")
 
 
 def in_table(one: dict[str, Any]) -> dict[str, Any]:
@@ -211,151 +182,21 @@ def verdict(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"ratio_to_the_original": over, "best_ratio_to_mosaic": best / MOSAIC, "fits": fits}
 
 
-def about_gpu(device: str) -> dict[str, Any]:
-    if not device.startswith("cuda"):
-        return {"gpu": None}
-    properties = torch.cuda.get_device_properties(torch.device(device))
-    return {
-        "gpu": properties.name,
-        "gpu_gib": round(properties.total_memory / _GIB, 1),
-        "capability": f"{properties.major}.{properties.minor}",
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "tf32": {"cudnn": torch.backends.cudnn.allow_tf32, "matmul": torch.backends.cuda.matmul.allow_tf32},
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-    }
-
-
-# -------------------------------------------------------------------- one row, in a process of its own
-
-
-def in_a_process(row: Row, setup: Setup, seconds: float) -> dict[str, Any]:
-    """What `measure` answers there, or why it did not. A GPU's memory is all given back when the process has ended."""
-    # A process that forks from one that has touched CUDA cannot use it; without one, imports are worth sharing.
-    context = multiprocessing.get_context("spawn" if setup.on_gpu else "forkserver")
-    if not setup.on_gpu:
-        context.set_forkserver_preload(_SHARED)
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(theirs, row, setup), name=f"{row.name}, batch {row.batch}")
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(seconds):
-            return {"note": f"did not end within {seconds:.0f} s", "failed": True}
-        return ours.recv()
-    except EOFError:
-        process.join(10)
-        return {"note": f"ended with exit status {process.exitcode}", "failed": True}
-    finally:
-        ours.close()
-        process.kill()
-        process.join()
-        process.close()
-
-
-def _answer(answers: Connection, row: Row, setup: Setup) -> None:
-    try:
-        answers.send(measure(row, setup))
-    except Exception as error:
-        peaks = memory_of(setup) | ({"cap_gib": row.cap_gib} if row.cap_gib else {})
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
-            answers.send({**peaks, "note": "out of memory"})
-            return
-        traceback.print_exc()
-        answers.send({**peaks, "note": (str(error).strip() or type(error).__name__).splitlines()[0][:120], "failed": True})
-
-
-def measure(row: Row, setup: Setup) -> dict[str, Any]:
-    """Train by the row's flags, and say how fast and in how much memory."""
-    quickstart.quiet_libraries()
-    quiet()
-    device = choose_device(setup.device, Rank())
-    set_threads(0, Rank())
-    if row.cap_gib and setup.on_gpu:
-        whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, row.cap_gib * _GIB / whole), device)
-    clock = Clock(device, row, setup.sizes)
-    peer, given = parse(flags(row, setup), environ={})
-    with ExitStack() as closing:
-        if setup.sizes is TINY:  # nothing is compiled, which takes minutes; all that is around it is run
-            closing.enter_context(torch.compiler.set_stance("force_eager"))
-        launch = Launch(
-            joined=resolve_run(peer, given), peer=peer, given=given, group=RankGroup(Rank(), device), device=device, stopping=clock.done,
-            closing=closing,
-        )  # fmt: skip
-        trainer, _ = assemble(launch)
-        trainer.save = lambda *_: None  # 5 GB at the end of each row
-        clock.follow(trainer)
-        trainer.run()
-        found = {"images_per_second": clock.speed, "loss": clock.loss, "precision": trainer.precision.reason, **memory_of(setup)}
-        if "--compile" in row.flags and "forward" not in vars(trainer.model.parts["unet"]):
-            found["note"] = "not compiled: its gradients were wrong, or it failed"
-    return found | ({"cap_gib": row.cap_gib} if row.cap_gib else {})
-
-
-def flags(row: Row, setup: Setup) -> list[str]:
-    """The peer's command line. Pictures are decoded beside the training, as whoever has a GPU would do it."""
+def way(row: Row, setup: Setup) -> Way:
+    """The peer's command line of a row. Pictures are decoded beside the training, as whoever has a GPU would do it."""
     sizes, folder = setup.sizes, setup.folder
-    workers = 4 if setup.on_gpu else 0
     options = {
         "model": folder / "base", "train_data_dir": folder / "pictures", "output_dir": folder / "out", "cache_dir": folder / "cache",
         "resolution": sizes.side, "train_batch_size": row.batch, "seed": 0, "ucg": 0, "learning_rate": 1e-6, "lr_scheduler": "constant",
-        "total_samples": 10**9, "checkpoints_total_limit": 1, "dataloader_num_workers": workers, "device": setup.device,
+        "total_samples": 10**9, "checkpoints_total_limit": 1, "dataloader_num_workers": 4 if setup.on_gpu else 0, "device": setup.device,
     }  # fmt: skip
-    return [*(f"--{name}={value}" for name, value in options.items()), "--center_crop", *row.flags]
-
-
-def memory_of(setup: Setup) -> dict[str, float]:
-    """Since the process began; nothing on a CPU, where it would be the interpreter's."""
-    if not setup.on_gpu or not torch.cuda.is_initialized():
-        return {}
-    peaks = {"peak_gib": torch.cuda.max_memory_allocated, "reserved_gib": torch.cuda.max_memory_reserved}
-    return {name: round(peak(setup.device) / _GIB, 2) for name, peak in peaks.items()}
-
-
-class Clock:
-    """Lets a trainer warm up, measures for a while, and tells it to stop."""
-
-    def __init__(self, device: torch.device, row: Row, sizes: Sizes):
-        """Caches are full once every picture was seen."""
-        once = -(-sizes.pictures // row.batch) if row.cached else 0
-        self._device, self._sizes, self._warm = device, sizes, max(once, sizes.warm_steps)
-        self._steps = self._images = 0
-        self._began = self._ended = 0.0
-        self.loss: float | None = None
-
-    def follow(self, trainer: Trainer) -> None:
-        told = trainer.progress.stepped
-
-        def stepped(**values: Any) -> None:
-            told(**values)
-            self._count(values["samples"])
-            self.loss = values["loss"]
-
-        trainer.progress.stepped = stepped
-
-    def _count(self, images: int) -> None:
-        self._steps += 1
-        if self._steps == self._warm:
-            self._began = self._now()
-        elif self._steps > self._warm and not self._ended:
-            self._images += images
-            if self._steps >= self._warm + self._sizes.steps and time.monotonic() - self._began >= self._sizes.seconds:
-                self._ended = self._now()
-
-    def _now(self) -> float:
-        """When all that was asked of the GPU is done."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.monotonic()
-
-    def done(self) -> bool:
-        return bool(self._ended)
-
-    @property
-    def speed(self) -> float:
-        """Images per second."""
-        return self._images / (self._ended - self._began)
+    given = (*(f"--{name}={value}" for name, value in options.items()), "--center_crop", *row.flags)
+    # Caches are full once every picture was seen.
+    once = -(-sizes.pictures // row.batch) if row.cached else 0
+    return Way(
+        f"{row.name}, batch {row.batch}", given, setup.device, cap_gib=row.cap_gib, warm_steps=max(once, sizes.warm_steps), steps=sizes.steps,
+        seconds=sizes.seconds, eager=sizes is TINY,
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------- the model and its pictures

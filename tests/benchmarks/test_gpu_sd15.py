@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu_sd15
+from benchmarks import gpu_sd15, on_gpu
 from benchmarks.gpu_sd15 import FULL, TINY, Row, Setup
+from benchmarks.on_gpu import Way
 from peer.launch.command_line import parse
 from swarm.errors import ExitCode, UserError
 
@@ -49,29 +50,33 @@ def test_every_way_is_trained_by_the_program_with_tiny_weights(capsys, monkeypat
 def test_a_row_that_fails_says_why_and_the_next_goes_on(tmp_path, monkeypatch):
     setup = Setup(tmp_path, TINY, "cpu")
     gpu_sd15.prepare(setup)
-    wrong = gpu_sd15.in_a_process(Row("wrong", 1, ("--optimizer", "none")), setup, 300)
+
+    def answer(name, *flags, batch=1, card_gb=0, seconds=300):
+        return on_gpu.in_a_process(gpu_sd15.way(Row(name, batch, flags, card_gb), setup), seconds)
+
+    wrong = answer("wrong", "--optimizer", "none")
     assert wrong["failed"] and "optimizer" in wrong["note"]
-    right = gpu_sd15.in_a_process(Row("right", 2, gpu_sd15.CACHES, card_gb=12), setup, 300)
+    right = answer("right", *gpu_sd15.CACHES, batch=2, card_gb=12)
     assert right["images_per_second"] > 0 and right["cap_gib"] == 11 and "failed" not in right
     with monkeypatch.context() as patched:
-        patched.setattr(gpu_sd15, "_answer", operator.truediv)
-        died = gpu_sd15.in_a_process(Row("dies", 1, ()), setup, 300)
+        patched.setattr(on_gpu, "_answer", operator.truediv)
+        died = answer("dies")
     assert died == {"note": "ended with exit status 1", "failed": True}
-    slow = gpu_sd15.in_a_process(Row("slow", 1, ()), setup, 0)
+    slow = answer("slow", seconds=0)
     assert slow == {"note": "did not end within 0 s", "failed": True}
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")], ids=["torch", "cuda"]
 )
-def test_a_row_without_enough_memory_is_no_failure(tmp_path, monkeypatch, error):
+def test_a_row_without_enough_memory_is_no_failure(monkeypatch, error):
     def full(*_):
         raise error
 
-    monkeypatch.setattr(gpu_sd15, "measure", full)
+    monkeypatch.setattr(on_gpu, "measure", full)
     ours, theirs = multiprocessing.Pipe(duplex=False)
     with ours, theirs:
-        gpu_sd15._answer(theirs, Row("full on 12 GB", 1, (), card_gb=12), Setup(tmp_path, TINY, "cpu"))
+        on_gpu._answer(theirs, Way("full on 12 GB", (), "cpu", cap_gib=11))
         assert ours.recv() == {"cap_gib": 11, "note": "out of memory"}
 
 
