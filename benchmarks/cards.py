@@ -21,6 +21,10 @@ from swarm.run_config import RunConfig
 
 SPARE = 1.0
 """GB of a card that are not ours: CUDA's context and the desktop."""
+HELD = 0.7
+"""GB that PyTorch's allocator holds beyond the count: kernels' workspaces, and what it cannot give out in one piece. 0.56 measured (log, "A first GPU")."""
+BF16_STEP = 0.7
+"""GB that the optimizer's step takes beside the count with `--weights bf16`: 0.64 measured."""
 TABLE = ROOT / "benchmarks" / "records" / "device_memory.json"
 EXAMPLES = ROOT / "examples"
 RANK = 16
@@ -41,6 +45,10 @@ class Row:
     fused: bool = False
     offload: bool = False
     swap: int = 0
+
+    def fits(self, need: float) -> bool:
+        """Whether the card has room for a count of `need` GB, and for what no count knows."""
+        return need + HELD + (BF16_STEP if self.weights == "bf16" else 0.0) <= self.card - SPARE
 
     @property
     def name(self) -> str:
@@ -173,11 +181,11 @@ def row_of(path: Path) -> Row:
 
 
 def check(path: Path, table: Mapping[Row, Counted]) -> float:
-    """GB to spare on the card of a file of options, beside `SPARE`. Raises UserError when its row is not in the table, or does not fit."""
+    """GB of the card of a file of options beside its count and `SPARE`. Raises UserError when its row is not in the table, or does not fit."""
     row = row_of(path)
     if row not in table:
         raise UserError(f"{path.name}: no row of the table has its options ({row.name}).", fix="Add it to ROWS, and count it: device_memory.py --keep.")
     need = table[row].need(row.offload)
-    if (spare := row.card - SPARE - need) < 0:
+    if not row.fits(need):
         raise UserError(f"{path.name}: {row.name} takes {need:.1f} of {row.card} GB, and {SPARE:.0f} is not ours.", fix="Name a larger card.")
-    return spare
+    return row.card - SPARE - need

@@ -28,7 +28,7 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cards import EXAMPLES, RANK, ROWS, SPARE, TABLE, Counted, Row, row_of, write_table
+from benchmarks.cards import EXAMPLES, RANK, ROWS, TABLE, Counted, Row, row_of, write_table
 from benchmarks.common import ROOT, print_result, print_table
 from peer.contracts import LatentBatch, Model, Params
 from peer.loop.rounding import keep_in_bf16
@@ -301,7 +301,7 @@ def main(argv: Sequence[str]) -> None:
         if flags.keep:
             write_table({row: gb})
         need = gb.need(row.offload)
-        table.append({"row": row.name, **vars(gb), "need": need, "card": row.card, "fits": need <= row.card - SPARE, "how": "counted"})
+        table.append({"row": row.name, **vars(gb), "need": need, "card": row.card, "fits": row.fits(need), "how": "counted"})
         print_table(table[-1:])
     print_table(table)
     checked = {}

@@ -79,7 +79,7 @@ def test_a_counted_row_takes_its_place_and_rows_that_are_no_more_go(tmp_path):
 def test_the_benchmark_counts_the_rows_of_examples_into_the_table(tmp_path, monkeypatch, capsys):
     path, counted = tmp_path / "table.json", []
     monkeypatch.setattr(device_memory, "write_table", lambda table: write_table(table, path))
-    monkeypatch.setattr(device_memory, "in_gb", lambda row: counted.append(row) or Counted(*[1.0] * 7))
+    monkeypatch.setattr(device_memory, "in_gb", lambda row: counted.append(row) or Counted(*[0.9] * 7))
     device_memory.main(["--examples", "--keep", "--rows", "SD 1.5"])
     theirs = {row_of(path) for path in FILES if "sd15" in path.name}
     assert set(counted) == theirs == read_table(path).keys()
