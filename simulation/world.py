@@ -139,7 +139,7 @@ class _Trace(logging.Handler):
 
 class World:
     def __init__(self, scenario: Scenario):
-        _set_modules_aside()
+        set_modules_aside()
         self.scenario, self.rng = scenario, random.Random(scenario.seed)
         self.loop = VirtualLoop(random.Random(self.rng.getrandbits(64)))
         self.network = Network(self.loop, random.Random(self.rng.getrandbits(64)))
@@ -434,7 +434,7 @@ class World:
 
 
 @functools.cache
-def _set_modules_aside() -> None:
+def set_modules_aside() -> None:
     """Their 230,000 objects, at which the collector would look for 0.2 s before each world. Once a process, and before there is any
     world: of one that was set aside as well nothing would ever be freed."""
     gc.collect()
