@@ -17,6 +17,8 @@ _REPUBLISHED_SECONDS = 30.0
 @dataclass(frozen=True)
 class _Version:
     record: PeerRecord
+    packed: bytes
+    """As it was published; a stranger reads it by itself."""
     visible: float
     """On its own side."""
     expires: float
@@ -39,14 +41,23 @@ class Records:
 
     async def publish(self, record: PeerRecord, wall: float) -> bool:
         await asyncio.sleep(self._rng.uniform(0.05, 0.3))
-        checked = PeerRecord.unpack(record.pack(), owner=record.peer_id)
+        packed = record.pack()
+        checked = PeerRecord.unpack(packed, owner=record.peer_id)
         side = self._network.sides.get(record.peer_id, 0)
         visible = self._clock() + self._rng.uniform(0, self._delay)
-        version = _Version(checked, visible, wall + RECORD_LIFE_SECONDS, side)
+        version = _Version(checked, packed, visible, wall + RECORD_LIFE_SECONDS, side)
         self._versions[record.peer_id] = [*self._versions.get(record.peer_id, [])[-2:], version]
         return True
 
     async def read(self, reader: str, wall: float) -> dict[str, PeerRecord]:
+        """By peer, what `reader` is told of each. wall: its own clock, in seconds since the epoch."""
+        return {peer: version.record for peer, version in (await self._found(reader, wall)).items()}
+
+    async def read_packed(self, reader: str, wall: float) -> dict[str, bytes]:
+        """The same in the bytes that were published."""
+        return {peer: version.packed for peer, version in (await self._found(reader, wall)).items()}
+
+    async def _found(self, reader: str, wall: float) -> dict[str, _Version]:
         await asyncio.sleep(self._rng.uniform(0.05, 0.3))
         now, parted = self._clock(), self._network.parted
         found = {}
@@ -56,7 +67,7 @@ class Records:
             known = [v for v in versions if v.visible <= now and v.expires > wall]
             if not known or (peer != reader and self._rng.random() < self._missing):
                 continue
-            found[peer] = known[-2 if len(known) > 1 and peer != reader and self._rng.random() < self._stale else -1].record
+            found[peer] = known[-2 if len(known) > 1 and peer != reader and self._rng.random() < self._stale else -1]
         self._forget(now, wall)
         return found
 

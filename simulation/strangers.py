@@ -105,8 +105,8 @@ class SimStranger(Stranger):
         return self._world.server.wall()
 
     async def records(self, run_id: str) -> dict[str, Record]:
-        found = await self._world.records.read(self.peer_id, self._wall())
-        return {peer: unpack(record.pack()) for peer, record in found.items() if peer != self.peer_id}
+        found = await self._world.records.read_packed(self.peer_id, self._wall())
+        return {peer: unpack(packed) for peer, packed in found.items() if peer != self.peer_id}
 
     async def publish_for(self, run_id: str, records: Mapping[_Key, Record], seconds: float = 20.0) -> None:
         for key, record in records.items():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +57,7 @@ class Band:
     def run_id(self) -> str:
         return self.run["run_id"]
 
-    @property
+    @functools.cached_property  # asked for each record that a band of hundreds signs
     def config(self) -> RunConfig:
         return RunConfig.from_mapping(self.run["run"], where="the run's record")
 

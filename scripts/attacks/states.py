@@ -113,9 +113,9 @@ def _burnt_number(band: Band, header: Record, digest: str) -> Record:
 
 def _long_header(band: Band, header: Record, digest: str) -> Record:
     child, wanted = _few_samples(band, header, digest), band.rng.randint(120_000, 250_000)
-    included, letters = dict(child["included"]), "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+    included = dict(child["included"])
     for _ in range((wanted - len(msgpack.packb(child))) // _ENTRY_BYTES):
-        included["Qm" + "".join(band.rng.choices(letters, k=44))] = band.rng.randrange(1, 2**20)
+        included["Qm" + band.rng.randbytes(22).hex().replace("0", "g")] = 1 + band.rng.getrandbits(20)
     return {**child, "included": included}
 
 

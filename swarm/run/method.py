@@ -117,6 +117,7 @@ def method_named(name: str) -> Method:
     return methods().get(name) or methods()[usual()]
 
 
+@functools.cache  # each run that is made asks twice
 def owners() -> dict[str, list[str]]:
     """The methods that have an option, by the option."""
     found: dict[str, list[str]] = {}

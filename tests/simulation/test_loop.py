@@ -10,6 +10,7 @@ import pytest
 from simulation.loop import OWNER, Deadlock, VirtualLoop
 from simulation.machine import Process
 from simulation.threads import LockStepThread
+from simulation.world import set_modules_aside
 
 
 class Owner:
@@ -78,6 +79,7 @@ def test_a_job_gives_its_error_to_whoever_waits(loop):
 
 
 def test_what_a_killed_process_was_in_the_middle_of_is_not_unwound_by_the_collector(loop):
+    set_modules_aside()  # of a whole suite the collector would look for seconds
     process, seen = Process(SimpleNamespace(world=SimpleNamespace(loop=loop)), "sidecar"), []
     loop.set_exception_handler(lambda loop, context: seen.append(context["message"]))
 
@@ -160,6 +162,7 @@ def test_a_killed_thread_unwinds_where_it_blocks_and_a_failing_one_says_so(loop)
 
 def test_a_generator_that_nobody_ended_makes_no_task_when_it_is_collected():
     """Seen in a campaign: an answer that was read half way was unwound in the middle of another world."""
+    set_modules_aside()
     loop, unwound = VirtualLoop(random.Random(1)), []
 
     async def half_way():

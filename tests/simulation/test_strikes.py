@@ -1,9 +1,12 @@
 """Strikes are written down and played again, and a scenario that breaks a promise is made smaller by what its worlds do."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
 
+from simulation.__main__ import _parser, _scenario
+from simulation.campaign import mixed
 from simulation.faults import FAULTS, Strike, parse_strikes, written
 from simulation.shrink import Shrinking, command, promise
 from simulation.world import Outcome, Scenario, World, play
@@ -32,7 +35,7 @@ def test_every_fault_draws_what_its_strikes_are_described_by():
 
 
 def test_the_strikes_of_a_world_make_the_same_world_again():
-    scenario = Scenario(21, peers=4, hours=0.04, faults=("kill", "power", "partition", "reset", "clock", "failpoint", "nat"), fault_seconds=25)
+    scenario = Scenario(21, peers=3, hours=0.03, faults=("kill", "power", "partition", "reset", "clock", "failpoint", "nat"), fault_seconds=20)
     drawn = play(scenario)
     assert len(drawn.strikes) > 5 and drawn.rounds > 3 and not drawn.breach
     told = play(replace(scenario, faults=("nat",), strikes=parse_strikes(written(drawn.strikes))))
@@ -81,6 +84,14 @@ def test_a_scenario_is_shrunk_to_the_strikes_and_peers_that_it_needs():
     assert [strike.fault for strike in small.strikes] == ["sidecar", "power"] and small.peers == 2 and small.hours == 0.025
     assert small.faults == () and small.sync == "parameters" and not small.overlap
     assert "--strikes 'sidecar@20/1;power@60/" in command(small)
+
+
+def test_the_line_that_is_printed_plays_the_same_scenario():
+    parser, strikes = _parser(), parse_strikes(LINES)
+    mixtures = [mixed(seed) for seed in range(300)]
+    for scenario in (*mixtures, *(replace(one, strikes=strikes, fault_seconds=60.0, liars=2, step_seconds=(0.5, 0.7)) for one in mixtures[:20])):
+        words = shlex.split(command(scenario))
+        assert words[:3] == ["python", "-m", "simulation"] and _scenario(parser, parser.parse_args(words[3:])) == scenario
 
 
 def test_shrinking_keeps_to_its_time_and_to_what_breaks():
