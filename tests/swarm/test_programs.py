@@ -9,6 +9,7 @@ import pytest
 
 from swarm.version import VERSION
 
+END = "(the end)"
 SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
 
 
@@ -18,18 +19,25 @@ def programs() -> list[tuple[str, str]]:
     return [tuple(part.strip() for part in line.split("=")) for line in config["options.entry_points"]["console_scripts"].split("\n") if line]
 
 
-def said(name: str, where: str, flag: str) -> str:
-    """A process of its own, as installed: dd-peer becomes another program for what is answered at once."""
+def said(name: str, where: str, *flags: str) -> list[str]:
+    """For each flag a process of its own, as installed: dd-peer becomes another program for what is answered at once. One imports for all."""
     module, function = where.split(":")
-    code = f"import sys; from {module} import {function}; sys.argv[0] = {name!r}; sys.exit({function}())"
-    return subprocess.run([sys.executable, "-c", code, flag], cwd=SETUP.parent, check=True, capture_output=True, text=True, timeout=120).stdout
+    code = f"""
+import os, sys
+from {module} import {function}
+for flag in sys.argv[1:]:
+    if not (child := os.fork()):
+        sys.argv[:] = [{name!r}, flag]
+        sys.exit({function}())
+    assert os.waitpid(child, 0)[1] == 0
+    print({END!r}, flush=True)
+"""
+    run = subprocess.run([sys.executable, "-c", code, *flags], cwd=SETUP.parent, check=True, capture_output=True, text=True, timeout=120)
+    return run.stdout.split(END)
 
 
 @pytest.mark.parametrize(("name", "where"), programs())
-def test_every_program_says_its_version(name, where):
-    assert said(name, where, "--version").strip() == f"distributed-diffusion {VERSION}"
-
-
-@pytest.mark.parametrize(("name", "where"), programs())
-def test_every_program_calls_itself_by_what_people_type(name, where):
-    assert said(name, where, "--help").startswith(f"usage: {name} ")
+def test_every_program_says_its_version_and_calls_itself_by_what_people_type(name, where):
+    version, helped, _ = said(name, where, "--version", "--help")
+    assert version.strip() == f"distributed-diffusion {VERSION}"
+    assert helped.lstrip().startswith(f"usage: {name} ")

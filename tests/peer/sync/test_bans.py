@@ -146,7 +146,7 @@ def test_who_stands_on_a_state_that_the_host_discards_ends_and_begins_again_from
 
 def test_two_pairs_that_never_met_stay_apart_until_the_host_discards_one_branch(virtual, tmp_path):
     async def scenario(nodes):
-        key, run = HostKey(tmp_path / "host.key"), make_run()
+        key, run = HostKey(tmp_path / "host.key"), make_run(target_batch_size=160)  # a round every 2 s
         four = await swarm_of(nodes, 4, run, key, halves=True)
         stays, leaves = four[:2], four[2:]
         await until(lambda: min(peer.head.header.round for peer in four) > 3)

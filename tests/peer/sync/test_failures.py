@@ -9,14 +9,14 @@ import asyncio
 import pytest
 import torch
 
-from peer.sync.engine import failpoints, replica
+from peer.sync.engine import codec, failpoints, replica
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.streams import Broken, PeerLost
 from tests.peer.sync.replicas import Peer, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import named, until
 
-LARGE = 10 * 131_072
-"""Ten parts, so that each member sends several to each reducer; two chunks of state."""
+PART, TWO_CHUNKS = 16 << 10, (1 << 20) + 1000
+"""Elements: of a part here, a sixteenth of the product's, and of a state that travels in two chunks."""
 SECONDS = 160.0
 PAUSES = (0.25, 0.5, 1, 2, 4, 8)
 """Between attempts: a quarter of the product's."""
@@ -37,6 +37,14 @@ BREAKS = {"averaging": ("joined", "half_of_parts_sent"), "handing out a state": 
 def soon(monkeypatch):
     """A dead peer's record promises samples until it was missed from three attempts, which takes 7 to 15 s with the product's pauses."""
     monkeypatch.setattr(replica, "_BACKOFF_SECONDS", PAUSES)
+
+
+def size_for(what: str, monkeypatch) -> int:
+    """Ten parts, so that each member sends several to each reducer; two chunks where a state is handed out."""
+    if what == "handing out a state":
+        return TWO_CHUNKS
+    monkeypatch.setattr(codec, "PART_ELEMENTS", PART)
+    return 10 * PART
 
 
 class Trap:
@@ -123,11 +131,11 @@ async def audit(living, everyone) -> None:
 
 
 @pytest.mark.parametrize("what", DEATHS)
-def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(virtual, trap, what):
+def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(virtual, trap, monkeypatch, what):
     """One swarm for several failpoints: each time another peer dies, the others go on without it, and it comes back to them."""
 
     async def scenario(nodes):
-        size = 1000 if what == "keeping a state" else LARGE
+        size = size_for(what, monkeypatch)
         living = await peers(nodes, 3, make_run(), size=size)
         everyone = list(living)
         await until(lambda: min(peer.head.header.round for peer in living) >= 1, SECONDS)
@@ -154,9 +162,9 @@ def test_a_peer_that_dies_at_any_point_stops_nobody_and_comes_back(virtual, trap
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_stream_that_breaks_at_any_point_costs_a_retry(virtual, trap, what):
+def test_a_stream_that_breaks_at_any_point_costs_a_retry(virtual, trap, monkeypatch, what):
     async def scenario(nodes):
-        size = LARGE
+        size = size_for(what, monkeypatch)
         living = await peers(nodes, 3, make_run(), size=size)
         await until(lambda: min(peer.head.header.round for peer in living) >= 1, SECONDS)
         for point in BREAKS[what]:

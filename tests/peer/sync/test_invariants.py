@@ -7,10 +7,10 @@ import pytest
 
 from peer.sync.engine import failpoints, replica
 from peer.sync.engine.net.streams import Broken
-from tests.peer.sync.conftest import LOOP_SECONDS
 from tests.peer.sync.replicas import make_run, peers
-from tests.peer.sync.swarm_tools import Nodes, run_swarm, until
+from tests.peer.sync.swarm_tools import until
 from tests.peer.sync.test_failures import PAUSES, SECONDS, Trap, average_together, back, balanced, die, lineage
+from tests.peer.sync.virtual import VirtualNodes, run_virtual
 
 
 class Past:
@@ -29,7 +29,7 @@ class History:
         self.everyone = [Past(peer, everyone) for peer in everyone]
 
 
-async def live(nodes: Nodes) -> History:
+async def live(nodes: VirtualNodes) -> History:
     trio, ends = await peers(nodes, 3, make_run()), []
     by_id = {peer.id: peer for peer in trio}
     await until(lambda: min(peer.head.header.round for peer in trio) >= 1, SECONDS)
@@ -55,7 +55,7 @@ def history(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(failpoints, "hook", None)
         patch.setattr(replica, "_BACKOFF_SECONDS", PAUSES)
-        yield run_swarm(tmp_path_factory.mktemp("invariants"), live, LOOP_SECONDS)
+        yield run_virtual(tmp_path_factory.mktemp("invariants"), live, seed=1)
 
 
 def test_one_parent_and_one_group_give_one_digest(history):

@@ -1,15 +1,15 @@
 """Messages and memory between the trainer and its sidecar."""
 
+import contextlib
 import dataclasses
 import os
-import subprocess
-import sys
+import resource
 
 import pytest
 import torch
 
 from peer.sync.engine.trainer import messages
-from peer.sync.engine.trainer.messages import Failed, News, Offer, Progress, Rebase
+from peer.sync.engine.trainer.messages import Failed, News, Offer, Progress, Pulse, Rebase
 from peer.sync.engine.trainer.port import Port, PortClosed
 from swarm.errors import ExitCode, UserError
 from tests.peer.sync.swarm_tools import open_descriptors, shared_copy
@@ -76,16 +76,16 @@ def test_a_process_that_takes_nothing_does_not_block_us_for_good(ports):
     assert not ours.has_room()
 
 
-def test_descriptors_above_1023_work(tmp_path):
-    code = """
-import os, resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-from peer.sync.engine.trainer.messages import Pulse
-from peer.sync.engine.trainer.port import Port
-ours, theirs = Port.pair()
-ours.send(Pulse())
-assert theirs.receive(1) == Pulse()
-"""
-    root = os.path.abspath(os.path.join(__file__, "../../../.."))
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, cwd=root, env={**os.environ, "PYTHONPATH": root})
+def test_descriptors_above_1023_work():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(4096, limits[0]), limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1100):
+            stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+        ours, theirs = Port.pair()
+        stack.callback(ours.close)
+        stack.callback(theirs.close)
+        assert min(ours.socket.fileno(), theirs.socket.fileno()) > 1023
+        ours.send(Pulse())
+        assert theirs.receive(1) == Pulse()

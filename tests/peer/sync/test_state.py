@@ -5,11 +5,9 @@ import dataclasses
 import itertools
 import json
 import os
+import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +23,7 @@ from peer.sync.engine.transfer import chunk_file
 from peer.sync.engine.transfer.discarded import discard
 from peer.sync.engine.transfer.disk import OLDER_SECONDS, StateStore
 from peer.sync.engine.vectors import SharedBuffer
-from swarm.errors import ExitCode, UserError
+from swarm.errors import ExitCode, UserError, run_program
 from tests.peer.sync.swarm_tools import state_of
 
 HEADS = st.text("ab", min_size=1, max_size=3).map(lambda digest: Head(digest, len(digest)))
@@ -266,29 +264,20 @@ def test_of_two_stored_states_with_as_many_samples_the_better_one_is_read(tmp_pa
     assert load(store).digest == min(state.digest for state in siblings)
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_older_states_intact(tmp_path):
+def test_a_full_disk_is_one_line_and_leaves_the_older_states_intact(tmp_path, capsys):
     """The limit on a file's size stands for the full disk: the same code path, without mounting one."""
     store, states = saved(tmp_path / "states", rounds=1)
-    code = f"""
-import resource, signal, sys, torch
-from pathlib import Path
-from peer.contracts import Member
-from peer.sync.engine.transfer.disk import StateStore
-from peer.sync.engine.state import next_state
-from tests.peer.sync.swarm_tools import state_of
-from swarm.errors import run_program
-state = state_of(torch.zeros(1000))
-state = next_state(state, [state.vectors(1000)], [Member("a", 1, 1)])
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-sys.exit(run_program(lambda: StateStore(Path({str(tmp_path / "states")!r})).save(state) and 0))
-"""
-    root = str(Path(__file__).resolve().parents[3])
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": root}, cwd=root
-    )
-    assert result.returncode == ExitCode.DISK, result.stderr
-    assert "Cannot save the state of round 1" in result.stderr and "Traceback" not in result.stderr
+    size, limits = 300_000, resource.getrlimit(resource.RLIMIT_FSIZE)
+    large = state_of(torch.zeros(size))
+    large = next_state(large, [large.vectors(size)], [Member("a", 1, 1)])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        code = run_program(lambda: store.save(large) and 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert code == ExitCode.DISK, said
+    assert "Cannot save the state of round 1" in said and "Traceback" not in said
     assert load(store).digest == states[1].digest and not list((tmp_path / "states").glob("*.tmp"))
 
 
