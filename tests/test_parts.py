@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -26,9 +27,15 @@ FROZEN = "run_defaults.py"
 FILES = sorted(path for package in ("swarm", "datasetserver", "peer") for path in (ROOT / package).rglob("*.py"))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def said(path: Path) -> dict[str, list[int]]:
     """The texts in a file with their lines, docstrings and notes below fields left out: nothing is decided by those."""
-    return said_in(ast.parse(path.read_text(encoding="utf-8")))
+    return said_in(tree_of(path))
 
 
 def said_in(tree: ast.AST) -> dict[str, list[int]]:
@@ -106,7 +113,7 @@ def test_nothing_is_decided_by_an_optimizers_name_outside_the_table_and_its_buil
 def test_a_runs_strategy_is_compared_with_no_name():
     wrong, names = [], {*families(), *methods(), *strategies()}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             sides = (node.left, *node.comparators) if isinstance(node, ast.Compare) else ()
             if any(isinstance(side, ast.Attribute) and side.attr in ("sync", "method", "family") for side in sides):
                 with_ = [side.value for side in sides if isinstance(side, ast.Constant)]

@@ -11,8 +11,9 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 _LOADED = ("peer.wiring", "torch._dynamo", "peft", "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion")
 
@@ -25,11 +26,14 @@ def _context():
 
 
 class Warm:
-    """What tests ask of a `subprocess.Popen`, of `python SCRIPT ...` or `python -m MODULE ...` in a session of its own."""
+    """What tests ask of a `subprocess.Popen`, of `python SCRIPT ...`, `python -m MODULE ...` or `python -c CODE ...` in a session of its own.
 
-    def __init__(self, words: Sequence[str], cwd: Path, log: Path):
+    env: what it has besides the environment in which the first one was started.
+    """
+
+    def __init__(self, words: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str] = MappingProxyType({})):
         log.touch()
-        self._process = _context().Process(target=_run, args=([*words], str(cwd), str(log)))
+        self._process = _context().Process(target=_run, args=([*words], str(cwd), str(log), dict(env)))
         self._process.start()
         self.pid: int = self._process.pid
 
@@ -51,8 +55,9 @@ class Warm:
             os.kill(self.pid, number)
 
 
-def _run(words: list[str], cwd: str, log: str) -> None:
+def _run(words: list[str], cwd: str, log: str, env: dict[str, str]) -> None:
     os.setsid()
+    os.environ.update(env)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -61,6 +66,9 @@ def _run(words: list[str], cwd: str, log: str) -> None:
         if words[0] == "-m":
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(words[1], {"__name__": "__main__"})
         else:
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")

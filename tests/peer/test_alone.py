@@ -31,6 +31,8 @@ RUN = RunConfig(
     lr_warmup_samples=20,
     seed=7,
 )
+SHORT = dataclasses.replace(RUN, total_samples=20)
+"""Five steps of 4: a round, and the half of one; an epoch, and the half of one."""
 
 
 class Recorded:
@@ -86,7 +88,7 @@ def test_the_run_ends_at_its_total_and_leaves_a_checkpoint_and_metrics(start, tm
 
 def test_every_steps_loss_is_logged_on_wish(start, caplog):
     with caplog.at_level("INFO", "peer.figures.metrics"):
-        done = start(print_loss=True).run()
+        done = start(run=SHORT, print_loss=True).run()
     assert [f"step={i} samples=4 loss={loss:.6f}" for i, loss in enumerate(done.losses, 1)] == [
         line for line in caplog.messages if line.startswith("step=")
     ]
@@ -99,7 +101,7 @@ def test_without_a_total_the_run_ends_with_the_epochs(start):
 
 
 def test_two_runs_with_the_same_seed_are_equal_to_the_bit(start):
-    one, two, other = start("one").run(), start("two").run(), start("other", run=dataclasses.replace(RUN, seed=8)).run()
+    one, two, other = (start(name, run=dataclasses.replace(SHORT, seed=seed)).run() for name, seed in (("one", 7), ("two", 7), ("other", 8)))
     assert one.losses == two.losses != other.losses
     assert torch.equal(flat(one.trainer.params), flat(two.trainer.params))
 
@@ -118,10 +120,10 @@ def test_a_run_stopped_after_every_single_step_equals_an_uninterrupted_one_to_th
     """Steps of 4 samples in two micro-batches, rounds of 10: most stops are in the middle of a round, some in that of an epoch."""
     own = {name: options[name] for name in ("use_ema", "weights") if name in options}
     peer = own | {"train_batch_size": 2, "gradient_accumulation_steps": 2, "checkpoints_total_limit": 1}
-    run = dataclasses.replace(RUN, total_samples=28, **{name: value for name, value in options.items() if name not in own})
+    run = dataclasses.replace(SHORT, **{name: value for name, value in options.items() if name not in own})
     whole = start("whole", run=run, **peer).run()
     losses, rates = [], []
-    for step in range(1, 8):
+    for step in range(1, 6):
         part = start("parts", run=run, stop_after=step, resume_from_checkpoint="latest", **peer).run()
         losses, rates = losses + part.losses, rates + part.rates
         assert part.trainer.step == step
@@ -164,12 +166,13 @@ def test_a_checkpoint_that_is_asked_for_must_have_this_optimizers_state(start):
 
 def test_a_run_that_was_killed_in_the_middle_of_an_accumulation_goes_on_from_the_step_before_to_the_bit(start):
     peer = {"train_batch_size": 2, "gradient_accumulation_steps": 3, "checkpointing_steps": 1}
-    whole = start("whole", **peer).run()
-    killed = start("parts", **peer)
+    run = dataclasses.replace(RUN, total_samples=24)
+    whole = start("whole", run=run, **peer).run()
+    killed = start("parts", run=run, **peer)
     encode, batches = killed.trainer.encode, iter(range(1000))
 
     def encode_until_killed(pixels, rng):
-        if next(batches) == 3 * 4 + 1:  # the second micro-batch of the fifth step
+        if next(batches) == 3 * 2 + 1:  # the second micro-batch of the third step
             raise KeyboardInterrupt
         return encode(pixels, rng)
 
@@ -177,15 +180,15 @@ def test_a_run_that_was_killed_in_the_middle_of_an_accumulation_goes_on_from_the
     with pytest.raises(KeyboardInterrupt):
         killed.run()
     assert any(parameter.grad is not None for parameter in killed.trainer.params.values())
-    rest = start("parts", resume_from_checkpoint="latest", **peer).run()
-    assert killed.losses + rest.losses == whole.losses and len(killed.losses) == 4
+    rest = start("parts", run=run, resume_from_checkpoint="latest", **peer).run()
+    assert killed.losses + rest.losses == whole.losses and len(killed.losses) == 2
     assert torch.equal(flat(rest.trainer.params), flat(whole.trainer.params))
 
 
 def test_a_run_with_decoding_processes_resumes_as_exactly(start):
-    whole = start("whole").run()
-    first = start("parts", stop_after=5, dataloader_num_workers=1).run()
-    second = start("parts", resume_from_checkpoint="latest", dataloader_num_workers=1).run()
+    whole = start("whole", run=SHORT).run()
+    first = start("parts", run=SHORT, stop_after=2, dataloader_num_workers=1).run()
+    second = start("parts", run=SHORT, resume_from_checkpoint="latest", dataloader_num_workers=1).run()
     assert first.losses + second.losses == whole.losses
 
 
@@ -296,26 +299,27 @@ def test_a_checkpoint_of_a_swarm_is_refused_by_a_run_without_one(start):
 
 
 def test_checkpoints_are_saved_every_so_many_steps(start, tmp_path):
-    start(checkpointing_steps=4, checkpoints_total_limit=9).run()
-    assert len(Checkpoints(tmp_path / "out", keep=9).paths()) == 4  # after 4, 8 and 12 steps, and at the end
+    start(run=SHORT, checkpointing_steps=2, checkpoints_total_limit=9).run()
+    assert [about(path)["step"] for path in Checkpoints(tmp_path / "out", keep=9).paths()] == [2, 4, 5]
 
 
 def test_the_result_so_far_is_written_every_so_many_steps(start, tmp_path):
-    done = start(save_steps=6, run=dataclasses.replace(RUN, total_samples=48)).run()
-    assert sorted(path.name for path in (tmp_path / "out").glob("model*")) == ["model-steps-12", "model-steps-6"]
-    saved, own = load_file(tmp_path / "out" / "model-steps-12" / "unet" / "diffusion_pytorch_model.safetensors"), done.trainer.params
+    done = start(save_steps=2, run=dataclasses.replace(RUN, total_samples=16)).run()
+    assert sorted(path.name for path in (tmp_path / "out").glob("model*")) == ["model-steps-2", "model-steps-4"]
+    saved, own = load_file(tmp_path / "out" / "model-steps-4" / "unet" / "diffusion_pytorch_model.safetensors"), done.trainer.params
     assert all(torch.equal(saved[name.removeprefix("unet.")], parameter) for name, parameter in own.items())
 
 
 @pytest.mark.parametrize("batch", [2, 3])
 def test_accumulated_micro_batches_make_the_steps_of_one_large_batch(start, batch):
-    large = start("large", train_batch_size=6)
-    parts = start("parts", train_batch_size=batch, gradient_accumulation_steps=6 // batch)
+    run = dataclasses.replace(RUN, total_samples=24)
+    large = start("large", run=run, train_batch_size=6)
+    parts = start("parts", run=run, train_batch_size=batch, gradient_accumulation_steps=6 // batch)
     before = flat(parts.trainer.params).clone()
     for done in (large, parts):
         draw_by_picture(done.trainer)
         done.run()
-    assert len(parts.losses) == len(large.losses) == 10 and parts.trainer.trained == large.trainer.trained == 60
+    assert len(parts.losses) == len(large.losses) == 4 and parts.trainer.trained == large.trainer.trained == 24
     # Sums in another order: 2e-7 of the losses and 2e-6 of all that moved were measured.
     assert parts.losses == pytest.approx(large.losses, rel=1e-5)
     expected = flat(large.trainer.params) - before
@@ -334,7 +338,7 @@ def draw_by_picture(trainer):
 
 
 def test_gradients_are_clipped_at_their_true_norm(start):
-    trainer = start(run=dataclasses.replace(RUN, max_grad_norm=0.5)).trainer
+    trainer = start(run=dataclasses.replace(SHORT, max_grad_norm=0.5)).trainer
     seen = []
     trainer.optimizer.register_step_pre_hook(lambda *_: seen.append(norm(trainer.params)))
     trainer.run()
@@ -424,7 +428,7 @@ def test_what_no_loss_depends_on_stays_as_it_was(start, tiny_family, family, opt
 
 
 def test_gradient_checkpointing_changes_nothing_but_memory(start):
-    plain, checkpointed = start("plain").run(), start("checkpointed", gradient_checkpointing=True).run()
+    plain, checkpointed = start("plain", run=SHORT).run(), start("checkpointed", run=SHORT, gradient_checkpointing=True).run()
     assert checkpointed.losses == pytest.approx(plain.losses, rel=1e-4)
 
 
@@ -617,7 +621,7 @@ def test_the_gradients_handed_over_add_up_to_those_of_the_whole_round_at_once(st
     torch.testing.assert_close(sum(sync.taken), expected, rtol=1e-4, atol=1e-5)
 
 
-FUSED = dataclasses.replace(RUN, clip_grad="tensor", max_grad_norm=0.05, total_samples=28, optimizer="adamw")
+FUSED = dataclasses.replace(RUN, clip_grad="tensor", max_grad_norm=0.05, total_samples=20, optimizer="adamw")
 
 
 def test_fused_steps_are_the_same_run_to_the_bit_and_each_goes_on_from_the_others_checkpoint(start):
@@ -696,7 +700,7 @@ def test_a_fused_step_that_breaks_off_is_lost_and_every_sample_is_counted_once(s
 
 
 def test_a_picture_that_breaks_a_step_off_comes_back_when_the_peer_leaves_and_ends_no_run(start):
-    run = dataclasses.replace(FUSED, total_samples=160)
+    run = dataclasses.replace(FUSED, total_samples=40)  # more than three epochs: it would come back in each
     done, bad = start(run=run, fused_step=True), set()
     trainer, source, back = done.trainer, done.trainer.accounts._source, []
     trainer.sync, trainer.averages = Anchored(run, trainer.params), True
@@ -711,7 +715,7 @@ def test_a_picture_that_breaks_a_step_off_comes_back_when_the_peer_leaves_and_en
     trainer._learn = learned
     next(iter(trainer.params.values())).register_hook(lambda gradient: gradient * (float("inf") if trainer.breaks else 1.0))
     done.run()
-    assert sum(loss is None for loss in done.losses) == 1 and trainer.sync.samples == 160
+    assert sum(loss is None for loss in done.losses) == 1 and trainer.sync.samples == 40
     assert bad <= {key for step, key in back if step == trainer.step}
 
 
@@ -738,8 +742,9 @@ def gradient(params):
 
 
 def test_a_peer_that_rests_trains_nothing_and_goes_on_to_the_same_result(start, tmp_path):
-    whole = flat(start("whole").run().trainer.params)
-    resting = start("resting")
+    run = dataclasses.replace(RUN, total_samples=28)
+    whole = flat(start("whole", run=run).run().trainer.params)
+    resting = start("resting", run=run)
     rests = iter([False, True, True, True, False, False, True, False])
     asked = []
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -21,12 +22,14 @@ from peer.launch.command_line import parse
 from peer.launch.resolving import resolve_run
 from peer.launch.starting_model import load_model
 from peer.results.checkpoint import Checkpoints
+from peer.watchdog.trainer_process import _places
 from swarm.digest import digest_model
 from swarm.errors import ExitCode, UserError, run_program
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.conftest import ROOT
 from tests.peer.samples.test_buckets import mixed_pictures  # noqa: F401
+from tests.warm import Warm
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(ROOT / "peer" / "finetune.py")
@@ -50,6 +53,21 @@ def finish(process, seconds=180):
     return process.returncode, out, err
 
 
+def forked(*argv, log, cwd="/", program=(SCRIPT,), env=MappingProxyType({})):
+    """As `start`, with everything imported, which takes ten seconds of a core; its stdout and stderr are in `log`."""
+    return Warm([*program, *map(str, argv)], cwd, log, env)
+
+
+def ended(process, log, seconds=180):
+    """Exit code of a forked program, and what it said."""
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        raise
+    return code, log.read_text()
+
+
 @pytest.fixture
 def flags(tiny_model, pictures, tmp_path):
     return ["--train_data_dir", pictures, "--model", tiny_model, "--output_dir", tmp_path / "out", "--resolution", 16, "--num_threads", 1]
@@ -68,19 +86,21 @@ def test_help_is_answered_without_torch():
 
 def test_the_originals_flags_train_from_any_folder_and_the_result_draws(tiny_model, pictures, tmp_path):
     flags = ["--dataset", pictures, "--model", tiny_model, "--run_name", "mine", "--lr", 1e-3, "--epochs", 2, "--batch_size", 4]
-    code, _, err = finish(start(*flags, "--output_dir", tmp_path / "out", "--resolution", 16, program=TORCHRUN))
+    log = tmp_path / "log"
+    code, err = ended(forked(*flags, "--output_dir", tmp_path / "out", "--resolution", 16, log=log), log)
     assert code == 0, err
     assert "training mine" in err and "autocast=no: " in err and "Traceback" not in err and "Warning" not in err
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out" / "model")
     assert digest_model(tmp_path / "out" / "model") != digest_model(tiny_model)
     assert pipeline.unet.config.sample_size == 8
 
-    draw = ["-m", "peer.generate", "--model", tmp_path / "out", "--prompt", "a red square!", "--num_images", "3", "--steps", "2"]
-    code, out, err = finish(start(*draw, "--out", tmp_path / "drawn", "--batch_size", 2, cwd=ROOT, program=[sys.executable]))
-    assert code == 0, err
+    draw = ["--model", tmp_path / "out", "--prompt", "a red square!", "--num_images", "3", "--steps", "2"]
+    draw += ["--out", tmp_path / "drawn", "--batch_size", 2]
+    code, out = ended(forked(*draw, log=tmp_path / "drawing", cwd=ROOT, program=["-m", "peer.generate"]), tmp_path / "drawing")
+    assert code == 0, out
     paths = sorted((tmp_path / "drawn").iterdir())
     assert [path.name for path in paths] == ["a-red-square-000.png", "a-red-square-001.png", "a-red-square-002.png"]
-    assert out.split() == list(map(str, paths))
+    assert [line for line in out.splitlines() if line.endswith(".png")] == list(map(str, paths))
     for path in paths:
         with Image.open(path) as picture:
             assert picture.size == (16, 16) and picture.format == "PNG"
@@ -136,25 +156,31 @@ def test_without_model_or_data_the_missing_flag_is_named():
             resolve_run(*parse(argv))
 
 
+def two_ranks(*flags, logs, cwds=("/", "/")):
+    """Two forked programs that were told what torchrun tells its ranks."""
+    return [forked(*flags, log=log, cwd=cwd, env=env) for log, cwd, env in zip(logs, cwds, _places(2), strict=True)]
+
+
 def test_two_ranks_train_as_one_does_with_the_whole_batch(flags, mixed_pictures, tmp_path):  # noqa: F811
     """Two ranks with batches of 2 and one rank with two micro-batches of 2 do the same steps, on the same noise; also of buckets, caches, and
     a class. Its pictures are in rank 0's folder alone: rank 1, which may be another machine, has no such folder to look into."""
     common = ["--total_samples", 40, "--lr", 1e-3, "--batch_size", 2, "--target_batch_size", 8, "--num_buckets", 5]
     common += ["--cache_latents", "--cache_text", "--cache_dir", tmp_path / "kept", "--validation_inference_steps", 1]
     common += ["--with_prior_preservation", "--class_prompt", "a red square", "--num_class_images", 5]
-    two = [*TORCHRUN[:4], "--nproc_per_node=2", "--no_python", "bash", "-c"]
-    two += [f'cd "$0/$RANK" && PYTHONPATH="{ROOT}" exec "{sys.executable}" "{SCRIPT}" "$@"', tmp_path / "cwd"]
-    for rank in range(2):
-        (tmp_path / "cwd" / str(rank)).mkdir(parents=True)
-    code, _, err = finish(start(*flags, *common, "--class_data_dir", "dogs", "--output_dir", tmp_path / "two", program=two))
-    assert code == 0, err
-    assert err.count("finished samples=40") == 1 and "ranks=2" in err
-    assert not list((tmp_path / "cwd" / "1" / "dogs").glob("*"))
-    drawn = tmp_path / "cwd" / "0" / "dogs"
+    cwds = [tmp_path / "cwd" / str(rank) for rank in range(2)]
+    for cwd in cwds:
+        cwd.mkdir(parents=True)
+    logs = [tmp_path / f"{cwd.name}.log" for cwd in cwds]
+    ranks = two_ranks(*flags, *common, "--class_data_dir", "dogs", "--output_dir", tmp_path / "two", logs=logs, cwds=cwds)
+    codes, said = zip(*(ended(rank, log) for rank, log in zip(ranks, logs, strict=True)), strict=True)
+    assert codes == (0, 0), said
+    assert "".join(said).count("finished samples=40") == 1 and "ranks=2" in said[0]
+    assert not list((cwds[1] / "dogs").glob("*"))
+    drawn = cwds[0] / "dogs"
     assert sorted(path.name for path in drawn.iterdir()) == [f"class-{number:05}.png" for number in range(5)]
-    one = start(*flags, *common, "--class_data_dir", drawn, "--output_dir", tmp_path / "one", "--gradient_accumulation_steps", 2)
-    code, _, err = finish(one)
-    assert code == 0, err
+    log, alone = tmp_path / "log", ["--class_data_dir", drawn, "--output_dir", tmp_path / "one", "--gradient_accumulation_steps", 2]
+    code, said = ended(forked(*flags, *common, *alone, log=log), log)
+    assert code == 0, said
     torch.testing.assert_close(params(tmp_path / "two"), params(tmp_path / "one"), rtol=1e-5, atol=1e-5)
 
 
@@ -171,34 +197,37 @@ def alive(process):
     return False
 
 
-def said(of_process):
-    """What a process says of itself; {} when it is gone: in a family some come and go."""
-    with contextlib.suppress(psutil.Error):
-        return of_process()
-    return {}
-
-
 def training(output):
     """Whether ten steps were made, which is when metrics.jsonl gets its first line."""
     return (output / "metrics.jsonl").exists() and (output / "metrics.jsonl").stat().st_size > 0
 
 
-# dd-peer passes either on as SIGTERM. That it hears SIGINT is said in test_assist.py.
-@pytest.mark.parametrize(
-    ("number", "program"),
-    [(signal.SIGINT, [sys.executable, SCRIPT]), (signal.SIGTERM, [sys.executable, "-m", "peer.supervise"])],
-    ids=["trainer", "dd-peer"],
-)
-def test_a_signal_ends_training_cleanly_with_a_checkpoint_and_a_result(flags, tmp_path, number, program):
-    process = start(*flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, program=program, cwd=ROOT)
+def test_sigint_ends_training_cleanly_with_a_checkpoint_and_a_result(flags, tmp_path):
+    log = tmp_path / "log"
+    process = forked(*flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, log=log)
     wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
-    family = [process, *psutil.Process(process.pid).children(recursive=True)]
-    process.send_signal(number)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert_ended_cleanly(*ended(process, log), tmp_path / "out", family)
+
+
+def test_dd_peer_passes_sigterm_on_and_training_ends_as_cleanly(flags, tmp_path):
+    """It passes either on as SIGTERM; that it hears SIGINT is said in test_assist.py."""
+    process = start(*flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, program=[sys.executable, "-m", "peer.supervise"], cwd=ROOT)
+    wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
-    assert code == 0, err
-    assert "finished samples=" in err and "Traceback" not in err
-    assert Checkpoints(tmp_path / "out", keep=2).load("latest") and (tmp_path / "out" / "model" / "model_index.json").is_file()
-    wait_for(lambda: not any(map(alive, family[1:])))
+    assert_ended_cleanly(code, err, tmp_path / "out", family)
+    assert "Warning" not in err
+
+
+def assert_ended_cleanly(code, said, out, family):
+    assert code == 0, said
+    assert "finished samples=" in said and "Traceback" not in said
+    assert Checkpoints(out, keep=2).load("latest") and (out / "model" / "model_index.json").is_file()
+    assert family
+    wait_for(lambda: not any(map(alive, family)))
 
 
 def test_no_process_outlives_a_supervisor_or_a_launcher_that_was_killed(flags, tmp_path):
@@ -216,13 +245,13 @@ def test_no_process_outlives_a_supervisor_or_a_launcher_that_was_killed(flags, t
 
 
 def test_when_one_rank_dies_the_launch_ends_and_says_why(flags, tmp_path):
-    two = [*TORCHRUN[:4], "--nproc_per_node=2", "--max_restarts=0", SCRIPT]
-    process = start(*flags, "--total_samples", 10**9, program=two)
-    wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
-    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if SCRIPT in said(child.cmdline)]
-    second = next(child for child in ranks if said(child.environ).get("RANK") == "1")
-    second.kill()
-    code, _, err = finish(process)
-    lines = [line for line in err.splitlines() if line.startswith("error:")]
-    assert code != 0 and len(lines) == 1 and "Another rank of this launch ended" in lines[0], err
-    wait_for(lambda: not any(map(alive, ranks)))
+    """Torchrun, which tests/test_swarm.py starts, asks the others to end as soon as one has died."""
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    first, second = two_ranks(*flags, "--total_samples", 10**9, logs=logs)
+    wait_for(lambda: training(tmp_path / "out") or first.poll() is not None)
+    second.send_signal(signal.SIGKILL)
+    second.wait(60)
+    first.send_signal(signal.SIGTERM)
+    code, said = ended(first, logs[0])
+    lines = [line for line in said.splitlines() if line.startswith("error:")]
+    assert code != 0 and len(lines) == 1 and "Another rank of this launch ended" in lines[0], said

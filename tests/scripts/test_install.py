@@ -1,6 +1,7 @@
 """Set-up: when it is skipped, brought up to date, or started over, and what it says when it cannot go on.
 
-`install.py` runs as it is; only pip's downloads are left out, by a `pip` module in the new environment that writes down its arguments.
+`install.py` runs as it is; only pip's downloads are left out, by a `pip` module in the new environment that writes down its arguments. Pip
+itself, which takes 5 s of a core to put in, is put in by one test.
 """
 
 import configparser
@@ -25,6 +26,13 @@ if sys.argv[1:2] == ["show"]:
 if "install" in sys.argv and os.environ.get("PIP_FAILS"):
     sys.exit(os.environ["PIP_FAILS"])
 """
+VENV_WITHOUT_PIP = """\
+import runpy, sys, sysconfig
+sys.path.insert(0, sysconfig.get_path("stdlib"))
+del sys.modules["venv"]
+sys.argv.append("--without-pip")
+runpy.run_module("venv", run_name="__main__")
+"""
 
 
 @pytest.fixture
@@ -41,14 +49,16 @@ def checkout(tmp_path):
 def set_up(checkout, tmp_path, monkeypatch):
     """Run scripts/setup of the copy; returns the finished process, with what pip was asked in `.asked`."""
     record = tmp_path / "pip.txt"
-    # A venv made without pip finds the recording one on PYTHONPATH.
-    (tmp_path / "fake" / "pip").mkdir(parents=True)
-    (tmp_path / "fake" / "pip" / "__main__.py").write_text(RECORDING_PIP)
-    (tmp_path / "fake" / "pip" / "__init__.py").write_text("")
+    # What is on PYTHONPATH comes before what an environment, and Python, have themselves.
+    for folder, name, code in (("fake", "pip", RECORDING_PIP), ("no pip", "venv", VENV_WITHOUT_PIP)):
+        (tmp_path / folder / name).mkdir(parents=True)
+        (tmp_path / folder / name / "__main__.py").write_text(code)
+        (tmp_path / folder / name / "__init__.py").write_text("")
 
-    def run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+    def run(*arguments: str, with_pip: bool = False, **env: str) -> subprocess.CompletedProcess:
         record.write_text("")
-        settings = {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "fake"), "PIP_RECORD": str(record)}
+        path = os.pathsep.join(str(tmp_path / folder) for folder in ("fake", "no pip")[: 1 if with_pip else 2])
+        settings = {"PYTHON": sys.executable, "PYTHONPATH": path, "PIP_RECORD": str(record)}
         command = [str(checkout / "scripts" / "setup"), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings, **env}, timeout=600)
         done.asked = [line for line in record.read_text().splitlines() if line.startswith("install")]
@@ -58,8 +68,9 @@ def set_up(checkout, tmp_path, monkeypatch):
 
 
 def test_the_first_run_installs_and_the_second_does_nothing(set_up, checkout):
-    first = set_up()
+    first = set_up(with_pip=True)
     assert first.returncode == 0, first.stderr
+    assert (checkout / ".venv" / "bin" / "pip").exists()
     assert "making" in first.stdout and first.asked[-1].endswith("--editable .[demo]")
     second = set_up()
     assert (second.returncode, second.stdout, second.asked) == (0, "", [])
@@ -117,7 +128,8 @@ def test_a_link_to_an_environment_that_does_not_fit_is_not_followed_to_delete_wh
 def test_a_moved_checkout_gets_a_new_environment(checkout):
     wanted = install.fingerprint(checkout, "3.11.7")
     venv = checkout / ".venv"
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)  # which runs, and has a pip
     (venv / "setup.json").write_text(json.dumps({"fingerprint": {**wanted, "root": "/elsewhere"}, "extra": "demo"}))
     assert install.must_start_over(venv, wanted)
     (venv / "setup.json").write_text(json.dumps({"fingerprint": {**wanted, "python": "3.10.1"}, "extra": "demo"}))

@@ -1,24 +1,20 @@
 """The ranks of one launch are one peer: real processes, a real process group."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from peer.watchdog.trainer_process import _places
 from tests.conftest import ROOT
+from tests.warm import Warm
 
 RANKS = 3
 
 
-def test_every_rank_ends_every_round_with_equal_bits():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    program = Path(__file__).with_name("ranked_program.py")
-    done = subprocess.run(
-        [*torchrun, program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def test_every_rank_ends_every_round_with_equal_bits(tmp_path):
+    program, logs = str(Path(__file__).with_name("ranked_program.py")), [tmp_path / f"{rank}.log" for rank in range(RANKS)]
+    ranks = [Warm([program], ROOT, log, place) for log, place in zip(logs, _places(RANKS), strict=True)]
+    assert [rank.wait(240) for rank in ranks] == [0] * RANKS, "".join(log.read_text() for log in logs)[-3000:]
+    lines = [json.loads(line) for line in logs[0].read_text().splitlines() if line.startswith("{")]
     assert [line["call"] for line in lines] == ["catch_up", *["step"] * 10, "withdraw", "load_state_dict", "leave"]
     assert [line["round"] for line in lines] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 6]
     for line in lines:

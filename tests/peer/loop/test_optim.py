@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def learn(tiny_model, kind, steps, optimizer_state=None):
-    """Train the tiny UNet on three fixed latents; returns the last losses' mean, the optimizer and the parameters."""
+    """Train the tiny UNet on three fixed latents; returns the losses, the optimizer and the parameters."""
     model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     params = full.build(RunConfig()).attach(model)
     optimizer = build_optimizer(RunConfig(optimizer=kind, learning_rate=2e-3), params, CPU)
@@ -28,14 +28,26 @@ def learn(tiny_model, kind, steps, optimizer_state=None):
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return sum(losses[-50:]) / 50, optimizer, params
+    return losses, optimizer, params
 
 
-@pytest.mark.slow
+def fallen(losses):
+    """How much less the last ten are than the first ten, of which each is of other noise."""
+    return 1 - sum(losses[-10:]) / sum(losses[:10])
+
+
 def test_8_bit_adamw_learns_as_well_as_the_other(tiny_model):
-    plain, *_ = learn(tiny_model, "adamw", 100)
-    small, *_ = learn(tiny_model, "adamw8bit", 100)
-    assert plain < 0.6 and small == pytest.approx(plain, rel=0.02)
+    """It moves the weights to the same place: 3 % of the way beside it were measured."""
+    start = flat(learn(tiny_model, "adamw", 0)[-1])
+    plain, _, params = learn(tiny_model, "adamw", 30)
+    small, _, others = learn(tiny_model, "adamw8bit", 30)
+    moved, expected = flat(others) - start, flat(params) - start
+    assert fallen(plain) > 0.2 and small == pytest.approx(plain, rel=0.02)
+    assert (moved - expected).norm() < 0.1 * expected.norm()
+
+
+def flat(params):
+    return torch.cat([parameter.detach().flatten() for parameter in params.values()])
 
 
 def test_auto_is_fused_adamw_on_a_cpu(tiny_model):
@@ -44,9 +56,9 @@ def test_auto_is_fused_adamw_on_a_cpu(tiny_model):
 
 
 def test_adafactor_learns_with_the_rate_of_the_schedule(tiny_model):
-    loss, optimizer, params = learn(tiny_model, "adafactor", 100)
+    losses, optimizer, params = learn(tiny_model, "adafactor", 30)
     numbers = sum(tensor.numel() for tensor in tensors(optimizer.state_dict()["state"]))
-    assert loss < 0.9 and numbers < 0.6 * sum(parameter.numel() for parameter in params.values())
+    assert fallen(losses) > 0.2 and numbers < 0.6 * sum(parameter.numel() for parameter in params.values())
     assert {group["lr"] for group in optimizer.param_groups} == {2e-3} and not optimizer.defaults["relative_step"]
 
 

@@ -1,6 +1,8 @@
 """What a run leaves behind, in every form: plain diffusers loads it without our code and has the very weights that were trained."""
 
+import copy
 import errno
+import functools
 import json
 import os
 from pathlib import Path
@@ -44,9 +46,26 @@ class Trained:
                 parameter.add_(torch.randn(parameter.shape, generator=rng) * 0.1)
         self.folder, self.form = folder, form or Form()
 
+    def at(self, folder, form=None):
+        """The same model, whose result is to be written to another folder."""
+        other = copy.copy(self)
+        other.folder, other.form = folder, form or Form()
+        return other
+
     def written(self):
         write_result(self.method, self.model, self.params, self.folder, Result.of(self.run, samples=64, round=3, dataset="toys"), self.form)
         return self
+
+
+@pytest.fixture(scope="module")
+def in_memory(tiny_family):
+    return functools.cache(lambda family, **options: Trained(tiny_family(family), family, None, **options))
+
+
+@pytest.fixture
+def trained(in_memory):
+    """`trained("sd", folder, **options)`: a `Trained` of a tiny family, made once for all tests that want the same; do not change it."""
+    return lambda family, folder, form=None, **options: in_memory(family, **options).at(folder, form)
 
 
 def picture(pipeline, prompt=PROMPT):
@@ -70,20 +89,21 @@ def family(request):
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["", "text encoder"])
-def test_a_lora_in_plain_diffusers_draws_what_the_model_in_memory_drew(tiny_family, tmp_path, family, text):
+def test_a_lora_in_plain_diffusers_draws_what_the_model_in_memory_drew(tiny_family, trained, tmp_path, family, text):
     if text and not tiny.takes(family, "lora with text encoder"):
         pytest.skip("its text encoders stay as they are")
-    done = Trained(tiny_family(family), family, tmp_path / "model", train_text_encoder=text, **LORA).written()
+    done = trained(family, tmp_path / "model", train_text_encoder=text, **LORA).written()
     pipeline = plain(tiny_family(family))
     without = picture(pipeline)
     pipeline.load_lora_weights(tmp_path / "model")
-    np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
-    assert np.abs(without - picture(pipeline)).max() > 1e-3
+    drawn = picture(pipeline)
+    np.testing.assert_allclose(drawn, picture(done.model.pipeline), atol=1e-4)
+    assert np.abs(without - drawn).max() > 1e-3
 
 
 @pytest.mark.parametrize("family", ["sd", "sdxl"])
-def test_a_lora_in_kohyas_form_comes_back_to_the_bit(tiny_family, tmp_path, family):
-    done = Trained(tiny_family(family), family, tmp_path / "model", train_text_encoder=True, **LORA).written()
+def test_a_lora_in_kohyas_form_comes_back_to_the_bit(tiny_family, trained, tmp_path, family):
+    done = trained(family, tmp_path / "model", train_text_encoder=True, **LORA).written()
     export.main(["--state", str(tmp_path), "--format", "lora_kohya", "--out", str(tmp_path / "kohya")])
     written = load_file(tmp_path / "kohya.safetensors")
     assert all(tensor == 2 for name, tensor in written.items() if name.endswith(".alpha")), "the scale is in the layers"
@@ -100,8 +120,8 @@ def plain_names(part):
     return ((name.removeprefix("text_model."), parameter) for name, parameter in part.named_parameters())
 
 
-def test_a_lora_is_merged_into_a_whole_pipeline_in_a_folder_and_in_one_file(tiny_family, tmp_path):
-    done = Trained(tiny_family("sd"), "sd", tmp_path / "model", train_text_encoder=True, **LORA).written()
+def test_a_lora_is_merged_into_a_whole_pipeline_in_a_folder_and_in_one_file(tiny_family, trained, tmp_path):
+    done = trained("sd", tmp_path / "model", train_text_encoder=True, **LORA).written()
     export.main(["--state", str(tmp_path / "model"), "--out", str(tmp_path / "whole")])
     whole = plain(tmp_path / "whole")
     np.testing.assert_allclose(picture(whole), picture(done.model.pipeline), atol=1e-4)
@@ -114,8 +134,8 @@ def test_a_lora_is_merged_into_a_whole_pipeline_in_a_folder_and_in_one_file(tiny
 
 
 @pytest.mark.parametrize("family", tiny.WORDY)
-def test_a_word_in_plain_diffusers_is_the_one_that_was_learned(tiny_family, tmp_path, family):
-    done = Trained(tiny_family(family), family, tmp_path / "model", **WORD).written()
+def test_a_word_in_plain_diffusers_is_the_one_that_was_learned(tiny_family, trained, tmp_path, family):
+    done = trained(family, tmp_path / "model", **WORD).written()
     pipeline = plain(tiny_family(family))
     files = {"text_encoder": "learned_embeds.safetensors", "text_encoder_2": "learned_embeds_2.safetensors"}
     for part, name in files.items():
@@ -127,13 +147,14 @@ def test_a_word_in_plain_diffusers_is_the_one_that_was_learned(tiny_family, tmp_
         pipeline.load_textual_inversion(tmp_path / "model", weight_name=name, text_encoder=encoder, tokenizer=tokenizer)
         ids = tokenizer.convert_tokens_to_ids(["<dicoo>", "<dicoo>_1"])
         assert torch.equal(encoder.get_input_embeddings().weight[ids], done.params[f"{part}.learned_embeds"])
-    np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
-    assert np.abs(picture(pipeline, "a photo of a toy cat") - picture(pipeline)).max() > 1e-3
+    drawn = picture(pipeline)
+    np.testing.assert_allclose(drawn, picture(done.model.pipeline), atol=1e-4)
+    assert np.abs(picture(pipeline, "a photo of a toy cat") - drawn).max() > 1e-3
 
 
 @pytest.mark.parametrize("family", tiny.WORDY)
-def test_the_word_comes_as_a_whole_pipeline_and_as_torchs_own_format_when_wished(tiny_family, tmp_path, family):
-    done = Trained(tiny_family(family), family, tmp_path / "model", Form(full_pipeline=True, safetensors=False), **WORD).written()
+def test_the_word_comes_as_a_whole_pipeline_and_as_torchs_own_format_when_wished(trained, tmp_path, family):
+    done = trained(family, tmp_path / "model", Form(full_pipeline=True, safetensors=False), **WORD).written()
     np.testing.assert_allclose(picture(plain(tmp_path / "model")), picture(done.model.pipeline), atol=1e-4)
     saved = torch.load(tmp_path / "model" / "learned_embeds.bin", weights_only=True)
     assert torch.equal(saved["<dicoo>"], done.params["text_encoder.learned_embeds"])
@@ -148,8 +169,8 @@ def test_wishes_that_the_method_has_no_use_for_are_one_warning(caplog):
 
 
 @pytest.mark.parametrize("family", tiny.WORDY)
-def test_an_embedding_in_one_file_is_read_back(tiny_family, tmp_path, family):
-    done = Trained(tiny_family(family), family, tmp_path / "model", **WORD).written()
+def test_an_embedding_in_one_file_is_read_back(tiny_family, trained, tmp_path, family):
+    done = trained(family, tmp_path / "model", **WORD).written()
     export.main(["--state", str(tmp_path), "--format", "embedding", "--out", str(tmp_path / "any name")])
     keys = {"sd": ["<dicoo>"], "sdxl": ["clip_g", "clip_l"], "flux": ["clip_l", "t5xxl"], "chroma": ["<dicoo>"]}[family]
     assert sorted(load_file(tmp_path / "any name.safetensors")) == keys
@@ -158,8 +179,8 @@ def test_an_embedding_in_one_file_is_read_back(tiny_family, tmp_path, family):
     np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
 
 
-def test_a_word_for_two_encoders_that_does_not_say_its_family_has_no_one_file(tiny_family, tmp_path):
-    Trained(tiny_family("sdxl"), "sdxl", tmp_path / "model", **WORD).written()
+def test_a_word_for_two_encoders_that_does_not_say_its_family_has_no_one_file(trained, tmp_path):
+    trained("sdxl", tmp_path / "model", **WORD).written()
     (tmp_path / "model" / "result.json").unlink()
     with pytest.raises(UserError, match="does not name its model family"):
         export.main(["--state", str(tmp_path / "model"), "--format", "embedding", "--out", str(tmp_path / "one")])
@@ -266,13 +287,15 @@ def layers_of(path):
     return {name.split(".lora_")[0].removesuffix(".weight").removesuffix(".down").removesuffix(".up").removesuffix(".alpha") for name in load_file(path)}
 
 
-@pytest.fixture
-def lora_of(tmp_path):
+@pytest.fixture(scope="module")
+def lora_of(tmp_path_factory):
     """`lora_of("sdxl")`: the folder of a LoRA of a model with as many blocks as the real one, its text encoders' layers included."""
 
+    @functools.cache
     def write(family):
-        real_blocks(family, 0).save_pretrained(tmp_path / "base")
-        return Trained(tmp_path / "base", family, tmp_path / "model", train_text_encoder=True, **LORA).written().folder
+        folder = tmp_path_factory.mktemp(family)
+        real_blocks(family, 0).save_pretrained(folder / "base")
+        return Trained(folder / "base", family, folder / "model", train_text_encoder=True, **LORA).written().folder
 
     return write
 
@@ -294,9 +317,9 @@ def test_kohya_knows_every_layer_by_its_name(lora_of, family, tmp_path):
     assert layers_of(tmp_path / "kohya.safetensors") == {name.replace(".", "_") for name in known}
 
 
-def test_a_lora_of_flux_has_one_kind_of_names_and_all_readers_know_them(tiny_family, tmp_path):
+def test_a_lora_of_flux_has_one_kind_of_names_and_all_readers_know_them(tiny_family, trained, tmp_path):
     """ComfyUI's list at 41444b5236c613ee5ff7d09aa620f94b702f30eb; kohya's networks/convert_flux_lora.py takes lora_A and lora_B only."""
-    folder = Trained(tiny_family("flux"), "flux", tmp_path / "model", train_text_encoder=True, **LORA).written().folder
+    folder = trained("flux", tmp_path / "model", train_text_encoder=True, **LORA).written().folder
     assert {name.split(".lora_")[1] for name in load_file(folder / loading.LORA)} == {"A.weight", "B.weight"}
     config = plain(tiny_family("flux")).transformer.config
     counts = {"transformer_blocks": config.num_layers, "single_transformer_blocks": config.num_single_layers}
@@ -304,9 +327,9 @@ def test_a_lora_of_flux_has_one_kind_of_names_and_all_readers_know_them(tiny_fam
     assert layers_of(folder / loading.LORA) == known | {f"text_encoder.{layer}" for layer in CLIP}
 
 
-def test_a_lora_is_as_strong_for_readers_that_take_alpha_for_the_rank(tiny_family, tmp_path, family):
+def test_a_lora_is_as_strong_for_readers_that_take_alpha_for_the_rank(trained, tmp_path, family):
     """ComfyUI reads no header, and `.alpha` only where the file has one."""
-    done = Trained(tiny_family(family), family, tmp_path / "model", train_text_encoder=tiny.takes(family, "lora with text encoder"), **LORA).written()
+    done = trained(family, tmp_path / "model", train_text_encoder=tiny.takes(family, "lora with text encoder"), **LORA).written()
     written = load_file(tmp_path / "model" / loading.LORA)
     assert not [name for name in written if "alpha" in name]
     downs = sorted((tensor for name, tensor in written.items() if name.endswith(("down.weight", "lora_A.weight"))), key=torch.norm)
@@ -325,8 +348,8 @@ def test_a_single_file_says_that_an_sdxl_model_predicts_v(tmp_path, zero_snr):
         assert {name for name in load_file(tmp_path / "one.safetensors") if "." not in name} == marks
 
 
-def test_an_embedding_of_flux_that_an_earlier_version_wrote_is_still_read(tiny_family, tmp_path):
-    Trained(tiny_family("flux"), "flux", tmp_path / "model", **WORD).written()
+def test_an_embedding_of_flux_that_an_earlier_version_wrote_is_still_read(tiny_family, trained, tmp_path):
+    trained("flux", tmp_path / "model", **WORD).written()
     export.main(["--state", str(tmp_path), "--format", "embedding", "--out", str(tmp_path / "new")])
     tensors = load_file(tmp_path / "new.safetensors")
     save_file({name.replace("t5xxl", "t5"): tensor for name, tensor in tensors.items()}, tmp_path / "old.safetensors")
@@ -340,8 +363,8 @@ def test_an_embedding_of_flux_that_an_earlier_version_wrote_is_still_read(tiny_f
 
 
 @pytest.mark.parametrize("options", [{"method": "full"}, LORA, WORD], ids=lambda options: options["method"])
-def test_programs_that_know_no_model_folder_load_the_output_folder(tiny_family, tmp_path, options):
-    done = Trained(tiny_family("sd"), "sd", tmp_path / "model", **options).written()
+def test_programs_that_know_no_model_folder_load_the_output_folder(tiny_family, trained, tmp_path, options):
+    done = trained("sd", tmp_path / "model", **options).written()
     link_result(tmp_path)
     pipeline = plain(tmp_path if options["method"] == "full" else tiny_family("sd"))
     if options["method"] == "lora":
@@ -353,12 +376,12 @@ def test_programs_that_know_no_model_folder_load_the_output_folder(tiny_family, 
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027])
-def test_others_may_read_a_result_as_the_umask_says(tiny_family, tmp_path, mask):
+def test_others_may_read_a_result_as_the_umask_says(trained, tmp_path, mask):
     before = os.umask(mask)
     try:
-        Trained(tiny_family("sd"), "sd", tmp_path / "model", method="full").written()
-        Trained(tiny_family("sd"), "sd", tmp_path / "lora", **LORA).written()
-        Trained(tiny_family("sd"), "sd", tmp_path / "word", **WORD).written()
+        trained("sd", tmp_path / "model", method="full").written()
+        trained("sd", tmp_path / "lora", **LORA).written()
+        trained("sd", tmp_path / "word", **WORD).written()
         for folder, form in (("model", "single_file"), ("lora", "lora_kohya"), ("lora", "lora_diffusers"), ("word", "embedding"), ("lora", "diffusers")):
             export.main(["--state", str(tmp_path / folder), "--format", form, "--out", str(tmp_path / "exported" / form)])
     finally:
@@ -367,18 +390,18 @@ def test_others_may_read_a_result_as_the_umask_says(tiny_family, tmp_path, mask)
     assert len(written) > 10 and {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~mask}
 
 
-def test_where_the_file_system_knows_no_modes_a_result_is_written_nevertheless(tiny_family, tmp_path, monkeypatch):
+def test_where_the_file_system_knows_no_modes_a_result_is_written_nevertheless(trained, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(Path, "chmod", refuse)
-    Trained(tiny_family("sd"), "sd", tmp_path / "lora", **LORA).written()
+    trained("sd", tmp_path / "lora", **LORA).written()
     assert read_result(tmp_path / "lora").run.rank == 2
 
 
 @pytest.mark.parametrize("form", ["lora_diffusers", "lora_kohya"])
-def test_a_lora_of_an_earlier_version_is_given_on_without_the_place_of_its_model(tiny_family, tmp_path, form):
-    lora = Trained(tiny_family("sd"), "sd", tmp_path / "lora", **LORA).written().folder / loading.LORA
+def test_a_lora_of_an_earlier_version_is_given_on_without_the_place_of_its_model(trained, tmp_path, form):
+    lora = trained("sd", tmp_path / "lora", **LORA).written().folder / loading.LORA
     with safe_open(lora, "pt") as file:
         header = file.metadata()
     values = json.loads(header["lora_adapter_metadata"]) | {"unet.base_model_name_or_path": "/home/ann/models/sd"}
@@ -398,9 +421,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_exported_is_one_line_and_leaves_no_file(tiny_family, tmp_path, reason):
+def test_what_cannot_be_exported_is_one_line_and_leaves_no_file(trained, tmp_path, reason):
     family, options, form = REFUSED[reason]
-    Trained(tiny_family(family), family, tmp_path / "model", **options).written()
+    trained(family, tmp_path / "model", **options).written()
     if "not there" in reason:
         saved = json.loads((tmp_path / "model" / "result.json").read_text())
         saved["run"]["values"]["model"] = "/nowhere/model"
@@ -413,8 +436,8 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_file(tiny_family, tmp
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
-def test_a_base_model_elsewhere_can_be_named(tiny_family, tmp_path):
-    Trained(tiny_family("sd"), "sd", tmp_path / "model", **LORA).written()
+def test_a_base_model_elsewhere_can_be_named(tiny_family, trained, tmp_path):
+    trained("sd", tmp_path / "model", **LORA).written()
     saved = json.loads((tmp_path / "model" / "result.json").read_text())
     saved["run"]["values"]["model"] = "/nowhere/model"
     (tmp_path / "model" / "result.json").write_text(json.dumps(saved))
@@ -431,8 +454,8 @@ def test_a_base_model_elsewhere_can_be_named(tiny_family, tmp_path):
         (WORD, ["load_textual_inversion", "a photo of <dicoo>", "- textual_inversion\n"]),
     ],
 )
-def test_every_result_has_a_card_that_says_how_to_load_it(tiny_family, tmp_path, options, words):
-    Trained(tiny_family("sd"), "sd", tmp_path / "model", **options).written()
+def test_every_result_has_a_card_that_says_how_to_load_it(tiny_family, trained, tmp_path, options, words):
+    trained("sd", tmp_path / "model", **options).written()
     card = (tmp_path / "model" / "README.md").read_text()
     for word in [
         *words,
@@ -462,10 +485,18 @@ def drawn(tmp_path, *words):
     ("family", "options"),
     [(family, options) for family in tiny.ONE_OF_EACH for options in ({"method": "full"}, LORA, WORD) if tiny.takes(family, options["method"])],
 )
-def test_a_result_of_any_method_is_all_that_drawing_needs(tiny_family, tmp_path, family, options):
-    Trained(tiny_family(family), family, tmp_path / "model", **options).written()
-    base = drawn(tmp_path, "--model", tiny_family(family))
-    assert drawn(tmp_path, "--model", tmp_path) == drawn(tmp_path, "--model", tmp_path / "model") != base
+def test_a_result_of_any_method_is_all_that_drawing_needs(trained, base_drawn, tmp_path, family, options):
+    trained(family, tmp_path / "model", **options).written()
+    result = drawn(tmp_path, "--model", tmp_path)
+    assert result != base_drawn(family) and loading.result_in(tmp_path) == tmp_path / "model"
+    if family == "sd":
+        assert result == drawn(tmp_path, "--model", tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def base_drawn(tiny_family, tmp_path_factory):
+    """`base_drawn("sd")`: what the model that was trained draws."""
+    return functools.cache(lambda family: drawn(tmp_path_factory.mktemp("base"), "--model", tiny_family(family)))
 
 
 @pytest.mark.parametrize("family", tiny.ONE_OF_EACH)
@@ -483,9 +514,9 @@ def test_every_family_draws_in_half_precision_and_reads_places_in_full(tiny_fami
     assert bool(turns) == bool(model.facts.language_model)
 
 
-def test_a_result_is_drawn_with_prompts_read_and_noise_taken_as_in_its_training(tiny_family, tmp_path):
-    Trained(tiny_family("sd"), "sd", tmp_path / "model", **LORA).written()
-    Trained(tiny_family("sd"), "sd", tmp_path / "other" / "model", **LORA, clip_skip=1, prediction_type="v_prediction").written()
+def test_a_result_is_drawn_with_prompts_read_and_noise_taken_as_in_its_training(tiny_family, trained, tmp_path):
+    trained("sd", tmp_path / "model", **LORA).written()
+    trained("sd", tmp_path / "other" / "model", **LORA, clip_skip=1, prediction_type="v_prediction").written()
     assert drawn(tmp_path, "--model", tmp_path) != drawn(tmp_path, "--model", tmp_path / "other")
     model = generate.load(GenerateConfig(model=str(tmp_path / "other")))
     assert model.pipeline.scheduler.config.prediction_type == "v_prediction"
@@ -497,10 +528,10 @@ def test_a_result_is_drawn_with_prompts_read_and_noise_taken_as_in_its_training(
     )
 
 
-def test_loras_and_words_are_put_onto_any_model(tiny_family, tmp_path):
+def test_loras_and_words_are_put_onto_any_model(tiny_family, trained, tmp_path):
     base = tiny_family("sd")
-    Trained(base, "sd", tmp_path / "lora" / "model", **LORA).written()
-    Trained(base, "sd", tmp_path / "word" / "model", **WORD).written()
+    trained("sd", tmp_path / "lora" / "model", **LORA).written()
+    trained("sd", tmp_path / "word" / "model", **WORD).written()
     both = drawn(tmp_path, "--model", base, "--lora", tmp_path / "lora", "--embedding", tmp_path / "word")
     lora = drawn(tmp_path, "--model", base, "--lora", tmp_path / "lora" / "model" / loading.LORA)
     assert drawn(tmp_path, "--model", tmp_path / "word", "--lora", tmp_path / "lora") == both
@@ -510,10 +541,10 @@ def test_loras_and_words_are_put_onto_any_model(tiny_family, tmp_path):
     assert len({both, lora, nothing, drawn(tmp_path, "--model", base, "--negative_prompt", "a dog")}) == 4
 
 
-def test_what_cannot_be_drawn_with_is_named(tiny_family, tmp_path):
+def test_what_cannot_be_drawn_with_is_named(tiny_family, trained, tmp_path):
     base = tiny_family("sd")
-    Trained(tiny_family("sdxl"), "sdxl", tmp_path / "lora", **LORA).written()
-    Trained(tiny_family("flux"), "flux", tmp_path / "word", **WORD).written()
+    trained("sdxl", tmp_path / "lora", **LORA).written()
+    trained("flux", tmp_path / "word", **WORD).written()
     (tmp_path / "broken.safetensors").write_bytes(b"no tensors")
     (tmp_path / "lora" / "result.json").unlink()
     for words, message in (

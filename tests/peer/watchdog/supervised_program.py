@@ -11,10 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from peer.launch.command_line import parse  # noqa: E402
 from peer.watchdog.room import tell_room  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
-from swarm.life import TRAINING, Life  # noqa: E402
+from swarm.life import FOLDER, TRAINING, Life  # noqa: E402
+
+
+class OutOfMemoryError(RuntimeError):
+    """torch's is known by this name: to import torch takes 3 s of a core in each life."""
 
 
 def hang_here():
@@ -23,8 +26,7 @@ def hang_here():
 
 
 def main():
-    peer, _ = parse(sys.argv[1:])
-    output = Path(peer.output_dir)
+    output = Path(os.environ[FOLDER]).parent
     life = Life.of_process()
     with (output / "seen.jsonl").open("a") as seen:
         seen.write(json.dumps({"argv": sys.argv[1:], "rank": os.environ.get("RANK", ""), "pid": os.getpid()}) + "\n")
@@ -43,10 +45,8 @@ def main():
     elif what == "memory":
         raise MemoryError
     elif isinstance(what, dict):  # it tells what would make room on this device, and is out of memory as torch is
-        tell_room(what["device"], what["ways"], peer.train_batch_size or 6)
-        import torch
-
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        tell_room(what["device"], what["ways"], what["batch"])
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     elif what == "orphan":
         orphan = subprocess.Popen(["sleep", "1000"], start_new_session=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         (output / "orphan").write_text(str(orphan.pid))

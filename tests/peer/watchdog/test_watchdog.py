@@ -14,6 +14,7 @@ import pytest
 
 from peer.assist import assist
 from peer.config import PeerConfig
+from peer.launch.command_line import parse
 from peer.launch.stopping import Stop
 from peer.supervise import cli
 from peer.watchdog.log_file import LogFile
@@ -24,6 +25,7 @@ from swarm.errors import ExitCode, UserError
 from swarm.life import FOLDER, TRAINING, Life, Sign, last_sign
 from tests import tiny
 from tests.conftest import ROOT
+from tests.warm import Warm
 
 PROGRAM = ROOT / "tests" / "peer" / "watchdog" / "supervised_program.py"
 SHORT = PROGRAM.with_name("short_program.py")
@@ -175,19 +177,25 @@ def supervise(tmp_path):
         (out / "lives.json").write_text(json.dumps(lives))
         code = "import sys; from pathlib import Path; from swarm.errors import run_program; from peer import supervise; from peer.watchdog import trainer_process\n"
         code += f"trainer_process._END_SECONDS = {end_seconds}; sys.exit(run_program(lambda: supervise.main(sys.argv[1:], Path({str(PROGRAM)!r}))))"
-        command = [sys.executable, "-c", code, "--output_dir", str(out), *map(str, flags)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = Warm(["-c", code, "--output_dir", str(out), *map(str, flags)], ROOT, tmp_path / f"{out.name}.log")
         started.append(process)
         if not wait:
             return process, out
-        err = process.communicate(timeout=200)[1]
+        code = process.wait(200)
         seen = [json.loads(line) for line in (out / "seen.jsonl").read_text().splitlines()] if (out / "seen.jsonl").exists() else []
-        return process.returncode, err, seen, out
+        for life in seen:
+            parse(life["argv"])  # the trainer, too, must understand them
+        return code, (tmp_path / f"{out.name}.log").read_text(), seen, out
 
     yield run
     for process in started:
-        process.kill()
-        process.communicate()
+        process.send_signal(signal.SIGKILL)
+        process.wait(100)
+
+
+def short_of_memory(batch, *ways):
+    """A life that ends as torch's end without memory: it tells its micro-batch, and what would make room on a GPU."""
+    return {"device": "cuda", "ways": ways, "batch": batch}
 
 
 def test_a_trainer_that_fails_is_started_again_from_its_latest_checkpoint(supervise):
@@ -255,7 +263,7 @@ def test_a_fused_step_out_of_memory_takes_fewer_samples_and_accumulates_nothing(
 
 def test_out_of_memory_again_takes_the_next_option_that_makes_room(supervise):
     ways = [{"gradient_checkpointing": True}, {"offload": True}]
-    lives = [{"device": "cuda", "ways": ways}] * 2 + [{"device": "cuda", "ways": ways[1:]}, {"device": "cuda", "ways": []}]
+    lives = [short_of_memory(2, *ways), short_of_memory(1, *ways), short_of_memory(1, *ways[1:]), short_of_memory(1)]
     code, err, seen, _ = supervise(lives, "--batch_size", 2)
     assert code == ExitCode.MEMORY and err.count("error: Out of memory: CUDA out of memory. Tried to allocate 2.00 GiB") == 4
     taken = [[flag for flag in ("--gradient_accumulation_steps", "--gradient_checkpointing", "--offload") if flag in life["argv"]] for life in seen]
@@ -265,7 +273,7 @@ def test_out_of_memory_again_takes_the_next_option_that_makes_room(supervise):
 
 
 def test_a_measured_micro_batch_is_halved_as_one_that_was_given(supervise):
-    _, err, seen, _ = supervise([{"device": "cuda", "ways": []}] * 2, "--train_batch_size", "auto")  # it measures 6
+    _, err, seen, _ = supervise([short_of_memory(6), short_of_memory(3)], "--train_batch_size", "auto")
     assert "the micro-batch is now 3 instead of 6" in err
     assert seen[1]["argv"][-6:-2] == ["--train_batch_size", "3", "--gradient_accumulation_steps", "2"]
     _, err, seen, _ = supervise(["memory", "memory"], "--train_batch_size", "auto")  # it ends before it has measured
@@ -273,7 +281,7 @@ def test_a_measured_micro_batch_is_halved_as_one_that_was_given(supervise):
 
 
 def test_what_the_trainer_before_told_of_room_is_forgotten(supervise):
-    code, err, seen, _ = supervise([{"device": "cuda", "ways": [{"offload": True}]}, "memory"])
+    code, err, seen, _ = supervise([short_of_memory(1, {"offload": True}), "memory"])
     assert code == ExitCode.MEMORY and len(seen) == 2 and "the micro-batch cannot be smaller" in err
 
 
