@@ -2,12 +2,8 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,6 +17,7 @@ from peer.sync.engine.trainer import swarm_sync
 from peer.sync.engine.trainer.messages import Done, Freeze, Rebase
 from peer.sync.engine.vectors import flatten
 from tests.peer.sync.toy_peer import build
+from tests.warm import Warm
 
 pytestmark = pytest.mark.swarm
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,33 +29,30 @@ ORPHAN_SECONDS = 60.0
 class Toy:
     """A toy peer's process: its log, what it said, its rounds."""
 
-    def __init__(self, folder: Path, *arguments: str, strategy: str = "parameters", **options):
-        self.folder, self.lines, self.log = folder, [], ""
-        flags = [f"--{name}={value}" for name, value in options.items()]
+    def __init__(self, folder: Path, *arguments: str, strategy: str = "parameters", sidecars: int = 1, **options):
+        self.folder, self._log = folder, folder.with_suffix(".log")
         self._failpoints = folder.with_suffix(".failpoints")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.peer.sync.toy_peer", str(folder), strategy, *arguments, *flags],
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "DD_FAILPOINTS": str(self._failpoints)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self._threads = [threading.Thread(target=self._read_out), threading.Thread(target=self._read_err)]
-        for thread in self._threads:
-            thread.start()
+        words = ["-m", "tests.peer.sync.toy_peer", folder, strategy, *arguments, *(f"--{name}={value}" for name, value in options.items())]
+        self.process = Warm(words, ROOT, self._log, failpoints=self._failpoints, sidecars=sidecars)
 
-    def _read_out(self):
-        for line in self.process.stdout:
-            self.lines.append(json.loads(line))
+    @property
+    def log(self) -> str:
+        """Of it, of those of its name before it, and of their sidecars."""
+        return self._log.read_text()
 
-    def _read_err(self):
-        for line in self.process.stderr:
-            self.log += line
+    @property
+    def lines(self) -> list[dict]:
+        """What it said."""
+        return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
 
     def family(self, name: str = "") -> list[psutil.Process]:
-        """Living descendants whose command line contains `name`."""
+        """Living descendants of that name, or with a word in their command line that ends so."""
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if name in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                    named = any(word.endswith(name) for word in (child.name(), *child.cmdline()))
+                    if named and child.status() != psutil.STATUS_ZOMBIE:
                         found.append(child)
         return found
 
@@ -90,22 +84,18 @@ class Toy:
     def armed(self) -> bool:
         return bool(self._failpoints.exists() and self._failpoints.read_text())
 
-    def kill(self):
+    def stop(self) -> None:
+        """Ask it to leave in order."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(WAIT_SECONDS)
 
     def end(self) -> dict:
         """Wait for its end; what it said last."""
-        self.process.wait(WAIT_SECONDS)
-        self.join()
-        assert self.process.returncode == 0, self.log
+        assert self.process.wait(WAIT_SECONDS) == 0, self.log
         return self.lines[-1]
-
-    def join(self):
-        for thread in self._threads:
-            thread.join(10)
-        self.process.stdout.close()
-        self.process.stderr.close()
 
 
 def until(true, *toys: Toy, seconds: float = WAIT_SECONDS) -> None:
@@ -126,9 +116,7 @@ def toys(tmp_path):
     yield start
     family = [child for toy in started for child in toy.family()]
     for toy in started:
-        if toy.process.poll() is None:
-            toy.kill()
-        toy.join()
+        toy.kill()
     _, alive = psutil.wait_procs(family, timeout=ORPHAN_SECONDS)
     assert not alive, f"orphans: {[child.cmdline() for child in alive]}"
 
@@ -185,7 +173,7 @@ def test_a_joiner_whose_sidecar_dies_after_the_peer_it_came_by_goes_on_and_meets
     until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in joiner.rounds()), joiner, again)
     assert f"going on from round={max(states)} " in again.log
     assert_one_lineage(joiner, again)
-    joiner.process.send_signal(signal.SIGTERM)
+    joiner.stop()
     end = joiner.end()
     assert end["most_waiting"] == 128 and end["overlapped"] > 0
     assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, joiner.log)
@@ -239,13 +227,11 @@ def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp
 
 
 def test_sidecars_and_a_p2pd_that_die_or_hang_are_started_again_and_who_leaves_says_what_became_of_every_sample(toys):
-    founder = toys("founder", min_peers=2, wire="fp16")
-    joiner = toys("joiner", founder.maddr(), min_peers=2, wire="fp16", silent=15)
+    founder = toys("founder", min_peers=2, wire="fp16", sidecars=3)
+    joiner = toys("joiner", founder.maddr(), min_peers=2, wire="fp16", silent=8, sidecars=2)  # its third is a fresh interpreter
     other = toys("other", founder.maddr(), wire="fp16", rows=50)
     until(lambda: min(founder.round(), joiner.round()) >= 1, founder, joiner)
-    until(lambda: other.process.poll() is not None, other)
-    other.join()
-    assert other.process.returncode == 2
+    assert other.process.wait(WAIT_SECONDS) == 2
     assert "error: The peers of this run train other tensors" in other.log and "Traceback" not in other.log
     # The founder was given no address of anybody: it must remember whom it met.
     until(lambda: (founder.folder / "peers_met.json").exists(), founder)
@@ -265,7 +251,7 @@ def test_sidecars_and_a_p2pd_that_die_or_hang_are_started_again_and_who_leaves_s
     until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in joiner.rounds()), founder, joiner)
     # Between two contributions: the state, the last contribution's memory, which the next one takes, and nothing of the past.
     until(lambda: founder.shared_buffers() == 2, founder)
-    joiner.process.send_signal(signal.SIGTERM)
+    joiner.stop()
     end = joiner.end()
     assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, joiner.log)
     assert end["off_the_state"] == 0.0, "it exports the swarm's state itself, without what the codec left over"
@@ -301,7 +287,7 @@ def test_a_process_stopped_or_killed_at_a_point_stops_nobody_and_comes_back(toys
         until(lambda v=victim, at=at: any(line["how"] == "averaged" and line["round"] > at for line in v.rounds()), one, two, victim)
     assert_one_lineage(one, two, victim)
     for toy in (one, two, victim):
-        toy.process.send_signal(signal.SIGTERM)
+        toy.stop()
     for toy in (one, two, victim):
         end = toy.end()
         assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, toy.log)
