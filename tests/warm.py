@@ -28,7 +28,6 @@ _LOADED = (
     "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
 )  # fmt: skip
 _POLL_SECONDS = 0.02
-_PR_SET_NAME = 15
 
 
 @functools.cache
@@ -42,7 +41,7 @@ class Warm:
     """What tests ask of a `subprocess.Popen`, of `python SCRIPT ...` or `python -m MODULE ...` in a session of its own.
 
     failpoints: the file that arms them. namespace: of the network in which it runs, as `ip netns` names it. sidecars: how many
-    of its sidecars are forked; those after them start as ever. forks: whether what it starts by `scripts.demo.processes.Program` is, too.
+    of its sidecars are forked; those after them start as ever. forks: it is dd-peer or a script, and the programs that it starts are forked.
     """
 
     def __init__(
@@ -95,15 +94,17 @@ def _begin(words: list[str], cwd: str, log: str, failpoints_file: str, namespace
         from peer.sync.engine import failpoints
 
         failpoints._file = os.environ["DD_FAILPOINTS"] = failpoints_file
+    _run(words, 0 if forks else sidecars, forks)
+
+
+def _run(words: list[str], sidecars: int, forks: bool) -> None:
+    """The program, in this process."""
+    _call_itself(words)
     if forks:
+        from peer.watchdog import trainer_process
         from scripts.demo import processes
 
-        processes.subprocess = _Subprocess
-    _run(words, sidecars)
-
-
-def _run(words: list[str], sidecars: int = 1) -> None:
-    """The program, in this process."""
+        processes.subprocess = trainer_process.subprocess = _Subprocess
     _with_spare_sidecars(sidecars)
     try:
         if words[0] == "-m":
@@ -114,6 +115,13 @@ def _run(words: list[str], sidecars: int = 1) -> None:
             runpy.run_path(words[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def _call_itself(words: list[str]) -> None:
+    """Be `python WORDS` in the table of processes, where programs look for each other; as much of it as there is room for."""
+    begin, end = (int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])  # arg_start, arg_end
+    line = "\0".join([sys.executable, *words]).encode()[: end - begin - 1]
+    ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
 
 
 def _enter(namespace: str) -> None:
@@ -152,13 +160,15 @@ class _Child:
             time.sleep(_POLL_SECONDS)
         return self.returncode
 
-    def terminate(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 def _end(live: Callable[[], int]) -> NoReturn:
@@ -194,7 +204,7 @@ def _with_spare_sidecars(count: int) -> None:
         _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
         if not descriptors:  # the trainer has ended without
             return 0
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"sidecar", 0, 0, 0)
+        _call_itself(["-m", "peer.sync.engine.trainer.sidecar", str(descriptors[0])])
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return sidecar.main(descriptors[0])
 
@@ -217,23 +227,24 @@ def _with_spare_sidecars(count: int) -> None:
 
 
 class _Subprocess:
-    """What `scripts.demo.processes` asks of `subprocess`, for a process without other threads: ours are forked off it."""
+    """What is asked of `subprocess` by those who start our programs and have no other threads: these are forked off them."""
 
     DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
 
     @staticmethod
-    def Popen(command, *, stdin, stdout, stderr, env, cwd, start_new_session, preexec_fn):
+    def Popen(command, *, stdout, preexec_fn, env, cwd=".", stdin=None, stderr=None, start_new_session=True):
         program, *words = map(str, command)
-        assert program == sys.executable and preexec_fn
+        assert program == sys.executable and preexec_fn and start_new_session
 
         def live() -> int:
-            for stream in (1, 2):
-                os.dup2(stdout.fileno(), stream)
+            for stream in (1, 2) if stdout is not None else ():
+                os.dup2(stdout if isinstance(stdout, int) else stdout.fileno(), stream)
             preexec_fn()
             os.chdir(cwd)
             os.environ.clear()
             os.environ.update(env)
-            _run(words)
+            forks = "peer.supervise" in words
+            _run(words, sidecars=int(not forks and "datasetserver" not in words), forks=forks)
             return 0
 
         return _Child(live)

@@ -46,13 +46,12 @@ class Toy:
         return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
 
     def family(self, name: str = "") -> list[psutil.Process]:
-        """Living descendants of that name, or with a word in their command line that ends so."""
+        """Living descendants whose command line contains `name`."""
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    named = any(word.endswith(name) for word in (child.name(), *child.cmdline()))
-                    if named and child.status() != psutil.STATUS_ZOMBIE:
+                    if name in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
                         found.append(child)
         return found
 
