@@ -84,6 +84,7 @@ class Warm:
 
 def _begin(words: list[str], cwd: str, log: str, failpoints_file: str, namespace: str, sidecars: int, forks: bool) -> None:
     os.setsid()
+    die_with_parent()  # which ends with the tests
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import torch
 
 from peer.contracts import Member, SyncReport
 from peer.sync.engine.state import first_state, next_state
-from peer.sync.engine.trainer import swarm_sync
+from peer.sync.engine.trainer import sidecar_process, swarm_sync
 from peer.sync.engine.trainer.messages import Done, Freeze, Rebase
+from peer.sync.engine.trainer.port import Port
 from peer.sync.engine.vectors import flatten
 from tests.peer.sync.toy_peer import build
 from tests.warm import Warm
@@ -24,6 +26,10 @@ ROOT = Path(__file__).resolve().parents[3]
 WAIT_SECONDS = 100.0
 ORPHAN_SECONDS = 60.0
 """A process without its parent ends at once, or never."""
+
+
+PARTS = {"sidecar": "peer.sync.engine.trainer.sidecar", "p2pd": "hivemind_cli/p2pd"}
+"""Of a peer, and what is in their command lines."""
 
 
 class Toy:
@@ -45,13 +51,13 @@ class Toy:
         """What it said."""
         return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
 
-    def family(self, name: str = "") -> list[psutil.Process]:
-        """Living descendants whose command line contains `name`."""
+    def family(self, part: str = "") -> list[psutil.Process]:
+        """Living descendants, or those of them that are such a part of a peer."""
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if name in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                    if PARTS.get(part, "") in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
                         found.append(child)
         return found
 
@@ -134,11 +140,11 @@ OVERLAP = {"overlap": 1, "seconds": 0.05}
 
 def test_two_peers_come_to_the_runs_end_with_one_state_and_say_what_became_of_every_sample(toys):
     """Of `gradients`, whose trainer hands over what others keep; every strategy with and without overlap: tests/simulation/test_scenarios.py."""
-    one = toys("one", strategy="gradients", total=256, min_peers=2)  # else it is at the end before the other one has started
-    two = toys("two", one.maddr(), strategy="gradients", total=256, min_peers=2)
+    one = toys("one", strategy="gradients", total=128, min_peers=2)  # else it is at the end before the other one has started
+    two = toys("two", one.maddr(), strategy="gradients", total=128, min_peers=2)
     ends = [one.end(), two.end()]
     for peer, end in zip((one, two), ends, strict=True):
-        assert end["done"] and end["finite"] and end["samples"] >= 256
+        assert end["done"] and end["finite"] and end["samples"] >= 128
         assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, peer.log)
         final = [line for line in peer.lines if line["event"] == "committed_round"]
         assert [line["round"] for line in final] == list(range(1, end["round"] + 1))
@@ -148,7 +154,7 @@ def test_two_peers_come_to_the_runs_end_with_one_state_and_say_what_became_of_ev
 
 
 def test_the_contract_holds_without_a_swarm(toys):
-    end = toys("one", strategy="none", total=256).end()
+    end = toys("one", strategy="none", total=256, seconds=0).end()
     assert end["done"] and end["final"] == end["trained"] == end["samples"] == 256
 
 
@@ -178,29 +184,50 @@ def test_a_joiner_whose_sidecar_dies_after_the_peer_it_came_by_goes_on_and_meets
     assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, joiner.log)
 
 
-def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_way(tmp_path, monkeypatch):
+@pytest.fixture
+def silent(monkeypatch):
+    """Sidecars of this process say nothing: what they say is said by the test."""
+    ports = []
+
+    def spawn():
+        port, theirs = Port.pair()
+        ports.append(theirs)
+        return subprocess.Popen(["sleep", "600"], start_new_session=True), port
+
+    monkeypatch.setattr(sidecar_process, "_spawn", spawn)
+    monkeypatch.setattr(sidecar_process, "CLOSE_SECONDS", 0.0)
+    yield
+    for port in ports:
+        port.close()
+
+
+def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_way(tmp_path, silent):
     """Seen in the code: the server had ended the run, so the data ended, and a peer exported the state before the last one."""
-    monkeypatch.setattr(swarm_sync, "LAST_STATE_SECONDS", 0.5)
     _, sync = build(tmp_path / "out", "parameters", [], {"total": "64"})
+    now = [0.0]
     try:
-        until(lambda: not sync.step(0).wait)  # it has landed on the base
-        sync._exchange = lambda seconds: time.sleep(0.01)  # what the sidecar says from now on is said here
+        sync._clock = lambda: now[0]
+        sync._exchange = lambda seconds: None
+        state = sync._work.state
+        sync._hear(Rebase(state.digest, state.header.to_json(), state.buffer))
         sync.seen = {"phase": "catching_up"}
-        began = time.monotonic()
-        while sync.leave(hurry=False).wait and time.monotonic() < began + 1.5:
-            pass
-        assert sync.leave(hurry=False).wait, "three times as long as without that sign"
-        assert not sync.leave(hurry=True).wait
-        sync.leave(hurry=False)
+        for now[0] in range(0, 60, 10):
+            assert sync.leave(hurry=False).wait, "four times as long as without that sign"
         sync.seen = {"phase": "train"}
-        until(lambda: not sync.leave(hurry=False).wait)
-        sync._hear(Done())
+        now[0] += swarm_sync.LAST_STATE_SECONDS - 1
+        assert sync.leave(hurry=False).wait
+        now[0] += 2
         assert not sync.leave(hurry=False).wait
+        for cut_short in (lambda: sync.leave(hurry=True), lambda: sync._hear(Done())):
+            sync._leaving = None
+            assert sync.leave(hurry=False).wait
+            cut_short()
+            assert not sync.leave(hurry=False).wait
     finally:
         sync.close()
 
 
-def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp_path):
+def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp_path, silent):
     """Seen in the code: in a run's first eight rounds it landed on that state PLUS all that the run had learned until the checkpoint, and
     what had been trained beyond a state counted as trained though no contribution held it."""
     params, sync = build(tmp_path / "out", "parameters", [], {})
