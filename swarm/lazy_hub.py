@@ -41,6 +41,9 @@ def import_without_hub(package: str, **homes: str) -> None:
     module._homes = homes
     module.__class__ = LazyHub
     sys.modules[package] = module
+    whole, _, name = package.rpartition(".")
+    if whole in sys.modules:  # as after an import of the part, which nobody does any more
+        setattr(sys.modules[whole], name, module)
 
 
 def _spec(package: str) -> ModuleSpec | None:

@@ -46,6 +46,10 @@ class NattedNetwork:
         self._stop, self._stopped = os.pipe()
         self._thread = threading.Thread(target=self._route, daemon=True)
 
+    def namespace(self, name: str) -> str:
+        """That host's, as `ip netns` names it."""
+        return _namespace(name)
+
     def prefix(self, name: str) -> list[str]:
         """What to put before a command so that it runs on that host."""
         return ["ip", "netns", "exec", _namespace(name)]

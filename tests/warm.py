@@ -1,21 +1,34 @@
-"""Programs of ours with everything imported: each is forked off one process, which has loaded what a trainer needs.
+"""Programs of ours with everything imported: each is forked off a process that has loaded what a trainer needs, and so is its sidecar.
 
-For tests whose subject is not a program's start, which takes ten seconds of a core. All else is a peer's own: its process, session, log and end.
+For tests whose subject is not a program's start, which takes ten seconds of a core and a sidecar's five. All else is a peer's own: its
+process, session, log and end.
 """
 
 import atexit
+import ctypes
 import functools
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import NoReturn
 
-_LOADED = ("peer.wiring", "torch._dynamo", "peft", "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion")
+from swarm.lifeline import die_with_parent
+
+_LOADED = (
+    "peer.wiring", "peer.sync.engine.trainer.sidecar", "scripts.attacks.toy", "torch._dynamo", "peft",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+)  # fmt: skip
+_POLL_SECONDS = 0.02
 
 
 @functools.cache
@@ -26,14 +39,28 @@ def _context():
 
 
 class Warm:
-    """What tests ask of a `subprocess.Popen`, of `python SCRIPT ...`, `python -m MODULE ...` or `python -c CODE ...` in a session of its own.
+    """What tests ask of a `subprocess.Popen`, of `python SCRIPT ...`, `python -m MODULE ...` or `python -c CODE ...` in a session
+    of its own.
 
-    env: what it has besides the environment in which the first one was started.
+    env: what it has besides the environment in which the first one was started. failpoints: the file that arms them. namespace: of the network in which it runs, as `ip netns` names it. sidecars: how many
+    of its sidecars are forked; those after them start as ever. forks: it is dd-peer or a script, and the programs that it starts are forked.
     """
 
-    def __init__(self, words: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str] = MappingProxyType({})):
+    def __init__(
+        self,
+        words: Sequence[object],
+        cwd: Path | str,
+        log: Path,
+        env: Mapping[str, str] = MappingProxyType({}),
+        *,
+        failpoints: Path | str = "",
+        namespace: str = "",
+        sidecars: int = 1,
+        forks: bool = False,
+    ):
         log.touch()
-        self._process = _context().Process(target=_run, args=([*words], str(cwd), str(log), dict(env)))
+        arguments = [str(word) for word in words], str(cwd), str(log), dict(env), str(failpoints), namespace, sidecars, forks
+        self._process = _context().Process(target=_begin, args=arguments)
         self._process.start()
         self.pid: int = self._process.pid
 
@@ -44,7 +71,7 @@ class Warm:
     def returncode(self) -> int | None:
         return self.poll()
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
@@ -54,14 +81,38 @@ class Warm:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
-def _run(words: list[str], cwd: str, log: str, env: dict[str, str]) -> None:
+
+def _begin(
+    words: list[str], cwd: str, log: str, env: dict[str, str], failpoints_file: str, namespace: str, sidecars: int, forks: bool
+) -> None:
     os.setsid()
     os.environ.update(env)
+    die_with_parent()  # which ends with the tests
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    if namespace:
+        _enter(namespace)
     os.chdir(cwd)
+    if failpoints_file:
+        from peer.sync.engine import failpoints
+
+        failpoints._file = os.environ["DD_FAILPOINTS"] = failpoints_file
+    _run(words, 0 if forks else sidecars, forks)
+
+
+def _run(words: list[str], sidecars: int, forks: bool) -> None:
+    """The program, in this process."""
+    _call_itself(words)
+    if forks:
+        from peer.watchdog import trainer_process
+        from scripts.demo import processes
+
+        processes.subprocess = trainer_process.subprocess = _Subprocess
+    _with_spare_sidecars(sidecars)
     try:
         if words[0] == "-m":
             sys.argv = words[1:]
@@ -74,3 +125,136 @@ def _run(words: list[str], cwd: str, log: str, env: dict[str, str]) -> None:
             runpy.run_path(words[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def _call_itself(words: list[str]) -> None:
+    """Be `python WORDS` in the table of processes, where programs look for each other; as much of it as there is room for."""
+    begin, end = (int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])  # arg_start, arg_end
+    line = "\0".join([sys.executable, *words]).encode()[: end - begin - 1]
+    ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
+
+
+def _enter(namespace: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+    if libc.setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(descriptor)
+
+
+# ---------------------------------------------------------------- its sidecar, and what it starts
+
+
+class _Child:
+    """What is asked of a `subprocess.Popen`, of a process that was forked off this one; `live`: what it does there, and its exit status."""
+
+    def __init__(self, live: Callable[[], int]):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            _end(live)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(_POLL_SECONDS)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _end(live: Callable[[], int]) -> NoReturn:
+    """Live, and end with that status, without going back to what this process was forked off."""
+    status = 1
+    try:
+        atexit._clear()  # the parent's: its folders are not ours to remove
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = live()
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _with_spare_sidecars(count: int) -> None:
+    """This process's first `count` sidecars are forked now, while nothing has begun, and wait for their end of the port; others start as ever."""
+    from peer.sync.engine.trainer import sidecar_process
+    from peer.sync.engine.trainer.port import Port
+
+    def live() -> int:
+        from peer.sync.engine.trainer import sidecar
+
+        ours.close()
+        die_with_parent(signal.SIGTERM)
+        _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
+        if not descriptors:  # the trainer has ended without
+            return 0
+        _call_itself(["-m", "peer.sync.engine.trainer.sidecar", str(descriptors[0])])
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return sidecar.main(descriptors[0])
+
+    spares, start_another = [], sidecar_process._spawn
+    for _ in range(count):
+        ours, theirs = socket.socketpair()
+        spares.append((_Child(live), ours))
+        theirs.close()
+
+    def spawn():
+        if not spares:
+            return start_another()
+        (spare, line), (port, its_port) = spares.pop(), Port.pair()
+        socket.send_fds(line, [b"!"], [its_port.socket.fileno()])
+        line.close()
+        its_port.close()
+        return spare, port
+
+    sidecar_process._spawn = spawn
+
+
+class _Subprocess:
+    """What is asked of `subprocess` by those who start our programs and have no other threads: these are forked off them."""
+
+    DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
+
+    @staticmethod
+    def Popen(command, *, stdout, preexec_fn, env, cwd=".", stdin=None, stderr=None, start_new_session=True):
+        program, *words = map(str, command)
+        assert program == sys.executable and preexec_fn and start_new_session
+
+        def live() -> int:
+            for stream in (1, 2) if stdout is not None else ():
+                os.dup2(stdout if isinstance(stdout, int) else stdout.fileno(), stream)
+            preexec_fn()
+            os.chdir(cwd)
+            os.environ.clear()
+            os.environ.update(env)
+            forks = "peer.supervise" in words
+            _run(words, sidecars=int(not forks and "datasetserver" not in words), forks=forks)
+            return 0
+
+        return _Child(live)

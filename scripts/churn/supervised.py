@@ -126,9 +126,9 @@ class Kill:
 class Soak:
     """One run: `story` makes the kills, `verdict` checks what is left."""
 
-    def __init__(self, folder: Path, *, peers: int, seed: int, every: float, browser: bool, say: Callable[[str], None]):
+    def __init__(self, folder: Path, model: Path | None, *, peers: int, seed: int, every: float, browser: bool, say: Callable[[str], None]):
         self._folder, self._every, self._say, self._rng = folder, every, say, random.Random(seed)
-        model = write_model(folder / "model")
+        model = model or write_model(folder / "model")
         flags = ["--model", str(model), "--run_name", "soak", "--learning_rate", "1e-4", "--optimizer", "adamw"]
         self._server = Server(folder, target=ROUND_SAMPLES, sync="parameters", flags=flags)
         self.page = Page(self._server.url, folder, browser=browser)
@@ -356,6 +356,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument("--no_browser", action="store_true", help="read the page's events instead of its text in chromium")
+    parser.add_argument("--model", type=Path, help="train this tiny Stable Diffusion for pictures of 16x16 pixels [one made for it]")
     add_record_arguments(parser)
     args = parser.parse_args(argv)
     adopt_orphans()
@@ -363,7 +364,7 @@ def main(argv: Sequence[str]) -> int:
     with work_folder(args.keep) as folder:
         say = lambda text: print(text, flush=True)  # noqa: E731
         options = {"peers": args.peers, "seed": args.seed, "every": args.every}
-        soak = Soak(folder, **options, browser=not args.no_browser, say=say)
+        soak = Soak(folder, args.model, **options, browser=not args.no_browser, say=say)
         say(f"{args.peers} peers under dd-peer, a kill every {args.every:.0f} s for {args.minutes:g} min; seed {args.seed}")
         try:
             soak.story(60 * args.minutes, args.kills)

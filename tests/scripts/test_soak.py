@@ -3,8 +3,6 @@
 import json
 import re
 import sqlite3
-import subprocess
-import sys
 from types import MappingProxyType
 
 import pytest
@@ -13,6 +11,7 @@ from datasetserver.store import SCHEMA
 from scripts.churn import checks
 from swarm.errors import ExitCode
 from tests.conftest import ROOT
+from tests.warm import Warm
 
 STATES = [("a", "", 1, 5, [("p", 1, 2), ("q", 1, 3)]), ("b", "a", 2, 9, [("p", 2, 4)])]
 CONTRIBUTIONS = {("p", 1): [0, 1], ("q", 1): [2, 3, 4], ("p", 2): [5, 6, 7, 8]}
@@ -98,9 +97,8 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
 def test_kills_of_whole_peers_lose_nothing(tmp_path):
     """Both peers in turn: in the end nobody lives who saw the beginning. Sidecars and p2pd's: test_swarm_of_processes.py; the server: below."""
     record = tmp_path / "record.json"
-    command = [ROOT / "scripts" / "soak", "--kills", "2", "--seed", "5", "--peers", "2", "--record", record]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=840)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    words, log = ["-m", "scripts.churn.soak", "--kills", 2, "--seed", 5, "--peers", 2, "--record", record], tmp_path / "log"
+    assert Warm(words, ROOT, log, forks=True).wait(840) == 0, log.read_text()[-8000:]
     verdict = json.loads(record.read_text())
     assert verdict["holds"] and [kill["kind"] for kill in verdict["records"]] == ["first peer", "peer"]
     assert verdict["keys_counted"] + verdict["repeated"] == verdict["samples"] > 0
@@ -110,12 +108,11 @@ def test_kills_of_whole_peers_lose_nothing(tmp_path):
 @pytest.mark.swarm
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_what_is_killed_comes_back_by_supervision_alone_and_the_page_stays_true(tmp_path):
+def test_what_is_killed_comes_back_by_supervision_alone_and_the_page_stays_true(tiny_model, tmp_path):
     """A trainer and the server. Real trainers under dd-peer; the page is read from its stream of events."""
-    record = tmp_path / "record.json"
-    command = [ROOT / "scripts" / "soak", "--minutes", "20", "--every", "5", "--kills", "2", "--no_browser", "--record", record]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1440)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    record, log = tmp_path / "record.json", tmp_path / "log"
+    words = ["-m", "scripts.churn.soak", "--minutes", 20, "--every", 1, "--kills", 2, "--no_browser", "--model", tiny_model, "--record", record]
+    assert Warm(words, ROOT, log, forks=True).wait(1440) == 0, log.read_text()[-8000:]
     verdict = json.loads(record.read_text())
     assert verdict["holds"] and [kill["kind"] for kill in verdict["records"]] == ["trainer", "server"]
     for kill in verdict["records"]:
@@ -123,13 +120,11 @@ def test_what_is_killed_comes_back_by_supervision_alone_and_the_page_stays_true(
 
 
 @pytest.mark.swarm
-def test_a_soak_whose_peers_cannot_start_ends_with_the_reason(tmp_path):
+def test_a_soak_whose_peers_cannot_start_ends_with_the_reason(tiny_model, tmp_path):
     """In a process of its own, since a soak ends whatever its process has left."""
-    program = "import sys; from scripts.churn import soak, supervised; from swarm.errors import run_program; supervised.BATCH = 10**6; "
-    program += "sys.exit(run_program(lambda: soak.main(sys.argv[1:])))"
-    flags = ["--minutes", "1", "--every", "1", "--peers", "1", "--no_browser", "--keep", tmp_path / "soak"]
-    done = subprocess.run([sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    said = done.stdout + done.stderr
-    assert done.returncode == ExitCode.FAILED, said[-4000:]
+    flags = ["--minutes", 1, "--every", 1, "--peers", 1, "--no_browser", "--keep", tmp_path / "soak", "--model", tiny_model]
+    soak = Warm(["-m", "tests.scripts.hungry_soak", *flags], ROOT, tmp_path / "log", forks=True)
+    status, said = soak.wait(300), (tmp_path / "log").read_text()
+    assert status == ExitCode.FAILED, said[-4000:]
     assert re.search(r"error: peer-1 gave up with status 2:.*One step of this peer takes 1000000 samples", said), said[-4000:]
     assert "kills," not in said and "FAULT" not in said and "Traceback" not in said

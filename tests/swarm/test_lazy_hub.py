@@ -43,6 +43,15 @@ def test_a_name_whose_home_is_said_is_had_without_the_hub_also_of_a_package_in_a
     assert twice == 2 and "twice" not in vars(sys.modules["hubbed.deep"])
 
 
+def test_a_package_in_a_package_that_is_loaded_is_an_attribute_of_it_and_stays_one(package):
+    import_without_hub(package)
+    import_without_hub("hubbed.deep")
+    import hubbed.deep.other
+
+    assert hubbed.deep.other.one == 1 and "hubbed.deep.light" not in sys.modules
+    assert hubbed.weight == "tons" and hubbed.deep is sys.modules["hubbed.deep"] and hubbed.deep.twice == 2
+
+
 @pytest.mark.parametrize("home", ["no_such_module", "other"])
 def test_a_name_that_lives_elsewhere_by_now_is_the_hubs(package, home):
     import_without_hub("hubbed.deep", twice=home)
@@ -72,16 +81,16 @@ def test_a_package_that_is_not_installed_is_missed_as_ever():
         import no_such_package  # noqa: F401
 
 
-def test_a_dht_node_loads_neither_hiveminds_optimizers_nor_scipy():
+def test_a_dht_node_loads_neither_hiveminds_optimizers_nor_scipy_nor_torch():
     pytest.importorskip("hivemind")
     program = """
 import sys, swarm.dht, hivemind
-print([name for name in ("hivemind.optim", "hivemind.moe", "hivemind.averaging", "scipy") if name in sys.modules])
+print([name for name in ("hivemind.optim", "hivemind.moe", "hivemind.averaging", "scipy", "torch") if name in sys.modules])
 from hivemind import DHT, Optimizer
-print(DHT is hivemind.dht.DHT, Optimizer is hivemind.optim.Optimizer)
+print(DHT is hivemind.dht.DHT, Optimizer is hivemind.optim.Optimizer, hivemind.utils.MPFuture.__name__)
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == ["[]", "True True"]
+    assert said.splitlines() == ["[]", "True True MPFuture"]
 
 
 def test_a_peer_leaves_bitsandbytes_to_whoever_wants_its_optimizers():

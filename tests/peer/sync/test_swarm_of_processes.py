@@ -2,12 +2,9 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -17,10 +14,12 @@ import torch
 
 from peer.contracts import Member, SyncReport
 from peer.sync.engine.state import first_state, next_state
-from peer.sync.engine.trainer import swarm_sync
+from peer.sync.engine.trainer import sidecar_process, swarm_sync
 from peer.sync.engine.trainer.messages import Done, Freeze, Rebase
+from peer.sync.engine.trainer.port import Port
 from peer.sync.engine.vectors import flatten
 from tests.peer.sync.toy_peer import build
+from tests.warm import Warm
 
 pytestmark = pytest.mark.swarm
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,36 +28,36 @@ ORPHAN_SECONDS = 60.0
 """A process without its parent ends at once, or never."""
 
 
+PARTS = {"sidecar": "peer.sync.engine.trainer.sidecar", "p2pd": "hivemind_cli/p2pd"}
+"""Of a peer, and what is in their command lines."""
+
+
 class Toy:
     """A toy peer's process: its log, what it said, its rounds."""
 
-    def __init__(self, folder: Path, *arguments: str, strategy: str = "parameters", **options):
-        self.folder, self.lines, self.log = folder, [], ""
-        flags = [f"--{name}={value}" for name, value in options.items()]
+    def __init__(self, folder: Path, *arguments: str, strategy: str = "parameters", sidecars: int = 1, **options):
+        self.folder, self._log = folder, folder.with_suffix(".log")
         self._failpoints = folder.with_suffix(".failpoints")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.peer.sync.toy_peer", str(folder), strategy, *arguments, *flags],
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "DD_FAILPOINTS": str(self._failpoints)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self._threads = [threading.Thread(target=self._read_out), threading.Thread(target=self._read_err)]
-        for thread in self._threads:
-            thread.start()
+        words = ["-m", "tests.peer.sync.toy_peer", folder, strategy, *arguments, *(f"--{name}={value}" for name, value in options.items())]
+        self.process = Warm(words, ROOT, self._log, failpoints=self._failpoints, sidecars=sidecars)
 
-    def _read_out(self):
-        for line in self.process.stdout:
-            self.lines.append(json.loads(line))
+    @property
+    def log(self) -> str:
+        """Of it, of those of its name before it, and of their sidecars."""
+        return self._log.read_text()
 
-    def _read_err(self):
-        for line in self.process.stderr:
-            self.log += line
+    @property
+    def lines(self) -> list[dict]:
+        """What it said."""
+        return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
 
-    def family(self, name: str = "") -> list[psutil.Process]:
-        """Living descendants whose command line contains `name`."""
+    def family(self, part: str = "") -> list[psutil.Process]:
+        """Living descendants, or those of them that are such a part of a peer."""
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if name in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                    if PARTS.get(part, "") in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
                         found.append(child)
         return found
 
@@ -90,22 +89,18 @@ class Toy:
     def armed(self) -> bool:
         return bool(self._failpoints.exists() and self._failpoints.read_text())
 
-    def kill(self):
+    def stop(self) -> None:
+        """Ask it to leave in order."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(WAIT_SECONDS)
 
     def end(self) -> dict:
         """Wait for its end; what it said last."""
-        self.process.wait(WAIT_SECONDS)
-        self.join()
-        assert self.process.returncode == 0, self.log
+        assert self.process.wait(WAIT_SECONDS) == 0, self.log
         return self.lines[-1]
-
-    def join(self):
-        for thread in self._threads:
-            thread.join(10)
-        self.process.stdout.close()
-        self.process.stderr.close()
 
 
 def until(true, *toys: Toy, seconds: float = WAIT_SECONDS) -> None:
@@ -126,9 +121,7 @@ def toys(tmp_path):
     yield start
     family = [child for toy in started for child in toy.family()]
     for toy in started:
-        if toy.process.poll() is None:
-            toy.kill()
-        toy.join()
+        toy.kill()
     _, alive = psutil.wait_procs(family, timeout=ORPHAN_SECONDS)
     assert not alive, f"orphans: {[child.cmdline() for child in alive]}"
 
@@ -147,11 +140,11 @@ OVERLAP = {"overlap": 1, "seconds": 0.05}
 
 def test_two_peers_come_to_the_runs_end_with_one_state_and_say_what_became_of_every_sample(toys):
     """Of `gradients`, whose trainer hands over what others keep; every strategy with and without overlap: tests/simulation/test_scenarios.py."""
-    one = toys("one", strategy="gradients", total=256, min_peers=2)  # else it is at the end before the other one has started
-    two = toys("two", one.maddr(), strategy="gradients", total=256, min_peers=2)
+    one = toys("one", strategy="gradients", total=128, min_peers=2)  # else it is at the end before the other one has started
+    two = toys("two", one.maddr(), strategy="gradients", total=128, min_peers=2)
     ends = [one.end(), two.end()]
     for peer, end in zip((one, two), ends, strict=True):
-        assert end["done"] and end["finite"] and end["samples"] >= 256
+        assert end["done"] and end["finite"] and end["samples"] >= 128
         assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, peer.log)
         final = [line for line in peer.lines if line["event"] == "committed_round"]
         assert [line["round"] for line in final] == list(range(1, end["round"] + 1))
@@ -161,7 +154,7 @@ def test_two_peers_come_to_the_runs_end_with_one_state_and_say_what_became_of_ev
 
 
 def test_the_contract_holds_without_a_swarm(toys):
-    end = toys("one", strategy="none", total=256).end()
+    end = toys("one", strategy="none", total=256, seconds=0).end()
     assert end["done"] and end["final"] == end["trained"] == end["samples"] == 256
 
 
@@ -185,35 +178,56 @@ def test_a_joiner_whose_sidecar_dies_after_the_peer_it_came_by_goes_on_and_meets
     until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in joiner.rounds()), joiner, again)
     assert f"going on from round={max(states)} " in again.log
     assert_one_lineage(joiner, again)
-    joiner.process.send_signal(signal.SIGTERM)
+    joiner.stop()
     end = joiner.end()
     assert end["most_waiting"] == 128 and end["overlapped"] > 0
     assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, joiner.log)
 
 
-def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_way(tmp_path, monkeypatch):
+@pytest.fixture
+def silent(monkeypatch):
+    """Sidecars of this process say nothing: what they say is said by the test."""
+    ports = []
+
+    def spawn():
+        port, theirs = Port.pair()
+        ports.append(theirs)
+        return subprocess.Popen(["sleep", "600"], start_new_session=True), port
+
+    monkeypatch.setattr(sidecar_process, "_spawn", spawn)
+    monkeypatch.setattr(sidecar_process, "CLOSE_SECONDS", 0.0)
+    yield
+    for port in ports:
+        port.close()
+
+
+def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_way(tmp_path, silent):
     """Seen in the code: the server had ended the run, so the data ended, and a peer exported the state before the last one."""
-    monkeypatch.setattr(swarm_sync, "LAST_STATE_SECONDS", 0.5)
     _, sync = build(tmp_path / "out", "parameters", [], {"total": "64"})
+    now = [0.0]
     try:
-        until(lambda: not sync.step(0).wait)  # it has landed on the base
-        sync._exchange = lambda seconds: time.sleep(0.01)  # what the sidecar says from now on is said here
+        sync._clock = lambda: now[0]
+        sync._exchange = lambda seconds: None
+        state = sync._work.state
+        sync._hear(Rebase(state.digest, state.header.to_json(), state.buffer))
         sync.seen = {"phase": "catching_up"}
-        began = time.monotonic()
-        while sync.leave(hurry=False).wait and time.monotonic() < began + 1.5:
-            pass
-        assert sync.leave(hurry=False).wait, "three times as long as without that sign"
-        assert not sync.leave(hurry=True).wait
-        sync.leave(hurry=False)
+        for now[0] in range(0, 60, 10):
+            assert sync.leave(hurry=False).wait, "four times as long as without that sign"
         sync.seen = {"phase": "train"}
-        until(lambda: not sync.leave(hurry=False).wait)
-        sync._hear(Done())
+        now[0] += swarm_sync.LAST_STATE_SECONDS - 1
+        assert sync.leave(hurry=False).wait
+        now[0] += 2
         assert not sync.leave(hurry=False).wait
+        for cut_short in (lambda: sync.leave(hurry=True), lambda: sync._hear(Done())):
+            sync._leaving = None
+            assert sync.leave(hurry=False).wait
+            cut_short()
+            assert not sync.leave(hurry=False).wait
     finally:
         sync.close()
 
 
-def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp_path):
+def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp_path, silent):
     """Seen in the code: in a run's first eight rounds it landed on that state PLUS all that the run had learned until the checkpoint, and
     what had been trained beyond a state counted as trained though no contribution held it."""
     params, sync = build(tmp_path / "out", "parameters", [], {})
@@ -239,13 +253,11 @@ def test_a_resumed_peer_stands_on_the_swarms_state_and_not_on_its_checkpoint(tmp
 
 
 def test_sidecars_and_a_p2pd_that_die_or_hang_are_started_again_and_who_leaves_says_what_became_of_every_sample(toys):
-    founder = toys("founder", min_peers=2, wire="fp16")
-    joiner = toys("joiner", founder.maddr(), min_peers=2, wire="fp16", silent=15)
+    founder = toys("founder", min_peers=2, wire="fp16", sidecars=3)
+    joiner = toys("joiner", founder.maddr(), min_peers=2, wire="fp16", silent=8, sidecars=2)  # its third is a fresh interpreter
     other = toys("other", founder.maddr(), wire="fp16", rows=50)
     until(lambda: min(founder.round(), joiner.round()) >= 1, founder, joiner)
-    until(lambda: other.process.poll() is not None, other)
-    other.join()
-    assert other.process.returncode == 2
+    assert other.process.wait(WAIT_SECONDS) == 2
     assert "error: The peers of this run train other tensors" in other.log and "Traceback" not in other.log
     # The founder was given no address of anybody: it must remember whom it met.
     until(lambda: (founder.folder / "peers_met.json").exists(), founder)
@@ -265,7 +277,7 @@ def test_sidecars_and_a_p2pd_that_die_or_hang_are_started_again_and_who_leaves_s
     until(lambda: any(line["how"] == "averaged" and line["round"] > at + 1 for line in joiner.rounds()), founder, joiner)
     # Between two contributions: the state, the last contribution's memory, which the next one takes, and nothing of the past.
     until(lambda: founder.shared_buffers() == 2, founder)
-    joiner.process.send_signal(signal.SIGTERM)
+    joiner.stop()
     end = joiner.end()
     assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, joiner.log)
     assert end["off_the_state"] == 0.0, "it exports the swarm's state itself, without what the codec left over"
@@ -301,7 +313,7 @@ def test_a_process_stopped_or_killed_at_a_point_stops_nobody_and_comes_back(toys
         until(lambda v=victim, at=at: any(line["how"] == "averaged" and line["round"] > at for line in v.rounds()), one, two, victim)
     assert_one_lineage(one, two, victim)
     for toy in (one, two, victim):
-        toy.process.send_signal(signal.SIGTERM)
+        toy.stop()
     for toy in (one, two, victim):
         end = toy.end()
         assert end["trained"] == end["final"] + end["dropped"] and end["waiting"] == 0, (end, toy.log)

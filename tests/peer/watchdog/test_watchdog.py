@@ -28,7 +28,6 @@ from tests.conftest import ROOT
 from tests.warm import Warm
 
 PROGRAM = ROOT / "tests" / "peer" / "watchdog" / "supervised_program.py"
-SHORT = PROGRAM.with_name("short_program.py")
 FAILED = End(1)
 
 
@@ -313,12 +312,11 @@ def test_a_real_trainer_that_runs_out_of_memory_in_the_middle_goes_on_with_less(
     tiny.write_pictures(tmp_path / "pictures")
     flags = ["--model", tiny_model, "--train_data_dir", tmp_path / "pictures", "--output_dir", tmp_path / "out", "--resolution", 16]
     flags += ["--max_train_steps", 4, "--checkpointing_steps", 1, "--device", "cpu"]
-    program = "import sys; from pathlib import Path; from swarm.errors import run_program; from peer import supervise\n"
-    program += f"sys.exit(run_program(lambda: supervise.main(sys.argv[1:], Path({str(SHORT)!r}))))"
-    done = subprocess.run([sys.executable, "-c", program, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("error: Out of memory: CUDA out of memory") == 1
-    assert "from now on with --gradient_checkpointing" in done.stderr and "resumed checkpoint=" in done.stderr
+    process = Warm(["-m", "tests.peer.watchdog.short_of_memory", *flags], ROOT, tmp_path / "log", forks=True)
+    code, said = process.wait(300), (tmp_path / "log").read_text()
+    assert code == 0, said
+    assert said.count("error: Out of memory: CUDA out of memory") == 1
+    assert "from now on with --gradient_checkpointing" in said and "resumed checkpoint=" in said
     assert (tmp_path / "out" / "model").is_dir()
 
 
@@ -417,14 +415,13 @@ def test_several_ranks_are_one_peer_and_are_started_again_together(tiny_model, p
     out = tmp_path / "out"
     flags = ["--train_data_dir", pictures, "--model", tiny_model, "--output_dir", out, "--resolution", 16, "--num_threads", 1]
     flags += ["--nproc_per_node", 2, "--total_samples", 10**9, "--checkpointing_steps", 10]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "peer.supervise", *map(str, flags)], cwd=ROOT, stderr=log)
+    process = Warm(["-m", "peer.supervise", *flags], ROOT, tmp_path / "log", forks=True)
     try:
         said = lambda: (tmp_path / "log").read_text()  # noqa: E731
         until(lambda: "saved" in said(), 300)
         ranks = [child for child in psutil.Process(process.pid).children() if "finetune.py" in " ".join(child.cmdline())]
         assert len(ranks) == 2 and "ranks=2" in said()
-        next(rank for rank in ranks if rank.environ()["RANK"] == "1").kill()
+        max(ranks, key=lambda rank: rank.pid).kill()  # the second, which says nothing itself
         until(lambda: "resumed checkpoint=" in said() and said().count("training distributed-diffusion") == 2, 300)
         assert "the trainer ended: it was ended by SIGKILL" in said() and not any(rank.is_running() for rank in ranks)
         # Both decide together where they stop, so both must hear of it.
@@ -432,4 +429,4 @@ def test_several_ranks_are_one_peer_and_are_started_again_together(tiny_model, p
         assert process.wait(300) == 0 and "finished samples=" in said()
     finally:
         process.kill()
-        process.wait()
+        process.wait(300)
