@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,9 @@ class Checks:
         self._world = world
         self.commits: dict[str, Commit] = {}
         self._of_group: dict[tuple, str] = {}
+        self._averaged: set[str] = set()
+        self._void: set[str] = set()
+        """Groups of which somebody has the whole mean, and of which somebody knows that nobody has or will have it."""
         self._offers: dict[tuple[str, int], tuple[bytes, int]] = {}
         self._stands: dict[str, tuple[int, str]] = {}
         self._holders: dict[str, set[str]] = {}
@@ -143,6 +146,13 @@ class Checks:
         self.commits[digest] = Commit(digest, parent, number, samples, members, included)
         self.round = max(self.round, number)
         self._world.committed(self.commits[digest])
+
+    def closings(self, said: Mapping[str, Any]) -> None:
+        """What a peer's log line says of a group, beside its text: it was averaged in, or is void."""
+        self._averaged |= {said["averaged"]} if "averaged" in said else set()
+        self._void |= {said["void"]} if "void" in said else set()
+        if ("averaged" in said or "void" in said) and not self._averaged.isdisjoint(self._void):
+            self.breach("a group was closed again, and somebody has the mean of its first closing")
 
     def _is_ancestor(self, digest: str, of: str) -> bool:
         commit, tip = self.commits.get(digest), self.commits.get(of)

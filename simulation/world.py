@@ -135,6 +135,7 @@ class _Trace(logging.Handler):
         owner = OWNER.get()
         who = f"{owner.machine.short} {owner.name}" if owner is not None else "world"
         self._world.note(f"{who}: {record.getMessage()}")
+        self._world.checks.closings(vars(record))
 
 
 class World:

@@ -67,8 +67,15 @@ MUTATIONS = (
     Mutation(
         "mixed_mean",
         "a round that failed at one reducer is committed with whatever stood in its part of the memory",
-        "            raise self._round_failed(failure) from None\n",
+        "            raise self._round_failed(failure, run, reduction) from None\n",
         "            log.info('%s', failure)\n",
+    ),
+    Mutation(
+        "closed_again_anyway",
+        "a group is closed again without a member that failed, though another one may have the mean of its first closing",
+        "                if not error.void:\n                    raise\n",
+        "",
+        world=("--peers=4", "--hours=0.06", "--faults=failpoint,kill,reset,sidecar"),
     ),
     Mutation(
         "no_error_feedback",

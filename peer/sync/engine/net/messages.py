@@ -189,11 +189,13 @@ class Nothing(Message):
 
 
 class Refusal(Message):
-    """Why the other end goes, and to whom that is owed. hearsay: it was told so itself."""
+    """Why the other end goes, and to whom that is owed. hearsay: it was told so itself. void: a reducer gave up a part that it has not made,
+    so nobody has the group's whole mean, nor ever will."""
 
     error: Reason
     culprits: Annotated[tuple[Text, ...], _first(MOST_CULPRITS)] = ()
     hearsay: Flag = False
+    void: Flag = False
 
 
 class Call(Message):
@@ -216,7 +218,7 @@ class Answer(Message):
 class Join(Message):
     """The sender asks to average this contribution in the receiver's group. With number and samples 0, the sender assists and brings none.
 
-    norm: L2 norm of its decoded values. receipt: the host's for it.
+    norm: L2 norm of its decoded values. receipt: the host's for it. after: the group of this leader that is void, which the sender was in.
     """
 
     parent: Text
@@ -226,6 +228,7 @@ class Join(Message):
     receipt: Receipt = ""
     reduces: Flag = False
     without: Named = ()
+    after: Text = ""
 
 
 class Wait(Message):

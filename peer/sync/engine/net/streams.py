@@ -40,9 +40,11 @@ _STREAMS_PER_PEER = 16
 class PeerLost(Exception):
     """The other end is gone, silent, or does not keep to the protocol; the reason is for the log.
 
-    culprits: the peers that it is owed to, as whoever raises it saw or, if `hearsay`, was told; the other end of a stream that it
-    ends is told as much.
+    culprits: the peers that it is owed to, as whoever raises it saw or, if `hearsay`, was told; void: see `Refusal`. The other end of a
+    stream that it ends is told as much.
     """
+
+    void = False
 
     def __init__(self, reason: str = "", culprits: Collection[str] = (), *, hearsay: bool = False):
         super().__init__(reason)
@@ -120,7 +122,9 @@ class Channel:
             refusal = read(Refusal, values)
         except BadMessage as error:
             raise Malformed(f"{self.peer[-6:]} sent a malformed message: {error}", [self.peer]) from None
-        raise Refused(f"{self.peer[-6:]}: {refusal.error}", refusal.culprits, hearsay=refusal.hearsay)
+        refused = Refused(f"{self.peer[-6:]}: {refusal.error}", refusal.culprits, hearsay=refusal.hearsay)
+        refused.void = refusal.void
+        raise refused
 
     async def _take(self, count: int, until: float) -> bytearray:
         data = bytearray(count)
@@ -136,10 +140,11 @@ class Channel:
             raise Broken(f"{self.peer[-6:]} does not answer: {_name(error)}") from None
         self.received += len(room)
 
-    async def end(self, reason: str, culprits: Collection[str] = (), *, hearsay: bool = False) -> None:
+    async def end(self, reason: str, culprits: Collection[str] = (), *, hearsay: bool = False, void: bool = False) -> None:
         """Tell the other end why this one goes, and to whom that is owed."""
+        refusal = Refusal(error=reason, culprits=tuple(culprits)[:MOST_CULPRITS], hearsay=hearsay, void=void)
         with contextlib.suppress(PeerLost):
-            await self.send(Refusal(error=reason, culprits=tuple(culprits)[:MOST_CULPRITS], hearsay=hearsay), seconds=_END_SECONDS)
+            await self.send(refusal, seconds=_END_SECONDS)
             await self.hung_up(_END_SECONDS)
 
     async def hung_up(self, seconds: float) -> None:
@@ -211,7 +216,7 @@ class Streams:
                 await channel.hung_up(_TAKE_SECONDS)
             except PeerLost as error:
                 log.debug("%s: %s", name, error)
-                await channel.end(str(error), error.culprits, hearsay=error.hearsay)
+                await channel.end(str(error), error.culprits, hearsay=error.hearsay, void=error.void)
             except Exception as error:
                 self.mishaps[name] += 1
                 log.warning("%s from %s failed: %r", name, channel.peer[-6:], error, exc_info=True)

@@ -43,10 +43,12 @@ class RoundFailed(Exception):
     """The average is incomplete at this peer; whether others have it, their heads tell.
 
     culprits: whom we saw cause it; slow: those of them that went away without a word, as the honest may; told: a reducer's word about
-    others, None if there is none. at_once: whether the next attempt need not wait, since somebody will not be in it.
+    others, None if there is none. at_once: whether the next attempt need not wait, since somebody will not be in it. void: whether we know
+    that nobody has the whole mean, nor ever will.
     """
 
     silent: frozenset[str] = frozenset()
+    void = False
 
     def __init__(self, reason: str, culprits: Collection[str] = (), slow: Collection[str] = (), told: "_Told | None" = None):
         super().__init__(reason)
@@ -115,14 +117,14 @@ class Averager:
             failure = None
         except (PeerLost, ValueError, asyncio.TimeoutError) as error:
             failure = await _explanation(self._as_lost(error, run, reduction), exchanges)
-            raise self._round_failed(failure) from None
+            self._give_up(group.id, failure)
+            raise self._round_failed(failure, run, reduction) from None
         finally:
             # Whoever still takes averages from us does so in a handler of its own, which this does not end; whoever waits for one
             # that will not be, also because we were cancelled, need not sit out its deadline.
-            if reduction is not None:
-                self._reductions.pop(group.id, None)
-                if failure is not None:
-                    self._give_up(group.id, reduction, failure)
+            if failure is not None:
+                self._give_up(group.id, failure)
+            self._reductions.pop(group.id, None)
             await end_tasks(*tasks)
         run.traffic.seconds = clock() - began
         return Mean(run.result, add_up(run.squares), run.traffic)
@@ -134,16 +136,23 @@ class Averager:
             return PeerLost(str(error))
         return PeerLost("it took too long", run.missing.keys() | (reduction.late() if reduction is not None else set()))
 
-    def _round_failed(self, failure: PeerLost) -> RoundFailed:
-        if isinstance(failure, _Told):
-            return RoundFailed(str(failure), told=failure)
+    def _round_failed(self, failure: PeerLost, run: "Run", reduction: "Reduction | None") -> RoundFailed:
         culprits = set(failure.culprits) - {self._peer_id}
-        return RoundFailed(str(failure), culprits, culprits if isinstance(failure, _Gone) else ())
+        if isinstance(failure, _Told):
+            failed = RoundFailed(str(failure), told=failure)
+        else:
+            failed = RoundFailed(str(failure), culprits, culprits if isinstance(failure, _Gone) else ())
+        failed.void = run.void or (reduction is not None and reduction.void)
+        return failed
 
-    def _give_up(self, group_id: str, reduction: "Reduction", failure: PeerLost) -> None:
-        """Tell all who take our share why there is none: what we were told or can only guess, as such."""
+    def _give_up(self, group_id: str, failure: PeerLost) -> None:
+        """Tell all who take our share of a group, if we have one, why there is none: what we were told or can only guess, as such."""
+        reduction = self._reductions.pop(group_id, None)
+        if reduction is None:
+            return
         lost = PeerLost(f"{self._peer_id[-6:]} gave up: {failure}", failure.culprits, hearsay=isinstance(failure, _Told | _Gone))
         reduction.fail(lost)
+        lost.void = reduction.void
         self._failed[group_id] = lost
         while len(self._failed) > _REMEMBERED_FAILURES:
             del self._failed[next(iter(self._failed))]
@@ -176,6 +185,7 @@ class Averager:
             with contextlib.closing(channel):
                 await self._talk(channel, share, run)
         except Refused as error:
+            run.void |= error.void
             accused = [peer for peer in error.culprits if peer != reducer]
             if accused or error.hearsay:
                 raise _Told(str(error), reducer, accused, hearsay=error.hearsay) from None

@@ -10,8 +10,8 @@ from peer.sync.engine.net.messages import JOIN_ANSWER, MAX_WAIT_SECONDS, Announc
 from peer.sync.engine.net.streams import Broken, PeerLost, Refused, Streams
 from peer.sync.engine.round.calls import ANSWER_SECONDS
 from peer.sync.engine.round.company import Company
-from peer.sync.engine.round.groups import NO_RECEIPTS, Group, Seen, Standing, Ticket, group_of
-from peer.sync.engine.round.leading import BEAT_SECONDS, JOIN, Leading
+from peer.sync.engine.round.groups import NO_RECEIPTS, Group, NoGroup, Seen, Standing, Ticket, group_of
+from peer.sync.engine.round.leading import AGAIN_SECONDS, BEAT_SECONDS, JOIN, Leading
 from swarm.receipts import Receipts
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,23 @@ class Following:
         finally:
             self._leading.redirect_no_more()
 
+    async def led_again(self, closed: Group, ticket: Ticket) -> Group:
+        """The group `closed`, which is void, as its leader closes it once more. Raises NoGroup."""
+        leader = closed.leader
+        self._leading.redirect(ticket.parent, leader)
+        try:
+            said = await self._join_again(leader, ticket, 2 * AGAIN_SECONDS, after=closed.id)
+            if not isinstance(said, Announcement):
+                raise NoGroup(f"{leader[-6:]} leads no more")
+            group = group_of(said, ticket, leader, self._standing(self._peer_id), self._max_samples, self._receipts)
+            if group.id == closed.id:
+                raise NoGroup(f"{leader[-6:]} closes no group again")
+            return group
+        except PeerLost as error:
+            raise NoGroup(f"not led again: {error}") from None
+        finally:
+            self._leading.redirect_no_more()
+
     def _lost(self, leader: str, error: PeerLost, seen: Seen, *, blamed: bool) -> None:
         """`leader` is gone, or says nothing that makes a group. A peer that we have met may have been stopped or cut off: it is absent."""
         seen.silent.add(leader)
@@ -95,14 +112,14 @@ class Following:
             return JOIN_SECONDS if stranger else MAX_WAIT_SECONDS
         return min(answer.ready_seconds + patience + (STRANGER_JOIN_SECONDS if stranger else JOIN_SECONDS), MAX_WAIT_SECONDS)
 
-    async def _join_again(self, leader: str, ticket: Ticket, seconds: float) -> Announcement | Onward:
+    async def _join_again(self, leader: str, ticket: Ticket, seconds: float, after: str = "") -> Announcement | Onward:
         """As `_join`; once more where the stream breaks."""
         try:
-            return await self._join(leader, ticket, seconds)
+            return await self._join(leader, ticket, seconds, after)
         except Broken as error:
             # Else the leader waits for us to come, and we for those who went to it.
             log.info("joining %s again: %s", leader[-6:], error)
-            return await self._join(leader, ticket, seconds)
+            return await self._join(leader, ticket, seconds, after)
 
     def _onward(self, leader: str, onward: str, ticket: Ticket) -> str:
         """`onward`, to whom `leader` sends us. Raises PeerLost when we do not go there, Refused where nobody need be at fault."""
@@ -115,14 +132,17 @@ class Following:
             raise Refused(reason) if standing.has_roles else PeerLost(reason, [leader])
         return onward
 
-    async def _join(self, leader: str, ticket: Ticket, seconds: float) -> Announcement | Onward:
-        """What `leader` says in the end: a group, or who leads instead. Raises PeerLost when it has not within `seconds`."""
+    async def _join(self, leader: str, ticket: Ticket, seconds: float, after: str = "") -> Announcement | Onward:
+        """What `leader` says in the end: a group, or who leads instead. Raises PeerLost when it has not within `seconds`.
+
+        after: the group of this leader that is void, '' for none.
+        """
         channel = await self._streams.open(leader, JOIN)
         with contextlib.closing(channel):
             member = ticket.member
             join = Join(
                 parent=ticket.parent, number=member.number, samples=member.samples, norm=ticket.norm, receipt=ticket.receipt,
-                reduces=ticket.reduces, without=ticket.without,
+                reduces=ticket.reduces, without=ticket.without, after=after,
             )  # fmt: skip
             await channel.send(join, seconds=ANSWER_SECONDS)
             answer, _ = await channel.receive(JOIN_ANSWER, seconds=ANSWER_SECONDS)

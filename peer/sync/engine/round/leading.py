@@ -24,6 +24,8 @@ BEAT_SECONDS = 3.0
 """Those who wait for a leader hear from it at this interval; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
 STRANGER_COME_SECONDS = 2.0
 """How long a stranger that said it is ready may take to come, or as long as the round is worth waiting for. Later, it is in the next round."""
+AGAIN_SECONDS = 5.0
+"""In which those of a group that is void come back to its leader. All hear of it within a second, or look for another reason that long."""
 
 
 @dataclass
@@ -108,6 +110,16 @@ class Leading:
             raise
         self._announced = group
         _tell(followers, group.announcement())
+        return group
+
+    async def lead_again(self, closed: Group, ticket: Ticket, gone: Collection[str], check: Callable[[Group], None], seen: Seen) -> Group:
+        """The group `closed`, which we led and which is void, of those that come back; who is `gone` is not waited for. Raises NoGroup."""
+        coming = closed.peers - {self._peer_id, *gone}
+        if not coming:
+            raise NoGroup("nobody else is left")
+        due = dict.fromkeys(coming, AGAIN_SECONDS)
+        group = await self.lead(ticket, dict.fromkeys(coming, 0.0), due, 0.0, check, seen, alone_if_nobody_joins=False)
+        log.info("closed again with %d peers instead of %d", len(group.peers), len(closed.peers))
         return group
 
     def _due(self, coming: Mapping[str, float], patience: float) -> dict[str, float]:
@@ -202,7 +214,7 @@ class Leading:
             raise
         self._company.answered(channel.peer)
         self._heard(channel.peer, standing.head, True)
-        if self._announced is not None and self._announced.holds(ticket):
+        if self._announced is not None and self._announced.holds(ticket) and join.after != self._announced.id:
             # Its stream broke before it heard so. Without it, all the others would wait for its parts in vain.
             return await channel.send(self._announced.announcement(), seconds=ANSWER_SECONDS)
         gathering = self._gathering_onto(ticket.parent)

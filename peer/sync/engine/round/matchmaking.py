@@ -18,7 +18,7 @@ from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.round.calls import Called, Calls, Spoke, comes, leads, unanswered
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.following import Following
-from peer.sync.engine.round.groups import NO_RECEIPTS, Group, Seen, Standing, Ticket
+from peer.sync.engine.round.groups import NO_RECEIPTS, Group, NoGroup, Seen, Standing, Ticket
 from peer.sync.engine.round.leading import Leading
 from peer.sync.engine.state import Head
 from swarm.receipts import Receipts
@@ -87,6 +87,18 @@ class Matchmaker:
             return await self._form(ticket, expected, calls, check, patience, behind_seconds)
         finally:
             self._calls.end(calls)
+
+    async def again(self, closed: Group, ticket: Ticket, gone: Collection[str], check: Callable[[Group], None] = lambda group: None) -> Group:
+        """The group `closed` once more, of those that come back to its leader at once; who is `gone` is not waited for. Raises NoGroup.
+
+        Only for a group that is void. Its leader knows that itself before it closes the group again, so nobody can have committed the first
+        closing: the others need no more than to have failed in it. Nobody is called, since all are at their leader within seconds.
+        """
+        if closed.leader in gone:
+            raise NoGroup("its leader is gone")
+        if closed.leader != self._peer_id:
+            return await self._following.led_again(closed, ticket)
+        return await self._leading.lead_again(closed, ticket, gone, check, Seen())
 
     async def _form(
         self,

@@ -67,6 +67,8 @@ class Run:
     last_mean: dict[str, float] = field(default_factory=dict)
     """Reducer -> when it gave us its last one, by the loop's clock."""
     traffic: Traffic = field(default_factory=Traffic)
+    void: bool = False
+    """Whether a reducer has told us that nobody has the whole mean, nor ever will."""
 
     @functools.cached_property
     def _scratch(self) -> Tensor:
@@ -166,9 +168,16 @@ class Reduction:
         open_parts = [received for received, mean in zip(self._received, self._means, strict=True) if not mean.done()]
         return {peer for received in open_parts for peer in self.senders - received.keys()}
 
+    @property
+    def void(self) -> bool:
+        """Whether a part of our share was given up before it was made. It never will be, so nobody has the whole mean, nor ever will."""
+        return any(mean.done() and mean.exception() is not None for mean in self._means)
+
     def fail(self, lost: PeerLost) -> None:
+        """Give up what is not made: whoever takes it is told `lost`."""
         for future in self._means:
             if not future.done():
+                lost.void = True
                 future.set_exception(lost)
                 future.exception()  # nobody need be waiting for it
         self._received = [{} for _ in self.parts]

@@ -5,7 +5,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -44,6 +44,8 @@ _NEWS_SECONDS, _BEHIND_SECONDS = 5.0, 3.0
 """A round shorter than a record's way through the DHT finds the others a state behind, each in turn: they are given time to follow."""
 _STRANGER_SECONDS, _STRANGER_SHARE = 5.0, 0.25
 """How long a stranger in a group may take for each word; or this share of what the round has taken so far, if that is longer."""
+_MOST_CLOSINGS = 3
+"""Of one attempt. Each costs up to 15 s, and drops a member or more; then all look who has committed, as after any failure."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +137,40 @@ class Rounds:
 
     async def _average(self, state: State, offer: Contribution, callers: Collection[str], age_seconds: float) -> tuple[Group, Mean]:
         self._phase.set(Phase.GROUP)
-        without, norm = tuple(self.company.all_left_out()[-MOST_NAMED:]), await self._norm(offer)
+        norm = await self._norm(offer)
+        ticket = Ticket(state.digest, offer.member, not self._node.client_mode, self._without(), norm, self._receipt(offer))
         group = await self.matchmaker.form(
-            Ticket(state.digest, offer.member, not self._node.client_mode, without, norm, self._receipt(offer)),
+            ticket,
             self._expected(state, callers),
             self._check_quorum,
             patience=patience_seconds(age_seconds, offer.failures),
             behind_seconds=_BEHIND_SECONDS if age_seconds < _NEWS_SECONDS else 0.0,
         )
+        for _ in range(_MOST_CLOSINGS - 1):
+            try:
+                return group, await self._average_in(group, offer, age_seconds)
+            except RoundFailed as error:
+                if not error.void:
+                    raise
+                group = await self._closed_again(group, ticket, error)
+        return group, await self._average_in(group, offer, age_seconds)
+
+    def _without(self) -> tuple[str, ...]:
+        return tuple(self.company.all_left_out()[-MOST_NAMED:])
+
+    async def _closed_again(self, group: Group, ticket: Ticket, error: RoundFailed) -> Group:
+        """`group`, of which nobody has the whole mean, without whoever is to blame for that. Raises NoGroup (docs/decisions/0027)."""
+        log.info("nobody has the mean of the group of %d peers: %s", len(group.peers), error, extra={"void": group.id})
+        self._phase.set(Phase.GROUP)
+        self.company.blame(error.culprits, error.slow)
+        gone = {peer for peer in group.peers if self.company.left_out(peer)}
+        try:
+            return await self.matchmaker.again(group, replace(ticket, without=self._without()), gone, self._check_quorum)
+        except NoGroup as why:
+            raise NoGroup(f"{error}; not closed again: {why}", why.silent, why.culprits, why.slow, at_once=error.at_once) from None
+
+    async def _average_in(self, group: Group, offer: Contribution, age_seconds: float) -> Mean:
+        """Raises RoundFailed."""
         try:
             self._remember(group)
             self._phase.set(Phase.AVERAGE)
@@ -152,7 +180,7 @@ class Rounds:
         finally:
             self.matchmaker.over()
         await failpoints.reached("mean_complete", self._node.peer_id)
-        return group, mean
+        return mean
 
     def _receipt(self, offer: Contribution) -> str:
         """What others will take; '' for what a false server gave us on the way, which would only keep us out."""
@@ -253,5 +281,6 @@ class Rounds:
         log.info(
             "%s round=%d peers=%d samples=%d total_samples=%d state=%s seconds=%.2f",
             done.how, header.round, len(group.members), header.samples, self._end.total, state.digest[:8], self._clock() - began,
+            extra={"averaged": group.id},
         )  # fmt: skip
         return done
