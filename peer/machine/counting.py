@@ -8,7 +8,7 @@ CUDA's own context (some 0.5 GB).
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,10 @@ from peer.machine.swap import spread
 from swarm.run.optimizer import LocalOptimizer
 
 _aten = torch.ops.aten
+_SHAPES = FakeTensorMode(allow_non_fake_inputs=True)
+"""One for all counts: a module may keep what it has computed in one of them, such as places of pictures, for the next."""
+Shape = Callable[[Tensor | None], Tensor | None]
+"""Makes a tensor without numbers, of the same shape and format; of None, None."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,42 @@ def count(
     fused: bool = False,
     swapped: int = 0,
 ) -> Need:
-    """What a step of `model`, placed and with its method attached, takes; its weights may be on the meta device. The model is of no use afterwards.
+    """What a step of `model`, placed and with its method attached, takes; its weights may be on the meta device.
 
-    batch: of the shapes that are trained, on any device; dtype: autocast's; on_gpu: with a GPU's rules of what autocast computes in float32;
-    micro_batches: of a step, two or more make no difference; fused: each gradient is let go as soon as it is there (--fused_step);
-    swapped: blocks that wait elsewhere (--blocks_to_swap). A mask in the batch is taken for one that hides nothing.
+    swapped: blocks that wait elsewhere (--blocks_to_swap). For all else see `count_held` and `count_step`.
     """
-    trained = {id(parameter) for parameter in params.values()}
-    parts = {name: sum(bytes_of(part, but=trained).values()) for name, part in model.parts.items()}
+    parts, trained, states = count_held(model, params, optimizer)
     if swapped:
-        parts[model.facts.denoiser] -= away([sum(bytes_of(block, but=trained).values()) for block in spread(model, swapped)])
+        parts[model.facts.denoiser] -= away(spread(model, swapped), but=ids(params))
+    step = count_step(model, batch, dtype=dtype, on_gpu=on_gpu, micro_batches=micro_batches, fused=fused)
+    return Need(parts, trained, states, step)
+
+
+def count_held(model: Model, params: Params, optimizer: LocalOptimizer) -> tuple[dict[str, int], int, int]:
+    """Bytes that lie there between steps: what is not trained, by the model's part; what is; and the optimizer's state of it."""
+    parts = {name: sum(bytes_of(part, but=ids(params)).values()) for name, part in model.parts.items()}
     states = sum(
         parameter.numel() * optimizer.state_bytes[parameter.ndim == 4 and parameter.shape[-1] > 1] for parameter in params.values()
     )
+    return parts, sum(parameter.nbytes for parameter in params.values()), int(states)
+
+
+def count_step(
+    model: Model,
+    batch: LatentBatch,
+    *,
+    dtype: torch.dtype | None = None,
+    on_gpu: bool = True,
+    micro_batches: int = 1,
+    fused: bool = False,
+    captions: Sequence[str] = (),
+) -> int:
+    """The most bytes of gradients and of what flows through the layers. `model` is placed, with its method attached; it stays as it is.
+
+    batch: of the shapes that are trained, on any device; dtype: autocast's; on_gpu: with a GPU's rules of what autocast computes in float32;
+    micro_batches: of a step, two or more make no difference; fused: each gradient is let go as soon as it is there (--fused_step);
+    captions: of the batch, where a text encoder is trained and reads them in each step. A mask in the batch is taken for one that hides nothing.
+    """
     with _without_numbers(model) as shape, Live() as live, _norms_in_float32(on_gpu and dtype is not None):
         told = LatentBatch(shape(batch.latents), {name: shape(states) for name, states in batch.text.items()}, shape(batch.geometry))
         live.knows(*(tensor for part in model.parts.values() for tensor in (*part.parameters(), *part.buffers())))
@@ -75,26 +102,41 @@ def count(
             let_go(parameter for part in model.parts.values() for parameter in part.parameters() if parameter.requires_grad)
         for _ in range(min(micro_batches, 2)):
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                losses = model.loss(told, torch.Generator())
+                text = model.encode_text(captions) if captions else told.text
+                losses = model.loss(replace(told, text=text), torch.Generator())
             losses.sum().backward()
-            del losses
-    return Need(parts, sum(parameter.nbytes for parameter in params.values()), int(states), live.peak)
+            del losses, text
+    return live.peak
 
 
 @torch.no_grad()
 def count_encoding(model: Model, pixels: Tensor, *, dtype: torch.dtype | None = None, on_gpu: bool = True) -> int:
-    """The most bytes that flow through the VAE of `model` while it encodes (B, 3, H, W) `pixels`; the model is of no use afterwards."""
+    """The most bytes that flow through the VAE of `model` while it encodes (B, 3, H, W) `pixels`."""
+    return flow_through(model, lambda shape: model.encode_pixels(shape(pixels)), dtype=dtype, on_gpu=on_gpu)[0]
+
+
+@torch.no_grad()
+def flow_through(model: Model, ask: Callable[[Shape], Any], *, dtype: torch.dtype | None = None, on_gpu: bool = True) -> tuple[int, Any]:
+    """The most bytes that flow while a frozen part answers, and the answer, whose tensors have shapes alone. The model stays as it is.
+
+    ask: is handed what makes a tensor without numbers of one that has some.
+    """
     with _without_numbers(model) as shape, Live() as live, _norms_in_float32(on_gpu and dtype is not None):
         live.knows(*(tensor for part in model.parts.values() for tensor in (*part.parameters(), *part.buffers())))
-        told, model.device = shape(pixels), torch.device("cpu")  # where tensors without numbers say that they are
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            model.encode_pixels(told)
-    return live.peak
+            answer = ask(shape)
+    return live.peak, answer
 
 
-def away(sizes: Sequence[int]) -> int:
-    """Of blocks of these sizes in the order in which they come, what is never on the device at the same time: two after each other are there."""
+def away(blocks: Iterable[nn.Module], but: set[int] = frozenset()) -> int:
+    """Of these blocks in the order in which they come, the bytes that are never on the device: two after each other are there. `but`: see `bytes_of`."""
+    sizes = [sum(bytes_of(block, but).values()) for block in blocks]
     return sum(sizes) - max(one + following for one, following in pairwise(sizes))
+
+
+def ids(params: Params) -> set[int]:
+    """Of what is trained, as `bytes_of` knows tensors."""
+    return {id(parameter) for parameter in params.values()}
 
 
 def let_go(parameters: Iterable[Tensor]) -> None:
@@ -173,8 +215,8 @@ def _norms_in_float32(enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _without_numbers(model: Model) -> Iterator[Callable[[Tensor | None], Tensor | None]]:
-    """From here on the model's weights have shapes and no numbers, and within the block all tensors; yields what makes one of any."""
+def _without_numbers(model: Model) -> Iterator[Shape]:
+    """Within the block the model's weights, and all tensors, have shapes and no numbers; yields what makes one of any."""
     made: dict[int, Tensor] = {}
 
     def shape(tensor: Tensor | None) -> Tensor | None:
@@ -187,7 +229,14 @@ def _without_numbers(model: Model) -> Iterator[Callable[[Tensor | None], Tensor 
 
     stores = [store for part in model.parts.values() for module in part.modules() for store in (module._parameters, module._buffers)]
     originals = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    device = model.device
+    try:
+        with _SHAPES:
+            for store, name, tensor in originals:
+                store[name] = weight(tensor)
+            model.device = torch.device("cpu")  # where tensors without numbers say that they are
+            yield shape
+    finally:
+        model.device = device
         for store, name, tensor in originals:
-            store[name] = weight(tensor)
-        yield shape
+            store[name] = tensor
