@@ -1,33 +1,30 @@
-import asyncio
 import contextlib
-import gc
-import warnings
 
 import pytest
 
 from swarm.dht import SwarmNode
+from tests.swarm import p2pds
 
 
 @pytest.fixture
 def nodes(tmp_path):
-    """`nodes(scenario)` runs a coroutine function with `start(name, **options) -> SwarmNode`; what it started is ended."""
+    """`nodes(scenario)` runs a coroutine function with `start(name, **options) -> SwarmNode`; what it started is ended.
+
+    A node has a lent p2pd, or one of its own where `own=True` says so or an option is p2pd's.
+    """
 
     async def scene(scenario):
         async with contextlib.AsyncExitStack() as stack:
+            lender = stack.enter_context(p2pds.keeper().lending())
 
-            async def start(name, **options):
-                node = await SwarmNode.join(identity_path=tmp_path / name, **{"deadline_seconds": 60, **options})
+            async def start(name, *, own=False, **options):
+                path = tmp_path / name
+                if not path.exists():
+                    lender.write_key(path, own=own or bool(options.keys() & {"host_maddrs", "announce_maddrs", "client_mode"}))
+                node = await SwarmNode.join(identity_path=path, **{"deadline_seconds": 60, **options})
                 stack.push_async_callback(node.close)
                 return node
 
             await scenario(start)
 
-    def run(scenario):
-        try:
-            asyncio.run(asyncio.wait_for(scene(scenario), 240))
-        finally:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ResourceWarning)  # hivemind leaves its connection to p2pd to the collector
-                gc.collect()
-
-    return run
+    return lambda scenario: p2pds.run(scene(scenario), 240)

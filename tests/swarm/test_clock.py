@@ -1,4 +1,3 @@
-import asyncio
 import logging
 
 import pytest
@@ -8,7 +7,6 @@ from hivemind.proto import dht_pb2
 
 from swarm import clock
 from swarm.clock import SwarmClock, check_clock, clock_error
-from swarm.dht import SwarmNode
 from swarm.errors import ExitCode, UserError
 
 
@@ -39,21 +37,18 @@ def test_the_records_of_most_peers_show_a_wrong_clock_once():
     assert "20.0 s ahead of" in swarm.look([now - 30], now)
 
 
-def test_peers_that_refuse_our_clock_are_a_circumstance_of_its_own(tmp_path, monkeypatch):
-    async def scenario():
-        one = await SwarmNode.join(identity_path=tmp_path / "one.key")
-        try:
-            monkeypatch.setattr("hivemind.dht.protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS", -1000.0)
-            with pytest.raises(UserError, match="refuse this machine's clock") as refused:
-                await SwarmNode.join(initial_peers=await one.maddrs(), identity_path=tmp_path / "two.key")
-            assert refused.value.code == ExitCode.CLOCK and clock.FIX in str(refused.value)
-        finally:
-            await one.close()
+def test_peers_that_refuse_our_clock_are_a_circumstance_of_its_own(nodes, monkeypatch):
+    async def scenario(start):
+        one = await start("one")
+        monkeypatch.setattr("hivemind.dht.protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS", -1000.0)
+        with pytest.raises(UserError, match="refuse this machine's clock") as refused:
+            await start("two", initial_peers=await one.maddrs())
+        assert refused.value.code == ExitCode.CLOCK and clock.FIX in str(refused.value)
 
-    asyncio.run(scenario())
+    nodes(scenario)
 
 
-def test_a_peer_that_is_not_called_back_at_once_tries_again(tmp_path, monkeypatch, caplog):
+def test_a_peer_that_is_not_called_back_at_once_tries_again(nodes, monkeypatch, caplog):
     """It was told to set its clock, and ended: hivemind raises one error for both."""
     ask, calls = DHTProtocol.rpc_ping, []
 
@@ -64,14 +59,10 @@ def test_a_peer_that_is_not_called_back_at_once_tries_again(tmp_path, monkeypatc
             response.available = False
         return response
 
-    async def scenario():
+    async def scenario(start):
         monkeypatch.setattr(DHTProtocol, "rpc_ping", deaf_at_first)
-        one = await SwarmNode.join(identity_path=tmp_path / "one.key")
-        try:
-            two = await SwarmNode.join(initial_peers=await one.maddrs(), identity_path=tmp_path / "two.key")
-            await two.close()
-        finally:
-            await one.close()
+        one = await start("one")
+        await start("two", initial_peers=await one.maddrs())
 
-    asyncio.run(scenario())
+    nodes(scenario)
     assert calls.count(True) >= 2 and "cannot call this one back" in caplog.text

@@ -145,7 +145,7 @@ def test_an_identity_lasts_and_belongs_to_one_process(nodes, tmp_path):
 
 def test_a_node_that_starts_again_is_where_it_was_unless_somebody_else_is_there_now(nodes):
     async def scenario(start):
-        one, other = await start("one"), await start("other")
+        one, other = await start("one", own=True), await start("other")
         before = await one.maddrs()
         assert not set(before) & set(await other.maddrs())
         await one.close()
@@ -210,7 +210,7 @@ def test_p2pd_runs_on_one_core_unless_the_environment_says_otherwise(nodes, monk
     monkeypatch.delenv("GOMAXPROCS", raising=False)
 
     async def scenario(start):
-        node = await start("one")
+        node = await start("one", own=True)
         seen = psutil.Process(node.p2p._child.pid).environ()
         assert (seen["GOMAXPROCS"], seen["GOGC"]) == ("1", "150")
 
@@ -219,7 +219,7 @@ def test_p2pd_runs_on_one_core_unless_the_environment_says_otherwise(nodes, monk
 
 def test_the_death_of_p2pd_shows(nodes):
     async def scenario(start):
-        one = await start("one")
+        one = await start("one", own=True)
         assert await one.alive()
         one.p2p._child.kill()
         await one.p2p._child.wait()
@@ -243,7 +243,7 @@ def test_a_p2pd_that_hangs_shows_and_is_ended_all_the_same(nodes, monkeypatch):
     monkeypatch.setattr(dht, "ANSWER_SECONDS", 1.0)
 
     async def scenario(start):
-        one = await start("one")
+        one = await start("one", own=True)
         child = psutil.Process(one.p2p._child.pid)
         child.suspend()
 
@@ -260,7 +260,7 @@ def test_a_p2pd_that_hangs_shows_and_is_ended_all_the_same(nodes, monkeypatch):
 
 def test_whom_we_came_by_is_found_again_after_it_was_started_again_and_then_knows_us(nodes):
     async def scenario(start):
-        server = await start("server")
+        server = await start("server", own=True)
         maddrs = await server.maddrs()
         peer = await start("peer", initial_peers=[*maddrs, *maddrs])
         assert peer.came_by == [[*maddrs, *maddrs]] and server.came_by == []

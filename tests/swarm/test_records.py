@@ -120,7 +120,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from([field.name for field in dataclasses.fields(PeerRecord)]), JUNK))
 def test_no_values_cause_another_error(changes):
     with contextlib.suppress(BadRecord):

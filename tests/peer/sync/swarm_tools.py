@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import gc
 import os
 import random
 import shutil
 import time
-import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from peer.sync.engine.transfer.replay import MeanStore
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode
 from swarm.tasks import end_tasks
+from tests.swarm import p2pds
 
 ANYTHING = TypeAdapter(dict)
 """For `Channel.receive`: a message as it travels."""
@@ -36,17 +35,20 @@ class Nodes:
 
     def __init__(self, folder: Path, stack: contextlib.AsyncExitStack):
         self.folder, self._stack, self._count = folder, stack, 0
+        self._lender = stack.enter_context(p2pds.keeper().lending())
         self._keys: dict[str, Path] = {}
         self.maddrs: list[str] = []
         self.clock, self.wall, self.rng = time.monotonic, time.time, random.SystemRandom()
 
-    async def node(self, *, client_mode: bool = False, again: SwarmNode | None = None, double: SwarmNode | None = None) -> SwarmNode:
-        """A new one; or `again`, which is gone, with the identity that it had; or one beside `double`, with a copy of its identity."""
+    async def node(self, *, own: bool = False, double: SwarmNode | None = None) -> SwarmNode:
+        """A new one; or one beside `double`, with a copy of its identity. own: with a p2pd of its own, which a node with a double has."""
         self._count += 1
-        key = self._keys[again.peer_id] if again else self.folder / f"{self._count}.key"
+        key = self.folder / f"{self._count}.key"
         if double:
             shutil.copy(self._keys[double.peer_id], key)
-        node = await SwarmNode.join(initial_peers=self.maddrs, identity_path=key, client_mode=client_mode, deadline_seconds=60)
+        else:
+            self._lender.write_key(key, own=own)
+        node = await SwarmNode.join(initial_peers=self.maddrs, identity_path=key, deadline_seconds=60)
         self._keys[node.peer_id] = key
         self._stack.push_async_callback(node.close)
         self.maddrs = self.maddrs or await node.maddrs()
@@ -67,12 +69,7 @@ def run_swarm(folder: Path, scenario: Callable[[Nodes], Awaitable], seconds: flo
         async with contextlib.AsyncExitStack() as stack:
             return await scenario(Nodes(folder, stack))
 
-    try:
-        return asyncio.run(asyncio.wait_for(scene(), seconds))
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # hivemind leaves its connection to p2pd to the collector
-            gc.collect()
+    return p2pds.run(scene(), seconds)
 
 
 async def until(true: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:

@@ -18,7 +18,7 @@ from tests.peer.sync.swarm_tools import until
 
 def test_the_death_of_p2pd_ends_the_replica(swarm):
     async def scenario(nodes):
-        (peer,) = await peers(nodes, 1, make_run())
+        peer = await Peer(nodes, await nodes.node(own=True), make_run()).start(nodes)
         peer.node.p2p._child.kill()
         await until(lambda: peer.tasks[0].done())
         assert "p2pd has ended" in str(peer.tasks[0].exception())
@@ -31,7 +31,7 @@ def test_a_p2pd_that_hangs_ends_the_replica(swarm, monkeypatch):
     monkeypatch.setattr(dht, "ANSWER_SECONDS", 0.5)
 
     async def scenario(nodes):
-        (peer,) = await peers(nodes, 1, make_run())
+        peer = await Peer(nodes, await nodes.node(own=True), make_run()).start(nodes)
         peer.node.p2p._child.send_signal(signal.SIGSTOP)
         try:
             await until(lambda: peer.tasks[0].done())

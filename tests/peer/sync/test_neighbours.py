@@ -15,7 +15,7 @@ from swarm.errors import UserError
 from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.version import VERSION
-from tests.peer.sync.replicas import Peer, make_run, peers
+from tests.peer.sync.replicas import Peer, make_run
 from tests.peer.sync.swarm_tools import until
 
 RUN = RunConfig(model="x", target_batch_size=40)
@@ -171,7 +171,7 @@ def test_of_two_with_one_identity_the_newcomer_gives_way_and_the_other_goes_on(s
 
     async def scenario(nodes):
         run = make_run()
-        one, two = await peers(nodes, 2, run)
+        one, two = [await Peer(nodes, await nodes.node(own=own), run).start(nodes) for own in (False, True)]
         await until(lambda: min(len(one.rounds()), len(two.rounds())) >= 2)
         two.replica._presence._began = -math.inf  # no newcomer, however fast this goes
         elsewhere = SimpleNamespace(**{**vars(nodes), "folder": nodes.folder / "elsewhere"}, ends_with_the_test=nodes.ends_with_the_test)
