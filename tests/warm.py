@@ -31,7 +31,7 @@ class Warm:
     env: what it has besides the environment in which the first one was started.
     """
 
-    def __init__(self, words: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str] = MappingProxyType({})):
+    def __init__(self, words: Sequence[str], cwd: Path, log: Path, *, env: Mapping[str, str] = MappingProxyType({})):
         log.touch()
         self._process = _context().Process(target=_run, args=([*words], str(cwd), str(log), dict(env)))
         self._process.start()
