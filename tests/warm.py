@@ -42,8 +42,9 @@ class Warm:
     """What tests ask of a `subprocess.Popen`, of `python SCRIPT ...`, `python -m MODULE ...` or `python -c CODE ...` in a session
     of its own.
 
-    env: what it has besides the environment in which the first one was started. failpoints: the file that arms them. namespace: of the network in which it runs, as `ip netns` names it. sidecars: how many
-    of its sidecars are forked; those after them start as ever. forks: it is dd-peer or a script, and the programs that it starts are forked.
+    env: what it has besides the environment in which the first one was started. failpoints: the file that arms them. namespace: of the
+    network in which it runs, as `ip netns` names it. sidecars: how many of its sidecars are forked; those after them start as ever.
+    forks: it is dd-peer or a script, and the programs that it starts are forked.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class Warm:
         words: Sequence[object],
         cwd: Path | str,
         log: Path,
-        env: Mapping[str, str] = MappingProxyType({}),
         *,
+        env: Mapping[str, str] = MappingProxyType({}),
         failpoints: Path | str = "",
         namespace: str = "",
         sidecars: int = 1,

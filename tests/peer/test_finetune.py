@@ -55,7 +55,7 @@ def finish(process, seconds=180):
 
 def forked(*argv, log, cwd="/", program=(SCRIPT,), env=MappingProxyType({})):
     """As `start`, with everything imported, which takes ten seconds of a core; its stdout and stderr are in `log`."""
-    return Warm([*program, *map(str, argv)], cwd, log, env)
+    return Warm([*program, *map(str, argv)], cwd, log, env=env)
 
 
 def ended(process, log, seconds=180):

@@ -2,9 +2,7 @@
 
 import json
 import logging
-import os
-import signal
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,27 +18,10 @@ from peer.machine import largest_batch
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.launch.measuring import killed_at_four, nothing_fits, refused, waits
+from tests.warm import _context
 
 CPU, ALONE = torch.device("cpu"), Rank()
-
-
-def killed_at_four(tell, *_):
-    tell.send(1)
-    tell.send(2)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def nothing_fits(tell, *_):
-    pass
-
-
-def refused(tell, *_):
-    tell.send({"message": "The model is not there.", "fix": "Fetch it.", "code": ExitCode.CONFIG})
-
-
-def waits(tell, *_):
-    tell.send(1)
-    time.sleep(1000)
 
 
 @pytest.fixture
@@ -98,7 +79,8 @@ def test_what_averaging_takes_of_the_host_is_not_free(monkeypatch):
 
 
 def test_a_run_alone_is_as_long_as_the_measured_steps(tiny_model, tmp_path, monkeypatch, capsys):
-    """Measured by real steps of a real process."""
+    """Measured by real steps of a real process, which is forked: that it can be spawned is shown above."""
+    monkeypatch.setattr(measured_batch, "multiprocessing", SimpleNamespace(get_context=lambda kind: _context()))
     monkeypatch.setattr(Stop, "listen", lambda self: self)  # the signals are pytest's
     monkeypatch.setattr(largest_batch, "MOST", 2)
     tiny.write_pictures(tmp_path / "pictures")

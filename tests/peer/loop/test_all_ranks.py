@@ -12,7 +12,7 @@ RANKS = 3
 
 def test_every_rank_ends_every_round_with_equal_bits(tmp_path):
     program, logs = str(Path(__file__).with_name("ranked_program.py")), [tmp_path / f"{rank}.log" for rank in range(RANKS)]
-    ranks = [Warm([program], ROOT, log, place) for log, place in zip(logs, _places(RANKS), strict=True)]
+    ranks = [Warm([program], ROOT, log, env=place) for log, place in zip(logs, _places(RANKS), strict=True)]
     assert [rank.wait(240) for rank in ranks] == [0] * RANKS, "".join(log.read_text() for log in logs)[-3000:]
     lines = [json.loads(line) for line in logs[0].read_text().splitlines() if line.startswith("{")]
     assert [line["call"] for line in lines] == ["catch_up", *["step"] * 10, "withdraw", "load_state_dict", "leave"]

@@ -61,9 +61,9 @@ def test_training_with_bf16_weights_learns_and_is_repeated_to_the_bit_by_its_see
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 def test_a_stopped_run_with_bf16_weights_goes_on_to_the_bit(start, optimizer):  # noqa: F811
-    run = dataclasses.replace(RUN, total_samples=32, optimizer=optimizer)
+    run = dataclasses.replace(RUN, total_samples=20, optimizer=optimizer)
     whole = start("whole", run=run, weights="bf16").run()
-    first = start("parts", run=run, weights="bf16", stop_after=3).run()
+    first = start("parts", run=run, weights="bf16", stop_after=2).run()
     second = start("parts", run=run, weights="bf16", resume_from_checkpoint="latest").run()
     assert first.losses + second.losses == whole.losses
     assert torch.equal(flat(second.trainer.params), flat(whole.trainer.params))

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +6,7 @@ import torch
 
 from peer.results.checkpoint import Checkpoints, about, of, read
 from swarm.errors import UserError
+from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -136,13 +135,13 @@ sys.exit(run_program(lambda: Checkpoints(Path(sys.argv[1]), keep=2).save(state, 
 
 @pytest.mark.parametrize("what", ["tensors", "text"])
 def test_a_full_disk_is_a_one_line_error_that_leaves_the_checkpoint_before_intact(tmp_path, what):
-    Checkpoints(tmp_path, keep=2).save(state(), {})
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path, what], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 4, done.stderr
-    (line,) = done.stderr.splitlines()
+    folder, log = tmp_path / "out", tmp_path / "log"
+    Checkpoints(folder, keep=2).save(state(), {})
+    assert Warm(["-c", FULL_DISK, str(folder), what], ROOT, log).wait(120) == 4, log.read_text()
+    (line,) = log.read_text().splitlines()
     assert line.startswith("error:") and "could not be written" in line and "Free space" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
-    assert equal(Checkpoints(tmp_path, keep=2).load("latest")[1], state())
+    assert [path.name for path in folder.iterdir()] == ["checkpoint-000001"]
+    assert equal(Checkpoints(folder, keep=2).load("latest")[1], state())
 
 
 def test_checkpoints_hold_no_pickle(tmp_path):

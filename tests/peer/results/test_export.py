@@ -4,8 +4,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -28,6 +26,7 @@ from swarm.errors import STOPPED_AT_ONCE, ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.conftest import ROOT
+from tests.warm import Warm
 
 CPU = torch.device("cpu")
 
@@ -160,24 +159,27 @@ def test_an_output_dirs_result_goes_before_its_checkpoints(trained, tmp_path):
         export.main(["--state", str(folder), "--format", "embedding", "--out", str(tmp_path / "word")])
 
 
-BACKGROUND = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
+BACKGROUND = "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); runpy.run_module('peer.export', run_name='__main__')"
 """As a script's shell starts a job with `&`: SIGINT is ignored."""
 
 
-@pytest.mark.parametrize("started_by, number", [((), signal.SIGTERM), ((), signal.SIGINT), (BACKGROUND, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("started_by", "number"),
+    [(("-m", "peer.export"), signal.SIGTERM), (("-m", "peer.export"), signal.SIGINT), (("-c", BACKGROUND), signal.SIGTERM)],
+)
 def test_an_export_that_is_stopped_while_it_fetches_leaves_nothing(tmp_path, started_by, number):
+    out, log = tmp_path / "out", tmp_path / "log"
+    out.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:  # that takes the question, and does not answer
         server.settimeout(200)
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        command = [*started_by, sys.executable, "-m", "peer.export", url, "--out", str(tmp_path / "model")]
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        process = Warm([*started_by, f"http://127.0.0.1:{server.getsockname()[1]}", "--out", str(out / "model")], ROOT, log)
         try:
             question, _ = server.accept()
-            assert [path.name.startswith(".fetching-") for path in tmp_path.iterdir()] == [True]
+            assert [path.name.startswith(".fetching-") for path in out.iterdir()] == [True]
             process.send_signal(number)
-            assert process.communicate(timeout=200)[1].endswith("stopped.\n") and process.returncode == STOPPED_AT_ONCE
+            assert process.wait(200) == STOPPED_AT_ONCE and log.read_text().endswith("stopped.\n")
             question.close()
         finally:
-            process.kill()
-            process.communicate()
-    assert not list(tmp_path.iterdir())
+            process.send_signal(signal.SIGKILL)
+            process.wait(100)
+    assert not list(out.iterdir())

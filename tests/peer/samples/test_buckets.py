@@ -155,7 +155,7 @@ def mixed_pictures(pictures):
 
 @pytest.mark.parametrize("stop_after", [1, 6])
 def test_a_run_with_buckets_and_decoding_processes_resumes_to_the_bit(start, mixed_pictures, stop_after):  # noqa: F811
-    run = dataclasses.replace(RUN, num_buckets=16, total_samples=48)
+    run = dataclasses.replace(RUN, num_buckets=16, total_samples=32)
     options = {"gradient_accumulation_steps": 2, "train_batch_size": 2, "dataloader_num_workers": 1}
     whole = start("whole", run=run, **options | {"dataloader_num_workers": 0}).run()
     first = start("parts", run=run, stop_after=stop_after, **options).run()

@@ -184,7 +184,7 @@ def watched(trained, monkeypatch):
 @pytest.mark.parametrize("size", [1, 4])
 def test_training_with_caches_equals_training_without_and_computes_nothing_twice(start, mixed_pictures, tmp_path, monkeypatch, size):  # noqa: F811
     """To the bit with batches of one; larger ones are otherwise encoded together, which changes the last bits."""
-    run = dataclasses.replace(RUN, total_samples=24 if size == 1 else 36)
+    run = dataclasses.replace(RUN, total_samples=24)
     plain = start("plain", run=run, train_batch_size=size).run()
     options = {"cache_latents": True, "cache_text": True, "cache_dir": str(tmp_path / "kept"), "train_batch_size": size}
     first = start("first", run=run, **options)
@@ -201,12 +201,12 @@ def test_training_with_caches_equals_training_without_and_computes_nothing_twice
 
 
 def test_a_run_with_caches_buckets_and_decoding_processes_resumes_to_the_bit(start, mixed_pictures, tmp_path):  # noqa: F811
-    run = dataclasses.replace(RUN, center_crop=False)
+    run = dataclasses.replace(RUN, center_crop=False, total_samples=20)
     options = {"cache_latents": True, "cache_text": True, "train_batch_size": 2, "gradient_accumulation_steps": 2}
     whole = start("whole", run=run, **options).run()
-    first = start("parts", run=run, stop_after=4, dataloader_num_workers=1, **options).run()
+    first = start("parts", run=run, stop_after=2, dataloader_num_workers=1, **options).run()
     second = start("parts", run=run, resume_from_checkpoint="latest", dataloader_num_workers=1, **options).run()
-    assert first.losses + second.losses == whole.losses and len(first.losses) == 4
+    assert first.losses + second.losses == whole.losses and len(first.losses) == 2
     assert torch.equal(flat(second.trainer.params), flat(whole.trainer.params))
 
 
