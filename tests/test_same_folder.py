@@ -8,15 +8,19 @@ from peer.results.checkpoint import Checkpoints, of
 from peer.results.output_folder import owner_of
 from swarm.digest import digest_model
 from tests.conftest import ROOT
-from tests.test_swarm import RUN, TWO, Cold, Peer, swarm  # noqa: F401
+from tests.test_swarm import RUN, TWO, Peer, swarm  # noqa: F401
+from tests.warm import Warm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-class Supervised(Cold):
+class Supervised(Peer):
     """A peer under `dd-peer`."""
 
     program, cwd = ("-m", "peer.supervise"), ROOT
+
+    def begin(self, command):
+        return Warm(command, self.cwd, self.log, forks=True)
 
 
 def test_a_run_in_one_folder_outlives_a_kill_a_torn_checkpoint_and_another_run(swarm):  # noqa: F811
