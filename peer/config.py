@@ -92,15 +92,21 @@ class PeerConfig:
         False,
         "Text encoders, VAE and denoiser are on the GPU in turns, the others wait in RAM; 64 samples are encoded at a time. Not tried on a GPU yet.",
     )
-    blocks_to_swap: int = option(
+    blocks_to_swap: int | None = option(
         0,
-        "N of the denoiser's blocks wait in RAM, if they are not trained; two of these are on the GPU at a time. Not tried on a GPU yet.",
+        "N of the denoiser's blocks wait in RAM, if they are not trained; two of these are on the GPU at a time. auto: as many as must. Not tried on a "
+        "GPU yet.",
         lt=2**31,
     )
     swap_to: str = option(
         "ram",
         "Where these blocks wait; disk: in the model's files, or in files without names in --cache_dir, for machines with little memory.",
         choices=("ram", "disk"),
+    )
+    fit: str = option(
+        "none",
+        "auto: count what the run needs of the GPU's memory, and add the cheapest of this machine's options with which it fits.",
+        choices=("none", "auto"),
     )
     overlap: bool = option(False, "Train on while a contribution is averaged: no waiting, but what is learned meanwhile is a little stale.")
     gradient_checkpointing: bool = option(False, "Trade compute for memory in the backward pass.")
@@ -293,9 +299,9 @@ class PeerConfig:
             raise UserError(f"--offload was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them.")
 
     def _check_swap(self) -> None:
-        if self.swap_to == "disk" and not self.blocks_to_swap:
+        if self.swap_to == "disk" and self.blocks_to_swap == 0 and self.fit == "none":
             raise UserError("swap_to says where blocks wait, and none is swapped.", fix="Add --blocks_to_swap, or remove --swap_to disk.")
-        if not self.blocks_to_swap:
+        if self.blocks_to_swap == 0:
             return
         if self.device in ("cpu", "xla"):
             raise UserError(f"blocks_to_swap makes room on a GPU, and --device is {self.device}.", fix="Remove --blocks_to_swap.")
@@ -385,6 +391,16 @@ class PeerConfig:
     def unmeasured(self) -> "PeerConfig":
         """The same with micro-batches of 1, where the largest that fits is still to be measured (--train_batch_size auto)."""
         return dataclasses.replace(self, train_batch_size=1) if self.train_batch_size is None else self
+
+    @property
+    def fits_itself(self) -> bool:
+        """Whether some of its options are still to be counted (--fit auto, --blocks_to_swap auto)."""
+        return self.fit == "auto" or self.blocks_to_swap is None
+
+    @property
+    def unfitted(self) -> "PeerConfig":
+        """The same without swapped blocks, where their number is still to be counted. --swap_to may then say where none wait."""
+        return dataclasses.replace(self, blocks_to_swap=0, fit="auto") if self.blocks_to_swap is None else self
 
     @property
     def cache_folder(self) -> Path:

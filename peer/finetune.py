@@ -73,24 +73,28 @@ def _train(peer: PeerConfig, given: dict) -> int:
         closing.callback(group.close)
         with asked.before_it_begins() if rank.world == 1 else nullcontext():  # where one of several ranks ended, the others would fail
             joined = group.broadcast_object(resolve_run(peer.unmeasured, given) if group.is_main else None)
-        if peer.train_batch_size is None:
-            from peer.launch.measured_batch import with_largest
+        from peer.launch.fitted import advised, fitted
 
-            peer = with_largest(peer, joined, given, device, rank, stop)
-            joined = joined if peer.swarming else resolve_run(peer, given)  # alone, a step's samples are in the run
+        peer = fitted(peer, joined, given, device, rank)
         repository = _prepare_hub(peer) if group.is_main else ""
-        from peer.wiring import Launch, assemble
+        with advised(peer, joined, given, device) if rank.world == 1 else nullcontext():
+            if peer.train_batch_size is None:
+                from peer.launch.measured_batch import with_largest
 
-        trainer, results = assemble(
-            Launch(joined=joined, peer=peer, given=given, group=group, device=device, stopping=stop, closing=closing)
-        )
-        about = f"method={joined.run.method} learning_rate={joined.run.learning_rate:g}"
-        machine = describe(rank, trainer.precision, threads, trainer.params, trainer.model.parts)
-        log.info("training %s %s %s", joined.run.run_name, about, machine)
-        trainer.alive = alive
-        gc.collect()
-        gc.freeze()  # all that was loaded stays: to look through it once more takes 0.33 s, every few hundred steps
-        trainer.run()
+                peer = with_largest(peer, joined, given, device, rank, stop)
+                joined = joined if peer.swarming else resolve_run(peer, given)  # alone, a step's samples are in the run
+            from peer.wiring import Launch, assemble
+
+            trainer, results = assemble(
+                Launch(joined=joined, peer=peer, given=given, group=group, device=device, stopping=stop, closing=closing)
+            )
+            about = f"method={joined.run.method} learning_rate={joined.run.learning_rate:g}"
+            machine = describe(rank, trainer.precision, threads, trainer.params, trainer.model.parts)
+            log.info("training %s %s %s", joined.run.run_name, about, machine)
+            trainer.alive = alive
+            gc.collect()
+            gc.freeze()  # all that was loaded stays: to look through it once more takes 0.33 s, every few hundred steps
+            trainer.run()
         if group.is_main and trainer.has_learned:
             alive("exporting")
             folder = Path(peer.output_dir) / "model"

@@ -115,13 +115,13 @@ def _work(tell: Any, peer: PeerConfig, joined: Joined, given: Mapping[str, Any],
                 stopping=lambda: False, closing=closing,
             )  # fmt: skip
             learner, _ = build_learner(launch, "measuring")
-            memory = largest_batch.CardMemory(device) if device.type == "cuda" else largest_batch.HostMemory(_free_bytes(peer, joined.run, learner.params))
+            memory = largest_batch.CardMemory(device) if device.type == "cuda" else largest_batch.HostMemory(free_bytes(peer, joined.run, learner.params))
             largest_batch.try_sizes(learner, joined.run, peer, memory, most, tell.send)
     except UserError as error:
         tell.send({"message": error.message, "fix": error.fix, "code": error.code})
 
 
-def _free_bytes(peer: PeerConfig, run: RunConfig, params: Params) -> float:
+def free_bytes(peer: PeerConfig, run: RunConfig, params: Params) -> float:
     """Of the host's memory, without what averaging will take of it."""
     from peer.sync.engine.codec import Wire
     from peer.sync.engine.memory import SIDECAR_BYTES, available_bytes, host_bytes

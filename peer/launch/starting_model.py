@@ -37,7 +37,15 @@ def complete(run: RunConfig, *, given: Collection[str] = (), digest: bool = Fals
 
 def load_model(run: RunConfig, given: Mapping[str, Any], device: Any) -> "Model":
     """The run's base model, or this peer's copy of it elsewhere (`--model`). Raises UserError when the weights are others."""
-    source = source_of(run, given)
+    return _read(source_of(run, given), run, given, device)
+
+
+def load_unchecked(run: RunConfig, given: Mapping[str, Any]) -> "Model":
+    """The same without its digest, which takes a minute, and unplaced: to count what it takes of memory."""
+    return _read(locate_for(run, given), run, given, None)
+
+
+def _read(source: Path, run: RunConfig, given: Mapping[str, Any], device: Any) -> "Model":
     run = dataclasses.replace(run, **{name: given[name] for name in ("model", "model_config") if given.get(name)})
     family = family_of(source) if run.family == AUTO else run.family
     return load_part("models", family).load(source, device, run)

@@ -25,7 +25,7 @@ MOST = 64
 """A GPU that has room for more computes no faster with it."""
 _LONGEST_SECONDS = 60.0
 """Of a step that is tried: a CPU gains nothing by a larger one."""
-_CARD_SHARE, _HOST_SHARE = 0.95, 0.8
+CARD_SHARE, HOST_SHARE = 0.95, 0.8
 """Of a GPU's memory, all programs together; and of what was free of the host's, which a desktop wants, too."""
 _CAPTION = "a picture of everything " * 200
 """Longer than any family reads."""
@@ -55,7 +55,7 @@ class CardMemory:
     def holds(self, count: int) -> bool:
         torch.cuda.synchronize(self._device)
         free, total = self._info(self._device)  # the allocator keeps what the step took at most
-        return total - free <= _CARD_SHARE * total
+        return total - free <= CARD_SHARE * total
 
 
 class HostMemory:
@@ -64,7 +64,7 @@ class HostMemory:
     def __init__(self, available: float, used: Callable[[], int] = lambda: _memory("VmRSS"), peak: Callable[[], int] = lambda: _memory("VmHWM")):
         """available: bytes that are free now. used, peak: of this process, in bytes, now and at most."""
         self._peak, self._before = peak, used()
-        self._most = self._before + _HOST_SHARE * available
+        self._most = self._before + HOST_SHARE * available
         self._each = 0.0
 
     def allows(self, count: int) -> bool:

@@ -100,7 +100,8 @@ def _lengths(weight: Tensor) -> Tensor:
 
     Every peer must have the same bits, and a sum depends on its order: here it is folded in halves, in float64, where squares of float32 are exact.
     """
-    sums = weight.detach().cpu().double().flatten(1).square()
+    host = weight.detach() if weight.is_meta else weight.detach().cpu()  # without numbers where memory is counted
+    sums = host.double().flatten(1).square()
     while (width := sums.shape[1]) > 1:
         sums = nn.functional.pad(sums, (0, width % 2))
         sums = sums[:, ::2] + sums[:, 1::2]

@@ -206,11 +206,12 @@ class Machine:
                 fix="End other programs here, or use a machine with more memory.",
                 code=ExitCode.MEMORY,
             )
+        fitting = self._fit()
         self.say("loading the model ...")
         learner = _learner(self)
         if not swarms(run.sync):
             self.learner = learner
-            return "the model is loaded; this run averages nothing"
+            return f"the model is loaded; this run averages nothing{fitting}"
         wire = Wire.of(run.wire, Schema.of(learner.params))
         self.wire_bytes = wire.num_bytes
         on_host = any(parameter.is_cpu for parameter in learner.params.values())
@@ -221,7 +222,19 @@ class Machine:
         free = available_bytes()
         check_memory(needs, free)
         self.learner = learner
-        return f"{advice.size(sum(needs.values()) + SIDECAR_BYTES)} needed besides the loaded model, {advice.size(free)} free; {trained / 1e6:,.1f} M parameters are trained"
+        return f"{advice.size(sum(needs.values()) + SIDECAR_BYTES)} needed besides the loaded model, {advice.size(free)} free; {trained / 1e6:,.1f} M parameters are trained{fitting}"
+
+    def _fit(self) -> str:
+        """What the run needs of the GPU's memory, counted before the model is loaded; the options of --fit auto are taken."""
+        from peer.launch.fitted import checked
+        from peer.launch.launcher import Rank
+        from peer.machine.device import choose_device
+
+        device = choose_device(self.peer.device, Rank())
+        if device.type == "cuda" or self.peer.fits_itself:
+            self.say("counting what the run needs of the memory ...")
+        self.peer, told = checked(self.peer, self.joined, {**self.given, "model": str(self.model)}, device)
+        return f"; on the GPU {told}" if told else ""
 
     def _speed(self) -> Answer | str:
         if self.learner is None:

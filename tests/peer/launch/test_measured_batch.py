@@ -73,8 +73,8 @@ def test_a_micro_batch_is_no_larger_than_a_round(monkeypatch, tmp_path):
 def test_what_averaging_takes_of_the_host_is_not_free(monkeypatch):
     monkeypatch.setattr("peer.sync.engine.memory.available_bytes", lambda: 2e9)
     params, peer = {"weight": torch.zeros(1_000_000)}, PeerConfig()
-    assert measured_batch._free_bytes(peer, RunConfig(sync="none"), params) == 2e9
-    left = measured_batch._free_bytes(peer, RunConfig(sync="parameters", wire="fp32"), params)
+    assert measured_batch.free_bytes(peer, RunConfig(sync="none"), params) == 2e9
+    left = measured_batch.free_bytes(peer, RunConfig(sync="parameters", wire="fp32"), params)
     assert 2e9 - 0.4e9 - 100e6 < left < 2e9 - 0.4e9 - 12e6  # the state twice, its mean, and parts of the others
 
 

@@ -24,6 +24,7 @@ from peer.data.client.probing import Distance
 from peer.data.client.transport import Refusal
 from peer.launch.joining import Joined
 from peer.machine.disk_space import check_space, needed_bytes
+from peer.machine.fitting import Fit
 from peer.supervise import cli as main
 from peer.volunteer.check.items import Machine, _fp32_bytes
 from peer.volunteer.check.report import FAIL, NOTE, OK, SKIP, Answer, Item, NotAsked, ask, lines, run
@@ -160,6 +161,13 @@ def test_a_memory_that_is_too_small_for_the_model_or_for_averaging(machine, monk
     fails("memory", asked(machine(), "server", "run", "model", "memory"), ExitCode.MEMORY, "The model alone")
     monkeypatch.setattr("peer.sync.engine.memory.available_bytes", lambda: 10e6)
     fails("memory", asked(machine(), "server", "run", "model", "memory"), ExitCode.MEMORY, "Averaging needs")
+
+
+def test_a_gpu_whose_memory_is_too_small_is_told_before_the_model_is_loaded(machine, monkeypatch):
+    monkeypatch.setattr("peer.machine.device.choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr("peer.launch.fitted.counted", lambda *_: Fit({"gradient_checkpointing": True, "offload": True}, 9.2e9, 14e9, 11.4e9))
+    told = asked(machine(), "server", "run", "model", "memory")
+    fails("memory", told, ExitCode.MEMORY, "14.0 GB of the GPU's memory", "Add --gradient_checkpointing --offload")
 
 
 def test_a_model_of_which_there_is_only_a_variant_is_as_large_as_any(machine, monkeypatch, tiny_model, tmp_path):
