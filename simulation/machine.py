@@ -416,7 +416,7 @@ class Machine:
         report = SyncReport(wait=True)
         while report.wait:
             report = sync.leave(hurry=self.leaves)
-            report = self._take(sync, accounts, report, ended=not report.wait)
+            report = self._take(sync, accounts, report, leaves=True)
         sync.close()
         accounts.give_back_aside()
         self.world.checks.left(self, accounts, sync._work.included)
@@ -454,9 +454,8 @@ class Machine:
             report = self._take(sync, accounts, sync.step(0))
         return report.done
 
-    def _take(self, sync: SwarmSync, accounts: Accounts, report: SyncReport, ended: bool = False) -> SyncReport:
-        if (report.done or ended) and self.learned is not None:
-            self.learned.gave_up(sync._work.state.digest)
+    def _take(self, sync: SwarmSync, accounts: Accounts, report: SyncReport, leaves: bool = False) -> SyncReport:
+        self._notice_end(sync, report, leaves)
         if report.frozen is not None:
             self._look(sync)
             if self.learned is None and (wrong := self.taken.check(sync._work.state.digest, sync._work.frozen.samples)):
@@ -469,6 +468,7 @@ class Machine:
                 report = sync.withdraw(report.frozen)
                 if self.learned is not None:
                     self.learned.withdrew()
+                self._notice_end(sync, report, leaves)  # what it waited for was the contribution that was refused
         accounts.apply(report)
         for number in report.final:
             self.world.checks.done(self, number)
@@ -478,6 +478,11 @@ class Machine:
         self.world.checks.accounts(self, accounts)
         self.world.checks.books(self, accounts, sync.state_dict()["contributions"])
         return report
+
+    def _notice_end(self, sync: SwarmSync, report: SyncReport, leaves: bool) -> None:
+        """Whoever is done, or leaves and need not wait any more, ends on the state itself."""
+        if self.learned is not None and (report.done or (leaves and not report.wait)):
+            self.learned.gave_up(sync._work.state.digest)
 
     def _look(self, sync: SwarmSync) -> None:
         """Whether the parameters, and what was just frozen, are what was learned."""

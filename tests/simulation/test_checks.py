@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,10 @@ from datasetserver.book import Book
 from datasetserver.shard_epochs import Contribution
 from datasetserver.store import SCHEMA
 from datasetserver.tree import State
+from peer.contracts import SyncReport
 from peer.sync.engine.state import first_state
 from simulation.checks import Breach, Checks
+from simulation.machine import Machine
 
 
 class World:
@@ -414,3 +417,19 @@ def test_a_peer_would_go_on_from_what_it_saved_last(scene):
     scene.machine.disk.names = dict.fromkeys([old, new, settled])
     scene.checks.saved(scene.machine)
     assert "would go on from" in scene.broken()
+
+
+@pytest.mark.parametrize(("wait", "told"), [(False, ["withdrew", "gave up d"]), (True, ["withdrew"])])
+def test_who_leaves_ends_on_the_state_once_its_last_contribution_is_refused(wait, told):
+    """Seed 3 with --peers 3 --members --liars 4: a guest that left was said to differ by what it had no longer to keep."""
+    heard = []
+    learned = SimpleNamespace(withdrew=lambda: heard.append("withdrew"), gave_up=lambda digest: heard.append(f"gave up {digest}"))
+    checks = SimpleNamespace(accounts=lambda *said: None, books=lambda *said: None)
+    machine = SimpleNamespace(learned=learned, world=SimpleNamespace(checks=checks), _look=lambda sync: None)
+    machine._notice_end = partial(Machine._notice_end, machine)
+    sync = SimpleNamespace(
+        _work=SimpleNamespace(state=SimpleNamespace(digest="d")), withdraw=lambda number: SyncReport(wait=wait), state_dict=lambda: {"contributions": ()}
+    )  # fmt: skip
+    accounts = SimpleNamespace(register=lambda number: None, apply=lambda report: None)
+    Machine._take(machine, sync, accounts, SyncReport(frozen=7, wait=True), leaves=True)
+    assert heard == told
