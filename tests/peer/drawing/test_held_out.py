@@ -51,7 +51,13 @@ def test_a_folders_own_share_takes_the_place_of_the_runs():
         held_out(dict.fromkeys(many, 1.0), 0.1)
 
 
-def test_a_run_that_measures_is_the_same_run_to_the_bit_and_equal_weights_give_equal_figures(start, tmp_path):  # noqa: F811
+@pytest.fixture
+def few_draws(monkeypatch):
+    """For what does not depend on their number."""
+    monkeypatch.setattr("peer.drawing.held_out._LEAST_DRAWS", 8)
+
+
+def test_a_run_that_measures_is_the_same_run_to_the_bit_and_equal_weights_give_equal_figures(start, tmp_path, few_draws):  # noqa: F811
     plain = start("plain", run=SPLIT, validation_steps=15).run()
     measuring = start("measuring", run=SPLIT, validation_steps=5)
     modes = [module.training for part in measuring.trainer.model.parts.values() for module in part.modules()]
@@ -79,7 +85,7 @@ def test_the_figure_is_the_loss_of_the_held_out_pictures_and_a_swarm_is_told(sta
     assert len(measured) >= 64 and len({each.item() for each in measured}) > 60
 
 
-def test_with_an_average_a_swarm_measures_its_state_and_a_peer_alone_what_it_exports(start, tmp_path):  # noqa: F811
+def test_with_an_average_a_swarm_measures_its_state_and_a_peer_alone_what_it_exports(start, tmp_path, few_draws):  # noqa: F811
     def measured(name, steps, **peer):
         told: list[float] = []
         done = start(name, run=dataclasses.replace(SPLIT, learning_rate=1e-2), validation_steps=steps, **peer)

@@ -117,7 +117,8 @@ def test_beside_the_models_own_weights_a_gradient_has_the_bits_of_a_model_that_w
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_first_batchs_gradient_is_compared_and_changes_nothing(start, caplog, fused):  # noqa: F811
-    options = {"run": dataclasses.replace(RUN, method="lora", rank=2, clip_grad="tensor"), "base_precision": "nf4", "fused_step": fused}
+    run = dataclasses.replace(RUN, method="lora", rank=2, clip_grad="tensor", total_samples=12)
+    options = {"run": run, "base_precision": "nf4", "fused_step": fused}
     with caplog.at_level("INFO", "peer.machine.first_gradient"):
         told = start("told", **options).run().losses
     (line,) = [record.message for record in caplog.records if record.name == "peer.machine.first_gradient"]
@@ -148,9 +149,9 @@ def test_a_row_of_zeros_stays_one(precision):
 
 
 def test_a_run_goes_on_with_weights_in_other_bits(start):  # noqa: F811
-    options = {"run": dataclasses.replace(RUN, method="lora", rank=2)}
+    options = {"run": dataclasses.replace(RUN, method="lora", rank=2, total_samples=20)}
     whole = start("whole", **options).run()
-    first = start("parts", stop_after=7, base_precision="nf4", **options).run()
+    first = start("parts", stop_after=2, base_precision="nf4", **options).run()
     second = start("parts", base_precision="int8", resume_from_checkpoint="latest", **options).run()
     losses = first.losses + second.losses
     assert len(losses) == len(whole.losses) and losses != whole.losses
