@@ -1,9 +1,7 @@
 """A real dataset server for tests: its own process on a free port, or the same application in this process's loop."""
 
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,8 +10,9 @@ from PIL import Image
 
 from scripts.demo.stand_in import write_model
 from swarm.ports import free_port
+from tests.datasetserver import forking
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = forking.ROOT
 
 
 def until(true, seconds: float = 120.0) -> None:
@@ -34,7 +33,7 @@ def write_dataset(folder: Path, count: int) -> Path:
 
 
 class Host:
-    """`python -m datasetserver` in a process of its own; `start` waits for its ready line. founds: whether it has a run of its own."""
+    """`dd-datasetserver` in a process of its own; `start` waits for its ready line. founds: whether it has a run of its own."""
 
     def __init__(self, folder: Path, *flags: str, samples: int = 40, shard_samples: int = 8, port: int = 0, founds: bool = True):
         self.dataset, self.model = write_dataset(folder / "data", samples), write_model(folder / "model")
@@ -45,10 +44,7 @@ class Host:
         self._chosen = not port
 
     def start(self) -> "Host":
-        command = [sys.executable, "-m", "datasetserver", *self.flags, "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-        )
+        self.process = forking.Forked([*self.flags, "--port", str(self.port)])
         watchdog = threading.Timer(240, self.process.kill)
         watchdog.start()
         for line in self.process.stdout:

@@ -52,7 +52,8 @@ def test_pictures_in_tars_are_taken_like_those_in_folders(tmp_path, format):
     assert result.rejected == [] and result.manifest.total == 10
     assert not ingest(folder, tmp_path / "work", workers=0, shard_samples=4).fresh
     write_tar(folder / "a.tar", pairs_of(range(10, 14)))
-    assert ingest(folder, tmp_path / "work", workers=2, shard_samples=4).manifest.total == 9
+    workers = 2 if format == tarfile.PAX_FORMAT else 0  # two that start take 1 s of a core
+    assert ingest(folder, tmp_path / "work", workers=workers, shard_samples=4).manifest.total == 9
 
 
 def test_our_own_shards_are_a_dataset_for_others(tmp_path):

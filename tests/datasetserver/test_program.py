@@ -181,7 +181,7 @@ def test_what_was_answered_survives_kill_9(tmp_path):
     assert host.stop() == 0
 
 
-def test_a_restart_resumes_the_run_and_another_run_is_refused_its_ledger(tmp_path):
+def test_a_restart_resumes_the_run_and_another_run_is_refused_its_ledger(tmp_path, capsys):
     host = Host(tmp_path).start()
     granted = lease(host)
     assert call(host, "/v1/contributions", envelope(host, number=1, keys=keys_of(granted)))[0] == 200
@@ -193,17 +193,16 @@ def test_a_restart_resumes_the_run_and_another_run_is_refused_its_ledger(tmp_pat
     assert call(host, f"/v1/leases/{granted.lease_id}/renew", envelope(host))[0] in (200, 410)
     assert json.loads(call(host, "/v1/progress")[2])["ledger"]["pending"] == len(keys_of(granted))
     assert host.stop() == 0
-    command = [sys.executable, "-m", "datasetserver", *host.flags, "--port", "0", "--learning_rate", "1e-3"]
-    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert other.returncode == ExitCode.CONFIG and "learning_rate was 5e-06, now 0.001" in other.stderr
-    assert "--work_dir" in other.stderr and "new host key" in other.stderr and "samples in" not in other.stdout
+    code = cli([*host.flags, "--port", "0", "--learning_rate", "1e-3"])
+    said, error = capsys.readouterr()
+    assert code == ExitCode.CONFIG and "learning_rate was 5e-06, now 0.001" in error
+    assert "--work_dir" in error and "new host key" in error and "samples in" not in said
 
 
-def test_two_servers_cannot_share_a_work_dir(tmp_path):
+def test_two_servers_cannot_share_a_work_dir(tmp_path, capsys):
     host = Host(tmp_path).start()
-    command = [sys.executable, "-m", "datasetserver", *host.flags, "--port", "0"]
-    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert other.returncode == ExitCode.CONFIG and "Another server" in other.stderr
+    code, line = complaint(capsys, *host.flags, "--port", "0")
+    assert code == ExitCode.CONFIG and "Another server" in line
     assert host.stop() == 0
 
 
