@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from swarm.bans import Bans
 from swarm.digest import digest_json
+from swarm.proofs import Proofs
 from swarm.records import Membership
 from swarm.run_config import RunConfig
 from swarm.signing import BadSignature, HostKey, check_signature
@@ -27,11 +28,17 @@ _MOST_REMEMBERED = 4096
 
 
 class Members:
-    """The members that one peer knows. own: its own membership, if it has one. wall: UNIX seconds."""
+    """The members that one peer knows. own: its own membership, if it has one. wall: UNIX seconds. proofs: of what members did."""
 
-    def __init__(self, run: RunConfig, bans: Bans | None = None, own: Membership | None = None, wall: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        run: RunConfig,
+        bans: Bans | None = None,
+        own: Membership | None = None,
+        wall: Callable[[], float] = time.time,
+    ):
         self.run, self._wall = run, wall
-        self.bans, self.own = bans or Bans(run), own
+        self.bans, self.own, self.proofs = bans or Bans(run), own, Proofs(run)
         self._until: dict[str, int] = {}
 
     @property
@@ -61,6 +68,8 @@ class Members:
         """Why `peer` is ignored, as it is told; '' when it may take part."""
         if reason := self.bans.reason(peer):
             return f"you are banned by the host: {reason}"
+        if reason := self.proofs.reason(peer):
+            return f"you are banned by a proof: {reason}"
         return "" if self.has(peer) else NOT_A_MEMBER
 
     def has(self, peer: str) -> bool:

@@ -30,6 +30,7 @@ from peer.sync.engine.round.catch_up import CatchUp
 from peer.sync.engine.round.certificates import Certificates
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.ending import Ending
+from peer.sync.engine.round.equivocation import LOOK_SECONDS, Equivocation
 from peer.sync.engine.round.evidence import Evidence
 from peer.sync.engine.round.finality import Finality
 from peer.sync.engine.round.groups import NoGroup
@@ -41,6 +42,7 @@ from peer.sync.engine.round.plausible import Plausible
 from peer.sync.engine.round.reception import Reception
 from peer.sync.engine.round.rounds import OuterStep, Round, Rounds
 from peer.sync.engine.round.rounds_file import read_rounds, write_round
+from peer.sync.engine.round.share_seals import ShareSeals
 from peer.sync.engine.round.status import Status
 from peer.sync.engine.state import Head, State
 from peer.sync.engine.trainer.messages import Done, Failed, Sends
@@ -55,6 +57,7 @@ from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.members import Members
+from swarm.proofs import Proofs
 from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
@@ -105,6 +108,7 @@ class Replica:
         rng: random.Random | None = None,
     ):
         self.node, self.assists, self.end, self.members = node, assists, end or End(run), members or Members(run, wall=wall)
+        self.members.proofs = Proofs(run, node.has_signed, path=store.folder / "proofs.json")
         self._discarded, self._rounds_path, self._clock, self._wall, self._rng = store.discarded, rounds_path, clock, wall, rng or random.SystemRandom()
         self.bell = Bell()
         self.state, self.phase = Cell(state, self.bell, clock), Cell(Phase.JOIN, self.bell, clock)
@@ -139,8 +143,9 @@ class Replica:
         )  # fmt: skip
         self.rounds = Rounds(
             run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
-            clock=clock, rng=self._rng,
+            seals=ShareSeals(run.digest, node, store.folder / "signed.json") if self.members.needed else None, clock=clock, rng=self._rng,
         )  # fmt: skip
+        self._equivocation = Equivocation(streams, self.members.proofs, self.neighbours.others, clock, self._rng)
         forsaken = store.forsaken or bool(store.discarded.names)
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end, store.discarded.holds, forsaken)
         # What is kept of our states, what is handed out, and what others see of us.
@@ -234,6 +239,7 @@ class Replica:
         await self._past.serve()
         if self.members.needed:
             await self._evidence.serve()
+            await self._equivocation.serve()
         await self._presence.publish()
         await self.neighbours.read()
 
@@ -242,7 +248,7 @@ class Replica:
         beside = (
             *self._presence.tasks(), self._saver.save_forever, self._means.keep_forever, self._donor.tidy_forever,
             self._rebase_trainer_forever, self._report_forever, self._ask_for_the_past_forever, self._ask_for_the_end_forever,
-            self._end_once_discarded, *([self._gather_seals_forever, self._evidence.ask_forever] if self.members.needed else ()),
+            self._end_once_discarded, *self._for_members(),
         )  # fmt: skip
         tasks = [asyncio.create_task(job()) for job in (self.take_part, *beside)]
         try:
@@ -254,6 +260,9 @@ class Replica:
             await end_tasks(*tasks)
             await self._state_fetch.close()
             self._donor.close()
+
+    def _for_members(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
+        return (self._gather_seals_forever, self._evidence.ask_forever, self._compare_forever) if self.members.needed else ()
 
     async def live_until(self, *ends: Coroutine[Any, Any, Any]) -> None:
         """Live until one of `ends` does, or life itself; then leave in order. Raises what the first of them to end raised."""
@@ -413,6 +422,7 @@ class Replica:
             self.trainer.news(self.status.advice())
         if done.how == "averaged":
             self.met.averaged(done.group.peers - {self.node.peer_id})
+            self._equivocation.averaged(done)
         self._means.want(done.state, done.mean)
         self._adopt(done.state, done.how)
         self.phase.set(Phase.TRAIN)
@@ -477,6 +487,11 @@ class Replica:
             seen = self.neighbours.others()
             self.certificates.see(seen)
             await self.bell.until(lambda seen=seen: self.neighbours.others() is not seen)
+
+    async def _compare_forever(self) -> None:
+        while True:
+            await self._equivocation.look()
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _report_forever(self) -> None:
         while True:

@@ -24,11 +24,11 @@ def key(tmp_path):
     return HostKey(tmp_path / "host.key")
 
 
-async def member(nodes, key, run, wall=None) -> Peer:
+async def member(nodes, key, run, wall=None, **options) -> Peer:
     node = await nodes.node()
     wall = wall or nodes.wall
     own = sign_membership(key, run, node.peer_id, wall)
-    peer = Peer(nodes, node, run, members=Members(run, Bans(run, key.public, rng=nodes.rng), own, wall))
+    peer = Peer(nodes, node, run, members=Members(run, Bans(run, key.public, rng=nodes.rng), own, wall), **options)
     await peer.start(nodes)
     return peer
 

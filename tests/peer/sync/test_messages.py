@@ -28,6 +28,8 @@ from peer.sync.engine.net.messages import (
     PastRounds,
     Refusal,
     Share,
+    Shares,
+    SignedShare,
     StateOffer,
     Wait,
     read,
@@ -35,6 +37,7 @@ from peer.sync.engine.net.messages import (
 )
 from peer.sync.engine.state import ANCESTORS_KEPT, ELDER_CHARACTERS, ELDERS_KEPT, MAX_HEADER_BYTES, MOST_MEMBERS, BadState, Head, Header
 from scripts.fuzzing.mutate import MSGPACK_NAMES, MSGPACK_VALUES, mutated
+from swarm.proofs import Proof
 from swarm.records import Membership
 
 PEERS = ["Qm" + letter * 44 for letter in "abcdefgh"]
@@ -73,6 +76,11 @@ HONEST = [
     MeanOffer(header=grown(), square_norm=2.25, num_bytes=1 << 20),
     PastRounds(rounds=grown(4).ancestors),
     Certified(certificate=sealed(grown(4).ancestors[0]), line="0123456789ab" * 5),
+    Shares(
+        group="0f" * 32,
+        shares=(SignedShare(reducer="QmReducer", digest="0a" * 32, signature="AAAA"),),
+        proofs=(Proof(accused="QmLiar", key="ssh-rsa AAAA", group="0f" * 32, digests=("0a", "0b"), signatures=("AAAA", "BBBB")),),
+    ),
     Chunk(chunk=3),
     LinkPiece(more=True, pieces=4),
 ]

@@ -7,6 +7,7 @@ Texts and numbers are taken in their own type only: `strict`, since pydantic wou
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -38,6 +39,8 @@ from peer.sync.engine.state import (
     Head,
     Header,
 )
+from swarm.proofs import MOST_PROOFS, Proof
+from swarm.proofs import Signature as PeerSignature
 from swarm.records import SEAL, Membership
 from swarm.signing import SIGNATURE
 from swarm.unpacking import fault
@@ -272,9 +275,11 @@ class Share(Message):
 
 
 class MeanPart(Message):
-    """With the encoded mean of one part: the sum of squares of its values."""
+    """With the encoded mean of one part: the sum of squares of its values. signature: with the last part of a share, its reducer's for the
+    share's mean, in a run for members."""
 
     square: Annotated[Measured, Field(ge=0, le=_LARGEST_SQUARE)]
+    signature: PeerSignature = ""
 
 
 class Fetch(Message):
@@ -317,6 +322,26 @@ class PastRounds(Message):
 
     def wire(self) -> dict[str, Any]:
         return {"rounds": [{**vars(each), "members": [dict(vars(member)) for member in each.members]} for each in self.rounds]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedShare:
+    """What a reducer signed of its share's mean."""
+
+    reducer: Text
+    digest: Text
+    signature: PeerSignature
+
+
+class Shares(Message):
+    """What the reducers of a group signed for the sender, '' and none where it was in no such group; and all proofs that it knows."""
+
+    group: Text = ""
+    shares: Annotated[tuple[SignedShare, ...], Field(max_length=MOST_MEMBERS)] = ()
+    proofs: Annotated[tuple[Proof, ...], Field(max_length=MOST_PROOFS)] = ()
+
+    def wire(self) -> dict[str, Any]:
+        return {"group": self.group, "shares": [vars(share) for share in self.shares], "proofs": [vars(proof) for proof in self.proofs]}
 
 
 class Chunk(Message):

@@ -125,6 +125,11 @@ class Presence:
             members = self._neighbours.members
             if reason := members.bans.reason(self._node.peer_id):
                 raise UserError(f"The host has banned this peer: {reason}.", fix="Ask the host.", code=ExitCode.AUTH)
+            if reason := members.proofs.reason(self._node.peer_id):
+                raise UserError(
+                    f"This peer is banned by a proof of its own key: {reason}.",
+                    fix="If another program has its identity.key, delete that file and start again as a new peer.", code=ExitCode.AUTH,
+                )  # fmt: skip
             if members.has_ended():
                 raise UserError(
                     "This peer's membership of the run has ended, and the dataset server has not renewed it.",

@@ -24,6 +24,7 @@ from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerL
 from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.reduction import COME_SECONDS, PART_SECONDS, SLOWEST_BYTES_PER_SECOND, Reduction, Run, Strangers, Traffic, names
+from peer.sync.engine.round.share_seals import SealedShare, ShareSeals, part_hash, share_digest
 from peer.sync.engine.vectors import Reused
 from swarm.tasks import end_tasks, within
 
@@ -76,12 +77,23 @@ class Mean:
     encoded: Tensor
     square_norm: float
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    shares: dict[str, SealedShare] = field(default_factory=dict, compare=False)
+    """Reducer -> what it signed for us; in a run for members."""
 
 
 class Averager:
-    """Averages vectors that travel by `wire` within groups."""
+    """Averages vectors that travel by `wire` within groups. seals: for reducers' signatures; None: nobody asks for any."""
 
-    def __init__(self, peer_id: str, streams: Streams, wire: Wire, clipping: Clipping = UNCLIPPED, buffers: Buffers = IN_MEMORY):
+    def __init__(
+        self,
+        peer_id: str,
+        streams: Streams,
+        wire: Wire,
+        clipping: Clipping = UNCLIPPED,
+        buffers: Buffers = IN_MEMORY,
+        seals: ShareSeals | None = None,
+    ):
+        self._seals = seals
         self._peer_id, self._streams, self._wire, self._clipping = peer_id, streams, wire, clipping
         self.memory = Reused(wire.num_bytes, buffers.private)
         """Of encoded means."""
@@ -127,7 +139,7 @@ class Averager:
             self._reductions.pop(group.id, None)
             await end_tasks(*tasks)
         run.traffic.seconds = clock() - began
-        return Mean(run.result, add_up(run.squares), run.traffic)
+        return Mean(run.result, add_up(run.squares), run.traffic, run.shares)
 
     def _as_lost(self, error: Exception, run: "Run", reduction: "Reduction | None") -> PeerLost:
         if isinstance(error, PeerLost):
@@ -208,9 +220,15 @@ class Averager:
         patience = run.strangers.for_part(self._wire, len(run.group.reducers)) if is_stranger else PART_SECONDS
 
         async def receive() -> None:
+            hashes = []
             for index in share:
                 room = parts[index].bytes_of(run.result)
                 told = await _receive(channel, MeanPart, parts[index], room, COME_SECONDS + patience)
+                if self._seals is not None:
+                    hashes.append(part_hash(room, told.square))
+                    if index == share[-1]:
+                        given = self._seals.check(channel.peer, run.group.id, share_digest(hashes), told.signature)
+                        run.shares |= {channel.peer: given} if given is not None else {}
                 run.got_mean(channel.peer, index, parts[index], told.square)
 
         tasks = []
@@ -242,7 +260,9 @@ class Averager:
         async def give() -> None:
             for index in range(len(reduction.parts)):
                 data, square = await reduction.mean(index)
-                await channel.send(MeanPart(square=square), memoryview(data.numpy()), seconds=PART_SECONDS)
+                is_signed = self._seals is not None and index == len(reduction.parts) - 1
+                signature = await reduction.signature(self._seals) if is_signed else ""
+                await channel.send(MeanPart(square=square, signature=signature), memoryview(data.numpy()), seconds=PART_SECONDS)
 
         taking, _ = tasks = [asyncio.create_task(take()), asyncio.create_task(give())]
         try:

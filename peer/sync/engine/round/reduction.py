@@ -18,6 +18,7 @@ from peer.sync.engine.net.streams import Channel, PeerLost
 from peer.sync.engine.round.centering import centre, even_shares, products
 from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
 from peer.sync.engine.round.groups import Group
+from peer.sync.engine.round.share_seals import SealedShare, ShareSeals, part_hash, share_digest
 from swarm.tasks import within
 
 PART_SECONDS = 30.0
@@ -67,6 +68,8 @@ class Run:
     last_mean: dict[str, float] = field(default_factory=dict)
     """Reducer -> when it gave us its last one, by the loop's clock."""
     traffic: Traffic = field(default_factory=Traffic)
+    shares: dict[str, SealedShare] = field(default_factory=dict)
+    """Reducer -> what it signed for us; in a run for members."""
     void: bool = False
     """Whether a reducer has told us that nobody has the whole mean, nor ever will."""
 
@@ -112,6 +115,7 @@ class Reduction:
         self._scratch = torch.empty(2 if self._shares is None else 1 + len(self.senders), PART_ELEMENTS)
         self._received: list[dict[str, Tensor]] = [{} for _ in parts]
         self._means = [asyncio.get_running_loop().create_future() for _ in parts]
+        self._signature: asyncio.Future[str] | None = None
 
     def came(self, peer: str) -> None:
         """`peer` wants to send its parts and take the averages, which it may do once. Raises PeerLost."""
@@ -158,6 +162,16 @@ class Reduction:
             if not future.done() and awaited.issuperset(missing):
                 self.fail(PeerLost(f"{names(missing)} sent no part for {seconds:g} s", missing))
         return future.result()
+
+    async def signature(self, seals: ShareSeals) -> str:
+        """Ours for the whole mean of our share, which is there; made once. Raises PeerLost."""
+        if self._signature is None:
+            digest = share_digest(part_hash(*mean.result()) for mean in self._means)
+            self._signature = asyncio.get_running_loop().run_in_executor(None, seals.sign, self.run.group.id, digest)
+        try:
+            return await asyncio.shield(self._signature)
+        except OSError as error:
+            raise PeerLost(f"it cannot note what it signs: {error.strerror}") from None
 
     async def whole(self) -> None:
         """Wait until all parts are averaged, or none will be any more."""

@@ -29,6 +29,7 @@ from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.patience import patience_seconds
 from peer.sync.engine.round.reception import Reception
 from peer.sync.engine.round.reduction import Strangers
+from peer.sync.engine.round.share_seals import ShareSeals
 from peer.sync.engine.state import State
 from peer.sync.engine.trainer.trainer import Contribution
 from peer.sync.engine.vectors import SharedBuffer
@@ -93,6 +94,7 @@ class Rounds:
         reception: Reception,
         next_round: NextRound,
         *,
+        seals: ShareSeals | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ):
@@ -104,7 +106,7 @@ class Rounds:
             leads=not node.client_mode, company=company, receipts=self._receipts, rng=rng,
         )  # fmt: skip
         self._clipping = Clipping(run.clip_members, per_sample=outer.strategy.steps_locally, centered=run.averaging == "centered")
-        self.averager = Averager(node.peer_id, streams, outer.wire, self._clipping, outer.buffers)
+        self.averager = Averager(node.peer_id, streams, outer.wire, self._clipping, outer.buffers, seals)
 
     async def start(self) -> None:
         await self.matchmaker.start()

@@ -1,0 +1,125 @@
+"""Whether a reducer gave others another mean than us: members whose states part after one group compare what its reducers signed for each.
+
+Honest rounds cost no message. Where the states of two members differ, each asks the other once, and both have the proof (`swarm/proofs.py`).
+Proofs are told to all others at once, and swapped with one of them at first and each minute, so that who comes later hears of them, too.
+"""
+
+import contextlib
+import logging
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from peer.sync.engine.net.messages import Shares, SignedShare
+from peer.sync.engine.net.streams import Channel, PeerLost, Streams
+from peer.sync.engine.round.rounds import Round
+from peer.sync.engine.round.share_seals import SealedShare
+from swarm.proofs import Proof, Proofs
+from swarm.records import PeerRecord
+
+log = logging.getLogger(__name__)
+
+SHARES = "distributed-diffusion.shares.1"
+_SECONDS = 10.0
+LOOK_SECONDS, SWAP_SECONDS = 1.0, 60.0
+_KEPT = 8
+"""Groups: as many as the ancestors that a record names."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A group that we averaged in, the state that we made of it, and what its reducers signed for us."""
+
+    group: str
+    parent: str
+    digest: str
+    peers: frozenset[str]
+    shares: dict[str, SealedShare]
+
+    def parts_from(self, record: PeerRecord) -> bool:
+        """Whether its owner, which was there as well, made another state of it, or of another group on the same parent."""
+        line = [record.digest, *record.parents]
+        return record.peer_id in self.peers and self.parent in line[1:] and line[line.index(self.parent) - 1] != self.digest
+
+    def said(self) -> tuple[SignedShare, ...]:
+        return tuple(SignedShare(reducer=peer, digest=share.digest, signature=share.signature) for peer, share in self.shares.items())
+
+
+class Equivocation:
+    """others: the live peers' records; rng: with whom proofs are swapped."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        proofs: Proofs,
+        others: Callable[[], Collection[PeerRecord]],
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ):
+        self._streams, self._proofs, self._others, self._clock, self._rng = streams, proofs, others, clock, rng or random.SystemRandom()
+        self._kept: deque[_Kept] = deque(maxlen=_KEPT)
+        self._asked: deque[tuple[str, str]] = deque(maxlen=1024)
+        self._to_tell: list[str] = []
+        self._swapped = -math.inf
+
+    async def serve(self) -> None:
+        await self._streams.serve(SHARES, self._answer)
+
+    def averaged(self, done: Round) -> None:
+        """Keep what the reducers of a round signed for us."""
+        if done.mean.shares:
+            group = done.group
+            self._kept.append(_Kept(group.id, group.parent, done.state.digest, frozenset(group.peers), done.mean.shares))
+
+    async def look(self) -> None:
+        """Ask those whose states part from ours, and tell others what is proven."""
+        others = self._others()
+        for kept in list(self._kept):
+            for record in others:
+                if kept.parts_from(record) and (record.peer_id, kept.group) not in self._asked:
+                    self._asked.append((record.peer_id, kept.group))
+                    await self._swap(record.peer_id, kept)
+        if others and self._clock() - self._swapped >= SWAP_SECONDS:
+            self._swapped = self._clock()
+            self._to_tell.append(self._rng.choice([record.peer_id for record in others]))
+        while self._to_tell:
+            await self._swap(self._to_tell.pop())
+
+    async def _swap(self, peer: str, kept: _Kept | None = None) -> None:
+        try:
+            channel = await self._streams.open(peer, SHARES)
+            with contextlib.closing(channel):
+                await channel.send(self._said(kept), seconds=_SECONDS)
+                said, _ = await channel.receive(Shares, seconds=_SECONDS)
+        except PeerLost as error:
+            log.debug("%s swaps no proofs: %s", peer[-6:], error)
+        else:
+            self._hear(said, kept)
+
+    async def _answer(self, channel: Channel) -> None:
+        said, _ = await channel.receive(Shares, seconds=_SECONDS)
+        kept = next((kept for kept in self._kept if kept.group == said.group), None)
+        self._hear(said, kept)
+        await channel.send(self._said(kept), seconds=_SECONDS)
+
+    def _said(self, kept: _Kept | None) -> Shares:
+        return Shares(group=kept.group if kept else "", shares=kept.said() if kept else (), proofs=self._proofs.all)
+
+    def _hear(self, said: Shares, kept: _Kept | None) -> None:
+        mine = self._compared(kept, said.shares) if kept is not None and said.group == kept.group else ()
+        if self._proofs.hear([*mine, *said.proofs]):
+            self._to_tell = [record.peer_id for record in self._others()]
+
+    @staticmethod
+    def _compared(kept: _Kept, theirs: Iterable[SignedShare]) -> Iterable[Proof]:
+        """A proof for each reducer that is said to have signed another mean; whether it holds, `Proofs` finds out."""
+        for their in theirs:
+            ours = kept.shares.get(their.reducer)
+            if ours is not None and ours.digest != their.digest:
+                yield Proof(
+                    accused=their.reducer, key=ours.key, group=kept.group, digests=(ours.digest, their.digest),
+                    signatures=(ours.signature, their.signature),
+                )  # fmt: skip

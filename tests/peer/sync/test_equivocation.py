@@ -1,0 +1,243 @@
+"""A reducer that gives two members two means has signed both: they compare, and the proof bans it everywhere. Honest peers cannot be framed."""
+
+import asyncio
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+from peer.contracts import Member
+from peer.sync.engine.codec import PART_ELEMENTS, Wire
+from peer.sync.engine.net.messages import Shares, SignedShare
+from peer.sync.engine.net.streams import PeerLost
+from peer.sync.engine.round.averaging import Averager, RoundFailed
+from peer.sync.engine.round.equivocation import SHARES
+from peer.sync.engine.round.groups import Group
+from peer.sync.engine.round.share_seals import ShareSeals, part_hash, share_digest
+from swarm.errors import ExitCode, UserError
+from swarm.proofs import Proof, Proofs, statement
+from swarm.signing import HostKey
+from tests.peer.sync.replicas import make_run
+from tests.peer.sync.swarm_tools import until
+from tests.peer.sync.test_members import member
+
+SECONDS = 100.0
+
+
+@pytest.fixture
+def key(tmp_path):
+    return HostKey(tmp_path / "host.key")
+
+
+class TwoFaced(Averager):
+    """Gives `victim` its means with their values in another order, and signs them."""
+
+    victim = ""
+    node = None
+    signs = True
+
+    async def _serve(self, channel):
+        honest, hashes = channel.send, []
+
+        async def send(message, payload=b"", *, seconds):
+            if channel.peer == self.victim and hasattr(message, "square"):
+                data = torch.frombuffer(bytearray(payload), dtype=torch.int16).flip(0).view(torch.uint8)
+                hashes.append(part_hash(data, message.square))
+                if message.signature:
+                    group = next(group for group in self._reductions if channel.peer in self._reductions[group].senders)
+                    signature = self.node.sign(statement(self._seals._run, group, share_digest(hashes)))
+                    message = message.model_copy(update={"signature": signature if self.signs else message.signature})
+                payload = memoryview(data.numpy())
+            await honest(message, payload, seconds=seconds)
+
+        channel.send = send
+        await super()._serve(channel)
+
+
+async def swarm_of(nodes, key, count):
+    """Members that have averaged together; each reduces a part."""
+    run = make_run(members_of=key.public, target_batch_size=80 * count)
+    found = [await member(nodes, key, run, size=count * PART_ELEMENTS) for _ in range(count)]
+    await until(lambda: all(len(peer.replica.met) == count - 1 for peer in found), SECONDS)
+    return found
+
+
+async def two_faced(liar, victim, *, signs=True):
+    averager = liar.replica.rounds.averager
+    averager.__class__ = type("Liar", (TwoFaced,), {"victim": victim.id, "node": liar.node, "signs": signs})
+    await averager.start()
+
+
+def banned(peer, other):
+    return peer.replica.members.proofs.reason(other.id)
+
+
+def test_a_reducer_that_gives_two_means_is_banned_by_all_who_hear_of_it(virtual, key):
+    async def scenario(nodes):
+        liar, victim, *others = await swarm_of(nodes, key, 4)
+        await two_faced(liar, victim)
+        honest = [victim, *others]
+        await until(lambda: all(banned(peer, liar) for peer in honest), SECONDS)
+        assert not any(banned(peer, other) for peer in [*honest, liar] for other in honest)
+        await until(lambda: liar.failures, SECONDS)
+        error = liar.failures[0]
+        assert isinstance(error, UserError) and error.code is ExitCode.AUTH and "banned by a proof of its own key" in error.message
+        at = max(peer.head.header.round for peer in honest)
+        await until(lambda: min(peer.head.header.round for peer in honest) >= at + 3, SECONDS)
+        assert liar.id not in {member.peer for member in victim.head.header.members}
+        newcomer = await member(nodes, key, victim.run, size=4 * PART_ELEMENTS)
+        await until(lambda: banned(newcomer, liar), SECONDS)
+        await until(lambda: len({peer.head.digest for peer in honest}) == 1, SECONDS)  # of the two branches one is left
+        assert not any(peer.failures for peer in honest)
+
+    virtual(scenario)
+
+
+def test_a_reducer_that_does_not_sign_what_it_gave_fails_the_round_by_itself(virtual, key):
+    """It keeps to one signature: whom it lied to has none, and leaves it out."""
+
+    async def scenario(nodes):
+        liar, victim, third = await swarm_of(nodes, key, 3)
+        await two_faced(liar, victim, signs=False)
+        await until(lambda: victim.replica.rounds.company.offences(liar.id), SECONDS)
+        assert not any(banned(peer, other) for peer in (victim, third) for other in (liar, victim, third))
+
+    virtual(scenario)
+
+
+def test_honest_members_compare_nothing_and_nobody_is_accused(virtual, key):
+    async def scenario(nodes):
+        trio, asked = await swarm_of(nodes, key, 3), []
+        for peer in trio:
+            swap = peer.replica._equivocation._swap
+
+            async def count(other, kept=None, swap=swap):
+                asked.append(kept)
+                await swap(other, kept)
+
+            peer.replica._equivocation._swap = count
+        at = trio[0].head.header.round
+        await until(lambda: min(peer.head.header.round for peer in trio) >= at + 10, SECONDS)
+        assert not any(asked) and not any(banned(peer, other) for peer in trio for other in trio)
+        assert all(peer.replica._equivocation._kept for peer in trio)
+
+    virtual(scenario)
+
+
+def test_who_says_that_an_honest_reducer_signed_something_else_accuses_nobody(virtual, key):
+    async def scenario(nodes):
+        one, two, framer = await swarm_of(nodes, key, 3)
+        both = []
+        await until(lambda: both.extend([each for each in one.replica._equivocation._kept if two.id in each.shares][len(both) :]) or len(both) > 1)
+        earlier, kept = both[:2]
+        real, older = kept.shares[two.id], earlier.shares[two.id]
+        by_framer = framer.node.sign(statement(one.run.digest, kept.group, "0" * 64))
+        lies = {
+            "its own signature": SignedShare(reducer=two.id, digest="0" * 64, signature=by_framer),
+            "the right signature of another digest": SignedShare(reducer=two.id, digest="0" * 64, signature=real.signature),
+            "what was signed of an older group": SignedShare(reducer=two.id, digest=older.digest, signature=older.signature),
+            "a peer that reduced nothing": SignedShare(reducer="Qm", digest="0" * 64, signature=by_framer),
+        }
+        proof = Proof(accused=two.id, key=real.key, group=kept.group, digests=(real.digest, older.digest), signatures=(real.signature, older.signature))
+        for name, lie in lies.items():
+            with contextlib.closing(await framer.replica._streams.open(one.id, SHARES)) as channel:
+                await channel.send(Shares(group=kept.group, shares=(lie,), proofs=(proof,)), seconds=60)
+                answer, _ = await channel.receive(Shares, seconds=60)
+            assert not one.replica.members.proofs.all and not answer.proofs, name
+            assert {share.reducer for share in answer.shares} == kept.shares.keys()
+
+    virtual(scenario)
+
+
+def test_a_peer_that_does_not_answer_costs_a_look_and_no_more(virtual, key):
+    async def scenario(nodes):
+        one, two = await swarm_of(nodes, key, 2)
+
+        async def refuse(channel):
+            raise PeerLost("not today")
+
+        await two.replica._streams.serve(SHARES, refuse)
+        await one.replica._equivocation._swap(two.id)
+        assert not one.failures
+
+    virtual(scenario)
+
+
+# ---------------------------------------------------------------- what a reducer signs
+
+
+class Node:
+    peer_id = "Qme"
+
+    def sign(self, said):
+        return said.decode()
+
+    def key_of(self, peer):
+        return "" if peer == "Qunknown" else f"key of {peer}"
+
+    def has_signed(self, peer, said, key, signature):
+        return signature == said.decode()
+
+
+def test_a_peer_signs_one_mean_of_a_group_also_when_it_was_started_again(tmp_path):
+    """Members that send other bytes the second time, and keep the first mean, would else have a proof against an honest peer."""
+    path = tmp_path / "signed.json"
+    first = ShareSeals("run", Node(), path).sign("g", "a")
+    again = ShareSeals("run", Node(), path)
+    assert again.sign("g", "a") == first
+    with pytest.raises(PeerLost, match="signed another mean"):
+        again.sign("g", "b")
+    for number in range(64):
+        again.sign(str(number), "a")
+    assert len(ShareSeals("run", Node(), path)._signed) == 64
+    path.write_text("[]")
+    assert ShareSeals("run", Node(), path).sign("g", "b")
+
+
+def test_what_a_reducer_gave_must_be_what_it_signed(tmp_path):
+    seals = ShareSeals("run", Node(), tmp_path / "signed.json")
+    signature = statement("run", "g", "a").decode()
+    assert seals.check("Qr", "g", "a", signature).key == "key of Qr"
+    assert seals.check("Qunknown", "g", "a", "") is None  # its record was not among the last ones read
+    for group, digest, given in (("g", "b", signature), ("h", "a", signature), ("g", "a", "")):
+        with pytest.raises(PeerLost, match="did not sign") as caught:
+            seals.check("Qr", group, digest, given)
+        assert caught.value.culprits == ("Qr",)
+
+
+def test_another_order_of_parts_or_another_square_is_another_share():
+    one, two = part_hash(torch.zeros(4, dtype=torch.uint8), 1.0), part_hash(torch.ones(4, dtype=torch.uint8), 1.0)
+    assert share_digest([one, two]) != share_digest([two, one])
+    assert part_hash(torch.zeros(4, dtype=torch.uint8), 2.0) != one
+
+
+def test_proofs_of_a_replica_are_on_its_disk(virtual, key):
+    async def scenario(nodes):
+        one, two = await swarm_of(nodes, key, 2)
+        signed = [two.node.sign(statement(one.run.digest, "g", digest)) for digest in "ab"]
+        proof = Proof(accused=two.id, key=two.node.key_of(two.id), group="g", digests=("a", "b"), signatures=tuple(signed))
+        assert one.replica.members.proofs.hear([proof, dataclasses.replace(proof, group="h")])
+        assert Proofs(one.run, one.node.has_signed, path=one.folder / "state" / "proofs.json").all == (proof,)
+
+    virtual(scenario)
+
+
+def test_a_reducer_whose_disk_is_full_fails_the_round_at_those_who_take_its_mean(virtual, tmp_path):
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+
+    async def scenario(nodes):
+        (full, its), (other, theirs) = await nodes.streams(2)
+        wire = Wire("fp16", 2 * PART_ELEMENTS)
+        one = Averager(full.peer_id, its, wire, seals=ShareSeals("run", full, blocked / "signed.json"))
+        two = Averager(other.peer_id, theirs, wire, seals=ShareSeals("run", other, tmp_path / "signed.json"))
+        await one.start()
+        await two.start()
+        peers = tuple(sorted([full.peer_id, other.peer_id]))
+        group, ones = Group("p", tuple(Member(peer, 1, 1) for peer in peers), peers, "x"), wire.encode(torch.ones(wire.size))
+        mean, failed = await asyncio.gather(one.average(group, ones), two.average(group, ones), return_exceptions=True)
+        assert mean.shares.keys() == {other.peer_id}
+        assert isinstance(failed, RoundFailed) and failed.culprits == {full.peer_id} and "cannot note what it signs" in str(failed)
+
+    virtual(scenario)

@@ -1,0 +1,96 @@
+"""Proofs ban alone: what holds as one, and that nobody can be framed by one that does not."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+
+from swarm.members import Members, sign_membership
+from swarm.peer_key import PeerKey
+from swarm.proofs import MOST_PROOFS, Proof, Proofs, statement
+from swarm.run_config import RunConfig
+from swarm.signing import HostKey
+
+
+@pytest.fixture(scope="module")
+def keys():
+    return [PeerKey.draw() for _ in range(2)]
+
+
+@pytest.fixture
+def host(tmp_path):
+    return HostKey(tmp_path / "host.key")
+
+
+@pytest.fixture
+def run(host):
+    return RunConfig(model="x", members_of=host.public)
+
+
+def proof(run, key, digests=("a", "b"), group="g") -> Proof:
+    signatures = tuple(key.sign(statement(run.digest, group, digest)) for digest in digests)
+    return Proof(accused=key.peer_id, key=key.public, group=group, digests=digests, signatures=signatures)
+
+
+def test_who_signed_two_means_of_one_share_is_banned_by_the_proof_alone(host, run, keys):
+    liar, _ = keys
+    members = Members(run)
+    members.hear(liar.peer_id, sign_membership(host, run, liar.peer_id))
+    assert members.refusal(liar.peer_id) == ""
+    assert members.proofs.hear([proof(run, liar)]) and not members.proofs.hear([proof(run, liar)])
+    assert members.refusal(liar.peer_id) == "you are banned by a proof: it signed two different means of one share"
+
+
+def forged(run, liar, other):
+    good = proof(run, other)
+    elsewhere = RunConfig(model="x", members_of=run.members_of, target_batch_size=7)
+    one, two = good.signatures
+    return {
+        "one mean, twice": proof(run, other, ("a", "a")),
+        "means of two groups": dataclasses.replace(good, signatures=(one, proof(run, other, group="h").signatures[1])),
+        "of another run": proof(elsewhere, other),
+        "of another group": dataclasses.replace(good, group="h"),
+        "another digest": dataclasses.replace(good, digests=("a", "c")),
+        "signed by the accuser": dataclasses.replace(proof(run, liar), accused=other.peer_id),
+        "signed by the accuser, under the key of the accused": dataclasses.replace(proof(run, liar), accused=other.peer_id, key=other.public),
+        "one signature only": dataclasses.replace(good, signatures=(one, one)),
+        "no signature": dataclasses.replace(good, signatures=(one, "")),
+        "signatures that are none": dataclasses.replace(good, signatures=(one, two[:-8] + "AAAAAA==")),
+        "no key": dataclasses.replace(good, key="ssh-rsa AAAA"),
+    }
+
+
+def test_nobody_is_banned_by_what_is_no_proof(run, keys):
+    for name, false in forged(run, *keys).items():
+        proofs = Proofs(run)
+        assert not proofs.hear([false]), name
+        assert not proofs.all and not any(proofs.reason(key.peer_id) for key in keys), name
+
+
+def test_a_proof_is_worth_nothing_in_an_open_run(keys):
+    run = RunConfig(model="x")
+    assert not Proofs(run).hear([proof(run, keys[0])])
+
+
+def test_proofs_are_kept_and_read_again(tmp_path, run, keys, caplog):
+    path = tmp_path / "proofs.json"
+    Proofs(run, path=path).hear([proof(run, keys[0])])
+    assert Proofs(run, path=path).reason(keys[0].peer_id)
+    other = RunConfig(model="x", members_of=run.members_of, target_batch_size=7)
+    assert not Proofs(other, path=path).all, "they are checked again: a file proves nothing by itself"
+    path.write_text(json.dumps([{"accused": 1}]))
+    with caplog.at_level(logging.WARNING):
+        assert not Proofs(run, path=path).all and "cannot read the proofs" in caplog.text
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    with caplog.at_level(logging.WARNING):
+        proofs = Proofs(run, path=blocked / "proofs.json")
+        assert proofs.hear([proof(run, keys[0])]) and "cannot keep the proofs" in caplog.text
+
+
+def test_no_more_proofs_are_kept_than_a_message_holds(run):
+    proofs = Proofs(run, lambda *said: True)
+    invented = [Proof(accused=f"Qm{n}", key="ssh-rsa A", group="g", digests=("a", "b"), signatures=("A", "B")) for n in range(MOST_PROOFS + 1)]
+    proofs.hear(invented[:-1])
+    assert not proofs.hear(invented[-1:]) and len(proofs.all) == MOST_PROOFS
