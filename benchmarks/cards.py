@@ -15,14 +15,13 @@ from benchmarks.common import ROOT
 from peer.config import PeerConfig
 from peer.launch.command_line import parse
 from peer.launch.lengths import of_founder
+from peer.machine.counting import HELD_BYTES
 from swarm.errors import UserError
 from swarm.options import read_toml
 from swarm.run_config import RunConfig
 
 SPARE = 1.0
 """GB of a card that are not ours: CUDA's context and the desktop."""
-HELD = 0.7
-"""GB that PyTorch's allocator holds beyond the count: kernels' workspaces, and what it cannot give out in one piece. 0.56 measured (log, "A first GPU")."""
 BF16_STEP = 0.7
 """GB that the optimizer's step takes beside the count with `--weights bf16`: 0.64 measured."""
 TABLE = ROOT / "benchmarks" / "records" / "device_memory.json"
@@ -48,7 +47,7 @@ class Row:
 
     def fits(self, need: float) -> bool:
         """Whether the card has room for a count of `need` GB, and for what no count knows."""
-        return need + HELD + (BF16_STEP if self.weights == "bf16" else 0.0) <= self.card - SPARE
+        return need + HELD_BYTES / 1e9 + (BF16_STEP if self.weights == "bf16" else 0.0) <= self.card - SPARE
 
     @property
     def name(self) -> str:

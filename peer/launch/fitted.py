@@ -15,6 +15,7 @@ from peer.launch.joining import Joined
 from peer.launch.launcher import Rank
 from peer.launch.measured_batch import free_bytes
 from peer.launch.starting_model import load_unchecked
+from peer.machine.counting import HELD_BYTES
 from peer.machine.fitting import ALL, Fit, fit
 from peer.machine.largest_batch import CARD_SHARE, HOST_SHARE
 from peer.machine.needs import Needs
@@ -75,9 +76,9 @@ def counted(peer: PeerConfig, joined: Joined, given: Mapping[str, Any], device: 
 
 
 def free_on_gpu(device: torch.device) -> float:
-    """Bytes of a GPU that a run can have. What this process holds counts as free; 5 % is left for what nobody counts."""
+    """Bytes of a GPU that a run can have. What this process holds counts as free; for what nobody counts 5 % is left, and `HELD_BYTES` at least."""
     free, total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - (1 - CARD_SHARE) * total
+    return free + torch.cuda.memory_reserved(device) - max((1 - CARD_SHARE) * total, HELD_BYTES)
 
 
 def free_on_host(peer: PeerConfig, run: RunConfig, params: Params) -> float:

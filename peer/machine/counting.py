@@ -23,6 +23,9 @@ from peer.machine.swap import spread
 from swarm.run.optimizer import LocalOptimizer
 
 _aten = torch.ops.aten
+HELD_BYTES = 0.7e9
+"""That PyTorch's allocator holds on a GPU beyond the count: kernels' workspaces, and what it cannot give out in one piece. 0.56e9 was measured
+(benchmarks/records/log.md, "A first GPU")."""
 _SHAPES = FakeTensorMode(allow_non_fake_inputs=True)
 """One for all counts: a module may keep what it has computed in one of them, such as places of pictures, for the next."""
 Shape = Callable[[Tensor | None], Tensor | None]

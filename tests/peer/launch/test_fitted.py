@@ -140,7 +140,9 @@ def test_a_gpus_memory_is_a_question_of_check(count):
 def test_free_is_what_is_there_without_five_percent_and_what_averaging_takes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10e9, 12e9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1e9)
-    assert room.free_on_gpu(CUDA) == pytest.approx(10.4e9)
+    assert room.free_on_gpu(CUDA) == pytest.approx(10.3e9)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10e9, 24e9))
+    assert room.free_on_gpu(CUDA) == pytest.approx(9.8e9)
     monkeypatch.setattr("peer.sync.engine.memory.available_bytes", lambda: 2e9)
     alone = room.free_on_host(PeerConfig(), RunConfig(sync="none"), {})
     assert 1.6e9 < alone < 0.8 * 12e9
