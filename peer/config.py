@@ -90,12 +90,12 @@ class PeerConfig:
     )
     offload: bool = option(
         False,
-        "Text encoders, VAE and denoiser are on the GPU in turns, the others wait in RAM; 64 samples are encoded at a time. Not tried on a GPU yet.",
+        "Text encoders, VAE and denoiser are on the GPU in turns, the others wait in RAM; 64 samples are encoded at a time. Tried on a GPU with tiny models only.",
     )
     blocks_to_swap: int | None = option(
         0,
-        "N of the denoiser's blocks wait in RAM, if they are not trained; two of these are on the GPU at a time. auto: as many as must. Not tried on a "
-        "GPU yet.",
+        "N of the denoiser's blocks wait in RAM, if they are not trained; two of these are on the GPU at a time. auto: as many as must. Tried on "
+        "a GPU with tiny models only.",
         lt=2**31,
     )
     swap_to: str = option(
