@@ -32,6 +32,7 @@ from scripts.fuzzing.recording import Recording
 from simulation.server import _ROUTES, _Request, _unguarded
 from swarm import protocol
 from swarm.errors import UserError
+from swarm.receipts import Receipts
 from swarm.records import BadRecord, PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 from swarm.unpacking import unpack
@@ -162,9 +163,11 @@ def _streams(recording: Recording, loop: asyncio.AbstractEventLoop) -> Iterator[
         for kind, wire in said["StateOffer"] + said.get("MeanOffer", [])
     ]
     yield Parser("headers", _written(headers), _header, (_Unreadable, BadState))
-    yield Parser("tickets", _packed([wire for _, wire in said["Join"]]), _ticket, (*_OF_MESSAGES, PeerLost))
+    receipts = Receipts.of(recording.world.run)
+    joins = _packed([wire for _, wire in said["Join"]])
+    yield Parser("tickets", joins, lambda data: _ticket(data, receipts), (*_OF_MESSAGES, PeerLost))
     announced = [wire for _, wire in said["answer to join"] if "members" in msgpack.unpackb(wire)]
-    yield Parser("announcements", _packed(announced), _announcement, (*_OF_MESSAGES, PeerLost))
+    yield Parser("announcements", _packed(announced), lambda data: _announcement(data, receipts), (*_OF_MESSAGES, PeerLost))
 
 
 def _header(data: bytes) -> None:
@@ -174,18 +177,19 @@ def _header(data: bytes) -> None:
         raise Fault("a header that is another one when it is written and read")
 
 
-def _ticket(data: bytes) -> None:
-    ticket = ticket_of(read(Join, _unpacked(data)), "QmStranger", _MOST_SAMPLES)
+def _ticket(data: bytes, receipts: Receipts) -> None:
+    ticket = ticket_of(read(Join, _unpacked(data)), "QmStranger", _MOST_SAMPLES, receipts)
     if not 0 <= ticket.member.samples <= _MOST_SAMPLES or (ticket.assists and not ticket.reduces):
         raise Fault(f"a ticket out of bounds: {ticket}")
 
 
-def _announcement(data: bytes) -> None:
+def _announcement(data: bytes, receipts: Receipts) -> None:
+    """As its first member reads it."""
     said = read(Announcement, _unpacked(data))
     peers = [peer for peer, *_ in said.members]
     *me, norm = next(iter(said.members), ("QmMe", 1, 1, 0.0))
-    ticket = Ticket("p", Member(*me), True, norm=norm)
-    group = group_of(said, ticket, next(iter(said.reducers), "QmLeader"), Standing(Head("p", 0), True, 0.0), _MOST_SAMPLES)
+    ticket = Ticket("p", Member(*me), True, norm=norm, receipt=next(iter(said.receipts), ""))
+    group = group_of(said, ticket, next(iter(said.reducers), "QmLeader"), Standing(Head("p", 0), True, 0.0), _MOST_SAMPLES, receipts)
     if peers != sorted(set(peers)) or group.samples > _MOST_SAMPLES * len(peers) or ticket.member not in group.members:
         raise Fault(f"a group that is none: {group}")
 

@@ -176,7 +176,7 @@ def supervise(tmp_path):
         (out / "lives.json").write_text(json.dumps(lives))
         code = "import sys; from pathlib import Path; from swarm.errors import run_program; from peer import supervise; from peer.watchdog import trainer_process\n"
         code += f"trainer_process._END_SECONDS = {end_seconds}; sys.exit(run_program(lambda: supervise.main(sys.argv[1:], Path({str(PROGRAM)!r}))))"
-        process = Warm(["-c", code, "--output_dir", str(out), *map(str, flags)], ROOT, tmp_path / f"{out.name}.log")
+        process = Warm(["-c", code, "--output_dir", str(out), *map(str, flags)], ROOT, tmp_path / f"{out.name}.log", sidecars=0)
         started.append(process)
         if not wait:
             return process, out
