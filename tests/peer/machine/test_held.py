@@ -16,6 +16,7 @@ from peer.wiring import load_model
 from swarm.digest import digest_model
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 
 BF16 = torch.bfloat16

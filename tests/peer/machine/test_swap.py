@@ -23,6 +23,7 @@ from swarm.run_config import RunConfig
 from tests import tiny
 from tests.peer.machine.test_held import own_bytes
 from tests.peer.methods.test_base_precision import METHODS
+from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 
 _STREAMS = {"num_layers": 3, "num_single_layers": 3}

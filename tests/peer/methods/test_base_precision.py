@@ -18,6 +18,7 @@ from peer.wiring import check_base, load_model
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.conftest import ROOT
+from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 
 METHODS = {

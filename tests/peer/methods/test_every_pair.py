@@ -16,6 +16,7 @@ from peer.sync.parameters import strategy
 from swarm.run.method import methods
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 
 RARE = ("loha", "lokr")

@@ -21,6 +21,7 @@ from swarm.options import build
 from swarm.run_config import RunConfig
 from tests import flux_file, tiny
 from tests.conftest import ROOT
+from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.results.test_results import CPU, LORA, Trained, picture, plain
 from tests.peer.test_alone import RUN, flat, start  # noqa: F401
 

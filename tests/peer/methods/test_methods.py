@@ -12,6 +12,7 @@ from peer.samples.encoding import Encoder
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 
 CPU = torch.device("cpu")
 WORD = {"placeholder_token": "<dicoo>", "initializer_token": "a"}

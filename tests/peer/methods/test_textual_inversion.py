@@ -18,6 +18,7 @@ from peer.sync.parameters import strategy
 from swarm.run.family import family_named
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 
 CPU = torch.device("cpu")
 CAPTIONS = {"red": "a photo of a cat", "green": "a photo of a dog", "blue": "a photo of object", "white": "a photo of style"}

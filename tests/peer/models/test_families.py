@@ -17,6 +17,7 @@ from swarm.base_model import family_of
 from swarm.digest import read_header
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 
 CPU = torch.device("cpu")
 CAPTIONS = ("a toy", "", "photo of a cat, style")

@@ -17,6 +17,7 @@ from swarm.digest import digest_model
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import flux2_file, tiny
+from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.models.test_families import lora_layers
 
 CPU = torch.device("cpu")
