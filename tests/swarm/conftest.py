@@ -1,4 +1,6 @@
 import contextlib
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,15 +14,20 @@ def nodes(tmp_path):
 
     A node has a lent p2pd, or one of its own where `own=True` says so or an option is p2pd's.
     """
+    return scenes(tmp_path, lends=True)
+
+
+def scenes(folder: Path, *, lends: bool) -> Callable:
+    """lends: whether nodes have lent p2pds, which another of their last test may still dial."""
 
     async def scene(scenario):
         async with contextlib.AsyncExitStack() as stack:
             lender = stack.enter_context(p2pds.keeper().lending())
 
             async def start(name, *, own=False, **options):
-                path = tmp_path / name
+                path = folder / name
                 if not path.exists():
-                    lender.write_key(path, own=own or bool(options.keys() & {"host_maddrs", "announce_maddrs", "client_mode"}))
+                    lender.write_key(path, own=own or not lends or bool(options.keys() & {"host_maddrs", "announce_maddrs", "client_mode"}))
                 node = await SwarmNode.join(identity_path=path, **{"deadline_seconds": 60, **options})
                 stack.push_async_callback(node.close)
                 return node

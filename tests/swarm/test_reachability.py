@@ -12,6 +12,7 @@ from swarm import reachability
 from swarm.daemon import Daemon
 from swarm.ports import free_port
 from swarm.reachability import DIAL_ME, Finding, at_its_own_address, explain
+from tests.swarm.conftest import scenes
 
 NOBODY_LISTENS = "/ip4/127.0.0.1/tcp/9"
 
@@ -66,6 +67,12 @@ def test_whoever_cannot_tell_does_not_count(nodes):
         assert not peer.client_mode
 
     nodes(scenario)
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """With p2pds of their own: whoever is connected is asked, and a lent one was once dialled by a third."""
+    return scenes(tmp_path, lends=False)
 
 
 @pytest.fixture
