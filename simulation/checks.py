@@ -56,7 +56,7 @@ class Checks:
         self._of_group: dict[tuple, str] = {}
         self._averaged: set[str] = set()
         self._void: set[str] = set()
-        """Groups of which somebody has the whole mean, and of which somebody knows that nobody has or will have it."""
+        """Groups whose whole mean somebody has; and those whose mean, as somebody knows, nobody has or will have."""
         self._offers: dict[tuple[str, int], tuple[bytes, int]] = {}
         self._stands: dict[str, tuple[int, str]] = {}
         self._holders: dict[str, set[str]] = {}

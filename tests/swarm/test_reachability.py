@@ -71,7 +71,7 @@ def test_whoever_cannot_tell_does_not_count(nodes):
 
 @pytest.fixture
 def nodes(tmp_path):
-    """With p2pds of their own: whoever is connected is asked, and a lent one was once dialled by a third."""
+    """With p2pds of their own: all who are connected are asked, and an earlier test's p2pd once dialled a lent one."""
     return scenes(tmp_path, lends=False)
 
 

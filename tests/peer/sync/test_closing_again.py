@@ -223,29 +223,40 @@ def assert_no_sample_is_lost(found):
     check_invariants(*found)
 
 
+def assert_averaged_without_others(left, number):
+    """All of `left` averaged the round, and nobody else did."""
+    lines = [rounds_of(peer)[number] for peer in left]
+    assert len({line["digest"] for line in lines}) == 1 and {line["how"] for line in lines} == {"averaged"}
+    assert {who for who, *_ in lines[0]["members"]} == {peer.id for peer in left}
+    assert_no_sample_is_lost(left)
+
+
+async def one_dies(nodes, monkeypatch, found, point, *, place):
+    """The first peer that reaches the failpoint while it has this place among those who lead dies there: it, and the number of its round."""
+    died = []
+
+    async def die(at, who):
+        peer = next(peer for peer in found if peer.id == who)
+        if at == point and not died and who == ranked(peer, found)[place]:
+            died.append((peer, peer.head.header.round + 1))
+            ending = asyncio.create_task(peer.stop())
+            nodes.ends_with_the_test(ending)
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(failpoints, "hook", die)
+    await until(lambda: died, SECONDS)
+    return died[0]
+
+
 @pytest.mark.parametrize("point", ["group_closed", "first_part_sent"])
 def test_when_a_member_dies_the_others_commit_that_round_without_it(virtual, monkeypatch, caplog, point):
     async def scenario(nodes):
-        found, died = await four(nodes), []
-
-        async def die(at, who):
-            peer = next(peer for peer in found if peer.id == who)
-            if at == point and not died and who == ranked(peer, found)[-1]:
-                died.append((peer, peer.head.header.round + 1))
-                ending = asyncio.create_task(peer.stop())
-                nodes.ends_with_the_test(ending)
-                await asyncio.Event().wait()
-
-        monkeypatch.setattr(failpoints, "hook", die)
-        await until(lambda: died, SECONDS)
-        gone, number = died[0]
+        found = await four(nodes)
+        gone, number = await one_dies(nodes, monkeypatch, found, point, place=-1)
         left = [peer for peer in found if peer is not gone]
         await until(lambda: all(peer.head.header.round > number for peer in left), SECONDS)
-        lines = [rounds_of(peer)[number] for peer in left]
         assert AGAIN in caplog.text and f"round={number} not averaged" not in caplog.text
-        assert len({line["digest"] for line in lines}) == 1 and {line["how"] for line in lines} == {"averaged"}
-        assert {who for who, *_ in lines[0]["members"]} == {peer.id for peer in left}
-        assert_no_sample_is_lost(left)
+        assert_averaged_without_others(left, number)
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         virtual(scenario)
@@ -268,10 +279,7 @@ def test_when_a_member_sends_nothing_or_nonsense_the_others_commit_that_round_wi
         await until(lambda: AGAIN in caplog.text, SECONDS)
         number = max(peer.head.header.round for peer in left) + 1
         await until(lambda: all(peer.head.header.round > number for peer in left), SECONDS)
-        lines = [rounds_of(peer)[number] for peer in left]
-        assert len({line["digest"] for line in lines}) == 1 and {line["how"] for line in lines} == {"averaged"}
-        assert {who for who, *_ in lines[0]["members"]} == {peer.id for peer in left}
-        assert_no_sample_is_lost(left)
+        assert_averaged_without_others(left, number)
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         virtual(scenario)
@@ -280,23 +288,13 @@ def test_when_a_member_sends_nothing_or_nonsense_the_others_commit_that_round_wi
 @pytest.mark.parametrize("point", ["group_closed", "mean_complete"])
 def test_when_the_leader_dies_the_others_look_who_has_committed(virtual, monkeypatch, caplog, point):
     async def scenario(nodes):
-        found, died = await four(nodes), []
-
-        async def die(at, who):
-            peer = next(peer for peer in found if peer.id == who)
-            if at == point and not died and who == ranked(peer, found)[0]:
-                died.append(peer)
-                ending = asyncio.create_task(peer.stop())
-                nodes.ends_with_the_test(ending)
-                await asyncio.Event().wait()
-
-        monkeypatch.setattr(failpoints, "hook", die)
-        await until(lambda: died, SECONDS)
-        left = [peer for peer in found if peer is not died[0]]
+        found = await four(nodes)
+        gone, _ = await one_dies(nodes, monkeypatch, found, point, place=0)
+        left = [peer for peer in found if peer is not gone]
         at = max(peer.head.header.round for peer in found)
         await until(lambda: all(peer.head.header.round >= at + 2 for peer in left), SECONDS)
         await until(lambda: len({peer.head.digest for peer in left}) == 1, SECONDS)
-        assert_no_sample_is_lost([*left, *died])
+        assert_no_sample_is_lost([*left, gone])
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         virtual(scenario)

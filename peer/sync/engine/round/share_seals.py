@@ -1,4 +1,4 @@
-"""What a reducer signs of its share's mean, once for a group, and how whoever takes the mean checks that. In a run for members only."""
+"""In a run for members, a reducer signs the mean of its share once a group. Whoever takes that mean checks the signature."""
 
 import json
 import logging
