@@ -9,6 +9,7 @@ import torch
 from benchmarks import gpu_cards
 from benchmarks.cards import ROWS, Row
 from benchmarks.device_memory import SIZES
+from peer.launch.command_line import parse
 from swarm.errors import ExitCode, UserError
 
 
@@ -24,14 +25,14 @@ def test_a_row_is_trained_by_the_program_with_a_tiny_model_that_is_kept(tmp_path
     assert (tmp_path / "SDXL" / "model_index.json").is_file() and result["tiny"]
 
 
-def test_a_row_that_fails_ends_the_benchmark_with_a_failure(tmp_path, capsys, monkeypatch):
+def test_a_row_that_fails_ends_the_benchmark_with_a_failure(capsys, monkeypatch):
     monkeypatch.setattr(gpu_cards, "ROWS", [Row("SDXL", "lora", 12, optimizer="none")])
     assert gpu_cards.run(options(rows=["SDXL"])) == ExitCode.FAILED
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert row["failed"] and not row["fits"] and "optimizer" in row["note"]
 
 
-def test_what_cannot_run_says_so_in_one_line(tmp_path):
+def test_what_cannot_run_says_so_in_one_line():
     with pytest.raises(UserError, match="No row has 'SD 9'"):
         gpu_cards.run(options(rows=["SD 9"]))
     with pytest.raises(UserError, match="--models"):
@@ -41,8 +42,6 @@ def test_what_cannot_run_says_so_in_one_line(tmp_path):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_row_gives_the_options_that_were_counted(row, tmp_path):
     setup = gpu_cards.Setup(tmp_path, tmp_path, tmp_path, "cuda", tiny=False)
-    from peer.launch.command_line import parse
-
     way = gpu_cards.way(row, tmp_path, tmp_path, setup)
     peer, given = parse(list(way.flags), environ={})
     assert (peer.train_batch_size, peer.offload, peer.fused_step, peer.blocks_to_swap) == (row.batch, row.offload, row.fused, row.swap)
@@ -57,7 +56,7 @@ def test_a_row_is_held_against_its_count_in_gb():
     assert not gpu_cards.in_table(row, {"note": "out of memory"})["fits"]
 
 
-def test_a_model_at_full_size_is_a_pipeline_with_numbers(monkeypatch):
+def test_a_model_at_full_size_is_a_pipeline_with_numbers():
     """Its denoiser and encoders are tiny here: what is not, a test cannot hold."""
     tiny_one = gpu_cards.tiny.build("flux")
     small = gpu_cards.Size(

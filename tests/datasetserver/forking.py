@@ -45,7 +45,7 @@ parent = functools.cache(Parent)
 
 
 class Forked:
-    """A server with these arguments, of which the tests use what `subprocess.Popen` calls by the same names."""
+    """A server with these arguments. Its attributes are those of `subprocess.Popen` that the tests use."""
 
     def __init__(self, argv: Sequence[str]):
         (out, their_out), (err, their_err) = os.pipe(), os.pipe()

@@ -166,8 +166,12 @@ class Reduction:
     async def signature(self, seals: ShareSeals) -> str:
         """Ours for the whole mean of our share, which is there; made once. Raises PeerLost."""
         if self._signature is None:
-            digest = share_digest(part_hash(*mean.result()) for mean in self._means)
-            self._signature = asyncio.get_running_loop().run_in_executor(None, seals.sign, self.run.group.id, digest)
+            means = [mean.result() for mean in self._means]
+
+            def sign() -> str:  # in a thread: a share of 860 MB takes a second to hash
+                return seals.sign(self.run.group.id, share_digest(part_hash(*mean) for mean in means))
+
+            self._signature = asyncio.get_running_loop().run_in_executor(None, sign)
         try:
             return await asyncio.shield(self._signature)
         except OSError as error:

@@ -161,7 +161,7 @@ class Rounds:
         return tuple(self.company.all_left_out()[-MOST_NAMED:])
 
     async def _closed_again(self, group: Group, ticket: Ticket, error: RoundFailed) -> Group:
-        """`group`, of which nobody has the whole mean, without whoever is to blame for that. Raises NoGroup (docs/decisions/0027)."""
+        """The void `group` once more, without whoever is to blame. Raises NoGroup (docs/decisions/0027)."""
         log.info("nobody has the mean of the group of %d peers: %s", len(group.peers), error, extra={"void": group.id})
         self._phase.set(Phase.GROUP)
         self.company.blame(error.culprits, error.slow)
