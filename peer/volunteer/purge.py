@@ -4,10 +4,9 @@ Results are the volunteer's: `model`, `model-steps-N` and drawn pictures stay un
 """
 
 import fcntl
-import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,23 +16,25 @@ from swarm.arguments import ArgumentParser
 from swarm.errors import ExitCode, UserError
 
 FLAG = "--purge"
-_PART = r"(\.[\d.-]+\.part)?"
-"""What a kill leaves of a file that was being written."""
 _FILES = (
-    r"(contribution_number|extension\.json|identity\.key|identity\.ports|kind\.json|known_hosts\.json|memberships\.json|bans\.json|metrics\.jsonl|peer_state|peers_met\.json"
-    rf"|rounds(\.1)?\.jsonl|run\.json){_PART}|peers_met\.tmp|in_use\.lock"
-)
-_HEX = "[0-9a-f]"
+    "bans.json", "contribution_number", "extension.json", "identity.key", "identity.ports", "in_use.lock", "kind.json", "known_hosts.json", "memberships.json",
+    "metrics.jsonl", "peer_state", "peers_met.json", "peers_met.tmp", "rounds.jsonl", "rounds.1.jsonl", "run.json",
+)  # fmt: skip
+"""What a peer writes into its output folder, by name."""
+_SHARD = f"shards/{'?' * 64}.tar"
 _FOLDERS = {
-    "state": rf"(samples-\d{{16}}-round-\d{{8}}-{_HEX}{{12}}\.(state|tmp)|means/{_HEX}{{32}}\.(mean|tmp)|((met|bans|certificate|proofs|signed)\.json|discarded){_PART})",
-    "settled": rf"round-\d{{8}}-samples-\d{{10}}-{_HEX}{{12}}\.state",
-    "cache": rf"(shards/{_HEX}{{64}}\.tar(\.part)?|(latents|texts)/{_HEX}{{32}}/{_HEX}{{2}}/{_HEX}+\.safetensors{_PART}"
-    rf"|unsaid-{_HEX}{{16}}-[\w.-]+\.jsonl{_PART}|(manifest|seen)-{_HEX}{{16}}-[\w.-]+\.json{_PART}|pictures-{_HEX}{{16}}\.json{_PART})",
-    "supervised": r"(life|lock|stacks-\d+)",
-    "logs": r"(.+/)?events\.out\.tfevents\..+",
+    "state": ("samples-*-round-*.state", "samples-*-round-*.tmp", "means/*.mean", "means/*.tmp")
+    + ("bans.json", "certificate.json", "discarded", "met.json", "proofs.json", "signed.json"),
+    "settled": ("round-*-samples-*.state",),
+    "cache": (_SHARD, f"{_SHARD}.part", "latents/*/*/*.safetensors", "texts/*/*/*.safetensors")
+    + ("manifest-*.json", "pictures-*.json", "seen-*.json", "unsaid-*.jsonl"),
+    "supervised": ("life", "lock", "stacks-*"),
+    "logs": ("**/events.out.tfevents.*",),
 }
-"""The files in a folder that are ours, by their paths in it; whatever else is there stays, and then the folder, too."""
-_PLACES = rf"shards|means|(latents|texts)(/{_HEX}{{32}}(/{_HEX}{{2}})?)?"
+"""And into each folder there. Whatever else is in one stays, and then the folder, too."""
+_TORN = ".*.part"
+"""Behind the name of a file that was being written when its peer was killed."""
+_PLACES = ("means", "shards", "latents", "latents/*", "latents/*/*", "texts", "texts/*", "texts/*/*")
 """The folders in those that are ours, and go when they are empty."""
 _LOCKS = ("supervised/lock", "identity.key")
 _MOST_NAMED = 10
@@ -68,26 +69,26 @@ def _earlier(output: Path) -> list[Path]:
 
 def _stored_in(output: Path, cache: Path | None, *, results: bool) -> list[Stored]:
     found = []
-    for name, pattern in _FOLDERS.items():
+    for name, patterns in _FOLDERS.items():
         folder = cache if name == "cache" and cache else output / name
         if folder.is_symlink() or not folder.is_dir():
             continue
-        files = [path for path in folder.rglob("*") if path.is_file() and re.fullmatch(pattern, path.relative_to(folder).as_posix())]
+        files = _named(folder, patterns)
         above = {parent for path in files for parent in path.parents if folder in parent.parents}
-        above |= {path for path in folder.rglob("*") if path.is_dir() and re.fullmatch(_PLACES, path.relative_to(folder).as_posix())}
+        above |= {path for pattern in _PLACES for path in folder.glob(pattern) if path.is_dir()}
         own = () if folder == cache else (folder,)
-        found.append(Stored(str(folder), tuple(sorted(files)), (*sorted(above, reverse=True), *own)))
+        found.append(Stored(str(folder), files, (*sorted(above, reverse=True), *own)))
     checkpoints = tuple(sorted(path for path in output.glob("checkpoint-*") if (path / "manifest.json").is_file()))
     found.append(Stored(f"{output}/checkpoint-*", checkpoints))
-    found.append(
-        Stored(
-            f"{output}/* (identity, what it knows of the run, figures)",
-            tuple(sorted(path for path in output.iterdir() if re.fullmatch(_FILES, path.name) and path.is_file())),
-        )
-    )
+    found.append(Stored(f"{output}/* (identity, what it knows of the run, figures)", _named(output, _FILES)))
     if results:
         found.append(Stored(f"{output}: results", tuple(_results_in(output))))
     return [each for each in found if each.paths or each.folders]
+
+
+def _named(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
+    found = {path for pattern in patterns for name in (pattern, pattern + _TORN) for path in folder.glob(name)}
+    return tuple(sorted(path for path in found if path.is_file()))
 
 
 def others(found: Sequence[Stored], output: Path, cache: Path | None = None) -> list[Path]:
