@@ -97,7 +97,7 @@ def _scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "
     try:
         steps = tuple(float(seconds) for seconds in options.step_seconds.split("+") if seconds)
     except ValueError:
-        parser.error(f"--step_seconds: '{options.step_seconds}' is no list of seconds like 0.5+0.7")
+        parser.error(f"--step_seconds: '{options.step_seconds}' is not a list of seconds like 0.5+0.7")
     return Scenario(
         options.seed, options.peers, options.hours, options.rounds, faults, options.fault_seconds,
         sync=options.sync, wire=options.wire, overlap=options.overlap, strikes=strikes, step_seconds=steps,

@@ -53,7 +53,7 @@ def parse_strikes(text: str) -> tuple[Strike, ...]:
     for word in filter(None, (word.strip() for word in re.split(r"[;\n]", text))):
         found = _STRIKE.fullmatch(word)
         if found is None or found["fault"] not in FAULTS:
-            raise ValueError(f"'{word}' is no strike; one is like kill@12.5/3(seconds=10,back=True), the faults are {', '.join(FAULTS)}")
+            raise ValueError(f"'{word}' is not a strike; one is like kill@12.5/3(seconds=10,back=True), the faults are {', '.join(FAULTS)}")
         values = dict(pair.split("=") for pair in (found["values"] or "").split(",") if "=" in pair)
         strikes.append(Strike(float(found["at"]), found["fault"], int(found["peer"]), _read(found["fault"], values, word)))
     return tuple(sorted(strikes, key=lambda strike: strike.at))

@@ -246,7 +246,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="run fewer pairs if these take longer than N minutes [20]")
     parser.add_argument("--at_once", type=int, default=0, help="swarms at a time [5 per core]")
     parser.add_argument("--peers", type=int, default=2, help="honest peers of a swarm [2]")
-    parser.add_argument("--members", action="store_true", help="runs for members, and the stranger is no member; without the rows that need a server")
+    parser.add_argument("--members", action="store_true", help="runs for members, and the stranger is not a member; without the rows that need a server")
     parser.add_argument("--averaging", choices=("mean", "centered"), default="mean", help="the runs' [mean]")
     parser.add_argument("--seed", type=int, default=0)
     add_record_arguments(parser)

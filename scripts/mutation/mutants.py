@@ -67,7 +67,7 @@ class Player:
                     return Found(mutation.name, "", seed, round(used, 1), rounds)
                 seed, promise = summary["broken_seeds"][0], summary["promises"][0]
                 if broken := re.search("(Attribute|Name|Type|UnboundLocal)Error", promise):
-                    raise UserError(f"The mutation {mutation.name} is no engine any more: {promise}.", fix=f"Mend its {broken[0]}: it names what is not there.")
+                    raise UserError(f"The mutation {mutation.name} leaves no engine to run: {promise}.", fix=f"Mend its {broken[0]}: it names what is not there.")
                 if self._breaks_anyway(seed, mutation.world) != promise:
                     return Found(mutation.name, promise, seed, round(used, 1), rounds)
                 if used >= seconds:

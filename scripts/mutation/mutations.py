@@ -31,7 +31,7 @@ class Mutation:
             where = ", ".join(str(file.relative_to(root)) for file in places) or "nowhere"
             raise UserError(
                 f"The mutation {self.name} has no place: its text stands {sum(places.values())} times under {self.under} ({where}).",
-                fix="The engine has changed: write it anew in scripts/mutation/mutations.py, or take it out with the promise that it broke.",
+                fix="The engine has changed: write it again in scripts/mutation/mutations.py, or take it out with the promise that it broke.",
             )
         file = next(iter(places))
         return file.relative_to(root), texts[file].replace(self.old, self.new)
