@@ -21,7 +21,7 @@ sys.path[0] = str(ROOT)
 
 from benchmarks.common import print_result, print_table  # noqa: E402
 from benchmarks.hosting import serving, write_model  # noqa: E402
-from datasetserver.ingest import manifest_path, shard_path  # noqa: E402
+from datasetserver.prepared import manifest_path, shard_path  # noqa: E402
 from swarm.digest import canonical_json, digest_bytes  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.protocol import LeaseAnswer, LeaseRequest, Manifest, RunAnswer, Shard  # noqa: E402

@@ -116,8 +116,9 @@ def _ingest(work_dir: Path, config: ServerConfig, run: RunConfig | None):
     """The dataset to serve, made anew where it is not up to date; what became of it is printed."""
     from tqdm import tqdm
 
-    from datasetserver.ingest import Policy, ingest, ingested
+    from datasetserver.ingest import Policy, ingest
     from datasetserver.ledger import epochs_begun
+    from datasetserver.prepared import ingested
     from datasetserver.report import report, size
 
     masks, begun = bool(run and run.masked_loss), epochs_begun(work_dir / LEDGER)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from aiohttp import web
 
 from datasetserver import answers, blobs
-from datasetserver.ingest import manifest_path, shard_path
+from datasetserver.prepared import manifest_path, shard_path
 from datasetserver.refused import Refused
 from datasetserver.service import SERVICE
 from swarm.signing import SIGNATURE_HEADER

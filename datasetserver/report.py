@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from datasetserver.ingest import MASK, Ingested
+from datasetserver.cutting import MASK
+from datasetserver.prepared import Ingested
 
 _LISTED = 20  # rejected files shown on the terminal; all are in rejected.csv
 

@@ -21,12 +21,12 @@ from datasetserver.app import make_app
 from datasetserver.book import Book
 from datasetserver.config import ServerConfig
 from datasetserver.holdings import Allowance
-from datasetserver.ingest import Ingested
 from datasetserver.invite import Serving
 from datasetserver.ledger import Ledger
 from datasetserver.limits import Limits
 from datasetserver.orders import Orders
 from datasetserver.origins import Names
+from datasetserver.prepared import Ingested
 from datasetserver.rendezvous import Rendezvous
 from datasetserver.service import Service
 from datasetserver.states import States

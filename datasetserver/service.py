@@ -14,12 +14,12 @@ from datasetserver import answers
 from datasetserver.book import Book
 from datasetserver.founding import check_host_key
 from datasetserver.gallery import Gallery
-from datasetserver.ingest import Ingested, manifest_path
 from datasetserver.ledger import Ledger
 from datasetserver.limits import Limits
 from datasetserver.metrics import Metrics
 from datasetserver.newcomers import Newcomers
 from datasetserver.origins import Names
+from datasetserver.prepared import Ingested, manifest_path
 from datasetserver.refused import Refused
 from datasetserver.rendezvous import Rendezvous
 from datasetserver.signed import Signatures

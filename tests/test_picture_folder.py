@@ -9,7 +9,8 @@ from collections import Counter
 
 from PIL import Image
 
-from datasetserver.ingest import Policy, ingest, ingested, shard_path
+from datasetserver.ingest import Policy, ingest
+from datasetserver.prepared import ingested, shard_path
 from datasetserver.report import report
 from datasetserver.sources import Folder, Hub
 from peer.config import PeerConfig

@@ -11,8 +11,9 @@ from PIL import Image
 
 from datasetserver.__main__ import cli
 from datasetserver.config import ServerConfig
-from datasetserver.ingest import Policy, ingest, ingested, shard_path
+from datasetserver.ingest import Policy, ingest
 from datasetserver.kept import CAPTION, REPEATS
+from datasetserver.prepared import ingested, shard_path
 from datasetserver.report import report
 from datasetserver.sources import Folder
 from peer.config import PeerConfig

@@ -23,14 +23,18 @@ _FILES = (
 """What a peer writes into its output folder, by name."""
 _SHARD = f"shards/{'?' * 64}.tar"
 _FOLDERS = {
-    "state": ("samples-*-round-*.state", "samples-*-round-*.tmp", "means/*.mean", "means/*.tmp")
-    + ("bans.json", "certificate.json", "discarded", "met.json", "proofs.json", "signed.json"),
+    "state": (
+        "samples-*-round-*.state", "samples-*-round-*.tmp", "means/*.mean", "means/*.tmp",
+        "bans.json", "certificate.json", "discarded", "met.json", "proofs.json", "signed.json",
+    ),
     "settled": ("round-*-samples-*.state",),
-    "cache": (_SHARD, f"{_SHARD}.part", "latents/*/*/*.safetensors", "texts/*/*/*.safetensors")
-    + ("manifest-*.json", "pictures-*.json", "seen-*.json", "unsaid-*.jsonl"),
+    "cache": (
+        _SHARD, f"{_SHARD}.part", "latents/*/*/*.safetensors", "texts/*/*/*.safetensors",
+        "manifest-*.json", "pictures-*.json", "seen-*.json", "unsaid-*.jsonl",
+    ),
     "supervised": ("life", "lock", "stacks-*"),
     "logs": ("**/events.out.tfevents.*",),
-}
+}  # fmt: skip
 """And into each folder there. Whatever else is in one stays, and then the folder, too."""
 _TORN = ".*.part"
 """Behind the name of a file that was being written when its peer was killed."""

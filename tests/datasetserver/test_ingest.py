@@ -12,8 +12,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from datasetserver import loading
-from datasetserver.ingest import Policy, ingest, shard_path
+from datasetserver.ingest import Policy, ingest
 from datasetserver.pictures import normalise
+from datasetserver.prepared import shard_path
 from swarm.digest import canonical_json, digest_bytes
 from swarm.errors import UserError
 from swarm.picture_file import BadSample

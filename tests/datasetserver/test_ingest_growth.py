@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from datasetserver.ingest import Policy, ingest, ingested, shard_path
+from datasetserver.ingest import Policy, ingest
+from datasetserver.prepared import ingested, shard_path
 from scripts.demo.stand_in import write_model
 from swarm import files
 from swarm.digest import canonical_json, digest_bytes
@@ -92,7 +93,7 @@ def test_a_growth_that_was_killed_after_it_wrote_its_manifest_is_ended_at_the_ne
         files.replace(path, data)
 
     with monkeypatch.context() as patched:
-        patched.setattr("datasetserver.ingest._replace", killed)
+        patched.setattr("datasetserver.prepared._replace", killed)
         with pytest.raises(Interrupted):
             ingest(folder, work, workers=0, shard_samples=4, grow_from=1)
     if not journal:

@@ -200,7 +200,7 @@ def test_only_plain_pictures_get_through(result):
 
 
 def test_what_the_peers_read_is_what_was_checked(result):
-    from datasetserver.ingest import shard_path
+    from datasetserver.prepared import shard_path
     from peer.data.shards import read_shard
     from peer.samples.pictures import Frame, decode
 

@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 from PIL import Image
 
-from datasetserver.ingest import ingested
+from datasetserver.prepared import ingested
 from peer.contracts import CommittedRound, LeaseLost, Member
 from peer.data import dataset_server
 from peer.data.client.download import Corrupt

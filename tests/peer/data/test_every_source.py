@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 
 import datasetserver.sources
-from datasetserver.ingest import ingest, shard_path
+from datasetserver.ingest import ingest
+from datasetserver.prepared import shard_path
 from peer.contracts import Source
 from peer.data.shards import read_shard
 from peer.rooms import load_part, parts

@@ -58,7 +58,8 @@ def test_a_cache_that_cannot_be_written_is_a_users_error(tmp_path):
 
 
 def test_shards_with_png_and_jpeg_are_read_alike(tmp_path):
-    from datasetserver.ingest import ingest, shard_path
+    from datasetserver.ingest import ingest
+    from datasetserver.prepared import shard_path
 
     (tmp_path / "data").mkdir()
     for number in range(8):

@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from datasetserver.__main__ import cli
-from datasetserver.ingest import Policy, ingest, shard_path
+from datasetserver.ingest import Policy, ingest
 from datasetserver.pictures import normalise
+from datasetserver.prepared import shard_path
 from datasetserver.report import report
 from datasetserver.sources import Folder
 from peer.contracts import LatentBatch, Sample
