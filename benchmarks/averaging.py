@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
 
 STOCK = "hivemind fp16"
 WIRES = ("fp32", "int8", "int4")
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="also 4 peers with 200 M floats; 7 rounds of all codecs instead of 3")
     parser.add_argument("--floats", type=float, help="only vectors of N elements, to try something out")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl+C: through the blocks that end the peers
+    heed_sigterm()
     cases = [(2, 40_000_000), (4, 40_000_000), (2, 200_000_000), *([(4, 200_000_000)] if options.full else [])]
     if options.floats:
         cases = [(peers, int(options.floats)) for peers in (2, 4)]

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import ssl
 import statistics
@@ -31,7 +30,7 @@ sys.path[0] = str(ROOT)
 import psutil  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import serving  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.protocol import Manifest  # noqa: E402
@@ -71,7 +70,7 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> None:
     if not 1 <= options.megabytes <= 44 or options.rounds < 1 or options.gigabytes <= 0:
         raise UserError("A shard has 1 to 44 MB here, a round sends something.", fix="See --help.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl+C: through the blocks that end the servers
+    heed_sigterm()
     rows, result = [], {}
     with tempfile.TemporaryDirectory(prefix="blobs-") as name:
         folder = Path(name)

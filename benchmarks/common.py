@@ -4,7 +4,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +39,11 @@ def about() -> dict[str, Any]:
         **{name: _version(name) for name in _PACKAGES},
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "--untracked-files=no") else ""),
     }
+
+
+def heed_sigterm() -> None:
+    """Let SIGTERM end this program as Ctrl+C does: through the blocks that end what it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def wait(what: str, found: Callable[[], Any], peers: Sequence[Peer], seconds: float) -> Any:

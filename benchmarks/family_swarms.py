@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import about, print_result, print_table
+from benchmarks.common import about, heed_sigterm, print_result, print_table
 from benchmarks.full_size import same_loras
 from scripts.demo import results, swarm_run
 from scripts.demo.display import Display
@@ -111,4 +111,5 @@ def run(names: list[str], record: Path | None) -> int:
 
 
 if __name__ == "__main__":
+    heed_sigterm()
     sys.exit(main())

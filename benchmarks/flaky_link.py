@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import os
 import random
-import signal
 import socket
 import struct
 import sys
@@ -28,7 +27,7 @@ sys.path[0] = str(ROOT)
 
 from PIL import Image  # noqa: E402
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import dataset_server  # noqa: E402
 from peer.data.client.download import fetch  # noqa: E402
 from peer.data.client.transport import Transport  # noqa: E402
@@ -54,7 +53,7 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> None:
     if not 1 <= options.pictures <= 40 or options.shards < 1 or options.drops < 0 or options.megabits <= 0:
         raise UserError("A shard has 1 to 40 pictures here, and a link a rate.", fix="See --help.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl+C: through the blocks that end the server
+    heed_sigterm()
     rows = []
     with tempfile.TemporaryDirectory(prefix="flaky-") as name:
         folder = Path(name)

@@ -23,7 +23,7 @@ from typing import Any
 if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
     sys.path[0] = root
 
-from benchmarks.common import ROOT, print_result, print_table, wait
+from benchmarks.common import ROOT, heed_sigterm, print_result, print_table, wait
 from benchmarks.links import Link, Net, linked
 from swarm.errors import run_program
 
@@ -150,4 +150,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    heed_sigterm()
     sys.exit(run_program(lambda: main(sys.argv[1:])))

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -32,7 +31,7 @@ import psutil  # noqa: E402
 import uvloop  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import dataset_server  # noqa: E402
 from datasetserver.book import Book  # noqa: E402
 from datasetserver.ledger import Ledger, collect_seldom  # noqa: E402
@@ -109,7 +108,7 @@ def measure(options: argparse.Namespace) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2 or options.clients < ROUND_CLIENTS or options.shard_samples < 1 or options.seconds <= 0:
         raise UserError(f"This takes two cores, {ROUND_CLIENTS} clients or more, and some seconds.", fix="See --help.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl+C: through the blocks that end the server
+    heed_sigterm()
     with tempfile.TemporaryDirectory(prefix="leases-") as name:
         folder = Path(name)
         disk = fsync_ms(folder)

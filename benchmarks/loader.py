@@ -11,7 +11,6 @@ Pictures are synthetic JPEGs of 1024x768.
 
 import argparse
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ sys.path[0] = str(ROOT)
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import dataset_server  # noqa: E402
 from peer.contracts import SourceContext  # noqa: E402
 from peer.data.dataset_server import build, fetch_run  # noqa: E402
@@ -54,7 +53,7 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> None:
     if options.pictures < BATCH or options.seconds <= 0 or options.rate <= 0 or options.workers < 1:
         raise UserError(f"It takes {BATCH} pictures, some seconds, a rate and a worker.", fix="See --help.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl+C: through the blocks that end the server
+    heed_sigterm()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="loader-") as name:
         folder = Path(name)

@@ -9,7 +9,6 @@ and leases shards. `start_seconds`: from the start of the process until its read
 
 import argparse
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import serving, write_model  # noqa: E402
 from datasetserver.prepared import manifest_path, shard_path  # noqa: E402
 from swarm.digest import canonical_json, digest_bytes  # noqa: E402
@@ -41,7 +40,7 @@ def main() -> int:
 def measure(samples: int) -> None:
     if samples < 1:
         raise UserError(f"{samples} samples are none.", fix="See --help.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl+C: through the blocks that end the server
+    heed_sigterm()
     with tempfile.TemporaryDirectory(prefix="manifest-") as name:
         folder = Path(name)
         size = write_work_dir(folder / "work", samples)

@@ -32,7 +32,7 @@ if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.pare
 
 import psutil
 
-from benchmarks.common import ROOT, print_result, print_table, wait
+from benchmarks.common import ROOT, heed_sigterm, print_result, print_table, wait
 from benchmarks.sleeper import toy_params
 from peer.rooms import load_part, parts
 from peer.sync.engine.buffers import DISK, MEMORY
@@ -249,4 +249,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    heed_sigterm()
     sys.exit(run_program(lambda: main(sys.argv[1:])))

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path and sys.path[0] != str(ROOT):
     sys.path[0] = str(ROOT)
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.links import Link, Net, Traffic, ceiling, given, linked  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 
@@ -281,4 +281,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    heed_sigterm()
     sys.exit(run_program(lambda: main(sys.argv[1:])))
