@@ -84,7 +84,7 @@ def test_a_seed_that_breaks_the_same_without_the_mutation_proves_nothing():
 
 
 def test_a_mutation_that_names_what_is_not_there_is_an_error():
-    with pytest.raises(UserError, match="no engine any more"):
+    with pytest.raises(UserError, match="leaves no engine to run"):
         Told({1: "a trainer ended with AttributeError('no anchor')"}, {}).look_for(BY_NAME["counted_twice"], 60)
 
 
