@@ -137,7 +137,7 @@ CLAIMS: Mapping[str, Claim] = {
         "Stable Diffusion 1.5 trains at its full size on two CPUs",
         f"{PYTHON} benchmarks/full_size.py",
         "digests equal, 20 GiB at most",
-        lambda said: f"{said['peak_gib']:.2f} GiB a peer, {said['seconds_per_step']:.0f} s a step",
+        lambda said: f"{said['peak_gib']:.1f} GiB for all peers of a swarm, {said['seconds_per_step']:.0f} s a step",
         lambda said: said["digests_equal"] and said["loads"] and said["peak_gib"] <= 20,
     ),
     "device_memory": Claim(

@@ -1,23 +1,34 @@
-"""Stable Diffusion 1.5 at its full size in a swarm of this machine, without a GPU: does it fit, agree and load?
+"""Stable Diffusion 1.5 at its full size in swarms of this machine, without a GPU: does it fit, agree and load?
 
-    .venv/bin/python benchmarks/full_size.py
+    .venv/bin/python benchmarks/full_size.py                  all rows: 15 minutes at most on two free cores; run it alone
+    .venv/bin/python benchmarks/full_size.py --rows full      one of them
+    .venv/bin/python benchmarks/full_size.py --tiny           the same with tiny weights, to try it: these figures mean nothing
 
-A dataset server and two peers train a LoRA of rank 16 at 256 px, with the program's own commands. The model has random weights and the real
-one's sizes, so what it draws means nothing. Then the peers' results are compared to the bit, and plain diffusers loads one and draws.
-Takes some ten minutes on two cores, 10 GB of disk and 12 GiB of memory; run it alone. Memory is that of a peer's processes, with pages that
-several share counted once. The last line is JSON: `digests_equal`, `loads`, `seconds_per_step`, `peak_gib`.
+Each row is a dataset server and two peers at 256 px, with the program's own commands: `lora`, two that train a LoRA of rank 16; `full`, one that trains
+the whole UNet with Adafactor and `--state_on disk`, and one that assists it. The model has random weights and the real one's sizes, so what it draws
+means nothing. Then the peers' results are compared to the bit, and plain diffusers loads the first and draws.
+
+The model, its pictures and all that the peers write are in a folder of TMPDIR, which must be on a disk. Memory is that of all peers' processes together:
+pages that several share count once, those of files not at all, since the kernel has them back when it wants; `with_files_gib` has them.
+The last line is JSON: `digests_equal` and `loads` of all rows, `seconds_per_step` of the slowest, the highest `peak_gib`, and `rows`, what each said.
 """
 
 import argparse
 import contextlib
+import os
 import re
+import shutil
 import statistics
 import sys
 import tempfile
 import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
     sys.path[0] = root
@@ -26,86 +37,45 @@ import psutil
 
 from benchmarks.common import print_result, print_table
 from benchmarks.gpu_sd15 import FULL, TINY, Setup, Sizes, prepare
+from peer.sync.engine.memory import available_bytes
+from peer.watchdog.vitals import OutOfMemory
 from scripts.demo import results, swarm_run
 from scripts.demo.display import Display
-from swarm.errors import ExitCode, run_program
+from swarm.errors import ExitCode, UserError, run_program
 
-ROUNDS, TARGET = 3, 8
-STALL_SECONDS = 900.0
-"""A first round takes two minutes on two cores that are free: loading, encoding, and four steps of each peer."""
+STALL_SECONDS = 3600.0
+"""A first round takes two minutes on two cores that are free, and twenty were seen where five other programs computed."""
 LOOK_SECONDS = 0.5
-RUN = {"method": "lora", "rank": 16, "learning_rate": 1e-4, "ucg": 0.0, "wire": "fp16"}
 FLAGS = ("--cache_latents", "--cache_text", "--gradient_checkpointing", "--print_loss")
+ALL_CORES = ("--num_threads", str(len(os.sched_getaffinity(0))))
+"""Where one of two peers computes. Not with a tiny model, which is tried beside other programs: two threads that wait for each other took 25 s a step."""
+TINY_ROUND = 32
+"""Samples of a tiny model's round. Of four it would take less than a second, and the peer that trains be at the end before the other one has come."""
+RUN = {"ucg": 0.0, "wire": "fp16"}
 _STEP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z .*: step=\d+ samples=", re.MULTILINE)
+_PAGES = re.compile(r"^Pss(_Anon|_Shmem|): +(\d+) kB$", re.MULTILINE)
+"""Of /proc/PID/smaps_rollup."""
+Found = dict[str, Any]
 
 
-class Watch(threading.Thread):
-    """The most memory that each peer's processes had together, in GiB, until `stop`."""
+@dataclass(frozen=True)
+class Row:
+    """A swarm of two peers. flags: of both; first: of the first alone. gib, gb: of memory and of disk that it takes at full size, with some to spare."""
 
-    def __init__(self, swarm: swarm_run.SwarmRun):
-        super().__init__(daemon=True)
-        self.peaks: dict[str, float] = {}
-        self._swarm, self._stopped = swarm, threading.Event()
-
-    def run(self) -> None:
-        while not self._stopped.wait(LOOK_SECONDS):
-            for name, program in [*self._swarm.peers.items()]:
-                self.peaks[name] = max(self.peaks.get(name, 0.0), _memory(program.pid) / 2**30)
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
-
-
-def _memory(pid: int) -> int:
-    total = 0
-    with contextlib.suppress(psutil.Error):
-        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-            with contextlib.suppress(psutil.Error, OSError):
-                total += process.memory_full_info().pss
-    return total
+    title: str
+    rounds: int
+    target: int
+    """Samples of a round."""
+    settings: Mapping[str, Any]
+    gib: float
+    gb: float
+    flags: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    same: Callable[[Sequence[Path]], bool] = lambda models: True
+    """Whether the results of the peers that train are one."""
 
 
-def measure(folder: Path, sizes: Sizes, resolution: int) -> dict[str, object]:
-    """Two peers train to the end of a run. Raises UserError when one ends too early."""
-    prepare(Setup(folder, sizes, "cpu"))
-    (folder / "pictures").rename(folder / "dataset")
-    plan = swarm_run.Plan(
-        folder,
-        total_samples=ROUNDS * TARGET,
-        target_batch_size=TARGET,
-        batch=1,
-        settings={**RUN, "resolution": resolution},
-        peer_flags=FLAGS,
-        stall_seconds=STALL_SECONDS,
-    )
-    with Display() as display, swarm_run.SwarmRun(plan, display) as swarm:
-        watch = Watch(swarm)
-        watch.start()
-        try:
-            story = swarm.run()
-        finally:
-            watch.stop()
-        held = swarm.held()
-    models = [folder / name / "model" for name in held]
-    seconds = [each for program in swarm.peers.values() for each in _between_steps(program.text())]
-    return {
-        "digests_equal": not results.unequal_rounds(held) and results.shared_rounds(held) > 0 and same_loras(models),
-        "rounds_shared": results.shared_rounds(held),
-        "loads": _draws(folder / "base", models[0], resolution),
-        "seconds_per_step": statistics.median(seconds),
-        "seconds": story.seconds_training,
-        "peak_gib": max(watch.peaks.values()),
-    }
-
-
-def _between_steps(log: str) -> list[float]:
-    """Seconds, whole ones: a step's own, and beside it a wait for a round in a few; the median has none."""
-    times = [datetime.fromisoformat(found) for found in _STEP.findall(log)]
-    return [(after - before).total_seconds() for before, after in pairwise(times)]
-
-
-def same_loras(models: list[Path]) -> bool:
+def same_loras(models: Sequence[Path]) -> bool:
     """Whether all have the same LoRA, to the bit."""
     import torch
     from safetensors.torch import load_file
@@ -114,39 +84,189 @@ def same_loras(models: list[Path]) -> bool:
     return all(each.keys() == first.keys() and all(torch.equal(each[key], first[key]) for key in first) for each in others)
 
 
-def _draws(base: Path, lora: Path, side: int) -> bool:
-    """Whether plain diffusers draws something else with the LoRA than without it."""
+# Counted for `full` (peer/machine/counting.py), in GB: 0.86 billion weights in float32 are 3.4, their gradients and what flows through the layers 3.6,
+# Adafactor's state 1.1; to write the result a peer reads the model once more, 4.3. Four processes of Python take 2. So the weights need not be bf16.
+# On the disk are the model, 4.3, and of states of 3.4 each: three that are kept and two in use with a mean and a contribution, by either peer; a
+# checkpoint, and the result.
+ROWS = {
+    "lora": Row("LoRA, two peers", 3, 8, {"method": "lora", "rank": 16, "learning_rate": 1e-4}, gib=12, gb=10, flags=("--min_peers", "2"), same=same_loras),
+    "full": Row(
+        "full, one peer and one that assists",
+        3,
+        4,
+        {"method": "full", "optimizer": "adafactor", "learning_rate": 1e-5},
+        gib=16,
+        gb=60,
+        flags=("--state_on", "disk"),
+        first=("--assist",),
+    ),
+}
+
+
+class Watch(threading.Thread):
+    """The most memory in GiB, until `stop`: that each peer's processes had (`of`), and all peers' together without and with the pages of files."""
+
+    def __init__(self, swarm: swarm_run.SwarmRun):
+        super().__init__(daemon=True)
+        self.of: dict[str, float] = {}
+        self.peak = self.with_files = 0.0
+        self._swarm, self._stopped = swarm, threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(LOOK_SECONDS):
+            now = {name: held(program.pid) for name, program in [*self._swarm.peers.items()]}
+            self.of = {name: max(own, self.of.get(name, 0.0)) for name, (own, _) in now.items()}
+            self.peak = max(self.peak, sum(own for own, _ in now.values()))
+            self.with_files = max(self.with_files, sum(both for _, both in now.values()))
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+
+def held(pid: int) -> tuple[float, float]:
+    """GiB of a process and of all that descend from it, without and with the pages of files."""
+    own = both = 0
+    with contextlib.suppress(psutil.Error):
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.Error, OSError):
+                kib = Counter({kind: int(count) for kind, count in _PAGES.findall(Path(f"/proc/{process.pid}/smaps_rollup").read_text())})
+                own, both = own + kib["_Anon"] + kib["_Shmem"], both + kib[""]
+    return own / 2**20, both / 2**20
+
+
+def measure(row: Row, made: Path, folder: Path, *, tiny: bool) -> Found:
+    """The peers train to the end of a run. made: what `prepare` has made. Raises UserError when one ends too early."""
+    resolution, target = (64, TINY_ROUND) if tiny else (256, row.target)
+    folder.mkdir()
+    (folder / "base").symlink_to(made / "base")
+    (folder / "dataset").symlink_to(made / "pictures")
+    plan = swarm_run.Plan(
+        folder,
+        total_samples=row.rounds * target,
+        target_batch_size=target,
+        batch=1,
+        settings={**RUN, **row.settings, "resolution": resolution},
+        peer_flags=(*FLAGS, *row.flags, *(ALL_CORES if row.first and not tiny else ())),
+        first_peer_flags=row.first,
+        in_turn=bool(row.first),  # who assists is there before the other one has trained a round
+        stall_seconds=STALL_SECONDS,
+    )
+    with Display() as display, swarm_run.SwarmRun(plan, display) as swarm:
+        watch = Watch(swarm)
+        watch.start()
+        try:
+            with _told_of_the_kernel(OutOfMemory()):
+                story = swarm.run()
+        finally:
+            watch.stop()
+        lines = swarm.held()
+    models = [model for name in lines if (model := folder / name / "model").is_dir()]
+    seconds = [each for program in swarm.peers.values() for each in _between_steps(program.text())]
+    return {
+        "digests_equal": not results.unequal_rounds(lines) and results.shared_rounds(lines) > 0 and row.same(models),
+        "rounds_shared": results.shared_rounds(lines),
+        "loads": draws(made / "base", models[0], resolution),
+        "seconds_per_step": statistics.median(seconds),
+        "seconds": story.seconds_training,
+        "peak_gib": watch.peak,
+        "with_files_gib": watch.with_files,
+        "gib_of": watch.of,
+    }
+
+
+@contextlib.contextmanager
+def _told_of_the_kernel(kills: OutOfMemory) -> Iterator[None]:
+    """Within the block, an error says whether the kernel has killed a program for memory: one that it killed says nothing."""
+    try:
+        yield
+    except UserError as error:
+        if not kills.look():
+            raise
+        message = f"The kernel killed a program for want of memory. {error.message}"
+        raise UserError(message, fix="End other programs, or leave this row out with --rows.", code=ExitCode.MEMORY) from error
+
+
+def _between_steps(log: str) -> list[float]:
+    """Seconds, whole ones: a step's own, and beside it a wait for a round in a few; the median has none."""
+    times = [datetime.fromisoformat(found) for found in _STEP.findall(log)]
+    return [(after - before).total_seconds() for before, after in pairwise(times)]
+
+
+def draws(base: Path, result: Path, side: int) -> bool:
+    """Whether plain diffusers draws something else with a peer's result, a LoRA or a whole model, than without it."""
     import numpy as np
     import torch
     from diffusers import StableDiffusionPipeline
 
-    pipeline = StableDiffusionPipeline.from_pretrained(base, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
+    def loaded(model: Path) -> StableDiffusionPipeline:
+        pipeline = StableDiffusionPipeline.from_pretrained(model, local_files_only=True)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
 
-    def latents() -> np.ndarray:
+    def latents(pipeline: StableDiffusionPipeline) -> np.ndarray:
         rng = torch.Generator().manual_seed(0)
         return pipeline("a red square", num_inference_steps=2, height=side, width=side, generator=rng, output_type="latent").images.numpy()
 
-    without = latents()
-    pipeline.load_lora_weights(lora)
-    drawn = latents()
+    pipeline = loaded(base)
+    without = latents(pipeline)
+    if (result / "model_index.json").exists():
+        del pipeline  # never two of them in memory
+        pipeline = loaded(result)
+    else:
+        pipeline.load_lora_weights(result)
+    drawn = latents(pipeline)
     return bool(np.isfinite(drawn).all() and not np.array_equal(drawn, without))
+
+
+def check_room(rows: Sequence[Row], folder: Path) -> None:
+    """Raises UserError where memory or the folder's disk has too little room for one of the rows."""
+    for row in rows:
+        if (free := available_bytes() / 2**30) < row.gib:
+            fix = "End other programs, or choose another row with --rows."
+            raise UserError(f"{row.title}: {free:.1f} GiB of memory are free, and {row.gib:.0f} are needed.", fix=fix, code=ExitCode.MEMORY)
+        if (free := shutil.disk_usage(folder).free / 1e9) < row.gb:
+            fix = "Free some space, or set TMPDIR to a folder on a larger disk."
+            raise UserError(f"{row.title}: {folder} has {free:.0f} GB free, and {row.gb:.0f} are needed.", fix=fix, code=ExitCode.DISK)
+
+
+def of_all(found: Mapping[str, Found]) -> Found:
+    """The last line: the worst of all rows, and what each said."""
+    rows = found.values()
+    return {
+        "digests_equal": all(one["digests_equal"] for one in rows),
+        "loads": all(one["loads"] for one in rows),
+        "seconds_per_step": max(one["seconds_per_step"] for one in rows),
+        "peak_gib": max(one["peak_gib"] for one in rows),
+        "rows": found,
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=tuple(ROWS), help="only these [all]")
     parser.add_argument("--tiny", action="store_true", help="tiny weights and pictures: tries it, measures nothing")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args()
-    return run_program(lambda: run(TINY if options.tiny else FULL, 64 if options.tiny else 256), debug=options.debug)
+    return run_program(lambda: run(options.rows, TINY if options.tiny else FULL), debug=options.debug)
 
 
-def run(sizes: Sizes, resolution: int) -> int:
-    with tempfile.TemporaryDirectory(prefix="full-size-") as folder:
-        found = measure(Path(folder), sizes, resolution)
-    print_table([{"": "SD 1.5, LoRA, two peers", **found}])
-    print_result({**found, "tiny": sizes is TINY})
-    return ExitCode.OK if found["digests_equal"] and found["loads"] else ExitCode.FAILED
+def run(names: Sequence[str], sizes: Sizes) -> int:
+    """All these rows, one after the other. Raises UserError when one cannot run."""
+    found: dict[str, Found] = {}
+    with tempfile.TemporaryDirectory(prefix="full-size-") as temporary:
+        made = Path(temporary)
+        if sizes is FULL:
+            check_room([ROWS[name] for name in names], made)
+        prepare(Setup(made, sizes, "cpu"))
+        for name in names:
+            found[name] = measure(ROWS[name], made, made / name, tiny=sizes is not FULL)
+            shutil.rmtree(made / name)  # the next row needs the room
+            print_table([{"": f"SD 1.5, {ROWS[name].title}", **found[name]}])
+    print_table([{"": f"SD 1.5, {ROWS[name].title}", **one} for name, one in found.items()])
+    told = of_all(found)
+    print_result({**told, "tiny": sizes is TINY})
+    return ExitCode.OK if told["digests_equal"] and told["loads"] else ExitCode.FAILED
 
 
 if __name__ == "__main__":

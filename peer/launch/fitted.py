@@ -16,10 +16,12 @@ from peer.launch.launcher import Rank
 from peer.launch.measured_batch import free_bytes
 from peer.launch.starting_model import load_unchecked
 from peer.machine.counting import HELD_BYTES
-from peer.machine.fitting import ALL, Fit, fit
+from peer.machine.fitting import ALL, STEP, Fit, fit
 from peer.machine.largest_batch import CARD_SHARE, HOST_SHARE
+from peer.machine.making_room import by_itself
 from peer.machine.needs import Needs
 from peer.machine.swap import LEAST, swaps
+from peer.watchdog.room import tell_counted
 from swarm.errors import ExitCode, UserError, of_machine
 from swarm.run_config import RunConfig
 
@@ -103,6 +105,10 @@ def _fix(short: UserError, peer: PeerConfig, joined: Joined, given: Mapping[str,
     try:
         found = counted(dataclasses.replace(peer, fit="auto"), joined, given, device)
         found.check()
+        # The supervisor halves the micro-batch itself, and first.
+        changes = {name: value for name, value in found.changes.items() if name not in STEP}
+        if changes and by_itself(changes, peer):
+            tell_counted(changes)
     except UserError as error:
         return f"{error.message} {error.fix}" if error.code == ExitCode.MEMORY else short.fix
     except Exception:  # there may be no memory to count in

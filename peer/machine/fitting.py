@@ -12,29 +12,26 @@ from typing import Any
 import torch
 
 from peer.config import PeerConfig
-from peer.loop.fused import check_fused
 from peer.machine.making_room import useless
 from peer.machine.needs import Needs
 from peer.machine.swap import LEAST
 from peer.watchdog.policy import smaller
 from peer.watchdog.room import as_flags
 from swarm.errors import ExitCode, UserError
+from swarm.memory_advice import WAYS
 from swarm.run_config import RunConfig
 
-ALL = ("base_precision", "gradient_checkpointing", "fused_step", "offload", "blocks_to_swap", "weights", "train_batch_size")
-"""Options that can be taken."""
-NAMES = (*ALL, "gradient_accumulation_steps")
+NAMES = tuple(dict.fromkeys(way.option for way in WAYS))
 """Of what a `Fit` changes."""
-# How many times as long a step takes, roughly: no GPU has confirmed it. The last two of these round weights, and are to come after what rounds less:
-# int8 is off by 0.8 %, nf4 by 9 % (docs/hardware.md). fp8 is as large as int8 and three times as far off, so it is never taken.
+STEP = ("train_batch_size", "gradient_accumulation_steps")
+"""Of these the two together make a step, and are changed together."""
+ALL = tuple(name for name in NAMES if name != STEP[1])
+"""Ways that can be taken."""
 _TIMES: Mapping[str, Mapping[Any, float]] = {
-    "gradient_checkpointing": {True: 1.33},
-    "fused_step": {True: 1.01},
-    "offload": {True: 1.05},
-    "base_precision": {"int8": 1.1, "nf4": 1.6},
-    "weights": {"bf16": 1.7},
+    name: {way.value: way.times for way in WAYS if way.option == name} for name in NAMES
 }
-_HALVED, _SWAPPED = 1.05, 1.2
+"""How many times as long a step takes, by option and value."""
+_HALVED, _SWAPPED = _TIMES["train_batch_size"][None], _TIMES["blocks_to_swap"][None]
 """A micro-batch of half the size, its gradients accumulated; blocks that travel, and in addition their share of all blocks."""
 _CARDS = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180)
 """GB of the GPUs that people have."""
@@ -123,8 +120,10 @@ def _times_of_blocks(count: int, blocks: int) -> float:
 
 def _candidates(run: RunConfig, peer: PeerConfig, device: torch.device, ways: set[str]) -> Iterator[tuple[float, dict[str, Any]]]:
     """How many times as long a step takes, and what is changed, without swapped blocks."""
-    ways = ways - useless(run, peer, device) - ({"fused_step"} if not _steps_fused(run, peer, device) else set())
-    choices = [[(1.0, {}), *((times, {name: value}) for value, times in _TIMES[name].items())] for name in _TIMES if name in ways]
+    ways = ways - useless(run, peer, device)
+    # What is first in the list changes fastest: of two that cost the same, the earlier one is tried first.
+    valued = [name for name in reversed(NAMES) if name in ways and None not in _TIMES[name]]
+    choices = [[(1.0, {}), *((times, {name: value}) for value, times in _TIMES[name].items())] for name in valued]
     choices.append([(1.0, {}), *_batches(peer)] if "train_batch_size" in ways else [(1.0, {})])
     for chosen in itertools.product(*choices):
         times, changes = 1.0, {}
@@ -141,14 +140,6 @@ def _batches(peer: PeerConfig) -> Iterator[tuple[float, dict[str, int]]]:
     while not peer.fused_step and (step := smaller(*step)):
         times *= _HALVED
         yield times, {"train_batch_size": step[0], "gradient_accumulation_steps": step[1]}
-
-
-def _steps_fused(run: RunConfig, peer: PeerConfig, device: torch.device) -> bool:
-    try:
-        check_fused(dataclasses.replace(peer, fused_step=True), run, device, 1)
-    except UserError:
-        return False
-    return not peer.fused_step
 
 
 def _changed(peer: PeerConfig, changes: Mapping[str, Any]) -> PeerConfig | None:

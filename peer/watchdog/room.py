@@ -17,7 +17,13 @@ def tell_room(device: str, ways: Sequence[Mapping[str, Any]], batch: int, enviro
     Nothing is written where nobody supervises.
     """
     if environ.get(FOLDER):
-        (Path(environ[FOLDER]) / _FILE).write_text(json.dumps({"device": device, "ways": list(ways), "batch": batch}), encoding="utf-8")
+        _write(Path(environ[FOLDER]), {"device": device, "ways": list(ways), "batch": batch})
+
+
+def tell_counted(way: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
+    """Once memory has run out: what fits by count, before the ways that were told of at the start. Nothing is written where none were."""
+    if environ.get(FOLDER) and (told := _told(folder := Path(environ[FOLDER]))):
+        _write(folder, {**told, "ways": [dict(way), *told["ways"]]})
 
 
 def forget_room(folder: Path) -> None:
@@ -34,6 +40,10 @@ def next_way(folder: Path, *, killed: bool) -> Mapping[str, Any]:
 def told_batch(folder: Path) -> int | None:
     """The micro-batch that the trainer had, which it may have measured (--train_batch_size auto); None where it told of none."""
     return _told(folder).get("batch")
+
+
+def _write(folder: Path, told: Mapping[str, Any]) -> None:
+    (folder / _FILE).write_text(json.dumps(told), encoding="utf-8")
 
 
 def _told(folder: Path) -> dict[str, Any]:

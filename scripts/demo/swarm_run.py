@@ -48,6 +48,8 @@ class Plan:
     """Besides, of the first peer alone."""
     core_each: bool = False
     """Every peer has one core, with all its processes."""
+    in_turn: bool = False
+    """Each peer starts once others can join the one before it."""
     stall_seconds: float = 300.0
     """Without a round for this long, the run has failed."""
 
@@ -111,6 +113,9 @@ class SwarmRun:
         self._began = self._advanced = time.monotonic()
         for number in range(self.plan.peers):
             self._start_peer(number + 1)
+            while self.plan.in_turn and not self.peers[f"peer-{number + 1}"].address():
+                self._watch()
+                time.sleep(0.25)
         while not self._all_left():
             self._watch()
             time.sleep(0.25)

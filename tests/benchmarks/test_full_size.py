@@ -1,9 +1,18 @@
-"""What the benchmark of full-size models reads off a swarm: its steps' times, and whether two results are one."""
+"""What the benchmark of full-size models reads off a swarm: its steps' times, its memory, whether two results are one, and its last line."""
 
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from benchmarks import full_size
+from benchmarks.figures import CLAIMS
+from swarm.errors import ExitCode, UserError
+from tests.conftest import ROOT
 
 LOG = """\
 2026-11-26 22:07:01Z I peer.figures.metrics: step=1 samples=1 loss=1.079000
@@ -28,3 +37,59 @@ def test_two_results_are_equal_only_to_the_bit(tmp_path):
     assert full_size.same_loras(models[:2]) is True
     assert full_size.same_loras([models[0], models[2]]) is False
     assert full_size.same_loras([models[0], models[3]]) is False
+
+
+def test_memory_is_that_of_all_processes_with_and_without_the_pages_of_files():
+    code = "import sys; held = bytes(64 << 20); print(len(held), flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        own, both = full_size.held(process.pid)
+        process.stdin.close()
+    assert 0.0 < own < both and full_size.held(process.pid) == (0, 0)
+
+
+def test_a_row_that_has_no_room_is_refused_before_it_begins(tmp_path, monkeypatch):
+    rows = [*full_size.ROWS.values()]
+    most = max(row.gib for row in rows)
+    monkeypatch.setattr(full_size, "available_bytes", lambda: most * 2**30)
+    monkeypatch.setattr(full_size.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1e12))
+    full_size.check_room(rows, tmp_path)
+    monkeypatch.setattr(full_size.shutil, "disk_usage", lambda folder: SimpleNamespace(free=20e9))
+    full_size.check_room([full_size.ROWS["lora"]], tmp_path)
+    with pytest.raises(UserError, match=f"assists: {tmp_path} has 20 GB free, and 60 are needed") as raised:
+        full_size.check_room(rows, tmp_path)
+    assert raised.value.code == ExitCode.DISK and "TMPDIR" in raised.value.fix
+    monkeypatch.setattr(full_size, "available_bytes", lambda: (most - 1) * 2**30)
+    with pytest.raises(UserError, match=r"assists: 15\.0 GiB of memory are free, and 16 are needed") as raised:
+        full_size.check_room(rows, tmp_path)
+    assert raised.value.code == ExitCode.MEMORY
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_an_error_says_whether_the_kernel_killed_a_program_for_memory(killed):
+    with pytest.raises(UserError, match="peer-2 ended with status 1") as raised, full_size._told_of_the_kernel(SimpleNamespace(look=lambda: killed)):
+        raise UserError("peer-2 ended with status 1: its last words", fix="See its log.")
+    assert ("for want of memory" in raised.value.message) == killed and (raised.value.code == ExitCode.MEMORY) == killed
+
+
+def one(**said):
+    return {"digests_equal": True, "loads": True, "seconds_per_step": 4.0, "peak_gib": 6.0, **said}
+
+
+def test_the_last_line_has_the_worst_of_all_rows_and_the_page_of_figures_reads_it():
+    told = full_size.of_all({"lora": one(seconds_per_step=9.0), "full": one(peak_gib=14.25)})
+    assert told["digests_equal"] and told["loads"] and (told["seconds_per_step"], told["peak_gib"]) == (9.0, 14.25)
+    claim = CLAIMS["full_size"]
+    assert claim.met(told) and claim.figure(told) == "14.2 GiB for all peers of a swarm, 9 s a step"
+    for broken in ({"digests_equal": False}, {"loads": False}, {"peak_gib": 20.5}):
+        assert not claim.met(full_size.of_all({"lora": one(), "full": one(**broken)}))
+
+
+@pytest.mark.swarm
+def test_a_peer_and_one_that_assists_train_a_whole_tiny_model_by_the_programs_own_commands():
+    command = [sys.executable, "benchmarks/full_size.py", "--tiny", "--rows", "full"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.OK, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["tiny"] and told["digests_equal"] and told["loads"] and told["rows"]["full"]["rounds_shared"] > 0
+    assert 0 < told["peak_gib"] <= told["rows"]["full"]["with_files_gib"] and len(told["rows"]["full"]["gib_of"]) == 2

@@ -11,7 +11,7 @@ from swarm.run_config import RunConfig
 @pytest.mark.parametrize(
     ("options", "device", "ways"),
     [
-        ({}, "cuda", ["gradient_checkpointing", "offload"]),
+        ({}, "cuda", ["offload", "gradient_checkpointing"]),
         ({"gradient_checkpointing": True}, "cuda", ["offload"]),
         ({"compile": True}, "cuda", ["gradient_checkpointing"]),  # with which --offload was not tried
         ({}, "cpu", ["gradient_checkpointing"]),
