@@ -5,6 +5,7 @@ kernel takes for itself, the optimizer's own step (up to 0.7 GB with weights in 
 CUDA's own context (some 0.5 GB).
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peer.contracts import LatentBatch, Model, Params
@@ -26,8 +26,6 @@ _aten = torch.ops.aten
 HELD_BYTES = 0.7e9
 """That PyTorch's allocator holds on a GPU beyond the count: kernels' workspaces, and what it cannot give out in one piece. 0.56e9 was measured
 (benchmarks/records/log.md, "A first GPU")."""
-_SHAPES = FakeTensorMode(allow_non_fake_inputs=True)
-"""One for all counts: a module may keep what it has computed in one of them, such as places of pictures, for the next."""
 Shape = Callable[[Tensor | None], Tensor | None]
 """Makes a tensor without numbers, of the same shape and format; of None, None."""
 
@@ -217,6 +215,16 @@ def _norms_in_float32(enabled: bool) -> Iterator[None]:
             setattr(F, name, function)
 
 
+@functools.cache
+def _shapes() -> Any:
+    """PyTorch's mode of tensors without numbers. One for all counts: a module may keep what it has computed in one of them, such as places of
+    pictures, for the next. Made where something is counted: with it PyTorch loads its compiler, 2.7 s of a core.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextmanager
 def _without_numbers(model: Model) -> Iterator[Shape]:
     """Within the block the model's weights, and all tensors, have shapes and no numbers; yields what makes one of any."""
@@ -234,7 +242,7 @@ def _without_numbers(model: Model) -> Iterator[Shape]:
     originals = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
     device = model.device
     try:
-        with _SHAPES:
+        with _shapes():
             for store, name, tensor in originals:
                 store[name] = weight(tensor)
             model.device = torch.device("cpu")  # where tensors without numbers say that they are

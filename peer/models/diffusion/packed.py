@@ -4,6 +4,7 @@ A layer unpacks its weights for each pass, forwards and backwards, and keeps not
 a torch.nn.Linear for whoever looks at it: `weight` is what is computed with, so adapters of every kind work beside it.
 """
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -114,8 +115,12 @@ def _unpack_nf4(bits: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
     return _kernels().dequantize_4bit(bits, scales, _BLOCK, "nf4", shape, torch.float32)
 
 
+@functools.cache
 def _kernels() -> Any:
-    """bitsandbytes' operators, which it registers with torch when it is loaded: once a name of it is asked for (peer/__init__.py)."""
+    """bitsandbytes' operators, which it registers with torch when it is loaded: once a name of it is asked for (peer/__init__.py).
+
+    Once: a logger's level, when it is set, goes through all loggers, which takes longer than to unpack a small layer.
+    """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     importlib.import_module("bitsandbytes").functional  # noqa: B018
     return torch.ops.bitsandbytes

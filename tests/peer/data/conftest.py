@@ -6,6 +6,7 @@ from peer.contracts import SourceContext
 from peer.data.dataset_server import build, fetch_run
 from swarm.run_config import RunConfig
 from tests.identities import id_of, identity_file
+from tests.peer.machine.shallow import tiny_model  # noqa: F401
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,11 +149,13 @@ def test_a_founder_gets_the_run_for_members_of_the_server(host_for_members):
 
 
 class DhtNode:
-    """A node of the DHT in a thread of its own, that publishes what it is given."""
+    """A node of the DHT in a thread of its own, that publishes what it is given; on a p2pd of the lender's."""
 
-    def __init__(self, folder, *initial_peers):
+    def __init__(self, lender, folder, *initial_peers):
         from swarm.dht import SwarmNode
 
+        folder.mkdir(exist_ok=True)
+        lender.write_key(folder / "identity.key")
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
@@ -183,11 +186,34 @@ class DhtNode:
 
 
 @pytest.fixture
-def node(tmp_path):
+def lender():
     pytest.importorskip("hivemind")
-    node = DhtNode(tmp_path)
+    from tests.swarm import p2pds
+
+    with p2pds.keeper().lending() as lender:
+        yield lender
+
+
+@pytest.fixture
+def node(lender, tmp_path):
+    node = DhtNode(lender, tmp_path / "node")
     yield node
     node.close()
+
+
+@pytest.fixture
+def visits(lender, tmp_path, monkeypatch):
+    """Who looks for a run does so on a lent p2pd. On one of its own, a client: `test_a_multiaddr_is_enough_and_leads_to_the_server_too`."""
+    from swarm import discovery
+
+    lender.write_key(tmp_path / "visitor.key")
+    key, join = (tmp_path / "visitor.key").read_bytes(), discovery.SwarmNode.join
+
+    def lent(*, identity_path, **options):
+        identity_path.write_bytes(key)
+        return join(identity_path=identity_path, **options)
+
+    monkeypatch.setattr(discovery, "SwarmNode", SimpleNamespace(join=lent))
 
 
 def test_the_url_of_a_server_is_enough(founded):
@@ -300,7 +326,7 @@ def test_a_multiaddr_is_enough_and_leads_to_the_server_too(node, founded):
 
 
 @pytest.mark.swarm
-def test_a_peer_with_data_of_its_own_needs_no_server(node, pictures):
+def test_a_peer_with_data_of_its_own_needs_no_server(node, visits, pictures):
     run = RunConfig(run_name="serverless", model="m", model_digest="ab" * 32)
     node.tell(run, head=HEAD)
     joined = resolve("--peers", node.maddr, "--train_data_dir", pictures)
@@ -309,7 +335,7 @@ def test_a_peer_with_data_of_its_own_needs_no_server(node, pictures):
 
 
 @pytest.mark.swarm
-def test_a_server_that_is_away_or_lost_its_run_keeps_nobody_from_joining(node, open_host):
+def test_a_server_that_is_away_or_lost_its_run_keeps_nobody_from_joining(node, visits, open_host):
     run = RunConfig(run_name="old", model="m", model_digest="ab" * 32)
     node.tell(run, open_host.url, HEAD)
     for _ in ("lost its run", "away"):
@@ -319,9 +345,9 @@ def test_a_server_that_is_away_or_lost_its_run_keeps_nobody_from_joining(node, o
 
 
 @pytest.fixture
-def stranger(node, tmp_path):
+def stranger(lender, node, tmp_path):
     """Another node of the DHT, whose address no user gives."""
-    stranger = DhtNode(tmp_path / "stranger", node.maddr)
+    stranger = DhtNode(lender, tmp_path / "stranger", node.maddr)
     yield stranger
     stranger.close()
 
@@ -331,7 +357,7 @@ OTHER = RunConfig(run_name="other", model="m", model_digest="cd" * 32)
 
 
 @pytest.mark.swarm
-def test_of_several_runs_that_of_the_peer_named_is_joined_or_else_the_peer_says_which(node, stranger, pictures):
+def test_of_several_runs_that_of_the_peer_named_is_joined_or_else_the_peer_says_which(node, stranger, visits, pictures):
     node.tell(REAL)
     stranger.tell(OTHER)
     node.sees(2)
@@ -344,7 +370,7 @@ def test_of_several_runs_that_of_the_peer_named_is_joined_or_else_the_peer_says_
 
 
 @pytest.mark.swarm
-def test_a_run_under_the_id_of_another_is_nobodys(node, stranger, pictures, monkeypatch):
+def test_a_run_under_the_id_of_another_is_nobodys(node, stranger, visits, pictures, monkeypatch):
     from swarm.discovery import find_run
 
     data = ("--train_data_dir", pictures)
@@ -361,7 +387,7 @@ def test_a_run_under_the_id_of_another_is_nobodys(node, stranger, pictures, monk
 
 
 @pytest.mark.swarm
-def test_what_strangers_say_of_the_real_run_leads_nobody_astray(node, stranger, pictures, founded):
+def test_what_strangers_say_of_the_real_run_leads_nobody_astray(node, stranger, visits, pictures, founded):
     """Neither to another server, nor to another place of the model, nor into waiting for a state that nobody has."""
     data = ("--train_data_dir", pictures)
     elsewhere = dataclasses.replace(REAL, model="stranger/model", model_config="stranger/config")
@@ -374,7 +400,7 @@ def test_what_strangers_say_of_the_real_run_leads_nobody_astray(node, stranger, 
 
 
 @pytest.mark.swarm
-def test_a_server_that_only_strangers_name_must_sign_with_the_hosts_key(node, stranger, founded, pictures):
+def test_a_server_that_only_strangers_name_must_sign_with_the_hosts_key(node, stranger, visits, founded, pictures):
     at_server = resolve("--datasetserver", founded.url)
     stranger.tell(at_server.run, founded.url, {**HEAD, "samples": 2**53})
     node.sees(1)
@@ -387,7 +413,7 @@ def test_a_server_that_only_strangers_name_must_sign_with_the_hosts_key(node, st
 
 
 @pytest.mark.swarm
-def test_where_no_peer_is_in_a_run_one_may_be_founded(node, founded, pictures, monkeypatch):
+def test_where_no_peer_is_in_a_run_one_may_be_founded(node, visits, founded, pictures, monkeypatch):
     from swarm.discovery import find_run
 
     monkeypatch.setattr("swarm.discovery.find_run", functools.partial(find_run, seconds=3.0))

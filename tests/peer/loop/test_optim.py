@@ -17,13 +17,13 @@ CPU = torch.device("cpu")
 
 
 def learn(tiny_model, kind, steps, optimizer_state=None):
-    """Train the tiny UNet on three fixed latents; returns the losses, the optimizer and the parameters."""
+    """Train the tiny UNet on three fixed latents at the same noise; returns the losses, the optimizer and the parameters."""
     model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     params = full.build(RunConfig()).attach(model)
     optimizer = build_optimizer(RunConfig(optimizer=kind, learning_rate=2e-3), params, CPU)
-    encoded, rng, losses = encode(model), torch.Generator().manual_seed(0), []
+    encoded, losses = encode(model), []
     for _ in range(steps):
-        loss = model.loss(encoded, rng).mean()
+        loss = model.loss(encoded, torch.Generator().manual_seed(0)).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -32,15 +32,14 @@ def learn(tiny_model, kind, steps, optimizer_state=None):
 
 
 def fallen(losses):
-    """How much less the last ten are than the first ten, of which each is of other noise."""
-    return 1 - sum(losses[-10:]) / sum(losses[:10])
+    return 1 - losses[-1] / losses[0]
 
 
 def test_8_bit_adamw_learns_as_well_as_the_other(tiny_model):
     """It moves the weights to the same place: 3 % of the way beside it were measured."""
     start = flat(learn(tiny_model, "adamw", 0)[-1])
-    plain, _, params = learn(tiny_model, "adamw", 30)
-    small, _, others = learn(tiny_model, "adamw8bit", 30)
+    plain, _, params = learn(tiny_model, "adamw", 10)
+    small, _, others = learn(tiny_model, "adamw8bit", 10)
     moved, expected = flat(others) - start, flat(params) - start
     assert fallen(plain) > 0.2 and small == pytest.approx(plain, rel=0.02)
     assert (moved - expected).norm() < 0.1 * expected.norm()
@@ -56,7 +55,7 @@ def test_auto_is_fused_adamw_on_a_cpu(tiny_model):
 
 
 def test_adafactor_learns_with_the_rate_of_the_schedule(tiny_model):
-    losses, optimizer, params = learn(tiny_model, "adafactor", 30)
+    losses, optimizer, params = learn(tiny_model, "adafactor", 10)
     numbers = sum(tensor.numel() for tensor in tensors(optimizer.state_dict()["state"]))
     assert fallen(losses) > 0.2 and numbers < 0.6 * sum(parameter.numel() for parameter in params.values())
     assert {group["lr"] for group in optimizer.param_groups} == {2e-3} and not optimizer.defaults["relative_step"]

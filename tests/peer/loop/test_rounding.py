@@ -46,15 +46,16 @@ def test_many_updates_below_the_last_bit_add_up_which_they_do_not_in_plain_bf16(
 
 
 def test_training_with_bf16_weights_learns_and_is_repeated_to_the_bit_by_its_seed(start, tmp_path):  # noqa: F811
+    run = dataclasses.replace(RUN, total_samples=32)
     draw = {"validation_prompts": ("a red square",), "validation_steps": 5, "validation_inference_steps": 2, "use_ema": True}
-    one, two = start("one", weights="bf16", **draw).run(), start("two", weights="bf16").run()
+    one, two = start("one", run=run, weights="bf16", **draw).run(), start("two", run=run, weights="bf16").run()
     assert one.losses == two.losses and torch.equal(flat(one.trainer.params), flat(two.trainer.params))
     assert {parameter.dtype for parameter in one.trainer.params.values()} == {torch.bfloat16}
     assert {shadow.dtype for shadow in one.trainer.average.state_dict()["average"]["shadow_params"]} == {torch.float32}
     export(one, tmp_path / "result")
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "result", safety_checker=None)
     assert pipeline("a red square", num_inference_steps=1, output_type="np").images.shape == (1, 16, 16, 3)
-    full = start("full", mixed_precision="bf16")
+    full = start("full", run=run, mixed_precision="bf16")
     before = flat(full.trainer.params).clone()
     assert_learned_alike(one, full.run(), before, likeness=0.95)
 

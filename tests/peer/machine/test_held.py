@@ -16,6 +16,7 @@ from peer.wiring import load_model
 from swarm.digest import digest_model
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.machine.shallow import tiny_model  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 
@@ -26,6 +27,9 @@ METHODS = {
     "lora with text encoder": {"method": "lora", "rank": 2, "train_text_encoder": True},
     "textual_inversion": {"placeholder_token": "<dicoo>", "initializer_token": "toy"},
 }
+
+WHOLE = ("sd", "flux")
+"""Families of which a whole denoiser is trained here: it stays as it is, by its name; all other parts are held as for adapters, which all families train."""
 
 
 def placed(folder, dtype, device=None, **options):
@@ -41,7 +45,8 @@ def bytes_of(model):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [(family, method) for family in tiny.ONE_OF_EACH for method in METHODS if tiny.takes(family, method)]
+    ("family", "method"),
+    [(family, method) for family in tiny.ONE_OF_EACH for method in METHODS if tiny.takes(family, method) and (method != "full" or family in WHOLE)],
 )
 def test_losses_and_gradients_have_the_same_bits_in_less_memory(family, method, tiny_family):
     found = []
@@ -123,19 +128,28 @@ def test_when_the_source_is_gone_or_another_the_result_is_written_all_the_same_a
     assert load_model(RunConfig(model=str(tmp_path / "out")), {}, CPU).parts["text_encoder"].dtype is torch.float32
 
 
-def own_bytes():
-    """What this process holds that is in no file. What other tests have left is given back first: it would go while something is measured."""
+@pytest.fixture
+def nothing_left():
+    """What other tests have left is given back first: it would go while something is measured. What is there then is looked through once."""
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def own_bytes():
+    """What this process holds that is in no file."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     (line,) = [line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Anonymous:")]
     return int(line.split()[1]) * 1024
 
 
-def test_a_folder_in_the_precision_that_is_computed_in_stays_in_its_files(tmp_path):
+def test_a_folder_in_the_precision_that_is_computed_in_stays_in_its_files(tmp_path, nothing_left):
     """No part is in memory twice, nor once: its pages are the files', which the kernel may drop. In float32 it is there once."""
     pipeline = tiny.build("flux")
-    wide = {**{name: value for name, value in pipeline.transformer.config.items() if name[0] != "_"}, "num_attention_heads": 64}
+    wide = {**{name: value for name, value in pipeline.transformer.config.items() if name[0] != "_"}, "num_attention_heads": 32}
     pipeline.register_modules(transformer=type(pipeline.transformer)(**wide))
     pipeline.to(BF16).save_pretrained(tmp_path)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
@@ -145,7 +159,7 @@ def test_a_folder_in_the_precision_that_is_computed_in_stays_in_its_files(tmp_pa
         before = own_bytes()
         model = load_model(RunConfig(model=str(tmp_path)), {}, None)
         model.place(CPU, dtype)
-        assert least * size <= own_bytes() - before < most * size and size > 50e6
+        assert least * size <= own_bytes() - before < most * size and size > 25e6
 
 
 def test_a_run_has_the_same_bits_with_and_without_and_goes_on_with_them(start, monkeypatch):  # noqa: F811

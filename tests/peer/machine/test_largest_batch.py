@@ -14,6 +14,7 @@ from peer.machine.largest_batch import CardMemory, HostMemory, largest, try_size
 from peer.wiring import Launch, build_learner
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.machine.shallow import tiny_model  # noqa: F401
 
 CPU = torch.device("cpu")
 
@@ -64,7 +65,7 @@ class Roomy:
 
 
 @pytest.fixture
-def learn(tiny_model, tmp_path):
+def learn(tiny_model, tmp_path):  # noqa: F811
     with ExitStack() as closing:
 
         def build(run=None, **options):

@@ -21,7 +21,7 @@ from swarm.errors import ExitCode, UserError
 from swarm.run.optimizer import OPTIMIZERS
 from swarm.run_config import RunConfig
 from tests import tiny
-from tests.peer.machine.test_held import own_bytes
+from tests.peer.machine.test_held import nothing_left, own_bytes  # noqa: F401
 from tests.peer.methods.test_base_precision import METHODS
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
@@ -155,12 +155,12 @@ def test_gradients_have_the_same_bits_and_two_blocks_that_wait_are_there_at_most
 def test_every_method_and_base_precision_has_the_same_bits(method, precision, deep_family, alive):
     options = {"precision": precision, "dtype": torch.bfloat16, **METHODS[method]}
     model, params, _ = placed(deep_family("flux"), 0, **options)
-    exact = gradients(model, params, torch.bfloat16)
+    exact = gradients(model, params, torch.bfloat16, seeds=(1,))
     model, params, swap = placed(deep_family("flux"), 4, **options)
     assert not swap.tensors & {*params.values()}
-    assert torch.equal(gradients(model, params, torch.bfloat16), exact) and exact.any()
+    assert torch.equal(gradients(model, params, torch.bfloat16, seeds=(1,)), exact) and exact.any()
     model.enable_gradient_checkpointing()
-    assert torch.equal(gradients(model, params, torch.bfloat16), exact)
+    assert torch.equal(gradients(model, params, torch.bfloat16, seeds=(1,)), exact)
     assert alive.came and alive.most == 2
     assert precision == "auto" or {tensor.dtype for tensor in swap.tensors} >= {torch.uint8, torch.float32}, "scales travel with their bits"
 
@@ -243,6 +243,7 @@ DRAWING = {"validation_prompts": ("a red square",), "num_validation_images": 1, 
 @pytest.mark.parametrize("other", [{}, {"offload": True}, {"base_precision": "int8", "gradient_checkpointing": True}], ids=str)
 def test_a_run_that_draws_is_the_same_and_goes_on_with_another_number(other, start, deep_family, alive, monkeypatch):  # noqa: F811
     monkeypatch.setattr("peer.machine.turns._OWN_MEMORY", ("cpu",))
+    monkeypatch.setattr("peer.drawing.held_out._LEAST_DRAWS", 2)
     run = dataclasses.replace(RUN, total_samples=16, validation_split=0.2, model=str(deep_family("flux")), **LORA)
     plain = start("plain", run=run, **other, **ACCUMULATED).run()
     assert not alive.came
@@ -303,14 +304,14 @@ def test_blocks_that_wait_in_files_have_the_same_bits(precision, deep_family, tm
 
 
 @pytest.mark.parametrize(("filed", "precision"), [(torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "nf4")])
-def test_a_process_has_no_memory_of_its_own_for_what_waits_in_files(filed, precision, tmp_path):
+def test_a_process_has_no_memory_of_its_own_for_what_waits_in_files(filed, precision, tmp_path, deep_family, nothing_left):  # noqa: F811
     pipeline = tiny.build("flux")
-    wide = {name: value for name, value in pipeline.transformer.config.items() if name[0] != "_"} | {"num_attention_heads": 40} | _STREAMS
+    wide = {name: value for name, value in pipeline.transformer.config.items() if name[0] != "_"} | {"num_attention_heads": 24} | _STREAMS
     pipeline.register_modules(transformer=type(pipeline.transformer)(**wide))
     size = 2 * sum(parameter.numel() for name, parameter in pipeline.transformer.named_parameters() if "blocks." in name)
     pipeline.to(filed).save_pretrained(tmp_path / "model")
     del pipeline
-    placed(tmp_path / "model", 6, precision, torch.bfloat16, Files(tmp_path / "first"), **LORA)  # loads what computes with it
+    placed(deep_family("flux"), 6, precision, torch.bfloat16, Files(tmp_path / "first"), **LORA)  # loads what computes with it
     held = {}
     for files in (None, Files(tmp_path / "waiting")):
         before = own_bytes()
@@ -318,7 +319,7 @@ def test_a_process_has_no_memory_of_its_own_for_what_waits_in_files(filed, preci
         held[files is not None] = own_bytes() - before
         del kept
     least = {"auto": 0.9, "nf4": 0.25}[precision]
-    assert size > 50e6 and held[False] > least * size and held[True] < 0.1 * size, (size, held)
+    assert size > 40e6 and held[False] > least * size and held[True] < 0.1 * size, (size, held)
 
 
 def test_a_run_whose_blocks_wait_on_disk_is_the_same(start, deep_family, alive, monkeypatch, tmp_path):  # noqa: F811

@@ -17,7 +17,7 @@ from peer.machine.trial_of_speed import Trial, relative_difference
 from peer.wiring import Launch, assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
-from tests import tiny
+from tests.peer.machine.shallow import tiny_model  # noqa: F401
 
 CPU = torch.device("cpu")
 FLOAT32 = choose_precision("no", CPU, 0)
@@ -39,31 +39,13 @@ def failing(graph, inputs):
     raise RuntimeError("no C++ compiler\nand much more")
 
 
-@pytest.fixture(scope="module")
-def shallow_model(tmp_path_factory):
-    """A Stable Diffusion whose UNet has one level and reads captions in its middle: a compiler has a third of `tiny_model`'s to trace."""
-    from diffusers import UNet2DConditionModel
-
-    pipeline = tiny.build_pipeline()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        unet = UNet2DConditionModel(
-            sample_size=8, layers_per_block=1, block_out_channels=(16,), norm_num_groups=8, cross_attention_dim=16, attention_head_dim=4,
-            down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
-        )  # fmt: skip
-    pipeline.register_modules(unet=unet)
-    folder = tmp_path_factory.mktemp("shallow") / "model"
-    pipeline.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def start(shallow_model, pictures, tmp_path):
+def start(tiny_model, pictures, tmp_path):  # noqa: F811
     with ExitStack() as closing:
 
         def build(name="out", **peer):
             options = {"train_data_dir": str(pictures), "output_dir": str(tmp_path / name), "train_batch_size": 4, "mixed_precision": "no"}
-            run = dataclasses.replace(RUN, model=str(shallow_model))
+            run = dataclasses.replace(RUN, model=str(tiny_model))
             group = RankGroup(Rank(), CPU)
             launch = Launch(
                 joined=Joined(run), peer=PeerConfig(**options | peer), group=group, device=CPU, stopping=lambda: False, closing=closing

@@ -184,7 +184,7 @@ def watched(trained, monkeypatch):
 @pytest.mark.parametrize("size", [1, 4])
 def test_training_with_caches_equals_training_without_and_computes_nothing_twice(start, mixed_pictures, tmp_path, monkeypatch, size):  # noqa: F811
     """To the bit with batches of one; larger ones are otherwise encoded together, which changes the last bits."""
-    run = dataclasses.replace(RUN, total_samples=24)
+    run = dataclasses.replace(RUN, total_samples=16)
     plain = start("plain", run=run, train_batch_size=size).run()
     options = {"cache_latents": True, "cache_text": True, "cache_dir": str(tmp_path / "kept"), "train_batch_size": size}
     first = start("first", run=run, **options)
@@ -201,7 +201,7 @@ def test_training_with_caches_equals_training_without_and_computes_nothing_twice
 
 
 def test_a_run_with_caches_buckets_and_decoding_processes_resumes_to_the_bit(start, mixed_pictures, tmp_path):  # noqa: F811
-    run = dataclasses.replace(RUN, center_crop=False, total_samples=20)
+    run = dataclasses.replace(RUN, center_crop=False, total_samples=16)
     options = {"cache_latents": True, "cache_text": True, "train_batch_size": 2, "gradient_accumulation_steps": 2}
     whole = start("whole", run=run, **options).run()
     first = start("parts", run=run, stop_after=2, dataloader_num_workers=1, **options).run()
@@ -240,7 +240,7 @@ def test_the_log_says_that_random_crops_are_fixed(start, caplog):  # noqa: F811
 @pytest.mark.parametrize("family", [family for family in tiny.ONE_OF_EACH if family != "sd"])
 def test_other_families_train_in_buckets_and_from_caches(start, tiny_family, mixed_pictures, tmp_path, monkeypatch, family):  # noqa: F811
     """Their texts are several tensors, and their latents have other shapes."""
-    run = dataclasses.replace(RUN, total_samples=12, resolution=32, model=str(tiny_family(family)))
+    run = dataclasses.replace(RUN, total_samples=6, resolution=32, model=str(tiny_family(family)))
     options = {"cache_latents": True, "cache_text": True, "cache_dir": str(tmp_path / "kept"), "train_batch_size": 2}
     first = start("first", run=run, **options).run()
     second = start("second", run=run, **options)
