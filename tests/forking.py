@@ -155,6 +155,7 @@ def python() -> str:
 
 def _stand_in(words: Sequence[str]) -> int:
     """For `python ... -c CODE`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: whoever started us ends us
     forked = Forked("tests.forking:_run", {"code": words[-1]}, (0, 1, 2), cwd=os.getcwd(), environ={**os.environ})
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
