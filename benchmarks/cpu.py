@@ -223,6 +223,8 @@ def work(setting: Setting) -> None:
 
 def build(setting: Setting):
     """A function that does one step by our own parts, after what the setting asks for is in place."""
+    channels, side, width = SIZES[setting.size]
+
     import torch
     from diffusers import UNet2DConditionModel
 
@@ -238,7 +240,6 @@ def build(setting: Setting):
 
         check_ipex(cpu)
         Ipex().on()
-    channels, side, width = SIZES[setting.size]
     torch.manual_seed(0)
     levels = len(channels)
     unet = UNet2DConditionModel(

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import tiny
-from tests.datasetserver.hosting import Host
+from tests import forking
 
 # By default an example may take 0.2 s, which on a busy machine any may take.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,6 +32,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 ROOT = Path(__file__).resolve().parent.parent
 collect_ignore = [] if importlib.util.find_spec("torch_xla") else ["xla"]  # an environment of its own: scripts/test_xla
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    for spec in specs:
+        spec.python = forking.python()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") == "loadfile":
+        from tests.scheduling import Scheduling  # which needs xdist
+
+        return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -53,6 +66,11 @@ def seed(request) -> int:
     value = random.randrange(1 << 30)
     print(f"seed={value}")
     return value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_once():
+    forking.lend_to_multiprocessing()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,24 +117,32 @@ def files_closed():
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A diffusers folder of a Stable Diffusion of about 250 k parameters; shared, so do not change it."""
+    from tests import tiny
+
     return tiny.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def tiny_family(tmp_path_factory):
     """`tiny_family("sdxl")`: a diffusers folder of one of `tiny.FAMILIES`, built once; shared, so do not change it."""
+    from tests import tiny
+
     return functools.cache(lambda family: tiny.write_family(tmp_path_factory.mktemp(family) / "tiny", family))
 
 
 @pytest.fixture
 def pictures(tmp_path) -> Path:
     """A folder of 12 PNGs of 16x16 pixels with captions; this test's own."""
+    from tests import tiny
+
     return tiny.write_pictures(tmp_path / "pictures")
 
 
 @pytest.fixture
 def serve(tmp_path):
     """`serve(*flags, samples=40)`: a dataset server's program, started; all are stopped in the end."""
+    from tests.datasetserver.hosting import Host
+
     hosts: list[Host] = []
 
     def start(*flags, **options) -> Host:

@@ -22,6 +22,7 @@ from peer.figures.metrics import NAMES
 from scripts.churn.checks import read_rounds
 from scripts.demo.results import read_lines
 from swarm.digest import digest_model
+from swarm.ports import free_port
 from tests import tiny
 from tests.conftest import ROOT
 from tests.datasetserver.hosting import Host
@@ -128,6 +129,17 @@ class AsWritten(Peer):
         self.tree = set()
 
 
+class Launched(Peer):
+    """What torchrun starts by a line for one rank. That it does is shown in tests/peer/test_finetune.py."""
+
+    def __init__(self, place: Path, line: str):
+        self.folder, self.log, self.tree = place / "output", place.with_suffix(".log"), set()
+        _torchrun, one_rank, *words = shlex.split(line)
+        assert one_rank == "--nproc_per_node=1"
+        rank = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.process = Warm(words, place, self.log, env=rank)
+
+
 class Swarm:
     def __init__(self, folder: Path, model: Path):
         self.folder, self.model, self.peers, self.hosts = folder, model, [], []
@@ -149,11 +161,11 @@ class Swarm:
     def sleeper(self, name: str, *flags) -> Peer:
         return self.peer(name, *flags, kind=Sleeper)
 
-    def as_written(self, name: str, line: str) -> Peer:
+    def as_written(self, name: str, line: str, kind: type[Peer]) -> Peer:
         place = self.folder / name
         place.mkdir()
         (place / "diffusermodel").symlink_to(self.model)
-        self.peers.append(AsWritten(place, line))
+        self.peers.append(kind(place, line))
         return self.peers[-1]
 
     def wait(self, what, condition) -> None:
@@ -285,9 +297,9 @@ def test_the_originals_own_lines_start_a_peer_of_two_ranks_and_one_that_joins_it
         words = words.replace("=N", f"={ranks}").replace("finetune.py", FINETUNE).replace("URL of my dataset server", host.url)
         return words.replace("Provided DHT peers", peers)
 
-    pair = swarm.as_written("pair", line(NEW_SESSION, ranks=2))
+    pair = swarm.as_written("pair", line(NEW_SESSION, ranks=2), AsWritten)
     swarm.wait("address", lambda: "--peers /ip4/" in pair.text())
-    single = swarm.as_written("single", line(EXISTING_SESSION, ranks=1, peers=address(pair)))
+    single = swarm.as_written("single", line(EXISTING_SESSION, ranks=1, peers=address(pair)), Launched)
     swarm.wait("second peer", lambda: "others can join with" in single.text())
     found = {name: pair.programs(name) for name in ("peer.sync.engine.trainer.sidecar", "p2pd")}
     assert found == {"peer.sync.engine.trainer.sidecar": 1, "p2pd": 1}, "one upload for both ranks"

@@ -1,12 +1,10 @@
-"""Programs of ours with everything imported: each is forked off a process that has loaded what a trainer needs, and so is its sidecar.
+"""Programs of ours with everything imported: each is a forked process (tests/forking.py), and so is its sidecar.
 
-For tests whose subject is not a program's start, which takes ten seconds of a core and a sidecar's five. All else is a peer's own: its
-process, session, log and end.
+For tests whose subject is not a program's start, which takes ten seconds of a core and a sidecar's five.
 """
 
 import atexit
 import ctypes
-import functools
 import multiprocessing
 import os
 import runpy
@@ -16,35 +14,28 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
 from swarm.lifeline import die_with_parent
+from tests.forking import Forked, end
 
-_LOADED = (
-    "peer.wiring", "peer.sync.engine.trainer.sidecar", "scripts.attacks.toy", "torch._dynamo", "peft",
-    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
-)  # fmt: skip
 _POLL_SECONDS = 0.02
 
 
-@functools.cache
 def _context():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_LOADED])
-    return context
+    """Of `multiprocessing`, for a test whose subject starts a process by it."""
+    return multiprocessing.get_context("forkserver")
 
 
-class Warm:
-    """What tests ask of a `subprocess.Popen`, of `python SCRIPT ...`, `python -m MODULE ...` or `python -c CODE ...` in a session
-    of its own.
+class Warm(Forked):
+    """`python SCRIPT ...`, `python -m MODULE ...` or `python -c CODE ...` in a session of its own.
 
-    env: what it has besides the environment in which the first one was started. failpoints: the file that arms them. namespace: of the
-    network in which it runs, as `ip netns` names it. sidecars: how many of its sidecars are forked; those after them start as ever.
-    forks: it is dd-peer or a script, and the programs that it starts are forked.
+    env: what it has besides our environment. failpoints: the file that arms them. namespace: of the network in which it runs, as
+    `ip netns` names it. sidecars: how many of its sidecars are forked; those after them start as ever. forks: it is dd-peer or a
+    script, and the programs that it starts are forked.
     """
 
     def __init__(
@@ -59,50 +50,21 @@ class Warm:
         sidecars: int = 1,
         forks: bool = False,
     ):
-        log.touch()
-        arguments = [str(word) for word in words], str(cwd), str(log), dict(env), str(failpoints), namespace, sidecars, forks
-        self._process = _context().Process(target=_begin, args=arguments)
-        self._process.start()
-        self.pid: int = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout)
-        return self.returncode
-
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        options = {"words": [str(word) for word in words], "sidecars": 0 if forks else sidecars, "forks": forks}
+        options |= {"failpoints": str(failpoints), "namespace": namespace}
+        with open(os.devnull) as nothing, log.open("ab") as said:
+            files = nothing.fileno(), said.fileno(), said.fileno()
+            super().__init__("tests.warm:_begin", options, files, cwd=cwd, environ={**os.environ, **env})
 
 
-def _begin(
-    words: list[str], cwd: str, log: str, env: dict[str, str], failpoints_file: str, namespace: str, sidecars: int, forks: bool
-) -> None:
-    os.setsid()
-    os.environ.update(env)
-    die_with_parent()  # which ends with the tests
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+def _begin(*, failpoints: str, namespace: str, **options) -> None:
     if namespace:
         _enter(namespace)
-    os.chdir(cwd)
-    if failpoints_file:
-        from peer.sync.engine import failpoints
+    if failpoints:
+        from peer.sync.engine import failpoints as failing
 
-        failpoints._file = os.environ["DD_FAILPOINTS"] = failpoints_file
-    _run(words, 0 if forks else sidecars, forks)
+        failing._file = os.environ["DD_FAILPOINTS"] = failpoints
+    _run(**options)
 
 
 def _run(words: list[str], sidecars: int, forks: bool) -> None:
@@ -114,18 +76,15 @@ def _run(words: list[str], sidecars: int, forks: bool) -> None:
 
         processes.subprocess = trainer_process.subprocess = _Subprocess
     _with_spare_sidecars(sidecars)
-    try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        elif words[0] == "-c":
-            sys.argv = ["-c", *words[2:]]
-            exec(words[1], {"__name__": "__main__"})
-        else:
-            sys.argv = words
-            runpy.run_path(words[0], run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # which multiprocessing leaves out
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _call_itself(words: list[str]) -> None:
@@ -184,22 +143,12 @@ class _Child:
 
 def _end(live: Callable[[], int]) -> NoReturn:
     """Live, and end with that status, without going back to what this process was forked off."""
-    status = 1
-    try:
-        atexit._clear()  # the parent's: its folders are not ours to remove
-        os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        status = live()
-    except SystemExit as end:
-        status = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    atexit._clear()  # the parent's: its folders are not ours to remove
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end(live)
 
 
 def _with_spare_sidecars(count: int) -> None:
@@ -208,16 +157,12 @@ def _with_spare_sidecars(count: int) -> None:
     from peer.sync.engine.trainer.port import Port
 
     def live() -> int:
-        from peer.sync.engine.trainer import sidecar
-
         ours.close()
         die_with_parent(signal.SIGTERM)
         _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
         if not descriptors:  # the trainer has ended without
             return 0
-        _call_itself(["-m", "peer.sync.engine.trainer.sidecar", str(descriptors[0])])
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return sidecar.main(descriptors[0])
+        return _sidecar(descriptors[0])
 
     spares, start_another = [], sidecar_process._spawn
     for _ in range(count):
@@ -235,6 +180,26 @@ def _with_spare_sidecars(count: int) -> None:
         return spare, port
 
     sidecar_process._spawn = spawn
+
+
+def _sidecar(descriptor: int) -> int:
+    from peer.sync.engine.trainer import sidecar
+
+    _call_itself(["-m", "peer.sync.engine.trainer.sidecar", str(descriptor)])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return sidecar.main(descriptor)
+
+
+def spawn_sidecar():
+    """In the place of `sidecar_process._spawn`, for a trainer in the process of the tests: a forked sidecar, and our end of its port."""
+    from peer.sync.engine.trainer.port import Port
+
+    port, its_port = Port.pair()
+    with open(os.devnull) as nothing:
+        files = nothing.fileno(), 1, 2, its_port.socket.fileno()
+        sidecar = Forked("tests.warm:_sidecar", {"descriptor": 3}, files, cwd=os.getcwd(), environ={**os.environ})
+    its_port.close()
+    return sidecar, port
 
 
 class _Subprocess:

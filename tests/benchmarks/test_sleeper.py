@@ -1,31 +1,16 @@
 """Peers whose compute is a sleep: what they write of their work adds up."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 
 from benchmarks.sleeper import toy_params
 from tests.conftest import ROOT
+from tests.warm import Warm
 
 
 def start(folder, *flags):
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.sleeper",
-        "--output_dir",
-        folder,
-        "--train_batch_size",
-        "4",
-        "--samples_per_second",
-        "200",
-        *flags,
-    ]
-    return subprocess.Popen(
-        [str(part) for part in command], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
-    )
+    words = ["-m", "benchmarks.sleeper", "--output_dir", folder, "--train_batch_size", 4, "--samples_per_second", 200, *flags]
+    return Warm(words, ROOT, folder.with_suffix(".log"), sidecars=0)
 
 
 def work(folder) -> list[dict]:
@@ -49,7 +34,5 @@ def test_toy_parameters_are_as_many_as_asked_and_equal_at_all_peers():
 
 
 def test_a_sleeper_alone_counts_every_sample(tmp_path):
-    with start(tmp_path / "one", "--sync", "none", "--target_batch_size", "16", "--total_samples", "64") as process:
-        process.communicate(timeout=240)
-    assert process.returncode == 0
+    assert start(tmp_path / "one", "--sync", "none", "--target_batch_size", "16", "--total_samples", "64").wait(240) == 0
     assert check_sums(work(tmp_path / "one"))["final"] == 64

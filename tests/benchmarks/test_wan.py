@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks import wan
 from benchmarks.links import Traffic
 from tests.conftest import ROOT
+from tests.warm import Warm
 
 ROW = wan.Row("diloco", "int8", True, 2)
 real = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/net/tun"), reason="needs root and /dev/net/tun")
@@ -61,10 +63,23 @@ def test_every_row_has_a_key_of_its_own():
     assert not [row for row in wan.FULL_ROWS if row.sync == "gradients" and row.overlap]
 
 
+class Forked:
+    """What `wan` asks of `subprocess`: its peers are forked, each into its network."""
+
+    DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
+
+    @staticmethod
+    def Popen(command, *, cwd, stdin, stdout, stderr):
+        *within, namespace, python = command[:5]
+        assert within == ["ip", "netns", "exec"] and python == sys.executable and stdout is stderr
+        return Warm(command[5:], cwd, Path(stdout.name), namespace=namespace)
+
+
 @pytest.mark.swarm
 @pytest.mark.timeout(900)
 @real
 def test_a_real_row_ends_with_its_figures(monkeypatch):
+    monkeypatch.setattr(wan, "subprocess", Forked)
     monkeypatch.setattr(wan, "SCALE", 500)
     monkeypatch.setattr(wan, "ROUND_SAMPLES", 6000)  # two seconds of two peers
     monkeypatch.setattr(wan, "BATCH", 150)

@@ -1,18 +1,18 @@
 """A real dataset server for tests: its own process on a free port, or the same application in this process's loop."""
 
+import os
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 
 from scripts.demo.stand_in import write_model
 from swarm.ports import free_port
-from tests.datasetserver import forking
-
-ROOT = forking.ROOT
+from tests.forking import ROOT, Forked
 
 
 def until(true, seconds: float = 120.0) -> None:
@@ -32,6 +32,19 @@ def write_dataset(folder: Path, count: int) -> Path:
     return folder
 
 
+class _Server(Forked):
+    """A dataset server's process. Its attributes are those of `subprocess.Popen` that the tests use."""
+
+    def __init__(self, argv: Sequence[str]):
+        (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+        with open(os.devnull) as nothing:
+            files = nothing.fileno(), its_out, its_err
+            super().__init__("datasetserver.__main__:cli", {"argv": [*argv]}, files, cwd=ROOT, environ={**os.environ})
+        os.close(its_out)
+        os.close(its_err)
+        self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
+
+
 class Host:
     """`dd-datasetserver` in a process of its own; `start` waits for its ready line. founds: whether it has a run of its own."""
 
@@ -44,7 +57,7 @@ class Host:
         self._chosen = not port
 
     def start(self) -> "Host":
-        self.process = forking.Forked([*self.flags, "--port", str(self.port)])
+        self.process = _Server([*self.flags, "--port", str(self.port)])
         watchdog = threading.Timer(240, self.process.kill)
         watchdog.start()
         for line in self.process.stdout:

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from swarm.tasks import end_tasks
 from tests.datasetserver.hosting import Host
 from tests.identities import id_of, key
 from tests.peer.figures.test_audience import scraped
+from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -116,12 +116,9 @@ def test_a_helper_that_waits_for_the_first_peer_ends_in_order_when_told_to(tmp_p
         bootstrap.stdin.write(json.dumps({**options, "run_id": run.run_id, "run": run.to_mapping(), "url": ""}) + "\n")
         bootstrap.stdin.flush()
         address = json.loads(bootstrap.stdout.readline())["maddrs"][0]
-        log = (tmp_path / "log").open("w+")
-        helper = subprocess.Popen(
-            [sys.executable, "-m", "peer.supervise", "--assist", "--peers", address, "--output_dir", str(tmp_path / "helper"),
-             "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--metrics_port", str(port)],
-            cwd=ROOT, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        words = ["-m", "peer.supervise", "--assist", "--peers", address, "--output_dir", tmp_path / "helper"]
+        words += ["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--metrics_port", port]
+        helper = Warm(words, ROOT, tmp_path / "log", forks=True)
         deadline = time.monotonic() + 240
         while "waiting for the first peer that trains" not in (tmp_path / "log").read_text():
             assert helper.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
@@ -129,7 +126,6 @@ def test_a_helper_that_waits_for_the_first_peer_ends_in_order_when_told_to(tmp_p
         assert scraped(port)["dd_peer_phase", ("dd_peer_phase", "assist")] == 1
         helper.send_signal(signal.SIGINT)
         assert helper.wait(200) == 0 and "Traceback" not in (tmp_path / "log").read_text()
-        log.close()
     finally:
         for process in filter(None, (helper, bootstrap)):
             process.kill()

@@ -231,17 +231,22 @@ def assert_ended_cleanly(code, said, out, family):
 
 
 def test_no_process_outlives_a_supervisor_or_a_launcher_that_was_killed(flags, tmp_path):
-    for name, program in (("supervised", [sys.executable, "-m", "peer.supervise"]), ("launched", TORCHRUN)):
-        out = tmp_path / name
-        process = start(*flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, "--output_dir", out, program=program, cwd=ROOT)
-        wait_for(lambda out=out, process=process: training(out) or process.poll() is not None)
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert family
-        process.kill()
-        process.wait()
-        wait_for(lambda family=family: not any(map(alive, family)))
-        process.communicate()
-        assert Checkpoints(out, keep=2).load("latest")
+    flags += ["--total_samples", 10**9, "--dataloader_num_workers", 1, "--output_dir"]
+    supervised, launched = tmp_path / "supervised", tmp_path / "launched"
+    kill_alone(Warm(["-m", "peer.supervise", *flags, supervised], ROOT, tmp_path / "log", forks=True), supervised)
+    torchrun = start(*flags, launched, program=TORCHRUN, cwd=ROOT)
+    kill_alone(torchrun, launched)
+    torchrun.communicate()
+
+
+def kill_alone(process, out):
+    wait_for(lambda: training(out) or process.poll() is not None)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert family
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(alive, family)))
+    assert Checkpoints(out, keep=2).load("latest")
 
 
 def test_when_one_rank_dies_the_launch_ends_and_says_why(flags, tmp_path):

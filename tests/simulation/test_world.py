@@ -132,7 +132,7 @@ def test_strangers_who_mean_harm_stop_and_lead_astray_nobody():
         ("nan", "silent", "stalling-leaders", "invented-records", "long-header"),
         ("one-more-sample", "burnt-number", "drip-donor", "made-up-state"),
     ):
-        options = ["--peers", "4", "--hours", "0.03", "--seed", "17", "--faults", "reset,slow,clock,answers,ledger", "--strangers", ",".join(rows)]
+        options = ["--peers", "4", "--hours", "0.02", "--seed", "17", "--faults", "reset,slow,clock,answers,ledger", "--strangers", ",".join(rows)]
         summary = assert_holds(simulate(*options))
         assert summary["rounds"] >= 6 and summary["committed"] > 0.8
     assert summary["trace"] == simulate(*options).summary["trace"]

@@ -81,18 +81,6 @@ def test_a_package_that_is_not_installed_is_missed_as_ever():
         import no_such_package  # noqa: F401
 
 
-def test_a_dht_node_loads_neither_hiveminds_optimizers_nor_scipy_nor_torch():
-    pytest.importorskip("hivemind")
-    program = """
-import sys, swarm.dht, hivemind
-print([name for name in ("hivemind.optim", "hivemind.moe", "hivemind.averaging", "scipy", "torch") if name in sys.modules])
-from hivemind import DHT, Optimizer
-print(DHT is hivemind.dht.DHT, Optimizer is hivemind.optim.Optimizer, hivemind.utils.MPFuture.__name__)
-"""
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == ["[]", "True True MPFuture"]
-
-
 def test_a_peer_leaves_bitsandbytes_to_whoever_wants_its_optimizers():
     """diffusers and peft import it in every trainer: a sixth of its start."""
     pytest.importorskip("bitsandbytes")
@@ -100,9 +88,13 @@ def test_a_peer_leaves_bitsandbytes_to_whoever_wants_its_optimizers():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_a_trainer_leaves_scipy_to_the_samplers_that_compute_with_it():
+def test_a_dht_node_loads_neither_hiveminds_optimizers_nor_torch_and_a_trainer_leaves_scipy_to_the_samplers_that_compute_with_it():
+    """In one process, for which torch and transformers are loaded once."""
+    pytest.importorskip("hivemind")
     program = """
-import sys, peer, scipy
+import sys, swarm.dht, hivemind
+print([name for name in ("hivemind.optim", "hivemind.moe", "hivemind.averaging", "scipy", "torch") if name in sys.modules])
+import peer, scipy
 import transformers.modeling_utils
 from diffusers import EulerDiscreteScheduler, LMSDiscreteScheduler
 print([name for name in ("scipy.stats._stats_py", "scipy.optimize._optimize", "scipy.integrate._quadrature") if name in sys.modules])
@@ -113,6 +105,8 @@ lms.set_timesteps(4)
 print(len(sampler.sigmas), round(lms.get_lms_coefficient(1, 0, 0), 3) < 0)
 from scipy.optimize import linear_sum_assignment, minimize
 print(linear_sum_assignment([[1, 0], [0, 1]])[1].tolist(), minimize(lambda x: (x - 1) ** 2, 0).x.round())
+from hivemind import DHT, Optimizer
+print(DHT is hivemind.dht.DHT, Optimizer is hivemind.optim.Optimizer, hivemind.utils.MPFuture.__name__)
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == ["[]", "5 True", "[1, 0] [1.]"]
+    assert said.splitlines() == ["[]", "[]", "5 True", "[1, 0] [1.]", "True True MPFuture"]

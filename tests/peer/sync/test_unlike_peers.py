@@ -13,13 +13,14 @@ import torch
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
 from peer.machine.device import Rank, RankGroup
-from peer.sync.engine.trainer import swarm_sync
+from peer.sync.engine.trainer import sidecar_process, swarm_sync
 from peer.sync.engine.vectors import flatten
 from peer.wiring import Launch, assemble
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import WAIT_SECONDS
+from tests.warm import spawn_sidecar
 
-ROUNDS = 3
+ROUNDS = 2
 SAMPLES = {"fp32": 1, "autocast": 100, "kept": 20, "cuda": 50}
 """Of each peer in a round, all of them in one local step."""
 OPTIONS = {"fp32": {"mixed_precision": "no"}, "autocast": {"mixed_precision": "bf16"}, "kept": {"weights": "bf16"}, "cuda": {}}
@@ -95,6 +96,7 @@ def test_peers_of_unlike_precision_and_speed_end_each_round_with_one_float32_sta
     kinds, tiny_model, pictures, tmp_path, caplog, monkeypatch
 ):
     """The state is the mean of what they learned, weighted by samples: worked out again here, in float64."""
+    monkeypatch.setattr(sidecar_process, "_spawn", spawn_sidecar)
     # They share one thread: with half a second for each look, the last one's offer may come later than a leader waits.
     monkeypatch.setattr(swarm_sync, "POLL_SECONDS", 0.02)
     total = sum(SAMPLES[kind] for kind in kinds)
