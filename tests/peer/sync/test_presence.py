@@ -33,7 +33,7 @@ class Saying:
     def __init__(self, target: int = 32, rate: float = 8.0):
         self.now, self.published, self.said, self.stores = 100.0, [], {"waiting_samples": 4}, True
         neighbours = SimpleNamespace(say=lambda record: None, counted_upon=list)
-        status = SimpleNamespace(rate=rate, record=self.record)
+        status = SimpleNamespace(rate=rate, step_seconds=1.8, record=self.record)
         self.presence = Presence(RunConfig(target_batch_size=target), self, neighbours, status, None, lambda: self.now)
         self.came_by, self.addresses = [], ["/ip4/10.0.0.1/tcp/4000"]
 
@@ -69,6 +69,12 @@ def test_a_record_that_says_the_same_is_published_only_to_renew_it():
 def test_a_record_is_renewed_at_each_look_where_a_round_is_so_long_that_looks_are_as_seldom():
     saying = Saying(target=4096)
     assert saying.looks(0) and all(saying.looks(RENEW_SECONDS) for _ in range(3))
+
+
+def test_a_step_that_takes_longer_than_usual_is_not_counted_as_more_than_one():
+    saying = Saying()
+    saying.said["samples_per_second"] = 2.0
+    assert saying.looks(0) and [saying.looks(0.5) for _ in range(8)] == [False, False, False, True] * 2
 
 
 @pytest.mark.parametrize("changed", ["addresses", "digest", "phase", "note"])

@@ -61,7 +61,7 @@ class Presence:
         self._dials = Budget(_DIALS_PER_SECOND, _DIALS_AT_ONCE, clock)
         self._said: Mapping[str, Any] = {}
         """What our last record says; empty: it may not be there."""
-        self._renew_at = -math.inf
+        self._said_at = -math.inf
 
     def tasks(self) -> list[Callable[[], Awaitable[None]]]:
         return [self._publish_forever, self._read_forever, self._watch_forever, self._meet_forever]
@@ -98,14 +98,20 @@ class Presence:
         maddrs = tuple(await self._node.maddrs())
         self._grounds = grounds(self._node.came_by, maddrs)
         record = self._status.record(maddrs)
-        if _words(record) != self._said or self._clock() + self._period() > self._renew_at:
+        if _words(record) != self._said or self._must_renew(record):
             await self._publish_record(record)
+
+    def _must_renew(self, record: PeerRecord) -> bool:
+        """Before the others take us for gone. While we train they add to what waits what comes at our rate: a step that takes longer than
+        usual must not count as more than one."""
+        age = self._clock() - self._said_at
+        return age + self._period() > RENEW_SECONDS or (record.samples_per_second > 0 and age >= self._status.step_seconds)
 
     async def _publish_record(self, record: PeerRecord) -> None:
         self._neighbours.say(record)
         self._said = {}
         if await self._node.publish(self._run.run_id, record):
-            self._said, self._renew_at = _words(record), self._clock() + RENEW_SECONDS
+            self._said, self._said_at = _words(record), self._clock()
 
     def _period(self) -> float:
         """Seconds between two looks at each other: a twentieth of a round, so that a round is not overrun by more than that."""

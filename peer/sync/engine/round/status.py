@@ -101,6 +101,10 @@ class Status:
         """Samples per second that we train."""
         return self._trainer.progress.samples_per_second
 
+    @property
+    def step_seconds(self) -> float:
+        return self._trainer.progress.step_seconds
+
     def advice(self) -> str:
         progress = self._trainer.progress
         rate = progress.samples_per_second + sum(record.samples_per_second for record in self._neighbours.others())
