@@ -72,6 +72,10 @@ class Checks:
         """Of each state that a trainer was told of: its header as it was said, the hashes of its bytes, and its header."""
         self._shared: Counter[ShardEpochId] = Counter()
         """Samples that were leased to a second peer while a first one was late with them."""
+        self._right: dict[tuple[str, int], tuple[Masks, int]] = {}
+        """Of each contribution, the masks and the repeated samples that it had when the whole ledger was last looked at."""
+        self._whole: dict[ShardEpochId, tuple[int, int, int, int]] = {}
+        """Of each shard epoch that nobody held then: counted and pending, by its own word and by the contributions."""
         self._looked = 0.0
         self.forged: set[str] = set()
         """Digests of the states that strangers made up."""
@@ -334,30 +338,43 @@ class Checks:
         self._rotted |= {(machine.peer, digest) for digest in self.commits if path.endswith(f"-{digest[:12]}.state")}
 
     def whole_ledger(self, book: Book) -> None:
-        """Worked out anew from the contributions and the head's chain: each sample is counted once, waits once, or is leased once."""
-        chain = {pair for state in book.tree.chain() for pair in state.contributions()}
-        counted, pending = Tally(), Tally()
+        """Worked out anew from the contributions and the head's chain: each sample is counted once, waits once, or is leased once.
+
+        What is as it was when it was last looked at is compared with that, and no more: a ledger grows by eight contributions a round.
+        """
+        chain = {pair for state in book.tree.back() for pair in state.contributions()}
+        counted, pending, repeated = Tally(), Tally(), 0
         for pair, contribution in book._contributions.items():
-            keys, masks = self._keys.get(pair), contribution.shard_epochs
-            samples = contribution.samples + contribution.repeated
-            if keys is not None and (len(keys) != samples or not self._masks[pair].holds(masks)):
-                self.breach(f"the ledger has {samples} samples in contribution {pair[1]} of {pair[0][-6:]}, which has {len(keys)}")
+            masks = contribution.shard_epochs
+            if self._right.get(pair) != (masks, contribution.repeated) and pair in self._keys:
+                self._registered(pair, contribution)
             if contribution.counted != (pair in chain):
                 self.breach(f"contribution {pair[1]} of {pair[0][-6:]} is {'' if contribution.counted else 'not '}counted, and its state says otherwise")
             if pair in chain:
                 counted.add(masks)
+                repeated += contribution.repeated
             elif contribution.live:
                 pending.add(masks)
         for item in book.shard_epochs.known():
-            self._shard_epoch(item, counted.once.get(item.uid, 0), pending.once.get(item.uid, 0))
+            masks = item.counted, item.pending, counted.once.get(item.uid, 0), pending.once.get(item.uid, 0)
+            if item.holders or self._whole.get(item.uid) != masks:
+                self._shard_epoch(item, *masks[2:])
+                self._whole[item.uid] = masks
         if twice := _keys_of(pending.twice):
             self.breach(f"sample {twice[0]} waits in two contributions")
         # One that was counted on a branch that lost, trained by another peer and is on the head's chain again counts once, and as repeated.
         once = size(counted.once)
-        repeated = counted.total - once + sum(book._contributions[pair].repeated for pair in chain if pair in book._contributions)
+        repeated += counted.total - once
         if (book.counted_samples, book.repeated_samples) != (once + repeated, repeated):
             said = f"{book.counted_samples} samples are counted, {book.repeated_samples} of them repeated"
             self.breach(f"{said}, and there are {once} and {repeated}")
+
+    def _registered(self, pair: tuple[str, int], contribution: Contribution) -> None:
+        """The ledger has no other samples in it than its trainer told of."""
+        samples, keys, masks = contribution.samples + contribution.repeated, self._keys[pair], contribution.shard_epochs
+        if len(keys) != samples or not self._masks[pair].holds(masks):
+            self.breach(f"the ledger has {samples} samples in contribution {pair[1]} of {pair[0][-6:]}, which has {len(keys)}")
+        self._right[pair] = dict(masks), contribution.repeated
 
     def _shard_epoch(self, item: ShardEpoch, counted: int, pending: int) -> None:
         """counted, pending: masks of its samples in contributions."""

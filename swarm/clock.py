@@ -49,6 +49,8 @@ class SwarmClock:
         if not signed:
             return ""
         differences = [time - now for time in signed]
+        if not self._warned and max(differences) <= WARN_IN_SWARM_SECONDS and min(differences) >= -_NEWS_SECONDS - WARN_IN_SWARM_SECONDS:
+            return ""  # so is the median
         error = statistics.median(max(difference, 0.0) or min(difference + _NEWS_SECONDS, 0.0) for difference in differences)
         if abs(error) <= WARN_IN_SWARM_SECONDS:
             self._warned = self._warned and abs(error) > WARN_IN_SWARM_SECONDS / 2

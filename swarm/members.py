@@ -28,7 +28,8 @@ _MOST_REMEMBERED = 4096
 
 
 class Members:
-    """The members that one peer knows. own: its own membership, if it has one. wall: UNIX seconds. proofs: of what members did."""
+    """The members that one peer knows. needed: whether the run is for members. own: its own membership, if it has one. wall: UNIX seconds.
+    proofs: of what members did."""
 
     def __init__(
         self,
@@ -37,14 +38,9 @@ class Members:
         own: Membership | None = None,
         wall: Callable[[], float] = time.time,
     ):
-        self.run, self._wall = run, wall
+        self.run, self._wall, self.needed = run, wall, bool(run.members_of)
         self.bans, self.own, self.proofs = bans or Bans(run), own, Proofs(run)
         self._until: dict[str, int] = {}
-
-    @property
-    def needed(self) -> bool:
-        """Whether the run is for members."""
-        return bool(self.run.members_of)
 
     @property
     def countersigned(self) -> str:
@@ -70,7 +66,7 @@ class Members:
             return f"you are banned by the host: {reason}"
         if reason := self.proofs.reason(peer):
             return f"you are banned by a proof: {reason}"
-        return "" if self.has(peer) else NOT_A_MEMBER
+        return "" if not self.needed or self.has(peer) else NOT_A_MEMBER
 
     def has(self, peer: str) -> bool:
         """Whether `peer` is a member, or need not be one."""

@@ -1,4 +1,6 @@
 import logging
+import random
+import statistics
 
 import pytest
 from hivemind.dht.protocol import DHTProtocol
@@ -35,6 +37,14 @@ def test_the_records_of_most_peers_show_a_wrong_clock_once():
     assert swarm.look([now + 8], now) == ""
     assert swarm.look([now - 1], now) == ""
     assert "20.0 s ahead of" in swarm.look([now - 30], now)
+
+
+def test_a_clock_is_as_wrong_as_the_median_of_what_the_records_show():
+    rng = random.Random(5)
+    for _ in range(300):
+        signed = [rng.uniform(-30, 12) for _ in range(rng.randrange(1, 8))]
+        error = statistics.median(difference if difference > 0 else min(difference + 10, 0) for difference in signed)
+        assert bool(SwarmClock().look(signed, 0.0)) == (abs(error) > clock.WARN_IN_SWARM_SECONDS)
 
 
 def test_peers_that_refuse_our_clock_are_a_circumstance_of_its_own(nodes, monkeypatch):

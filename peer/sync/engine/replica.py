@@ -319,17 +319,13 @@ class Replica:
 
     # ---------------------------------------------------------------- waiting
 
-    async def _until(self, ready: Callable[[], T], *, look: bool = True) -> T:
-        """Wait until `ready` says something other than False. Before it is asked, a better state is taken over (`look`).
-
-        Without looking, nothing becomes due by time alone.
-        """
+    async def _until(self, ready: Callable[[], T]) -> T:
+        """Wait until `ready` says something other than False. Before it is asked, a better state is taken over."""
         while True:
-            if look:
-                self._look()
+            self._look()
             if (found := ready()) is not False:
                 return found
-            await self.bell.rung(self._idle_seconds() if look else IDLE_SECONDS)
+            await self.bell.rung(self._idle_seconds())
             await self._notice_absence()
 
     def _idle_seconds(self) -> float:
@@ -347,11 +343,9 @@ class Replica:
         Until it has looked around, its record says so (JOINING), and where it stands counts for nothing. An absence in the middle of a round is
         noticed after it.
         """
-        now = self._wall()
-        away, phase = now - self._looked, self.phase.value
-        if away <= RECORD_LIFE_SECONDS or phase not in (Phase.GROUP, Phase.AVERAGE):
-            self._looked = now
-        if away > RECORD_LIFE_SECONDS and phase in (Phase.TRAIN, Phase.FETCH):
+        before, self._looked = self._looked, self._wall()
+        away = self._looked - before
+        if away > RECORD_LIFE_SECONDS and self.phase.value in (Phase.TRAIN, Phase.FETCH):
             log.info("back after %.0f s", away)
             self._beginning.again()
             await self._join()
@@ -403,7 +397,7 @@ class Replica:
         attempting.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved, even if we are cancelled meanwhile
         attempting.add_done_callback(lambda task: self.bell.ring())
         try:
-            await self._until(lambda: attempting.done() or self._is_overtaken(parent), look=False)
+            await self.bell.until(lambda: attempting.done() or self._is_overtaken(parent), IDLE_SECONDS)
             if attempting.done():
                 return attempting.result()
             log.info("round=%d not averaged: a better state has arrived", parent.header.round + 1)
@@ -412,6 +406,8 @@ class Replica:
             await end_tasks(attempting)
 
     def _is_overtaken(self, parent: State) -> bool:
+        if (now := self._wall()) - self._looked <= RECORD_LIFE_SECONDS:  # a longer absence is noticed after the round
+            self._looked = now
         if self.phase.value is Phase.GROUP:
             self._look()
         return self.state.value is not parent

@@ -113,6 +113,29 @@ def test_who_reads_records_of_its_own_that_it_never_wrote_has_a_double(known):
     assert reads(record_of("us", 6001.0))
 
 
+def test_who_reads_no_news_gives_out_the_list_that_it_gave_out_before(known):
+    """What others make of it, they keep for as long as it is the same one."""
+    neighbours, clock = known
+    records = {"them": record_of("them", 1.0), "you": record_of("you", 1.0)}
+
+    async def read(run_id: str) -> dict[str, PeerRecord]:
+        return records
+
+    def others_after(seconds: float):
+        clock.now += seconds
+        asyncio.run(neighbours.read())
+        return neighbours.others()
+
+    neighbours._node.records = read
+    before = others_after(1.0)
+    assert others_after(1.0) is before and neighbours.knows("you")
+    records = records | {"you": record_of("you", 2.0)}
+    renewed = others_after(1.0)
+    assert renewed is not before and renewed[1].time == 2.0
+    records = {"them": records["them"]}
+    assert others_after(RECORD_LIFE_SECONDS - 1) is renewed and [record.peer_id for record in others_after(2.0)] == ["them"]
+
+
 def only_ourselves(neighbours: Neighbours, clock: Clock) -> None:
     """The others' records are gone, and ours comes back."""
 

@@ -81,9 +81,9 @@ class Neighbours:
             self.members.bans.hear(record.bans, rumoured=True)
             self.members.hear(peer, record.membership)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
-        self._live = self._of_this_run()
-        self._others = [record for record in self._live if record.schema == self._schema]
-        self._peers = frozenset(record.peer_id for record in self._others)
+        if (live := self._of_this_run()) != self._live:  # who has no news keeps the list that it gave out: others keep what they made of it
+            self._live, self._others = live, [record for record in live if record.schema == self._schema]
+            self._peers = frozenset(record.peer_id for record in self._others)
         self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGOTTEN_SECONDS}
         if own := found.get(self._node.peer_id):
             self._own_read = now

@@ -5,7 +5,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Container, Coroutine
+from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping
 from typing import Any
 
 from peer.sync.engine.cell import Bell
@@ -17,7 +17,7 @@ from swarm.budget import Budget
 from swarm.dht import SwarmNode
 from swarm.dialling import grounds
 from swarm.errors import ExitCode, UserError
-from swarm.records import RENEW_SECONDS
+from swarm.records import RENEW_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import set_within, within
 
@@ -40,7 +40,7 @@ def read_seconds(period: float, others: int) -> float:
 
 
 class Presence:
-    """status: what to publish; bell: rung after each look at the others; met: the peers that we have averaged with, which are dialled
+    """status: what to publish; bell: rung after each look at the others that brings news of them; met: the peers that we have averaged with, which are dialled
     first of those that we lose."""
 
     def __init__(
@@ -59,6 +59,9 @@ class Presence:
         self._began, self._warned, self._unsaid = clock(), False, 0
         self.book, self._grounds = AddressBook(met), frozenset()
         self._dials = Budget(_DIALS_PER_SECOND, _DIALS_AT_ONCE, clock)
+        self._said: Mapping[str, Any] = {}
+        """What our last record says; empty: it may not be there."""
+        self._said_at = -math.inf
 
     def tasks(self) -> list[Callable[[], Awaitable[None]]]:
         return [self._publish_forever, self._read_forever, self._watch_forever, self._meet_forever]
@@ -72,12 +75,15 @@ class Presence:
         self._now.set()
 
     async def publish(self) -> None:
-        """Our record, with our addresses."""
+        """Our record, with our addresses; not the one that says what the last one said, and need not be renewed before the next look.
+
+        While nothing changes, the others work out from that one's time what we have trained since (next_round.py).
+        """
         await self._unless_deaf(self._publish_with_addresses())
 
     async def publish_last(self) -> None:
         """Before leaving: without our addresses, since nobody shall dial us."""
-        await self._unless_deaf(self._publish_record(()))
+        await self._unless_deaf(self._publish_record(self._status.record()))
 
     async def _unless_deaf(self, publishing: Coroutine[Any, Any, None]) -> None:
         """A node that answers nothing any more is the watchdog's matter, but who looks at the log shall find why nobody sees this peer."""
@@ -91,12 +97,21 @@ class Presence:
     async def _publish_with_addresses(self) -> None:
         maddrs = tuple(await self._node.maddrs())
         self._grounds = grounds(self._node.came_by, maddrs)
-        await self._publish_record(maddrs)
-
-    async def _publish_record(self, maddrs: tuple[str, ...]) -> None:
         record = self._status.record(maddrs)
+        if _words(record) != self._said or self._must_renew(record):
+            await self._publish_record(record)
+
+    def _must_renew(self, record: PeerRecord) -> bool:
+        """Before the others take us for gone. While we train they add to what waits what comes at our rate: a step that takes longer than
+        usual must not count as more than one."""
+        age = self._clock() - self._said_at
+        return age + self._period() > RENEW_SECONDS or (record.samples_per_second > 0 and age >= self._status.step_seconds)
+
+    async def _publish_record(self, record: PeerRecord) -> None:
         self._neighbours.say(record)
-        await self._node.publish(self._run.run_id, record)
+        self._said = {}
+        if await self._node.publish(self._run.run_id, record):
+            self._said, self._said_at = _words(record), self._clock()
 
     def _period(self) -> float:
         """Seconds between two looks at each other: a twentieth of a round, so that a round is not overrun by more than that."""
@@ -118,8 +133,11 @@ class Presence:
     async def _read_forever(self) -> None:
         while True:
             await asyncio.sleep(read_seconds(self._period(), len(self._neighbours.others())) * self._rng.uniform(*_SPREAD))
+            before = self._neighbours.others()
             await self._neighbours.read()
-            self.book.see(self._neighbours.others(), self._grounds)
+            if (others := self._neighbours.others()) is not before:
+                self.book.see(others, self._grounds)
+                self._bell.ring()
             if self._neighbours.doubled:
                 self._refuse_our_double()
             members = self._neighbours.members
@@ -135,7 +153,6 @@ class Presence:
                     "This peer's membership of the run has ended, and the dataset server has not renewed it.",
                     fix="See the warnings above; dd-peer asks for a new one at its next start.", code=ExitCode.NETWORK,
                 )  # fmt: skip
-            self._bell.ring()
 
     def _refuse_our_double(self) -> None:
         """Of two with one identity each takes the other's contributions for its own, and what it trained itself for done. The newcomer gives way."""
@@ -178,3 +195,8 @@ class Presence:
             if not self._dials.take():
                 return
             await self._node.meet(self.book.next_lost(live))
+
+
+def _words(record: PeerRecord) -> Mapping[str, Any]:
+    """What it says, besides when that was: its time, and the host's words, of which each record has others."""
+    return {**vars(record), "time": 0.0, "bans": ()}

@@ -94,7 +94,7 @@ class Channel:
         """The next message, which is to be of that kind. Raises PeerLost when it is late, too long, malformed or a refusal."""
         until = _until(seconds)
         message, payload_bytes = await self._receive_message(kind, max_payload, until, max_bytes)
-        return message, bytes(await self._take(payload_bytes, until))
+        return message, bytes(await self._take(payload_bytes, until)) if payload_bytes else b""
 
     async def receive_into(self, kind: type[M] | TypeAdapter[M], room: memoryview, *, seconds: float) -> tuple[M, int]:
         """The next message, whose payload comes into the begin of `room`, and the payload's length. Raises PeerLost as `receive` does."""

@@ -71,6 +71,7 @@ class Status:
     ):
         """seal: of the state that we stand on (certificates.py)."""
         self._seal = seal
+        self._run_mapping = run.to_mapping()
         self._run, self._node, self._neighbours, self._end, self._members, self._wall = run, node, neighbours, end, members, wall
         self._state, self._phase, self._trainer, self._heads, self._catch_up = state, phase, trainer, heads, catch_up
         self._assists, self._name, self._hardware, self._server_url = assists, name, hardware, server_url
@@ -99,6 +100,10 @@ class Status:
     def rate(self) -> float:
         """Samples per second that we train."""
         return self._trainer.progress.samples_per_second
+
+    @property
+    def step_seconds(self) -> float:
+        return self._trainer.progress.step_seconds
 
     def advice(self) -> str:
         progress = self._trainer.progress
@@ -188,7 +193,7 @@ class Status:
         head = {"digest": state.digest, "round": header.round, "samples": header.samples, "peers": [self._node.peer_id]}
         return RunRecord(
             run_id=self._run.run_id,
-            run=self._run.to_mapping(),
+            run=self._run_mapping,
             server_url=self._server_url,
             head=head if header.round else None,
             extension=self._end.extension,

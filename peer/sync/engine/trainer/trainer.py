@@ -76,8 +76,10 @@ class Trainer:
         """Before it stands on our state, what it says is waiting may be in that state already."""
         if progress.stands_on != self._state.value.digest:
             progress = replace(progress, waiting=self.progress.waiting)
-        self.progress, self._heard = progress, self._clock()
-        self._bell.ring()
+        self._heard = self._clock()
+        if progress != self.progress:  # one that waits says the same once a second
+            self.progress = progress
+            self._bell.ring()
 
     def offered(self, contribution: Contribution) -> None:
         """It froze this, or says after a rebase that it still has it."""

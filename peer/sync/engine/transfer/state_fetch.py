@@ -150,6 +150,8 @@ class StateFetch:
 
     def consider(self, right: Mapping[Head, Collection[str]], ours: State) -> None:
         """Fetch what is right in place of `ours`: heads and who holds each, the best first; empty: `ours` is right."""
+        if self._fetch is None and not right and self._partial is None:  # as 250 times a round of 8 peers
+            return
         now = self._clock()
         if self._fetch is not None and not self._fetch.task.done():
             self._give_up_if_late(self._fetch, self._willing(right), ours)
