@@ -25,7 +25,7 @@ _FILES = (
 )
 _HEX = "[0-9a-f]"
 _FOLDERS = {
-    "state": rf"(samples-\d{{16}}-round-\d{{8}}-{_HEX}{{12}}\.(state|tmp)|means/{_HEX}{{32}}\.(mean|tmp)|((met|bans|certificate|proofs|signed)\.json|discarded){_PART})",
+    "state": rf"(samples-\d{{16}}-round-\d{{8}}-{_HEX}{{12}}\.(state|tmp)|means/{_HEX}{{32}}\.(mean|tmp)|((met|bans|certificate|proofs)\.json|discarded){_PART})",
     "settled": rf"round-\d{{8}}-samples-\d{{10}}-{_HEX}{{12}}\.state",
     "cache": rf"(shards/{_HEX}{{64}}\.tar(\.part)?|(latents|texts)/{_HEX}{{32}}/{_HEX}{{2}}/{_HEX}+\.safetensors{_PART}"
     rf"|unsaid-{_HEX}{{16}}-[\w.-]+\.jsonl{_PART}|(manifest|seen)-{_HEX}{{16}}-[\w.-]+\.json{_PART}|pictures-{_HEX}{{16}}\.json{_PART})",
