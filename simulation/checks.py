@@ -17,6 +17,7 @@ from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.state import Header, hash_chunks, state_digest
 from peer.sync.engine.vectors import SharedBuffer
 from simulation.arithmetic import Arithmetic
+from simulation.lies import Lies, Made
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
@@ -77,6 +78,7 @@ class Checks:
         self._whole: dict[ShardEpochId, tuple[int, int, int, int]] = {}
         """Of each shard epoch that nobody held then: counted and pending, by its own word and by the contributions."""
         self._looked = 0.0
+        self.lies = Lies()
         self.forged: set[str] = set()
         """Digests of the states that strangers made up."""
         self.final: dict[str, int] = {}
@@ -130,8 +132,10 @@ class Checks:
         if not number:
             return
         other = self._of_group.setdefault((parent, members), digest)
-        if other != digest:
+        if other != digest and not self.lies.may_differ((parent, members)):
             self.breach(f"one group made two states of {parent[:8]}: {other[:8]} and {digest[:8]}", machine)
+        elif other != digest and (wrong := self.lies.parts((parent, members))):
+            self.breach(wrong, machine)
         before = self.commits.get(parent)
         included = dict(before.included) if before else {}
         if number > 1 and before is None:
@@ -152,7 +156,9 @@ class Checks:
         self._world.committed(self.commits[digest])
 
     def closings(self, said: Mapping[str, Any]) -> None:
-        """What a peer's log line says of a group, beside its text: it was averaged in, or is void."""
+        """What a peer's log line says beside its text: a group was averaged in, or is void; a peer is proven to have lied."""
+        if "proven" in said and (wrong := self.lies.proves(said["proven"], self._world.strangers)):
+            self.breach(wrong)
         self._averaged |= {said["averaged"]} if "averaged" in said else set()
         self._void |= {said["void"]} if "void" in said else set()
         if ("averaged" in said or "void" in said) and not self._averaged.isdisjoint(self._void):
@@ -207,7 +213,8 @@ class Checks:
             if state_digest(header, hashes) != digest:
                 self.breach(f"the bytes of the state {digest[:8]} are not those of its digest", machine)
             self._told[digest] = said, hashes, header
-        if self.arithmetic is not None and (wrong := self.arithmetic.rebased(digest, self.header(digest), data)):
+        wrong = self.arithmetic.rebased(digest, self.header(digest), data) if self.arithmetic is not None else ""
+        if wrong and not self.lies.may_differ(_made(self.header(digest))):
             self.breach(wrong, machine)
 
     def header(self, digest: str) -> Header:
@@ -417,6 +424,10 @@ class Checks:
         if book.counted_samples + unsaid != head.samples:
             return f"{head.samples} samples are in the state, {book.counted_samples} in the ledger, {unsaid} of peers that died"
         return ""
+
+
+def _made(header: Header) -> Made:
+    return next(iter(header.parents), ""), tuple((member.peer, member.number, member.samples) for member in header.members)
 
 
 class Tally:

@@ -128,13 +128,13 @@ class SimNode:
         return True
 
     def sign(self, statement):
-        return _signature(self.peer_id, statement)
+        return signed(self.peer_id, statement)
 
     def key_of(self, peer):
         return f"ssh-rsa {peer}"
 
     def has_signed(self, peer, statement, key, signature):
-        return key == self.key_of(peer) and signature == _signature(peer, statement)
+        return key == self.key_of(peer) and signature == signed(peer, statement)
 
     async def ended_within(self, seconds):
         await asyncio.sleep(seconds)
@@ -147,6 +147,6 @@ class SimNode:
         self._network.die(self.host, power=False)
 
 
-def _signature(peer: str, statement: bytes) -> str:
+def signed(peer: str, statement: bytes) -> str:
     """What stands for an RSA signature, which would be another one each time, and is of the same length. Nobody here makes one in another's name."""
     return base64.b64encode(hashlib.shake_256(peer.encode() + statement).digest(256)).decode()

@@ -21,6 +21,7 @@ from scripts.attacks.rows import ROWS
 from scripts.attacks.wire import Frames, Gone, Record, Serves, Stranger, newest
 from simulation.machine import Process
 from simulation.network import Host, Link, SimPipe
+from simulation.records import signed
 from swarm.members import said, sign_membership
 from swarm.records import PeerRecord
 from swarm.unpacking import unpack
@@ -51,7 +52,10 @@ async def attack(world: "World", row: str, *, members: int = 0) -> None:
 
 class _Key:
     def __init__(self, peer_id: str):
-        self.peer_id = peer_id
+        self.peer_id, self.public = peer_id, f"ssh-rsa {peer_id}"
+
+    def sign(self, statement: bytes) -> str:
+        return signed(self.peer_id, statement)
 
 
 class SimBand(Band):
@@ -68,7 +72,7 @@ class SimBand(Band):
         return self.strangers
 
     async def come_as(self, key: _Key) -> Stranger:
-        self.strangers.append(SimStranger(self._world, self.process, self.rng, key.peer_id))
+        self.strangers.append(SimStranger(self._world, self.process, self.rng, key.peer_id, member=self._members > 0))
         return self.strangers[-1]
 
     def _draw(self) -> str:
@@ -88,6 +92,8 @@ class SimBand(Band):
     def say(self, **values: Any) -> None:
         if values["event"] == "forged":
             self._world.checks.forged.add(values["digest"])
+        if values["event"] == "lied":
+            self._world.checks.lies.told(values["parent"], values["members"])
 
 
 class SimStranger(Stranger):

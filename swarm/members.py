@@ -39,7 +39,7 @@ class Members:
         wall: Callable[[], float] = time.time,
     ):
         self.run, self._wall, self.needed = run, wall, bool(run.members_of)
-        self.bans, self.own, self.proofs = bans or Bans(run), own, Proofs(run)
+        self.bans, self.own, self.proofs = bans or Bans(run), own, Proofs(run, is_member=self.has)
         self._until: dict[str, int] = {}
 
     @property

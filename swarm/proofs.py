@@ -26,7 +26,8 @@ HasSigned = Callable[[str, bytes, str, str], bool]
 """Whether a peer signed a statement: (peer, statement, key, signature)."""
 Signature = Annotated[str, Field(strict=True, max_length=700, pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
 """Of a peer's key, in base64; '' for none."""
-_Key = Annotated[str, Field(strict=True, max_length=1000, pattern="^ssh-rsa [!-~]+$")]
+Key = Annotated[str, Field(strict=True, max_length=1000, pattern=r"^(ssh-rsa [!-~]+)?$")]
+"""Of a peer, public, in OpenSSH's words; '' for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Proof:
     the two means."""
 
     accused: Text
-    key: _Key
+    key: Key
     group: Text
     digests: tuple[Text, Text]
     signatures: tuple[Signature, Signature]
@@ -45,13 +46,14 @@ PROOFS: TypeAdapter[tuple[Proof, ...]] = TypeAdapter(Annotated[tuple[Proof, ...]
 
 
 class Proofs:
-    """path: where they are kept; None: nowhere."""
+    """is_member: whether a peer is a member now, as far as we know; path: where they are kept; None: nowhere."""
 
-    def __init__(self, run: RunConfig, signed: HasSigned = has_signed, *, path: Path | None = None):
-        self._run, self._signed, self._path = run, signed, path
-        self._known: dict[str, Proof] = {}
-        if path is not None:
-            self.hear(_read(path))
+    def __init__(
+        self, run: RunConfig, signed: HasSigned = has_signed, is_member: Callable[[str], bool] = lambda peer: True, *, path: Path | None = None
+    ):
+        self._run, self._signed, self._is_member, self._path = run, signed, is_member, path
+        # Those kept were of members when we heard of them; who is one now, nobody has told us yet.
+        self._known = {proof.accused: proof for proof in (_read(path) if path is not None else ()) if self._holds(proof)}
 
     @property
     def all(self) -> tuple[Proof, ...]:
@@ -62,8 +64,14 @@ class Proofs:
         return "it signed two different means of one share" if peer in self._known else ""
 
     def hear(self, proofs: Iterable[Proof]) -> bool:
-        """Take over what holds and is news; whether anything was."""
-        news = [proof for proof in proofs if proof.accused not in self._known and len(self._known) < MOST_PROOFS and self._holds(proof)]
+        """Take over what holds and is news; whether anything was.
+
+        Only of members: keys that nobody lets in cost nothing, and would leave no room for others. Of several proofs of one peer the first is
+        looked at: a message full of false ones costs 10 ms.
+        """
+        said = {proof.accused: proof for proof in reversed([*proofs])}
+        news = [proof for peer, proof in said.items() if peer not in self._known and self._is_member(peer) and self._holds(proof)]
+        news = news[: self._room(len(news))]
         for proof in news:
             self._known[proof.accused] = proof
             log.warning("proven: %s signed two different means of one share: it takes part no more", proof.accused, extra={"proven": proof.accused})
@@ -73,6 +81,12 @@ class Proofs:
             except OSError as error:
                 log.warning("cannot keep the proofs in %s: %s", self._path, error.strerror)
         return bool(news)
+
+    def _room(self, wanted: int) -> int:
+        """For how many more there is room. Where they are too many, those whose membership has ended give way."""
+        if len(self._known) + wanted > MOST_PROOFS:
+            self._known = {peer: proof for peer, proof in self._known.items() if self._is_member(peer)}
+        return max(MOST_PROOFS - len(self._known), 0)
 
     def _holds(self, proof: Proof) -> bool:
         one, other = proof.digests

@@ -25,7 +25,7 @@ _SHARD = f"shards/{'?' * 64}.tar"
 _FOLDERS = {
     "state": (
         "samples-*-round-*.state", "samples-*-round-*.tmp", "means/*.mean", "means/*.tmp",
-        "bans.json", "certificate.json", "discarded", "met.json", "proofs.json", "signed.json",
+        "bans.json", "certificate.json", "discarded", "met.json", "proofs.json",
     ),
     "settled": ("round-*-samples-*.state",),
     "cache": (

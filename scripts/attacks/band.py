@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from scripts.attacks.wire import Key, Record, Stranger, newest, say
+from swarm.members import said, sign_membership
 from swarm.run_config import RunConfig
+from swarm.signing import HostKey
 
 
 @dataclass
 class Band:
-    """address: of one honest peer; url, token: of a server, where the attack is on one."""
+    """address: of one honest peer; url, token: of a server, where the attack is on one; host_key: of a host that has let us in."""
 
     address: str
     folder: Path
@@ -22,6 +24,7 @@ class Band:
     stack: contextlib.AsyncExitStack
     url: str = ""
     token: str = ""
+    host_key: Path | None = None
     strangers: list[Stranger] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
     run: Record = field(default_factory=dict)
@@ -32,6 +35,8 @@ class Band:
             entering = Stranger.come(self.address, self.folder, self.rng, f"stranger-{number}")
             self.strangers.append(await self.stack.enter_async_context(entering))
         self.run = await self.strangers[0].run()
+        for stranger in self.strangers:
+            self._let_in(stranger)
         self.say(event="came", peers=[stranger.peer_id for stranger in self.strangers])
         return self.strangers
 
@@ -39,7 +44,12 @@ class Band:
         """One identity more, whose key was chosen."""
         name = f"stranger-{len(self.strangers)}"
         self.strangers.append(await self.stack.enter_async_context(Stranger.come(self.address, self.folder, self.rng, name, key)))
+        self._let_in(self.strangers[-1])
         return self.strangers[-1]
+
+    def _let_in(self, stranger: Stranger) -> None:
+        if self.host_key is not None:
+            stranger.membership = dict(said(sign_membership(HostKey(self.host_key, missing="refuse"), self.config, stranger.peer_id)))
 
     def arrived(self) -> None:
         """From now on it counts: what was prepared before did nobody any harm."""

@@ -98,7 +98,8 @@ async def learn_wire(band: Band, stranger: Stranger, honest: list[str]) -> Wire:
 
 def group_id(parent: str, group: Record) -> str:
     members, norms = [member[:3] for member in group["members"]], [member[3] for member in group["members"]]
-    return digest_json([parent, members, group["reducers"], group["attempt"], norms, [bool(receipt) for receipt in group["receipts"]]])
+    receipts = [bool(receipt) for receipt in group["receipts"]]
+    return digest_json([parent, members, group["reducers"], group["draws"], group["attempt"], norms, receipts])
 
 
 # ------------------------------------------------------------------ contributors

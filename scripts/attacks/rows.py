@@ -6,15 +6,17 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Row:
     """module: where its attack is, a function of the row's name. kind: what it is tried on: a swarm's rounds, a newcomer to a swarm, a
-    server, or one program. members: whether only memberships, or a centered average, will end it. heavy: it costs the machine so much that what runs beside it
-    is slowed too. strategy: of the swarm. bound: the most that the row's own figure may be, where it has one. grown_mib: of all peers of
-    the swarm, beyond what the undisturbed one's grew."""
+    server, or one program. members: whether only memberships, or a centered average, will end it. let_in: whether its
+    stranger is a member, of a run for members. heavy: it costs the machine so much that what runs beside it is slowed
+    too. strategy: of the swarm. bound: the most that the row's own figure may be, where it has one. grown_mib: of all peers of the swarm, beyond
+    what the undisturbed one's grew. banned_after_rounds: from its first lie, until the last honest peer has a proof."""
 
     id: str
     module: str
     does: str
     kind: str = "swarm"
     members: bool = False
+    let_in: bool = False
     heavy: bool = False
     strategy: str = "parameters"
     figure: str = ""
@@ -37,6 +39,14 @@ _ALL = (
     Row("wrong-means", "rounds", "assists without samples and sends everybody one wrong mean"),
     Row("split-means", "rounds", "assists without samples and sends each member another wrong mean"),
     Row("huge-norm", "rounds", "assists and sends square norms of 1e280 to 1e301", strategy="gradients"),
+    Row(
+        "two-faced",
+        "two_faced",
+        "a member: assists, gives one member another mean than the others, and signs both",
+        let_in=True,
+        figure="banned_after_rounds",
+        bound=20,
+    ),
     Row("nan", "rounds", "contributes NaN to every round"),
     Row("absent", "rounds", "joins every group and goes to no reducer"),
     Row("silent", "rounds", "joins every group, opens its streams and says nothing"),

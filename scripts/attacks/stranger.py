@@ -1,6 +1,8 @@
-"""One stranger's process: `python -m scripts.attacks.stranger ROW FOLDER [--address ADDRESS] [--url URL --token T] [--seed N] [--seconds S]`.
+"""One stranger's process: `python -m scripts.attacks.stranger ROW FOLDER [--address ADDRESS] [--url URL --token T] [--host_key FILE] [--seed N]
+[--seconds S]`.
 
-Keeps its keys in FOLDER. Prints a line of JSON when it has arrived, and others of what it did. Ends when its time is over, or by SIGTERM.
+Keeps its keys in FOLDER. With --host_key it is a member. Prints a line of JSON when it has arrived, and others of what it did. Ends when its
+time is over, or by SIGTERM.
 """
 
 import argparse
@@ -25,7 +27,7 @@ async def live(args: argparse.Namespace) -> None:
     row = ROWS[args.row]
     attack = getattr(importlib.import_module(f"scripts.attacks.{row.module}"), row.id.replace("-", "_"))
     async with contextlib.AsyncExitStack() as stack:
-        band = Band(args.address, args.folder, random.Random(args.seed), stack, args.url, args.token)
+        band = Band(args.address, args.folder, random.Random(args.seed), stack, args.url, args.token, args.host_key)
         attacking = asyncio.create_task(attack(band))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, attacking.cancel)
@@ -44,6 +46,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--url", default="")
     parser.add_argument("--token", default="")
+    parser.add_argument("--host_key", type=Path)
     args = parser.parse_args()
     die_with_parent()
     say(event="seed", row=args.row, seed=args.seed)

@@ -64,7 +64,9 @@ class Swarm:
     def __init__(
         self, folder: Path, peers: int, row: Row | None = None, seed: int = 0, *, members: bool = False, averaging: str = "mean"
     ):
-        self.row, self.seed, self._folder, self._count, self._members, self._averaging = row, seed, folder, peers, members, averaging
+        self.row, self.seed, self._folder, self._count, self._averaging = row, seed, folder, peers, averaging
+        self._let_in = row is not None and row.let_in
+        self._members = members or self._let_in
         self.name = row.id if row else "control"
         self._strategy = row.strategy if row else "parameters"
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,6 +103,7 @@ class Swarm:
         address = self._toys[self.seed % len(self._toys)].address()
         command = [sys.executable, "-m", "scripts.attacks.stranger", self.row.id, str(self._folder / "stranger"), "--address", address]
         command += ["--seed", str(self.seed), "--seconds", str(seconds + START_SECONDS)]
+        command += ["--host_key", str(self._folder / "host.key")] if self._let_in else []
         self.stranger = Program("stranger", command, self._folder / "stranger.log", {}, ROOT)
 
     def watch(self) -> None:
@@ -127,7 +130,7 @@ class Swarm:
     def _arrived(self) -> bool:
         """Where it is no member, many an attack never comes to its beginning; it tries from the moment in which it knows the run."""
         events = {line.get("event") for line in said(self.stranger)}
-        return "arrived" in events or (self._members and "came" in events)
+        return "arrived" in events or (self._members and not self._let_in and "came" in events)
 
     def _run_id(self) -> str:
         """As a newcomer has it from its host, and not from anybody in the swarm."""
@@ -181,6 +184,9 @@ class Swarm:
                 figures["knocks_a_minute"] = round(60 * line["knocks"] / max(end - self.began, 1), 1)
         if (joined := self._newcomer_joined()) is not None:
             figures["newcomer_seconds"] = round(joined, 1)
+        if lies := self._lies():
+            proven = max((at or end for at in self._proven()), default=end)
+            figures["banned_after_rounds"] = round(self.rounds_within(min(lies), proven), 1)
         return figures
 
     def reasons(self, end: float, control_loss: float, control_moves: bool) -> list[str]:
@@ -189,7 +195,7 @@ class Swarm:
         lines = [line for toy in self._toys for line in toy.rounds()]
         if taken := [line["digest"][:8] for line in lines if line["digest"] in self.forged()]:
             found.append(f"took made-up states {len(taken)} times, first {taken[0]}")
-        found += [f"replicas split: {text}" for text in checks.unequal_states(lines)[:1]]
+        found += self._unproven() if self._let_in else [f"replicas split: {text}" for text in checks.unequal_states(lines)[:1]]
         last = max(end - max(_STOPPED_SECONDS, (end - self.began) / 3), self.began)
         loss = self.loss(last)
         if control_moves and end - last >= _STOPPED_SECONDS / 2 and not self.rounds_within(last, end):
@@ -197,6 +203,21 @@ class Swarm:
         if loss > max(_HIGH_LOSS, 10 * control_loss):
             found.append(f"loss {loss:.2g} (without {control_loss:.2g})")
         return found + self._misled()
+
+    def _lies(self) -> list[float]:
+        """When the stranger gave a member another mean than the others, by time.time()."""
+        return [line["time"] for line in said(self.stranger) if line.get("event") == "lied"] if self.stranger else []
+
+    def _proven(self) -> list[float]:
+        """When each honest peer had a proof of that; 0 for one that has none."""
+        proofs = [toy.folder / "state" / "proofs.json" for toy in self._toys]
+        return [path.stat().st_mtime if path.exists() else 0.0 for path in proofs]
+
+    def _unproven(self) -> list[str]:
+        """A lie parts the members for a round. What must not be is that somebody has no proof of it."""
+        if not self._lies():
+            return ["the stranger came to no lie"]
+        return [f"{toy.name} has no proof" for toy, proven in zip(self._toys, self._proven(), strict=True) if not proven]
 
     def _misled(self) -> list[str]:
         """What the newcomer or the program that met the stranger was led to."""

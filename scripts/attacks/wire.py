@@ -109,6 +109,15 @@ class Key:
         self.peer_id = peer_id_of(self.private.get_public_key().to_bytes())
         self.subkey = self._signer.local_public_key
 
+    @property
+    def public(self) -> str:
+        """In OpenSSH's words."""
+        return self.private.get_public_key().to_bytes().decode()
+
+    def sign(self, statement: bytes) -> str:
+        """As honest peers sign what is no record."""
+        return self.private.sign(statement).decode()
+
     def identity(self) -> bytes:
         """As p2pd reads it from a file."""
         return crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=self.private.to_bytes()).SerializeToString()
@@ -158,7 +167,12 @@ class Stored:
 
 
 class Stranger:
-    """One identity with a node of its own. `rng` is where every value of an attack comes from."""
+    """One identity with a node of its own. `rng` is where every value of an attack comes from.
+
+    membership: of the run, where the host has let it in.
+    """
+
+    membership: Record | None = None
 
     def __init__(self, daemon: Daemon, dht: DHTNode, identity: Identity, rng: random.Random):
         self._daemon, self._dht, self._identity, self.rng = daemon, dht, identity, rng
@@ -228,7 +242,8 @@ class Stranger:
     async def publish_for(self, run_id: str, records: Mapping[Key, Record], seconds: float = 20.0) -> None:
         """Sign each record with the key beside it, and store them all at once."""
         now = time.time()
-        packed = {key: msgpack.packb({**record, "peer_id": key.peer_id, "time": now}) for key, record in records.items()}
+        own = {"membership": self.membership, "seal": ""} if self.membership else {}
+        packed = {key: msgpack.packb({**record, "peer_id": key.peer_id, "time": now, **own}) for key, record in records.items()}
         await self.store(*(key.signed(f"{run_id}.peers", value, now + seconds) for key, value in packed.items()))
 
     async def addresses(self) -> list[str]:
@@ -241,7 +256,10 @@ class Stranger:
             _, reader, writer = await asyncio.wait_for(self.p2p.call_binary_stream_handler(PeerID.from_base58(peer), name), seconds)
         except Exception as error:  # hivemind raises its own kinds
             raise Gone(repr(error)) from None
-        return Frames(peer, reader, writer)
+        frames = Frames(peer, reader, writer)
+        if self.membership:
+            await frames.send(self.membership)
+        return frames
 
     async def ask(self, peer: str, name: str, header: Mapping[str, Any] | None = None, seconds: float = _ANSWER_SECONDS) -> Record:
         """One question, one answer."""
@@ -257,6 +275,8 @@ class Stranger:
         async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             frames = Frames(info.peer_id.to_base58(), reader, writer)
             try:
+                if self.membership:
+                    await frames.receive()  # the caller's
                 await handler(frames)
                 await asyncio.sleep(1)  # p2pd resets a stream that is closed before its last bytes have gone
             except Gone:

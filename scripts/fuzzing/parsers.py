@@ -188,7 +188,8 @@ def _announcement(data: bytes, receipts: Receipts) -> None:
     said = read(Announcement, _unpacked(data))
     peers = [peer for peer, *_ in said.members]
     *me, norm = next(iter(said.members), ("QmMe", 1, 1, 0.0))
-    ticket = Ticket("p", Member(*me), True, norm=norm, receipt=next(iter(said.receipts), ""))
+    draw = dict(zip(said.reducers, said.draws, strict=False)).get(me[0], "")
+    ticket = Ticket("p", Member(*me), True, norm=norm, receipt=next(iter(said.receipts), ""), draw=draw)
     group = group_of(said, ticket, next(iter(said.reducers), "QmLeader"), Standing(Head("p", 0), True, 0.0), _MOST_SAMPLES, receipts)
     if peers != sorted(set(peers)) or group.samples > _MOST_SAMPLES * len(peers) or ticket.member not in group.members:
         raise Fault(f"a group that is none: {group}")

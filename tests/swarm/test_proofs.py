@@ -94,3 +94,50 @@ def test_no_more_proofs_are_kept_than_a_message_holds(run):
     invented = [Proof(accused=f"Qm{n}", key="ssh-rsa A", group="g", digests=("a", "b"), signatures=("A", "B")) for n in range(MOST_PROOFS + 1)]
     proofs.hear(invented[:-1])
     assert not proofs.hear(invented[-1:]) and len(proofs.all) == MOST_PROOFS
+
+
+def invented(accused: str) -> Proof:
+    return Proof(accused=accused, key="ssh-rsa A", group="g", digests=("a", "b"), signatures=("A", "B"))
+
+
+def test_keys_that_nobody_let_in_leave_room_for_the_proof_of_a_member(run):
+    """Anybody can sign two digests with 128 keys of its own: each is a proof that holds, of nobody."""
+    members = {"QmLiar"}
+    proofs = Proofs(run, lambda *said: True, members.__contains__)
+    assert not proofs.hear([invented(f"Qm{number}") for number in range(MOST_PROOFS)]) and not proofs.all
+    assert proofs.hear([invented("QmLiar")]) and proofs.reason("QmLiar")
+
+
+def test_too_many_at_once_are_cut_to_what_a_message_holds(run):
+    proofs = Proofs(run, lambda *said: True)
+    assert proofs.hear([invented("Qm")]) and proofs.hear([invented(f"Qm{number}") for number in range(2 * MOST_PROOFS)])
+    assert len(proofs.all) == MOST_PROOFS and proofs.all[0].accused == "Qm"
+
+
+def test_where_they_are_too_many_those_whose_membership_has_ended_give_way(run):
+    members = {f"Qm{number}" for number in range(MOST_PROOFS)}
+    proofs = Proofs(run, lambda *said: True, members.__contains__)
+    proofs.hear([invented(peer) for peer in sorted(members)])
+    members |= {"QmLiar"}
+    assert not proofs.hear([invented("QmLiar")]), "all of them are members still"
+    members.discard("Qm7")
+    assert proofs.hear([invented("QmLiar")]) and proofs.reason("QmLiar") and not proofs.reason("Qm7") and len(proofs.all) == MOST_PROOFS
+
+
+def test_of_many_proofs_of_one_peer_one_is_looked_at(run):
+    looked = []
+
+    def signed(*said):
+        looked.append(said)
+        return False
+
+    assert not Proofs(run, signed).hear([dataclasses.replace(invented("Qm"), group=f"g{number}") for number in range(100)])
+    assert len(looked) == 1
+
+
+def test_what_members_know_of_proofs_is_of_members(host, run, keys):
+    liar, other = keys
+    members = Members(run)
+    assert not members.proofs.hear([proof(run, liar)]) and not members.proofs.reason(liar.peer_id)
+    members.hear(liar.peer_id, sign_membership(host, run, liar.peer_id))
+    assert members.proofs.hear([proof(run, liar), proof(run, other)]) and not members.proofs.reason(other.peer_id)

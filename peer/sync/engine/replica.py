@@ -108,7 +108,7 @@ class Replica:
         rng: random.Random | None = None,
     ):
         self.node, self.assists, self.end, self.members = node, assists, end or End(run), members or Members(run, wall=wall)
-        self.members.proofs = Proofs(run, node.has_signed, path=store.folder / "proofs.json")
+        self.members.proofs = Proofs(run, node.has_signed, self.members.has, path=store.folder / "proofs.json")
         self._discarded, self._rounds_path, self._clock, self._wall, self._rng = store.discarded, rounds_path, clock, wall, rng or random.SystemRandom()
         self.bell = Bell()
         self.state, self.phase = Cell(state, self.bell, clock), Cell(Phase.JOIN, self.bell, clock)
@@ -143,7 +143,7 @@ class Replica:
         )  # fmt: skip
         self.rounds = Rounds(
             run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
-            seals=ShareSeals(run.digest, node, store.folder / "signed.json") if self.members.needed else None, clock=clock, rng=self._rng,
+            seals=ShareSeals(run.digest, node) if self.members.needed else None, clock=clock, rng=self._rng,
         )  # fmt: skip
         self._equivocation = Equivocation(streams, self.members.proofs, self.neighbours.others, clock, self._rng)
         forsaken = store.forsaken or bool(store.discarded.names)

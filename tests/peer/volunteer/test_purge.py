@@ -23,7 +23,7 @@ from swarm.run_config import RunConfig
 
 HEX = "0123456789abcdef" * 4
 OURS = (
-    "contribution_number", "in_use.lock", "known_hosts.json", "state/met.json", "state/proofs.json", "state/signed.json", "state/certificate.json", f"earlier/{HEX[:16]}/run.json", f"earlier/{HEX[:16]}/rounds.jsonl",
+    "contribution_number", "in_use.lock", "known_hosts.json", "state/met.json", "state/proofs.json", "state/certificate.json", f"earlier/{HEX[:16]}/run.json", f"earlier/{HEX[:16]}/rounds.jsonl",
     f"earlier/{HEX[:16]}/checkpoint-000007/manifest.json", f"earlier/{HEX[:16]}/state/samples-0000000000000064-round-00000001-{HEX[:12]}.state", "metrics.jsonl", "peer_state", "rounds.jsonl", "run.json",
     f"state/samples-0000000000000064-round-00000001-{HEX[:12]}.state", f"state/means/{HEX[:32]}.mean",
     f"settled/round-00000001-samples-0000000064-{HEX[:12]}.state",

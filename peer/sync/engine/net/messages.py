@@ -40,6 +40,7 @@ from peer.sync.engine.state import (
     Header,
 )
 from swarm.proofs import MOST_PROOFS, Proof
+from swarm.proofs import Key as PeerPublicKey
 from swarm.proofs import Signature as PeerSignature
 from swarm.records import SEAL, Membership
 from swarm.signing import SIGNATURE
@@ -221,7 +222,8 @@ class Answer(Message):
 class Join(Message):
     """The sender asks to average this contribution in the receiver's group. With number and samples 0, the sender assists and brings none.
 
-    norm: L2 norm of its decoded values. receipt: the host's for it. after: the group of this leader that is void, which the sender was in.
+    norm: L2 norm of its decoded values. receipt: the host's for it. draw: see `Ticket`. after: the group of this leader that is void, which the
+    sender was in.
     """
 
     parent: Text
@@ -231,6 +233,7 @@ class Join(Message):
     receipt: Receipt = ""
     reduces: Flag = False
     without: Named = ()
+    draw: Text = ""
     after: Text = ""
 
 
@@ -247,11 +250,13 @@ class Onward(Message):
 
 
 class Announcement(Message):
-    """A closed group. members: [peer, number, samples, norm] of each; receipts: theirs, in the same order, or none at all."""
+    """A closed group. members: [peer, number, samples, norm] of each; receipts: theirs, in the same order, or none at all;
+    draws: of the reducers, likewise."""
 
     members: Annotated[tuple[tuple[Text, Count, Count, Norm], ...], Field(max_length=MOST_MEMBERS)]
     receipts: Annotated[tuple[Receipt, ...], Field(max_length=MOST_MEMBERS)] = ()
     reducers: Annotated[tuple[Text, ...], Field(max_length=MOST_MEMBERS)]
+    draws: Annotated[tuple[Text, ...], Field(max_length=MOST_MEMBERS)] = ()
     attempt: Text
     late: Named = ()
 
@@ -275,11 +280,12 @@ class Share(Message):
 
 
 class MeanPart(Message):
-    """With the encoded mean of one part: the sum of squares of its values. signature: with the last part of a share, its reducer's for the
-    share's mean, in a run for members."""
+    """With the encoded mean of one part: the sum of squares of its values. signature, key: with the last part of a share, its reducer's for the
+    share's mean and the public key that made it, in a run for members."""
 
     square: Annotated[Measured, Field(ge=0, le=_LARGEST_SQUARE)]
     signature: PeerSignature = ""
+    key: PeerPublicKey = ""
 
 
 class Fetch(Message):
@@ -334,7 +340,7 @@ class SignedShare:
 
 
 class Shares(Message):
-    """What the reducers of a group signed for the sender, '' and none where it was in no such group; and all proofs that it knows."""
+    """What the reducers of a group signed for the sender; where it was in no such group, or asks about none: all proofs that it knows."""
 
     group: Text = ""
     shares: Annotated[tuple[SignedShare, ...], Field(max_length=MOST_MEMBERS)] = ()

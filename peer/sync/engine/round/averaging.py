@@ -227,8 +227,8 @@ class Averager:
                 if self._seals is not None:
                     hashes.append(part_hash(room, told.square))
                     if index == share[-1]:
-                        given = self._seals.check(channel.peer, run.group.id, share_digest(hashes), told.signature)
-                        run.shares |= {channel.peer: given} if given is not None else {}
+                        given = self._seals.check(channel.peer, run.group.id, share_digest(hashes), told.signature, told.key)
+                        run.shares[channel.peer] = given
                 run.got_mean(channel.peer, index, parts[index], told.square)
 
         tasks = []
@@ -261,8 +261,8 @@ class Averager:
             for index in range(len(reduction.parts)):
                 data, square = await reduction.mean(index)
                 is_signed = self._seals is not None and index == len(reduction.parts) - 1
-                signature = await reduction.signature(self._seals) if is_signed else ""
-                await channel.send(MeanPart(square=square, signature=signature), memoryview(data.numpy()), seconds=PART_SECONDS)
+                signature, key = await reduction.signature(self._seals) if is_signed else ("", "")
+                await channel.send(MeanPart(square=square, signature=signature, key=key), memoryview(data.numpy()), seconds=PART_SECONDS)
 
         taking, _ = tasks = [asyncio.create_task(take()), asyncio.create_task(give())]
         try:

@@ -4,13 +4,14 @@ Honest rounds cost no message. Where the states of two members differ, each asks
 Proofs are told to all others at once, and swapped with one of them at first and each minute, so that who comes later hears of them, too.
 """
 
+import asyncio
 import contextlib
 import logging
 import math
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from peer.sync.engine.net.messages import Shares, SignedShare
@@ -27,6 +28,10 @@ _SECONDS = 10.0
 LOOK_SECONDS, SWAP_SECONDS = 1.0, 60.0
 _KEPT = 8
 """Groups: as many as the ancestors that a record names."""
+_TRIES = 3
+"""How often a peer is asked about a group: a stream may break, and one that is dead or silent is not asked for ever."""
+_AT_ONCE = 16
+"""Peers that are asked or told at a time: of 100, one that says nothing must not hold up the others for 30 s each."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Equivocation:
     ):
         self._streams, self._proofs, self._others, self._clock, self._rng = streams, proofs, others, clock, rng or random.SystemRandom()
         self._kept: deque[_Kept] = deque(maxlen=_KEPT)
-        self._asked: deque[tuple[str, str]] = deque(maxlen=1024)
+        self._tries: Counter[tuple[str, str]] = Counter()
+        """(peer, group) -> how often it was asked; of the groups that are kept."""
         self._to_tell: list[str] = []
         self._swapped = -math.inf
 
@@ -73,22 +79,30 @@ class Equivocation:
         if done.mean.shares:
             group = done.group
             self._kept.append(_Kept(group.id, group.parent, done.state.digest, frozenset(group.peers), done.mean.shares))
+            kept = {each.group for each in self._kept}
+            self._tries = Counter({asked: tries for asked, tries in self._tries.items() if asked[1] in kept})
 
     async def look(self) -> None:
         """Ask those whose states part from ours, and tell others what is proven."""
         others = self._others()
-        for kept in list(self._kept):
-            for record in others:
-                if kept.parts_from(record) and (record.peer_id, kept.group) not in self._asked:
-                    self._asked.append((record.peer_id, kept.group))
-                    await self._swap(record.peer_id, kept)
+        await self._swap_with([(record.peer_id, kept) for kept in self._kept for record in others if self._differs(kept, record)])
         if others and self._clock() - self._swapped >= SWAP_SECONDS:
             self._swapped = self._clock()
             self._to_tell.append(self._rng.choice([record.peer_id for record in others]))
         while self._to_tell:
-            await self._swap(self._to_tell.pop())
+            told, self._to_tell = self._to_tell, []
+            await self._swap_with([(peer, None) for peer in told])
+
+    def _differs(self, kept: _Kept, record: PeerRecord) -> bool:
+        return kept.parts_from(record) and self._tries[record.peer_id, kept.group] < _TRIES
+
+    async def _swap_with(self, peers: Sequence[tuple[str, _Kept | None]]) -> None:
+        for begin in range(0, len(peers), _AT_ONCE):
+            await asyncio.gather(*(self._swap(peer, kept) for peer, kept in peers[begin : begin + _AT_ONCE]))
 
     async def _swap(self, peer: str, kept: _Kept | None = None) -> None:
+        if kept is not None:
+            self._tries[peer, kept.group] += 1
         try:
             channel = await self._streams.open(peer, SHARES)
             with contextlib.closing(channel):
@@ -97,6 +111,8 @@ class Equivocation:
         except PeerLost as error:
             log.debug("%s swaps no proofs: %s", peer[-6:], error)
         else:
+            if kept is not None:
+                self._tries[peer, kept.group] = _TRIES
             self._hear(said, kept)
 
     async def _answer(self, channel: Channel) -> None:
@@ -106,7 +122,8 @@ class Equivocation:
         await channel.send(self._said(kept), seconds=_SECONDS)
 
     def _said(self, kept: _Kept | None) -> Shares:
-        return Shares(group=kept.group if kept else "", shares=kept.said() if kept else (), proofs=self._proofs.all)
+        """Either: what 512 reducers signed takes as much room as a message has."""
+        return Shares(group=kept.group, shares=kept.said()) if kept else Shares(proofs=self._proofs.all)
 
     def _hear(self, said: Shares, kept: _Kept | None) -> None:
         mine = self._compared(kept, said.shares) if kept is not None and said.group == kept.group else ()

@@ -142,7 +142,7 @@ class Following:
             member = ticket.member
             join = Join(
                 parent=ticket.parent, number=member.number, samples=member.samples, norm=ticket.norm, receipt=ticket.receipt,
-                reduces=ticket.reduces, without=ticket.without, after=after,
+                reduces=ticket.reduces, without=ticket.without, draw=ticket.draw, after=after,
             )  # fmt: skip
             await channel.send(join, seconds=ANSWER_SECONDS)
             answer, _ = await channel.receive(JOIN_ANSWER, seconds=ANSWER_SECONDS)

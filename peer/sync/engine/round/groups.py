@@ -30,6 +30,8 @@ class Ticket:
     """L2 norm of what it brings, decoded: by this the members are held to each other (`clipping.py`)."""
     receipt: str = ""
     """The host's for its samples."""
+    draw: str = ""
+    """Drawn by this peer for one average: in the name of a group in which it reduces, so that no two averages of its have one name."""
 
     @property
     def assists(self) -> bool:
@@ -42,7 +44,7 @@ class Group:
     """Members by peer id, and who reduces: members that can be dialled, and peers that assist; the same at all of them.
 
     norms: of the members' contributions, as they state them; zeros in a run that clips nobody, none for a group that nobody announced.
-    receipts: of the members, '' where one has none; empty where nobody has.
+    receipts: of the members, '' where one has none; empty where nobody has. draws: of the reducers, likewise.
     silent: expected, but they never answered; culprits: what they did while it was formed cost us time; slow: those of them that may
     have meant well; late: as its leader says, they promised to come, and did not.
     """
@@ -54,6 +56,7 @@ class Group:
     """Drawn by the leader: a stream of a failed attempt must not be taken for one of the next, which may have the same members."""
     norms: tuple[float, ...] = ()
     receipts: tuple[str, ...] = ()
+    draws: tuple[str, ...] = ()
     silent: frozenset[str] = field(default=frozenset(), compare=False)
     culprits: frozenset[str] = field(default=frozenset(), compare=False)
     slow: frozenset[str] = field(default=frozenset(), compare=False)
@@ -63,7 +66,8 @@ class Group:
     @functools.cached_property
     def id(self) -> str:
         members = [[m.peer, m.number, m.samples] for m in self.members]
-        return digest_json([self.parent, members, list(self.reducers), self.attempt, list(self.norms), list(map(bool, self.receipts))])
+        receipts = list(map(bool, self.receipts))
+        return digest_json([self.parent, members, list(self.reducers), list(self.draws), self.attempt, list(self.norms), receipts])
 
     @functools.cached_property
     def weighed(self) -> tuple[Member, ...]:
@@ -91,20 +95,26 @@ class Group:
 
     def holds(self, ticket: Ticket) -> bool:
         takes_part = ticket.member.peer in self.reducers if ticket.assists else ticket.member in self.members
-        return ticket.parent == self.parent and takes_part
+        return ticket.parent == self.parent and takes_part and self.draw_of(ticket.member.peer) in ("", ticket.draw)
+
+    def draw_of(self, peer: str) -> str:
+        """What it drew; '' where it does not reduce."""
+        return dict(zip(self.reducers, self.draws, strict=False)).get(peer, "")
 
     @classmethod
     def of(cls, tickets: Collection[Ticket], attempt: str, silent: Collection[str] = ()) -> "Group":
         ordered = sorted(tickets, key=lambda ticket: ticket.member.peer)
-        reducers = tuple(ticket.member.peer for ticket in ordered if ticket.reduces)
+        reducing = [ticket for ticket in ordered if ticket.reduces]
+        reducers, draws = tuple(ticket.member.peer for ticket in reducing), tuple(ticket.draw for ticket in reducing)
         bringing = [ticket for ticket in ordered if not ticket.assists]
         members, norms = tuple(ticket.member for ticket in bringing), tuple(ticket.norm for ticket in bringing)
         receipts = tuple(ticket.receipt for ticket in bringing)
-        return cls(ordered[0].parent, members, reducers, attempt, norms, receipts if any(receipts) else (), frozenset(silent))
+        either = receipts if any(receipts) else (), draws if any(draws) else ()
+        return cls(ordered[0].parent, members, reducers, attempt, norms, *either, frozenset(silent))
 
     def announcement(self) -> Announcement:
         members = tuple((m.peer, m.number, m.samples, norm) for m, norm in zip(self.members, self.norms, strict=True))
-        return Announcement(members=members, receipts=self.receipts, reducers=self.reducers, attempt=self.attempt, late=self.late)
+        return Announcement(members=members, receipts=self.receipts, reducers=self.reducers, draws=self.draws, attempt=self.attempt, late=self.late)
 
 
 class NoGroup(Exception):
@@ -199,11 +209,11 @@ def may_reduce(peers: Collection[str], trusted: Container[str]) -> set[str]:
 def ticket_of(join: Join, peer: str, max_samples: int, receipts: Receipts = NO_RECEIPTS) -> Ticket:
     """What `peer` brings. Raises PeerLost when it is more than a contribution may hold, or than its receipt says."""
     if join.reduces and join.number == join.samples == 0:
-        return Ticket(join.parent, Member(peer, 0, 0), True, join.without)
+        return Ticket(join.parent, Member(peer, 0, 0), True, join.without, draw=join.draw)
     member = _member(peer, join.number, join.samples, max_samples)
     if join.receipt and not receipts.hold(peer, member.number, member.samples, join.receipt):
         raise PeerLost(f"this run's host did not sign its receipt for {member.samples} samples of its contribution {member.number}")
-    return Ticket(join.parent, member, join.reduces, join.without, join.norm, join.receipt)
+    return Ticket(join.parent, member, join.reduces, join.without, join.norm, join.receipt, join.draw)
 
 
 def _member(peer: str, number: int, samples: int, max_samples: int) -> Member:
@@ -227,13 +237,14 @@ def group_of(
     except PeerLost as error:
         raise PeerLost(f"{leader[-6:]} announced a member with {error}", [leader]) from None
     norms = tuple(norm for *_, norm in said.members)
+    group = Group(ticket.parent, members, said.reducers, said.attempt, norms, said.receipts, said.draws, late=said.late, leader=leader)
     fault = _fault(members, norms, said.reducers, ticket, leader, standing) or _false_receipt(members, said.receipts, ticket, receipts)
-    if fault:
+    if fault := fault or _false_draw(group, ticket):
         raise PeerLost(f"{leader[-6:]} announced {fault}", [leader])
     if leader not in standing.trusted and len(may_reduce(said.reducers, standing.trusted)) < len(said.reducers):
         # A leader that is trusted may say who reduces: it, or we, may not have heard yet of one more or one less. For that nobody is blamed.
         raise Refused(f"{leader[-6:]} lets others reduce than those that the host trusts")
-    return Group(ticket.parent, members, said.reducers, said.attempt, norms, said.receipts, late=said.late, leader=leader)
+    return group
 
 
 def _fault(
@@ -272,3 +283,11 @@ def _false_receipt(members: tuple[Member, ...], given: tuple[str, ...], ticket: 
         ),
         "",
     )
+
+
+def _false_draw(group: Group, ticket: Ticket) -> str:
+    """What is wrong with a group's draws; '' when nothing is. A leader that says an earlier group once more has an earlier draw of ours."""
+    if group.draws and len(group.draws) != len(group.reducers):
+        return f"{len(group.draws)} draws for {len(group.reducers)} reducers"
+    we_reduce = ticket.member.peer in group.reducers
+    return "another draw of ours" if we_reduce and group.draw_of(ticket.member.peer) != ticket.draw else ""

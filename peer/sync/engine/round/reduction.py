@@ -115,7 +115,7 @@ class Reduction:
         self._scratch = torch.empty(2 if self._shares is None else 1 + len(self.senders), PART_ELEMENTS)
         self._received: list[dict[str, Tensor]] = [{} for _ in parts]
         self._means = [asyncio.get_running_loop().create_future() for _ in parts]
-        self._signature: asyncio.Future[str] | None = None
+        self._signature: asyncio.Future[tuple[str, str]] | None = None
 
     def came(self, peer: str) -> None:
         """`peer` wants to send its parts and take the averages, which it may do once. Raises PeerLost."""
@@ -163,19 +163,16 @@ class Reduction:
                 self.fail(PeerLost(f"{names(missing)} sent no part for {seconds:g} s", missing))
         return future.result()
 
-    async def signature(self, seals: ShareSeals) -> str:
-        """Ours for the whole mean of our share, which is there; made once. Raises PeerLost."""
+    async def signature(self, seals: ShareSeals) -> tuple[str, str]:
+        """Ours for the whole mean of our share, which is there, and our key; made once."""
         if self._signature is None:
             means = [mean.result() for mean in self._means]
 
-            def sign() -> str:  # in a thread: a share of 860 MB takes a second to hash
+            def sign() -> tuple[str, str]:  # in a thread: a share of 860 MB takes a second to hash
                 return seals.sign(self.run.group.id, share_digest(part_hash(*mean) for mean in means))
 
             self._signature = asyncio.get_running_loop().run_in_executor(None, sign)
-        try:
-            return await asyncio.shield(self._signature)
-        except OSError as error:
-            raise PeerLost(f"it cannot note what it signs: {error.strerror}") from None
+        return await asyncio.shield(self._signature)
 
     async def whole(self) -> None:
         """Wait until all parts are averaged, or none will be any more."""

@@ -100,10 +100,11 @@ class Rounds:
     ):
         self._end, self._node, self._neighbours, self.company, self._heads = end, node, neighbours, company, heads
         self._outer, self._phase, self._next_round, self._clock = outer, phase, next_round, clock
-        self._receipts = Receipts.of(run)
+        self._receipts, self._rng = Receipts.of(run), rng or random.SystemRandom()
+        self._draw = self._drawn()
         self.matchmaker = Matchmaker(
             node.peer_id, streams, reception.standing, reception.heard, 2 * run.target_batch_size,
-            leads=not node.client_mode, company=company, receipts=self._receipts, rng=rng,
+            leads=not node.client_mode, company=company, receipts=self._receipts, rng=self._rng,
         )  # fmt: skip
         self._clipping = Clipping(run.clip_members, per_sample=outer.strategy.steps_locally, centered=run.averaging == "centered")
         self.averager = Averager(node.peer_id, streams, outer.wire, self._clipping, outer.buffers, seals)
@@ -140,7 +141,7 @@ class Rounds:
     async def _average(self, state: State, offer: Contribution, callers: Collection[str], age_seconds: float) -> tuple[Group, Mean]:
         self._phase.set(Phase.GROUP)
         norm = await self._norm(offer)
-        ticket = Ticket(state.digest, offer.member, not self._node.client_mode, self._without(), norm, self._receipt(offer))
+        ticket = Ticket(state.digest, offer.member, not self._node.client_mode, self._without(), norm, self._receipt(offer), self._draw)
         group = await self.matchmaker.form(
             ticket,
             self._expected(state, callers),
@@ -157,6 +158,9 @@ class Rounds:
                 group = await self._closed_again(group, ticket, error)
         return group, await self._average_in(group, offer, age_seconds)
 
+    def _drawn(self) -> str:
+        return f"{self._rng.getrandbits(64):016x}"
+
     def _without(self) -> tuple[str, ...]:
         return tuple(self.company.all_left_out()[-MOST_NAMED:])
 
@@ -167,12 +171,13 @@ class Rounds:
         self.company.blame(error.culprits, error.slow)
         gone = {peer for peer in group.peers if self.company.left_out(peer)}
         try:
-            return await self.matchmaker.again(group, replace(ticket, without=self._without()), gone, self._check_quorum)
+            return await self.matchmaker.again(group, replace(ticket, without=self._without(), draw=self._draw), gone, self._check_quorum)
         except NoGroup as why:
             raise NoGroup(f"{error}; not closed again: {why}", why.silent, why.culprits, why.slow, at_once=error.at_once) from None
 
     async def _average_in(self, group: Group, offer: Contribution, age_seconds: float) -> Mean:
         """Raises RoundFailed."""
+        self._draw = self._drawn()  # each is in one average: nobody can have us sign another mean under the same name (docs/decisions/0028)
         try:
             self._remember(group)
             self._phase.set(Phase.AVERAGE)

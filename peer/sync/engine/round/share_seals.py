@@ -1,22 +1,20 @@
-"""In a run for members, a reducer signs the mean of its share once a group. Whoever takes that mean checks the signature."""
+"""In a run for members, a reducer signs the mean of its share once a group. Whoever takes that mean checks the signature.
 
-import json
-import logging
+What is signed names the group, whose name holds what the reducer drew for this one average (`Ticket.draw`). So a reducer that was started
+again, on whatever disk, has no second mean to sign under the same name.
+"""
+
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 
 from torch import Tensor
 
 from peer.sync.engine.certificate import Signs
 from peer.sync.engine.net.streams import PeerLost
-from swarm import files
 from swarm.proofs import statement
 
-log = logging.getLogger(__name__)
-_REMEMBERED = 64
 _SQUARE = struct.Struct("<d")
 
 
@@ -30,43 +28,20 @@ class SealedShare:
 
 
 class ShareSeals:
-    """run: its digest. path: what was signed for the last groups; a peer that is started again must not sign another mean for one of them."""
+    """run: its digest."""
 
-    def __init__(self, run: str, node: Signs, path: Path):
-        self._run, self._node, self._path = run, node, path
-        self._signed = self._read()
+    def __init__(self, run: str, node: Signs):
+        self._run, self._node = run, node
 
-    def sign(self, group: str, digest: str) -> str:
-        """Ours for the mean of our share, on disk before it is said. Raises PeerLost when we have signed another one, OSError.
+    def sign(self, group: str, digest: str) -> tuple[str, str]:
+        """Ours for the mean of our share, and the key that made it: whom our record has not reached can check it as well."""
+        return self._node.sign(statement(self._run, group, digest)), self._node.key_of(self._node.peer_id)
 
-        Members could make us sign two: they send us other bytes once we were started again, and keep the first mean.
-        """
-        if self._signed.setdefault(group, digest) != digest:
-            raise PeerLost("this peer has signed another mean for this group")
-        while len(self._signed) > _REMEMBERED:
-            del self._signed[next(iter(self._signed))]
-        files.replace(self._path, json.dumps(self._signed).encode())
-        return self._node.sign(statement(self._run, group, digest))
-
-    def check(self, reducer: str, group: str, digest: str, signature: str) -> SealedShare | None:
-        """What `reducer` gave us; None where its key, which its record brings, is not at hand. Raises PeerLost, which names it, when it has not
-        signed that."""
-        key = self._node.key_of(reducer)
-        if not key:
-            return None
+    def check(self, reducer: str, group: str, digest: str, signature: str, key: str) -> SealedShare:
+        """What `reducer` gave us. Raises PeerLost, which names it, when it has not signed that."""
         if not self._node.has_signed(reducer, statement(self._run, group, digest), key, signature):
             raise PeerLost(f"{reducer[-6:]} did not sign the mean that it gave", [reducer])
         return SealedShare(digest, signature, key)
-
-    def _read(self) -> dict[str, str]:
-        try:
-            known = json.loads(self._path.read_text(encoding="utf-8"))
-            return {str(group): str(digest) for group, digest in known.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, AttributeError) as error:
-            log.warning("ignored %s: %s", self._path, error)
-            return {}
 
 
 def part_hash(data: Tensor, square: float) -> bytes:

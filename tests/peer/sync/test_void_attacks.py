@@ -1,0 +1,104 @@
+"""Members that void group after group, and a reducer that lies about it: what they cost is bounded, and no sample is counted twice or lost."""
+
+import asyncio
+import logging
+
+import pytest
+
+from peer.sync.engine.codec import PART_ELEMENTS
+from peer.sync.engine.net.streams import PeerLost
+from peer.sync.engine.round.averaging import Averager
+from tests.peer.sync.replicas import make_run, peers
+from tests.peer.sync.swarm_tools import until
+from tests.peer.sync.test_closing_again import assert_no_sample_is_lost
+
+SECONDS = 600.0
+
+
+async def met(nodes, count):
+    found = await peers(nodes, count, make_run(target_batch_size=80 * count), size=count * PART_ELEMENTS)
+    await until(lambda: all(len(peer.replica.met) == count - 1 for peer in found), SECONDS)
+    return found
+
+
+class MuteAt(Averager):
+    """Comes to no reducer in one of a round's closings: in the first, or in the one after it."""
+
+    turn, parent, closing = 0, "", -1
+
+    async def average(self, group, mine, strangers=None):
+        self.closing, self.parent = (self.closing + 1 if group.parent == self.parent else 0), group.parent
+        return await super().average(group, mine, strangers)
+
+    async def _exchange(self, reducer, share, run):
+        await (asyncio.Event().wait() if self.closing == self.turn else super()._exchange(reducer, share, run))
+
+
+def test_two_of_five_that_fail_one_after_the_other_void_a_few_groups_and_no_more(virtual, caplog):
+    """Whoever failed is left out of 1, 4, 16, 64 rounds; so in 20 rounds each voids three groups or four, and each round is made."""
+
+    async def scenario(nodes):
+        *bad, one, two, three = await met(nodes, 5)
+        for turn, peer in enumerate(bad):
+            peer.replica.rounds.averager.__class__ = type("Mute", (MuteAt,), {"turn": turn})
+        honest, at = [one, two, three], max(peer.head.header.round for peer in (one, two, three))
+        await until(lambda: min(peer.head.header.round for peer in honest) >= at + 20, SECONDS)
+        void = {record.void for record in caplog.records if hasattr(record, "void")}
+        assert 2 <= len(void) <= 8
+        assert all(any(peer.replica.rounds.company.offences(other.id) for peer in honest) for other in bad)
+        assert_no_sample_is_lost(honest)
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        virtual(scenario)
+
+
+class FalseVoid(Averager):
+    """Once, has all parts of its share, gives some their mean, and tells the others that nobody will ever have it."""
+
+    told, lied = frozenset(), False
+
+    async def _serve(self, channel):
+        send, reductions = channel.send, self._reductions
+
+        async def lie(message, payload=b"", *, seconds):
+            if channel.peer not in self.told or not payload:
+                return await send(message, payload, seconds=seconds)
+            await next(one for one in reductions.values() if channel.peer in one.senders).whole()
+            type(self).lied = True
+            lost = PeerLost("a part is given up")
+            lost.void = True
+            raise lost
+
+        channel.send = lie
+        await super()._serve(channel)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_reducer_that_lies_about_a_void_group_makes_two_branches_at_most_and_one_is_left(virtual, others):
+    """The leader believes it, and another member, or none. The rest commit the first closing."""
+
+    async def scenario(nodes):
+        found = await met(nodes, 4)
+        state = found[0].head
+        await until(lambda: all(peer.head.header.round > state.header.round for peer in found), SECONDS)
+        liar = found[0]
+        kind = type("Liar", (FalseVoid,), {})
+        liar.replica.rounds.averager.__class__ = kind
+        average = liar.replica.rounds.averager.average
+
+        async def choose(group, mine, strangers=None):
+            honest = sorted(group.peers - {liar.id, group.leader})
+            ours = group.leader != liar.id and not kind.lied and len(group.peers) == 4
+            kind.told = frozenset([group.leader, *honest[:others]]) if ours else frozenset()
+            return await average(group, mine, strangers)
+
+        liar.replica.rounds.averager.average = choose
+        await liar.replica.rounds.averager.start()
+        await until(lambda: kind.lied, SECONDS)
+        honest = found[1:]
+        at = max(peer.head.header.round for peer in honest)
+        await until(lambda: min(peer.head.header.round for peer in honest) >= at + 5, SECONDS)
+        await until(lambda: len({peer.head.digest for peer in honest}) == 1, SECONDS)
+        assert_no_sample_is_lost(honest)
+
+    virtual(scenario)

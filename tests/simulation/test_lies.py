@@ -1,0 +1,71 @@
+"""A reducer that signs two means of its share: members find it out, and nobody else is banned."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from simulation.checks import Breach, Checks
+from simulation.faults import parse_strikes
+from simulation.lies import MOST_PARTED, Lies
+from simulation.world import Scenario, World
+from tests.simulation.test_scenarios import assert_holds
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_a_reducer_that_gives_one_member_another_mean_is_banned_within_twenty_rounds(wire):
+    world = World(Scenario(seed=5, peers=4, hours=0.04, faults=(), members=True, two_faced=True, wire=wire))
+    outcome = world.play()
+    assert_holds(outcome)
+    lies = world.checks.lies
+    assert lies.proven and lies.proven.keys() <= world.strangers and 1 <= min(lies.proven.values()) <= 3
+    told = {machine.peer: machine.disk.root() / "state" / "proofs.json" for machine in world.machines}
+    assert all(path.exists() for path in told.values()), "every honest peer has the proof"
+    assert outcome.rounds > 20
+
+
+def test_peers_that_die_and_lose_their_disks_are_not_framed_by_a_reducer_that_lies():
+    strikes = "failpoint@60/1(name=mean_complete,action=power,seconds=5);failpoint@90/2(name=outer_step,action=kill,seconds=5)"
+    world = World(Scenario(seed=6, peers=4, hours=0.05, members=True, two_faced=True, strikes=parse_strikes(strikes)))
+    outcome = world.play()
+    assert_holds(outcome)
+    assert world.checks.lies.proven.keys() <= world.strangers
+
+
+# ---------------------------------------------------------------- the checks themselves
+
+
+MEMBERS = (("ann", 1, 8), ("bob", 1, 8))
+
+
+def checks(strangers=()):
+    return Checks(SimpleNamespace(loop=SimpleNamespace(time=lambda: 1.0), strangers=set(strangers), stop=lambda: None))
+
+
+def broken(checks):
+    try:
+        checks.raise_if_broken()
+    except Breach as breach:
+        return str(breach)
+    return ""
+
+
+def test_that_an_honest_peer_is_banned_is_a_breach():
+    watched = checks(strangers=["QmLiar"])
+    watched.closings({"proven": "QmLiar"})
+    assert not broken(watched)
+    watched.closings({"proven": "QmHonest"})
+    assert "the honest peer Honest is banned" in broken(watched)
+
+
+def test_a_round_that_a_liar_parts_may_have_two_states_and_no_other_may():
+    lies = Lies()
+    lies.told("base", [list(member) for member in MEMBERS])
+    assert lies.may_differ(("base", MEMBERS)) and not lies.may_differ(("one", MEMBERS)) and not lies.may_differ(("base", MEMBERS[:1]))
+
+
+def test_lies_that_nobody_proves_are_a_breach_after_twenty_rounds():
+    lies = Lies()
+    assert not any(lies.parts((str(number), MEMBERS)) for number in range(MOST_PARTED - 1))
+    assert not lies.parts(("0", MEMBERS)), "a third state of one round is no other round"
+    assert "nobody has a proof" in lies.parts(("last", MEMBERS))
+    assert not lies.proves("QmLiar", {"QmLiar"}) and not lies.parts(("more", MEMBERS))
