@@ -22,9 +22,7 @@ from peer.results.loading import LORA as FILE
 from swarm.errors import UserError
 from swarm.run.family import families
 from tests import flux2_file, flux_file
-from tests.peer.frozen import libraries_are_frozen  # noqa: F401
 from tests.peer.models import test_chroma, test_flux2, test_qwen_image, test_sd3, test_z_image
-from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.results.kohyas_layers import digest
 from tests.peer.results.test_results import LORA, Trained, picture, plain
 

@@ -25,8 +25,7 @@ from peer.rooms import load_part
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
-from tests.peer.frozen import libraries_are_frozen  # noqa: F401
-from tests.peer.models.reading import folders_are_read_once, plain  # noqa: F401
+from tests.peer.models.reading import plain
 
 CPU = torch.device("cpu")
 WORD = {"method": "textual_inversion", "placeholder_token": "<dicoo>", "initializer_token": "toy", "num_vectors": 2}
