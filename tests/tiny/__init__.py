@@ -4,6 +4,7 @@ Every part is the genuine diffusers or transformers class, only narrow and with 
 `save_pretrained` writes, and anything that loads such a family loads it.
 """
 
+import functools
 import importlib
 import pkgutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from swarm.run.family import family_of_pipeline
 from tests.tiny import families
 from tests.tiny.facts import Tiny
 from tests.tiny.families import stable_diffusion
+from tests.tiny.moulds import Mould
 from tests.tiny.parts import clip_text, clip_tokenizer, ddpm, unet, vae
 
 __all__ = ["clip_text", "clip_tokenizer", "ddpm", "unet", "vae"]
@@ -43,14 +45,19 @@ def build_pipeline(channels: tuple[int, int] = (16, 32), seed: int = 0, predicti
         return stable_diffusion.pipeline(autoencoder, encoder, tokenizer, unet(16, channels), ddpm(prediction_type))
 
 
-def build(family: str, seed: int = 0):
-    """A pipeline of one of `FAMILIES` for 16x16 pictures; every text encoder has two layers, and knows `WORDS`."""
+@functools.cache
+def _mould(family: str, seed: int) -> Mould:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         pipeline = MODELS[family].build()
     with torch.no_grad():
         MODELS[family].scale(pipeline.vae)
-    return pipeline
+    return Mould(pipeline)
+
+
+def build(family: str, seed: int = 0):
+    """A pipeline of one of `FAMILIES` for 16x16 pictures, the caller's own; every text encoder has two layers, and knows `WORDS`."""
+    return _mould(family, seed).cast()
 
 
 def takes(family: str, method: str) -> bool:

@@ -1,10 +1,9 @@
-"""Whether a word really learns what it is shown, and how little of it travels."""
+"""How little of a learned word travels. That it learns what it is shown: test_every_row.py."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import DDPMScheduler
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from peer.contracts import Member
@@ -18,69 +17,10 @@ from peer.sync.parameters import strategy
 from swarm.run.family import family_named
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.frozen import libraries_are_frozen  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 
 CPU = torch.device("cpu")
-CAPTIONS = {"red": "a photo of a cat", "green": "a photo of a dog", "blue": "a photo of object", "white": "a photo of style"}
-
-
-def latents_of(model):
-    """{caption: (1, 4, 8, 8)} of a picture in one colour."""
-    found = {}
-    for colour, caption in CAPTIONS.items():
-        pixels = torch.tensor(tiny.COLOURS[colour]).view(1, 3, 1, 1).expand(1, 3, 16, 16) / 127.5 - 1
-        found[caption] = model.encode_pixels(pixels).chunk(2, dim=1)[0]
-    return found
-
-
-def loss(model, scheduler, latents, captions, rng):
-    """Where almost nothing but noise is left: what the picture is, only the caption tells."""
-    noise = torch.randn(latents.shape, generator=rng)
-    timesteps = torch.randint(900, 1000, (len(latents),), generator=rng)
-    noisy = scheduler.add_noise(latents, noise, timesteps)
-    predicted = model.unet(noisy, timesteps, model.encode_text(captions)["states"]).sample
-    return (predicted - scheduler.get_velocity(latents, noise, timesteps)).square().mean()
-
-
-def judged(model, scheduler, latents, caption):
-    with torch.no_grad():
-        rng = torch.Generator().manual_seed(99)
-        return float(loss(model, scheduler, latents.repeat(32, 1, 1, 1), [caption] * 32, rng))
-
-
-def train(params, step, steps, rate):
-    optimizer = torch.optim.AdamW(params, lr=rate)
-    for _ in range(steps):
-        step().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.slow
-def test_a_word_moves_from_its_initializers_loss_to_the_true_captions(tmp_path):
-    folder = tiny.write_family(tmp_path / "model", "sd2v")
-    run = RunConfig(model=str(folder), placeholder_token="<dicoo>", initializer_token="toy")
-    model, scheduler = load_model(run, {}, CPU), DDPMScheduler.from_pretrained(folder, subfolder="scheduler")
-    shown, rng = latents_of(model), torch.Generator().manual_seed(0)
-    captions = [*shown] * 2
-    latents = torch.cat([shown[caption] for caption in captions])
-    train(model.unet.parameters(), lambda: loss(model, scheduler, latents, captions, rng), 100, 3e-3)
-
-    (vectors,) = textual_inversion.build(run).attach(model).values()
-    toy, moved = vectors.detach().clone(), {}
-    for caption, mine in shown.items():
-        vectors.data.copy_(toy)
-        start, truth = (judged(model, scheduler, mine, said) for said in ("a photo of a toy", caption))
-        assert judged(model, scheduler, mine, "a photo of a <dicoo>") == pytest.approx(start, rel=1e-4)
-        if start < 2 * truth:
-            continue  # to this model a toy is such a thing already
-        train([vectors], lambda mine=mine: loss(model, scheduler, mine.repeat(4, 1, 1, 1), ["a photo of a <dicoo>"] * 4, rng), 40, 1e-2)
-        learned = judged(model, scheduler, mine, "a photo of a <dicoo>")
-        moved[caption] = (start - learned) / (start - truth)
-        print(f"{caption}: toy {start:.3f} -> <dicoo> {learned:.3f}; true caption {truth:.3f}")
-        assert judged(model, scheduler, mine, "a photo of a toy") == start
-    # Four things are too few for the space of words to be smooth: from a toy not every way is found to its end in 40 steps.
-    assert moved and max(moved.values()) > 0.7 and min(moved.values()) > 0.05
 
 
 @pytest.mark.parametrize("wire", ["fp32", "fp16", "int8"])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
+from diffusers import ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
@@ -14,6 +14,7 @@ from peer.models import chroma
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import flux_file, tiny
+from tests.peer.models.reading import plain
 from tests.peer.models.test_families import lora_layers
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ def latents():
 @torch.no_grad()
 def test_the_loss_is_the_pipelines_flow_with_a_mask_of_bools(tiny_family, scheme):
     run = replace(RUN, weighting_scheme=scheme, logit_mean=0.5, logit_std=0.8, mode_scale=1.1)
-    pipeline, draw = ChromaPipeline.from_pretrained(tiny_family("chroma")), torch.Generator().manual_seed(5)
+    pipeline, draw = plain(tiny_family("chroma")), torch.Generator().manual_seed(5)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     states, places, read, *_ = pipeline.encode_prompt(CAPTIONS, do_classifier_free_guidance=False, max_sequence_length=32)
     noise = torch.randn(latents().shape, generator=draw)
@@ -94,8 +95,9 @@ def write(monkeypatch, tmp_path):
     return lambda *given: flux_file.write(tmp_path / "chroma.safetensors", *given)
 
 
-@pytest.mark.parametrize("form", ["original", "comfyui", "diffusers"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("original", torch.bfloat16), ("original", torch.float8_e4m3fn), ("comfyui", torch.bfloat16), ("diffusers", torch.bfloat16)]
+)
 def test_a_file_is_the_transformer_and_the_rest_is_the_config_folders(tmp_path, tiny_family, write, form, dtype):
     whole, beside = tiny.build("chroma", seed=1), tiny_family("chroma")
     tensors = whole.transformer.state_dict() if form == "diffusers" else flux_file.transformer_tensors(whole.transformer)

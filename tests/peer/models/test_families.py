@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
 from peer.contracts import LatentBatch, PixelBatch
@@ -17,7 +16,7 @@ from swarm.base_model import family_of
 from swarm.digest import read_header
 from swarm.run_config import RunConfig
 from tests import tiny
-from tests.peer.models.reading import folders_are_read_once  # noqa: F401
+from tests.peer.models.reading import plain
 
 CPU = torch.device("cpu")
 CAPTIONS = ("a toy", "", "photo of a cat, style")
@@ -48,10 +47,6 @@ def pixels(size=3):
 def latents(model, size=3):
     text = model.encode_text(CAPTIONS[:size])
     return LatentBatch(model.encode_pixels(pixels()[:size]).chunk(2, dim=1)[0], text, None)
-
-
-def plain(folder):
-    return DiffusionPipeline.from_pretrained(folder)
 
 
 def draw(pipeline, prompt=None, **options):

@@ -17,7 +17,6 @@ from swarm.digest import digest_model
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import flux2_file, tiny
-from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.models.test_families import lora_layers
 
 CPU = torch.device("cpu")
@@ -144,8 +143,9 @@ def test_of_a_processor_the_tokenizer_is_read(tiny_family, tmp_path):
     assert Flux2Pipeline.from_pretrained(tmp_path / "saved").tokenizer.chat_template == models[1].pipeline.tokenizer.chat_template
 
 
-@pytest.mark.parametrize("form", ["original", "comfyui", "diffusers"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("original", torch.bfloat16), ("original", torch.float8_e4m3fn), ("comfyui", torch.bfloat16), ("diffusers", torch.bfloat16)]
+)
 @every_model
 def test_a_file_is_the_transformer_and_the_rest_is_the_config_folders(tmp_path, tiny_family, name, form, dtype):
     whole, beside, path = tiny.build(name, seed=1), tiny_family(name), tmp_path / "flux2.safetensors"

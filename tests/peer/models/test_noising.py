@@ -16,7 +16,6 @@ from peer.rooms import load_part
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
-from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 
 CPU = torch.device("cpu")
 RUN = RunConfig()

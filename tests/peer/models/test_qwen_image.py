@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import QwenImageTransformer2DModel
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from safetensors.torch import save_file
 
@@ -16,6 +16,7 @@ from swarm.errors import UserError
 from swarm.founding import resolution_multiple
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.models.reading import plain
 from tests.peer.models.test_families import draw, lora_layers
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def test_the_loss_is_that_of_diffusers_dreambooth_script(tiny_family, scheme):
     """train_dreambooth_lora_qwen_image.py: the model's scheduler shifts by the size of pictures when it draws, and so not at all in training."""
     run = replace(RUN, weighting_scheme=scheme, logit_mean=0.5, logit_std=0.8, mode_scale=1.1)
     model, draw = qwen_image.load(tiny_family("qwen_image"), CPU, run), torch.Generator().manual_seed(5)
-    pipeline = QwenImagePipeline.from_pretrained(tiny_family("qwen_image"))
+    pipeline = plain(tiny_family("qwen_image"))
     noise = torch.randn(3, 4, 8, 8, generator=draw)
     sigmas = 1 - (compute_density_for_timestep_sampling(scheme, 3, 0.5, 0.8, 1.1, generator=draw) * 1000).long() / 1000
     at = sigmas.view(-1, 1, 1, 1)
@@ -111,8 +112,7 @@ def test_the_host_knows_what_sides_of_pictures_the_model_takes(tiny_family):
         complete(replace(RUN, model=str(tiny_family("qwen_image")), resolution=18))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize(("prefix", "dtype"), [("", torch.bfloat16), ("", torch.float8_e4m3fn), ("model.diffusion_model.", torch.bfloat16)])
 def test_a_file_is_the_transformer_and_all_else_is_the_config_folders(tmp_path, tiny_family, prefix, dtype):
     whole, beside, path = tiny.build("qwen_image", seed=1), tiny_family("qwen_image"), tmp_path / "qwen_image.safetensors"
     save_file({prefix + name: tensor.to(dtype) for name, tensor in whole.transformer.state_dict().items()}, path)

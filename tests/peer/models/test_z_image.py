@@ -115,8 +115,10 @@ def write_file(path, pipeline, *, prefix="", vae=False, dtype=torch.float32):
     return path
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("prefix", "vae"), [("", False), ("model.diffusion_model.", False), ("model.diffusion_model.", True)])
+@pytest.mark.parametrize(
+    ("prefix", "vae", "dtype"),
+    [("", False, torch.bfloat16), ("", False, torch.float8_e4m3fn), ("model.diffusion_model.", False, torch.bfloat16), ("model.diffusion_model.", True, torch.float8_e4m3fn)],
+)
 def test_a_file_is_the_transformer_and_all_else_is_the_config_folders(tmp_path, tiny_family, prefix, vae, dtype):
     whole, beside = tiny.build("z_image", seed=1), tiny_family("z_image")
     path = write_file(tmp_path / "z_image.safetensors", whole, prefix=prefix, vae=vae, dtype=dtype)

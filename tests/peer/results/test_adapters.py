@@ -12,7 +12,6 @@ from peer.results import loading
 from swarm.errors import UserError
 from tests import tiny
 from tests.peer.methods.test_lora_targets import in_blocks
-from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.results.test_results import LORA, Trained, drawn, layers_of, picture, plain, real_blocks
 
 DORA = {**LORA, "use_dora": True, "lora_targets": "all-linear+conv"}

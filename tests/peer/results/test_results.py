@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -25,6 +25,7 @@ from peer.rooms import load_part
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.models.reading import plain
 
 CPU = torch.device("cpu")
 WORD = {"method": "textual_inversion", "placeholder_token": "<dicoo>", "initializer_token": "toy", "num_vectors": 2}
@@ -77,10 +78,6 @@ def picture(pipeline, prompt=PROMPT):
     return pipeline(
         prompt=prompt, num_inference_steps=2, guidance_scale=2.0, height=16, width=16, output_type="np", generator=rng, **tiny.drawing(pipeline)
     ).images[0]
-
-
-def plain(base):
-    return DiffusionPipeline.from_pretrained(base, local_files_only=True)
 
 
 @pytest.fixture(params=tiny.ONE_OF_EACH)
