@@ -35,6 +35,8 @@ WITH_LEASES = ("partition", "stop", "sleep", "answers", "server", "ledger")
 _WITH_AN_END, _WITH_RELIEF, _WITH_RARE, _WITH_STRANGERS = 0.08, 0.15, 0.15, 0.08
 _WITH_CHUNKS, _WITH_LEASES = 0.02, 0.08
 """Of all worlds."""
+_WITH_A_LIAR = 0.3
+"""Of the worlds for members."""
 SYNCS, WIRES = ("parameters", "diloco", "gradients"), ("fp32", "fp16", "int8", "int4")
 _WORLDS_OF_A_PROCESS = 100
 """Then it is replaced: what a world leaves behind in memory does not add up."""
@@ -61,6 +63,8 @@ def mixed(seed: int) -> Scenario:
     )
     if scenario.members and random.Random(f"{seed} trusted").random() < 0.3:
         scenario = replace(scenario, trusted=min(scenario.peers, 3))
+    if scenario.members and random.Random(f"{seed} two-faced").random() < _WITH_A_LIAR:
+        scenario = replace(scenario, two_faced=True, peers=max(scenario.peers, 3))
     if random.Random(f"{seed} averaging").random() < 0.3:
         scenario = replace(scenario, averaging="centered")
     if scenario.peers == 1:
@@ -83,7 +87,8 @@ def mixed(seed: int) -> Scenario:
         strangers = tuple(sorted(rng.sample([row for row in STRANGERS if row != "huge-norm"], rng.choice([1, 2, 4]))))
         if random.Random(f"{seed} reducer").random() < 0.3:
             strangers = (*strangers, "huge-norm")
-        return replace(scenario, faults=WITH_STRANGERS, strangers=strangers, peers=max(scenario.peers, 3))
+        liars = random.Random(f"{seed} liars").randint(1, 4) if scenario.members else 0
+        return replace(scenario, faults=WITH_STRANGERS, strangers=strangers, liars=liars, peers=max(scenario.peers, 3))
     return scenario
 
 
@@ -97,6 +102,8 @@ def played(seed: int) -> dict[str, Any]:
         "assistants": scenario.assistants,
         "members": scenario.members,
         "trusted": scenario.trusted,
+        "liars": scenario.liars,
+        "two_faced": scenario.two_faced,
         "averaging": scenario.averaging,
         "lease_seconds": scenario.lease_seconds,
         "sync": scenario.sync,

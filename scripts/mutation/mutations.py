@@ -270,14 +270,6 @@ MUTATIONS = (
         world=("--members", "--two_faced", "--peers=4", "--hours=0.05", "--faults=none"),
     ),
     Mutation(
-        "group_is_not_signed",
-        "a reducer signs a mean without the group that it is of: its means of two groups are a proof against it",
-        "digest_json({'run': run, 'group': group, 'digest': digest})",
-        "digest_json({'run': run, 'digest': digest})",
-        under="swarm/proofs.py",
-        world=("--members", "--two_faced", "--peers=4", "--hours=0.05", "--faults=none"),
-    ),
-    Mutation(
         "certificates_count_for_nothing",
         "in a run for members a newcomer goes by who is live, whatever state the others have certified",
         "        if not self._seals.needed:\n            return Judgement(strangers)\n",

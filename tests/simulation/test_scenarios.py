@@ -51,7 +51,7 @@ def test_a_peer_that_dies_or_stands_still_at_any_failpoint_stops_nobody_and_come
     strikes = tuple(
         Strike(20.0 + 32 * at, "failpoint", 1 + at % 3, {"name": point, "action": action, "seconds": 25.0}) for at, point in enumerate(points)
     )  # away for longer than a record lives, 20 s
-    outcome = play(Scenario(seed=8, peers=3, hours=(20.0 + 32 * len(points)) / 3600, step_seconds=(2.0, 2.0, 2.0), strikes=strikes))
+    outcome = play(Scenario(seed=9, peers=3, hours=(20.0 + 32 * len(points)) / 3600, step_seconds=(2.0, 2.0, 2.0), strikes=strikes))
     assert_holds(outcome)
     assert outcome.failpoints == dict.fromkeys(points, 1)
 
@@ -206,7 +206,7 @@ def test_a_renewed_membership_comes_from_the_trainer_into_the_peers_record():
 
 def test_with_a_server_that_is_away_for_seconds_some_have_a_receipt_and_the_others_weigh_no_more():
     """Bits are compared with what the weights by receipts make (`simulation/arithmetic.py`)."""
-    world = World(Scenario(5, peers=4, hours=0.02, members=True, strikes=parse_strikes("server@40/0(seconds=7);server@55/0(seconds=7)")))
+    world = World(Scenario(6, peers=4, hours=0.02, members=True, strikes=parse_strikes("server@40/0(seconds=7);server@55/0(seconds=7)")))
     outcome = world.play()
     assert_holds(outcome)
     assert outcome.rounds > 10 and world.checks.arithmetic.lessened > 0 and outcome.committed > 0.9
@@ -214,7 +214,7 @@ def test_with_a_server_that_is_away_for_seconds_some_have_a_receipt_and_the_othe
 
 def test_where_the_host_trusts_three_of_five_every_promise_holds_with_all_faults():
     """They die, are cut off and come back, as the others do: whoever is there goes on without them."""
-    outcome = play(Scenario(seed=1, peers=5, hours=0.08, faults=KINDS, members=True, trusted=3))
+    outcome = play(Scenario(seed=2, peers=5, hours=0.08, faults=KINDS, members=True, trusted=3))
     assert_holds(outcome)
     assert outcome.rounds > 5 and len(outcome.faults) > 10
 
