@@ -3,20 +3,23 @@
     .venv/bin/python benchmarks/device_memory.py            all rows: some ten minutes, no GPU, 16 GiB of memory
     .venv/bin/python benchmarks/device_memory.py --rows sdxl         those whose name has this word; what is checked is left out
     .venv/bin/python benchmarks/device_memory.py --examples --keep   those of examples/, into benchmarks/records/device_memory.json
+    .venv/bin/python benchmarks/device_memory.py --check sdxl        what is checked alone, or of it what has this word in its name; no rows
 
-The count (peer/machine/counting.py) runs a model's own code at its real sizes on tensors without numbers. Checked are steps of tiny models and of Stable
-Diffusion 1.5 at 256 px, with random weights on the CPU: measured is the most that PyTorch's allocator had given out at a time. No row was seen on a GPU.
+The count (peer/machine/counting.py) runs a model's own code at its real sizes on tensors without numbers. Checked are steps of tiny models, and at full
+size of Stable Diffusion 1.5 and of SDXL's LoRA in bf16 at 256 px, with random weights on the CPU: measured is the most that PyTorch's allocator had given
+out at a time. No row was seen on a GPU.
 Beside each row are the target of its card, less 1 GB for CUDA's context and the desktop, and whether it fits. GB are 10^9 bytes.
 
 `need` is the worst moment: with --offload the largest of three turns (denoiser, text encoders, VAE), else all parts at once. Not counted: what flows through
-text encoders. Captions have the most tokens that the family reads. The rows, and what they are held against, are in benchmarks/cards.py.
+text encoders. Captions have the most tokens that the family reads: its own code says how large they and latents are. The rows, and what they are held
+against, are in benchmarks/cards.py.
 """
 
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +35,11 @@ from benchmarks.cards import EXAMPLES, RANK, ROWS, TABLE, Counted, Row, row_of, 
 from benchmarks.common import ROOT, print_result, print_table
 from peer.contracts import LatentBatch, Model, Params
 from peer.loop.rounding import keep_in_bf16
-from peer.machine.counting import Need, bytes_of, count, count_encoding, let_go
+from peer.machine.counting import Need, bytes_of, count, count_encoding, flow_through, let_go
+from peer.machine.needs import CAPTION
 from peer.rooms import load_part
-from swarm.errors import UserError, run_program
+from peer.sync.engine.memory import available_bytes
+from swarm.errors import ExitCode, UserError, run_program
 from swarm.run.optimizer import OPTIMIZERS
 from swarm.run_config import RunConfig
 from tests import tiny
@@ -45,15 +50,10 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 @dataclass(frozen=True)
 class Size:
-    """A family's denoiser at its full size, and what flows into it: (C, h, w) of the latents, and each of a text's tensors without the batch.
-
-    encoders: the text encoders at their full size, in the pipeline's order. side: of a picture, in pixels.
-    """
+    """A family's parts at their full size; encoders: those of texts, in the pipeline's order. side: of a picture, in pixels."""
 
     family: str
     denoiser: Callable[[], Any]
-    latents: tuple[int, int, int]
-    text: Mapping[str, tuple[int, ...]]
     encoders: tuple[Callable[[], Any], ...]
     vae: Callable[[], Any]
     side: int = 1024
@@ -126,35 +126,41 @@ def _vae_of_16() -> Any:
 
 
 SIZES = {
-    "SD 1.5, 512 px": Size("sd", lambda: diffusers.UNet2DConditionModel(**_SD), (4, 64, 64), {"states": (77, 768)}, (_clip_l,), _vae, 512),
-    "SDXL": Size(
-        "sdxl",
-        lambda: diffusers.UNet2DConditionModel(**_SDXL),
-        (4, 128, 128),
-        {"states": (77, 2048), "pooled": (1280,)},
-        (_clip_l, _clip_g),
-        _vae,
-    ),
-    "FLUX.1": Size(
-        "flux",
-        lambda: diffusers.FluxTransformer2DModel(guidance_embeds=True),
-        (16, 128, 128),
-        {"states": (512, 4096), "pooled": (768,)},
-        (_clip_l, _t5_xxl),
-        _vae_of_16,
-    ),
-    "Chroma": Size("chroma", diffusers.ChromaTransformer2DModel, (16, 128, 128), {"states": (512, 4096), "mask": (512,)}, (_t5_xxl,), _vae_of_16),
-    "Z-Image": Size("z_image", diffusers.ZImageTransformer2DModel, (16, 128, 128), {"states": (512, 2560), "mask": (512,)}, (_qwen3_4b,), _vae_of_16),
-    "FLUX.2 klein 4B": Size(
-        "klein", lambda: diffusers.Flux2Transformer2DModel(**_KLEIN_4B), (128, 64, 64), {"states": (512, 7680)}, (_qwen3_4b,), diffusers.AutoencoderKLFlux2
-    ),
-    "FLUX.2 klein 9B": Size(
-        "klein", lambda: diffusers.Flux2Transformer2DModel(**_KLEIN_9B), (128, 64, 64), {"states": (512, 12288)}, (_qwen3_8b,), diffusers.AutoencoderKLFlux2
-    ),
-    "Qwen-Image": Size(
-        "qwen_image", diffusers.QwenImageTransformer2DModel, (16, 128, 128), {"states": (512, 3584), "mask": (512,)}, (_qwen25_vl,), diffusers.AutoencoderKLQwenImage
-    ),
+    "SD 1.5, 512 px": Size("sd", lambda: diffusers.UNet2DConditionModel(**_SD), (_clip_l,), _vae, 512),
+    "SDXL": Size("sdxl", lambda: diffusers.UNet2DConditionModel(**_SDXL), (_clip_l, _clip_g), _vae),
+    "FLUX.1": Size("flux", lambda: diffusers.FluxTransformer2DModel(guidance_embeds=True), (_clip_l, _t5_xxl), _vae_of_16),
+    "Chroma": Size("chroma", diffusers.ChromaTransformer2DModel, (_t5_xxl,), _vae_of_16),
+    "Z-Image": Size("z_image", diffusers.ZImageTransformer2DModel, (_qwen3_4b,), _vae_of_16),
+    "FLUX.2 klein 4B": Size("klein", lambda: diffusers.Flux2Transformer2DModel(**_KLEIN_4B), (_qwen3_4b,), diffusers.AutoencoderKLFlux2),
+    "FLUX.2 klein 9B": Size("klein", lambda: diffusers.Flux2Transformer2DModel(**_KLEIN_9B), (_qwen3_8b,), diffusers.AutoencoderKLFlux2),
+    "Qwen-Image": Size("qwen_image", diffusers.QwenImageTransformer2DModel, (_qwen25_vl,), diffusers.AutoencoderKLQwenImage),
 }
+LETTERS = 512
+"""That a tokenizer takes at most, where it is not CLIP's: as the families read them."""
+
+
+def at_full_size(size: Size, fill: Callable[[Any], Any] = lambda part: part) -> Any:
+    """A pipeline of the real classes and sizes, without numbers unless `fill` gives a part some. Tokenizers are tiny, and read as many tokens as real ones."""
+    pipeline, facts = tiny.build(size.family), tiny.kind(size.family).facts
+    with META:
+        denoiser, encoders, vae = size.denoiser(), [build() for build in size.encoders], size.vae()
+    names = [name for name in facts.text_encoders if getattr(pipeline, name, None) is not None]
+    for name, encoder in zip(names, encoders, strict=True):
+        # Where a family reads a language model's states alone, its folder has no head.
+        alone = not isinstance(encoder, kind := type(getattr(pipeline, name))) and isinstance(encoder.base_model, kind)
+        setattr(pipeline, name, fill(encoder.base_model if alone else encoder))
+    setattr(pipeline, facts.denoiser, fill(denoiser))
+    pipeline.vae = vae
+    for name, part in pipeline.components.items():
+        if name.startswith("tokenizer") and not type(part).__name__.startswith("CLIP"):
+            part.model_max_length = LETTERS
+    return pipeline
+
+
+def model_of(size: str) -> Model:
+    """The size's model as a run of its family's own options has it, on the meta device."""
+    its = SIZES[size]
+    return tiny.kind(its.family)(at_full_size(its), None, RunConfig(family=tiny.FAMILIES[its.family], resolution=its.side))
 
 
 def prepared(
@@ -186,30 +192,41 @@ def prepared(
     return model, params
 
 
-def batch_of(size: Size, count: int, device: torch.device) -> LatentBatch:
-    text = {name: torch.ones(count, *shape, device=device) for name, shape in size.text.items()}
-    return LatentBatch(torch.zeros(count, *size.latents, device=device), text, torch.zeros(count, 6, dtype=torch.int64, device=device))
+@functools.cache
+def flowing(size: str, side: int = 0) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """What the family's own code makes of a picture of `side` pixels, or of its usual one, and of a long caption, both without the batch's dimension:
+    (C, h, w) of latents, and the shape of each of a text's tensors."""
+    model = model_of(size)
+    side = side or SIZES[size].side
+    _, text = flow_through(model, lambda shape: model.encode_text([CAPTION]))
+    _, (both,) = flow_through(model, lambda shape: model.encode_pixels(shape(torch.empty(1, 3, side, side, device=META))))
+    channels, *sides = both.shape
+    return (channels // 2, *sides), {name: tuple(states.shape[1:]) for name, states in text.items()}
+
+
+def batch_of(latents: Sequence[int], text: Mapping[str, Sequence[int]], count: int, device: torch.device) -> LatentBatch:
+    """latents, text: as `flowing` tells them."""
+    told = {name: torch.ones(count, *shape, device=device) for name, shape in text.items()}
+    return LatentBatch(torch.zeros(count, *latents, device=device), told, torch.zeros(count, 6, dtype=torch.int64, device=device))
+
+
+def without_numbers(size: str) -> Any:
+    """Its denoiser, on the meta device."""
+    with META:
+        return SIZES[size].denoiser()
 
 
 def counted(row: Row) -> Need:
-    size = SIZES[row.size]
-    with META:
-        denoiser = size.denoiser()
-    model, params = prepared(size.family, row.method, META, BF16, row.weights, denoiser, row.base)
-    return count(model, params, batch_of(size, row.batch, META), OPTIMIZERS[row.optimizer], dtype=BF16, fused=row.fused, swapped=row.swap)
+    model, params = prepared(SIZES[row.size].family, row.method, META, BF16, row.weights, without_numbers(row.size), row.base)
+    batch = batch_of(*flowing(row.size), row.batch, META)
+    return count(model, params, batch, OPTIMIZERS[row.optimizer], dtype=BF16, fused=row.fused, swapped=row.swap)
 
 
 @functools.cache
 def text_bytes(size: str) -> int:
     """What the weights of all text encoders take as a peer holds them that computes in bf16: the embeddings in float32."""
-    family = SIZES[size].family
-    pipeline, kind = tiny.build(family), tiny.kind(family)
-    names = [name for name in kind.facts.text_encoders if getattr(pipeline, name, None) is not None]
-    with META:
-        for name, encoder in zip(names, SIZES[size].encoders, strict=True):
-            setattr(pipeline, name, encoder())
-    model = kind(pipeline, None, RunConfig(resolution=16, family=tiny.FAMILIES[family], **tiny.MODELS[family].run))
-    model.parts = {name: getattr(pipeline, name) for name in names}
+    model = model_of(size)
+    model.parts = {name: part for name, part in model.parts.items() if name in model.facts.text_encoders}
     model.place(META, BF16)
     return sum(sum(bytes_of(part).values()) for part in model.parts.values())
 
@@ -217,15 +234,11 @@ def text_bytes(size: str) -> int:
 @functools.cache
 def vae_bytes(size: str, batch: int) -> tuple[int, int]:
     """What the VAE's weights take, and the most that flows through it while it encodes the pictures of a batch."""
-    its = SIZES[size]
-    pipeline, kind = tiny.build(its.family), tiny.kind(its.family)
-    with META:
-        pipeline.vae = its.vae()
-    model = kind(pipeline, None, RunConfig(resolution=16, family=tiny.FAMILIES[its.family], **tiny.MODELS[its.family].run))
-    model.parts = {"vae": pipeline.vae}
+    model, side = model_of(size), SIZES[size].side
+    model.parts = {"vae": model.vae}
     model.place(META, BF16)
-    weights = sum(bytes_of(pipeline.vae).values())
-    return weights, count_encoding(model, torch.zeros(batch, 3, its.side, its.side, device=META), dtype=BF16)
+    weights = sum(bytes_of(model.vae).values())
+    return weights, count_encoding(model, torch.zeros(batch, 3, side, side, device=META), dtype=BF16)
 
 
 def measured(step: Callable[[], object]) -> int:
@@ -239,9 +252,8 @@ def measured(step: Callable[[], object]) -> int:
     return most
 
 
-def compared(make: Callable[[], tuple[Model, Params]], batch: LatentBatch, dtype: torch.dtype | None, fused: bool = False) -> float:
-    """What a step's gradients and layers take, measured over counted."""
-    model, params = make()
+def compared(model: Model, params: Params, need: Need, batch: LatentBatch, dtype: torch.dtype | None, fused: bool = False) -> float:
+    """What a step's gradients and layers take, measured over counted. need: the count of the same model."""
     if fused:
         let_go(params.values())
 
@@ -253,23 +265,59 @@ def compared(make: Callable[[], tuple[Model, Params]], batch: LatentBatch, dtype
     step()  # what is made once and kept, such as places of pictures, is there then
     for parameter in params.values():
         parameter.grad = None
-    most = measured(step)
-    return most / count(*make(), batch, OPTIMIZERS["adamw"], dtype=dtype, on_gpu=False, fused=fused).step
+    return measured(step) / need.step
 
 
 def check_tiny(family: str, method: str, dtype: torch.dtype | None, fused: bool = False) -> float:
-    model, _ = prepared(family, method, CPU, dtype)
+    model, params = prepared(family, method, CPU, dtype)
     with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         latents = model.encode_pixels(torch.zeros(2, 3, 16, 16)).chunk(2, dim=1)[0].contiguous()
         batch = LatentBatch(latents, model.encode_text(["a cat"] * 2), torch.zeros(2, 6, dtype=torch.int64))
-    return compared(lambda: prepared(family, method, CPU, dtype), batch, dtype, fused)
+    need = count(*prepared(family, method, CPU, dtype), batch, OPTIMIZERS["adamw"], dtype=dtype, on_gpu=False, fused=fused)
+    return compared(model, params, need, batch, dtype, fused)
 
 
-def check_full_size(method: str) -> float:
-    """Stable Diffusion 1.5 at 256 px, in float32."""
-    size = SIZES["SD 1.5, 512 px"]
-    batch = batch_of(replace(size, latents=(4, 32, 32)), 1, CPU)
-    return compared(lambda: prepared(size.family, method, CPU, None, denoiser=size.denoiser()), batch, None)
+def check_full_size(size: str, method: str, dtype: torch.dtype | None, side: int = 256) -> float:
+    """A step of one picture of `side` pixels. Raises UserError where there is less memory than the count, a quarter, and a gigabyte for the program."""
+    family, shapes = SIZES[size].family, flowing(size, side)
+    need = count(
+        *prepared(family, method, META, dtype, denoiser=without_numbers(size)), batch_of(*shapes, 1, META), OPTIMIZERS["adamw"], dtype=dtype, on_gpu=False
+    )
+    held = sum(need.parts.values()) + need.trained
+    if (free := available_bytes()) < (wanted := 1.25 * (held + need.step) + 1e9):
+        raise UserError(
+            f"A step of {size}, {method}, needs {wanted / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free.",
+            fix="End other programs, or choose another with --check.", code=ExitCode.MEMORY,
+        )  # fmt: skip
+    model, params = prepared(family, method, CPU, dtype, denoiser=filled(without_numbers(size), dtype or torch.float32))
+    return compared(model, params, need, batch_of(*shapes, 1, CPU), dtype)
+
+
+def filled(part: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """A module of tensors without numbers, with some: matrices of spread 0.02, as language models begin with; vectors of ones and zeros.
+
+    One million numbers, repeated: drawing twelve billion takes minutes. Buffers that a constructor computes must be there already.
+    """
+    part = part.to(dtype).to_empty(device="cpu")
+    some = 0.02 * torch.randn(2**20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad():
+        for name, parameter in part.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            flat = parameter.view(-1)
+            for piece in flat.split(some.numel()):
+                piece.copy_(some[: piece.numel()])
+    if hasattr(part, "tie_weights"):
+        part.tie_weights()
+    return part
+
+
+def checks() -> dict[str, Callable[[], float]]:
+    """What is measured and held against its count, by name. SDXL's LoRA in bf16 is the largest: 5.2 GB of weights."""
+    small = {f"tiny {name} {method}": functools.partial(check_tiny, name, method, None) for name in tiny.ONE_OF_EACH for method in ("lora", "full")}
+    large = {f"SD 1.5, 256 px, {method}": functools.partial(check_full_size, "SD 1.5, 512 px", method, None) for method in ("lora", "full")}
+    return {**small, **large, "SDXL, 256 px, lora, bf16": functools.partial(check_full_size, "SDXL", "lora", BF16)}
 
 
 def in_gb(row: Row) -> Counted:
@@ -286,28 +334,43 @@ def rows_of_examples() -> list[Row]:
     return [row for row in ROWS if row in taken]
 
 
-def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="device_memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", help="only those whose name has this word")
-    parser.add_argument("--examples", action="store_true", help="only those of examples/")
-    parser.add_argument("--keep", action="store_true", help=f"write each row into {TABLE.relative_to(ROOT)} as soon as it is counted")
-    flags = parser.parse_args(argv)
-    among = rows_of_examples() if flags.examples else ROWS
-    table, chosen = [], [row for row in among if flags.rows.lower() in row.name.lower()]
-    if not chosen:
-        raise UserError(f"No row has '{flags.rows}' in its name.", fix=f"There are: {'; '.join(row.name for row in among)}.")
+def counted_rows(chosen: Sequence[Row], keep: bool) -> list[dict[str, Any]]:
+    """Of each row what is printed; keep: into the table as well, as soon as it is counted."""
+    table = []
     for row in chosen:
         gb = in_gb(row)
-        if flags.keep:
+        if keep:
             write_table({row: gb})
         need = gb.need(row.offload)
         table.append({"row": row.name, **vars(gb), "need": need, "card": row.card, "fits": row.fits(need), "how": "counted"})
         print_table(table[-1:])
     print_table(table)
+    return table
+
+
+def named(word: str, names: Iterable[str], kind: str) -> list[str]:
+    """Those of `names` that have this word. Raises UserError where none has."""
+    names = list(names)
+    if not (found := [name for name in names if word.lower() in name.lower()]):
+        raise UserError(f"No {kind} has '{word}' in its name.", fix=f"There are: {'; '.join(names)}.")
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="device_memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help="only those whose name has this word")
+    parser.add_argument("--examples", action="store_true", help="only those of examples/")
+    parser.add_argument("--keep", action="store_true", help=f"write each row into {TABLE.relative_to(ROOT)} as soon as it is counted")
+    parser.add_argument("--check", nargs="?", const="", metavar="WORD", help="check alone, and only what has this word in its name")
+    flags = parser.parse_args(argv)
+    among = {row.name: row for row in (rows_of_examples() if flags.examples else ROWS)}
+    rows = [] if flags.check is not None else [among[name] for name in named(flags.rows, among, "row")]
+    asked = named(flags.check, checks(), "check") if flags.check is not None else [*checks()] if rows == list(ROWS) else []
+    table = counted_rows(rows, flags.keep) if rows else []
     checked = {}
-    if chosen == list(ROWS):
-        checked = {f"tiny {name} {method}": check_tiny(name, method, None) for name in tiny.ONE_OF_EACH for method in ("lora", "full")}
-        checked |= {f"SD 1.5, 256 px, {method}": check_full_size(method) for method in ("lora", "full")}
+    for name in asked:
+        checked[name] = checks()[name]()
+        print_table([{"check": name, "measured over counted": checked[name]}])
     told = {name: {row["row"]: row[name] for row in table} for name in ("fits", "need")}
     print_result({**told, "checked": checked})
 

@@ -29,7 +29,7 @@ from PIL import Image
 
 from benchmarks.cards import RANK, ROWS, SPARE, Row, read_table
 from benchmarks.common import print_result, print_table
-from benchmarks.device_memory import META, SIZES, Size, rows_of_examples
+from benchmarks.device_memory import SIZES, Size, at_full_size, filled, rows_of_examples
 from benchmarks.on_gpu import GIB, Way, about_gpu, check_gpu, in_a_process, say
 from peer.models.diffusion.source import quiet
 from scripts.demo import quickstart
@@ -38,8 +38,6 @@ from tests import tiny
 
 ROW_SECONDS = 240.0
 PICTURES = 8
-LETTERS = 512
-"""Of a text encoder's tokenizer, where it is not CLIP's: as the families read them."""
 
 
 @dataclass(frozen=True)
@@ -148,47 +146,16 @@ def made(size: str, setup: Setup) -> Path:
     if not folder.exists():
         say(f"making {size} in {folder}")
         unfinished = folder.with_suffix(".unfinished")
-        (tiny.build(SIZES[size].family) if setup.tiny else at_full_size(SIZES[size])).save_pretrained(unfinished)
+        (tiny.build(SIZES[size].family) if setup.tiny else with_numbers(SIZES[size])).save_pretrained(unfinished)
         unfinished.rename(folder)
     return folder
 
 
-def at_full_size(size: Size) -> Any:
-    """A pipeline of the real classes and sizes with random weights in bf16. Tokenizers are tiny, and read as many tokens as the real ones."""
-    pipeline, facts = tiny.build(size.family), tiny.kind(size.family).facts
-    with META:
-        denoiser, encoders = size.denoiser(), [build() for build in size.encoders]
-    setattr(pipeline, facts.denoiser, filled(denoiser))
-    names = [name for name in facts.text_encoders if getattr(pipeline, name, None) is not None]
-    for name, encoder in zip(names, encoders, strict=True):
-        # Where a family reads a language model's states alone, its folder has no head.
-        alone = not isinstance(encoder, kind := type(getattr(pipeline, name))) and isinstance(encoder.base_model, kind)
-        setattr(pipeline, name, filled(encoder.base_model if alone else encoder))
+def with_numbers(size: Size) -> Any:
+    """Its pipeline at full size with random weights in bf16, the VAE's as its class begins."""
+    pipeline = at_full_size(size, lambda part: filled(part, torch.bfloat16))
     pipeline.vae = size.vae().to(torch.bfloat16)
-    for name, part in pipeline.components.items():
-        if name.startswith("tokenizer") and not type(part).__name__.startswith("CLIP"):
-            part.model_max_length = LETTERS
     return pipeline
-
-
-def filled(part: torch.nn.Module) -> torch.nn.Module:
-    """A module of tensors without numbers, with some: matrices of spread 0.02, as language models begin with; vectors of ones and zeros.
-
-    One million numbers, repeated: drawing twelve billion takes minutes.
-    """
-    part = part.to(torch.bfloat16).to_empty(device="cpu")
-    some = 0.02 * torch.randn(2**20, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in part.named_parameters():
-            if parameter.dim() < 2:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            flat = parameter.view(-1)
-            for piece in flat.split(some.numel()):
-                piece.copy_(some[: piece.numel()])
-    if hasattr(part, "tie_weights"):
-        part.tie_weights()
-    return part
 
 
 @contextmanager

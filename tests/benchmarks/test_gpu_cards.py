@@ -8,7 +8,6 @@ import torch
 
 from benchmarks import gpu_cards
 from benchmarks.cards import ROWS, Row
-from benchmarks.device_memory import SIZES
 from peer.launch.command_line import parse
 from swarm.errors import ExitCode, UserError
 
@@ -60,10 +59,10 @@ def test_a_model_at_full_size_is_a_pipeline_with_numbers():
     """Its denoiser and encoders are tiny here: what is not, a test cannot hold."""
     tiny_one = gpu_cards.tiny.build("flux")
     small = gpu_cards.Size(
-        "flux", lambda: type(tiny_one.transformer).from_config(tiny_one.transformer.config), SIZES["FLUX.1"].latents, SIZES["FLUX.1"].text,
+        "flux", lambda: type(tiny_one.transformer).from_config(tiny_one.transformer.config),
         tuple(lambda part=part: type(part)(part.config) for part in (tiny_one.text_encoder, tiny_one.text_encoder_2)), lambda: tiny_one.vae,
     )  # fmt: skip
-    pipeline = gpu_cards.at_full_size(small)
+    pipeline = gpu_cards.with_numbers(small)
     for part in (pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2):
         values = dict(part.named_parameters())
         assert {value.dtype for value in values.values()} == {torch.bfloat16}

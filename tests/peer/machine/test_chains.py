@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.device_memory import Size, batch_of, prepared
+from benchmarks.device_memory import batch_of, prepared
 from peer.machine.chains import chains, scaled
 from peer.machine.counting import count_step
 from tests import tiny
@@ -20,7 +20,7 @@ def test_a_loras_step_on_shortened_chains_is_that_of_all_blocks_which_are_all_th
     model, _ = prepared("flux", "lora", META, torch.bfloat16, denoiser=denoiser)
     if not checkpointing:
         denoiser.disable_gradient_checkpointing()
-    batch = batch_of(Size("flux", None, (4, 8, 8), {"states": (32, 16), "pooled": (16,)}, (), None), 2, META)
+    batch = batch_of((4, 8, 8), {"states": (32, 16), "pooled": (16,)}, 2, META)
     blocks, counts = [*model.blocks()], []
 
     def step():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.cards import ROWS, SPARE
-from benchmarks.device_memory import SIZES, batch_of, check_tiny, measured, prepared, text_bytes, vae_bytes
+from benchmarks.device_memory import batch_of, check_tiny, measured, prepared, text_bytes, vae_bytes
 from peer.machine.counting import Live, bytes_of, count, count_encoding
 from swarm.run.optimizer import OPTIMIZERS
 
@@ -22,8 +22,7 @@ def test_a_fused_step_takes_what_was_counted():
 
 def counted(on_gpu=False, batch=1, optimizer="adamw", dtype=None, **step):
     model, params = prepared("sd", "full", CPU, dtype)
-    size = SIZES["SD 1.5, 512 px"]
-    told = batch_of(type(size)("sd", size.denoiser, (4, 8, 8), {"states": (77, 16)}, (), size.vae), batch, CPU)
+    told = batch_of((4, 8, 8), {"states": (77, 16)}, batch, CPU)
     held = {name: sum(bytes_of(part).values()) for name, part in model.parts.items()}
     need = count(model, params, told, OPTIMIZERS[optimizer], dtype=dtype, on_gpu=on_gpu, **step)
     return need, held, params
