@@ -111,12 +111,22 @@ def placed(folder, count, precision="auto", dtype=None, files=None, **options):
     return model, params, swap
 
 
+LORA, CAPTIONS = METHODS["lora"], ["a cat", "<dicoo>"]
+
+
+def reads_once(model):
+    """Its text encoders, which nobody trains, answer with what they said first; FLUX.2's has 31 layers."""
+    said = model.encode_text(CAPTIONS)
+    model.encode_text = lambda captions: said
+    return model
+
+
 def told(model, dtype=None, seed=0):
     """The losses of two pictures."""
     rng = torch.Generator().manual_seed(seed)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         latents = model.encode_pixels(torch.rand(2, 3, 16, 16, generator=rng) * 2 - 1).chunk(2, dim=1)[0]
-        return model.loss(LatentBatch(latents, model.encode_text(["a cat", "<dicoo>"])), rng)
+        return model.loss(LatentBatch(latents, model.encode_text(CAPTIONS)), rng)
 
 
 def gradients(model, params, dtype=None, seeds=(1, 2)):
@@ -128,17 +138,16 @@ def gradients(model, params, dtype=None, seeds=(1, 2)):
     return flat({name: parameter.grad for name, parameter in params.items() if parameter.grad is not None})
 
 
-LORA = METHODS["lora"]
 
 
 @pytest.mark.parametrize("family", DEEPER)
 def test_gradients_have_the_same_bits_and_two_blocks_that_wait_are_there_at_most(family, deep_family, alive):
     model, params, _ = placed(deep_family(family), 0, **LORA)
-    exact, blocks = gradients(model, params), len(model.blocks())
+    exact, blocks = gradients(reads_once(model), params), len(model.blocks())
     assert exact.any() and not alive.came and blocks == {"qwen_image": 5, "sd3": 5}.get(family, 6)
     model, params, swap = placed(deep_family(family), blocks, **LORA)
     assert alive.now == 0 and len(swap._blocks) == blocks
-    assert torch.equal(gradients(model, params), exact), "without gradient checkpointing"
+    assert torch.equal(gradients(reads_once(model), params), exact), "without gradient checkpointing"
     assert alive.most == 2 and alive.came == 2 + 4 * (blocks - 2), "all but two travel twice in each of two micro-batches"
     with torch.no_grad():
         told(model)
@@ -188,17 +197,15 @@ def test_what_waits_lies_evenly_among_the_others(deep_family):
     assert places == [0, 2, 4]
 
 
-def test_what_is_on_the_device_at_most_is_counted(deep_family, alive):
+def test_what_is_on_the_device_at_most_is_counted(deep_family, monkeypatch):
     model, params, swap = placed(deep_family("flux"), 4, "int8", **LORA)
     held = sum(tensor.nbytes for tensor in swap.tensors)
     most = max(one.num_bytes + other.num_bytes for one, other in pairwise(swap._blocks))
     latents, rows = torch.zeros(1, 4, 8, 8), {"states": torch.ones(1, 32, 16), "pooled": torch.ones(1, 16)}
-    needs = []
-    for swapped in (0, 4):
-        model, params, _ = placed(deep_family("flux"), 0, "int8", **LORA)
-        needs.append(count(model, params, LatentBatch(latents, rows), OPTIMIZERS["adamw"], on_gpu=False, swapped=swapped))
-    without, with_swap = needs
-    assert without.step == with_swap.step and without.trained == with_swap.trained
+    monkeypatch.setattr("peer.machine.counting.count_step", lambda *_, **__: 0)  # what flows through the layers is asked for without --blocks_to_swap
+    model, params, _ = placed(deep_family("flux"), 0, "int8", **LORA)
+    without, with_swap = (count(model, params, LatentBatch(latents, rows), OPTIMIZERS["adamw"], swapped=swapped) for swapped in (0, 4))
+    assert without.trained == with_swap.trained > 0
     saved = without.parts["transformer"] - with_swap.parts["transformer"]
     assert held - most < saved < held - most + 256 * len(swap.tensors), "each tensor is rounded up to 256 bytes there"
     assert 0 < saved < held
