@@ -166,9 +166,9 @@ def test_a_memory_that_is_too_small_for_the_model_or_for_averaging(machine, monk
 
 def test_a_gpu_whose_memory_is_too_small_is_told_before_the_model_is_loaded(machine, monkeypatch):
     monkeypatch.setattr("peer.machine.device.choose_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr("peer.launch.fitted.counted", lambda *_: Fit({"gradient_checkpointing": True, "offload": True}, 9.2e9, 14e9, 11.4e9))
+    monkeypatch.setattr("peer.launch.fitted.counted", lambda *_: Fit({"offload": True, "gradient_checkpointing": True}, 9.2e9, 14e9, 11.4e9))
     told = asked(machine(), "server", "run", "model", "memory")
-    fails("memory", told, ExitCode.MEMORY, "14.0 GB of the GPU's memory", "Add --gradient_checkpointing --offload")
+    fails("memory", told, ExitCode.MEMORY, "14.0 GB of the GPU's memory", "Add --offload --gradient_checkpointing")
 
 
 def test_a_model_of_which_there_is_only_a_variant_is_as_large_as_any(machine, monkeypatch, tiny_model, tmp_path):
