@@ -23,6 +23,7 @@ from peer.config import PeerConfig
 from peer.data.client.probing import Distance
 from peer.data.client.transport import Refusal
 from peer.launch.joining import Joined
+from peer.machine.device import Precision
 from peer.machine.disk_space import check_space, needed_bytes
 from peer.machine.fitting import Fit
 from peer.supervise import cli as main
@@ -165,9 +166,9 @@ def test_a_memory_that_is_too_small_for_the_model_or_for_averaging(machine, monk
 
 def test_a_gpu_whose_memory_is_too_small_is_told_before_the_model_is_loaded(machine, monkeypatch):
     monkeypatch.setattr("peer.machine.device.choose_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr("peer.launch.fitted.counted", lambda *_: Fit({"gradient_checkpointing": True, "offload": True}, 9.2e9, 14e9, 11.4e9))
+    monkeypatch.setattr("peer.launch.fitted.counted", lambda *_: Fit({"offload": True, "gradient_checkpointing": True}, 9.2e9, 14e9, 11.4e9))
     told = asked(machine(), "server", "run", "model", "memory")
-    fails("memory", told, ExitCode.MEMORY, "14.0 GB of the GPU's memory", "Add --gradient_checkpointing --offload")
+    fails("memory", told, ExitCode.MEMORY, "14.0 GB of the GPU's memory", "Add --offload --gradient_checkpointing")
 
 
 def test_a_model_of_which_there_is_only_a_variant_is_as_large_as_any(machine, monkeypatch, tiny_model, tmp_path):
@@ -204,20 +205,23 @@ def test_a_step_that_hangs_or_does_not_fit_or_breaks(machine):
 @pytest.mark.parametrize(
     ("options", "run", "device", "advised"),
     [
-        ({"train_batch_size": 2}, {}, "cuda", "batch accumulation checkpointing offload weights"),
-        ({"train_batch_size": 2, "fused_step": True}, {}, "cuda", "batch checkpointing offload weights"),
-        ({}, {"method": "lora"}, "cpu", "checkpointing base weights"),
+        ({"train_batch_size": 2}, {}, "cuda", "batch accumulation offload checkpointing weights"),
+        ({"train_batch_size": 2, "fused_step": True}, {}, "cuda", "batch offload checkpointing weights"),
+        ({}, {"method": "lora"}, "cpu", "base checkpointing weights"),
         ({"gradient_checkpointing": True}, {"optimizer": "prodigy"}, "cuda", "offload"),
-        ({"gradient_checkpointing": True}, {"method": "lora", "family": "flux"}, "cuda", "offload swap base weights"),
+        ({"gradient_checkpointing": True}, {"method": "lora", "family": "flux"}, "cuda", "offload base swap weights"),
+        ({"gradient_checkpointing": True}, {"clip_grad": "tensor"}, "cuda", "fused offload weights"),
         ({"gradient_checkpointing": True, "blocks_to_swap": 4, "weights": "bf16"}, {"method": "lora", "family": "flux"}, "cuda", "offload base"),
         ({"gradient_checkpointing": True, "offload": True, "base_precision": "nf4"}, {"method": "lora"}, "cuda", "weights"),
         ({"gradient_checkpointing": True, "weights": "bf16"}, {}, "cpu", ""),
     ],
 )
-def test_what_is_advised_where_a_step_does_not_fit_is_what_is_left_to_do(options, run, device, advised):
+def test_what_is_advised_where_a_step_does_not_fit_is_what_is_left_to_do(options, run, device, advised, monkeypatch):
+    on_gpu = Precision(torch.device(device), torch.bfloat16, False, "")  # where none is, its number format is what it would have
+    monkeypatch.setattr("peer.loop.fused.choose_precision", lambda *_: on_gpu)
     fix = _readable(MemoryError(), RunConfig(**run), PeerConfig(**options), torch.device(device)).fix
     words = {
-        "batch": "--train_batch_size", "accumulation": "--gradient_accumulation_steps", "checkpointing": "--gradient_checkpointing",
+        "fused": "--fused_step", "batch": "--train_batch_size", "accumulation": "--gradient_accumulation_steps", "checkpointing": "--gradient_checkpointing",
         "offload": "--offload", "swap": "--blocks_to_swap", "base": "--base_precision", "weights": "--weights",
     }  # fmt: skip
     places = [fix.index(words[name]) for name in advised.split()]
