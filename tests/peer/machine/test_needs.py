@@ -14,6 +14,7 @@ from swarm.errors import UserError
 from swarm.run.optimizer import OPTIMIZERS
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.machine import shallow
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,7 @@ def run_of(family, method="lora", **options):
 
 
 def model_of(family, run):
-    return tiny.kind(family)(tiny.build(family), None, run)
+    return tiny.kind(family)(shallow.pipeline() if family == "sd" else tiny.build(family), None, run)
 
 
 def needs_of(family, method="lora", **options):

@@ -1,0 +1,1 @@
+from tests.peer.machine.shallow import tiny_model  # noqa: F401
