@@ -49,7 +49,7 @@ LOOK_SECONDS = 0.5
 FLAGS = ("--cache_latents", "--cache_text", "--gradient_checkpointing", "--print_loss")
 ALL_CORES = ("--num_threads", str(len(os.sched_getaffinity(0))))
 """Where one of two peers computes. Not with a tiny model, which is tried beside other programs: two threads that wait for each other took 25 s a step."""
-TINY_ROUND = 32
+TINY_ROUND = 12
 """Samples of a tiny model's round. Of four it would take less than a second, and the peer that trains be at the end before the other one has come."""
 RUN = {"ucg": 0.0, "wire": "fp16"}
 _STEP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z .*: step=\d+ samples=", re.MULTILINE)

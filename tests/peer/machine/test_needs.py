@@ -75,7 +75,7 @@ def test_every_method_whose_tensors_lie_in_the_model_is_counted(method, options)
 
 def test_what_lies_outside_of_the_model_is_refused():
     with pytest.raises(UserError, match="--method textual_inversion trains is in none of the model's parts"):
-        needs_of("sd", "textual_inversion", placeholder_token="<thing>", initializer_token="cat").of(PeerConfig())
+        needs_of("sd", "textual_inversion", placeholder_token="<thing>", initializer_token="a").of(PeerConfig())
 
 
 def test_tied_weights_stay_tied_and_copies_do_not_share():
