@@ -35,7 +35,7 @@ if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.pare
 
 import psutil
 
-from benchmarks.common import print_result, print_table
+from benchmarks.common import heed_sigterm, print_result, print_table
 from benchmarks.gpu_sd15 import FULL, TINY, Setup, Sizes, prepare
 from peer.sync.engine.memory import available_bytes
 from peer.watchdog.vitals import OutOfMemory
@@ -270,4 +270,5 @@ def run(names: Sequence[str], sizes: Sizes) -> int:
 
 
 if __name__ == "__main__":
+    heed_sigterm()
     sys.exit(main())

@@ -1,6 +1,6 @@
 """A member that assists, reduces as it should, and gives one member of each group another mean. It signs both (docs/decisions/0028).
 
-And it frames: of what honest reducers signed for it, it makes proofs against them, none of which holds.
+And it frames: it makes proofs of what honest reducers signed for it. None of them holds.
 """
 
 import asyncio
