@@ -11,7 +11,7 @@ from tests import tiny
 
 @pytest.fixture
 def encoder(monkeypatch):
-    """`encoder(family, pictures)`: its model, and how many pictures the VAE was asked for each time, at most so many of 16 px."""
+    """`encoder(family, pictures)`: its model, and how many pictures each call of the VAE had. A call takes `pictures` of 16 px at most."""
 
     def made(family, most):
         monkeypatch.setattr(diffusion, "_PIXELS_AT_ONCE", most * 16 * 16)
