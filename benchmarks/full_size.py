@@ -93,7 +93,7 @@ ROWS = {
     "full": Row(
         "full, one peer and one that assists",
         3,
-        4,
+        2,
         {"method": "full", "optimizer": "adafactor", "learning_rate": 1e-5},
         gib=16,
         gb=60,

@@ -75,6 +75,11 @@ class Toy:
         until(lambda: pattern.search(self.log), self)
         return pattern.findall(self.log)[-1]
 
+    def has_met(self, other: "Toy") -> bool:
+        """Whether it has written down where the other one is now, which that one says once somebody has dialled it."""
+        path = self.folder / "peers_met.json"
+        return path.exists() and other.maddr() in path.read_text()
+
     def rounds(self) -> list[dict]:
         path = self.folder / "rounds.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
@@ -260,7 +265,7 @@ def test_sidecars_and_a_p2pd_that_die_or_hang_are_started_again_and_who_leaves_s
     assert other.process.wait(WAIT_SECONDS) == 2
     assert "error: The peers of this run train other tensors" in other.log and "Traceback" not in other.log
     # The founder was given no address of anybody: it must remember whom it met.
-    until(lambda: (founder.folder / "peers_met.json").exists(), founder)
+    until(lambda: founder.has_met(joiner), founder, joiner)
     for victim, process in ((founder, "sidecar"), (joiner, "p2pd")):
         victim.family(process)[0].kill()
         until(lambda victim=victim: "starting it again" in victim.log, founder, joiner)
@@ -268,7 +273,7 @@ def test_sidecars_and_a_p2pd_that_die_or_hang_are_started_again_and_who_leaves_s
         until(lambda v=victim, at=at: any(line["how"] == "averaged" and line["round"] > at + 1 for line in v.rounds()), founder, joiner)
         # A new sidecar listens at a new port. Who is killed before it has heard of that, two rounds of 0.1 s later, knows nobody any more.
         other = joiner if victim is founder else founder
-        until(lambda v=victim, other=other: v.maddr() in (other.folder / "peers_met.json").read_text(), founder, joiner)
+        until(lambda v=victim, other=other: other.has_met(v), founder, joiner)
     # SIGSTOP: all is open, nothing answers. (That p2pd hangs the sidecar finds out by a real call: tests/swarm/test_dht.py.)
     hung = joiner.family("sidecar")[0]
     hung.suspend()
