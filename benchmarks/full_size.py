@@ -46,6 +46,8 @@ from swarm.errors import ExitCode, UserError, run_program
 STALL_SECONDS = 3600.0
 """A first round takes two minutes on two cores that are free, and twenty were seen where five other programs computed."""
 LOOK_SECONDS = 0.5
+_NEWS_GIB = 1 / 64
+"""By how much the kernel's counters must rise before all pages are looked at: that takes 0.25 s of a core for a whole UNet's, half of its time."""
 FLAGS = ("--cache_latents", "--cache_text", "--gradient_checkpointing", "--print_loss")
 ALL_CORES = ("--num_threads", str(len(os.sched_getaffinity(0))))
 """Where one of two peers computes. Not with a tiny model, which is tried beside other programs: two threads that wait for each other took 25 s a step."""
@@ -53,6 +55,8 @@ TINY_ROUND = 12
 """Samples of a tiny model's round. Of four it would take less than a second, and the peer that trains be at the end before the other one has come."""
 RUN = {"ucg": 0.0, "wire": "fp16"}
 _STEP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z .*: step=\d+ samples=", re.MULTILINE)
+_COUNTERS = re.compile(r"^Rss(?:Anon|Shmem): +(\d+) kB$", re.MULTILINE)
+"""Of /proc/PID/status."""
 _PAGES = re.compile(r"^Pss(_Anon|_Shmem|): +(\d+) kB$", re.MULTILINE)
 """Of /proc/PID/smaps_rollup."""
 Found = dict[str, Any]
@@ -111,13 +115,24 @@ class Watch(threading.Thread):
         self.of: dict[str, float] = {}
         self.peak = self.with_files = 0.0
         self._swarm, self._stopped = swarm, threading.Event()
+        self._high: Counter[str] = Counter()
 
     def run(self) -> None:
         while not self._stopped.wait(LOOK_SECONDS):
-            now = {name: held(program.pid) for name, program in [*self._swarm.peers.items()]}
-            self.of = {name: max(own, self.of.get(name, 0.0)) for name, (own, _) in now.items()}
-            self.peak = max(self.peak, sum(own for own, _ in now.values()))
-            self.with_files = max(self.with_files, sum(both for _, both in now.values()))
+            self.look()
+
+    def look(self) -> None:
+        """At the kernel's counters, and at all pages where these are higher than ever."""
+        pids = {name: program.pid for name, program in [*self._swarm.peers.items()]}
+        at_most = Counter({name: counted(pid) for name, pid in pids.items()})
+        at_most["all"] = sum(at_most.values())
+        if all(gib < self._high[name] + _NEWS_GIB for name, gib in at_most.items()):
+            return
+        self._high |= at_most
+        now = {name: held(pid) for name, pid in pids.items()}
+        self.of = {name: max(own, self.of.get(name, 0.0)) for name, (own, _) in now.items()}
+        self.peak = max(self.peak, sum(own for own, _ in now.values()))
+        self.with_files = max(self.with_files, sum(both for _, both in now.values()))
 
     def stop(self) -> None:
         self._stopped.set()
@@ -127,12 +142,23 @@ class Watch(threading.Thread):
 def held(pid: int) -> tuple[float, float]:
     """GiB of a process and of all that descend from it, without and with the pages of files."""
     own = both = 0
+    for text in _of_family(pid, "smaps_rollup"):
+        kib = Counter({kind: int(count) for kind, count in _PAGES.findall(text)})
+        own, both = own + kib["_Anon"] + kib["_Shmem"], both + kib[""]
+    return own / 2**20, both / 2**20
+
+
+def counted(pid: int) -> float:
+    """GiB that these have at most, without the pages of files: a page that several share counts for each of them."""
+    return sum(int(kib) for text in _of_family(pid, "status") for kib in _COUNTERS.findall(text)) / 2**20
+
+
+def _of_family(pid: int, file: str) -> Iterator[str]:
+    """What /proc says of a process and of all that descend from it, as far as they live."""
     with contextlib.suppress(psutil.Error):
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with contextlib.suppress(psutil.Error, OSError):
-                kib = Counter({kind: int(count) for kind, count in _PAGES.findall(Path(f"/proc/{process.pid}/smaps_rollup").read_text())})
-                own, both = own + kib["_Anon"] + kib["_Shmem"], both + kib[""]
-    return own / 2**20, both / 2**20
+                yield Path(f"/proc/{process.pid}/{file}").read_text()
 
 
 def measure(row: Row, made: Path, folder: Path, *, tiny: bool) -> Found:

@@ -44,8 +44,22 @@ def test_memory_is_that_of_all_processes_with_and_without_the_pages_of_files():
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         own, both = full_size.held(process.pid)
+        at_most = full_size.counted(process.pid)
         process.stdin.close()
     assert 0.0 < own < both and full_size.held(process.pid) == (0, 0)
+    assert own <= at_most < both and full_size.counted(process.pid) == 0
+
+
+def test_all_pages_are_looked_at_only_when_the_kernel_counts_more_than_ever(monkeypatch):
+    """A look at all pages of a whole UNet's peers twice a second took half a core from what it measured."""
+    counted, looked = {1: 0.0, 2: 0.0}, []
+    monkeypatch.setattr(full_size, "counted", counted.__getitem__)
+    monkeypatch.setattr(full_size, "held", lambda pid: (looked.append(pid), (counted[pid] / 2, 8.0))[1])
+    watch = full_size.Watch(SimpleNamespace(peers={"one": SimpleNamespace(pid=1), "two": SimpleNamespace(pid=2)}))
+    for counted[1], counted[2], looks in ((2.0, 1.0, 1), (2.001, 1.0, 1), (1.0, 2.0, 2), (1.9, 1.9, 3), (0.5, 0.5, 3)):
+        watch.look()
+        assert len(looked) == 2 * looks
+    assert watch.peak == pytest.approx(1.9) and watch.of == {"one": 1.0, "two": 1.0} and watch.with_files == 16.0
 
 
 def test_a_row_that_has_no_room_is_refused_before_it_begins(tmp_path, monkeypatch):
