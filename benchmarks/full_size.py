@@ -55,7 +55,7 @@ TINY_ROUND = 12
 """Samples of a tiny model's round. Of four it would take less than a second, and the peer that trains be at the end before the other one has come."""
 RUN = {"ucg": 0.0, "wire": "fp16"}
 _STEP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z .*: step=\d+ samples=", re.MULTILINE)
-_COUNTERS = re.compile(r"^Rss(?:Anon|Shmem): +(\d+) kB$", re.MULTILINE)
+_COUNTERS = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 """Of /proc/PID/status."""
 _PAGES = re.compile(r"^Pss(_Anon|_Shmem|): +(\d+) kB$", re.MULTILINE)
 """Of /proc/PID/smaps_rollup."""

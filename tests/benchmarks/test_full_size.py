@@ -40,14 +40,14 @@ def test_two_results_are_equal_only_to_the_bit(tmp_path):
 
 
 def test_memory_is_that_of_all_processes_with_and_without_the_pages_of_files():
-    code = "import sys; held = bytes(64 << 20); print(len(held), flush=True); sys.stdin.read()"
+    code = "import sys; held = b'x' * (64 << 20); print(len(held), flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         own, both = full_size.held(process.pid)
         at_most = full_size.counted(process.pid)
         process.stdin.close()
-    assert 0.0 < own < both and full_size.held(process.pid) == (0, 0)
-    assert own <= at_most < both and full_size.counted(process.pid) == 0
+    assert 1 / 16 < own < both and full_size.held(process.pid) == (0, 0)
+    assert 0.9 * own < at_most < both and full_size.counted(process.pid) == 0, "the kernel's counters are some pages late"
 
 
 def test_all_pages_are_looked_at_only_when_the_kernel_counts_more_than_ever(monkeypatch):
