@@ -46,8 +46,8 @@ from swarm.errors import ExitCode, UserError, run_program
 STALL_SECONDS = 3600.0
 """A first round takes two minutes on two cores that are free, and twenty were seen where five other programs computed."""
 LOOK_SECONDS = 0.5
-_NEWS_GIB = 1 / 64
-"""By how much the kernel's counters must rise before all pages are looked at: that takes 0.25 s of a core for a whole UNet's, half of its time."""
+_NEWS_GIB = 1 / 8
+"""By how much the kernel's counters must rise before all pages are looked at, which takes 0.25 s of a core for a whole UNet's. So much may be missed."""
 FLAGS = ("--cache_latents", "--cache_text", "--gradient_checkpointing", "--print_loss")
 ALL_CORES = ("--num_threads", str(len(os.sched_getaffinity(0))))
 """Where one of two peers computes. Not with a tiny model, which is tried beside other programs: two threads that wait for each other took 25 s a step."""
@@ -96,7 +96,7 @@ ROWS = {
     "lora": Row("LoRA, two peers", 3, 8, {"method": "lora", "rank": 16, "learning_rate": 1e-4}, gib=12, gb=10, flags=("--min_peers", "2"), same=same_loras),
     "full": Row(
         "full, one peer and one that assists",
-        3,
+        2,
         2,
         {"method": "full", "optimizer": "adafactor", "learning_rate": 1e-5},
         gib=16,
