@@ -54,7 +54,8 @@ ALL_CORES = ("--num_threads", str(len(os.sched_getaffinity(0))))
 TINY_ROUND = 12
 """Samples of a tiny model's round. Of four it would take less than a second, and the peer that trains be at the end before the other one has come."""
 RUN = {"ucg": 0.0, "wire": "fp16"}
-_STEP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z .*: step=\d+ samples=", re.MULTILINE)
+_STEP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z .*: (?:step=\d+ samples=|(averaged) round=)", re.MULTILINE)
+"""A step, or a round that was averaged."""
 _COUNTERS = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 """Of /proc/PID/status."""
 _PAGES = re.compile(r"^Pss(_Anon|_Shmem|): +(\d+) kB$", re.MULTILINE)
@@ -214,9 +215,9 @@ def _told_of_the_kernel(kills: OutOfMemory) -> Iterator[None]:
 
 
 def _between_steps(log: str) -> list[float]:
-    """Seconds, whole ones: a step's own, and beside it a wait for a round in a few; the median has none."""
-    times = [datetime.fromisoformat(found) for found in _STEP.findall(log)]
-    return [(after - before).total_seconds() for before, after in pairwise(times)]
+    """Seconds, whole ones, of each step before which no round was waited for."""
+    times = [(datetime.fromisoformat(time), averaged) for time, averaged in _STEP.findall(log)]
+    return [(after - before).total_seconds() for (before, one), (after, other) in pairwise(times) if not one and not other]
 
 
 def draws(base: Path, result: Path, side: int) -> bool:

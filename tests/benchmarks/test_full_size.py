@@ -17,13 +17,14 @@ from tests.conftest import ROOT
 LOG = """\
 2026-11-26 22:07:01Z I peer.figures.metrics: step=1 samples=1 loss=1.079000
 2026-11-26 22:07:04Z I peer.figures.metrics: step=2 samples=1 loss=1.080000
-2026-11-26 22:07:05Z I peer.sync.engine.round.rounds: round=1 how=averaged
+2026-11-26 22:07:05Z I peer.sync.engine.round.rounds: averaged round=1 peers=2
 2026-11-26 22:07:14Z I peer.figures.metrics: step=3 samples=0 loss=-
+2026-11-26 22:07:16Z I peer.figures.metrics: step=4 samples=1 loss=1.080000
 """
 
 
-def test_the_time_of_a_step_is_that_between_two_lines_of_steps():
-    assert full_size._between_steps(LOG) == [3.0, 10.0]
+def test_the_time_of_a_step_is_that_between_two_lines_of_steps_with_no_round_between():
+    assert full_size._between_steps(LOG) == [3.0, 2.0]
     assert full_size._between_steps("nothing was trained") == []
 
 
