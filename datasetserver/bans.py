@@ -34,7 +34,10 @@ def main(argv: Sequence[str]) -> None:
         "distrust": "Trust a peer no longer; it goes on training.",
         "members": "List the peers that the ledger knows, what each has trained, and who is banned or trusted.",
     }
-    parser = ArgumentParser(f"dd-datasetserver {verb}", description=about[verb])
+    whom = {"members": "", "ban": ' Rk3fQ9 --reason "sends noise"'}.get(verb, " Rk3fQ9")
+    parser = ArgumentParser(
+        f"dd-datasetserver {verb}", description=about[verb], examples=[f"dd-datasetserver {verb}{whom} --dataset pictures"]
+    )
     if verb != "members":
         parser.add_argument("peer", help=f"its id, or the last {_SHORTEST_ENDING} or more characters, as 'members' and log lines show them")
     if verb == "ban":

@@ -36,8 +36,15 @@ class ServerConfig:
         "",
         "Where shards, ledger and identity are kept; default: DATASET.datasetserver beside the dataset. Without a dataset: serve what is ready there.",
     )
-    shard_samples: int = option(256, "Samples per shard; a shard is what a peer leases, and what another repeats when it dies.", ge=1, le=100_000)
-    ingest_workers: int = option(-1, "Processes that check pictures; -1: one per core, 0: none.", ge=-1)
+    shard_samples: int = option(
+        256,
+        "Samples per shard; a shard is what a peer leases, and what another repeats when it dies. Take fewer for slow peers or large pictures.",
+        ge=1,
+        le=100_000,
+    )
+    ingest_workers: int = option(
+        -1, "Processes that check pictures; -1: one per core. Fewer leave cores to other programs; 0: none but the server's own.", ge=-1
+    )
     missing_captions: str = option(
         "reject",
         "Pictures without a caption: 'reject', or 'empty' (or 'none') to train them without words, or with textual inversion's templates.",
@@ -47,8 +54,14 @@ class ServerConfig:
     dry_run: bool = option(False, "Check the run's options and the pictures, say what would be left out, and end; nothing is written or served.")
 
     run: str = option("", "TOML file with the run's options; flags win over it.", section="the run")
-    lease_seconds: float = option(60.0, "A lease that is not renewed for N seconds goes to another peer.", ge=1, le=86_400)
-    grace_seconds: float = option(60.0, "A gone peer's work may still be averaged for N seconds; then its samples are leased again.", le=86_400)
+    lease_seconds: float = option(
+        60.0, "A lease that is not renewed for N seconds goes to another peer. Raise it for links that break off for minutes.", ge=1, le=86_400
+    )
+    grace_seconds: float = option(
+        60.0,
+        "A gone peer's work may still be averaged for N seconds; then its samples are leased again. Raise it for rounds that take minutes.",
+        le=86_400,
+    )
     copy_seconds: float = option(
         3600.0, "Lease a shard to a second peer after N seconds, when the others train a later epoch already; 0: never.", le=1e9
     )
@@ -80,11 +93,15 @@ class ServerConfig:
     max_requests_per_second: float = option(50.0, "Requests of one address; a burst may have ten seconds' worth; 0: no limits per address.", le=1e6)
 
     dht: bool = option(
-        True, "Run a DHT node, where peers meet. Without, they need each other's addresses (--peers).", section="its DHT node"
+        True,
+        "Run a DHT node, where peers meet. --no_dht: open no port for one; peers then need each other's addresses (--peers).",
+        section="its DHT node",
     )
     host_maddrs: tuple[str, ...] = option((), "Multiaddrs where that node listens; default: --host, any free port.")
     announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach that node, when they differ.")
-    identity_path: str = option("", "That node's key file, made when missing; default: identity.key inside --work_dir.")
+    identity_path: str = option(
+        "", "That node's key file, made when missing: with it the node keeps its multiaddr. Default: identity.key inside --work_dir."
+    )
 
     pictures_from: tuple[str, ...] = option(
         (),

@@ -31,7 +31,10 @@ def main(argv: Sequence[str]) -> None:
         "discard": "Forget a state and all that follows from it, for good. Within a minute each peer that stands on it ends, and dd-peer starts it "
         "again from an earlier state. It undoes a forged state. It also brings a swarm together that has split: give it the branch= of heads.",
     }
-    parser = ArgumentParser(f"dd-datasetserver {verb}", description=about[verb])
+    what = ' DIGEST --yes --reason "forged"' if verb == "discard" else ""
+    parser = ArgumentParser(
+        f"dd-datasetserver {verb}", description=about[verb], examples=[f"dd-datasetserver {verb}{what} --dataset pictures"]
+    )
     if verb == "discard":
         parser.add_argument("digest", help="all 64 characters, as 'heads' shows it")
         parser.add_argument("--yes", action="store_true", help="forget it; without --yes, only show what would go")

@@ -60,7 +60,11 @@ def line(url: str, host_key: str, token: str = "", model: str = "") -> str:
 
 def main(argv: Sequence[str]) -> None:
     """`dd-datasetserver invite NAME`. Raises UserError."""
-    parser = ArgumentParser("dd-datasetserver invite", description="Print the line that a volunteer pastes to join the run.")
+    parser = ArgumentParser(
+        "dd-datasetserver invite",
+        description="Print the line that a volunteer pastes to join the run.",
+        examples=["dd-datasetserver invite alice --dataset pictures"],
+    )
     parser.add_argument("name", help="whom it is for: the token's name, for 'token remove'")
     parser.add_argument("--peers", type=tokens.of_peers, default=_PEERS, metavar="N", help=f"in a run for members, how many peers with this line may be members at once [{_PEERS}]")
     parser.add_argument("--public_url", default="", metavar="URL", help="the server's URL for the volunteer, if the server was not given one")

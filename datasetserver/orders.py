@@ -146,7 +146,8 @@ def main(argv: Sequence[str]) -> None:
     verb = argv[0]
     state = _STATES.get(verb)
     about = f"The run is {state}: {_MEANING[state]}." if state else "The run goes on beyond its total_samples; see docs/host.md."
-    parser = ArgumentParser(f"dd-datasetserver {verb}", description=about)
+    length = "" if state else " --total_samples 300000"
+    parser = ArgumentParser(f"dd-datasetserver {verb}", description=about, examples=[f"dd-datasetserver {verb}{length} --dataset pictures"])
     if not state:
         parser.add_argument("--total_samples", type=int, required=True, metavar="N", help="the new end, counted from the run's beginning")
     work_folder.add_arguments(parser)

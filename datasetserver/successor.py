@@ -13,6 +13,7 @@ def main(argv: Sequence[str]) -> None:
     parser = ArgumentParser(
         "dd-datasetserver successor",
         description=f"Write a spare for {work_folder.HOST_KEY} that {work_folder.HOST_KEY} has signed. Peers take what it signs for the host's word.",
+        examples=["dd-datasetserver successor /media/stick/host.key --dataset pictures"],
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="where to write it: on a stick, or to be moved to another machine")
     work_folder.add_arguments(parser)

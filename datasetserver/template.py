@@ -56,7 +56,12 @@ def text(given: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str]) -> None:
     """`dd-datasetserver init [FILE] [any option of host or run]`. Raises UserError."""
     parser = ArgumentParser(
-        "dd-datasetserver init", description="Write a run.toml to fill in. Options given here are set in it.", allow_abbrev=False
+        "dd-datasetserver init",
+        usage="%(prog)s [FILE] [options]",
+        description="Write a run.toml to fill in, or the FILE that is named. Options given here are set in it.",
+        allow_abbrev=False,
+        first=("--dataset", "--model", "--run_name", "--method", "--resolution", "--total_samples", "--tokens", "--force"),
+        examples=["dd-datasetserver init run.toml --dataset pictures --model my-model --tokens tokens.txt"],
     )
     parser.add_argument("file", nargs="?", type=Path, default=Path("run.toml"), help="file to write [run.toml]")
     parser.add_argument("--force", action="store_true", help="overwrite the file if it exists")

@@ -129,11 +129,16 @@ def of_peers(text: str) -> int:
 
 def main(argv: Sequence[str]) -> None:
     """`dd-datasetserver token add|remove|list`. Raises UserError."""
-    parser = ArgumentParser("dd-datasetserver token", description="Say who may use a server that is started with --tokens FILE.")
+    parser = ArgumentParser(
+        "dd-datasetserver token",
+        description="Say who may use a server that is started with --tokens FILE.",
+        examples=["dd-datasetserver token add alice --tokens tokens.txt"],
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     actions = parser.add_subparsers(dest="action", required=True, metavar="add|remove|list")
     for action, about in (("add", "make a token and show it, once"), ("remove", "take a token back"), ("list", "show who has one")):
-        sub = actions.add_parser(action, help=about, description=about)
+        whom = "" if action == "list" else " alice"
+        sub = actions.add_parser(action, help=about, description=about, examples=[f"dd-datasetserver token {action}{whom} --tokens tokens.txt"])
         if action != "list":
             sub.add_argument("name", help="whom it is for")
         if action == "add":

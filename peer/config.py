@@ -38,7 +38,9 @@ class PeerConfig:
         ("/ip4/0.0.0.0/tcp/0",), "Multiaddrs to listen on for other peers.", section="how others reach it"
     )
     announce_maddrs: tuple[str, ...] = option((), "Multiaddrs under which others reach this peer, when they differ.")
-    identity_path: str = option("", "This peer's key file, made when missing; default: identity.key inside --output_dir.")
+    identity_path: str = option(
+        "", "This peer's key file, made when missing: with it the peer keeps its id in another folder. Default: identity.key inside --output_dir."
+    )
     client_mode: bool | None = option(
         None, "Open no port: this peer dials the others. auto: when the peers it asks cannot dial it."
     )
@@ -121,7 +123,10 @@ class PeerConfig:
     use_ema: bool = option(False, "Keep a moving average of the weights by global steps; it is what is exported and drawn.")
     ema_decay: float = option(0.9999, "Its final decay; (1 + n) / (10 + n) after n steps until then.", lt=1)
     lease_samples: int = option(
-        0, "Lease at least N samples ahead from --datasetserver; 0: ten seconds' worth.", aliases=("wantedimages",), lt=2**40
+        0,
+        "Lease at least N samples ahead from --datasetserver, for a link that breaks off at times; 0: ten seconds' worth.",
+        aliases=("wantedimages",),
+        lt=2**40,
     )
 
     device: str = option(

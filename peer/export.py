@@ -73,7 +73,14 @@ class ExportConfig:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = ArgumentParser(prog="dd-export", description="Turn what a run left behind into the form that another tool reads.")
+    parser = ArgumentParser(
+        prog="dd-export",
+        description="Turn what a run left behind into the form that another tool reads.",
+        examples=[
+            "dd-export http://203.0.113.7:9090 --out model",
+            "dd-export --state out --format lora_kohya --out my-lora.safetensors",
+        ],
+    )
     if argv and not argv[0].startswith("-"):
         argv = ["--state", *argv]
     flags, _ = parse_flags(parser, argv, ExportConfig)

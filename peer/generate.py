@@ -49,7 +49,11 @@ class GenerateConfig:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = ArgumentParser(prog="dd-generate", description="Draw pictures with a model, or with what was trained on it.")
+    parser = ArgumentParser(
+        prog="dd-generate",
+        description="Draw pictures with a model, or with what was trained on it.",
+        examples=['dd-generate --model out/model --prompt "a red square" --num_images 4 --out drawn'],
+    )
     flags, _ = parse_flags(parser, argv, GenerateConfig)
     config = build(GenerateConfig, flags)
     if not config.model or not config.prompt:

@@ -79,7 +79,7 @@ def measured(traffic: Traffic, seconds: float, samples_per_second: float, lost: 
     if not samples_per_second:
         return text
     blocking, overlapping = (smallest_target(seconds, samples_per_second, overlap) for overlap in (False, True))
-    return f"{text}; for {UTILISATION:.0%} training, rounds of {blocking:,} samples or more, with --overlap {overlapping:,}"
+    return f"{text}; for {UTILISATION:.0%} training, rounds of {blocking:,} samples or more ({overlapping:,} with --overlap)"
 
 
 def table() -> str:

@@ -15,12 +15,12 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse's, but a wrong argument is a UserError; parse within `run_program`. Every program says its --version.
 
     first: the flags that a newcomer needs. With them --help shows these alone, `--help all` every flag, and `--help SECTION` the groups
-    whose title has that text in it.
+    whose title has that text in it. examples: command lines, for the end of --help.
     """
 
-    def __init__(self, *args: Any, first: Sequence[str] = (), **options: Any):
+    def __init__(self, *args: Any, first: Sequence[str] = (), examples: Sequence[str] = (), **options: Any):
         super().__init__(*args, add_help=not first, **options)
-        self.first = first
+        self.first, self.examples = first, examples
         if first:
             about = "Show the options that most people set; all: every option; or those of one section."
             self.add_argument("-h", "--help", action=_Help, nargs="?", const="", metavar="all|SECTION", help=about)
@@ -34,6 +34,12 @@ class ArgumentParser(argparse.ArgumentParser):
     def full_help(self) -> str:
         """The flags that show every option."""
         return f"--help {_ALL}" if self.first else "--help"
+
+    def format_help(self) -> str:
+        return super().format_help() + self._format_examples()
+
+    def _format_examples(self) -> str:
+        return "".join(["\nexamples:\n", *(f"  {line}\n" for line in self.examples)]) if self.examples else ""
 
     def format_first(self) -> str:
         """The newcomer's screen: the flags in `first`, each by its main name, then the examples."""
@@ -50,7 +56,7 @@ class ArgumentParser(argparse.ArgumentParser):
         count = sum(action.help != argparse.SUPPRESS for action in self._actions)
         formatter.add_text(f"--help {_ALL} shows all {count} options, --help SECTION those of one section.")
         formatter.add_text(self.epilog)
-        return formatter.format_help()
+        return formatter.format_help() + self._format_examples()
 
     def format_section(self, section: str) -> str:
         """The groups of this name, else those with this text in their title. Raises UserError, with all names, when there is none."""

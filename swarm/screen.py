@@ -100,7 +100,7 @@ def _link(seen: Mapping[str, Any], known: Figures) -> str:
         return text
     speed = seen["samples_per_second"]
     blocking, overlapping = (advice.smallest_target(known.transfer_seconds, speed, overlap) for overlap in (False, True))
-    return f"{text}; smallest target batch for {advice.UTILISATION:.0%} training: {blocking:,}, with --overlap {overlapping:,}"
+    return f"{text}; smallest target batch for {advice.UTILISATION:.0%} training: {blocking:,} ({overlapping:,} with --overlap)"
 
 
 def bar(done: int, total: int, more: str = "") -> RenderableType:

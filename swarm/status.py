@@ -49,7 +49,11 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = ArgumentParser("dd-status", description="Show how a swarm is doing.")
+    parser = ArgumentParser(
+        "dd-status",
+        description="Show how a swarm is doing.",
+        examples=["dd-status http://203.0.113.7:9090 --watch", "dd-status /ip4/203.0.113.7/tcp/31337/p2p/Qm..."],
+    )
     parser.add_argument("where", help="URL of its dataset server (http://203.0.113.7:9090), or multiaddr of a peer (/ip4/.../p2p/...)")
     parser.add_argument("--watch", action="store_true", help="show it again and again, until Ctrl-C")
     parser.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="with --watch: ask every SECONDS [2]")

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ HOMES = {  # a library: the files and folders that may import it
     "bitsandbytes": ("peer/loop/optim.py", "peer/models/diffusion/packed.py"),
     "wandb": ("peer/figures/trackers.py",),
     "PIL": ("swarm/picture_file.py", "peer/samples/pictures.py", "datasetserver/"),
+}
+
+BY_NAME = {  # an extra: the one file that computes with it; device.py looks whether PyTorch/XLA is there
+    "torch_xla": {"peer/machine/xla.py", "peer/machine/device.py"},
+    "intel_extension_for_pytorch": {"peer/machine/ipex.py"},
 }
 
 
@@ -117,3 +123,15 @@ def test_the_loop_makes_no_part_itself():
 def test_a_big_library_is_imported_in_its_home_only(library):
     wrong = [file for file in FILES if not file.startswith(HOMES[library]) and any(starts(module, library) for module in imports(file))]
     assert not wrong
+
+
+@pytest.mark.parametrize("library", BY_NAME)
+def test_an_extra_is_imported_in_one_file(library):
+    """By its name as a text, so that nothing imports it unasked."""
+    found = set()
+    for file in FILES:
+        if library in (text := (ROOT / file).read_text(encoding="utf-8")):
+            texts = [str(node.value) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+            if any(re.fullmatch(rf"{library}(\.\w*)*", value) for value in texts) or any(starts(module, library) for module in imports(file)):
+                found.add(file)
+    assert found == BY_NAME[library]

@@ -43,7 +43,7 @@ class Profiler:
         """A local step is over."""
         self._steps += 1
         if self._seconds and self._recording is None and self._steps == _FIRST_STEP - 1:
-            self._recording = _Xla(self._folder) if self._device.type == "xla" else _Torch(self._folder, self._device)
+            self._recording = _recording(self._folder, self._device)
             self._until = self._clock() + self._seconds
         elif self._recording is not None and self._clock() >= self._until:
             self.close()
@@ -56,6 +56,12 @@ class Profiler:
             self._recording.stop()
             log.info("profile written to %s", self._folder)
         self._recording, self._seconds = None, 0.0
+
+
+def _recording(folder: Path, device: torch.device) -> Any:
+    if device.type == "xla":
+        return importlib.import_module("peer.machine.xla").Recording(folder)
+    return _Torch(folder, device)
 
 
 class _Torch:
@@ -72,14 +78,3 @@ class _Torch:
     def stop(self) -> None:
         self._profile.stop()
         self._profile.export_chrome_trace(str(self._path))
-
-
-class _Xla:
-    """torch_xla's profiler; TensorBoard with its profile plugin reads what it writes."""
-
-    def __init__(self, folder: Path):
-        self._profiler = importlib.import_module("torch_xla.debug.profiler")
-        self._profiler.start_trace(str(folder))
-
-    def stop(self) -> None:
-        self._profiler.stop_trace()

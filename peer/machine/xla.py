@@ -117,6 +117,17 @@ class Spread:
         return tensor
 
 
+class Recording:
+    """What the devices do until `stop`, in files for TensorBoard with its profile plugin."""
+
+    def __init__(self, folder: Path):
+        self._profiler = _torch_xla("debug.profiler")
+        self._profiler.start_trace(str(folder))
+
+    def stop(self) -> None:
+        self._profiler.stop_trace()
+
+
 def filled(batch: PixelBatch, rows: int) -> PixelBatch:
     """The batch with `rows` rows, the added ones being its first again with a weight of 0; always with weights."""
     own = len(batch.captions)

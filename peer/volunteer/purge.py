@@ -121,7 +121,11 @@ def remove(found: Sequence[Stored], output: Path) -> None:
 
 def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
     """`dd-peer --purge [all] --output_dir out [--yes]`. Raises UserError, also when the peer runs."""
-    parser = ArgumentParser("dd-peer --purge", description="Delete what a peer stored here, after a list of it. Results stay, unless: all.")
+    parser = ArgumentParser(
+        "dd-peer --purge",
+        description="Delete what a peer stored here, after a list of it. Results stay, unless: all.",
+        examples=["dd-peer --purge --output_dir out"],
+    )
     parser.add_argument(FLAG, nargs="?", const="stored", choices=("stored", "all"), help="all: results, too")
     parser.add_argument("--output_dir", default="output", metavar="DIR", help="the peer's [output]")
     parser.add_argument("--cache_dir", default="", metavar="DIR", help="the peer's, if it was given one; other files in it stay")

@@ -101,7 +101,9 @@ def main(argv: Sequence[str]) -> int:
     """`dd-peer pause|resume --output_dir out`, the peer running or not. Raises UserError."""
     verb = argv[0]
     parser = ArgumentParser(
-        f"dd-peer {verb}", description="Let the peer with this output folder rest, or train again. It looks once a second."
+        f"dd-peer {verb}",
+        description="Let the peer with this output folder rest, or train again. It looks once a second.",
+        examples=[f"dd-peer {verb} --output_dir out"],
     )
     parser.add_argument("--output_dir", default="output", metavar="DIR", help="the peer's [output]")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

@@ -62,7 +62,7 @@ def test_what_a_round_will_cost_is_said_before_anything_is_measured():
 def test_what_a_round_cost_is_said_with_the_round_that_would_be_worth_it():
     told = measured(Traffic(500e6, 250e6), 40.0, 4.0, 0.125)
     assert told.startswith("averaging took 40 s: sent 500 MB at 100 Mbit/s, received 250 MB at 50; 12.5% of the time is lost to rounds;")
-    assert told.endswith("for 95% training, rounds of 3,040 samples or more, with --overlap 152")
+    assert told.endswith("for 95% training, rounds of 3,040 samples or more (152 with --overlap)")
     assert "rounds of" not in measured(Traffic(500e6, 250e6), 40.0, 0.0, 0.0)
 
 

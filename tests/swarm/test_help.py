@@ -1,19 +1,33 @@
-"""--help of the two programs with many options: one screen first, everything or one section when asked."""
+"""--help of the two programs with many options: one screen first, everything or one section when asked. And examples, of every command."""
 
+import argparse
 import dataclasses
 import re
+import shlex
 
 import pytest
 
 from datasetserver import __main__ as datasetserver
+from datasetserver import bans, heads, orders
 from datasetserver.config import ServerConfig
-from peer import finetune
+from peer import export, finetune, generate
 from peer.config import PeerConfig
+from peer.volunteer import purge, resting
+from swarm import status
+from swarm.arguments import ArgumentParser
 from swarm.errors import UserError
+from swarm.page import monitor
 from swarm.run_config import RunConfig
 
 PROGRAMS = [(finetune.main, PeerConfig), (datasetserver._main, ServerConfig)]
 each_program = pytest.mark.parametrize(("main", "config"), PROGRAMS, ids=["dd-peer", "dd-datasetserver"])
+OF_THE_HOST = ("init", "invite", "successor", "token", "token add", "token remove", "token list", *bans.VERBS, *heads.VERBS, *orders.VERBS)
+COMMANDS = {
+    **{f"dd-datasetserver {verb}": datasetserver._main for verb in OF_THE_HOST},
+    **{f"dd-peer {verb}": resting.main for verb in resting.VERBS},
+    "dd-peer --purge": purge.main, "dd-status": status._parse, "dd-monitor": monitor._parse,
+    "dd-export": export.main, "dd-generate": generate.main,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -90,3 +104,31 @@ def test_the_examples_use_flags_that_there_are(shown, main, config):
 def test_the_servers_examples_show_how_to_let_in_by_tokens(shown):
     examples = shown(datasetserver._main, "--help").split("examples:")[1]
     assert "token add" in examples and "--tokens FILE" in examples
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_fits_one_screen_and_ends_with_examples_that_it_can_read(shown, monkeypatch, command):
+    main, (program, *verb) = COMMANDS[command], command.split()
+    text = shown(main, *verb, "--help")
+    *_, examples = text.split("\nexamples:\n")
+    assert len(text.splitlines()) <= 50 and examples != text
+
+    class Read(Exception):
+        pass
+
+    def read(parser, *args):
+        _, unknown = argparse.ArgumentParser.parse_known_args(parser, *args)
+        raise Read(unknown)
+
+    monkeypatch.setattr(ArgumentParser, "parse_known_args", read)
+    for line in examples.splitlines():
+        first, *words = shlex.split(line)
+        assert first == program and words[: len(verb)] == verb[: len(words)]
+        with pytest.raises(Read) as was:
+            main(words)
+        assert was.value.args == ([],), f"it does not know {was.value.args[0]}"
+
+
+def test_the_help_of_init_is_short_at_first(shown):
+    assert "--lr_scheduler" not in shown(datasetserver._main, "init", "--help")
+    assert "--lr_scheduler" in shown(datasetserver._main, "init", "--help", "all")

@@ -201,7 +201,7 @@ def test_the_screen_says_what_averaging_costs_and_how_large_a_round_should_be():
     slow = a_peer(samples_per_second=8.0, sent_bytes=983_000_000, received_bytes=983_000_000, transfer_seconds=100.0, share_lost=0.125)
     fast = a_peer(peer_id="QmPeer2", samples_per_second=8.0, sent_bytes=983_000_000, received_bytes=983_000_000, transfer_seconds=10.0)
     screen = shown(status.summarize(a_run(), [slow, fast], now=1e9))
-    assert "a transfer takes 2 min; smallest target batch for 95% training: 30,400, with --overlap 1,520" in " ".join(screen.split())
+    assert "a transfer takes 2 min; smallest target batch for 95% training: 30,400 (1,520 with --overlap)" in " ".join(screen.split())
     rows = [line.split() for line in screen.splitlines() if "983 MB" in line]
     assert rows == [
         ["...QmPeer1", "983", "MB", "79", "983", "MB", "79", "100.0", "12.5%"],

@@ -1,6 +1,8 @@
 """Batches on their way to a device, and what XLA needs of them; what needs XLA itself is in tests/xla."""
 
 import importlib.util
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +166,18 @@ def test_a_profile_begins_with_the_third_step_and_ends_with_the_step_in_which_it
     profiler.stepped()
     profiler.close()
     assert len(list((tmp_path / "profile").iterdir())) == 1
+
+
+def test_on_xlas_devices_its_own_profiler_records(tmp_path, monkeypatch):
+    said = []
+    profiler = SimpleNamespace(start_trace=lambda folder: said.append(folder), stop_trace=lambda: said.append("stopped"))
+    for name in ("torch_xla", "torch_xla.debug", "torch_xla.debug.profiler"):
+        monkeypatch.setitem(sys.modules, name, profiler)
+    recorded = Profiler(10**6, tmp_path / "profile", XLA)
+    for _ in range(3):
+        recorded.stepped()
+    recorded.close()
+    assert said == [str(tmp_path / "profile"), "stopped"]
 
 
 def test_a_run_that_ends_while_it_is_profiled_leaves_the_profile_and_one_that_is_too_short_says_so(tmp_path, caplog):

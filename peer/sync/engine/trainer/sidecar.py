@@ -7,16 +7,14 @@ all the same. It dies with its parent, and p2pd with it. Started by `SwarmSync`:
 import asyncio
 import contextlib
 import gc
-import json
 import logging
-import os
 import random
 import signal
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from peer.sync.engine.buffers import buffers_on
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.net.messages import read_header
+from peer.sync.engine.net.peers_met import PeersMet
 from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.round.plausible import NUMBER_FILE
@@ -34,7 +33,7 @@ from peer.sync.engine.trainer.messages import Admitted, Banned, Close, Extend, F
 from peer.sync.engine.trainer.port import Port, PortClosed, inherited
 from peer.sync.engine.transfer.disk import StateStore
 from swarm.bans import Bans, words_of
-from swarm.dht import SwarmNode, parse_maddrs
+from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.files import raise_open_limit
@@ -172,7 +171,7 @@ def _ends_this_task_with_its_trainer(port: Port) -> Iterator[None]:
 
 async def _join(start: Start) -> SwarmNode:
     """Join by the addresses given, and by those of the peers met before: whoever founded the run has no others."""
-    remembered = [maddr for maddrs in _remembered(Path(start.folder)) for maddr in maddrs]
+    remembered = [maddr for maddrs in PeersMet(Path(start.folder)).read() for maddr in maddrs]
     options = {
         "host_maddrs": start.host_maddrs, "announce_maddrs": start.announce_maddrs, "client_mode": start.client_mode,
         "identity_path": Path(start.identity_path),
@@ -189,22 +188,6 @@ async def _join(start: Start) -> SwarmNode:
         node = await SwarmNode.join(initial_peers=[], **options)
         node.keep_meeting([*start.peers, *remembered])
         return node
-
-
-def _remembered(folder: Path) -> list[list[str]]:
-    """Addresses of peers met before, one list per peer."""
-    try:
-        return [parse_maddrs(maddrs, need_peer_id=True) for maddrs in json.loads((folder / "peers_met.json").read_text())]
-    except (OSError, ValueError, TypeError, UserError):
-        return []
-
-
-def _remember(folder: Path, addresses: Collection[tuple[str, ...]]) -> None:
-    if addresses:
-        temporary = folder / "peers_met.tmp"
-        with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(list(addresses)))
-            os.replace(temporary, folder / "peers_met.json")
 
 
 def _replica(
@@ -254,7 +237,7 @@ def _last_number(folder: Path) -> int | None:
 
 
 async def _until_stopped(replica: Replica, line: TrainerLine, port: Port, stop: asyncio.Event, folder: Path) -> None:
-    loop = asyncio.get_running_loop()
+    loop, met = asyncio.get_running_loop(), PeersMet(folder)
 
     def on_message() -> None:
         try:
@@ -272,7 +255,7 @@ async def _until_stopped(replica: Replica, line: TrainerLine, port: Port, stop: 
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             line.flush()
             line.pulse()
-            _remember(folder, replica.book.addresses.values())
+            met.write(replica.book.addresses.values())
 
     port.watch(on_message)
     try:
@@ -280,7 +263,7 @@ async def _until_stopped(replica: Replica, line: TrainerLine, port: Port, stop: 
         line.flush()
     finally:
         port.unwatch()
-        _remember(folder, replica.book.addresses.values())
+        met.write(replica.book.addresses.values())
 
 
 def _hear(replica: Replica, stop: asyncio.Event, message: Message) -> None:
