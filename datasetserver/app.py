@@ -4,6 +4,7 @@ No path, header or body of a user ever reaches the file system: a shard is found
 """
 
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TypeVar
@@ -22,6 +23,7 @@ from datasetserver.metrics import CONTENT_TYPE
 from datasetserver.newcomers import MOST_OF_AN_OWNER
 from datasetserver.openapi import Endpoint, describe
 from datasetserver.refused import Refused
+from datasetserver.samples import indices
 from datasetserver.service import SERVICE, Service, for_run, head_of, progress_of, with_run
 from datasetserver.tree import State
 from swarm import protocol
@@ -196,6 +198,16 @@ async def post_contribution(request: web.Request) -> web.Response:
     return answers.answer(answer)
 
 
+async def get_contribution(request: web.Request) -> web.Response:
+    peer, number = request.match_info["peer"], int(request.match_info["number"])
+    held = await with_run(request, status=404).ledger.call(lambda book: book.samples_of(peer, number))
+    if not held:
+        raise Refused(404, "no_such_contribution", f"No samples are registered in contribution {number} of {peer}.", "Ask for one that was.")
+    (epoch, shard), mask = random.choice(list(held.items()))
+    some = sorted(random.sample(found := indices(mask), min(len(found), protocol.MOST_SHOWN)))
+    return answers.answer(protocol.ContributionSamples(keys=[protocol.sample_key(epoch, shard, index) for index in some]))
+
+
 async def post_round(request: web.Request) -> web.Response:
     _, asked = await for_run(request, protocol.RoundRequest)
     members = tuple((member.peer, member.number, member.samples) for member in asked.members)
@@ -290,6 +302,13 @@ ENDPOINTS = (
         "Register what a contribution holds.",
         protocol.ContributionAnswer,
         protocol.ContributionRequest,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/contributions/{peer}/{number}",
+        get_contribution,
+        "Some of the samples that a contribution holds.",
+        protocol.ContributionSamples,
     ),
     Endpoint("POST", "/v1/rounds", post_round, "Report a final state.", protocol.RoundAnswer, protocol.RoundRequest),
 )

@@ -191,6 +191,11 @@ class Book:
         self._follow_head(before)
         return contribution
 
+    def samples_of(self, peer: str, number: int) -> Masks:
+        """What was registered of a contribution, without what others hold; empty where nothing was."""
+        known = self._contributions.get((peer, number))
+        return dict(known.shard_epochs) if known else {}
+
     def add_final(self, state: State, reporter: str) -> State:
         """Take note of a final state, whoever reports it, and count the registered samples of all members; returns the head.
 

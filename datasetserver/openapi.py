@@ -12,7 +12,13 @@ from pydantic.json_schema import models_json_schema
 
 from swarm import protocol
 
-PARAMETERS = {"digest": "[0-9a-f]{64}", "lease": "[0-9a-f]{32}", "asset": "(page\\.css|page\\.js|icon\\.svg|chart\\.js)"}
+PARAMETERS = {
+    "digest": "[0-9a-f]{64}",
+    "lease": "[0-9a-f]{32}",
+    "asset": "(page\\.css|page\\.js|icon\\.svg|chart\\.js)",
+    "peer": "[A-Za-z0-9_.-]{1,128}",
+    "number": "[0-9]{1,16}",
+}
 """What may stand in a path: name and pattern. Nothing else of a path is ever used."""
 _SCHEMAS = "#/components/schemas/"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from peer.audit.auditor import Auditor
 from peer.config import PeerConfig
 from peer.contracts import CommittedRound
 from peer.data.dataset_server import report_round
@@ -49,7 +50,8 @@ A peer that trains nothing. Run one where the volunteers are all behind routers 
 it averages for them, hands the newest state to newcomers, and keeps every final state, so that they find the run where they left it.
 It needs a port that others can reach, a fast link, memory for two states and a round's mean, and disk for four and those it keeps;
 but neither GPU nor model nor data. Only a peer that trains can give it the first state; it waits until one comes.
-With --validation_prompts it also draws them, for the page of the run's host: for that it needs the model, and memory for it.
+With --validation_prompts it also draws them, for the page of the run's host, and with --audit it looks for members whose work makes the model
+worse: for these it needs the model, and memory for it.
 
   --datasetserver URL          the run's dataset server; alone enough to find the run
   --token TOKEN                the token that its host gave you, if it asks for one; or DD_TOKEN in the environment
@@ -61,6 +63,8 @@ With --validation_prompts it also draws them, for the page of the run's host: fo
   --states_total_limit N       keep the N newest final states; 0: all of them
   --validation_prompts "A" ... draw these from the newest final state, on the CPU in a process of its own, into validation/ and the page
   --validation_steps N         every N rounds; 0: every round, but not before the one before is drawn
+  --audit N                    measure what N members' contributions of each round do to the loss of the server's pictures, in a process of its own:
+                               see docs/operate.md
   --model MODEL                where the run's base model lies here, if not where the run says
   --metrics_port N             figures for Prometheus at http://127.0.0.1:N/metrics
 
@@ -110,6 +114,10 @@ def _members(folder: Path, peer: PeerConfig, joined: Joined, closing: ExitStack)
     if not swarms(joined.run.sync):
         raise UserError(
             f"The run '{joined.run.run_name}' has --sync none: its peers average nothing.", fix="There is nothing to assist with."
+        )
+    if peer.audit and not joined.server_url:
+        raise UserError(
+            "--audit measures the loss of the dataset server's pictures, and this run has none.", fix="Remove --audit, or name the server with --datasetserver."
         )
     Identity(peer.identity_file).close()  # makes the key that the server is asked to let in
     return kept(joined, peer, Bans(joined.run, joined.host_key, joined.bans, path=folder / "bans.json"), closing)
@@ -179,10 +187,11 @@ async def _assist(
     shown: ExitStack,
 ) -> None:
     reports = Reports(joined, PeerKey.read(peer.identity_file), peer.token if joined.server_url == peer.datasetserver else "")
-    reporting = asyncio.create_task(reports.deliver_forever())
-    drawing = asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())
+    beside = [asyncio.create_task(reports.deliver_forever()), asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())]
     last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension, folder / EXTENSION_FILE)
     try:
+        auditor = Auditor(peer, given, joined) if peer.audit else None
+        beside += [asyncio.create_task(auditor.measure_forever())] if auditor else []
         show(peer, joined.run, node.peer_id, known.values, lambda: end.total, shown)
         for maddr in await node.maddrs():
             log.info("others can join with --peers %s", maddr)
@@ -203,11 +212,12 @@ async def _assist(
             end=end,
             members=members,
             upload=Bucket(peer.max_upload_mbit) if peer.max_upload_mbit else None,
+            auditor=auditor,
         )
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(reports.delivered(), _LAST_REPORTS_SECONDS)
     finally:
-        await end_tasks(reporting, drawing)
+        await end_tasks(*beside)
         await node.close()
 
 

@@ -56,6 +56,12 @@ class PeerConfig:
         section="helping without training",
     )
     states_total_limit: int = option(0, "With --assist: keep this many final states, the newest; 0: all of them.")
+    audit: int = option(
+        0,
+        "With --assist and a dataset server: measure what N members' contributions of each round do to the loss, and report those that make the "
+        "model worse; needs the model, on the CPU unless --device says otherwise. 0: none.",
+        le=64,
+    )
 
     train_batch_size: int | None = option(
         1,
@@ -363,6 +369,8 @@ class PeerConfig:
     def _check_assistant(self) -> None:
         if self.assist and (self.found or not (self.datasetserver or self.peers)):
             raise UserError("--assist needs a run that exists already.", fix="Name the run with --datasetserver or --peers, and remove --found.")
+        if self.audit and not self.assist:
+            raise UserError("--audit is for a peer that assists: it measures what it reduces for others.", fix="Add --assist, or remove --audit.")
 
     def shown(self) -> dict[str, Any]:
         """All options as they may be printed and logged: without the tokens."""

@@ -44,6 +44,8 @@ class Figures:
     """Of held-out pictures: the median of what the live peers measured in the latest state that any of them did."""
     validation_round: int | None
     """After which that state came."""
+    findings: list[dict[str, Any]]
+    """What auditors measured of members: the fields of `records.Finding`, and `by`, the auditor's id; those first that are reported."""
 
 
 def figures(seen: Mapping[str, Any]) -> Figures:
@@ -70,7 +72,17 @@ def figures(seen: Mapping[str, Any]) -> Figures:
         transfer_seconds=max((peer["transfer_seconds"] for peer in peers), default=0.0),
         validation_loss=validation_loss,
         validation_round=validation_round,
+        findings=_findings(peers),
     )
+
+
+_MOST_FINDINGS = 100
+
+
+def _findings(peers: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Whose work makes the model worse by the most first; of several auditors each has its say."""
+    found = [{**finding, "by": peer["peer_id"]} for peer in peers for finding in peer.get("findings", ())]
+    return sorted(found, key=lambda finding: (not finding["reported"], -finding["change"]))[:_MOST_FINDINGS]
 
 
 _ROUNDS_TOLD = 20

@@ -46,6 +46,12 @@ A_DRAWING: Mapping[str, str] = {
     "validation_prompts": "remove --validation_prompts",
 }
 """Of pictures."""
+AN_AUDIT: Mapping[str, str] = {
+    "programs": "end other programs and start this one again",
+    "offload": "on a GPU add --offload",
+    "audit": "remove --audit",
+}
+"""Of measuring what contributions do to the loss."""
 _NOTHING_LEFT = "End other programs that use this memory, or use a device with more of it."
 
 

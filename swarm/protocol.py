@@ -10,13 +10,15 @@ from typing import Annotated, Any, Literal
 
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_serializer, model_validator
+from typing_extensions import TypedDict
 
 from swarm.held_out import MOST_HELD_OUT
-from swarm.records import MOST_BANS, HostWord
+from swarm.records import FINDINGS_PER_RECORD, MOST_BANS, HostWord
 from swarm.signing import SIGNATURE
 
 PROTOCOL_VERSION = 2
 BANS_TOLD = 16  # with every renewal, the newest: so that each word is told to somebody who hands it on
+MOST_SHOWN = 64  # samples of a contribution: for who measures what it does to their loss, which a few pictures show
 BANNED = "banned"
 """The code of the refusal to a peer that the host keeps out."""
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
@@ -202,6 +204,17 @@ class FoundRequest(Message):
     run: dict[str, RunValue | dict[str, RunValue]]
 
 
+class FindingInfo(TypedDict):
+    """A `records.Finding`: what a peer that audits has measured of `peer`'s contributions."""
+
+    peer: PeerId
+    change: Number
+    error: Number
+    rounds: Count
+    own: Number | None
+    reported: bool
+
+
 class PeerInfo(Message):
     """One live peer, as its own signed record in the DHT describes it."""
 
@@ -230,6 +243,8 @@ class PeerInfo(Message):
     """When it said all this: UNIX seconds by its own clock."""
     maddrs: Annotated[list[Maddr], Field(max_length=64)] = []
     client_mode: bool = False
+    findings: Annotated[list[FindingInfo], Field(max_length=FINDINGS_PER_RECORD)] = []
+    """What it has measured of others' contributions, if it audits."""
 
 
 class PeersAnswer(Message):
@@ -328,6 +343,12 @@ class ContributionAnswer(Message):
     repeated: Count = 0
     counted: bool
     receipt: Signature | None = None
+
+
+class ContributionSamples(Message):
+    """GET /v1/contributions/<peer>/<number>: some of its samples, drawn by chance from one of its shards."""
+
+    keys: Annotated[list[SampleKey], Field(max_length=MOST_SHOWN)]
 
 
 class RoundMember(Message):

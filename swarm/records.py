@@ -30,6 +30,8 @@ MAX_NAME, MAX_HARDWARE, MAX_NOTE, MAX_REASON = 32, 64, 160, 120
 MOST_BANS, BANS_PER_RECORD = 256, 2
 """Words of a host about peers, of 330 bytes, and 900 at most (long reasons, signed by a successor): kept by everybody, and two in one record beside
 its 1.6 kB. A host with more to keep out wants tokens."""
+FINDINGS_PER_RECORD = 4
+"""Members of which an auditor tells: 120 bytes each beside its 1.6 kB and two bans of up to 900. Who is reported comes first."""
 JOINING, TRAIN, CATCHING_UP, AVERAGING, PAUSED, DONE = "joining", "train", "catching_up", "averaging", "paused", "done"
 ASSIST = "assist"
 """The phase of a peer that trains nothing: it reduces, leads and hands out states for those who do."""
@@ -85,6 +87,23 @@ class Membership:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What an assisting peer has measured of a member's contributions (`--audit`, peer/audit).
+
+    change: the mean change of the loss by one of them, the less the better; error: its standard error; own: likewise, of pictures that the
+    member had leased for them; rounds: how many were measured; reported: whether they make the model worse, beyond chance, and unlike the
+    others'.
+    """
+
+    peer: Text
+    change: Annotated[Number, Field(ge=-1e9, le=1e9)]
+    error: Annotated[Number, Field(ge=0, le=1e9)]
+    rounds: Count
+    own: Annotated[Number, Field(ge=-1e9, le=1e9)] | None = None
+    reported: Annotated[bool, Field(strict=True)] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeerRecord:
     """One live peer, as it describes itself.
 
@@ -126,13 +145,16 @@ class PeerRecord:
     """Its owner's, in a run for members."""
     seal: Seal = ""
     """In a run for members, its owner's signature for the state, if its work is in it: see `peer.sync.engine.certificate`."""
+    findings: Annotated[tuple[Finding, ...], Field(max_length=FINDINGS_PER_RECORD)] = ()
+    """What its owner has measured of others."""
 
     def pack(self) -> bytes:
         return msgpack.packb(vars(self), default=vars)
 
     def asdict(self) -> dict[str, Any]:
         """What it says of its peer: without what it hands on, and what it shows."""
-        return {name: value for name, value in vars(self).items() if name not in ("bans", "membership", "seal")}
+        plain = {name: value for name, value in vars(self).items() if name not in ("bans", "membership", "seal")}
+        return {**plain, "findings": [dict(vars(found)) for found in self.findings]}
 
     @classmethod
     def unpack(cls, data: bytes, *, owner: str) -> "PeerRecord":

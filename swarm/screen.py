@@ -35,7 +35,7 @@ def screen(seen: Mapping[str, Any], *, height: int | None = None, trouble: str =
     """
     known = figures(seen)
     peers = _in_order(seen["peers"])
-    most = MOST_PEERS if height is None else max(height - _LINES_WITHOUT_PEERS - bool(trouble) - bool(seen.get("banned")) - bool(seen.get("trusted")), 3)
+    most = MOST_PEERS if height is None else max(height - _LINES_WITHOUT_PEERS - bool(trouble) - bool(seen.get("banned")) - bool(seen.get("trusted")) - bool(_reported(known)), 3)
     notes = [peer for peer in peers[:most] if peer.get("note")][:_MOST_NOTES]
     if height is not None:
         most = max(most - len(notes), 3)
@@ -50,12 +50,16 @@ def screen(seen: Mapping[str, Any], *, height: int | None = None, trouble: str =
     if banned := seen.get("banned"):
         said = ", ".join(f"...{peer[-6:]} ({plain(reason)})" for peer, reason in list(banned.items())[:_MOST_NOTES])
         parts.append(Text(f"banned by the host: {len(banned)}: {said}", style="yellow", overflow="ellipsis", no_wrap=True))
+    if reported := _reported(known):
+        parts.append(Text(f"audits report {len(reported)}: {', '.join(reported[:_MOST_NOTES])}", style="yellow", overflow="ellipsis", no_wrap=True))
     if trusted := seen.get("trusted"):
         here = [_name(peer) for peer in peers if peer["peer_id"] in trusted]
         parts.append(Text(f"trusted to average: {len(here)} of {len(trusted)} are here: {', '.join(here[:_MOST_NOTES])}".rstrip(": "), overflow="ellipsis", no_wrap=True))
     averaged = [peer for peer in shown if peer["transfer_seconds"]]
     if averaged and (height is None or most >= len(shown) + len(averaged) + 2):
         parts += [Text(), _transfers(averaged)]
+    if known.findings and height is None:
+        parts += [Text(), _audits(peers, known.findings[:MOST_PEERS])]
     return Group(*parts)
 
 
@@ -170,6 +174,27 @@ def _transfers(peers: Sequence[Mapping[str, Any]]) -> RenderableType:
             for cell in (advice.size(count), f"{8e-6 * count / seconds:,.0f}")
         ]
         table.add_row(Text(_name(peer)), *moved, f"{seconds:,.1f}", f"{peer['share_lost']:.1%}", "client" if peer["client_mode"] else "")
+    return table
+
+
+def _reported(known: Figures) -> list[str]:
+    """Members whose contributions make the model worse, as auditors measured."""
+    return list(dict.fromkeys(f"...{plain(found['peer'])[-8:]}" for found in known.findings if found["reported"]))
+
+
+def _audits(peers: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """What each auditor measured of each member: how one contribution changes the loss."""
+    names, table = {peer["peer_id"]: _name(peer) for peer in peers}, _table()
+    table.add_column("audited", max_width=14, no_wrap=True, overflow="ellipsis")
+    for name in ("loss by one", "+-", "of its own", "rounds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("by", max_width=14, no_wrap=True, overflow="ellipsis")
+    table.add_column("", no_wrap=True)
+    for found in findings:
+        member, by = (names.get(found[which], f"...{plain(found[which])[-8:]}") for which in ("peer", "by"))
+        own = "-" if found.get("own") is None else f"{found['own']:+.5f}"
+        said = Text("makes it worse", style="yellow") if found["reported"] else ""
+        table.add_row(Text(member), f"{found['change']:+.5f}", f"{found['error']:.5f}", own, str(found["rounds"]), Text(by), said)
     return table
 
 

@@ -5,119 +5,55 @@ Its exit status says whether it may go better with a later state: CONFIG and MEM
 
 import contextlib
 import logging
-import os
-import resource
 import sys
 from pathlib import Path
 
 from peer.drawing.artist import Order
-from swarm.advice import size
-from swarm.errors import ExitCode, UserError, of_machine
-from swarm.founding import check_resolution
+from peer.drawing.beside import Work, load, settle
+from swarm.errors import UserError
 from swarm.lifeline import die_with_parent
-from swarm.logs import setup_logging
-from swarm.memory_advice import A_DRAWING, memory_advice
+from swarm.memory_advice import A_DRAWING
 
 log = logging.getLogger("peer.drawing")
 
-_LOWEST_PRIORITY = 19
-_FIRST_TO_END = "1000"
+DRAWING = Work("drawing", A_DRAWING)
 
 
 def main() -> int:
     die_with_parent()
     order = Order.from_json(sys.stdin.buffer.read())
-    peer = order.peer
-    setup_logging(debug=peer.debug, name=Path(peer.output_dir).name, log_format=peer.log_format)
-    os.nice(_LOWEST_PRIORITY)
-    with contextlib.suppress(OSError):  # some containers do not let us
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_END)
-    if on_cpu(order):  # a GPU's driver reserves addresses as it likes
-        resource.setrlimit(resource.RLIMIT_DATA, (int(order.memory_bytes),) * 2)
+    settle(order)
     return attempt(order)
 
 
 def attempt(order: Order) -> int:
     """Draw; what goes wrong becomes one line and an exit code."""
-    try:
-        draw(order)
-        return ExitCode.OK
-    except ImportError as error:
-        problem = UserError(f"{error}.", fix="Set this program up again: ./scripts/setup")
-    except UserError as error:
-        problem = error
-    except Exception as error:
-        problem = of_machine(error)
-        if problem is None:
-            raise
-        if problem.code == ExitCode.MEMORY:  # torch's own error is a GPU's alone
-            problem = out_of_gpu_memory(order) if type(error).__name__ == "OutOfMemoryError" else out_of_memory(order)
-    if problem.code in (ExitCode.CONFIG, ExitCode.MEMORY):
-        log.warning("this peer draws no pictures: %s", problem)
-    else:
-        log.warning("no pictures of round %d: %s", order.round, problem)
-    return problem.code
 
+    def said(problem: UserError, hopeless: bool) -> None:
+        if hopeless:
+            log.warning("this peer draws no pictures: %s", problem)
+        else:
+            log.warning("no pictures of round %d: %s", order.round, problem)
 
-def out_of_memory(order: Order) -> UserError:
-    return UserError(
-        f"drawing takes more than {size(order.memory_bytes)}, half of the memory that is free here.",
-        fix=memory_advice(A_DRAWING, {"offload"}),
-        code=ExitCode.MEMORY,
-    )
-
-
-def out_of_gpu_memory(order: Order) -> UserError:
-    return UserError(
-        f"drawing takes more memory than {order.peer.device} has free.",
-        fix=memory_advice(A_DRAWING, {"offload"} if order.peer.offload else ()),
-        code=ExitCode.MEMORY,
-    )
-
-
-def on_cpu(order: Order) -> bool:
-    """A GPU is used where it is asked for only: it may be a trainer's."""
-    return order.peer.device in ("auto", "cpu")
+    return DRAWING.attempt(order, lambda: draw(order), said)
 
 
 def draw(order: Order) -> None:
     """Raises UserError, ImportError, and what a machine raises that is short of something."""
-    import diffusers  # noqa: F401 - models import it late, where its absence would look like a broken model
-    import torch
-
+    loaded = load(order, order.state, DRAWING)
     from peer.drawing.validation import Validation
     from peer.export import fill
-    from peer.launch.launcher import Rank, said_threads
-    from peer.launch.starting_model import load_model
-    from peer.machine.device import RankGroup, choose_device, choose_precision
-    from peer.machine.turns import Turns, takes_turns
-    from peer.models.diffusion.source import locate
-    from peer.rooms import load_part
+    from peer.launch.launcher import Rank
+    from peer.machine.device import RankGroup
 
-    peer, run, alone = order.peer, order.run, Rank()
-    source = locate(order.given.get("model") or run.model)
-    weights = [source] if source.is_file() else source.glob("*/*.safetensors")
-    if order.state.stat().st_size + sum(path.stat().st_size for path in weights) > order.memory_bytes:
-        raise out_of_memory(order)
-    torch.set_num_threads(peer.num_threads or said_threads() or max(1, len(os.sched_getaffinity(0)) // 2))
-    device = torch.device("cpu") if on_cpu(order) else choose_device(peer.device, alone)
-    method, model = load_part("methods", run.method).build(run), load_model(run, order.given, None)
-    check_resolution(run, model.resolution_multiple)
-    computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
-    precision = choose_precision(peer.mixed_precision, device, computing)
-    turned = takes_turns(peer.offload, device)
-    model.place(device, precision.dtype, method.whole(model), hold=torch.Tensor.cpu if turned else None)
-    params = method.attach(model)
-    header = fill(params, order.state, run).header
-    if turned:
-        for parameter in params.values():  # a new word is in no part, so that no turn brings it
-            parameter.data = parameter.data.to(device)
-        Turns(model, device)
+    peer, run = order.peer, order.run
+    header = fill(loaded.params, order.state, run).header
+    loaded.filled()
     with sending(order) as showing:
         Validation(
-            model=model,
-            group=RankGroup(alone, device),
-            precision=precision,
+            model=loaded.model,
+            group=RankGroup(Rank(), loaded.precision.device),
+            precision=loaded.precision,
             prompts=peer.validation_prompts,
             images=peer.num_validation_images,
             denoising_steps=peer.validation_inference_steps,

@@ -5,65 +5,42 @@ memory, which the kernel ends first when memory is short, and which is gone when
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import json
 import logging
-import os
 import re
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Self
+
 from peer.config import PeerConfig
+from peer.drawing.errand import HOPELESS, MEMORY_SHARE, Errand, begin, end
 from peer.launch.joining import Joined
 from peer.sync.engine.memory import available_bytes
-from swarm.errors import ExitCode
-from swarm.options import build
-from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-_STDERR = 2
 _LONGEST_SECONDS = 6 * 3600.0
 """A large model on a slow CPU takes an hour; what takes longer hangs."""
-_MEMORY_SHARE = 0.5
-"""Of what is free when a drawing begins: reducing takes more and less in turns, and may be at its least just then."""
-_ROOT = Path(__file__).resolve().parents[2]
 _STATE, _DRAWN = re.compile(r"round-(\d+)-.*\.state"), re.compile(r"step-(\d+)\.png")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class Order(Errand):
     """What the drawing process is told: draw this state."""
 
-    peer: PeerConfig
-    given: Mapping[str, Any]
-    """What the command line said of the run: where its model lies here."""
-    run: RunConfig
-    server_url: str
     peer_id: str
     state: Path
     round: int
-    memory_bytes: float
-    """What it may take."""
-
-    def to_json(self) -> bytes:
-        return json.dumps({**dataclasses.asdict(self), "run": self.run.to_mapping()}, default=str).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> "Order":
-        values = json.loads(data)
-        own = {
-            "peer": build(PeerConfig, values["peer"]),
-            "run": RunConfig.from_mapping(values["run"], where="the order to draw"),
-            "state": Path(values["state"]),
-        }
-        return cls(**{**values, **own})
+    def from_json(cls, data: bytes) -> Self:
+        order = super().from_json(data)
+        return dataclasses.replace(order, state=Path(order.state))
 
 
 class Artist:
@@ -102,7 +79,7 @@ class Artist:
             peer_id=self._peer_id,
             state=path,
             round=self._drawn,
-            memory_bytes=_MEMORY_SHARE * available_bytes(),
+            memory_bytes=MEMORY_SHARE * available_bytes(),
         )
         try:
             status = await self._told(order.to_json())
@@ -112,25 +89,15 @@ class Artist:
         if status < 0:
             name = signal.Signals(-status).name
             log.warning("no pictures of round %d: %s ended the process that draws; often memory was short", order.round, name)
-        return status not in (ExitCode.CONFIG, ExitCode.MEMORY)
+        return status not in HOPELESS
 
     async def _told(self, order: bytes) -> int:
         """The exit status of the process that drew it. Raises OSError, TimeoutError."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=_STDERR,  # what libraries print
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))},
-        )
+        process = await begin(self._command)
         try:
             await asyncio.wait_for(process.communicate(order), _LONGEST_SECONDS)
         finally:
-            if process.returncode is None:
-                process.kill()
-            while process.returncode is None:  # who cancels us does so again, and would leave it behind
-                with contextlib.suppress(asyncio.CancelledError):
-                    await process.wait()
+            await end(process)
         return process.returncode
 
 

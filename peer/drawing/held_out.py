@@ -68,12 +68,16 @@ class HeldOut:
                 log.warning("not reporting a held-out loss of %s", loss)
 
     def _losses(self, sample: Sample, draws: int) -> list[float]:
-        """None of what is no picture."""
-        decoder, encode = Decoder(self.run), Encoder(self.model, lazy=self.precision.device)
-        batch = decoder.finish(decoder.start([sample]))
-        if not batch.captions:
-            return []
         rng = torch.Generator().manual_seed(seed_of("held out", self.run.seed, sample.key))
-        with torch.no_grad(), self.precision.autocast():
-            latents = encode(batch, rng)
-            return [self.model.loss(latents, rng).item() for _ in range(draws)]
+        return losses_of(sample, draws, rng, model=self.model, run=self.run, precision=self.precision)
+
+
+def losses_of(sample: Sample, draws: int, rng: torch.Generator, *, model: Model, run: RunConfig, precision: Precision) -> list[float]:
+    """The loss of each of `draws` draws of noise and timestep; none of what is no picture. rng: on the CPU."""
+    decoder, encode = Decoder(run), Encoder(model, lazy=precision.device)
+    batch = decoder.finish(decoder.start([sample]))
+    if not batch.captions:
+        return []
+    with torch.no_grad(), precision.autocast():
+        latents = encode(batch, rng)
+        return [model.loss(latents, rng).item() for _ in range(draws)]

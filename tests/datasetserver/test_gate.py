@@ -53,7 +53,7 @@ def test_with_tokens_nobody_else_gets_in(serve, tmp_path):
     described = json.loads(call(host, "/v1/openapi.json")[2])
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
-            url = path.replace("{digest}", "0" * 64).replace("{lease}", "0" * 32).replace("{asset}", "page.js")
+            url = path.replace("{digest}", "0" * 64).replace("{lease}", "0" * 32).replace("{asset}", "page.js").replace("{peer}", "QmA").replace("{number}", "1")
             body = {} if method in ("post", "put") else None
             public = path in ("/healthz", "/v1/openapi.json", "/", "/page/{asset}")
             assert ("security" in operation) == (not public)

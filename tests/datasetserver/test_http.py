@@ -211,3 +211,14 @@ def test_a_malformed_request_line_is_no_fault_of_the_server(host):
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
         assert not answer or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")), answer
     assert call(host, "/healthz")[0] == 200
+
+
+def test_some_samples_of_a_contribution_are_told_and_of_an_unknown_one_none(host):
+    keys = keys_of(lease(host, "told", want=8))
+    path = f"/v1/contributions/{id_of('told')}"
+    refused(call(host, f"{path}/1"), 404, "no_such_contribution")
+    assert call(host, "/v1/contributions", envelope(host, "told", number=1, keys=keys[:3]))[0] == 200
+    status, _, data = call(host, f"{path}/1")
+    assert status == 200 and json.loads(data) == {"keys": sorted(keys[:3])}
+    refused(call(host, f"{path}/2"), 404, "no_such_contribution")
+    refused(call(host, f"/v1/contributions/{id_of('nobody')}/1"), 404, "no_such_contribution")

@@ -31,11 +31,15 @@ def test_the_page_shows_the_run_and_follows_it(tmp_path):
     history = History(None, period_seconds=0)
     for number in range(20):
         history.note("0123456789abcdef", (1e9 + 10.0 * number, number, 512 * number, 1 / (1 + number), 7.0, 2, 0.9))
+    found = [
+        dict(peer="QmPeer1", change=0.0123, error=0.002, rounds=12, own=-0.5, reported=True),
+        dict(peer="QmPeer3", change=-0.001, error=0.0001, rounds=1, own=None, reported=False),
+    ]
     peers = [
         a_peer(1, name="Ada's cellar", hardware="NVIDIA H100 80GB HBM3"),
         a_peer(2, name=HOSTILE, note=f"round 7 not averaged: {HOSTILE}", hardware=HOSTILE, phase="averaging", client_mode=True),
         a_peer(3, phase="catching_up", round=5, note="fetching a newer state: 40% of it is here"),
-        a_peer(4, phase="assist", samples_per_second=0.0, loss=None),
+        a_peer(4, phase="assist", samples_per_second=0.0, loss=None, findings=found),
     ]
 
     async def scenario(browser):
@@ -57,6 +61,8 @@ def test_the_page_shows_the_run_and_follows_it(tmp_path):
                 assert words in text, f"{words} in {text}"
             for words in ("5 (2 behind)", "40% of it is here", "cannot be dialled", "75%", "300 of 1,000 samples", "3 train, 1 assist"):
                 assert words in text, f"{words} in {text}"
+            reported = "makes the model worse: loss +0.012 ± 0.0020 by one contribution, of its own pictures −0.50 (12 rounds, by …QmPeer4)"
+            assert reported in text and "audited: loss −0.0010 ± 0.00010 by one contribution (1 round, by …QmPeer4)" in text
             assert await tab.text("#name") == HOSTILE and text.count(HOSTILE) == 4
             assert await tab.run("document.querySelectorAll('main img').length") == 0
             await tab.until("Chart.getChart('loss-chart')?.data.datasets[0].data.length >= 20")

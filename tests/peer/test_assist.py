@@ -41,6 +41,8 @@ def test_help_says_what_it_is_for_what_it_needs_and_how_to_get_the_result(capsys
         (["--assist"], "--assist needs a run that exists already"),
         (["--assist", "--peers", "/ip4/127.0.0.1/tcp/1/p2p/x", "--found"], "--assist needs a run that exists already"),
         (["--assist", "--datasetserver", "http://x", "--states_total_limit", "-1"], "states_total_limit is -1"),
+        (["--audit", "1", "--datasetserver", "http://x"], "--audit is for a peer that assists"),
+        (["--assist", "--datasetserver", "http://x", "--audit", "65"], "audit is 65"),
     ],
 )
 def test_wrong_options_are_refused_with_the_reason(flags, reason):
@@ -52,6 +54,12 @@ def test_a_run_that_averages_nothing_needs_no_help(tmp_path, monkeypatch):
     joined = Joined(RunConfig(model="x", sync="none"))
     with pytest.raises(UserError, match="its peers average nothing"):
         assist.assist(config(tmp_path), lambda: joined)
+
+
+def test_an_audit_needs_the_pictures_of_a_dataset_server(tmp_path):
+    with pytest.raises(UserError, match="this run has none") as refused:
+        assist.assist(dataclasses.replace(config(tmp_path), audit=1), lambda: Joined(RunConfig(model="x", sync="parameters")))
+    assert "--datasetserver" in refused.value.fix
 
 
 def config(folder):

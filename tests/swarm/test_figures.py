@@ -1,8 +1,11 @@
+import json
 import time
 
 import pytest
 
+from datasetserver.rendezvous import _peer_info
 from swarm.figures import A100_SAMPLES_PER_SECOND, figures, mean_loss
+from swarm.records import Finding
 from swarm.status import summarize
 from tests.swarm.test_status import a_peer, a_run, shown
 
@@ -65,3 +68,22 @@ def test_bytes_are_those_of_all_peers_and_the_transfer_that_of_the_slowest():
     one, two = a_peer(sent_bytes=3, received_bytes=5, transfer_seconds=2.0), a_peer(peer_id="QmPeer2", sent_bytes=4, transfer_seconds=7.0)
     shown = figures(seen(one, two))
     assert (shown.sent_bytes, shown.received_bytes, shown.transfer_seconds) == (7, 5, 7.0)
+
+
+def test_what_audits_found_is_on_the_screen_and_those_reported_come_first():
+    found = [Finding(peer=f"QmPeer{n}", change=n / 100, error=0.001, rounds=7 + n, own=-0.5 if n else None, reported=n == 1) for n in range(3)]
+    peers = [a_peer(peer_id="QmPeer0", name="Ada"), a_peer(peer_id="QmHelper", name="the helper", phase="assist", findings=tuple(found))]
+    assert [(each["peer"], each["by"]) for each in figures(seen(*peers)).findings] == [(f"QmPeer{n}", "QmHelper") for n in (1, 2, 0)]
+    screen = shown(seen(*peers))
+    assert "audits report 1: ...QmPeer1" in screen and "makes it worse" in screen and screen.count("the helper") >= 3
+    (line,) = [line.split() for line in screen.splitlines() if line.startswith("...QmPeer1") and "+0.01000" in line]
+    assert line[1:5] == ["+0.01000", "0.00100", "-0.50000", "8"]
+    assert figures(seen(a_peer())).findings == [] and "audit" not in shown(seen(a_peer()))
+
+
+def test_a_dataset_server_reads_what_audits_found_from_its_nodes_report():
+    found = Finding(peer="QmPeer1", change=0.25, error=0.125, rounds=7, own=-0.5, reported=True)
+    told = json.loads(json.dumps(a_peer(peer_id="QmHelper", findings=(found,)).asdict()))
+    assert _peer_info(told).model_dump()["findings"] == [vars(found)]
+    assert _peer_info(json.loads(json.dumps(a_peer().asdict()))).findings == []
+    assert _peer_info({**told, "findings": [{**vars(found), "rounds": -1}]}) is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swarm.records import MAX_RECORD_BYTES, BadRecord, PeerRecord, RunRecord, words
+from swarm.records import MAX_RECORD_BYTES, BadRecord, Finding, PeerRecord, RunRecord, words
 
 RECORD = PeerRecord(
     peer_id="QmPeer", config="c" * 64, schema="s" * 64, round=3, samples=120, digest="d" * 64, parents=("e" * 64,) * 8, waiting_samples=7,
@@ -17,6 +17,7 @@ RECORD = PeerRecord(
 RUN = RunRecord(
     run_id="r" * 16, run={"model": "x"}, server_url="http://h", head={"digest": "d", "round": 1, "samples": 2, "peers": ["QmPeer"]}
 )
+FOUND = {"peer": "QmPeer", "change": 0.5, "error": 0.25, "rounds": 7, "own": None, "reported": True}
 
 BAD = {
     "round": [-1, 2**60, 1.5, True, "3", None],
@@ -37,6 +38,7 @@ BAD = {
     "transfer_seconds": [-1.0, float("inf"), 1e7],
     "share_lost": [-0.1, 1.1, float("nan"), None],
     "client_mode": [1, "yes", None],
+    "findings": [[FOUND] * 5, [{**FOUND, "change": float("nan")}], [{**FOUND, "error": -1.0}], [{**FOUND, "rounds": -1}], [{**FOUND, "peer": 5}], 5],
     "peer_id": ["QmSomebodyElse", None],
 }
 
@@ -45,6 +47,8 @@ def test_a_record_comes_back_as_it_was_and_fits():
     data = RECORD.pack()
     assert PeerRecord.unpack(data, owner="QmPeer") == RECORD and len(data) < MAX_RECORD_BYTES
     assert RunRecord.unpack(RUN.pack()) == RUN
+    found = dataclasses.replace(RECORD, findings=(Finding(**FOUND),))
+    assert PeerRecord.unpack(found.pack(), owner="QmPeer") == found and found.asdict()["findings"] == [FOUND]
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])

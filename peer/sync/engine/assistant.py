@@ -24,6 +24,7 @@ from peer.sync.engine.net.streams import PeerLost, Streams
 from peer.sync.engine.outer import Strategy, load_strategy
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.round.evidence import MOST_ASKED, ask
+from peer.sync.engine.round.excerpts import Auditor
 from peer.sync.engine.round.heads import most_signed
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State
 from peer.sync.engine.trainer.messages import Done, Failed, Final, Message, News, Progress, Rebase
@@ -163,6 +164,7 @@ async def assist(
     end: End | None = None,
     members: Members | None = None,
     upload: Bucket | None = None,
+    auditor: Auditor | None = None,
     wall: Callable[[], float] = time.time,
     rng: random.Random | None = None,
 ) -> None:
@@ -192,7 +194,7 @@ async def assist(
     assistant.replica = replica = Replica(
         run=run, state=states.pop(), wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
         rounds_path=folder / "rounds.jsonl", line=assistant, server_url=server_url, name=name, hardware=hardware,
-        last_known=last_known, last_holders=last_holders, assists=True, end=end, members=members, upload=upload,
+        last_known=last_known, last_holders=last_holders, assists=True, end=end, members=members, upload=upload, auditor=auditor,
         clock=asyncio.get_running_loop().time, wall=wall, rng=rng,
     )  # fmt: skip
     await replica.start()

@@ -32,6 +32,7 @@ from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.ending import Ending
 from peer.sync.engine.round.equivocation import LOOK_SECONDS, Equivocation
 from peer.sync.engine.round.evidence import Evidence
+from peer.sync.engine.round.excerpts import Auditor, NoAuditor
 from peer.sync.engine.round.finality import Finality
 from peer.sync.engine.round.groups import NoGroup
 from peer.sync.engine.round.heads import Heads
@@ -103,6 +104,7 @@ class Replica:
         end: End | None = None,
         members: Members | None = None,
         upload: Bucket | None = None,
+        auditor: Auditor | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         rng: random.Random | None = None,
@@ -110,7 +112,7 @@ class Replica:
         self.node, self.assists, self.end, self.members = node, assists, end or End(run), members or Members(run, wall=wall)
         self.members.proofs = Proofs(run, node.has_signed, self.members.has, path=store.folder / "proofs.json")
         self._discarded, self._rounds_path, self._clock, self._wall, self._rng = store.discarded, rounds_path, clock, wall, rng or random.SystemRandom()
-        self.bell = Bell()
+        self.bell, self._auditor = Bell(), auditor or NoAuditor()
         self.state, self.phase = Cell(state, self.bell, clock), Cell(Phase.JOIN, self.bell, clock)
         self.trainer = Trainer(line, self.state, strategy, node.peer_id, self.bell, clock, last_number)
         # Who is there.
@@ -143,7 +145,7 @@ class Replica:
         )  # fmt: skip
         self.rounds = Rounds(
             run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
-            seals=ShareSeals(run.digest, node) if self.members.needed else None, clock=clock, rng=self._rng,
+            seals=ShareSeals(run.digest, node) if self.members.needed else None, auditor=auditor, clock=clock, rng=self._rng,
         )  # fmt: skip
         self._equivocation = Equivocation(streams, self.members.proofs, self.neighbours.others, clock, self._rng)
         forsaken = store.forsaken or bool(store.discarded.names)
@@ -158,6 +160,7 @@ class Replica:
         self.status = Status(
             run, node, self.neighbours, self.end, self.members, self.state, self.phase, self.trainer, self.heads, self._catch_up,
             assists=assists, name=name, hardware=hardware, server_url=server_url, wall=wall, seal=lambda: self.certificates.seal,
+            findings=self._auditor.findings,
         )  # fmt: skip
         self._presence = Presence(run, node, self.neighbours, self.status, self.bell, clock, self.met, self._rng)
         self.book = self._presence.book
@@ -419,6 +422,8 @@ class Replica:
         if done.how == "averaged":
             self.met.averaged(done.group.peers - {self.node.peer_id})
             self._equivocation.averaged(done)
+            if done.mean.excerpts is not None:
+                self._auditor.averaged(done.state.header.round, done.group, done.mean.excerpts)
         self._means.want(done.state, done.mean)
         self._adopt(done.state, done.how)
         self.phase.set(Phase.TRAIN)

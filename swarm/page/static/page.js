@@ -334,6 +334,7 @@ function row(peer, run, share) {
   const banned = run.banned?.[peer.peer_id];
   const note = banned === undefined ? peer.note : `banned by the host: ${banned}`;
   if (note) who.append(element("span", "note", note));
+  for (const found of view.figures.findings.filter((each) => each.peer === peer.peer_id)) who.append(audited(found, run));
   const state = element("td");
   const badge = element("span");
   const [word, kind] = banned !== undefined ? ["banned", "bad"] : peer.gone ? (peer.phase === "leaving" && !peer.note ? ["left", ""] : ["gone", "bad"]) : PHASES[peer.phase] ?? [peer.phase, ""];
@@ -351,6 +352,15 @@ function row(peer, run, share) {
     link, number("seen", peer.gone && !peer.seen ? "–" : ago(peer.gone ? peer.seen : view.seen[peer.peer_id] ?? 0)),
   );
   return line;
+}
+
+// What an assisting peer measured of this one's contributions: a number for people, by which nobody is banned.
+function audited(found, run) {
+  const by = run.peers.find((peer) => peer.peer_id === found.by)?.name || `…${found.by.slice(-8)}`;
+  const signed = (change) => `${change < 0 ? "−" : "+"}${Math.abs(change).toPrecision(2)}`;
+  const own = found.own === null || found.own === undefined ? "" : `, of its own pictures ${signed(found.own)}`;
+  const said = `${found.reported ? "makes the model worse: " : "audited: "}loss ${signed(found.change)} ± ${found.error.toPrecision(2)} by one contribution${own} (${plural(found.rounds, "round")}, by ${by})`;
+  return element("span", found.reported ? "note" : "hardware", said);
 }
 
 function linkOf(peer) {

@@ -25,7 +25,7 @@ from peer.sync.parameters import Parameters
 from swarm.bans import Bans, sign_word
 from swarm.errors import ExitCode, UserError
 from swarm.members import Members
-from swarm.records import ASSIST, PeerRecord
+from swarm.records import ASSIST, FINDINGS_PER_RECORD, Finding, PeerRecord
 from swarm.signing import HostKey
 from tests.peer.sync.replicas import SIZE, Liar, Peer, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import WAIT_SECONDS, holder, state_of, until
@@ -41,13 +41,13 @@ def soon(monkeypatch):
 class Helper:
     """`assist` on a node of its own, and what came of it."""
 
-    def __init__(self, nodes, node, name="helper", limit=0):
+    def __init__(self, nodes, node, name="helper", limit=0, **options):
         self.node, self.id, self.folder = node, node.peer_id, nodes.folder / name
         self.stop, self.final_rounds = asyncio.Event(), []
         self.task = asyncio.create_task(
             assist(
                 run=RUN, node=node, folder=self.folder, stop=self.stop, final=self.final_rounds.extend, states_limit=limit,
-                wall=nodes.wall, rng=nodes.rng,
+                wall=nodes.wall, rng=nodes.rng, **options,
             )
         )  # fmt: skip
         nodes.ends_with_the_test(self.task)
@@ -107,6 +107,41 @@ def test_two_that_nobody_can_dial_average_through_one_who_assists_and_brings_no_
             assert min(peer.replica.record().sent_bytes, peer.replica.record().received_bytes) > 0
         check_invariants(*pair)
         check_digests(*pair, helper)
+        await helper.end()
+
+    virtual(scenario)
+
+
+class Keeps:
+    """An auditor that keeps what it is told."""
+
+    def __init__(self):
+        self.kept, self.asked = {}, []
+
+    def draw(self, members, num_bytes):
+        self.asked.append((len(members), num_bytes))
+        return [member.peer for member in members]
+
+    def averaged(self, round, group, excerpts):
+        for member in group.members:
+            self.kept[member.peer, member.number] = bytes(excerpts.of[member.peer].numpy())
+
+    def findings(self):
+        return [Finding(peer=f"Qm{n}", change=0.5, error=0.25, rounds=7, reported=n == 0) for n in range(FINDINGS_PER_RECORD + 1)]
+
+
+def test_an_auditor_sees_what_each_member_brought_for_its_share_and_others_see_what_it_found(virtual):
+    async def scenario(nodes):
+        auditor = Keeps()
+        helper = Helper(nodes, await nodes.node(), auditor=auditor)
+        pair = await volunteers(nodes, 2)
+        await until(lambda: all(sum(len(line["members"]) == 2 for line in averaged(peer)) >= 2 for peer in pair))
+        offered = {(peer.id, number): data for peer in pair for number, data in peer.offers}
+        assert auditor.kept and all(offered[key] == data for key, data in auditor.kept.items())
+        assert (2, 2 * SIZE) in auditor.asked, "all of the vector, at fp16: nobody else reduces"
+        (record,) = [record for record in pair[0].replica.neighbours.others() if record.peer_id == helper.id]
+        assert record.findings == tuple(auditor.findings()[:FINDINGS_PER_RECORD])
+        assert all(not peer.replica.record().findings for peer in pair)
         await helper.end()
 
     virtual(scenario)

@@ -35,7 +35,7 @@ from peer.sync.parameters import Parameters
 from swarm.bans import Bans, sign_word
 from swarm.members import LIFE_SECONDS, Members, sign_membership
 from swarm.peer_key import PeerKey, has_signed
-from swarm.records import MAX_RECORD_BYTES, Membership, PeerRecord
+from swarm.records import FINDINGS_PER_RECORD, MAX_RECORD_BYTES, Finding, Membership, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 from tests.peer.sync.replicas import SIZE, Liar, Peer, make_run
@@ -143,6 +143,8 @@ def test_the_largest_certificate_fits_into_a_message_and_the_longest_record_with
         replace(sign_word(five.key, five.run, five.peers[0], banned=True, reason="r" * 120), signature="f" * 320) for _ in range(2)
     )
     assert len(replace(full, bans=words).pack()) < MAX_RECORD_BYTES
+    found = (Finding(peer="Q" * 46, change=1 / 3, error=1 / 3, own=1 / 3, rounds=99, reported=True),) * FINDINGS_PER_RECORD
+    assert len(replace(full, bans=words, seal="", findings=found).pack()) < MAX_RECORD_BYTES, "an auditor's, whose work is in no state"
     assert PeerRecord.unpack(record.pack(), owner=record.peer_id) == record
 
 

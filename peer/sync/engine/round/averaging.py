@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from peer.sync.engine.codec import Part, Wire, add_up
 from peer.sync.engine.net.messages import M, MeanPart, Nothing, Share
 from peer.sync.engine.net.streams import CONNECT_SECONDS, Broken, Channel, PeerLost, Refused, Streams
 from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans
+from peer.sync.engine.round.excerpts import Auditor, Excerpts, NoAuditor
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.reduction import COME_SECONDS, PART_SECONDS, SLOWEST_BYTES_PER_SECOND, Reduction, Run, Strangers, Traffic, names
 from peer.sync.engine.round.share_seals import SealedShare, ShareSeals, part_hash, share_digest
@@ -79,10 +81,12 @@ class Mean:
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     shares: dict[str, SealedShare] = field(default_factory=dict, compare=False)
     """Reducer -> what it signed for us; in a run for members."""
+    excerpts: Excerpts | None = field(default=None, compare=False)
+    """What some members sent for our share, where an auditor drew them."""
 
 
 class Averager:
-    """Averages vectors that travel by `wire` within groups. seals: for reducers' signatures; None: nobody asks for any."""
+    """Averages vectors that travel by `wire` within groups. seals: for reducers' signatures; None: nobody asks for any. auditor: draws members."""
 
     def __init__(
         self,
@@ -92,8 +96,9 @@ class Averager:
         clipping: Clipping = UNCLIPPED,
         buffers: Buffers = IN_MEMORY,
         seals: ShareSeals | None = None,
+        auditor: Auditor | None = None,
     ):
-        self._seals = seals
+        self._seals, self._auditor = seals, auditor or NoAuditor()
         self._peer_id, self._streams, self._wire, self._clipping = peer_id, streams, wire, clipping
         self.memory = Reused(wire.num_bytes, buffers.private)
         """Of encoded means."""
@@ -116,12 +121,13 @@ class Averager:
         received = ReceivedMeans(self._clipping.longest_mean(group.weighed, group.norms))
         run = Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts), strangers or Strangers(), received)
         shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
-        own, reduction, failure = shares.pop(self._peer_id, []), None, PeerLost("it left")
+        own, reduction, excerpts, failure = shares.pop(self._peer_id, []), None, None, PeerLost("it left")
         run.missing = {reducer: len(share) for reducer, share in shares.items() if share}
         tasks = exchanges = [asyncio.create_task(self._exchange(reducer, share, run)) for reducer, share in shares.items() if share]
         if own:
             parts = [self._wire.parts[index] for index in own]
-            reduction = self._reductions[group.id] = Reduction(run, parts, own, self._wire, self._clipping)
+            excerpts = Excerpts(parts, partial(self._auditor.draw, group.members))
+            reduction = self._reductions[group.id] = Reduction(run, parts, own, self._wire, self._clipping, excerpts)
             jobs = self._reduce_own(reduction, run), reduction.fail_unless_all_come(), self._hurry_strangers(reduction, run)
             tasks = [*(asyncio.create_task(job) for job in jobs), *exchanges]
         try:
@@ -139,7 +145,7 @@ class Averager:
             self._reductions.pop(group.id, None)
             await end_tasks(*tasks)
         run.traffic.seconds = clock() - began
-        return Mean(run.result, add_up(run.squares), run.traffic, run.shares)
+        return Mean(run.result, add_up(run.squares), run.traffic, run.shares, excerpts)
 
     def _as_lost(self, error: Exception, run: "Run", reduction: "Reduction | None") -> PeerLost:
         if isinstance(error, PeerLost):

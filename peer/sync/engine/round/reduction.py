@@ -17,6 +17,7 @@ from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, rough_square, squa
 from peer.sync.engine.net.streams import Channel, PeerLost
 from peer.sync.engine.round.centering import centre, even_shares, products
 from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
+from peer.sync.engine.round.excerpts import Excerpts
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.share_seals import SealedShare, ShareSeals, part_hash, share_digest
 from swarm.tasks import within
@@ -96,8 +97,11 @@ class Run:
 class Reduction:
     """Our share within one group: parts come in from all members, each average is made once when its last part is there."""
 
-    def __init__(self, run: Run, parts: Sequence[Part], indices: Sequence[int], wire: Wire, clipping: Clipping = UNCLIPPED):
-        self.run, self.parts, self._indices = run, parts, indices
+    def __init__(
+        self, run: Run, parts: Sequence[Part], indices: Sequence[int], wire: Wire, clipping: Clipping = UNCLIPPED,
+        excerpts: Excerpts | None = None,
+    ):  # fmt: skip
+        self.run, self.parts, self._indices, self._excerpts = run, parts, indices, excerpts
         self._strangers = run.strangers.peers
         self._strangers_come_seconds = min(run.strangers.seconds, COME_SECONDS)
         self._strangers_part_seconds = run.strangers.for_part(wire, len(run.group.reducers))
@@ -140,6 +144,8 @@ class Reduction:
         """One encoded part of one member, of the right length."""
         if self._means[index].done():
             return
+        if self._excerpts is not None:
+            self._excerpts.keep(peer, index, data)
         self._received[index][peer] = data
         if len(self._received[index]) == len(self.senders):
             try:

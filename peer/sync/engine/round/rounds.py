@@ -22,6 +22,7 @@ from peer.sync.engine.outer import Strategy, advance
 from peer.sync.engine.round.averaging import Averager, Mean, RoundFailed
 from peer.sync.engine.round.clipping import Clipping
 from peer.sync.engine.round.company import Company
+from peer.sync.engine.round.excerpts import Auditor
 from peer.sync.engine.round.groups import Group, NoGroup, Ticket
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.matchmaking import Matchmaker
@@ -95,6 +96,7 @@ class Rounds:
         next_round: NextRound,
         *,
         seals: ShareSeals | None = None,
+        auditor: Auditor | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ):
@@ -107,7 +109,7 @@ class Rounds:
             leads=not node.client_mode, company=company, receipts=self._receipts, rng=self._rng,
         )  # fmt: skip
         self._clipping = Clipping(run.clip_members, per_sample=outer.strategy.steps_locally, centered=run.averaging == "centered")
-        self.averager = Averager(node.peer_id, streams, outer.wire, self._clipping, outer.buffers, seals)
+        self.averager = Averager(node.peer_id, streams, outer.wire, self._clipping, outer.buffers, seals, auditor)
 
     async def start(self) -> None:
         await self.matchmaker.start()

@@ -1,7 +1,7 @@
 """What the others, and this peer's owner, see of it: its signed record, the run's record, and the figures of its rounds."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from peer.sync.engine.cell import Cell, Phase
@@ -23,11 +23,13 @@ from swarm.records import (
     BANS_PER_RECORD,
     CATCHING_UP,
     DONE,
+    FINDINGS_PER_RECORD,
     JOINING,
     LEAVING,
     MAX_NOTE,
     PAUSED,
     TRAIN,
+    Finding,
     PeerRecord,
     RunRecord,
     words,
@@ -68,9 +70,10 @@ class Status:
         server_url: str = "",
         wall: Callable[[], float] = time.time,
         seal: Callable[[], str] = lambda: "",
+        findings: Callable[[], Sequence[Finding]] = tuple,
     ):
-        """seal: of the state that we stand on (certificates.py)."""
-        self._seal = seal
+        """seal: of the state that we stand on (certificates.py); findings: what an auditor found, the most important first."""
+        self._seal, self._findings = seal, findings
         self._run_mapping = run.to_mapping()
         self._run, self._node, self._neighbours, self._end, self._members, self._wall = run, node, neighbours, end, members, wall
         self._state, self._phase, self._trainer, self._heads, self._catch_up = state, phase, trainer, heads, catch_up
@@ -164,6 +167,7 @@ class Status:
             bans=self._members.bans.some(BANS_PER_RECORD),
             membership=self._members.own,
             seal=self._seal(),
+            findings=tuple(self._findings()[:FINDINGS_PER_RECORD]),
         )
 
     def seen(self) -> dict[str, Any]:
