@@ -235,7 +235,7 @@ class _Subprocess:
         program, *words = map(str, args)
         if launcher := program == str(Path(sys.executable).with_name("torchrun")):
             words = [*_TORCHRUN, *words]
-        assert (program == sys.executable or launcher) and start_new_session
+        assert (program == sys.executable or launcher) and preexec_fn and start_new_session
         words = words[1:] if words[0] == "-u" else words  # as a forked process writes its lines, too: at once
 
         def live() -> int:
