@@ -196,9 +196,11 @@ def prepared(
 def flowing(size: str, side: int = 0) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
     """What the family's own code makes of a picture of `side` pixels, or of its usual one, and of a long caption, both without the batch's dimension:
     (C, h, w) of latents, and the shape of each of a text's tensors."""
-    model = model_of(size)
-    side = side or SIZES[size].side
+    model, side = model_of(size), side or SIZES[size].side
+    parts = model.parts  # each weight is made without numbers anew, and the denoiser, which is not asked, has two of three
+    model.parts = {name: part for name, part in parts.items() if name in model.facts.text_encoders}
     _, text = flow_through(model, lambda shape: model.encode_text([CAPTION]))
+    model.parts = {"vae": parts["vae"]}
     _, (both,) = flow_through(model, lambda shape: model.encode_pixels(shape(torch.empty(1, 3, side, side, device=META))))
     channels, *sides = both.shape
     return (channels // 2, *sides), {name: tuple(states.shape[1:]) for name, states in text.items()}

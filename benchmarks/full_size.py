@@ -45,7 +45,8 @@ from swarm.errors import ExitCode, UserError, run_program
 
 STALL_SECONDS = 3600.0
 """A first round takes two minutes on two cores that are free, and twenty were seen where five other programs computed."""
-LOOK_SECONDS = 0.5
+LOOK_SECONDS, TINY_LOOK_SECONDS = 0.5, 5.0
+"""Between two looks at the memory; with tiny weights, whose figures mean nothing, a look takes longer than a step."""
 _NEWS_GIB = 1 / 8
 """By how much the kernel's counters must rise before all pages are looked at, which takes 0.25 s of a core for a whole UNet's. So much may be missed."""
 FLAGS = ("--cache_latents", "--cache_text", "--gradient_checkpointing", "--print_loss")
@@ -109,17 +110,17 @@ ROWS = {
 
 
 class Watch(threading.Thread):
-    """The most memory in GiB, until `stop`: that each peer's processes had (`of`), and all peers' together without and with the pages of files."""
+    """The most memory in GiB, looked at every `seconds` until `stop`: that each peer's processes had (`of`), and all peers' together without and with the pages of files."""
 
-    def __init__(self, swarm: swarm_run.SwarmRun):
+    def __init__(self, swarm: swarm_run.SwarmRun, seconds: float):
         super().__init__(daemon=True)
         self.of: dict[str, float] = {}
         self.peak = self.with_files = 0.0
-        self._swarm, self._stopped = swarm, threading.Event()
+        self._swarm, self._seconds, self._stopped = swarm, seconds, threading.Event()
         self._high: Counter[str] = Counter()
 
     def run(self) -> None:
-        while not self._stopped.wait(LOOK_SECONDS):
+        while not self._stopped.wait(self._seconds):
             self.look()
 
     def look(self) -> None:
@@ -180,7 +181,7 @@ def measure(row: Row, made: Path, folder: Path, *, tiny: bool) -> Found:
         stall_seconds=STALL_SECONDS,
     )
     with Display() as display, swarm_run.SwarmRun(plan, display) as swarm:
-        watch = Watch(swarm)
+        watch = Watch(swarm, TINY_LOOK_SECONDS if tiny else LOOK_SECONDS)
         watch.start()
         try:
             with _told_of_the_kernel(OutOfMemory()):

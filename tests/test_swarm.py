@@ -4,7 +4,6 @@ equal digests, rounds that never go back, every sample counted once, no process 
 import contextlib
 import itertools
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -22,7 +21,6 @@ from peer.figures.metrics import NAMES
 from scripts.churn.checks import read_rounds
 from scripts.demo.results import read_lines
 from swarm.digest import digest_model
-from swarm.ports import free_port
 from tests import tiny
 from tests.conftest import ROOT
 from tests.datasetserver.hosting import Host
@@ -115,29 +113,17 @@ class Sleeper(Peer):
 
 
 class AsWritten(Peer):
-    """A peer that is started by a line of a shell, in a folder of its own, and with no flag but those in the line."""
+    """A peer that is started by a line of a shell, in a folder of its own, and with no flag but those in the line.
 
-    def __init__(self, place: Path, line: str):
-        self.folder, self.log = place / "output", place.with_suffix(".log")
-        torchrun, *rest = shlex.split(line)
-        environ = {**os.environ, "PET_STANDALONE": "1"}  # as on machines of their own: torchrun's usual port is free
-        with self.log.open("ab") as log:
-            command = [str(Path(sys.executable).with_name(torchrun)), *rest]
-            self.process = subprocess.Popen(
-                command, cwd=place, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        self.tree = set()
-
-
-class Launched(Peer):
-    """What torchrun starts by a line for one rank. That it does is shown in tests/peer/test_finetune.py."""
+    Torchrun and its ranks are forked: that it starts our program anew is shown in tests/peer/test_finetune.py.
+    """
 
     def __init__(self, place: Path, line: str):
         self.folder, self.log, self.tree = place / "output", place.with_suffix(".log"), set()
-        _torchrun, one_rank, *words = shlex.split(line)
-        assert one_rank == "--nproc_per_node=1"
-        rank = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        self.process = Warm(words, place, self.log, env=rank)
+        torchrun, *rest = shlex.split(line)
+        assert Path(sys.executable).with_name(torchrun).is_file()
+        standalone = {"PET_STANDALONE": "1"}  # as on machines of their own: torchrun's usual port is free
+        self.process = Warm(["-m", "torch.distributed.run", *rest], place, self.log, env=standalone, forks=True)
 
 
 class Swarm:
@@ -161,11 +147,11 @@ class Swarm:
     def sleeper(self, name: str, *flags) -> Peer:
         return self.peer(name, *flags, kind=Sleeper)
 
-    def as_written(self, name: str, line: str, kind: type[Peer]) -> Peer:
+    def as_written(self, name: str, line: str) -> Peer:
         place = self.folder / name
         place.mkdir()
         (place / "diffusermodel").symlink_to(self.model)
-        self.peers.append(kind(place, line))
+        self.peers.append(AsWritten(place, line))
         return self.peers[-1]
 
     def wait(self, what, condition) -> None:
@@ -297,9 +283,9 @@ def test_the_originals_own_lines_start_a_peer_of_two_ranks_and_one_that_joins_it
         words = words.replace("=N", f"={ranks}").replace("finetune.py", FINETUNE).replace("URL of my dataset server", host.url)
         return words.replace("Provided DHT peers", peers)
 
-    pair = swarm.as_written("pair", line(NEW_SESSION, ranks=2), AsWritten)
+    pair = swarm.as_written("pair", line(NEW_SESSION, ranks=2))
     swarm.wait("address", lambda: "--peers /ip4/" in pair.text())
-    single = swarm.as_written("single", line(EXISTING_SESSION, ranks=1, peers=address(pair)), Launched)
+    single = swarm.as_written("single", line(EXISTING_SESSION, ranks=1, peers=address(pair)))
     swarm.wait("second peer", lambda: "others can join with" in single.text())
     found = {name: pair.programs(name) for name in ("peer.sync.engine.trainer.sidecar", "p2pd")}
     assert found == {"peer.sync.engine.trainer.sidecar": 1, "p2pd": 1}, "one upload for both ranks"
@@ -314,7 +300,8 @@ def test_the_originals_own_lines_start_a_peer_of_two_ranks_and_one_that_joins_it
 
 
 def order(host: Host, word: str) -> None:
-    subprocess.run([sys.executable, "-m", "datasetserver", word, *host.flags[:2]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    log = host.dataset.with_name("orders.log")
+    assert Warm(["-m", "datasetserver", word, *host.flags[:2]], ROOT, log).wait(WAIT_SECONDS) == 0, log.read_text()
 
 
 def test_a_peer_told_to_stop_gives_back_what_it_did_not_use(swarm):

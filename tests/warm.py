@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +21,10 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from swarm.lifeline import die_with_parent
-from tests.forking import Forked, end
+from tests.forking import ROOT, Forked, end
 
 _POLL_SECONDS = 0.02
+_TORCHRUN = ("-m", "torch.distributed.run")
 
 
 def _context():
@@ -34,8 +36,8 @@ class Warm(Forked):
     """`python SCRIPT ...`, `python -m MODULE ...` or `python -c CODE ...` in a session of its own.
 
     env: what it has besides our environment. failpoints: the file that arms them. namespace: of the network in which it runs, as
-    `ip netns` names it. sidecars: how many of its sidecars are forked; those after them start as ever. forks: it is dd-peer or a
-    script, and the programs that it starts are forked.
+    `ip netns` names it. sidecars: how many of its sidecars are forked; those after them start as ever. forks: it is dd-peer,
+    torchrun or a script, and the programs that it starts are forked.
     """
 
     def __init__(
@@ -57,6 +59,20 @@ class Warm(Forked):
             super().__init__("tests.warm:_begin", options, files, cwd=cwd, environ={**os.environ, **env})
 
 
+def run(code: str, *words: str, env: Mapping[str, str] = MappingProxyType({}), seconds: float = 240) -> subprocess.CompletedProcess[str]:
+    """`python -c CODE ...` to its end, as `subprocess.run(..., capture_output=True, text=True)` has it. Raises subprocess.TimeoutExpired."""
+    options = {"words": ["-c", code, *words], "sidecars": 0, "forks": False}
+    with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        files = nothing.fileno(), out.fileno(), err.fileno()
+        process = Forked("tests.warm:_run", options, files, cwd=ROOT, environ={**os.environ, **env})
+        try:
+            status = process.wait(seconds)
+        finally:
+            process.kill()
+        said = [file.read() for file in (out, err) if file.seek(0) == 0]
+    return subprocess.CompletedProcess([*words], status, *said)
+
+
 def _begin(*, failpoints: str, namespace: str, **options) -> None:
     if namespace:
         _enter(namespace)
@@ -70,7 +86,11 @@ def _begin(*, failpoints: str, namespace: str, **options) -> None:
 def _run(words: list[str], sidecars: int, forks: bool) -> None:
     """The program, in this process."""
     _call_itself(words)
-    if forks:
+    if tuple(words[:2]) == _TORCHRUN:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = _Subprocess.Popen
+    elif forks:
         from peer.watchdog import trainer_process
         from scripts.demo import processes
 
@@ -203,14 +223,20 @@ def spawn_sidecar():
 
 
 class _Subprocess:
-    """What is asked of `subprocess` by those who start our programs and have no other threads: these are forked off them."""
+    """What is asked of `subprocess` by those who start our programs, torchrun among them: these are forked off them.
+
+    Of other threads they have none that holds a lock then, or none but those of torch's store, of which a rank knows nothing.
+    """
 
     DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
 
     @staticmethod
-    def Popen(command, *, stdout, preexec_fn, env, cwd=".", stdin=None, stderr=None, start_new_session=True):
-        program, *words = map(str, command)
-        assert program == sys.executable and preexec_fn and start_new_session
+    def Popen(args, *, stdout, env, preexec_fn=lambda: None, cwd=".", stdin=None, stderr=None, start_new_session=True):
+        program, *words = map(str, args)
+        if launcher := program == str(Path(sys.executable).with_name("torchrun")):
+            words = [*_TORCHRUN, *words]
+        assert (program == sys.executable or launcher) and preexec_fn and start_new_session
+        words = words[1:] if words[0] == "-u" else words  # as a forked process writes its lines, too: at once
 
         def live() -> int:
             for stream in (1, 2) if stdout is not None else ():
@@ -219,7 +245,7 @@ class _Subprocess:
             os.chdir(cwd)
             os.environ.clear()
             os.environ.update(env)
-            forks = "peer.supervise" in words
+            forks = launcher or "peer.supervise" in words
             _run(words, sidecars=int(not forks and "datasetserver" not in words), forks=forks)
             return 0
 

@@ -38,14 +38,15 @@ def test_what_is_checked_is_chosen_by_a_word_and_no_row_is_counted(monkeypatch, 
     assert "SD 1.5, 256 px, full" in raised.value.fix
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """A size of a tiny model, which a test can hold."""
+@pytest.fixture(scope="module")
+def small():
+    """A size of a tiny model, which a test can hold. What flows through it is asked once for all tests."""
     its = tiny.build("sdxl")
     encoders = tuple(lambda part=part: type(part)(part.config) for part in (its.text_encoder, its.text_encoder_2))
     size = device_memory.Size("sdxl", lambda: type(its.unet).from_config(its.unet.config), encoders, lambda: type(its.vae).from_config(its.vae.config), 64)
-    monkeypatch.setitem(SIZES, "small", size)
-    yield "small"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "small", size)
+        yield "small"
     flowing.cache_clear()
 
 

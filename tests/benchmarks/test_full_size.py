@@ -13,6 +13,7 @@ from benchmarks import full_size
 from benchmarks.figures import CLAIMS
 from swarm.errors import ExitCode, UserError
 from tests.conftest import ROOT
+from tests.warm import Warm
 
 LOG = """\
 2026-11-26 22:07:01Z I peer.figures.metrics: step=1 samples=1 loss=1.079000
@@ -56,7 +57,7 @@ def test_all_pages_are_looked_at_only_when_the_kernel_counts_more_than_ever(monk
     counted, looked = {1: 0.0, 2: 0.0}, []
     monkeypatch.setattr(full_size, "counted", counted.__getitem__)
     monkeypatch.setattr(full_size, "held", lambda pid: (looked.append(pid), (counted[pid] / 2, 8.0))[1])
-    watch = full_size.Watch(SimpleNamespace(peers={"one": SimpleNamespace(pid=1), "two": SimpleNamespace(pid=2)}))
+    watch = full_size.Watch(SimpleNamespace(peers={"one": SimpleNamespace(pid=1), "two": SimpleNamespace(pid=2)}), 1.0)
     for counted[1], counted[2], looks in ((2.0, 1.0, 1), (2.001, 1.0, 1), (1.0, 2.0, 2), (1.9, 1.9, 3), (0.5, 0.5, 3)):
         watch.look()
         assert len(looked) == 2 * looks
@@ -101,10 +102,11 @@ def test_the_last_line_has_the_worst_of_all_rows_and_the_page_of_figures_reads_i
 
 
 @pytest.mark.swarm
-def test_a_peer_and_one_that_assists_train_a_whole_tiny_model_by_the_programs_own_commands():
-    command = [sys.executable, "benchmarks/full_size.py", "--tiny", "--rows", "full"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == ExitCode.OK, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+@pytest.mark.timeout(900)
+def test_a_peer_and_one_that_assists_train_a_whole_tiny_model_by_the_programs_own_commands(tmp_path):
+    log = tmp_path / "log"
+    words = ["benchmarks/full_size.py", "--tiny", "--rows", "full"]
+    assert Warm(words, ROOT, log, forks=True).wait(840) == ExitCode.OK, log.read_text()
+    told = json.loads(log.read_text().splitlines()[-1])
     assert told["tiny"] and told["digests_equal"] and told["loads"] and told["rows"]["full"]["rounds_shared"] > 0
     assert 0 < told["peak_gib"] <= told["rows"]["full"]["with_files_gib"] and len(told["rows"]["full"]["gib_of"]) == 2

@@ -1,6 +1,5 @@
 """Links between namespaces: what the hub does to packets, by an exact clock; then real ones, where this machine allows them."""
 
-import functools
 import json
 import os
 import signal
@@ -142,10 +141,14 @@ def test_namespaces_of_a_killed_benchmark_are_removed_by_the_next():
 
 
 @real
+def test_hosts_that_each_send_to_the_next_without_limit_have_a_ceiling():
+    assert links.ceiling(3, seconds=0.5) > 0
+
+
 def test_the_ceiling_is_printed_as_json(monkeypatch, capsys):
-    monkeypatch.setattr(links, "ceiling", functools.partial(links.ceiling, seconds=0.5))
-    monkeypatch.setattr(links, "given", functools.partial(links.given, seconds=1.0))
+    monkeypatch.setattr(links, "ceiling", lambda count: 1000 / count)
+    monkeypatch.setattr(links, "given", lambda link: {"megabits": 0.9 * link.megabits, "round_trip_ms": 2 * link.delay_ms})
     links.main([])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert {*figures} == {"ceiling_megabits_2", "ceiling_megabits_4", "ceiling_megabits_8", "megabits", "round_trip_ms"}
-    assert all(value > 0 for value in figures.values())
+    ceilings = {"ceiling_megabits_2": 500.0, "ceiling_megabits_4": 250.0, "ceiling_megabits_8": 125.0}
+    assert figures == {**ceilings, "megabits": 90.0, "round_trip_ms": 80.0}

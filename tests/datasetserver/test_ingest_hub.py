@@ -1,20 +1,24 @@
 """A dataset of the Hub, from a small stand-in of the Hub in this process; the real one was never asked."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.datasetserver.hosting import ROOT
+from tests import warm
 from tests.datasetserver.test_ingest_sources import picture, write_parquet
 
 COMMIT, BLOB = "a" * 40, "b" * 40
+READ_AGAIN = """
+import importlib
+from huggingface_hub import constants, hf_api
+importlib.reload(constants)
+hf_api.api.endpoint = constants.ENDPOINT
+"""
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -88,12 +92,16 @@ def hub(tmp_path):
         thread.join(20)
 
 
+def told_of(url: str, home: Path, program: str, *words: str):
+    """The program's end in an environment that has the Hub at `url`. The process that it is forked off has read another environment."""
+    env = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    return warm.run(READ_AGAIN + program, *words, env=env)
+
+
 def test_a_dataset_of_the_hub_is_streamed_into_shards(tmp_path, hub):
     url, asked = hub
-    env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "work")]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = told_of(url, tmp_path / "home", PROGRAM, str(tmp_path / "work"))
     assert done.stdout.strip() == "5 [('train/000000005', 'caption is empty')]", done.stderr
     assert any(f"/resolve/{COMMIT}/data/" in path for path in asked)
-    again = subprocess.run(command, cwd=ROOT, env={**env, "HF_ENDPOINT": "http://127.0.0.1:1"}, capture_output=True, text=True, timeout=240)
+    again = told_of("http://127.0.0.1:1", tmp_path / "home", PROGRAM, str(tmp_path / "work"))
     assert again.stdout.strip() == "5 []", "what is ready needs no Hub"

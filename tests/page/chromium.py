@@ -9,7 +9,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class Tab:
     """A page in the browser. errors: whatever it complained of on its console, blocked contents and failed requests among it."""
 
     def __init__(self, browser: "Browser", session: str, context: str):
-        self._browser, self._session, self._context, self.errors = browser, session, context, []
+        self._browser, self._session, self.context, self.errors = browser, session, context, []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         return await self._browser.call(method, params, self._session)
@@ -34,7 +35,7 @@ class Tab:
 
     async def download_to(self, folder: Path) -> None:
         """What a click fetches lands there, under the name that the page gives it."""
-        values = {"behavior": "allow", "downloadPath": str(folder), "browserContextId": self._context}
+        values = {"behavior": "allow", "downloadPath": str(folder), "browserContextId": self.context}
         await self._browser.call("Browser.setDownloadBehavior", values)
 
     async def run(self, script: str) -> Any:
@@ -90,6 +91,10 @@ class Browser:
             await tab.call(f"{domain}.enable")
         return tab
 
+    async def close_tabs(self) -> None:
+        for tab in self._tabs.values():
+            await self.call("Target.disposeBrowserContext", {"browserContextId": tab.context})
+
     async def listen(self) -> None:
         async for message in self._socket:
             said = json.loads(message.data)
@@ -122,29 +127,37 @@ def flags(folder: Path) -> list[str]:
     ]
 
 
-@contextlib.asynccontextmanager
-async def chromium(folder: Path) -> AsyncIterator[Browser]:
-    """A browser of its own, ended with the block. folder: for its profile."""
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[str]:
+    """A browser, ended with the block: the URL at which it is spoken to. folder: for its profile."""
     process = subprocess.Popen(
         [PROGRAM, *flags(folder), "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        port_file, deadline = folder / "DevToolsActivePort", asyncio.get_running_loop().time() + WAIT_SECONDS
+        port_file, deadline = folder / "DevToolsActivePort", time.monotonic() + WAIT_SECONDS
         while not (port_file.exists() and port_file.read_text().count("\n")):
-            assert process.poll() is None and asyncio.get_running_loop().time() < deadline, "chromium did not start"
-            await asyncio.sleep(0.05)
+            assert process.poll() is None and time.monotonic() < deadline, "chromium did not start"
+            time.sleep(0.05)
         port, path = port_file.read_text().split("\n")[:2]
-        async with aiohttp.ClientSession() as session, session.ws_connect(f"ws://127.0.0.1:{port}{path}", max_msg_size=0) as socket:
-            browser = Browser(socket)
-            listening = asyncio.create_task(browser.listen())
-            try:
-                yield browser
-                await browser.call("Browser.close", {})
-            finally:
-                listening.cancel()
+        yield f"ws://127.0.0.1:{port}{path}"
     finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)  # its helpers, too
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its helpers, too
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Browser]:
+    """One who speaks to a browser that is running; the tabs that it opens are closed with the block."""
+    async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
+        browser = Browser(socket)
+        listening = asyncio.create_task(browser.listen())
+        try:
+            yield browser
+            await browser.close_tabs()
+        finally:
+            listening.cancel()

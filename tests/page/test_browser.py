@@ -8,7 +8,7 @@ import pytest
 from swarm.page.history import History
 from swarm.protocol import LedgerTotals, StateInfo
 from tests.datasetserver.hosting import Host, until
-from tests.page.chromium import PROGRAM, chromium
+from tests.page.chromium import PROGRAM, connected, running
 from tests.page.scenes import HOSTILE, Scene, a_peer, a_run, served
 
 pytestmark = [
@@ -17,17 +17,28 @@ pytestmark = [
 ]
 
 
-def browse(folder, scenario):
-    """Run `scenario(browser)` with a browser of its own."""
-
-    async def scene():
-        async with chromium(folder / "profile") as browser:
-            await scenario(browser)
-
-    asyncio.run(scene())
+@pytest.fixture(scope="module")
+def devtools(tmp_path_factory):
+    """Where one browser for all tests is spoken to: what they open shares nothing, and to start it takes longer than most of them."""
+    with running(tmp_path_factory.mktemp("profile")) as found:
+        yield found
 
 
-def test_the_page_shows_the_run_and_follows_it(tmp_path):
+@pytest.fixture
+def browse(devtools):
+    """`browse(scenario)` runs `scenario(browser)`."""
+
+    def browsed(scenario):
+        async def scene():
+            async with connected(devtools) as browser:
+                await scenario(browser)
+
+        asyncio.run(scene())
+
+    return browsed
+
+
+def test_the_page_shows_the_run_and_follows_it(browse):
     history = History(None, period_seconds=0)
     for number in range(20):
         history.note("0123456789abcdef", (1e9 + 10.0 * number, number, 512 * number, 1 / (1 + number), 7.0, 2, 0.9))
@@ -93,10 +104,10 @@ def test_the_page_shows_the_run_and_follows_it(tmp_path):
             assert "all of them are trained" in await tab.text()
             assert tab.errors == []
 
-    browse(tmp_path, scenario)
+    browse(scenario)
 
 
-def test_empty_paused_and_lost_are_said_and_end(tmp_path):
+def test_empty_paused_and_lost_are_said_and_end(browse):
     async def scenario(browser):
         scene = Scene(None)
         async with served(scene) as (url, _watch):
@@ -123,7 +134,7 @@ def test_empty_paused_and_lost_are_said_and_end(tmp_path):
         await tab.until("document.getElementById('banner').innerText.startsWith('No news from the server')")
         assert await tab.run("document.body.classList.contains('stale')")
 
-    browse(tmp_path, scenario)
+    browse(scenario)
 
 
 def finished_run(history: History) -> dict:
@@ -138,7 +149,7 @@ def finished_run(history: History) -> dict:
     )  # fmt: skip
 
 
-def test_a_finished_run_says_how_it_went(tmp_path):
+def test_a_finished_run_says_how_it_went(browse):
     """It said "Loss -", "0.0 samples/s" and "no round averaged between peers yet"."""
 
     async def scenario(browser):
@@ -158,10 +169,10 @@ def test_a_finished_run_says_how_it_went(tmp_path):
             assert await tab.run("document.getElementById('join-section').hidden")
             assert "A100" not in await tab.text() and tab.errors == []
 
-    browse(tmp_path, scenario)
+    browse(scenario)
 
 
-def test_a_page_tells_how_to_join_and_copies_it(tmp_path):
+def test_a_page_tells_how_to_join_and_copies_it(browse):
     async def scenario(browser):
         async with served(Scene(a_run([a_peer(1)]))) as (url, _watch):
             tab = await browser.tab()
@@ -173,10 +184,10 @@ def test_a_page_tells_how_to_join_and_copies_it(tmp_path):
             await tab.until("document.querySelector('#join-section button').innerText === 'Copied'")
             assert await tab.run("window.copied") == f"dd-peer --datasetserver {url}"
 
-    browse(tmp_path, scenario)
+    browse(scenario)
 
 
-def test_axes_of_time_say_what_differs_and_a_chart_of_nothing_is_not_drawn(tmp_path):
+def test_axes_of_time_say_what_differs_and_a_chart_of_nothing_is_not_drawn(browse):
     ticks = "Chart.getChart('speed-chart').scales.x.ticks.map((tick) => tick.label)"
 
     async def scenario(browser):
@@ -195,10 +206,10 @@ def test_axes_of_time_say_what_differs_and_a_chart_of_nothing_is_not_drawn(tmp_p
             assert len(set(labels)) == len(labels) > 1, labels
             assert await tab.run("document.getElementById('loss-figure').hidden"), "nobody told a loss"
 
-    browse(tmp_path, scenario)
+    browse(scenario)
 
 
-def test_a_picture_that_is_not_here_yet_is_no_broken_icon(tmp_path):
+def test_a_picture_that_is_not_here_yet_is_no_broken_icon(browse):
     async def scenario(browser):
         async with served(Scene(a_run([a_peer(1)]))) as (url, _watch):
             tab = await browser.tab()
@@ -210,10 +221,10 @@ def test_a_picture_that_is_not_here_yet_is_no_broken_icon(tmp_path):
             await tab.run("document.querySelector('.strip img').src = 'page/icon.svg'")
             assert await tab.run(style) == "visible"
 
-    browse(tmp_path, scenario)
+    browse(scenario)
 
 
-def test_a_token_opens_the_page_of_a_server_and_does_not_stay_in_its_address(tmp_path):
+def test_a_token_opens_the_page_of_a_server_and_does_not_stay_in_its_address(tmp_path, browse):
     from datasetserver import tokens
 
     token, helper, state = tokens.add(tmp_path / "tokens", "ada"), tmp_path / "helper", tmp_path / "round-3-samples-96.state"
@@ -243,6 +254,6 @@ def test_a_token_opens_the_page_of_a_server_and_does_not_stay_in_its_address(tmp
 
     try:
         host.start()
-        browse(tmp_path, scenario)
+        browse(scenario)
     finally:
         host.stop()

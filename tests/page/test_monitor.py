@@ -1,10 +1,8 @@
 """dd-monitor as a program: the page of a run from what its peers say, without a server; and what it says when it cannot."""
 
 import asyncio
-import os
+import re
 import signal
-import subprocess
-import sys
 import time
 
 import aiohttp
@@ -19,6 +17,7 @@ from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 from tests.datasetserver.hosting import ROOT
 from tests.page.test_watch import news
+from tests.warm import Warm
 
 RUN = RunConfig(run_name="my cats", model="base", total_samples=960, target_batch_size=32)
 NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN"
@@ -32,7 +31,7 @@ def record(node: SwarmNode, **values) -> PeerRecord:
 def test_who_knows_a_peer_sees_the_run(tmp_path):
     async def scenario():
         node = await SwarmNode.join(identity_path=tmp_path / "identity.key")
-        process, now = None, {"round": 3, "samples": 96}
+        process, log, now = None, tmp_path / "log", {"round": 3, "samples": 96}
 
         async def keep_saying():
             while True:
@@ -42,12 +41,12 @@ def test_who_knows_a_peer_sees_the_run(tmp_path):
         saying = asyncio.create_task(keep_saying())
         try:
             await node.publish_run(RunRecord(run_id=RUN.run_id, run=RUN.to_mapping()))
-            command = [sys.executable, "-m", "swarm.page.monitor", "--port", "0", "--timeout", "60", "--peers"]
-            process = await asyncio.create_subprocess_exec(
-                *command, NOBODY, (await node.maddrs())[0], cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-            )
-            line = (await asyncio.wait_for(process.stdout.readline(), 120)).decode()
-            url = line.split()[-1]
+            words = ["-m", "swarm.page.monitor", "--port", "0", "--timeout", "60", "--peers", NOBODY, (await node.maddrs())[0]]
+            process = Warm(words, ROOT, log)
+            while not (told := re.search(r"^watching at (\S+)\n", log.read_text(), re.MULTILINE)):
+                assert process.poll() is None, log.read_text()
+                await asyncio.sleep(0.05)
+            url = told[1]
             async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/events") as stream:
                 seen = await news(stream)
                 assert seen["progress"]["run_name"] == "my cats" and seen["progress"]["epoch"] is None
@@ -59,12 +58,11 @@ def test_who_knows_a_peer_sees_the_run(tmp_path):
                     async with session.get(url + path) as answer:
                         assert answer.status == 200
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 60) == ExitCode.OK
+            assert await asyncio.to_thread(process.wait, 60) == ExitCode.OK
         finally:
             await end_tasks(saying)
-            if process is not None and process.returncode is None:
+            if process is not None:
                 process.kill()
-                await process.wait()
             await node.close()
 
     asyncio.run(scenario())

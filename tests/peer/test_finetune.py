@@ -213,13 +213,14 @@ def test_sigint_ends_training_cleanly_with_a_checkpoint_and_a_result(flags, tmp_
 
 def test_dd_peer_passes_sigterm_on_and_training_ends_as_cleanly(flags, tmp_path):
     """It passes either on as SIGTERM; that it hears SIGINT is said in test_assist.py."""
-    process = start(*flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, program=[sys.executable, "-m", "peer.supervise"], cwd=ROOT)
+    log = tmp_path / "log"
+    process = Warm(["-m", "peer.supervise", *flags, "--total_samples", 10**9, "--dataloader_num_workers", 1], ROOT, log, forks=True)
     wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    code, _, err = finish(process)
-    assert_ended_cleanly(code, err, tmp_path / "out", family)
-    assert "Warning" not in err
+    code, said = ended(process, log)
+    assert_ended_cleanly(code, said, tmp_path / "out", family)
+    assert "Warning" not in said
 
 
 def assert_ended_cleanly(code, said, out, family):

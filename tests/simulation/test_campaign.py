@@ -25,24 +25,20 @@ def test_a_seeds_scenario_is_its_own_and_all_kinds_are_drawn():
     assert {s.overlap for s in scenarios} == {True, False} and not any(s.overlap and s.sync == "gradients" for s in scenarios)
 
 
-def test_a_campaign_goes_on_where_it_was_interrupted(tmp_path):
+def test_a_campaign_goes_on_where_it_was_interrupted_and_when_it_is_killed_leaves_no_process(tmp_path):
     path = tmp_path / "campaign.jsonl"
-    path.write_text(f'{{"commit":"x"}}\n{json.dumps(line(7))}\n{{"seed": 8, "rou')
-    path.write_text(path.read_text() + "\n")
-    made = list(campaign(path, 7, seeds=2, rounds=0, processes=1))
-    assert [line["seed"] for line in made] == [8] and made[0]["rounds"] > 0
-    assert [line["seed"] for line in read(path)] == [7, 8]
-    assert not list(campaign(path, 7, seeds=2, rounds=0, processes=1))
-
-
-def test_a_campaign_that_is_killed_leaves_no_process(tmp_path):
-    command = [sys.executable, "-m", "simulation", "--campaign", str(tmp_path / "campaign.jsonl"), "--processes", "1"]
-    campaign = psutil.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-    until(lambda: any("spawn_main" in " ".join(child.cmdline()) for child in campaign.children()), 60)
-    children = campaign.children()
-    campaign.kill()
-    _, alive = psutil.wait_procs([campaign, *children], timeout=60)
-    assert not alive
+    path.write_text(f'{{"commit":"x"}}\n{json.dumps(line(7))}\n{{"seed": 8, "rou\n')
+    command = [sys.executable, "-m", "simulation", "--campaign", str(path), "--seed", "7", "--seeds", "9", "--processes", "1"]
+    program = psutil.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    until(lambda: len(read(path)) > 1 or program.poll() is not None, 300)
+    children = program.children()
+    playing = [word for child in children for word in child.cmdline()]
+    program.kill()
+    _, alive = psutil.wait_procs([program, *children], timeout=60)
+    assert any("spawn_main" in word for word in playing) and not alive
+    first, second, *others = read(path)
+    assert (first["seed"], second["seed"]) == (7, 8) and second["rounds"] > 0
+    assert not list(campaign(path, 7, seeds=2 + len(others), rounds=0, processes=1))
 
 
 def test_a_summary_counts_what_struck_and_names_what_did_so_seldom():

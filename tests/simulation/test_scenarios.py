@@ -166,12 +166,12 @@ def test_in_a_run_for_members_strangers_cost_no_round():
     assert beset.adopted["solo"] <= alone.adopted["solo"] + 1
 
 
-NEWCOMERS = "guests@70/0(peers=1,seconds=30);guests@120/0(peers=2,seconds=30)"
+NEWCOMERS = "guests@40/0(peers=1,seconds=20);guests@70/0(peers=2,seconds=20)"
 
 
 def test_newcomers_take_what_the_members_have_certified_though_most_who_are_live_lie():
     """Three that average, four that lie, and who comes has met nobody. Without certificates it takes what the four made up."""
-    world = World(Scenario(seed=3, peers=3, hours=0.05, members=True, liars=4, strikes=parse_strikes(NEWCOMERS)))
+    world = World(Scenario(seed=3, peers=3, hours=0.026, members=True, liars=4, strikes=parse_strikes(NEWCOMERS)))
     outcome = world.play()
     assert_holds(outcome)
     assert len(world.strangers) == 4 and len(world.checks.forged) > 10 and len(world.gone) == 3

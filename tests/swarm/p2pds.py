@@ -29,11 +29,14 @@ _MOST_IDLE = 4
 
 
 class Keeper:
-    """Runs p2pds in a loop and a thread of its own, which outlive the loops of the tests: a p2pd ends with the last who speaks to it."""
+    """Runs p2pds in a loop and a thread of its own, which outlive the loops of the tests: a p2pd ends with the last who speaks to it.
 
-    def __init__(self) -> None:
+    whose: of which tests, where these share theirs with no others.
+    """
+
+    def __init__(self, whose: str = "") -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="p2pds of the tests", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name=f"p2pds of the tests {whose}", daemon=True).start()
         self._folder = sockets.make_folder()
         self._kept: dict[int, tuple[Path, Daemon]] = {}
         self._idle: list[int] = []

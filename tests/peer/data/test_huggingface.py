@@ -2,10 +2,7 @@
 
 import dataclasses
 import io
-import os
 import re
-import subprocess
-import sys
 from itertools import islice
 from operator import length_hint
 from pathlib import Path
@@ -19,11 +16,9 @@ from peer.contracts import SourceContext
 from peer.data import huggingface
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
-from tests.datasetserver.test_ingest_hub import hub  # noqa: F401
+from tests.datasetserver.test_ingest_hub import hub, told_of  # noqa: F401
 from tests.peer.data.sources import Row, encoded, plain, write_parquet
 from tests.peer.test_alone import RUN, start  # noqa: F401
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def picture(number):
@@ -240,6 +235,5 @@ print(sorted((sample.caption, sample.image[1:4] == b'PNG') for sample in source)
 
 def test_a_dataset_of_the_hub_is_streamed(tmp_path, hub):  # noqa: F811
     url, _ = hub
-    env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = told_of(url, tmp_path / "home", PROGRAM)
     assert done.stdout.strip() == str(sorted([("", False), *((f"picture {n}", True) for n in range(5))])), done.stderr

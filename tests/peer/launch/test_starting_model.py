@@ -2,11 +2,8 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
@@ -32,10 +29,10 @@ from swarm.run.family import families
 from swarm.run_config import RunConfig
 from tests import flux_file as flux_files
 from tests import tiny
-from tests.datasetserver.test_ingest_hub import COMMIT, Hub
+from tests.datasetserver.test_ingest_hub import COMMIT, Hub, told_of
 from tests.peer.models.test_chroma import HD
 
-CPU, ROOT = torch.device("cpu"), Path(__file__).resolve().parents[3]
+CPU = torch.device("cpu")
 RUN = RunConfig()
 
 
@@ -114,8 +111,7 @@ except UserError as error:
 
 def test_a_hub_id_is_fetched_once_and_without_what_training_has_no_use_for(hub, tmp_path, tiny_family):
     url, asked = hub
-    environ = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *tiny.ONE_OF_EACH], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    done = told_of(url, tmp_path / "cache", PROGRAM, *tiny.ONE_OF_EACH)
     assert done.returncode == 0, done.stderr
     *read, refused = done.stdout.splitlines()
     for line, name in zip(read, tiny.ONE_OF_EACH, strict=True):

@@ -7,7 +7,8 @@ import pytest
 
 pytest.register_assert_rewrite("tests.peer.sync.replicas")
 
-from tests.peer.sync.swarm_tools import Nodes, run_swarm  # noqa: E402
+from peer.sync.engine import codec  # noqa: E402
+from tests.peer.sync.swarm_tools import PART, Nodes, run_swarm  # noqa: E402
 from tests.peer.sync.virtual import VirtualNodes, run_virtual  # noqa: E402
 
 LOOP_SECONDS = 540.0
@@ -19,6 +20,12 @@ def swarm(tmp_path) -> Callable[[Callable[[Nodes], Awaitable]], None]:
     """`swarm(scenario)` runs the coroutine function with a `Nodes`; everything it started is ended, whatever happened."""
 
     return lambda scenario: run_swarm(tmp_path, scenario, LOOP_SECONDS)
+
+
+@pytest.fixture
+def small_parts(monkeypatch) -> None:
+    """Vectors travel in parts of `PART` elements: what several parts are for is seen at a sixteenth of the numbers to add up, hash and keep."""
+    monkeypatch.setattr(codec, "PART_ELEMENTS", PART)
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from tests.swarm import p2pds
 
 ANYTHING = TypeAdapter(dict)
 """For `Channel.receive`: a message as it travels."""
+PART = 16 << 10
+"""Elements of a part where the fixture `small_parts` is: a sixteenth of the product's."""
 WAIT_SECONDS = 100.0
 """Far above what anything takes on a busy machine; only a failure waits for so long."""
 

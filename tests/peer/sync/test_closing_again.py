@@ -10,7 +10,7 @@ import torch
 
 from peer.contracts import Member
 from peer.sync.engine import failpoints
-from peer.sync.engine.codec import PART_ELEMENTS, Wire
+from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.streams import Refused, Streams
 from peer.sync.engine.round import averaging, reduction
 from peer.sync.engine.round.averaging import REDUCE, Averager, RoundFailed
@@ -21,10 +21,11 @@ from peer.sync.engine.round.matchmaking import Matchmaker
 from peer.sync.engine.state import Head
 from swarm.tasks import end_tasks
 from tests.peer.sync.replicas import check_invariants, make_run, peers
-from tests.peer.sync.swarm_tools import ANYTHING, ticket, until
+from tests.peer.sync.swarm_tools import ANYTHING, PART, ticket, until
 
+pytestmark = pytest.mark.usefixtures("small_parts")
 SECONDS = 400.0
-LARGE = 4 * PART_ELEMENTS
+LARGE = 4 * PART
 AGAIN = "closed again with 3 peers instead of 4"
 
 # ---------------------------------------------------------------- whether a group is void
@@ -64,7 +65,7 @@ async def average(nodes, wire, *kinds, reducers=None):
 
 def test_all_hear_that_a_reducer_gave_up_a_part_that_it_had_not_made(virtual):
     async def scenario(nodes):
-        came = await average(nodes, Wire("fp16", 4 * PART_ELEMENTS), Averager, Averager, Averager, Stingy, reducers=2)
+        came = await average(nodes, Wire("fp16", LARGE), Averager, Averager, Averager, Stingy, reducers=2)
         assert len(came) == 4 and all(isinstance(result, RoundFailed) for result in came.values())
         assert [result.void for member, result in came.items() if type(member) is Averager] == [True] * 3
 
@@ -78,7 +79,7 @@ def test_who_has_given_all_its_means_does_not_know_what_the_others_have(virtual,
         monkeypatch.setattr(room, "COME_SECONDS", 1.0)
 
     async def scenario(nodes):
-        came = await average(nodes, Wire("fp16", 4 * PART_ELEMENTS), Averager, Silent)
+        came = await average(nodes, Wire("fp16", LARGE), Averager, Silent)
         failed, mean = came.values()
         assert isinstance(failed, RoundFailed) and not failed.void and isinstance(mean, averaging.Mean)
 
@@ -276,7 +277,7 @@ def test_when_a_member_sends_nothing_or_nonsense_the_others_commit_that_round_wi
         bad = found[0]
         bad.replica.rounds.averager.__class__ = kind
         left = found[1:]
-        await until(lambda: AGAIN in caplog.text, SECONDS)
+        await until(lambda: any(AGAIN in record.message for record in caplog.records), SECONDS)
         number = max(peer.head.header.round for peer in left) + 1
         await until(lambda: all(peer.head.header.round > number for peer in left), SECONDS)
         assert_averaged_without_others(left, number)

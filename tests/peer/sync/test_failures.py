@@ -13,10 +13,10 @@ from peer.sync.engine import codec, failpoints, replica
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.net.streams import Broken, PeerLost
 from tests.peer.sync.replicas import Peer, check_invariants, make_run, peers
-from tests.peer.sync.swarm_tools import named, until
+from tests.peer.sync.swarm_tools import PART, named, until
 
-PART, TWO_CHUNKS = 16 << 10, (1 << 20) + 1000
-"""Elements: of a part here, a sixteenth of the product's, and of a state that travels in two chunks."""
+TWO_CHUNKS = (1 << 20) + 1000
+"""Elements of a state that travels in two chunks."""
 SECONDS = 160.0
 PAUSES = (0.25, 0.5, 1, 2, 4, 8)
 """Between attempts: a quarter of the product's."""

@@ -5,18 +5,18 @@ import logging
 
 import pytest
 
-from peer.sync.engine.codec import PART_ELEMENTS
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.averaging import Averager
 from tests.peer.sync.replicas import make_run, peers
-from tests.peer.sync.swarm_tools import until
+from tests.peer.sync.swarm_tools import PART, until
 from tests.peer.sync.test_closing_again import assert_no_sample_is_lost
 
+pytestmark = pytest.mark.usefixtures("small_parts")
 SECONDS = 600.0
 
 
 async def met(nodes, count):
-    found = await peers(nodes, count, make_run(target_batch_size=80 * count), size=count * PART_ELEMENTS)
+    found = await peers(nodes, count, make_run(target_batch_size=80 * count), size=count * PART)
     await until(lambda: all(len(peer.replica.met) == count - 1 for peer in found), SECONDS)
     return found
 

@@ -358,18 +358,17 @@ def test_a_stop_while_a_trainer_that_has_not_begun_finds_no_server_does_not_fail
 def test_one_wish_ends_a_peer_that_asks_its_server_in_vain(tmp_path, flags):
     with socket.create_server(("127.0.0.1", 0)) as server:  # that takes the question, and does not answer
         server.settimeout(200)
-        command = [sys.executable, "-m", "peer.supervise", *flags, "--output_dir", tmp_path / "out", "--datasetserver"]
-        command.append(f"http://127.0.0.1:{server.getsockname()[1]}")
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        url, log = f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path / "log"
+        process = Warm(["-m", "peer.supervise", *flags, "--output_dir", tmp_path / "out", "--datasetserver", url], ROOT, log, forks=True)
         try:
             question, _ = server.accept()
             process.send_signal(signal.SIGINT)
-            said = process.communicate(timeout=200)[1]
-            assert process.returncode == 0 and said.endswith("stopped before it began.\n") and "error" not in said
+            assert process.wait(200) == 0
+            said = log.read_text()
+            assert said.endswith("stopped before it began.\n") and "error" not in said
             question.close()
         finally:
             process.kill()
-            process.communicate()
 
 
 def test_a_stop_while_the_rest_of_a_failed_trainer_is_ended_does_not_fail(supervise):
