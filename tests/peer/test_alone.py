@@ -19,6 +19,7 @@ from peer.sync.none import NoSync
 from peer.wiring import Launch, assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from tests.peer.machine.shallow import shallow_family, tiny_model  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ class Recorded:
 
 
 @pytest.fixture
-def start(tiny_model, pictures, tmp_path):
+def start(tiny_model, pictures, tmp_path):  # noqa: F811
     """Builds a trainer in output folder `name`; peer's and run's options as keywords."""
     with ExitStack() as closing:
 
@@ -206,7 +207,7 @@ def test_alone_nothing_is_resumed_unasked_and_the_same_run_begun_again_takes_its
 
 
 @pytest.mark.parametrize("change", ["options", "data", "model"])
-def test_what_was_trained_alone_is_set_aside_when_another_run_is_trained_in_its_folder(start, tmp_path, pictures, tiny_model, change):
+def test_what_was_trained_alone_is_set_aside_when_another_run_is_trained_in_its_folder(start, tmp_path, pictures, tiny_model, change):  # noqa: F811
     first = start(stop_after=3).run()
     first.results.export(tmp_path / "out" / "model")
     run, own = RUN, {}
@@ -414,10 +415,10 @@ def assert_learned_alike(one, other, before, likeness):
         ("sd", {"clip_skip": 1}, "fp32"),
     ],
 )
-def test_what_no_loss_depends_on_stays_as_it_was(start, tiny_family, family, options, weights):
+def test_what_no_loss_depends_on_stays_as_it_was(start, shallow_family, family, options, weights):  # noqa: F811
     """SDXL reads its first text encoder below the last layer, which decayed by the learning rate times 0.01 at each step."""
     run = dataclasses.replace(
-        RUN, model=str(tiny_family(family)), train_text_encoder=True, learning_rate=0.01, lr_warmup_samples=0, total_samples=8, **options
+        RUN, model=str(shallow_family(family)), train_text_encoder=True, learning_rate=0.01, lr_warmup_samples=0, total_samples=8, **options
     )
     done = start(run=run, weights=weights)
     unread = {id(parameter) for module in done.trainer.model.unread() for parameter in module.parameters()}

@@ -1,27 +1,33 @@
-"""In the place of `tiny_model`, for tests whose subject is not the UNet: one of three layers, whose step takes a third of the other's."""
+"""In the place of `tiny_model` and `tiny_family`, for tests whose subject is not the UNet: one of three layers, whose step takes a third of the other's."""
+
+import functools
 
 import pytest
 import torch
 
 from tests import tiny
 
+_ONE_LEVEL = {
+    "block_out_channels": (32,), "down_block_types": ("CrossAttnDownBlock2D",), "mid_block_type": None, "up_block_types": ("UpBlock2D",),
+    "attention_head_dim": 4, "transformer_layers_per_block": 1,
+}  # fmt: skip
 
-def pipeline():
-    """A Stable Diffusion whose UNet has one level, which reads captions.
+
+def with_one_level(pipeline, **options):
+    """The pipeline, whose UNet, if it has one, is now of one level, which reads captions; options: other ones of the UNet.
 
     Its matrices are wide enough for an optimizer of 8 bits, which keeps those of less than 4,096 numbers in 32.
     """
-    from diffusers import UNet2DConditionModel
+    if hasattr(pipeline, "unet"):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            pipeline.register_modules(unet=type(pipeline.unet).from_config({**pipeline.unet.config, **_ONE_LEVEL, **options}))
+    return pipeline
 
-    built = tiny.build_pipeline()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        unet = UNet2DConditionModel(
-            sample_size=8, layers_per_block=1, block_out_channels=(32,), norm_num_groups=8, cross_attention_dim=16, attention_head_dim=4,
-            down_block_types=("CrossAttnDownBlock2D",), mid_block_type=None, up_block_types=("UpBlock2D",),
-        )  # fmt: skip
-    built.register_modules(unet=unet)
-    return built
+
+def pipeline():
+    """A Stable Diffusion with such a UNet."""
+    return with_one_level(tiny.build_pipeline())
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +36,15 @@ def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shallow") / "model"
     pipeline().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def shallow_family(tmp_path_factory):
+    """`shallow_family("sdxl")`: as `tiny_family`, whose UNets have one level."""
+
+    def write(family):
+        folder = tmp_path_factory.mktemp(family) / "shallow"
+        with_one_level(tiny.build(family)).save_pretrained(folder)
+        return folder
+
+    return functools.cache(write)

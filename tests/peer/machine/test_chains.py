@@ -12,11 +12,14 @@ from tests import tiny
 META = torch.device("meta")
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_loras_step_on_shortened_chains_is_that_of_all_blocks_which_are_all_there_afterwards(checkpointing):
+@pytest.mark.parametrize(
+    ("checkpointing", "double", "single", "lengths"), [(False, 4, 5, [4, 5, 5, 9]), (True, 1, 5, [3, 4, 6])], ids=["", "checkpointing"]
+)
+def test_a_loras_step_on_shortened_chains_is_that_of_all_blocks_which_are_all_there_afterwards(checkpointing, double, single, lengths):
+    """Of chains of two kinds, and of one kind beside a block that is in none."""
     small = tiny.build("flux").transformer
     with META:
-        denoiser = type(small).from_config({**small.config, "num_layers": 4, "num_single_layers": 5})
+        denoiser = type(small).from_config({**small.config, "num_layers": double, "num_single_layers": single})
     model, _ = prepared("flux", "lora", META, torch.bfloat16, denoiser=denoiser)
     if not checkpointing:
         denoiser.disable_gradient_checkpointing()
@@ -28,7 +31,7 @@ def test_a_loras_step_on_shortened_chains_is_that_of_all_blocks_which_are_all_th
         return count_step(model, batch, dtype=torch.bfloat16)
 
     assert scaled(denoiser, step) == pytest.approx(step(), rel=0.01)
-    assert counts == [4, 5, 5, 9] and [*model.blocks()] == blocks
+    assert counts == lengths and [*model.blocks()] == blocks
 
 
 def test_a_chain_ends_where_another_kind_of_block_comes_and_short_ones_are_counted_as_they_are():

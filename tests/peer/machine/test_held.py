@@ -16,7 +16,7 @@ from peer.wiring import load_model
 from swarm.digest import digest_model
 from swarm.run_config import RunConfig
 from tests import tiny
-from tests.peer.machine.shallow import tiny_model  # noqa: F401
+from tests.peer.machine.shallow import shallow_family, tiny_model  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 
@@ -48,10 +48,10 @@ def bytes_of(model):
     ("family", "method"),
     [(family, method) for family in tiny.ONE_OF_EACH for method in METHODS if tiny.takes(family, method) and (method != "full" or family in WHOLE)],
 )
-def test_losses_and_gradients_have_the_same_bits_in_less_memory(family, method, tiny_family):
+def test_losses_and_gradients_have_the_same_bits_in_less_memory(family, method, shallow_family):  # noqa: F811
     found = []
     for dtype in (None, BF16):
-        model, _, params = placed(tiny_family(family), dtype, **METHODS[method])
+        model, _, params = placed(shallow_family(family), dtype, **METHODS[method])
         pixels = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
         with torch.autocast("cpu", dtype=BF16):
             latents, text = model.encode_pixels(pixels).chunk(2, dim=1)[0], model.encode_text(["a cat", "<dicoo>"])
@@ -70,12 +70,12 @@ def test_losses_and_gradients_have_the_same_bits_in_less_memory(family, method, 
     assert after < before
 
 
-def test_a_vae_that_overflows_stays_as_it_is_and_others_do_not(tiny_family, tmp_path):
+def test_a_vae_that_overflows_stays_as_it_is_and_others_do_not(shallow_family, tmp_path):  # noqa: F811
     pipeline = tiny.build("sdxl")
     pipeline.vae.register_to_config(force_upcast=False)
     pipeline.save_pretrained(tmp_path)
     kinds = [
-        {p.dtype for p in placed(folder, torch.float16)[0].vae.encoder.conv_in.parameters()} for folder in (tiny_family("sdxl"), tmp_path)
+        {p.dtype for p in placed(folder, torch.float16)[0].vae.encoder.conv_in.parameters()} for folder in (shallow_family("sdxl"), tmp_path)
     ]
     assert kinds == [{torch.float32}, {torch.float16}]
 
@@ -92,22 +92,22 @@ def test_a_folder_in_half_precision_is_read_as_it_is_and_trained_in_float32(dtyp
 
 
 @pytest.mark.parametrize("family", tiny.ONE_OF_EACH)
-def test_a_pipeline_is_saved_with_its_frozen_parts_as_their_source_has_them(family, tiny_family, tmp_path):
-    model, *_ = placed(tiny_family(family), BF16)
+def test_a_pipeline_is_saved_with_its_frozen_parts_as_their_source_has_them(family, shallow_family, tmp_path):  # noqa: F811
+    model, *_ = placed(shallow_family(family), BF16)
     held = {name: [(p.data_ptr(), p.dtype) for p in part.parameters()] for name, part in model.parts.items()}
     assert any(dtype is BF16 for part in held.values() for _, dtype in part)
     model.save(tmp_path / "out")
-    placed(tiny_family(family), None)[0].save(tmp_path / "plain")
+    placed(shallow_family(family), None)[0].save(tmp_path / "plain")
     assert digest_model(tmp_path / "out") == digest_model(tmp_path / "plain")
     assert {name: [(p.data_ptr(), p.dtype) for p in part.parameters()] for name, part in model.parts.items()} == held
 
 
-def test_a_pipeline_with_a_new_word_is_saved_as_its_source_has_it_but_for_the_word(tiny_family, tmp_path):
-    model, method, params = placed(tiny_family("sd"), BF16, **METHODS["textual_inversion"])
+def test_a_pipeline_with_a_new_word_is_saved_as_its_source_has_it_but_for_the_word(shallow_family, tmp_path):  # noqa: F811
+    model, method, params = placed(shallow_family("sd"), BF16, **METHODS["textual_inversion"])
     params["text_encoder.learned_embeds"].data.fill_(1 / 3)
     method.complete(model, params)
     model.save(tmp_path / "out")
-    ours, source = (load_file(folder / "text_encoder" / "model.safetensors") for folder in (tmp_path / "out", tiny_family("sd")))
+    ours, source = (load_file(folder / "text_encoder" / "model.safetensors") for folder in (tmp_path / "out", shallow_family("sd")))
     for name, tensor in source.items():
         mine = next(own for key, own in ours.items() if key.removeprefix("text_model.") == name.removeprefix("text_model."))
         assert mine.dtype is torch.float32 and torch.equal(mine[: len(tensor)], tensor)

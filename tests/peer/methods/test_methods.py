@@ -1,6 +1,7 @@
 """What every method promises, for every family: peer/contracts.py's Method, and that its result is what was trained."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.peer.frozen import libraries_are_frozen  # noqa: F401
+from tests.peer.machine.shallow import shallow_family  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 
 CPU = torch.device("cpu")
@@ -67,73 +69,74 @@ def test_every_method_of_the_room_is_tried():
 PAIRS = [(family, name) for family in tiny.ONE_OF_EACH for name in METHODS if tiny.takes(family, name)] + [("sd", name) for name in WAYS]
 
 
-@pytest.fixture(params=PAIRS, ids=" ".join)
+class Lesson:
+    """A step of a method on a model: what there was before, and what it left."""
+
+    def __init__(self, name, folder):
+        self.run = run_of(name, folder)
+        self.model, _, self.params = attached(self.run)
+        self.before, self.first = everything(self.model), {key: parameter.detach().clone() for key, parameter in self.params.items()}
+        loss = losses(self.model).mean()
+        loss.backward()
+        torch.optim.AdamW(self.params.values(), lr=2e-3 if self.run.method == "full" else 3e-2).step()
+        with torch.no_grad():
+            self.fallen = float(loss - losses(self.model).mean())
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids=" ".join)
 def pair(request):
+    """Of a family and a method: all tests of one come after each other, and look at one lesson."""
     return request.param
 
 
-@pytest.fixture
-def name(pair):
-    return pair[1]
+@pytest.fixture(scope="module")
+def learned():
+    return functools.lru_cache(1)(Lesson)
 
 
 @pytest.fixture
-def base(pair, tiny_family):
-    return tiny_family(pair[0])
+def lesson(pair, learned, tiny_family, shallow_family):  # noqa: F811
+    """The ways that are tried on one family alone have layers of all kinds."""
+    family, name = pair
+    return learned(name, (tiny_family if name in WAYS else shallow_family)(family))
 
 
-def test_what_a_method_trains_has_gradients_and_all_else_stays(base, name):
-    model, _, params = attached(run_of(name, base))
-    before = everything(model)
+def test_what_a_method_trains_has_gradients_and_all_else_stays(lesson):
+    model, params = lesson.model, lesson.params
     own = {parameter.data_ptr() for parameter in params.values()}
-    losses(model).mean().backward()
-    optimizer = torch.optim.SGD(params.values(), lr=0.1)
     assert all(p.dtype == torch.float32 and p.requires_grad for p in params.values())
     read = {key: p for key, p in params.items() if id(p) not in unread(model)}
     assert read.keys() <= {key for key, p in params.items() if p.grad is not None}
     assert not any(p.grad is not None and p.grad.any() for key, p in params.items() if key not in read)
     assert all(p.grad.abs().sum() > 0 for key, p in read.items() if not any(word in key for word in DRAWN))
     trained = {key for part, module in model.parts.items() for key, p in module.named_parameters(part) if p.data_ptr() in own}
-    values = [parameter.detach().clone() for parameter in params.values()]
-    optimizer.step()
-    assert any(not torch.equal(old, new) for old, new in zip(values, params.values(), strict=True))
-    assert all(torch.equal(tensor, before[key]) for key, tensor in everything(model).items() if key not in trained)
+    assert any(not torch.equal(old, params[key]) for key, old in lesson.first.items())
+    assert all(torch.equal(tensor, lesson.before[key]) for key, tensor in everything(model).items() if key not in trained)
     untrained = [
         key for part, module in model.parts.items() for key, p in module.named_parameters(part) if key not in trained and p.requires_grad
     ]
     assert untrained == []
 
 
-def test_the_layers_that_clip_skip_leaves_out_have_no_gradient(tiny_family):
-    model, _, params = attached(run_of("full with text encoder", tiny_family("sd"), clip_skip=1))
+def test_the_loss_at_fixed_noise_falls_by_what_the_optimizer_does(lesson):
+    assert lesson.fallen > 1e-5
+
+
+def test_two_peers_start_from_the_same_bits_and_names_and_another_seed_from_others(lesson):
+    one, (_, _, two) = lesson.first, attached(lesson.run)
+    assert list(one) == list(two) and all(torch.equal(one[key], two[key]) for key in one)
+    assert not any("text_model." in key for key in one)
+    _, _, other = attached(dataclasses.replace(lesson.run, seed=1))
+    differ = {key for key in one if not torch.equal(one[key], other[key])}
+    assert differ == {key for key in one if any(word in key for word in DRAWN)}
+
+
+def test_the_layers_that_clip_skip_leaves_out_have_no_gradient(shallow_family):  # noqa: F811
+    model, _, params = attached(run_of("full with text encoder", shallow_family("sd"), clip_skip=1))
     losses(model).mean().backward()
     without = {key for key, p in params.items() if p.grad is None}
     assert without == {key for key, p in params.items() if id(p) in unread(model)} and all(".layers.1." in key for key in without)
     assert without
-
-
-def test_the_loss_at_fixed_noise_falls_by_what_the_optimizer_does(base, name):
-    run = run_of(name, base)
-    model, _, params = attached(run)
-    optimizer = torch.optim.AdamW(params.values(), lr=2e-3 if run.method == "full" else 3e-2)
-    with torch.no_grad():
-        before = losses(model).mean()
-    for _ in range(2):
-        losses(model).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        assert losses(model).mean() < before - 1e-5
-
-
-def test_two_peers_start_from_the_same_bits_and_names_and_another_seed_from_others(base, name):
-    run = run_of(name, base)
-    (_, _, one), (_, _, two) = attached(run), attached(run)
-    assert list(one) == list(two) and all(torch.equal(one[key], two[key]) for key in one)
-    assert not any("text_model." in key for key in one)
-    _, _, other = attached(dataclasses.replace(run, seed=1))
-    differ = {key for key in one if not torch.equal(one[key], other[key])}
-    assert differ == {key for key in one if any(word in key for word in DRAWN)}
 
 
 def test_fresh_lora_layers_do_not_depend_on_what_was_drawn_before_and_change_nothing_yet(tiny_model):
