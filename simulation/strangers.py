@@ -91,7 +91,7 @@ class SimBand(Band):
 
     def say(self, **values: Any) -> None:
         if values["event"] == "forged":
-            self._world.checks.forged.add(values["digest"])
+            self._world.checks.forged[values["digest"]] = self._members > 0
         if values["event"] == "lied":
             self._world.checks.lies.told(values["parent"], values["members"])
 
