@@ -223,6 +223,17 @@ async def post_round(request: web.Request) -> web.Response:
     return answers.answer(protocol.RoundAnswer(head=head))
 
 
+async def post_proofs(request: web.Request) -> web.Response:
+    service, asked = await for_run(request, protocol.ProofsRequest)
+    accused = [proof.accused for proof in asked.proofs]
+
+    def operation(book: Book) -> tuple[str, dict[str, str]]:
+        return book.owner_of(asked.peer), book.owners_of([*accused, *service.proven.peers()])
+
+    service.proven.hear(*await _told(request, asked.peer, operation), asked.proofs)
+    return answers.answer(protocol.ProofsAnswer(banned=[peer for peer in accused if service.proven.reason(peer)]))
+
+
 async def _told(request: web.Request, peer: str, operation: Callable[[Book], Result]) -> Result:
     """What the ledger answers to `peer`, if the request's sender may speak for it. Raises Refused."""
     who = sender(request, request.app[SERVICE].tokens)
@@ -311,4 +322,7 @@ ENDPOINTS = (
         protocol.ContributionSamples,
     ),
     Endpoint("POST", "/v1/rounds", post_round, "Report a final state.", protocol.RoundAnswer, protocol.RoundRequest),
+    Endpoint(
+        "POST", "/v1/proofs", post_proofs, "Prove that peers signed two means of one share.", protocol.ProofsAnswer, protocol.ProofsRequest
+    ),
 )

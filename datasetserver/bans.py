@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from datasetserver import orders, work_folder
+from datasetserver.proven import PROOFS_FILE, Proven
 from swarm.arguments import ArgumentParser
 from swarm.bans import STATE, TRUSTED_NEEDED, Bans, is_state, read_words, sign_word, write_words
 from swarm.errors import ExitCode, UserError
@@ -46,11 +47,13 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv[1:])
     work_dir = work_folder.given(args)
     run, samples, tokens = _ledger(work_dir)
-    bans = _bans(work_dir, run)
+    bans, proven = _bans(work_dir, run), Proven(run, work_dir / PROOFS_FILE)
     if verb == "members":
-        print("\n".join(_lines(samples, tokens, bans)))
+        print("\n".join(_lines(samples, tokens, bans, proven)))
         return
-    peer = _named(args.peer, {*samples, *tokens, *_spoken_of(bans)})
+    peer = _named(args.peer, {*samples, *tokens, *_spoken_of(bans), *proven.peers()})
+    if verb == "unban" and (reason := proven.reason(peer)):
+        raise UserError(f"{peer} is banned by a proof: {reason}.", fix="Nobody can take that back; its owner can come back with a new key.")
     if verb in ("trust", "distrust") and bans.reason(peer):
         raise UserError(f"{peer} is banned: {bans.reason(peer)}.", fix=f"Let it in first: dd-datasetserver unban {peer[-_SHORTEST_ENDING:]}")
     if verb == "trust" and not run.members_of:
@@ -104,12 +107,12 @@ def _ledger(work_dir: Path) -> tuple[RunConfig, Counter[str], dict[str, str]]:
         return run, samples, dict(store.tokens_of_peers())
 
 
-def _lines(samples: Counter[str], tokens: dict[str, str], bans: Bans) -> list[str]:
-    peers = sorted({*samples, *tokens, *_spoken_of(bans)}, key=lambda peer: (-samples[peer], peer))
+def _lines(samples: Counter[str], tokens: dict[str, str], bans: Bans, proven: Proven) -> list[str]:
+    peers = sorted({*samples, *tokens, *_spoken_of(bans), *proven.peers()}, key=lambda peer: (-samples[peer], peer))
     lines = []
     for peer in peers:
-        token, reason = tokens.get(peer, ""), bans.reason(peer)
-        says = f" BANNED: {reason}" if reason else " trusted" if peer in bans.trusted else ""
+        token, reason, proof = tokens.get(peer, ""), bans.reason(peer), proven.reason(peer)
+        says = f" BANNED: {reason}" if reason else f" BANNED by a proof: {proof}" if proof else " trusted" if peer in bans.trusted else ""
         lines.append(f"{peer} samples={samples[peer]}" + (f" token={token}" if token else "") + says)
     return lines or ["no peer has come yet"]
 

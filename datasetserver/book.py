@@ -100,6 +100,10 @@ class Book:
     def owner_of(self, peer: str) -> str:
         return self._owners.of(peer)
 
+    def owners_of(self, peers: Iterable[str]) -> dict[str, str]:
+        """Who answers for each of those of them that ever came."""
+        return {peer: self._owners.of(peer) for peer in peers if self._owners.knows(peer) or peer in self._seen or peer in self._by_peer}
+
     def lease(self, peer: str, want_samples: int) -> Grant:
         """Grant `peer` the next shard epochs with at least `want_samples` samples together, or as many as it may hold; no barrier between epochs.
 

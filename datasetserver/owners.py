@@ -54,6 +54,10 @@ class Owners:
         """A peer without an owner (on this machine, where no token is asked for) answers for itself."""
         return self._owner_of.get(peer) or f"peer {peer}"
 
+    def knows(self, peer: str) -> bool:
+        """Whether it ever spoke; of those without a token, since the server began."""
+        return peer in self._owner_of
+
     @property
     def one(self) -> bool:
         """Whether all peers that ever spoke are one owner's; of addresses, those that spoke since the server began."""

@@ -20,12 +20,13 @@ from datasetserver.metrics import Metrics
 from datasetserver.newcomers import Newcomers
 from datasetserver.origins import Names
 from datasetserver.prepared import Ingested, manifest_path
+from datasetserver.proven import PROOFS_FILE, Proven
 from datasetserver.refused import Refused
 from datasetserver.rendezvous import Rendezvous
 from datasetserver.signed import Signatures
 from datasetserver.states import States
 from datasetserver.tokens import Tokens
-from swarm import protocol
+from swarm import proofs, protocol
 from swarm.bans import Bans
 from swarm.base_model import shown_model
 from swarm.end import End, sign_extension
@@ -77,6 +78,8 @@ class Service:
     _end: End | None = field(default=None, init=False)
     _bans: Bans | None = field(default=None, init=False)
     _words: Sequence[HostWord] = field(default=(), init=False)
+    proven: Proven = field(init=False)
+    """Whom a proof keeps out; there is a run."""
 
     def __post_init__(self) -> None:
         self.shards = {shard.digest: shard for shard in [*self.data.manifest.shards, *self.data.manifest.held_out]}
@@ -91,6 +94,7 @@ class Service:
         self.key.keep()  # before the ledger names it
         self.ledger, self.run, self._end = self.open_ledger(run), run, End(run, self.key.public)
         self._bans, self._words = Bans(run, self.key.public), ()
+        self.proven = Proven(run, self.work_dir / PROOFS_FILE)
         if self.rendezvous:
             self.rendezvous.tell(run_id=run.run_id, run=run.to_mapping())
 
@@ -118,9 +122,9 @@ class Service:
         return self._end.total
 
     def live_peers(self) -> list[protocol.PeerInfo]:
-        """Without those that are banned."""
+        """Without those that the host or a proof bans."""
         peers = self.rendezvous.peers() if self.rendezvous else []
-        banned = self.bans.peers() if self.run else ()
+        banned = {*self.bans.peers(), *self.proven.peers()} if self.run else ()
         return [peer for peer in peers if peer.peer_id not in banned]
 
 
@@ -147,6 +151,8 @@ async def for_run(request: web.Request, model: type[Request]) -> tuple[Service, 
     service.signatures.check(asked.peer, request.method, request.path, request.headers, body)
     if reason := service.bans.reason(asked.peer):
         raise Refused(403, BANNED, f"The host has banned this peer: {reason}.", "Ask the host.")
+    if reason := service.proven.reason(asked.peer):
+        raise Refused(403, BANNED, f"This peer is banned by a proof of its own key: {reason}.", proofs.FIX)
     return service, asked
 
 
@@ -166,6 +172,7 @@ async def progress_of(service: Service) -> protocol.Progress:
         loss=mean_loss((peer.loss, peer.samples_per_second) for peer in peers),
         peers=peers,
         banned={peer: service.bans.reason(peer) for peer in sorted(service.bans.peers())},
+        proven={peer: service.proven.reason(peer) for peer in service.proven.peers()},
         trusted=sorted(service.bans.trusted),
         dataset_samples=service.data.manifest.total,
         checkpoint=service.states.newest(),

@@ -17,6 +17,7 @@ from peer.config import PeerConfig
 from swarm.bans import Bans
 from swarm.end import End
 from swarm.members import Members
+from swarm.proofs import Proof
 from swarm.run.family import Family
 from swarm.run.method import method_named
 from swarm.run_config import RunConfig
@@ -224,6 +225,8 @@ class SyncReport:
     dropped: tuple[int, ...] = ()
     """Our contributions that will never be in the state: give their samples back. 0 stands for the samples not yet frozen."""
     final_rounds: tuple[CommittedRound, ...] = ()
+    proven: tuple[Proof, ...] = ()
+    """Peers that signed two means of one share, for whoever keeps the ledger."""
     wait: bool = False
     """Do not train now: call `step(0)` again (it blocks for a while itself), until this is False."""
     done: bool = False
@@ -372,6 +375,10 @@ class Source(Protocol):
 
     def report_final(self, committed_round: CommittedRound) -> None:
         """Tell whoever keeps the ledger that this state is final."""
+        ...
+
+    def report_proofs(self, proofs: Sequence[Proof]) -> None:
+        """Tell whoever keeps the ledger who is proven to have lied."""
         ...
 
     def acknowledge(self, keys: Sequence[str]) -> None:

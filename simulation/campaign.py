@@ -36,7 +36,7 @@ _WITH_AN_END, _WITH_RELIEF, _WITH_RARE, _WITH_STRANGERS = 0.08, 0.15, 0.15, 0.08
 _WITH_CHUNKS, _WITH_LEASES = 0.02, 0.08
 """Of all worlds."""
 _WITH_A_LIAR = 0.3
-"""Of the worlds for members."""
+"""Of the worlds for members, those in which one signs two means; and as many in which some make states up."""
 SYNCS, WIRES = ("parameters", "diloco", "gradients"), ("fp32", "fp16", "int8", "int4")
 _WORLDS_OF_A_PROCESS = 100
 """Then it is replaced: what a world leaves behind in memory does not add up."""
@@ -65,6 +65,8 @@ def mixed(seed: int) -> Scenario:
         scenario = replace(scenario, trusted=min(scenario.peers, 3))
     if scenario.members and random.Random(f"{seed} two-faced").random() < _WITH_A_LIAR:
         scenario = replace(scenario, two_faced=True, peers=max(scenario.peers, 3))
+    if scenario.members and random.Random(f"{seed} lying").random() < _WITH_A_LIAR:
+        scenario = replace(scenario, liars=random.Random(f"{seed} liars").randint(1, 4), peers=max(scenario.peers, 3))
     if random.Random(f"{seed} averaging").random() < 0.3:
         scenario = replace(scenario, averaging="centered")
     if scenario.peers == 1:
@@ -78,7 +80,7 @@ def mixed(seed: int) -> Scenario:
         return replace(scenario, faults=WITH_LEASES, min_peers=1, **few)
     if (kind := rng.random()) < _WITH_AN_END:
         rounds = rng.choice([4, 8, 16])
-        return replace(scenario, faults=WITH_AN_END, total_samples=rounds * scenario.target_per_peer * scenario.peers)
+        return replace(scenario, faults=WITH_AN_END, liars=0, total_samples=rounds * scenario.target_per_peer * scenario.peers)
     if kind < _WITH_AN_END + _WITH_RELIEF:
         return replace(scenario, faults=WITH_RELIEF, fault_seconds=15.0, hours=0.06, peers=min(scenario.peers, 3), min_peers=1)
     if kind < _WITH_AN_END + _WITH_RELIEF + _WITH_RARE:
@@ -87,8 +89,7 @@ def mixed(seed: int) -> Scenario:
         strangers = tuple(sorted(rng.sample([row for row in STRANGERS if row != "huge-norm"], rng.choice([1, 2, 4]))))
         if random.Random(f"{seed} reducer").random() < 0.3:
             strangers = (*strangers, "huge-norm")
-        liars = random.Random(f"{seed} liars").randint(1, 4) if scenario.members else 0
-        return replace(scenario, faults=WITH_STRANGERS, strangers=strangers, liars=liars, peers=max(scenario.peers, 3))
+        return replace(scenario, faults=WITH_STRANGERS, strangers=strangers, peers=max(scenario.peers, 3))
     return scenario
 
 
@@ -115,6 +116,7 @@ def played(seed: int) -> dict[str, Any]:
         "faults": outcome.faults,
         "failpoints": outcome.failpoints,
         "trace": outcome.trace,
+        "misled": outcome.misled,
         "breach": outcome.breach,
     }
 
@@ -178,6 +180,7 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "seeds": len(lines),
         "rounds": sum(line["rounds"] for line in lines),
         "hours": round(sum(line["virtual_seconds"] for line in lines) / 3600, 1),
+        "misled": sum(bool(line.get("misled")) for line in lines),
         "breaches": len(broken),
         "broken_seeds": [line["seed"] for line in broken],
         "promises": Counter(promise(line["breach"]) for line in broken),

@@ -18,6 +18,7 @@ from peer.sync.engine.state import Header, hash_chunks, state_digest
 from peer.sync.engine.vectors import SharedBuffer
 from simulation.arithmetic import Arithmetic
 from simulation.lies import Lies, Made
+from simulation.misled import Company, Misled
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
@@ -79,25 +80,29 @@ class Checks:
         """Of each shard epoch that nobody held then: counted and pending, by its own word and by the contributions."""
         self._looked = 0.0
         self.lies = Lies()
-        self.forged: set[str] = set()
-        """Digests of the states that strangers made up."""
+        self.forged: dict[str, bool] = {}
+        """Digests of the states that strangers made up, and whether members did."""
+        self.company = Company(world.strangers)
         self.final: dict[str, int] = {}
         """Digests of the states that were reported as final, and how often."""
         self.round = 0
         self.adopted = {"averaged": 0, "solo": 0, "fetched": 0}
-        self._failure: Breach | None = None
+        self._end: Breach | Misled | None = None
 
     def breach(self, what: str, machine: "Machine | None" = None, error: BaseException | None = None) -> None:
         """Noted once, and raised by the world at its next look: from wherever it was seen, a loop's callback or a thread."""
-        if self._failure is None:
-            who = f"{machine.short}: " if machine else ""
-            self._failure = Breach(f"{self._world.loop.time():.3f} {who}{what}")
-            self._failure.__cause__ = error
+        who = f"{machine.short}: " if machine else ""
+        self._ends(Breach(f"{self._world.loop.time():.3f} {who}{what}"), error)
+
+    def _ends(self, end: Breach | Misled, cause: BaseException | None = None) -> None:
+        if self._end is None:
+            self._end = end
+            end.__cause__ = cause
             self._world.stop()
 
     def raise_if_broken(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self._end is not None:
+            raise self._end
 
     # ------------------------------------------------------------- what is adopted
 
@@ -108,7 +113,7 @@ class Checks:
         members = tuple((peer, number, samples) for peer, number, samples in line["members"])
         self.adopted[line["how"]] += 1
         if line["digest"] in self.forged:
-            self.breach(f"adopted the state {line['digest'][:8]}, which a stranger made up", machine)
+            self._follows_liars(machine, line["digest"])
         self._commit(machine, line["digest"], line["parent"], line["round"], line["samples"], members)
         boots, before = self._stands.get(machine.peer, (0, ""))
         if boots == id(machine.sidecar) and self._is_ancestor(line["digest"], before):
@@ -122,6 +127,15 @@ class Checks:
                 break
             holders.add(machine.peer)
             digest = self.commits[digest].parent
+
+    def _follows_liars(self, machine: "Machine", digest: str) -> None:
+        what, now = f"adopted the state {digest[:8]}, which a stranger made up", self._world.loop.time()
+        if not self.forged[digest]:
+            self.breach(what, machine)
+        elif broken := self.company.breaks(machine, self._world.live, self.lineage(self.stands(machine)), now):
+            self.breach(f"{what}, {broken}", machine)
+        else:
+            self._ends(Misled(f"{now:.3f} {machine.short}: {what}"))
 
     def _commit(self, machine: "Machine", digest: str, parent: str, number: int, samples: int, members: tuple) -> None:
         known = self.commits.get(digest)

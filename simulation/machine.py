@@ -222,7 +222,7 @@ class Machine:
         self.sidecar: Process | None = None
         self.thread: LockStepThread | None = None
         self.host: Host | None = None
-        self.replica = None
+        self.node: SimNode | None = None
         self.boots = 0
         self.over = self.leaves = False
         self.failure: BaseException | None = None
@@ -363,7 +363,8 @@ class Machine:
         self.host = host = Host(self.peer, self.link, "a router" if self.link.behind_nat else "", owner=process)
         self.world.network.hosts[self.peer] = host
         await asyncio.sleep(self.world.rng.uniform(0.5, 2.0))
-        return SimNode(self.world.network, self.world.records, host, self.wall)
+        self.node = SimNode(self.world.network, self.world.records, host, self.wall)
+        return self.node
 
     # ------------------------------------------------------------- the trainer
 

@@ -6,9 +6,10 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from simulation.network import Network
-from swarm.records import RECORD_LIFE_SECONDS, PeerRecord, RunRecord
+from swarm.records import LEAVING, RECORD_LIFE_SECONDS, PeerRecord, RunRecord
 
 _REPUBLISHED_SECONDS = 30.0
 """After a partition the two sides' nodes know each other's keys again within that."""
@@ -86,6 +87,14 @@ class Records:
         return dict(self._runs)
 
 
+class Seen(NamedTuple):
+    """A peer as a node sees it: when its newest record was signed, by its own clock; when that was read first; and since when it is there."""
+
+    signed: float
+    read: float
+    since: float
+
+
 class SimNode:
     """As `swarm.dht.SwarmNode`: one process in the network and the DHT."""
 
@@ -96,6 +105,8 @@ class SimNode:
     def __init__(self, network: Network, records: Records, host, wall: Callable[[], float]):
         self._network, self._records, self.host, self._wall = network, records, host, wall
         self.peer_id, self.client_mode = host.peer, host.link.behind_nat
+        self.seen: dict[str, Seen] = {}
+        """The peers that are there."""
 
     async def dial(self, peer, name):
         return await self._network.dial(self.host, peer, name)
@@ -119,7 +130,20 @@ class SimNode:
         return await self._records.publish_run(self.peer_id, record)
 
     async def records(self, run_id):
-        return await self._records.read(self.peer_id, self._wall())
+        found = await self._records.read(self.peer_id, self._wall())
+        self._note(found)
+        return found
+
+    def _note(self, found):
+        now = self._network.loop.time()
+        for peer, record in found.items():
+            known = self.seen.get(peer)
+            if record.phase == LEAVING:
+                self.seen.pop(peer, None)
+            elif known is None or now - known.read >= RECORD_LIFE_SECONDS:
+                self.seen[peer] = Seen(record.time, now, now)
+            elif record.time != known.signed:
+                self.seen[peer] = Seen(record.time, now, known.since)
 
     async def find_runs(self):
         return await self._records.runs()

@@ -25,11 +25,14 @@ from datasetserver.config import ServerConfig
 from datasetserver.gate import errors_as_json
 from datasetserver.ledger import Writer
 from datasetserver.openapi import Endpoint
+from datasetserver.owners import Sender
+from datasetserver.proven import Proven
 from datasetserver.server import make_book
 from datasetserver.service import SERVICE, head_of
 from datasetserver.signed import Signatures
 from simulation.disk import Disk
 from simulation.loop import OWNER
+from simulation.records import signed
 from swarm.bans import Bans, sign_word
 from swarm.digest import canonical_json, digest_bytes
 from swarm.end import End, sign_extension
@@ -158,6 +161,7 @@ class Server:
         self.orders, self.config = _Orders(self.bans), ServerConfig(dataset="shards", **periods)
         self.slow_seconds = self.lost = 0.0
         self.end = End(run, dataset.key.public)
+        self.proven = Proven(run, None, lambda peer, statement, key, signature: signature == signed(peer, statement), world.loop.time)
         self.requests = 0
         self._open: dict[asyncio.Future, None] = {}
         self._service: Any = None
@@ -179,9 +183,13 @@ class Server:
         ledger = _Ledger(writer, loop, self._rng, self._world.checks.ledger)
         self._service = SimpleNamespace(
             run=self.run, ledger=ledger, data=self.dataset, signatures=Signatures(self.wall, verify=_verify), extension=self.extension, bans=self.bans,
-            url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall, countersign_at=0.0,
+            url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall, countersign_at=0.0, proven=self.proven,
         )  # fmt: skip
         self.full(False)
+
+    def lets_in(self, peer: str) -> None:
+        """It has come for its membership."""
+        self.book.admit(peer, Sender())
 
     def discard(self, digest: str) -> None:
         """As `dd-datasetserver discard` does."""

@@ -91,7 +91,7 @@ class SimBand(Band):
 
     def say(self, **values: Any) -> None:
         if values["event"] == "forged":
-            self._world.checks.forged.add(values["digest"])
+            self._world.checks.forged[values["digest"]] = self._members > 0
         if values["event"] == "lied":
             self._world.checks.lies.told(values["parent"], values["members"])
 
@@ -106,6 +106,8 @@ class SimStranger(Stranger):
         self._host = Host(peer_id, Link(100.0, 100.0, 0.01), process.machine.short, owner=process)
         world.network.hosts[peer_id] = self._host
         world.strangers.add(peer_id)
+        if member:
+            world.server.lets_in(peer_id)
 
     def _wall(self) -> float:
         return self._world.server.wall()

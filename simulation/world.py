@@ -24,6 +24,7 @@ from simulation.failpoints import Failpoints
 from simulation.faults import FAULTS, Strike, strike_as_told, strike_at_random
 from simulation.loop import OWNER, Deadlock, VirtualLoop
 from simulation.machine import Machine
+from simulation.misled import Misled
 from simulation.network import Link, Network
 from simulation.records import Records
 from simulation.server import Dataset, Server
@@ -122,6 +123,8 @@ class Outcome:
     strikes: tuple[Strike, ...] = ()
     """What struck, in order."""
     adopted: dict[str, int] = field(default_factory=dict)
+    misled: str = ""
+    """By members that lie, where nothing is promised: the world ended there."""
     breach: str = ""
     trace: str = ""
     """Digest of all that happened."""
@@ -147,6 +150,7 @@ class World:
         self.loop = VirtualLoop(random.Random(self.rng.getrandbits(64)))
         self.network = Network(self.loop, random.Random(self.rng.getrandbits(64)))
         self.records = Records(self.network, random.Random(self.rng.getrandbits(64)), self.loop.time)
+        self.strangers: set[str] = set()
         self.checks = Checks(self)
         dataset = Dataset(scenario.seed)
         self.run = RunConfig(
@@ -163,7 +167,6 @@ class World:
         self.strikes: list[Strike] = []
         self.calm = False
         self.gone: list[Machine] = []
-        self.strangers: set[str] = set()
         self.apart = 0
         self._born = 0
         self._trace, self._lines = hashlib.blake2b(digest_size=16), deque(maxlen=_TRACE_LINES)
@@ -266,6 +269,8 @@ class World:
         try:
             self.loop.run_until_complete(self._live())
             self.checks.raise_if_broken()
+        except Misled as error:
+            outcome.misled = str(error)
         except (Breach, Deadlock) as error:
             outcome.breach = str(error)
             cause = error.__cause__
@@ -335,6 +340,8 @@ class World:
         with contextlib.suppress(asyncio.TimeoutError):
             await within(_LOOK_SECONDS, self._stopped.wait())
         self.checks.raise_if_broken()
+        if self.scenario.liars:
+            self.checks.company.look(self.live, self.loop.time())
         if self.loop.time() % 10 < _LOOK_SECONDS:
             for machine in self.machines:
                 self.checks.bounds(machine)

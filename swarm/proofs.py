@@ -22,6 +22,8 @@ from swarm.run_config import RunConfig
 log = logging.getLogger(__name__)
 MOST_PROOFS = 128
 """Of 1.5 kB each: as many as one message holds."""
+FIX = "If another program has its identity.key, delete that file and start again as a new peer."
+"""For the owner of a peer that a proof bans."""
 HasSigned = Callable[[str, bytes, str, str], bool]
 """Whether a peer signed a statement: (peer, statement, key, signature)."""
 Signature = Annotated[str, Field(strict=True, max_length=700, pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
@@ -53,7 +55,7 @@ class Proofs:
     ):
         self._run, self._signed, self._is_member, self._path = run, signed, is_member, path
         # Those kept were of members when we heard of them; who is one now, nobody has told us yet.
-        self._known = {proof.accused: proof for proof in (_read(path) if path is not None else ()) if self._holds(proof)}
+        self._known = {proof.accused: proof for proof in (_read(path) if path is not None else ()) if self.holds(proof)}
 
     @property
     def all(self) -> tuple[Proof, ...]:
@@ -70,7 +72,7 @@ class Proofs:
         looked at: a message full of false ones costs 10 ms.
         """
         said = {proof.accused: proof for proof in reversed([*proofs])}
-        news = [proof for peer, proof in said.items() if peer not in self._known and self._is_member(peer) and self._holds(proof)]
+        news = [proof for peer, proof in said.items() if peer not in self._known and self._is_member(peer) and self.holds(proof)]
         news = news[: self._room(len(news))]
         for proof in news:
             self._known[proof.accused] = proof
@@ -88,7 +90,8 @@ class Proofs:
             self._known = {peer: proof for peer, proof in self._known.items() if self._is_member(peer)}
         return max(MOST_PROOFS - len(self._known), 0)
 
-    def _holds(self, proof: Proof) -> bool:
+    def holds(self, proof: Proof) -> bool:
+        """Whether both signatures are of the accused, for two means of one share of this run."""
         one, other = proof.digests
         signed = zip(proof.digests, proof.signatures, strict=True)
         return (

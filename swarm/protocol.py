@@ -13,14 +13,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 from typing_extensions import TypedDict
 
 from swarm.held_out import MOST_HELD_OUT
+from swarm.proofs import Proof
 from swarm.records import FINDINGS_PER_RECORD, MOST_BANS, HostWord
 from swarm.signing import SIGNATURE
 
 PROTOCOL_VERSION = 2
 BANS_TOLD = 16  # with every renewal, the newest: so that each word is told to somebody who hands it on
 MOST_SHOWN = 64  # samples of a contribution: for who measures what it does to their loss, which a few pictures show
+PROOFS_TOLD = 4  # with one request: 1.5 kB and two signatures to check each
 BANNED = "banned"
-"""The code of the refusal to a peer that the host keeps out."""
+"""The code of the refusal to a peer that the host, or a proof, keeps out."""
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
 NO_LEASE = "0" * 32  # in place of a lease's name: keys that a peer holds by any lease, or in a contribution
 MAX_BODY_BYTES = 8 << 20  # holds MAX_KEYS keys
@@ -373,6 +375,20 @@ class RoundAnswer(Message):
     head: Head
 
 
+class ProofsRequest(Message):
+    """POST /v1/proofs: these peers signed two means of one share; see `swarm.proofs`."""
+
+    run_id: RunId
+    peer: PeerId
+    proofs: Annotated[list[Proof], Field(min_length=1, max_length=PROOFS_TOLD)]
+
+
+class ProofsAnswer(Message):
+    """banned: those of the accused that a proof bans now."""
+
+    banned: Annotated[list[PeerId], Field(max_length=PROOFS_TOLD)]
+
+
 class LedgerTotals(Message):
     """How many samples, over all epochs begun, are in each state; every sample is in exactly one."""
 
@@ -415,6 +431,8 @@ class Progress(Message):
     samples_by_peer: dict[str, int]
     banned: dict[str, str] = {}
     """Peers that the host keeps out, and why."""
+    proven: dict[str, str] = {}
+    """Peers that a proof bans, and why."""
     trusted: list[str] = []
     """Peers that the host trusts to average."""
     epoch: Count

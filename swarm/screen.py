@@ -35,7 +35,8 @@ def screen(seen: Mapping[str, Any], *, height: int | None = None, trouble: str =
     """
     known = figures(seen)
     peers = _in_order(seen["peers"])
-    most = MOST_PEERS if height is None else max(height - _LINES_WITHOUT_PEERS - bool(trouble) - bool(seen.get("banned")) - bool(seen.get("trusted")) - bool(_reported(known)), 3)
+    lines = bool(trouble) + bool(_reported(known)) + sum(bool(seen.get(name)) for name in ("banned", "proven", "trusted"))
+    most = MOST_PEERS if height is None else max(height - _LINES_WITHOUT_PEERS - lines, 3)
     notes = [peer for peer in peers[:most] if peer.get("note")][:_MOST_NOTES]
     if height is not None:
         most = max(most - len(notes), 3)
@@ -47,9 +48,10 @@ def screen(seen: Mapping[str, Any], *, height: int | None = None, trouble: str =
     ]
     if len(peers) > len(shown):
         parts.append(_left_out(peers[len(shown) :]))
-    if banned := seen.get("banned"):
-        said = ", ".join(f"...{peer[-6:]} ({plain(reason)})" for peer, reason in list(banned.items())[:_MOST_NOTES])
-        parts.append(Text(f"banned by the host: {len(banned)}: {said}", style="yellow", overflow="ellipsis", no_wrap=True))
+    for name, by in (("banned", "the host"), ("proven", "a proof")):
+        if banned := seen.get(name):
+            said = ", ".join(f"...{peer[-6:]} ({plain(reason)})" for peer, reason in list(banned.items())[:_MOST_NOTES])
+            parts.append(Text(f"banned by {by}: {len(banned)}: {said}", style="yellow", overflow="ellipsis", no_wrap=True))
     if reported := _reported(known):
         parts.append(Text(f"audits report {len(reported)}: {', '.join(reported[:_MOST_NOTES])}", style="yellow", overflow="ellipsis", no_wrap=True))
     if trusted := seen.get("trusted"):

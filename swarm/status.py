@@ -249,6 +249,7 @@ def summarize(run: Any, records: Any, *, now: float) -> dict[str, Any]:
         "peers": [{name: value for name, value in peer.items() if name in known} for peer in peers],
         "samples_by_peer": None,
         "banned": {},
+        "proven": {},
         "trusted": [],
         "epoch": None,
         "epoch_samples": None,

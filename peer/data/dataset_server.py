@@ -20,7 +20,7 @@ from peer.data.client.background import Background
 from peer.data.client.download import Corrupt, fetch
 from peer.data.client.manifest import SignedShards
 from peer.data.client.outage import Seen, choose
-from peer.data.client.outbox import CONTRIBUTIONS, ROUNDS, Letter, Outbox
+from peer.data.client.outbox import CONTRIBUTIONS, PROOFS, ROUNDS, Letter, Outbox
 from peer.data.client.runs import check_run, fetch_run, found_run, report_round, round_body, send_picture
 from peer.data.client.transport import Refusal, ServerAway, Transport, open_session
 from peer.data.client.work import Lease, ShardEpoch, Work
@@ -31,6 +31,7 @@ from swarm.bans import Bans
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.peer_key import PeerKey
+from swarm.proofs import Proof
 from swarm.run_config import RunConfig
 from swarm.signed_request import Signer
 from swarm.signing import KnownHosts
@@ -118,6 +119,8 @@ class DatasetServer:
         self._renew_every = 20.0
         self._stop, self._hungry, self._must_renew, self._mail, self._short = (asyncio.Event() for _ in range(5))
         self._held_out: Sequence[Sample] | None = None
+        self._accused: set[str] = set()
+        """Of whom the server was told a proof."""
         self._started = False
 
     # -- for the training thread
@@ -161,6 +164,13 @@ class DatasetServer:
         self._outbox.put(ROUNDS, self._envelope(**round_body(committed_round)), keep=self._transport.away_seconds() > 0)
         if waits:  # behind another: of a server that is away nobody knows for 30 s
             self._outbox.keep_rounds()
+
+    def report_proofs(self, proofs: Sequence[Proof]) -> None:
+        """Of each accused once; a sidecar that was started again says them again."""
+        news = [proof for proof in proofs if proof.accused not in self._accused]
+        self._accused |= {proof.accused for proof in news}
+        for begin in range(0, len(news), protocol.PROOFS_TOLD):
+            self._send(PROOFS, proofs=[vars(proof) for proof in news[begin : begin + protocol.PROOFS_TOLD]])
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         for lease_id in self._work.forget(keys):

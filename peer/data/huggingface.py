@@ -18,6 +18,7 @@ from peer.contracts import CommittedRound, Sample, SourceContext
 from swarm.dataset_rows import HubDataset
 from swarm.errors import UserError
 from swarm.picture_file import BadSample, has_mask, opened
+from swarm.proofs import Proof
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +168,9 @@ class HuggingFace:
         return ""
 
     def report_final(self, committed_round: CommittedRound) -> None:
+        """No ledger to tell."""
+
+    def report_proofs(self, proofs: Sequence[Proof]) -> None:
         """No ledger to tell."""
 
     def acknowledge(self, keys: Sequence[str]) -> None:

@@ -59,6 +59,8 @@ class Accounts:
             return
         for committed_round in report.final_rounds:
             self._source.report_final(committed_round)
+        if report.proven:
+            self._source.report_proofs(report.proven)
         for number in report.final:
             self._source.acknowledge(self._contributions.pop(number, []))
         for number in report.dropped:

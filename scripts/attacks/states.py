@@ -10,8 +10,8 @@ import numpy as np
 from blake3 import blake3
 
 from scripts.attacks.band import Band
-from scripts.attacks.wire import CHUNKS, HEAD, Frames, Gone, Record, Stranger, newest
-from swarm.digest import canonical_json
+from scripts.attacks.wire import CERTIFICATE, CHUNKS, HEAD, Frames, Gone, Record, Stranger, newest
+from swarm.digest import ELDER_CHARACTERS, canonical_json
 
 _CHUNK_BYTES, _PIECE_BYTES = 4 << 20, 256 << 10
 _MOST = 2**53
@@ -126,11 +126,14 @@ class Shelf:
         self._band, self._slowly = band, seconds_a_byte
         self._states: dict[str, Made] = {}
         self.head: Made | None = None
+        self.evidence: Record = {"line": ""}
+        """What an honest peer shows for the state before: anybody can show it again."""
 
     async def open(self) -> None:
         for stranger in self._band.strangers:
             await stranger.serve(CHUNKS, self._give)
             await stranger.serve(HEAD, self._tell)
+            await stranger.serve(CERTIFICATE, self._show)
 
     def put(self, state: Made) -> str:
         digest = state.digest
@@ -142,6 +145,11 @@ class Shelf:
         if self.head:
             header = self.head.header
             await frames.send({"digest": self.head.digest, "samples": header["samples"], "parents": header["parents"]})
+
+    async def _show(self, frames: Frames) -> None:
+        """That the newest forgery comes after all that was certified."""
+        if self.head:
+            await frames.send({**self.evidence, "line": self.head.digest[:ELDER_CHARACTERS] + self.evidence["line"]})
 
     async def _give(self, frames: Frames) -> None:
         request, _ = await frames.receive()
@@ -175,12 +183,21 @@ class Forger:
         holders = [peer for peer, record in honest.items() if record["digest"] == head["digest"]]
         header, size = await fetch_header(self._band.strangers[0], holders, head["digest"])
         self._size = size or self._size
+        self._shelf.evidence = await self._evidence_of(holders)
         forged = self._edit(self._band, header, head["digest"])
         # Finite, and as far from anything learned as float32 goes.
         scale = 10.0 ** self._band.rng.uniform(0, 30)
         digest = self._shelf.put(Made(forged, (self._noise.standard_normal(self._size // 4) * scale).astype("<f4").tobytes()))
         told = {"digest": digest, "samples": forged["samples"], "round": forged["round"], "parents": forged["parents"]}
         return self._band.waiting(head, **told, waiting_samples=0)
+
+    async def _evidence_of(self, holders: Sequence[str]) -> Record:
+        """What one of these shows to who asks; nothing in an open run, where nobody is asked."""
+        if self._band.run["run"].get("members_of"):
+            for holder in holders:
+                with contextlib.suppress(Gone):
+                    return await self._band.strangers[0].ask(holder, CERTIFICATE)
+        return {"line": ""}
 
 
 async def _sign_forgeries(band: Band, edit: Edit, *, identities: int = 1, again_seconds: float, slowly: float = 0.0) -> None:

@@ -32,6 +32,7 @@ from swarm.peer_key import peer_id_of
 
 CALL, JOIN, REDUCE = "distributed-diffusion.call.4", "distributed-diffusion.join.4", "distributed-diffusion.reduce.3"
 HEAD, CHUNKS, KIND = "distributed-diffusion.head.1", "distributed-diffusion.chunks.1", "distributed-diffusion.kind.1"
+CERTIFICATE = "distributed-diffusion.certificate.1"
 DIAL_ME = "distributed-diffusion.dial-me.1"
 _FRAME = struct.Struct("<II")
 _ANSWER_SECONDS = 10.0

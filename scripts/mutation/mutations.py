@@ -279,4 +279,11 @@ MUTATIONS = (
             "--strikes=guests@70/0(peers=1,seconds=30);guests@120/0(peers=2,seconds=30)",
         ),
     ),
+    Mutation(
+        "strangers_lead_who_is_alone",
+        "in a run for members a peer whose company has just gone follows whoever is left",
+        "        if not (judgement.signed or leaderless) and self._waits_for_company():\n",
+        "        if False:\n",
+        world=("--members", "--liars=2", "--peers=3", "--hours=0.035", "--faults=none", "--strikes=partition@65/0(peers=2+3,seconds=50)"),
+    ),
 )

@@ -88,10 +88,11 @@ def test_the_page_shows_the_run_and_follows_it(browse):
             assert "40% of it is here" in await tab.text("#peers"), "why it failed stays to be read"
 
             banned = {"QmPeer2": HOSTILE, "QmNeverCame": "spam", "QmPeer1": "late"}
-            scene.now = a_run(peers[:1], banned=banned, trusted=[peers[0].peer_id, "QmNotHere"])
-            await tab.until("[...document.querySelectorAll('#peers tbody tr')].filter((row) => row.innerText.includes('banned')).length === 3")
+            scene.now = a_run(peers[:1], banned=banned, proven={"QmProven": "it lies"}, trusted=[peers[0].peer_id, "QmNotHere"])
+            await tab.until("[...document.querySelectorAll('#peers tbody tr')].filter((row) => row.innerText.includes('banned')).length === 4")
             rows = await tab.text("#peers")
             assert f"banned by the host: {HOSTILE}" in rows and "banned by the host: spam" in rows and "banned by the host: late" in rows
+            assert "banned by a proof: it lies" in rows
             assert rows.count("trusted to average") == 1
             assert await tab.run("document.querySelectorAll('main img').length") == 0
 

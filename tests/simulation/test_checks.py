@@ -100,7 +100,7 @@ def test_a_round_that_breaks_a_promise_is_named(scene, line, says):
 
 
 def test_nobody_adopts_what_a_stranger_made_up(scene):
-    scene.checks.forged.add("two")
+    scene.checks.forged["two"] = False
     scene.adopts("two", "one", 2, 32, [["ann", 2, 8], ["bob", 2, 8]])
     assert "which a stranger made up" in scene.broken()
 

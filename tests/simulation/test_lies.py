@@ -20,6 +20,7 @@ def test_a_reducer_that_gives_one_member_another_mean_is_banned_within_twenty_ro
     assert lies.proven and lies.proven.keys() <= world.strangers and 1 <= min(lies.proven.values()) <= 3
     told = {machine.peer: machine.disk.root() / "state" / "proofs.json" for machine in world.machines}
     assert all(path.exists() for path in told.values()), "every honest peer has the proof"
+    assert {*world.server.proven.peers()} == lies.proven.keys(), "so has the server"
     assert outcome.rounds > 8
 
 

@@ -182,6 +182,14 @@ def test_newcomers_take_what_the_members_have_certified_though_most_who_are_live
     assert guests <= {peer for members in rounds for peer, *_ in members}, "they came to those who average, and averaged with them"
 
 
+def test_a_peer_cut_off_with_members_that_lie_waits_for_its_company():
+    """Two that lie show that they stand after all that is certified. For 50 s it sees nobody else; before, they led it after 20."""
+    strikes = parse_strikes("partition@65/0(peers=2+3,seconds=50)")
+    outcome = play(Scenario(seed=3, peers=3, hours=0.035, members=True, liars=2, strikes=strikes))
+    assert_holds(outcome)
+    assert not outcome.misled and outcome.adopted["solo"] > 0 and outcome.apart == 0
+
+
 class Renewing(World):
     """The server renews all memberships, once."""
 

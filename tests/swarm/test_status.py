@@ -266,6 +266,7 @@ def test_the_screen_says_whom_the_host_keeps_out():
     text = shown(seen)
     assert "banned by the host: 2: ...other1 (spam\\x1b[2J), ...other2 (late)" in text
     assert "banned" not in shown({**seen, "banned": {}}) and "banned" not in shown({name: seen[name] for name in seen if name != "banned"})
+    assert "banned by a proof: 1: ...Liar01 (it lies)" in shown({**seen, "proven": {"QmLiar01": "it lies"}})
 
 
 def test_the_screen_says_whom_the_host_trusts_and_how_many_of_them_are_here():

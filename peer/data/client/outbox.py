@@ -15,7 +15,7 @@ from swarm.errors import UserError
 from swarm.protocol import ContributionAnswer
 
 log = logging.getLogger(__name__)
-CONTRIBUTIONS, ROUNDS = "/v1/contributions", "/v1/rounds"
+CONTRIBUTIONS, ROUNDS, PROOFS = "/v1/contributions", "/v1/rounds", "/v1/proofs"
 
 
 @dataclass(eq=False)

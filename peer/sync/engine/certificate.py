@@ -62,11 +62,12 @@ NOTHING = Shown(None, "")
 
 class Judgement(NamedTuple):
     """Which of the peers that we have not met count. best, countersigned: the certificate, and the state that the host countersigned, that say so;
-    where there is neither, all do."""
+    where there is neither, all do. signed: whether they are signers of that certificate."""
 
     peers: Collection[str]
     best: Certificate | None = None
     countersigned: str = ""
+    signed: bool = False
 
     @property
     def states(self) -> list[str]:
@@ -91,6 +92,11 @@ class Seals:
 
     def __init__(self, run: RunConfig, node: Signs, members: Members):
         self._run, self._node, self._members = run.digest, node, members
+
+    @property
+    def peer_id(self) -> str:
+        """Ours."""
+        return self._node.peer_id
 
     @property
     def countersigned(self) -> str:
@@ -164,8 +170,10 @@ def judged(shown: Mapping[str, Shown], ours: Shown = NOTHING, countersigned: str
     best = strongest(each.certificate for each in (*shown.values(), ours) if each.certificate is not None)
     if best is None:
         return Judgement(shown.keys())
-    count = shown.keys() & best.peers or {peer for peer, each in shown.items() if is_on(each.line, best.made.digest)}
-    return Judgement(count, best) if count else Judgement(shown.keys())
+    if signers := shown.keys() & best.peers:
+        return Judgement(signers, best, signed=True)
+    after = {peer for peer, each in shown.items() if is_on(each.line, best.made.digest)}
+    return Judgement(after, best) if after else Judgement(shown.keys())
 
 
 def line_of(state: State) -> str:

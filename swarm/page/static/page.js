@@ -313,7 +313,7 @@ function drawPeers(run) {
   const order = (peer) => [peer.phase === "assist" ? 1 : 0, -peer.samples_per_second, peer.peer_id];
   const live = [...run.peers].sort((a, b) => { const [x, y] = [order(a), order(b)]; return x[0] - y[0] || x[1] - y[1] || (x[2] < y[2] ? -1 : 1); });
   const here = new Set([...live, ...gone].map((peer) => peer.peer_id));
-  const known = new Set([...Object.keys(run.banned ?? {}), ...Object.keys(counted ?? {})]);
+  const known = new Set([...Object.keys(run.banned ?? {}), ...Object.keys(run.proven ?? {}), ...Object.keys(counted ?? {})]);
   const former = [...known].filter((id) => !here.has(id)).sort((a, b) => (counted?.[b] ?? 0) - (counted?.[a] ?? 0)).slice(0, MOST_FORMER);
   gone.push(...former.map((peer_id) => ({ peer_id, phase: "leaving", gone: true }))); // who left before the server was started again
   const rows = [...live, ...gone].map((peer) => row(peer, run, counted && total ? (counted[peer.peer_id] ?? 0) / total : null));
@@ -331,13 +331,13 @@ function row(peer, run, share) {
   who.title = peer.peer_id;
   if (peer.hardware) who.append(element("span", "hardware", peer.hardware));
   if (run.trusted?.includes(peer.peer_id)) who.append(element("span", "hardware", "trusted to average"));
-  const banned = run.banned?.[peer.peer_id];
-  const note = banned === undefined ? peer.note : `banned by the host: ${banned}`;
+  const [banned, proven] = [run.banned?.[peer.peer_id], run.proven?.[peer.peer_id]];
+  const note = banned !== undefined ? `banned by the host: ${banned}` : proven !== undefined ? `banned by a proof: ${proven}` : peer.note;
   if (note) who.append(element("span", "note", note));
   for (const found of view.figures.findings.filter((each) => each.peer === peer.peer_id)) who.append(audited(found, run));
   const state = element("td");
   const badge = element("span");
-  const [word, kind] = banned !== undefined ? ["banned", "bad"] : peer.gone ? (peer.phase === "leaving" && !peer.note ? ["left", ""] : ["gone", "bad"]) : PHASES[peer.phase] ?? [peer.phase, ""];
+  const [word, kind] = (banned ?? proven) !== undefined ? ["banned", "bad"] : peer.gone ? (peer.phase === "leaving" && !peer.note ? ["left", ""] : ["gone", "bad"]) : PHASES[peer.phase] ?? [peer.phase, ""];
   pill(word, kind, badge);
   state.append(badge);
   const number = (label, text) => { const cell = element("td", "number", text); cell.dataset.label = label; return cell; };

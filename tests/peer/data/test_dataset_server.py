@@ -24,10 +24,12 @@ from peer.samples.feed import Feed
 from swarm.digest import digest_bytes
 from swarm.errors import ExitCode, UserError
 from swarm.receipts import Receipts
+from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host
 from tests.datasetserver.test_http import signed
-from tests.identities import id_of
+from tests.identities import id_of, key
 from tests.peer.data.meddler import Meddler
+from tests.swarm.test_proofs import proof
 
 BASE = "0" * 64
 
@@ -478,3 +480,18 @@ def test_held_out_pictures_that_the_server_refuses_are_not_measured_and_training
     assert eventually(lambda: source.held_out() == [])
     assert "This server has another dataset" in caplog.text and "This peer measures no held-out loss" in caplog.text
     assert next(iter(source)).image
+
+
+def test_a_proof_reaches_the_server_once_and_the_liar_is_told_why_it_gets_no_more(serve, join):
+    host = serve("--members", "yes")
+    source, liar = join(host.url, "alice"), iter(join(host.url, "liar"))
+    next(iter(source))
+    next(liar)
+    run = RunConfig.from_mapping(fetch_run(host.url).run, where=host.url)
+    source.report_proofs([proof(run, key("liar"))])
+    assert eventually(lambda: progress(host)["proven"]) == {id_of("liar"): "it signed two different means of one share"}
+    source.report_proofs([proof(run, key("liar"), group="h")])
+    assert not any(letter.path == "/v1/proofs" for letter in source._outbox.letters())
+    with pytest.raises(UserError, match="banned by a proof of its own key") as raised:
+        list(liar)
+    assert raised.value.code == ExitCode.AUTH

@@ -251,7 +251,7 @@ def test_the_certified_states_signers_count_and_where_there_are_none_those_on_it
     assert judged(liars | above).peers == {"new", "late"} and judged(liars | above).best is best
     assert judged(liars | above | {"d1": shown("ba"), "d2": NOTHING}).peers == {"d1", "d2"}, "whatever they have said of their line"
     assert judged(liars).peers == liars.keys() and judged(liars).best is None
-    assert judged(liars, shown("dba", best)) == (liars.keys(), None, ""), "ours alone keeps us nowhere"
+    assert judged(liars, shown("dba", best)) == (liars.keys(), None, "", False), "ours alone keeps us nowhere"
     assert judged(liars | {"late": above["late"]}, shown("dba", best)).peers == {"late"}
     assert not is_on("x" * 6 + "d" * 12 + "x" * 6, "d" * 64), "digests stand side by side"
 
@@ -263,7 +263,7 @@ def test_those_on_or_after_what_the_host_countersigned_come_first_and_certificat
     assert judged(liars | honest).peers == liars.keys(), "they are as many as may not lie together"
     judgement = judged(liars | honest, countersigned=host)
     assert judgement.peers == {"d1"} and judgement.states == ["d" * 64, host]
-    assert judged({"late": honest["late"]} | liars, countersigned=host) == ({"late"}, None, host)
+    assert judged({"late": honest["late"]} | liars, countersigned=host) == ({"late"}, None, host, False)
     assert judged({"late": honest["late"]}, shown("xza", large), host).peers == {"late"}, "ours is elsewhere"
     assert judged(liars, countersigned=host) == judged(liars), "where nobody stands there it says nothing"
 

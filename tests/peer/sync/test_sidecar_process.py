@@ -12,6 +12,8 @@ from peer.sync.engine.trainer import sidecar_process
 from peer.sync.engine.trainer.messages import Close, Message, News, Pulse, Seen
 from peer.sync.engine.trainer.port import Port
 from peer.sync.engine.trainer.sidecar_process import SidecarProcess
+from swarm.proofs import MOST_PROOFS, PROOFS
+from tests.swarm.test_proofs import invented
 
 WRITES = """
 import socket, sys, time
@@ -97,6 +99,19 @@ def test_a_sidecar_says_that_it_lives_only_where_it_has_said_nothing_else():
     while (message := theirs.receive(0)) is not None:
         heard.append(message)
     assert heard == [Pulse(), News("one"), News("two"), Pulse(), Pulse()], "so something is said every two seconds"
+    ours.close()
+    theirs.close()
+
+
+def test_each_proof_is_told_to_the_trainer_once_and_few_at_a_time():
+    ours, theirs = Port.pair()
+    line, told = sidecar_room.TrainerLine(ours), []
+    proofs = [invented(f"Qm{number}") for number in range(MOST_PROOFS)]
+    for _ in range(20):
+        line.proven(proofs)
+        if (message := theirs.receive(0)) is not None:
+            told.append(PROOFS.validate_python(message.proofs))
+    assert [len(some) for some in told] == [16] * 8 and [proof for some in told for proof in some] == proofs
     ours.close()
     theirs.close()
 

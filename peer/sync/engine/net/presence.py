@@ -13,6 +13,7 @@ from peer.sync.engine.net.address_book import AddressBook
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.status import Status
+from swarm import proofs
 from swarm.budget import Budget
 from swarm.dht import SwarmNode
 from swarm.dialling import grounds
@@ -144,10 +145,7 @@ class Presence:
             if reason := members.bans.reason(self._node.peer_id):
                 raise UserError(f"The host has banned this peer: {reason}.", fix="Ask the host.", code=ExitCode.AUTH)
             if reason := members.proofs.reason(self._node.peer_id):
-                raise UserError(
-                    f"This peer is banned by a proof of its own key: {reason}.",
-                    fix="If another program has its identity.key, delete that file and start again as a new peer.", code=ExitCode.AUTH,
-                )  # fmt: skip
+                raise UserError(f"This peer is banned by a proof of its own key: {reason}.", fix=proofs.FIX, code=ExitCode.AUTH)
             if members.has_ended():
                 raise UserError(
                     "This peer's membership of the run has ended, and the dataset server has not renewed it.",

@@ -60,6 +60,12 @@ class Evidence:
         _, _, countersigned = min(self._told.values(), key=lambda told: told[1], default=(NOTHING, now, ""))
         return judged({peer: shown for peer, (shown, *_) in self._told.items()}, self._certificates.shown, countersigned)
 
+    @property
+    def signers(self) -> Collection[str]:
+        """Of our own certificate, other than ourselves; nobody without one."""
+        best = self._certificates.shown.certificate
+        return best.peers - {self._seals.peer_id} if best is not None else ()
+
     def holds_us(self, judgement: Judgement) -> bool:
         """Whether our own state is on or after those that judge."""
         return all(is_on(self._certificates.shown.line, digest) for digest in judgement.states)

@@ -23,7 +23,10 @@ SIGNERS_NEEDED = 2
 DESERTED_SECONDS = 30.0
 """Once nobody that we have met has stood where we stand for this long, one signer of a descendant is enough: a second may never come. And once
 nobody that we have met can lead us for this long, nor we ourselves, strangers have a vote: without them there is no round any more."""
-_CALLS_KEPT, _GROUPS_KEPT = 16, 4
+ALONE_SECONDS = 300.0
+"""In a run for members, once nobody that we have met is live, nor another one who sealed what our certificate is of, nobody leads us for this
+long. A restart, or a link that broke, is over by then; and strangers that we do follow cost the rounds that we made alone meanwhile."""
+_CALLS_KEPT, _GROUPS_KEPT, _LED_KEPT = 16, 4, 64
 _MOST_STRANGERS = 32
 """The longest seen, of those that vote where nobody that we have met is live: a look compares all of them with each other."""
 
@@ -213,6 +216,10 @@ class Heads:
         """The others as they were when nobody stood but on our state or before it, and until when that is known to last."""
         self._deserted_since: float | None = None
         self._leaderless_since: float | None = None
+        self._company_at = clock()
+        """When somebody was live whom we have met, or who sealed what our certificate is of."""
+        self._led: dict[str, bool] = {}
+        """States that were right, and whether those said so that we have met."""
         self.moved(state)
 
     def moved(self, state: State, *, fetched: bool = False) -> None:
@@ -261,6 +268,7 @@ class Heads:
             return {}
         claims = self._claims()
         self._look_for_a_leader(claims)
+        self._look_for_company(claims)
         if all(self._is_ours_or_before(claim.head) for claim in claims):  # between two rounds; spares the count
             self._deserted_since = None
             self._with_us = others, self._words_last_until(now)
@@ -269,12 +277,21 @@ class Heads:
         right = ballot.right()
         if right or not ballot.deserted:
             self._deserted_since = None
-            return right
+            return self._noted(right, ballot)
         if self._deserted_since is None:
             self._deserted_since = self._clock()
         if self._clock() - self._deserted_since < DESERTED_SECONDS:
             return {}
-        return self._ballot(lambda head, signers: True, left_behind=True).right()
+        ballot = self._ballot(lambda head, signers: True, left_behind=True)
+        return self._noted(ballot.right(), ballot)
+
+    def _noted(self, right: dict[Head, set[str]], ballot: Ballot) -> dict[Head, set[str]]:
+        for head in right:
+            self._led.pop(head.digest, None)
+            self._led[head.digest] = ballot.met
+        while len(self._led) > _LED_KEPT:
+            del self._led[next(iter(self._led))]
+        return right
 
     def _is_ours_or_before(self, head: Head) -> bool:
         """Whether `head` is known, and nothing for which we would leave our state."""
@@ -291,11 +308,14 @@ class Heads:
     def keeps(self, head: Head) -> bool:
         """Whether to stay although `head` was right when its download began: it is no more, and another one stays with us.
 
-        Else two that have begun to take over each other's branch would swap, and swap again.
+        Else two that have begun to take over each other's branch would swap, and swap again. And where strangers led us to it, one whom we have
+        met is back, or may be.
         """
         if self.is_right(head):
             return False
         ballot = self._ballot(self._one_is_enough)
+        if not self._led.get(head.digest, True) and (ballot.met or self._waits_for_company()):
+            return True
         descends = self._from_base or self._lineage.descends(head, self._ours)
         return ballot.certified or (not descends and ballot.is_shared(head))
 
@@ -306,10 +326,11 @@ class Heads:
         claims = [claim for claim in everybody if claim.peer in self._met or not self._broken(claim.peer)]
         leaderless = self._leaderless()
         met = [] if leaderless else [claim for claim in claims if claim.peer in self._met]
-        voters = [claim for claim in met or claims if claim.votes] or met or claims
-        certified, elsewhere = False, False
+        counted, certified, elsewhere = met, False, False
         if not met:
-            voters, certified, elsewhere = self._judged(voters)
+            counted, certified, elsewhere = self._judged(claims, leaderless)
+        voters = [claim for claim in counted if claim.votes] or counted
+        voters = voters if met else voters[:_MOST_STRANGERS]
         for claim in voters:
             self._lineage.learn(claim.head)
         return Ballot(
@@ -317,13 +338,26 @@ class Heads:
             self._backers(everybody), () if leaderless or elsewhere else self._included, left_behind, certified,
         )  # fmt: skip
 
-    def _judged(self, strangers: list[Claim]) -> tuple[list[Claim], bool, bool]:
-        """Those of them that count; whether a certificate says so, and whether its state is elsewhere than ours: then ours is as good as none."""
+    def _judged(self, strangers: list[Claim], leaderless: bool) -> tuple[list[Claim], bool, bool]:
+        """Those of them that count, a signer also where it has just come back; whether a certificate says so; and whether its state is elsewhere
+        than ours: then ours is as good as none."""
         if self._evidence is None:
-            return strangers[:_MOST_STRANGERS], False, False
+            return strangers, False, False
         judgement = self._evidence.judge([claim.peer for claim in strangers])
+        if not (judgement.signed or leaderless) and self._waits_for_company():
+            return [claim for claim in strangers if claim.peer in self._evidence.signers], False, False
         count = [claim for claim in strangers if claim.peer in judgement.peers]
-        return count[:_MOST_STRANGERS], bool(judgement.states), not self._evidence.holds_us(judgement)
+        return count, bool(judgement.states), not self._evidence.holds_us(judgement)
+
+    def _look_for_company(self, claims: Collection[Claim]) -> None:
+        """Whether anybody is live whose word we took before, or might take."""
+        signers = self._evidence.signers if self._evidence is not None else ()
+        if any(claim.peer in self._met or claim.peer in signers for claim in claims):
+            self._company_at = self._clock()
+
+    def _waits_for_company(self) -> bool:
+        """Whether those are live, or may be back soon; only where others than we have sealed what we hold a certificate of."""
+        return self._evidence is not None and bool(self._evidence.signers) and self._clock() - self._company_at < ALONE_SECONDS
 
     def _look_for_a_leader(self, claims: Collection[Claim]) -> None:
         """Whether anybody could lead us without a stranger: we ourselves, or a live peer that we have met."""

@@ -187,6 +187,13 @@ class Final:
 
 
 @dataclass(frozen=True)
+class Proven:
+    """Proofs that peers signed two means of one share, for the dataset server."""
+
+    proofs: list[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class News:
     """For the person who watches the log."""
 
@@ -235,7 +242,7 @@ class Pulse:
 
 
 FromTrainer = Start | Progress | Offer | Nothing | Extend | Banned | Admitted | Leave | Close
-FromSidecar = Ready | Freeze | Train | Rebase | Final | News | Extended | Seen | Done | Failed | Pulse
+FromSidecar = Ready | Freeze | Train | Rebase | Final | Proven | News | Extended | Seen | Done | Failed | Pulse
 Message = FromTrainer | FromSidecar
 
 _KINDS = {kind.__name__.lower(): kind for kind in (*FromTrainer.__args__, *FromSidecar.__args__)}

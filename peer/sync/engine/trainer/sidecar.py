@@ -29,7 +29,7 @@ from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.replica import Replica
 from peer.sync.engine.round.plausible import NUMBER_FILE
 from peer.sync.engine.state import Head, State, better
-from peer.sync.engine.trainer.messages import Admitted, Banned, Close, Extend, Failed, Message, Progress, Pulse, Ready, Seen, Start
+from peer.sync.engine.trainer.messages import Admitted, Banned, Close, Extend, Failed, Message, Progress, Proven, Pulse, Ready, Seen, Start
 from peer.sync.engine.trainer.port import Port, PortClosed, inherited
 from peer.sync.engine.transfer.disk import StateStore
 from swarm.bans import Bans, words_of
@@ -41,6 +41,7 @@ from swarm.life import answer_with_stacks
 from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
 from swarm.members import Members, read_membership
+from swarm.proofs import Proof
 from swarm.run_config import RunConfig
 
 log = logging.getLogger("peer.sync.engine.trainer.sidecar")  # __name__ is "__main__" here, whose lines nobody sees
@@ -51,6 +52,8 @@ JOIN_SECONDS = 60.0
 REJOIN_SECONDS = 10.0
 HOUSEKEEPING_SECONDS = 1.0
 SEEN_SECONDS = 1.0
+_PROOFS_AT_ONCE = 16
+"""To the trainer, every second: 128 of them are more than one message holds."""
 
 
 class TrainerLine:
@@ -58,6 +61,8 @@ class TrainerLine:
 
     def __init__(self, port: Port):
         self._port, self._last_seen, self._has_spoken = port, 0.0, False
+        self._accused: set[str] = set()
+        """Of whom the trainer has a proof."""
         self._queue: deque[Message] = deque()
 
     def send(self, message: Message) -> None:
@@ -82,6 +87,12 @@ class TrainerLine:
         if now - self._last_seen >= SEEN_SECONDS:
             self._last_seen = now
             self.send(Seen(values()))
+
+    def proven(self, proofs: Collection[Proof]) -> None:
+        """One of each accused, once: each start tells of those on the disk as well."""
+        if news := [proof for proof in proofs if proof.accused not in self._accused][:_PROOFS_AT_ONCE]:
+            self._accused |= {proof.accused for proof in news}
+            self.send(Proven([dict(vars(proof)) for proof in news]))
 
 
 def main(descriptor: int) -> int:
@@ -254,6 +265,7 @@ async def _until_stopped(replica: Replica, line: TrainerLine, port: Port, stop: 
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             line.flush()
+            line.proven(replica.members.proofs.all)
             line.pulse()
             met.write(replica.book.addresses.values())
 

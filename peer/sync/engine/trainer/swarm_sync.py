@@ -38,6 +38,7 @@ from peer.sync.engine.trainer.messages import (
     Nothing,
     Offer,
     Progress,
+    Proven,
     Ready,
     Rebase,
     Seen,
@@ -52,6 +53,7 @@ from peer.sync.engine.vectors import Schema, flatten
 from swarm import advice, bans, files, members
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
+from swarm.proofs import PROOFS, Proof
 from swarm.records import CATCHING_UP, DONE
 
 log = logging.getLogger(__name__)
@@ -335,6 +337,8 @@ class SwarmSync:
                 self._news.final_rounds.append(message.committed_round)
                 self._work.final(message.digest, message.round)
                 self._news.final += self._work.take_done()
+            case Proven(proofs):
+                self._news.proven += PROOFS.validate_python(proofs)
             case Extended(extension):
                 self._end.extend(extension)
                 self._told_extension = self._end.extension
@@ -442,6 +446,7 @@ class _News:
         self.final: list[int] = []
         self.dropped: list[int] = []
         self.final_rounds: list[CommittedRound] = []
+        self.proven: list[Proof] = []
 
     def report(self, *, wait: bool, done: bool) -> SyncReport:
         if self.frozen in self.dropped:  # lost before its number was told: to whoever keeps the books, its samples are still open ones
@@ -451,6 +456,7 @@ class _News:
             final=tuple(self.final),
             dropped=tuple(self.dropped),
             final_rounds=tuple(self.final_rounds),
+            proven=tuple(self.proven),
             wait=wait,
             done=done,
         )
