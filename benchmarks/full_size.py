@@ -22,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,9 +32,7 @@ from typing import Any
 if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
     sys.path[0] = root
 
-import psutil
-
-from benchmarks.common import heed_sigterm, print_result, print_table
+from benchmarks.common import heed_sigterm, held, print_result, print_table
 from benchmarks.gpu_sd15 import FULL, TINY, Setup, Sizes, prepare
 from peer.sync.engine.memory import available_bytes
 from peer.watchdog.vitals import OutOfMemory
@@ -53,8 +50,6 @@ TINY_ROUND = 12
 """Samples of a tiny model's round. Of four it would take less than a second, and the peer that trains be at the end before the other one has come."""
 RUN = {"ucg": 0.0, "wire": "fp16"}
 _STEP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z .*: step=\d+ samples=", re.MULTILINE)
-_PAGES = re.compile(r"^Pss(_Anon|_Shmem|): +(\d+) kB$", re.MULTILINE)
-"""Of /proc/PID/smaps_rollup."""
 Found = dict[str, Any]
 
 
@@ -114,7 +109,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._stopped.wait(LOOK_SECONDS):
-            now = {name: held(program.pid) for name, program in [*self._swarm.peers.items()]}
+            now = {name: [count / 2**30 for count in held(program.pid)] for name, program in [*self._swarm.peers.items()]}
             self.of = {name: max(own, self.of.get(name, 0.0)) for name, (own, _) in now.items()}
             self.peak = max(self.peak, sum(own for own, _ in now.values()))
             self.with_files = max(self.with_files, sum(both for _, both in now.values()))
@@ -122,17 +117,6 @@ class Watch(threading.Thread):
     def stop(self) -> None:
         self._stopped.set()
         self.join()
-
-
-def held(pid: int) -> tuple[float, float]:
-    """GiB of a process and of all that descend from it, without and with the pages of files."""
-    own = both = 0
-    with contextlib.suppress(psutil.Error):
-        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-            with contextlib.suppress(psutil.Error, OSError):
-                kib = Counter({kind: int(count) for kind, count in _PAGES.findall(Path(f"/proc/{process.pid}/smaps_rollup").read_text())})
-                own, both = own + kib["_Anon"] + kib["_Shmem"], both + kib[""]
-    return own / 2**20, both / 2**20
 
 
 def measure(row: Row, made: Path, folder: Path, *, tiny: bool) -> Found:
