@@ -4,6 +4,7 @@ Its exit status says whether it may go better with a later state: CONFIG and MEM
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import resource
@@ -105,7 +106,7 @@ def draw(order: Order) -> None:
     check_resolution(run, model.resolution_multiple)
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision(peer.mixed_precision, device, computing)
-    turned = takes_turns(peer.offload, device)
+    turned = takes_turns(dataclasses.replace(peer, cache_text=False), device)  # no caches here, with which parts take turns unasked
     model.place(device, precision.dtype, method.whole(model), hold=torch.Tensor.cpu if turned else None)
     params = method.attach(model)
     header = fill(params, order.state, run).header

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peer.contracts import Model, Sample
+from peer.contracts import Model, PixelBatch, Sample
 from peer.drawing.validation import evaluated
 from peer.machine.device import Precision, RankGroup
 from peer.samples.decoding import Decoder
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 _LEAST_DRAWS = 64
 """Of noise and timesteps together. One draw of a timestep alone moves a loss by its own size."""
 
+_AT_ONCE = 8
+"""Pictures that are encoded one after the other: where parts take turns on a device, each comes once for all of them."""
 _MOST = 1e9
 """What a peer's record may say (swarm/records.py)."""
 
@@ -43,8 +45,12 @@ class HeldOut:
     show: Callable[[float], None]
     """Rank 0's, is handed the mean loss."""
 
+    @property
+    def _encoder(self) -> Encoder:
+        return Encoder(self.model, lazy=self.precision.device)
+
     def measure(self, step: int) -> None:
-        """All ranks call it, and wait for one picture at a time: for more, the group would take a rank for lost."""
+        """All ranks call it, and wait for a few pictures to be encoded, or one to be measured: for more, the group would take a rank for lost."""
         found = self.samples() if self.group.is_main else []
         if found is None:
             log.info("step=%d the held-out pictures have not arrived yet: measuring their loss next time", step)
@@ -55,10 +61,13 @@ class HeldOut:
             if self.group.is_main and count:
                 measuring.enter_context(self.weights())
                 measuring.enter_context(evaluated(self.model, self.precision.device))
-            for number in range(count):
-                if self.group.is_main:
-                    losses += self._losses(samples[number], math.ceil(_LEAST_DRAWS / count))
+            for first in range(0, count, _AT_ONCE):
+                encoded = self._encoded(samples[first : first + _AT_ONCE]) if self.group.is_main else []
                 self.group.barrier()
+                for number in range(min(_AT_ONCE, count - first)):
+                    if self.group.is_main:
+                        losses += self._losses(samples[first + number], encoded[number], math.ceil(_LEAST_DRAWS / count))
+                    self.group.barrier()
         if losses:
             loss = sum(losses) / len(losses)
             log.info("validation_loss=%.6f step=%d pictures=%d", loss, step, count)
@@ -67,13 +76,19 @@ class HeldOut:
             else:
                 log.warning("not reporting a held-out loss of %s", loss)
 
-    def _losses(self, sample: Sample, draws: int) -> list[float]:
+    def _encoded(self, samples: Sequence[Sample]) -> list[PixelBatch]:
+        """What the frozen parts say of each; an empty batch of what is no picture."""
+        decoder = Decoder(self.run)
+        batches = [decoder.finish(decoder.start([sample])) for sample in samples]
+        with self.precision.autocast():
+            ahead = iter(self._encoder.ahead([batch for batch in batches if batch.captions], self.precision.device, texts=True))
+        return [next(ahead) if batch.captions else batch for batch in batches]
+
+    def _losses(self, sample: Sample, batch: PixelBatch, draws: int) -> list[float]:
         """None of what is no picture."""
-        decoder, encode = Decoder(self.run), Encoder(self.model, lazy=self.precision.device)
-        batch = decoder.finish(decoder.start([sample]))
         if not batch.captions:
             return []
         rng = torch.Generator().manual_seed(seed_of("held out", self.run.seed, sample.key))
         with torch.no_grad(), self.precision.autocast():
-            latents = encode(batch, rng)
+            latents = self._encoder(batch, rng)
             return [self.model.loss(latents, rng).item() for _ in range(draws)]
