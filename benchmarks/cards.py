@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import ROOT
 from peer.config import PeerConfig
 from peer.launch.command_line import parse
 from peer.launch.lengths import of_founder
 from peer.machine.counting import HELD_BYTES
+from peer.machine.turns import in_turns
 from swarm.errors import UserError
 from swarm.options import read_toml
 from swarm.run_config import RunConfig
@@ -43,6 +46,7 @@ class Row:
     base: str = "auto"
     fused: bool = False
     offload: bool = False
+    """Whether its parts take turns: --offload, or both caches."""
     swap: int = 0
 
     def fits(self, need: float) -> bool:
@@ -112,7 +116,7 @@ class Counted:
     encoding: float
 
     def need(self, offload: bool) -> float:
-        """GB at the worst moment: of the largest turn with --offload, else of all parts at once."""
+        """GB at the worst moment: of the largest turn, or of all parts at once where they take none."""
         ours = self.trained + self.optimizer
         if offload:
             return ours + max(self.frozen + self.step, self.texts, self.vae + self.encoding)
@@ -147,15 +151,15 @@ _SIZES = {
 """By --model: a size of benchmarks/device_memory.py, and its --resolution."""
 _IN_A_ROW = {
     "model", "resolution", "method", "train_batch_size", "weights", "optimizer", "base_precision", "fused_step", "offload",
-    "blocks_to_swap",
+    "blocks_to_swap", "cache_latents", "cache_text",
 }  # fmt: skip
 _FIXED = {"gradient_checkpointing": True, "rank": RANK, "gradient_accumulation_steps": 1, "mixed_precision": "bf16"}
 """What all rows are counted with."""
 _NO_MATTER = {
     "train_data_dir", "output_dir", "learning_rate", "lr_scheduler", "lr_warmup_steps", "max_train_steps", "checkpointing_steps", "clip_grad",
-    "random_flip", "instance_prompt", "snr_gamma", "cache_latents", "cache_text",
+    "random_flip", "instance_prompt", "snr_gamma",
 }  # fmt: skip
-"""These take nothing of the GPU's memory, or less: a cached picture or caption brings no part there."""
+"""These take nothing of the GPU's memory."""
 
 
 def row_of(path: Path) -> Row:
@@ -175,7 +179,8 @@ def row_of(path: Path) -> Row:
         raise UserError(f"{path.name}: {run.model} at {run.resolution} px is not counted.", fix=f"There are: {', '.join(_SIZES)}.")
     return Row(
         size, run.method, int(path.name.split("gb_")[0]), peer.train_batch_size, peer.weights,
-        "adamw8bit" if run.optimizer == "auto" else run.optimizer, peer.base_precision, peer.fused_step, peer.offload, peer.blocks_to_swap,
+        "adamw8bit" if run.optimizer == "auto" else run.optimizer, peer.base_precision, peer.fused_step,
+        in_turns(peer, torch.device("cuda")), peer.blocks_to_swap,
     )  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """What the benchmarks share: where and with what they ran, a table to read, and one line of JSON to keep."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -12,11 +14,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from swarm.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "hivemind", "numpy")
 _LOOK_SECONDS = 0.05
+_MAPPING = re.compile(
+    r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+) *(.*)\n(?:.*\n)*?Rss: +(\d+) kB\nPss: +(\d+) kB\n(?:.*\n)*?Anonymous: +(\d+) kB$", re.MULTILINE
+)
+"""One of /proc/PID/smaps: inode, name, kB that are there, this process's share of them, and what of them was written and is no file's any more."""
+_SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")
+"""What is no file of a disk, by its name."""
 
 
 class Peer(Protocol):
@@ -56,6 +66,34 @@ def wait(what: str, found: Callable[[], Any], peers: Sequence[Peer], seconds: fl
                 raise UserError(f"{what} did not come within {seconds:.0f} s; {peer.folder.name} says:\n{last}", fix="Look at its log.")
         time.sleep(_LOOK_SECONDS)
     return value
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all that descend from it; none when it has ended."""
+    with contextlib.suppress(psutil.Error):
+        own = psutil.Process(pid)
+        return [own, *own.children(recursive=True)]
+    return []
+
+
+def held(pid: int) -> tuple[int, int]:
+    """Bytes of memory that a process and all that descend from it hold, without and with the pages of files.
+
+    A buffer that processes share counts once, also while it moves from one to the other between two looks.
+    """
+    own, files, shared = 0, 0, {}
+    for process in family(pid):
+        with contextlib.suppress(OSError):
+            for inode, name, *kib in _MAPPING.findall(Path(f"/proc/{process.pid}/smaps").read_text()):
+                there, share, written = (int(each) * 1024 for each in kib)
+                if name.startswith(_SHARED):
+                    shared[inode] = max(shared.get(inode, 0), there)
+                elif name.startswith("/"):
+                    own, files = own + written, files + max(0, share - written)
+                else:
+                    own += share
+    own += sum(shared.values())
+    return own, own + files
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

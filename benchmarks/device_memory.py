@@ -10,9 +10,9 @@ size of Stable Diffusion 1.5 and of SDXL's LoRA in bf16 at 256 px, with random w
 out at a time. No row was seen on a GPU.
 Beside each row are the target of its card, less 1 GB for CUDA's context and the desktop, and whether it fits. GB are 10^9 bytes.
 
-`need` is the worst moment: with --offload the largest of three turns (denoiser, text encoders, VAE), else all parts at once. Not counted: what flows through
-text encoders. Captions have the most tokens that the family reads: its own code says how large they and latents are. The rows, and what they are held
-against, are in benchmarks/cards.py.
+`need` is the worst moment: the largest of three turns (denoiser, text encoders, VAE) with --offload or both caches, else all parts at once. Not counted:
+what flows through text encoders. Captions have the most tokens that the family reads: its own code says how large they and latents are. The rows, and
+what they are held against, are in benchmarks/cards.py.
 """
 
 import argparse

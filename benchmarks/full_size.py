@@ -33,9 +33,7 @@ from typing import Any
 if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
     sys.path[0] = root
 
-import psutil
-
-from benchmarks.common import heed_sigterm, print_result, print_table
+from benchmarks.common import family, heed_sigterm, held, print_result, print_table
 from benchmarks.gpu_sd15 import FULL, TINY, Setup, Sizes, prepare
 from peer.sync.engine.memory import available_bytes
 from peer.watchdog.vitals import OutOfMemory
@@ -47,7 +45,7 @@ STALL_SECONDS = 3600.0
 """A first round takes two minutes on two cores that are free, and twenty were seen where five other programs computed."""
 LOOK_SECONDS, TINY_LOOK_SECONDS = 0.5, 5.0
 """Between two looks at the memory; with tiny weights, whose figures mean nothing, a look takes longer than a step."""
-_NEWS_GIB = 1 / 8
+_NEWS_BYTES = 1 << 27
 """By how much the kernel's counters must rise before all pages are looked at, which takes 0.25 s of a core for a whole UNet's. So much may be missed."""
 FLAGS = ("--cache_latents", "--cache_text", "--gradient_checkpointing", "--print_loss")
 ALL_CORES = ("--num_threads", str(len(os.sched_getaffinity(0))))
@@ -59,8 +57,6 @@ _STEP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z .*: (?:step=\d+ samples=
 """A step, or a round that was averaged."""
 _COUNTERS = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 """Of /proc/PID/status."""
-_PAGES = re.compile(r"^Pss(_Anon|_Shmem|): +(\d+) kB$", re.MULTILINE)
-"""Of /proc/PID/smaps_rollup."""
 Found = dict[str, Any]
 
 
@@ -128,10 +124,10 @@ class Watch(threading.Thread):
         pids = {name: program.pid for name, program in [*self._swarm.peers.items()]}
         at_most = Counter({name: counted(pid) for name, pid in pids.items()})
         at_most["all"] = sum(at_most.values())
-        if all(gib < self._high[name] + _NEWS_GIB for name, gib in at_most.items()):
+        if all(count < self._high[name] + _NEWS_BYTES for name, count in at_most.items()):
             return
         self._high |= at_most
-        now = {name: held(pid) for name, pid in pids.items()}
+        now = {name: [count / 2**30 for count in held(pid)] for name, pid in pids.items()}
         self.of = {name: max(own, self.of.get(name, 0.0)) for name, (own, _) in now.items()}
         self.peak = max(self.peak, sum(own for own, _ in now.values()))
         self.with_files = max(self.with_files, sum(both for _, both in now.values()))
@@ -141,26 +137,13 @@ class Watch(threading.Thread):
         self.join()
 
 
-def held(pid: int) -> tuple[float, float]:
-    """GiB of a process and of all that descend from it, without and with the pages of files."""
-    own = both = 0
-    for text in _of_family(pid, "smaps_rollup"):
-        kib = Counter({kind: int(count) for kind, count in _PAGES.findall(text)})
-        own, both = own + kib["_Anon"] + kib["_Shmem"], both + kib[""]
-    return own / 2**20, both / 2**20
-
-
-def counted(pid: int) -> float:
-    """GiB that these have at most, without the pages of files: a page that several share counts for each of them."""
-    return sum(int(kib) for text in _of_family(pid, "status") for kib in _COUNTERS.findall(text)) / 2**20
-
-
-def _of_family(pid: int, file: str) -> Iterator[str]:
-    """What /proc says of a process and of all that descend from it, as far as they live."""
-    with contextlib.suppress(psutil.Error):
-        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-            with contextlib.suppress(psutil.Error, OSError):
-                yield Path(f"/proc/{process.pid}/{file}").read_text()
+def counted(pid: int) -> int:
+    """Bytes that a process and all that descend from it have at most, without the pages of files: what several share counts for each of them."""
+    kib = 0
+    for process in family(pid):
+        with contextlib.suppress(OSError):
+            kib += sum(map(int, _COUNTERS.findall(Path(f"/proc/{process.pid}/status").read_text())))
+    return 1024 * kib
 
 
 def measure(row: Row, made: Path, folder: Path, *, tiny: bool) -> Found:

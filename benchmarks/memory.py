@@ -32,7 +32,7 @@ if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.pare
 
 import psutil
 
-from benchmarks.common import ROOT, heed_sigterm, print_result, print_table, wait
+from benchmarks.common import ROOT, family, heed_sigterm, held, print_result, print_table, wait
 from benchmarks.sleeper import toy_params
 from peer.rooms import load_part, parts
 from peer.sync.engine.buffers import DISK, MEMORY
@@ -49,8 +49,6 @@ FEW = 100_000
 ROUNDS = 5
 _LOOK_SECONDS = 0.05
 _WAIT_SECONDS = 300.0
-_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+) *(.*)\n(?:.*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
-"""One of /proc/PID/smaps: inode, name and resident kB."""
 _ADDRESS = re.compile(r"--peers (/ip4/127\S+)")
 
 
@@ -76,22 +74,11 @@ class Peer:
             time.sleep(_LOOK_SECONDS)
 
     def family(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.Error):
-            own = psutil.Process(self.process.pid)
-            return [own, *own.children(recursive=True)]
-        return []
+        return family(self.process.pid)
 
     def memory(self) -> int:
-        """In bytes. A buffer that processes share counts once, also while it moves from one to the other between two looks."""
-        own, shared = 0, {}
-        for process in self.family():
-            with contextlib.suppress(OSError):
-                for inode, name, size in _MAPPING.findall(Path(f"/proc/{process.pid}/smaps").read_text()):
-                    if name.startswith("/memfd:"):
-                        shared[inode] = max(shared.get(inode, 0), int(size) * 1024)
-                    elif not name.startswith("/"):
-                        own += int(size) * 1024
-        return own + sum(shared.values())
+        """In bytes."""
+        return held(self.process.pid)[0]
 
     @property
     def log(self) -> str:

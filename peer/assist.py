@@ -80,11 +80,23 @@ _JOIN_SECONDS, _REJOIN_SECONDS = 60.0, 10.0
 _LAST_REPORTS_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+_OF_TRAINING = (
+    "min_peers", "train_batch_size", "gradient_accumulation_steps", "weights", "base_precision", "fused_step", "swap_to", "fit",
+    "overlap", "gradient_checkpointing", "max_train_steps", "num_train_epochs", "lr_warmup_steps", "scale_lr", "use_ema", "ema_decay",
+    "lease_samples", "compile", "channels_last", "ipex", "dataloader_num_workers", "loader_prefetch_size", "device_prefetch_size", "cache_dir",
+    "cache_gib", "cache_latents", "cache_text", "hours", "train_data_dir", "dataset_name", "dataset_config_name", "dataset_split", "dataset_part",
+    "image_column", "caption_column", "instance_prompt", "max_train_samples", "repeats", "with_prior_preservation", "class_data_dir",
+    "class_prompt", "prior_loss_weight", "num_class_images", "output_bucket_info", "checkpointing_steps", "checkpoints_total_limit",
+    "resume_from_checkpoint", "save_steps", "save_as_full_pipeline", "safe_serialization", "push_to_hub", "hub_model_id", "report_to",
+    "logging_dir", "tracker_project_name", "print_loss", "profile_duration", "nproc_per_node",
+)  # fmt: skip
+"""Options that do nothing here."""
 
 
 def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, Any] = {}) -> int:
     """Assist until the run's end, or until told to stop. resolve() asks for the run; given: what is said of it here. Raises UserError."""
     setup_logging(debug=peer.debug, name=Path(peer.output_dir).name, log_format=peer.log_format)
+    warn_of_unused(peer)
     stop = Stop().listen()
     torch.set_num_threads(1)
     folder = Path(peer.output_dir)
@@ -94,6 +106,13 @@ def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, 
         raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
     with lock(folder):
         return _assist_in(folder, peer, resolve, given, stop)
+
+
+def warn_of_unused(peer: PeerConfig) -> None:
+    """One line about the options that were given and do nothing here."""
+    plain = PeerConfig()
+    if given := [f"--{name}" for name in _OF_TRAINING if getattr(peer, name) != getattr(plain, name)]:
+        log.warning("--assist trains nothing, and has no use for %s", ", ".join(given))
 
 
 def _assist_in(folder: Path, peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, Any], stop: Stop) -> int:

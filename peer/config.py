@@ -98,7 +98,8 @@ class PeerConfig:
     )
     offload: bool = option(
         False,
-        "Text encoders, VAE and denoiser are on the GPU in turns, the others wait in RAM; 64 samples are encoded at a time. Tried on a GPU with tiny models only.",
+        "Text encoders, VAE and denoiser are on the GPU in turns, the others wait in RAM; 64 samples are encoded at a time. With both --cache_latents and "
+        "--cache_text they do so without it. Tried on a GPU with tiny models only.",
     )
     blocks_to_swap: int | None = option(
         0,
@@ -148,7 +149,9 @@ class PeerConfig:
     ipex: bool = option(False, "On a CPU with PyTorch 2.8: use the kernels of Intel's extension, which has ended.")
     dataloader_num_workers: int = option(0, "Processes that decode pictures; 0: in the training process.")
     loader_prefetch_size: int = option(1, "With --dataloader_num_workers: local steps that are read and decoded ahead.", lt=2**31)
-    device_prefetch_size: int = option(0, "Of these, how many are moved to the GPU or to the XLA devices ahead; nothing with --offload.", lt=2**31)
+    device_prefetch_size: int = option(
+        0, "Of these, how many are moved to the GPU or to the XLA devices ahead; nothing where parts take turns (--offload).", lt=2**31
+    )
     cache_dir: str = option("", "Where shards, latents and texts are kept; default: inside --output_dir.")
     cache_gib: float = option(20.0, "Limit in GiB of each of these three.")
     cache_latents: bool = option(

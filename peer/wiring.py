@@ -206,7 +206,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     check_fused(peer, run, device, launch.group.world)
     if launch.group.is_main:
         tell_room(device.type, ways_left(run, peer, device), peer.train_batch_size)
-    turned, swapped = takes_turns(peer.offload, device), swaps(peer, run, device)
+    turned, swapped = takes_turns(peer, device), swaps(peer, run, device)
     files = Files(launch.peer.cache_folder / "waiting") if swapped and peer.swap_to == "disk" else None
     hold = files.hold if files else torch.Tensor.cpu if turned or swapped else None
     windows = any(launch.group.gather(turned))  # all ranks draw alike; one with turns draws a window

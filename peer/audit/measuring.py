@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peer.audit.orders import Losses
 from peer.contracts import Model, Params, Sample
-from peer.drawing.held_out import losses_of
+from peer.drawing.held_out import encoded, losses_of
 from peer.drawing.validation import evaluated
 from peer.machine.device import Precision
 from peer.sync.engine.codec import Part, add_up, rough_square
@@ -72,7 +72,8 @@ class Measuring:
 
     def _loss(self, samples: Sequence[Sample], seed: int) -> float:
         rng = torch.Generator().manual_seed(seed)
-        each = [losses_of(sample, DRAWS, rng, model=self.model, run=self.run, precision=self.precision) for sample in samples]
+        batches = encoded(samples, model=self.model, run=self.run, precision=self.precision)
+        each = [losses_of(batch, DRAWS, rng, model=self.model, precision=self.precision) for batch in batches]
         return fmean(loss for some in each for loss in some) if any(each) else math.nan
 
     def _stepped(self, state: State, old: Sequence[Tensor], parts: Sequence[Part], encoded: Tensor) -> Iterator[tuple[Part, Tensor]]:

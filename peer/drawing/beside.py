@@ -4,6 +4,7 @@ It takes nothing that reducing needs: it has the lowest priority and a bound on 
 """
 
 import contextlib
+import dataclasses
 import os
 import resource
 from collections.abc import Callable, Mapping
@@ -118,6 +119,6 @@ def load(errand: Errand, state: Path, work: Work) -> Loaded:
     check_resolution(run, model.resolution_multiple)
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision(peer.mixed_precision, device, computing)
-    turned = takes_turns(peer.offload, device)
+    turned = takes_turns(dataclasses.replace(peer, cache_text=False), device)  # no caches here, with which parts take turns unasked
     model.place(device, precision.dtype, method.whole(model), hold=torch.Tensor.cpu if turned else None)
     return Loaded(model, method.attach(model), precision, turned)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peer.contracts import Model, Sample
+from peer.contracts import Model, PixelBatch, Sample
 from peer.drawing.validation import evaluated
 from peer.machine.device import Precision, RankGroup
 from peer.samples.decoding import Decoder
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 _LEAST_DRAWS = 64
 """Of noise and timesteps together. One draw of a timestep alone moves a loss by its own size."""
 
+_AT_ONCE = 8
+"""Pictures that are encoded one after the other: where parts take turns on a device, each comes once for all of them."""
 _MOST = 1e9
 """What a peer's record may say (swarm/records.py)."""
 
@@ -44,7 +46,7 @@ class HeldOut:
     """Rank 0's, is handed the mean loss."""
 
     def measure(self, step: int) -> None:
-        """All ranks call it, and wait for one picture at a time: for more, the group would take a rank for lost."""
+        """All ranks call it, and wait for a few pictures to be encoded, or one to be measured: for more, the group would take a rank for lost."""
         found = self.samples() if self.group.is_main else []
         if found is None:
             log.info("step=%d the held-out pictures have not arrived yet: measuring their loss next time", step)
@@ -55,10 +57,14 @@ class HeldOut:
             if self.group.is_main and count:
                 measuring.enter_context(self.weights())
                 measuring.enter_context(evaluated(self.model, self.precision.device))
-            for number in range(count):
-                if self.group.is_main:
-                    losses += self._losses(samples[number], math.ceil(_LEAST_DRAWS / count))
+            for first in range(0, count, _AT_ONCE):
+                some = samples[first : first + _AT_ONCE]
+                batches = encoded(some, model=self.model, run=self.run, precision=self.precision) if self.group.is_main else []
                 self.group.barrier()
+                for number in range(min(_AT_ONCE, count - first)):
+                    if self.group.is_main:
+                        losses += self._losses(some[number], batches[number], math.ceil(_LEAST_DRAWS / count))
+                    self.group.barrier()
         if losses:
             loss = sum(losses) / len(losses)
             log.info("validation_loss=%.6f step=%d pictures=%d", loss, step, count)
@@ -67,17 +73,28 @@ class HeldOut:
             else:
                 log.warning("not reporting a held-out loss of %s", loss)
 
-    def _losses(self, sample: Sample, draws: int) -> list[float]:
+    def _losses(self, sample: Sample, batch: PixelBatch, draws: int) -> list[float]:
         rng = torch.Generator().manual_seed(seed_of("held out", self.run.seed, sample.key))
-        return losses_of(sample, draws, rng, model=self.model, run=self.run, precision=self.precision)
+        return losses_of(batch, draws, rng, model=self.model, precision=self.precision)
 
 
-def losses_of(sample: Sample, draws: int, rng: torch.Generator, *, model: Model, run: RunConfig, precision: Precision) -> list[float]:
-    """The loss of each of `draws` draws of noise and timestep; none of what is no picture. rng: on the CPU."""
-    decoder, encode = Decoder(run), Encoder(model, lazy=precision.device)
-    batch = decoder.finish(decoder.start([sample]))
+def encoded(samples: Sequence[Sample], *, model: Model, run: RunConfig, precision: Precision) -> list[PixelBatch]:
+    """What the frozen parts say of each; an empty batch of what is no picture."""
+    decoder = Decoder(run)
+    batches = [decoder.finish(decoder.start([sample])) for sample in samples]
+    with precision.autocast():
+        ahead = iter(_encoder(model, precision).ahead([batch for batch in batches if batch.captions], precision.device, texts=True))
+    return [next(ahead) if batch.captions else batch for batch in batches]
+
+
+def losses_of(batch: PixelBatch, draws: int, rng: torch.Generator, *, model: Model, precision: Precision) -> list[float]:
+    """The loss of each of `draws` draws of noise and timestep; none of an empty batch. rng: on the CPU."""
     if not batch.captions:
         return []
     with torch.no_grad(), precision.autocast():
-        latents = encode(batch, rng)
+        latents = _encoder(model, precision)(batch, rng)
         return [model.loss(latents, rng).item() for _ in range(draws)]
+
+
+def _encoder(model: Model, precision: Precision) -> Encoder:
+    return Encoder(model, lazy=precision.device)

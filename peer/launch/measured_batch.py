@@ -23,6 +23,7 @@ from peer.launch.launcher import Rank
 from peer.machine import largest_batch
 from peer.machine.device import RankGroup, choose_device, set_threads
 from peer.machine.making_room import useless
+from peer.machine.turns import in_turns, to_try
 from swarm import files
 from swarm.digest import digest_json
 from swarm.errors import ExitCode, UserError, circumstances
@@ -104,14 +105,12 @@ def _work(tell: Any, peer: PeerConfig, joined: Joined, given: Mapping[str, Any],
 
     os.environ.pop(FOLDER, None)  # who supervises the trainer has nothing to hear of this
     rank = Rank()
-    # As --check does: no caches and no pictures of a class.
-    quiet = {"cache_latents": False, "cache_text": False, "with_prior_preservation": False, "class_data_dir": "", "class_prompt": ""}
     try:
         with circumstances(), ExitStack() as closing:
             device = choose_device(peer.device, rank)
             set_threads(peer.num_threads, rank)
             launch = Launch(
-                joined=joined, peer=dataclasses.replace(peer, **quiet), given=given, group=RankGroup(rank, device), device=device,
+                joined=joined, peer=to_try(peer, device), given=given, group=RankGroup(rank, device), device=device,
                 stopping=lambda: False, closing=closing,
             )  # fmt: skip
             learner, _ = build_learner(launch, "measuring")
@@ -138,7 +137,7 @@ def free_bytes(peer: PeerConfig, run: RunConfig, params: Params) -> float:
 def _key(peer: PeerConfig, joined: Joined, device: torch.device) -> str:
     """Of this device, and of all options that say what a step takes."""
     card = str(torch.cuda.get_device_properties(device)) if device.type == "cuda" else "host"
-    options = {name: getattr(peer, name) for name in _TAKES_MEMORY}
+    options = {name: getattr(peer, name) for name in _TAKES_MEMORY} | {"offload": in_turns(peer, device)}
     return digest_json([card, torch.__version__, joined.run.digest, options])[:16]
 
 

@@ -21,6 +21,7 @@ from peer.machine.chains import scaled
 from peer.machine.counting import away, count_held, count_step, flow_through, ids
 from peer.machine.device import choose_precision
 from peer.machine.swap import spread
+from peer.machine.turns import in_turns
 from peer.rooms import load_part
 from swarm.errors import UserError
 from swarm.run.method import method_named
@@ -48,11 +49,11 @@ class Turns:
     encoding: int = 0
     """Through the VAE."""
     texts_stay: bool = False
-    """Whether a text encoder is trained, so that all of them stay with --offload."""
+    """Whether a text encoder is trained, so that all of them stay in each turn."""
 
-    def worst(self, offload: bool) -> int:
-        """At the worst moment: of the largest turn with --offload, else of all parts at once."""
-        if not offload:
+    def worst(self, *, turned: bool) -> int:
+        """At the worst moment: of the largest turn, or of all parts at once where they take none."""
+        if not turned:
             return self.trained + self.denoiser + self.texts + self.vae + max(self.step, self.reading, self.encoding)
         staying, coming = (self.texts, 0) if self.texts_stay else (0, self.texts)
         turns = (self.denoiser + self.step, coming + self.reading, self.vae + self.encoding)
@@ -75,11 +76,11 @@ class Needs:
 
     def of(self, peer: PeerConfig) -> int:
         """Bytes at the worst moment. Raises UserError for blocks that cannot be swapped."""
-        return self.turns(peer).worst(peer.offload)
+        return self.turns(peer).worst(turned=in_turns(peer, self._device))
 
     def lying(self, peer: PeerConfig) -> int:
         """The same without what flows through the layers, which takes no time to count."""
-        return self._lying(peer).worst(peer.offload)
+        return self._lying(peer).worst(turned=in_turns(peer, self._device))
 
     def turns(self, peer: PeerConfig) -> Turns:
         lying = self._lying(peer)

@@ -1,9 +1,12 @@
-"""Text encoders, VAE and denoiser take turns on a GPU that has no room for all of them: --offload.
+"""Text encoders, VAE and denoiser take turns on a GPU that has no room for all of them: --offload, and by itself where both caches are on.
+
+With both caches (--cache_latents, --cache_text) each picture and caption brings its part once, so that turns cost little.
 
 A turn begins when a part is called. The frozen weights of all other parts then leave the device; what is trained never does. A frozen weight does
 not change, so its copy in RAM (or in the mapped file that it was read from) is kept, and leaving copies nothing.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peer.config import PeerConfig
 from peer.contracts import Model, Params, parts_of
 from peer.machine.swap import Swap
 from swarm.errors import UserError
@@ -22,14 +26,26 @@ _OWN_MEMORY = ("cuda",)
 """Kinds of devices whose memory is not the host's."""
 
 
-def takes_turns(offload: bool, device: torch.device) -> bool:
-    """Whether a model's parts take turns on `device`, where --offload asks for it. Raises UserError where that was not tried."""
-    if offload and device.type == "xla":
+def in_turns(peer: PeerConfig, device: torch.device) -> bool:
+    """Whether a model's parts take turns on `device`: asked for by --offload, or with both caches on."""
+    cached = peer.cache_latents and peer.cache_text and not (peer.compile or peer.ipex)  # with which turns were not tried
+    return device.type in _OWN_MEMORY and (peer.offload or cached)
+
+
+def takes_turns(peer: PeerConfig, device: torch.device) -> bool:
+    """`in_turns`, asked once at the start. Warns where --offload makes no room; raises UserError where it was not tried."""
+    if peer.offload and device.type == "xla":
         raise UserError("--offload was not tried on XLA's devices.", fix="Remove --offload.")
-    turns = offload and device.type in _OWN_MEMORY
-    if offload and not turns:
+    if peer.offload and device.type not in _OWN_MEMORY:
         log.warning("offload=no: it makes room on a GPU, and this peer computes on a %s", device.type)
-    return turns
+    return in_turns(peer, device)
+
+
+def to_try(peer: PeerConfig, device: torch.device) -> PeerConfig:
+    """The peer for a step that is only tried: it keeps nothing, and its parts take turns or not as they will in training."""
+    turned = device.type == "cuda" and in_turns(peer, device)
+    quiet = {"cache_latents": False, "cache_text": False, "with_prior_preservation": False, "class_data_dir": "", "class_prompt": ""}
+    return dataclasses.replace(peer, **quiet, offload=turned)
 
 
 class Turns:

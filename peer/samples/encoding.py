@@ -33,12 +33,12 @@ class Encoder:
 
     def __call__(self, batch: PixelBatch, rng: torch.Generator) -> LatentBatch:
         """rng: on the model's device, on the CPU where that has none; draws one latent of each picture."""
-        home = rng.device  # where what is known waits
-        mean, std = self._encode_pixels(batch, home).chunk(2, dim=1)
+        home, there = rng.device, self._lazy or rng.device  # where what is known waits, and where it is trained on
+        mean, std = self._encode_pixels(batch, home).to(there).chunk(2, dim=1)
         noise = torch.randn(mean.shape, generator=rng, device=rng.device).to(mean.device)
         mask = torch.stack([_shrunk(mask, mean) for mask in batch.masks]) if batch.masks else None
-        known = {name: states.to(home) for name, states in (batch.text or {}).items()}
-        return LatentBatch(mean + std * noise, known or self._encode_text(batch.captions, home, home), batch.geometry, mask)
+        text = batch.text or self._encode_text(batch.captions, home, home)
+        return LatentBatch(mean + std * noise, {name: states.to(there) for name, states in text.items()}, batch.geometry, mask)
 
     @torch.no_grad()
     def ahead(self, batches: Sequence[PixelBatch], device: torch.device, *, texts: bool) -> list[PixelBatch]:
@@ -47,7 +47,7 @@ class Encoder:
         device: the model's. texts: whether the text encoders are frozen. What is then trained has the bits that it would have without.
         """
         host = torch.device("cpu")
-        told = [self._encode_text(batch.captions, device, host) if texts else None for batch in batches]
+        told = [self._told(batch.captions, device, host) if texts else None for batch in batches]
         seen = [self._encode_pixels(batch, host).to(host) for batch in batches]
         return [
             dataclasses.replace(batch, pixels=None, latents=dict(enumerate(rows)), text=text)
@@ -69,7 +69,11 @@ class Encoder:
             geometry = {} if batch.geometry is None else {"geometry": batch.geometry[place]}
             mask = {"mask": _shrunk(batch.masks[place], rows[place])} if batch.masks else {}
             self._caches.latents.put(name, {"latents": rows[place], **geometry, **mask})
-        return torch.stack([rows[place].to(device) for place in range(len(batch.captions))]).to(self._lazy or device)
+        return torch.stack([rows[place].to(device) for place in range(len(batch.captions))])
+
+    def _told(self, captions: Sequence[str], device: torch.device, home: torch.device) -> Text:
+        """As `_encode_text`, at `home` in any case."""
+        return {name: states.to(home) for name, states in self._encode_text(captions, device, home).items()}
 
     def _encode_text(self, captions: Sequence[str], device: torch.device, home: torch.device) -> Text:
         """The text encoders' answer; from memory or disk for captions that were encoded before, unless something in the encoders is trained.
@@ -94,10 +98,7 @@ class Encoder:
                 self._caches.texts.put(digest_bytes(caption.encode()), rows[caption])
         self._known.update(rows)
         # Texts of some families are as long as their captions. The shorter ones are padded with zeros, which the family's mask passes over.
-        stacked = {
-            name: pad_sequence([rows[caption][name] for caption in captions], batch_first=True).to(self._lazy or home)
-            for name in rows[captions[0]]
-        }
+        stacked = {name: pad_sequence([rows[caption][name] for caption in captions], batch_first=True) for name in rows[captions[0]]}
         known = sum(map(_num_bytes, self._known.values()))
         while known > _TEXT_CACHE_BYTES and len(self._known) > _LEAST_CAPTIONS:
             known -= _num_bytes(self._known.popitem(last=False)[1])

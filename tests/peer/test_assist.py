@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from peer import assist
+from peer.config import PeerConfig
 from peer.contracts import CommittedRound, Member
 from peer.data.dataset_server import fetch_run
 from peer.finetune import main
@@ -63,9 +65,34 @@ def test_an_audit_needs_the_pictures_of_a_dataset_server(tmp_path):
 
 
 def config(folder):
-    from peer.config import PeerConfig
-
     return PeerConfig(assist=True, peers=("/ip4/127.0.0.1/tcp/1/p2p/x",), output_dir=str(folder))
+
+
+RUNS_HERE = [ROOT / "peer" / name for name in ("assist.py", "drawing", "figures/audience.py", "launch/joining.py", "launch/membership.py")]
+"""All of a helper's own way."""
+BESIDE = [ROOT / "peer" / name for name in ("finetune.py", "supervise.py", "launch/resolving.py")]
+"""Of it and of peers that train."""
+
+
+def read_in(paths):
+    """The options that these files ask a peer's configuration for."""
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
+    return {name for file in files for name in re.findall(r"\bpeer\.([a-z_]+)\b", file.read_text(encoding="utf-8").replace("_peer.", "peer."))}
+
+
+def test_an_option_does_something_for_a_helper_or_is_in_the_list_of_those_that_do_nothing():
+    listed, here = {*assist._OF_TRAINING}, read_in(RUNS_HERE)
+    elsewhere = {"check", "identity_path", "blocks_to_swap"}  # its own program, `identity_file`, refused
+    assert not listed & here
+    assert {field.name for field in dataclasses.fields(PeerConfig)} - listed - elsewhere <= here | read_in(BESIDE)
+
+
+def test_options_that_do_nothing_for_a_helper_are_named_in_one_line(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(assist, "setup_logging", lambda **_: None)
+    monkeypatch.setattr(assist, "_assist_in", lambda *_: ExitCode.OK)
+    for options in ({}, {"offload": True}, {"base_precision": "int8", "cache_text": True}):
+        assist.assist(dataclasses.replace(config(tmp_path), **options), lambda: None)
+    assert [told for told in caplog.messages if "trains nothing" in told] == ["--assist trains nothing, and has no use for --base_precision, --cache_text"]
 
 
 def test_the_run_known_from_before_is_gone_on_with_when_nobody_answers(tmp_path, caplog):

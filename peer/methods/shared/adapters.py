@@ -1,8 +1,10 @@
 """What adapters have in common: peft's layers beside those of the model."""
 
+import contextlib
+import importlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,20 @@ def layers(part: nn.Module, ends: Sequence[str]) -> list[str]:
     return [name for name, module in found if isinstance(module, nn.Linear | nn.Conv2d)]
 
 
+@contextlib.contextmanager
+def without_bitsandbytes() -> Iterator[None]:
+    """Within it peft's LoRA does not look for bitsandbytes' layers, of which our models have none: it would load all of that library."""
+    lora = importlib.import_module("peft.tuners.lora.model")
+    asked = {name: getattr(lora, name) for name in ("is_bnb_available", "is_bnb_4bit_available") if hasattr(lora, name)}
+    try:
+        for name in asked:
+            setattr(lora, name, lambda: False)
+        yield
+    finally:
+        for name, function in asked.items():
+            setattr(lora, name, function)
+
+
 def add_adapters(model: Model, names: Sequence[str], ends: Sequence[str], config: Callable[..., Any]) -> Params:
     """Put peft's layers of a `config` beside those of the named parts that `ends` chooses; their parameters, float32, as peft drew them."""
     logging.getLogger("peft").setLevel(logging.ERROR)
@@ -25,7 +41,7 @@ def add_adapters(model: Model, names: Sequence[str], ends: Sequence[str], config
     params: Params = {}
     for name in names:
         part = model.parts[name]
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), without_bitsandbytes():
             part.add_adapter(config(target_modules=layers(part, ends)))
         part.train()
         params.update((f"{name}.{plain(key)}", parameter) for key, parameter in part.named_parameters() if parameter.requires_grad)

@@ -339,22 +339,14 @@ def _learner(machine: Machine) -> Any:
 
     from peer.launch.launcher import Rank
     from peer.machine.device import RankGroup, choose_device, set_threads
+    from peer.machine.turns import to_try
     from peer.wiring import Launch, build_learner
 
     rank = Rank()
     device = choose_device(machine.peer.device, rank)
     set_threads(machine.peer.num_threads, rank)
-    # No caches, no pictures of a class, and a folder that is gone afterwards: nothing of this is kept.
-    peer = dataclasses.replace(
-        machine.peer,
-        output_dir=str(machine.scratch),
-        cache_dir="",
-        cache_latents=False,
-        cache_text=False,
-        with_prior_preservation=False,
-        class_data_dir="",
-        class_prompt="",
-    )
+    # A folder that is gone afterwards: nothing of this is kept.
+    peer = dataclasses.replace(to_try(machine.peer, device), output_dir=str(machine.scratch), cache_dir="")
     with ExitStack() as closing:
         launch = Launch(
             joined=Joined(machine.run()), peer=peer, given={**machine.given, "model": str(machine.model)}, group=RankGroup(rank, device),

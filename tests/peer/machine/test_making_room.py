@@ -13,6 +13,8 @@ from swarm.run_config import RunConfig
     [
         ({}, "cuda", ["offload", "gradient_checkpointing"]),
         ({"gradient_checkpointing": True}, "cuda", ["offload"]),
+        ({"cache_latents": True}, "cuda", ["offload", "gradient_checkpointing"]),
+        ({"cache_latents": True, "cache_text": True}, "cuda", ["gradient_checkpointing"]),  # parts take turns already
         ({"compile": True}, "cuda", ["gradient_checkpointing"]),  # with which --offload was not tried
         ({}, "cpu", ["gradient_checkpointing"]),
         ({"gradient_checkpointing": True, "offload": True}, "cuda", []),

@@ -54,12 +54,14 @@ def test_what_is_counted_is_what_lies_there_and_flows():
     assert turns.trained == real.trained + real.optimizer and turns.step == pytest.approx(real.step, rel=0.01)
 
 
-def test_options_take_less_and_what_lies_there_is_less_than_what_is_needed():
+def test_options_take_less_and_what_lies_there_is_less_than_what_is_needed(monkeypatch):
+    monkeypatch.setattr("peer.machine.turns._OWN_MEMORY", ("cpu",))
     needs = needs_of("flux")
     plain = needs.of(PeerConfig())
     assert needs.lying(PeerConfig()) < plain
     for option in ({"gradient_checkpointing": True}, {"base_precision": "nf4"}, {"base_precision": "int8"}, {"offload": True}):
         assert needs.of(PeerConfig(**option)) < plain
+    assert needs.of(PeerConfig(cache_latents=True, cache_text=True)) == needs.of(PeerConfig(offload=True))
     assert needs.of(PeerConfig(train_batch_size=2)) > plain
     prior = PeerConfig(with_prior_preservation=True, train_data_dir="x", class_data_dir="y", class_prompt="a dog")
     assert needs.of(prior) == needs.of(PeerConfig(train_batch_size=2))
@@ -87,8 +89,8 @@ def test_tied_weights_stay_tied_and_copies_do_not_share():
     assert encoder.shared.weight is encoder.encoder.embed_tokens.weight and encoder.shared.weight.is_meta
 
 
-def test_the_worst_moment_is_the_largest_turn_with_offload_and_else_all_at_once():
+def test_the_worst_moment_is_the_largest_turn_and_without_turns_all_at_once():
     turns = Turns(trained=1, denoiser=100, texts=40, vae=10, step=20, reading=5, encoding=30)
-    assert turns.worst(offload=False) == 1 + 150 + 30 and turns.worst(offload=True) == 1 + 120
-    assert Turns(1, 20, 40, 10, step=5, reading=5, encoding=30).worst(offload=True) == 1 + 45
-    assert Turns(1, 20, 40, 10, step=5, reading=5, encoding=30, texts_stay=True).worst(offload=True) == 1 + 40 + 40
+    assert turns.worst(turned=False) == 1 + 150 + 30 and turns.worst(turned=True) == 1 + 120
+    assert Turns(1, 20, 40, 10, step=5, reading=5, encoding=30).worst(turned=True) == 1 + 45
+    assert Turns(1, 20, 40, 10, step=5, reading=5, encoding=30, texts_stay=True).worst(turned=True) == 1 + 40 + 40

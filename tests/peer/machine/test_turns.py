@@ -13,7 +13,7 @@ import torch
 from peer import wiring
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
-from peer.machine.turns import Turns, _tensors, takes_turns
+from peer.machine.turns import Turns, _tensors, takes_turns, to_try
 from peer.wiring import Launch, assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -146,9 +146,9 @@ def test_a_move_that_breaks_off_is_made_again(tiny_model, moved, monkeypatch):  
 
 
 def test_what_the_disk_holds_brings_no_part_and_a_run_that_was_stopped_goes_on(start, moved, monkeypatch):  # noqa: F811
-    """Captions that change are encoded for each window; the second run finds the pictures and captions of the first."""
+    """With both caches on parts take turns unasked. Captions that change are encoded for each window; the second run finds what the first kept."""
     run = dataclasses.replace(RUN, total_samples=16, center_crop=True, ucg=0.3, **LORA)
-    kept = {"cache_latents": True, "cache_text": True, "offload": True}
+    kept = {"cache_latents": True, "cache_text": True}
     monkeypatch.setattr("peer.samples.feed.WINDOW_SAMPLES", 8)
     whole = start("whole", run=run, **kept).run()
     assert {"text_encoder", "vae"} < {name for name, came in moved if came}
@@ -222,6 +222,19 @@ def of_ranks(folder, model, pictures, *offload):
     return [trained[rank] for rank in range(len(offload))]
 
 
+def test_held_out_pictures_bring_each_part_once_and_have_the_same_loss(start, moved, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("peer.drawing.held_out._LEAST_DRAWS", 8)
+    run = dataclasses.replace(RUN, total_samples=8, validation_split=0.3, **LORA)
+    told = []
+    for name, options in (("plain", {}), ("turned", {"offload": True})):
+        started = start(name, run=run, validation_steps=2, **options)
+        started.trainer.sync.measured = told.append
+        started.run()
+    plain, turned = told
+    assert turned == plain
+    assert [name for name, came in moved if came] == 2 * ["text_encoder", "vae", "unet"]
+
+
 def test_ranks_of_which_one_has_turns_draw_the_same_windows(tiny_model, pictures, tmp_path, moved, monkeypatch):  # noqa: F811
     """Else the one that has turns takes part in draws of which the other does not know, and both wait for ever."""
     one_by_one, loaded = threading.Lock(), threading.Barrier(2, timeout=60)
@@ -239,12 +252,25 @@ def test_ranks_of_which_one_has_turns_draw_the_same_windows(tiny_model, pictures
     assert moved and all(torch.equal(params, plain[0]) for params in (*plain, *turned))
 
 
-def test_a_device_of_the_hosts_own_memory_has_no_turns_and_one_that_was_not_tried_is_refused(caplog):
-    assert [takes_turns(offload, torch.device("cuda", 0)) for offload in (True, False)] == [True, False]
-    assert not takes_turns(True, CPU) and "offload=no: it makes room on a GPU" in caplog.text
-    assert not takes_turns(False, torch.device("xla"))
+BOTH = {"cache_latents": True, "cache_text": True}
+
+
+def test_parts_take_turns_where_a_device_has_memory_of_its_own_and_it_is_asked_for_or_both_caches_are_on(caplog):
+    cuda, xla = torch.device("cuda", 0), torch.device("xla")
+    assert [takes_turns(PeerConfig(offload=offload), cuda) for offload in (True, False)] == [True, False]
+    assert takes_turns(PeerConfig(**BOTH), cuda) and not takes_turns(PeerConfig(**BOTH), xla)
+    assert not any(takes_turns(PeerConfig(**{name: True}), cuda) for name in BOTH), "half of the parts would come for each picture"
+    assert not takes_turns(PeerConfig(**BOTH, compile=True), cuda) and not takes_turns(PeerConfig(), xla)
+    assert not takes_turns(PeerConfig(**BOTH), CPU) and not caplog.text
+    assert not takes_turns(PeerConfig(offload=True), CPU) and "offload=no: it makes room on a GPU" in caplog.text
     with pytest.raises(UserError, match="--offload was not tried on XLA"):
-        takes_turns(True, torch.device("xla"))
+        takes_turns(PeerConfig(offload=True), xla)
+
+
+def test_a_step_that_is_tried_has_the_turns_of_training_and_keeps_nothing():
+    cuda, prior = torch.device("cuda", 0), {"with_prior_preservation": True, "train_data_dir": "x", "class_data_dir": "y", "class_prompt": "a dog"}
+    assert to_try(PeerConfig(**BOTH, **prior, train_batch_size=3), cuda) == PeerConfig(offload=True, train_data_dir="x", train_batch_size=3)
+    assert to_try(PeerConfig(**BOTH), CPU) == to_try(PeerConfig(offload=True), CPU) == PeerConfig()
 
 
 @pytest.mark.parametrize("other", [{"device": "cpu"}, {"device": "xla"}, {"compile": True}, {"ipex": True}])

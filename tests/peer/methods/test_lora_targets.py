@@ -1,5 +1,8 @@
 """Which layers a LoRA takes (`--lora_targets`), and what its matrices do not see in a step (`--lora_dropout`)."""
 
+import importlib
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +107,10 @@ def test_convolutions_begin_as_wide_as_their_inputs_are_many(tiny_model):
     for key, parameter in params.items():
         bound = parameter[0].numel() ** -0.5
         assert "lora_B" in key or (parameter.shape[2:] == (3, 3) and 0.9 * bound < parameter.abs().max() <= bound)
+
+
+def test_peft_does_not_load_bitsandbytes_layers_of_which_a_model_has_none(tiny_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft.tuners.lora.bnb", None)  # to import it is an error
+    _, _, params = attached(run_of("lora", tiny_model))
+    lora = importlib.import_module("peft.tuners.lora.model")
+    assert params and lora.is_bnb_available is importlib.import_module("peft.import_utils").is_bnb_available
