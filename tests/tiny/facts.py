@@ -37,8 +37,8 @@ class Tiny:
     """Arguments with which its pipeline is called in plain diffusers."""
     hearing: Mapping[str, Any] = field(default_factory=dict)
     """Options of a run with which what a caption says is heard: at high noise only, or where the velocity is predicted."""
-    rate: str = "3e-3"
-    steps: int = 60
+    rate: str = "5e-3"
+    steps: int = 30
     """Learning rate and steps in which it is taught four colours."""
     foreign: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Reasons for which options of others are refused, and the options."""

@@ -199,9 +199,9 @@ def test_accumulation_and_what_was_not_tried_is_refused_where_flags_are_read(pee
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("family", ["sd", "sd3", "flux", "z_image"])
-def test_two_fused_steps_of_a_family_have_the_bits_of_two_whole_ones(tiny_family, family, method):
+def test_two_fused_steps_of_a_family_have_the_bits_of_two_whole_ones(shallow_family, family, method):
     """One family of each shape: a UNet, joint blocks of which some parts are read by no loss, two kinds of blocks, one stream."""
-    model, _, params = attached(run := run_of(method, tiny_family(family), clip_grad="tensor", max_grad_norm=0.01, learning_rate=1e-2))
+    model, _, params = attached(run := run_of(method, shallow_family(family), clip_grad="tensor", max_grad_norm=0.01, learning_rate=1e-2))
     begun, passed_over = {name: one.detach().clone() for name, one in params.items()}, unread(model)
     clip, found = Clip(run.max_grad_norm, by_tensor=True), []
     for fused in (False, True):

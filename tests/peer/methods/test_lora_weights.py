@@ -21,6 +21,7 @@ from swarm.options import build
 from swarm.run_config import RunConfig
 from tests import flux_file, tiny
 from tests.conftest import ROOT
+from tests.peer.machine.shallow import shallow_family, tiny_model  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.results.test_results import CPU, LORA, Trained, picture, plain
 from tests.peer.test_alone import RUN, flat, start  # noqa: F401
@@ -36,7 +37,7 @@ def begun(base, file, **options):
 
 
 @pytest.fixture(scope="module")
-def written(tiny_family, tmp_path_factory):
+def written(shallow_family, tmp_path_factory):  # noqa: F811
     """`written("sd")`: the folder of a LoRA on all that its family trains, with kohya's form beside it where it has one."""
     made = {}
 
@@ -45,7 +46,7 @@ def written(tiny_family, tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp(family)
             text = tiny.takes(family, "lora with text encoder")
-            done = Trained(tiny_family(family), family, folder / "model", train_text_encoder=text, **LORA | options).written()
+            done = Trained(shallow_family(family), family, folder / "model", train_text_encoder=text, **LORA | options).written()
             if not {"use_dora"} & {*options}:
                 export.main(["--state", str(folder), "--format", "lora_kohya", "--out", str(folder / "kohya.safetensors")])
             made[key] = done
@@ -58,21 +59,21 @@ def written(tiny_family, tmp_path_factory):
     ("family", "form"),
     [*((family, "model") for family in ("sd", "sdxl", "flux", "sd3", "flux2")), *((family, "kohya.safetensors") for family in ("sd", "sdxl", "flux2", "z_image"))],
 )
-def test_a_run_begins_as_strong_as_the_file_was_whatever_its_own_alpha(written, tiny_family, family, form):
+def test_a_run_begins_as_strong_as_the_file_was_whatever_its_own_alpha(written, shallow_family, family, form):  # noqa: F811
     done = written(family)
     text = tiny.takes(family, "lora with text encoder")
-    model, params, run = begun(tiny_family(family), done.folder.parent / form, train_text_encoder=text, lora_alpha=1.0)
+    model, params, run = begun(shallow_family(family), done.folder.parent / form, train_text_encoder=text, lora_alpha=1.0)
     assert params.keys() == done.params.keys() and run.rank == 2
     for name, parameter in params.items():
         torch.testing.assert_close(parameter, done.params[name] * 3 if "lora_B" in name else done.params[name])  # alpha was 3, and is 1
     np.testing.assert_allclose(picture(model.pipeline), picture(done.model.pipeline), atol=1e-4)
 
 
-def test_a_file_as_kohyas_scripts_leave_it_begins_with_one_matrix_for_all_layers_in_one(tiny_family, tmp_path):
+def test_a_file_as_kohyas_scripts_leave_it_begins_with_one_matrix_for_all_layers_in_one(shallow_family, tmp_path):  # noqa: F811
     """Every linear layer of the blocks and of CLIP, an alpha of its own: what networks/lora_flux.py takes where nobody chooses (sd-scripts at 48d368f)."""
     rng, tensors = torch.Generator().manual_seed(1), {}
-    original = flux_file.transformer_tensors(plain(tiny_family("flux")).transformer)
-    clip = plain(tiny_family("flux")).text_encoder.state_dict()
+    original = flux_file.transformer_tensors(plain(shallow_family("flux")).transformer)
+    clip = plain(shallow_family("flux")).text_encoder.state_dict()
     weights = {f"lora_unet_{name}": tensor for name, tensor in original.items() if "_blocks." in name}
     weights |= {f"lora_te1_text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in clip.items() if ".layers." in name}
     for name, weight in ((name.removesuffix(".weight"), tensor) for name, tensor in weights.items() if tensor.dim() == 2):
@@ -80,7 +81,7 @@ def test_a_file_as_kohyas_scripts_leave_it_begins_with_one_matrix_for_all_layers
         tensors |= {f"{name.replace('.', '_')}.{end}": torch.randn(shape, generator=rng) * 0.1 for end, shape in ends.items()}
         tensors[f"{name.replace('.', '_')}.alpha"] = torch.tensor(2.0)
     save_file(tensors, tmp_path / "kohya.safetensors")
-    model, params, run = begun(tiny_family("flux"), tmp_path / "kohya.safetensors", lora_targets="all-linear", train_text_encoder=True)
+    model, params, run = begun(shallow_family("flux"), tmp_path / "kohya.safetensors", lora_targets="all-linear", train_text_encoder=True)
     assert run.rank == 4
     model.pipeline.fuse_lora(components=["transformer"])
     model.pipeline.unload_lora_weights()
@@ -92,14 +93,14 @@ def test_a_file_as_kohyas_scripts_leave_it_begins_with_one_matrix_for_all_layers
 
 
 @pytest.fixture
-def without_t5(tiny_family, tmp_path):
-    DiffusionPipeline.from_pretrained(tiny_family("sd3"), text_encoder_3=None, tokenizer_3=None).save_pretrained(tmp_path / "without")
+def without_t5(shallow_family, tmp_path):  # noqa: F811
+    DiffusionPipeline.from_pretrained(shallow_family("sd3"), text_encoder_3=None, tokenizer_3=None).save_pretrained(tmp_path / "without")
     return tmp_path / "without"
 
 
 @pytest.mark.parametrize(("family", "targets"), [("flux", "auto"), ("flux", "all-linear"), ("sd3", "all-linear")])
-def test_kohyas_form_comes_back_also_where_parts_of_a_layer_are_not_trained_or_a_t5_is_not_there(tiny_family, written, without_t5, family, targets):
-    done, base = written(family, lora_targets=targets), without_t5 if family == "sd3" else tiny_family(family)
+def test_kohyas_form_comes_back_also_where_parts_of_a_layer_are_not_trained_or_a_t5_is_not_there(shallow_family, written, without_t5, family, targets):  # noqa: F811
+    done, base = written(family, lora_targets=targets), without_t5 if family == "sd3" else shallow_family(family)
     _, params, run = begun(base, done.folder.parent / "kohya.safetensors", lora_targets=targets, train_text_encoder=True)
     assert params.keys() == done.params.keys() and run.rank == 2
     for name, parameter in params.items():
@@ -110,29 +111,29 @@ PARTS = ("attn.to_q", "attn.to_q attn.to_k attn.to_v", "proj_mlp", "attn.to_q at
 
 
 @pytest.mark.parametrize("targets", PARTS)
-def test_layers_that_are_all_in_others_come_back_at_their_own_rank(tiny_family, tmp_path, targets):
+def test_layers_that_are_all_in_others_come_back_at_their_own_rank(shallow_family, tmp_path, targets):  # noqa: F811
     """The last: no layer of the file has the run's rank, and none of the others' ranks is a multiple of the least."""
-    done = Trained(tiny_family("flux"), "flux", tmp_path / "model", lora_targets=targets, **LORA).written()
+    done = Trained(shallow_family("flux"), "flux", tmp_path / "model", lora_targets=targets, **LORA).written()
     with torch.no_grad():  # as peft begins: it adds nothing, and is trained all the same
         next(parameter for name, parameter in done.params.items() if "lora_B" in name).zero_()
     done.written()
     export.main(["--state", str(tmp_path), "--format", "lora_kohya", "--out", str(tmp_path / "kohya")])
-    _, params, run = begun(tiny_family("flux"), tmp_path / "kohya.safetensors", lora_targets=targets)
+    _, params, run = begun(shallow_family("flux"), tmp_path / "kohya.safetensors", lora_targets=targets)
     assert params.keys() == done.params.keys() and run.rank == 2
     for name, parameter in params.items():
         torch.testing.assert_close(parameter, done.params[name] * 1.5 if "lora_B" in name else done.params[name])
 
 
-def test_the_founder_takes_several_ranks_only_where_the_header_says_the_layers_own(tiny_family, tmp_path, written):
+def test_the_founder_takes_several_ranks_only_where_the_header_says_the_layers_own(shallow_family, tmp_path, written):  # noqa: F811
     """Of a dense file, which no peer could take apart, too; and a header that does not fit the layers says nothing."""
     kohya = written("flux", lora_targets="auto").folder.parent / "kohya.safetensors"
     for header in (None, {"ss_network_dim": "1"}, {"ss_network_dim": "Dynamic"}, {"ss_network_dim": "9" * 5000}):
         save_file(load_file(kohya), tmp_path / "file.safetensors", header)
         with pytest.raises(UserError, match="has layers of 2 ranks"):
-            complete(RunConfig(model=str(tiny_family("flux")), method="lora", lora_weights=str(tmp_path / "file.safetensors")))
+            complete(RunConfig(model=str(shallow_family("flux")), method="lora", lora_weights=str(tmp_path / "file.safetensors")))
     one = {name: tensor for name, tensor in load_file(kohya).items() if name.startswith("lora_te1")}
     save_file(one, tmp_path / "file.safetensors", {"ss_network_dim": "1"})
-    run = RunConfig(model=str(tiny_family("flux")), method="lora", lora_weights=str(tmp_path / "file.safetensors"))
+    run = RunConfig(model=str(shallow_family("flux")), method="lora", lora_weights=str(tmp_path / "file.safetensors"))
     assert complete(run).rank == 2, "of a file that was resized"
 
 
@@ -148,7 +149,7 @@ def test_the_list_on_the_page_is_of_the_layers_that_kohyas_scripts_train_where_n
         assert {*layers(part, chosen)} == found != set()
 
 
-def test_layers_in_one_that_do_not_come_apart_are_refused(tiny_family, written, tmp_path):
+def test_layers_in_one_that_do_not_come_apart_are_refused(shallow_family, written, tmp_path):  # noqa: F811
     kohya = load_file(written("flux", lora_targets="auto").folder.parent / "kohya.safetensors")
     qkv = next(name for name in kohya if name.endswith("qkv.lora_up.weight"))
     files = {
@@ -159,18 +160,18 @@ def test_layers_in_one_that_do_not_come_apart_are_refused(tiny_family, written, 
     for message, tensors in files.items():
         save_file(tensors, tmp_path / "file.safetensors", {"ss_network_dim": "2"})
         with pytest.raises(UserError, match=message):
-            begun(tiny_family("flux"), tmp_path / "file.safetensors", train_text_encoder=True)
+            begun(shallow_family("flux"), tmp_path / "file.safetensors", train_text_encoder=True)
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_targets": "all-linear+conv"}], ids=str)
-def test_wider_loras_and_doras_go_on_too(written, tiny_family, options):
+def test_wider_loras_and_doras_go_on_too(written, shallow_family, options):  # noqa: F811
     done = written("sd", **options)
-    model, _, _ = begun(tiny_family("sd"), done.folder, train_text_encoder=True, **options)
+    model, _, _ = begun(shallow_family("sd"), done.folder, train_text_encoder=True, **options)
     np.testing.assert_allclose(picture(model.pipeline), picture(done.model.pipeline), atol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["kohya", "header"])
-def test_an_alpha_that_is_not_the_rank_is_read_as_diffusers_reads_it(written, tiny_family, tmp_path, form):
+def test_an_alpha_that_is_not_the_rank_is_read_as_diffusers_reads_it(written, shallow_family, tmp_path, form):  # noqa: F811
     done, file = written("sd"), tmp_path / "file.safetensors"
     if form == "kohya":
         tensors = load_file(done.folder.parent / "kohya.safetensors")
@@ -182,8 +183,8 @@ def test_an_alpha_that_is_not_the_rank_is_read_as_diffusers_reads_it(written, ti
             file,
             {"lora_adapter_metadata": '{"unet.r": 2, "unet.lora_alpha": 6, "text_encoder.r": 2, "text_encoder.lora_alpha": 6}'},
         )
-    model, _, _ = begun(tiny_family("sd"), file, train_text_encoder=True)
-    pipeline = plain(tiny_family("sd"))
+    model, _, _ = begun(shallow_family("sd"), file, train_text_encoder=True)
+    pipeline = plain(shallow_family("sd"))
     if form == "kohya":  # a header like this one lacks what peft needs to load it
         pipeline.load_lora_weights(tmp_path, weight_name=file.name)
     else:
@@ -192,8 +193,8 @@ def test_an_alpha_that_is_not_the_rank_is_read_as_diffusers_reads_it(written, ti
     np.testing.assert_allclose(picture(model.pipeline), picture(pipeline), atol=1e-4)
 
 
-def test_what_does_not_fit_is_refused_in_one_line(written, tiny_family, tmp_path):
-    sd, base = written("sd"), tiny_family("sd")
+def test_what_does_not_fit_is_refused_in_one_line(written, shallow_family, tmp_path):  # noqa: F811
+    sd, base = written("sd"), shallow_family("sd")
     kohya = load_file(sd.folder.parent / "kohya.safetensors")
     files = {
         "dora": kohya | {"lora_unet_x.dora_scale": torch.ones(1)},
@@ -234,9 +235,9 @@ def test_what_does_not_fit_is_refused_in_one_line(written, tiny_family, tmp_path
         assert re.search(message, str(caught.value)) and "\n" not in str(caught.value), (message, str(caught.value))
 
 
-def test_a_place_is_anybodys_word_and_only_the_file_of_the_runs_digest_counts(written, tiny_family):
+def test_a_place_is_anybodys_word_and_only_the_file_of_the_runs_digest_counts(written, shallow_family):  # noqa: F811
     """A record of a run in the DHT says where its LoRA lies, and no id covers that."""
-    _, _, run = begun(tiny_family("sd"), written("sd").folder, train_text_encoder=True)
+    _, _, run = begun(shallow_family("sd"), written("sd").folder, train_text_encoder=True)
     model = load_model(run, {}, CPU)
     for place in ("", "~nobody-of-that-name/x.safetensors", "x" * 5000 + ".safetensors", "\0.safetensors", str(written("sdxl").folder)):
         with pytest.raises(UserError, match="Ask the host for it, and give it with --lora_weights FILE"):
@@ -246,10 +247,10 @@ def test_a_place_is_anybodys_word_and_only_the_file_of_the_runs_digest_counts(wr
     assert bare._given is None, "the run does not begin with one, wherever one lies"
 
 
-def test_the_files_digest_belongs_to_the_run_and_its_place_does_not(written, tiny_family, tmp_path):
+def test_the_files_digest_belongs_to_the_run_and_its_place_does_not(written, shallow_family, tmp_path):  # noqa: F811
     done = written("sd")
     said = {
-        "model": str(tiny_family("sd")),
+        "model": str(shallow_family("sd")),
         "resolution": 16,
         "method": "lora",
         "lora_weights": str(done.folder),
@@ -270,9 +271,9 @@ def test_the_files_digest_belongs_to_the_run_and_its_place_does_not(written, tin
             Lora(dataclasses.replace(run, lora_weights=place)).begin(load_model(run, {}, CPU))
 
 
-def test_a_peer_trains_on_from_the_file_however_it_holds_the_model(written, tiny_family, start):  # noqa: F811
+def test_a_peer_trains_on_from_the_file_however_it_holds_the_model(written, shallow_family, start):  # noqa: F811
     done = written("sd")
-    said = {"method": "lora", "model": str(tiny_family("sd")), "lora_weights": str(done.folder), "train_text_encoder": True}
+    said = {"method": "lora", "model": str(shallow_family("sd")), "lora_weights": str(done.folder), "train_text_encoder": True}
     run = complete(dataclasses.replace(RUN, **said))
     exact, rough = (start(name, run=run, mixed_precision=name).trainer for name in ("no", "bf16"))
     assert torch.equal(flat(exact.params), flat(rough.params)) and any(

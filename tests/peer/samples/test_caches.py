@@ -238,9 +238,9 @@ def test_the_log_says_that_random_crops_are_fixed(start, caplog):  # noqa: F811
 
 
 @pytest.mark.parametrize("family", [family for family in tiny.ONE_OF_EACH if family != "sd"])
-def test_other_families_train_in_buckets_and_from_caches(start, tiny_family, mixed_pictures, tmp_path, monkeypatch, family):  # noqa: F811
+def test_other_families_train_in_buckets_and_from_caches(start, shallow_family, mixed_pictures, tmp_path, monkeypatch, family):  # noqa: F811
     """Their texts are several tensors, and their latents have other shapes."""
-    run = dataclasses.replace(RUN, total_samples=6, resolution=32, model=str(tiny_family(family)))
+    run = dataclasses.replace(RUN, total_samples=6, resolution=32, model=str(shallow_family(family)))
     options = {"cache_latents": True, "cache_text": True, "cache_dir": str(tmp_path / "kept"), "train_batch_size": 2}
     first = start("first", run=run, **options).run()
     second = start("second", run=run, **options)

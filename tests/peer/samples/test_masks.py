@@ -227,9 +227,9 @@ def test_a_host_says_masked_loss_beside_its_pictures(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("family", tiny.ONE_OF_EACH)
 @torch.no_grad()
-def test_the_loss_of_every_family_is_the_sum_of_what_is_within_a_mask_and_beyond(tiny_family, family):
+def test_the_loss_of_every_family_is_the_sum_of_what_is_within_a_mask_and_beyond(shallow_family, family):
     run = RunConfig(**tiny.MODELS[family].run)
-    model = load_part("models", tiny.FAMILIES[family]).load(tiny_family(family), CPU, run)
+    model = load_part("models", tiny.FAMILIES[family]).load(shallow_family(family), CPU, run)
     pixels = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
     latents = model.encode_pixels(pixels).chunk(2, dim=1)[0]
     batch = LatentBatch(latents, model.encode_text(["a toy", ""]))

@@ -41,7 +41,7 @@ MODELS = {
         drawing={"max_sequence_length": 32},
         hearing={"weighting_scheme": "logit_normal", "logit_mean": 3.0},
         rate="1e-2",  # it hears captions late; its steps take a third of the others' time
-        steps=250,
+        steps=150,
         foreign={"reads captions with T5": _CLIP, "is trained by flow matching": _DENOISING},
     )
 }

@@ -31,7 +31,7 @@ MODELS = {
         run={"max_sequence_length": 32},
         drawing={"max_sequence_length": 32},
         hearing={"weighting_scheme": "logit_normal", "logit_mean": -3.0},
-        steps=100,
+        steps=50,
         foreign={
             "reads captions with Qwen 3": {"clip_skip": 1, "max_token_chunks": 2},
             "is trained by flow matching": {"prediction_type": "epsilon", "snr_gamma": 5.0, "noise_offset": 0.1},
